@@ -1,0 +1,31 @@
+# Everything runs in an environment of its own; `make demo` and `make test` need nothing but python3.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+
+.PHONY: demo test lint bench
+
+demo: $(VENV)/.installed
+	$(BIN)/subquad generate --seed 3
+
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python kernels/benchmarks/wkv.py $(ARGS)
+	$(BIN)/python kernels/benchmarks/models.py $(ARGS)
+	$(BIN)/python tokenizers/benchmarks/rwkv_world.py $(ARGS)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) -e .[dev]
+	touch $@

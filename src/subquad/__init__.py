@@ -1,0 +1,1 @@
+"""Sub-quadratic language models as ordinary Hugging Face models."""

@@ -1,0 +1,95 @@
+"""Configuration of Eagle (RWKV-5)."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+@strict
+class Rwkv5Config(PreTrainedConfig):
+    r"""
+    Configuration of an Eagle (RWKV-5.2) model, section 4.1 of "Eagle and Finch" (arXiv:2404.05892). The names are those
+    of the published `config.json` files, all of whose fields are accepted.
+
+    Args:
+        vocab_size: number of token ids, V.
+        context_length: number of tokens a training sequence had. Nothing in the model depends on it.
+        hidden_size: model dimension, D.
+        num_hidden_layers: number of blocks, L.
+        attention_hidden_size: summed width of the heads; `hidden_size` where None.
+        num_attention_heads: number of heads, h; `attention_hidden_size / head_size` where None. Published files hold the
+            size of a head (64) in this field: a 64 that does not fit is read that way.
+        head_size: width of a head; 64 where neither it nor `num_attention_heads` says otherwise.
+        head_size_divisor: the group norm over the heads has epsilon 1e-5 * head_size_divisor ** 2.
+        intermediate_size: width of the channel mix; 3.5 * `hidden_size`, rounded down to a multiple of 32, where None.
+        layer_norm_epsilon: epsilon of every layer norm but the one over the heads.
+        rescale_every: accepted and kept, without effect: it halved weights for the float16 runtime of the time.
+    """
+
+    model_type = "rwkv5"
+    attribute_map = {"max_position_embeddings": "context_length", "head_dim": "head_size"}  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    vocab_size: int = 65536
+    context_length: int = 4096
+    hidden_size: int = 2048
+    num_hidden_layers: int = 24
+    attention_hidden_size: int | None = None
+    num_attention_heads: int | None = None
+    head_size: int | None = None
+    head_size_divisor: int = 8
+    intermediate_size: int | None = None
+    layer_norm_epsilon: float = 1e-5
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 0
+    pad_token_id: int | None = None
+    rescale_every: int = 6
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs):
+        if self.attention_hidden_size is None:
+            self.attention_hidden_size = self.hidden_size
+        width, heads = self.attention_hidden_size, self.num_attention_heads
+        if self.head_size is None:
+            self.head_size = width // heads if heads and heads != 64 else 64
+        # The one reading of `num_attention_heads` that contradicts `head_size` and is still right: published files.
+        if heads in (None, 64, self.head_size):
+            self.num_attention_heads = width // max(self.head_size, 1)
+        if self.intermediate_size is None:
+            self.intermediate_size = int(self.hidden_size * 3.5) // 32 * 32
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        """Refuses sizes that do not fit together, before any tensor is made."""
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "attention_hidden_size",
+            "head_size",
+            "head_size_divisor",
+            "intermediate_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.num_attention_heads * self.head_size != self.attention_hidden_size:
+            raise ValueError(
+                f"`attention_hidden_size` ({self.attention_hidden_size}) must be `num_attention_heads` "
+                f"({self.num_attention_heads}) times `head_size` ({self.head_size})."
+            )
+
+    def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """
+        Takes from a checkpoint's tensors what published `config.json` files leave out or misstate.
+
+        Args:
+            shapes: tensor name (canonical, `rwkv.blocks.0.attention...`) to shape; names that are absent change nothing.
+        """
+        if (shape := shapes.get("rwkv.blocks.0.attention.time_faaaa")) is not None:
+            self.num_attention_heads, self.head_size = shape
+            self.attention_hidden_size = shape[0] * shape[1]
+        if (shape := shapes.get("rwkv.blocks.0.feed_forward.key.weight")) is not None:
+            self.intermediate_size = shape[0]
+
+
+__all__ = ["Rwkv5Config"]

@@ -1,0 +1,39 @@
+"""The published sizes, as data: preset name to model type and configuration fields."""
+
+from typing import Any
+
+
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    # Table 10 of "Eagle and Finch" (arXiv:2404.05892); finch-7b was published later.
+    "eagle-0.4b": ("rwkv5", {"hidden_size": 1024, "num_hidden_layers": 24}),
+    "eagle-1.5b": ("rwkv5", {"hidden_size": 2048, "num_hidden_layers": 24}),
+    "eagle-3b": ("rwkv5", {"hidden_size": 2560, "num_hidden_layers": 32}),
+    "eagle-7b": ("rwkv5", {"hidden_size": 4096, "num_hidden_layers": 32}),
+    "finch-1.6b": ("rwkv6", {"hidden_size": 2048, "num_hidden_layers": 24}),
+    "finch-3b": ("rwkv6", {"hidden_size": 2560, "num_hidden_layers": 32}),
+    "finch-7b": (
+        "rwkv6",
+        {"hidden_size": 4096, "num_hidden_layers": 32, "lora_rank_tokenshift": 64, "lora_rank_decay": 128},
+    ),
+    # Section 10.1: bytes of ABC notation.
+    "eagle-music": (
+        "rwkv5",
+        {"hidden_size": 512, "num_hidden_layers": 24, "vocab_size": 128, "context_length": 1024},
+    ),
+}
+
+
+def preset_config(name: str):
+    """
+    The configuration object of a preset.
+
+    Raises:
+        ValueError: where no preset has that name; the message lists those that exist.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"There is no preset {name!r}; the presets are {', '.join(PRESETS)}.")
+    from .models.rwkv5.configuration_rwkv5 import Rwkv5Config
+    from .models.rwkv6.configuration_rwkv6 import Rwkv6Config
+
+    model_type, fields = PRESETS[name]
+    return {"rwkv5": Rwkv5Config, "rwkv6": Rwkv6Config}[model_type](**fields)
