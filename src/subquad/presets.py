@@ -6,14 +6,20 @@ from typing import Any
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     # Table 10 of "Eagle and Finch" (arXiv:2404.05892); finch-7b was published later.
     "eagle-0.4b": ("rwkv5", {"hidden_size": 1024, "num_hidden_layers": 24}),
-    "eagle-1.5b": ("rwkv5", {"hidden_size": 2048, "num_hidden_layers": 24}),
-    "eagle-3b": ("rwkv5", {"hidden_size": 2560, "num_hidden_layers": 32}),
-    "eagle-7b": ("rwkv5", {"hidden_size": 4096, "num_hidden_layers": 32}),
-    "finch-1.6b": ("rwkv6", {"hidden_size": 2048, "num_hidden_layers": 24}),
-    "finch-3b": ("rwkv6", {"hidden_size": 2560, "num_hidden_layers": 32}),
+    "eagle-1.5b": ("rwkv5", {"hidden_size": 2048, "num_hidden_layers": 24, "initializer_range": 3e-4}),
+    "eagle-3b": ("rwkv5", {"hidden_size": 2560, "num_hidden_layers": 32, "initializer_range": 2e-4}),
+    "eagle-7b": ("rwkv5", {"hidden_size": 4096, "num_hidden_layers": 32, "initializer_range": 1.5e-4}),
+    "finch-1.6b": ("rwkv6", {"hidden_size": 2048, "num_hidden_layers": 24, "initializer_range": 3e-4}),
+    "finch-3b": ("rwkv6", {"hidden_size": 2560, "num_hidden_layers": 32, "initializer_range": 2e-4}),
     "finch-7b": (
         "rwkv6",
-        {"hidden_size": 4096, "num_hidden_layers": 32, "lora_rank_tokenshift": 64, "lora_rank_decay": 128},
+        {
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "initializer_range": 1.5e-4,
+            "lora_rank_tokenshift": 64,
+            "lora_rank_decay": 128,
+        },
     ),
     # Section 10.1: bytes of ABC notation.
     "eagle-music": (

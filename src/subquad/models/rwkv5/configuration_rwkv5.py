@@ -22,6 +22,7 @@ class Rwkv5Config(PreTrainedConfig):
         head_size_divisor: the group norm over the heads has epsilon 1e-5 * head_size_divisor ** 2.
         intermediate_size: width of the channel mix; 3.5 * `hidden_size`, rounded down to a multiple of 32, where None.
         layer_norm_epsilon: epsilon of every layer norm but the one over the heads.
+        initializer_range: the embeddings start uniform in +- this; the paper takes the maximum learning rate (table 14).
         rescale_every: accepted and kept, without effect: it halved weights for the float16 runtime of the time.
     """
 
@@ -42,6 +43,7 @@ class Rwkv5Config(PreTrainedConfig):
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 0
     pad_token_id: int | None = None
+    initializer_range: float = 4e-4
     rescale_every: int = 6
     tie_word_embeddings: bool = False
     use_cache: bool = True

@@ -1,0 +1,214 @@
+"""What every architecture shares: checks, loading, generation, and the heads."""
+
+import dataclasses
+import json
+import os
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, can_return_tuple
+from transformers.utils.hub import cached_file
+
+from .cache import RecurrentCache
+
+
+def embed(embeddings: nn.Embedding, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None):
+    """
+    The embeddings that a call reads, (batch, length, width).
+
+    Raises:
+        ValueError: where not exactly one of the two is given, a shape does not fit, or an id is outside the vocabulary.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
+    x = input_ids if inputs_embeds is None else inputs_embeds
+    if x.dim() != (2 if inputs_embeds is None else 3) or x.shape[1] == 0:
+        name, shape = ("input_ids", "(batch, length)") if inputs_embeds is None else ("inputs_embeds", "(batch, length, width)")
+        raise ValueError(f"`{name}` must be {shape} with at least one token, got {tuple(x.shape)}.")
+    if inputs_embeds is not None:
+        return inputs_embeds
+    # One token was most likely chosen by the model itself; looking at it would make a GPU wait.
+    if not torch.compiler.is_compiling() and (x.device.type == "cpu" or x.shape[1] > 1):
+        low, high = torch.aminmax(x)
+        if low < 0 or high >= embeddings.num_embeddings:
+            wrong = int(low) if low < 0 else int(high)
+            raise ValueError(f"`input_ids` holds {wrong}, but `vocab_size` is {embeddings.num_embeddings}.")
+    return embeddings(input_ids)
+
+
+class SizesFromCheckpoint:
+    """Mixin: `from_pretrained` takes from the checkpoint's tensors the sizes that published configurations leave out."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
+        if pretrained_model_name_or_path is not None and not isinstance(config, PreTrainedConfig):
+            # As the base class does it: arguments that are configuration fields override the file.
+            fields = ({f.name for f in dataclasses.fields(cls.config_class)} | {"num_labels"}) - {"dtype"}
+            overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in fields}
+            config = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **hub, **overrides)
+        if pretrained_model_name_or_path is not None:
+            config.set_sizes_from_shapes(_checkpoint_shapes(os.fspath(pretrained_model_name_or_path), hub))
+        return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+
+
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+def _checkpoint_shapes(path: str, hub: dict) -> dict[str, tuple[int, ...]]:
+    """Shapes of the first block's tensors, read from safetensors headers; empty where there is no such file."""
+    hub = {**hub, "_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
+    files = []
+    if (index := cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **hub)) is not None:
+        with open(index, encoding="utf-8") as file:
+            weight_map = json.load(file)["weight_map"]
+        shards = sorted({shard for name, shard in weight_map.items() if ".blocks.0." in name})
+        files = [cached_file(path, shard, **hub) for shard in shards]
+    elif (single := cached_file(path, SAFE_WEIGHTS_NAME, **hub)) is not None:
+        files = [single]
+    shapes = {}
+    for name in files:
+        with safe_open(name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (safe_open is no dict)
+                if ".blocks.0." in key:
+                    shapes[key] = tuple(file.get_slice(key).get_shape())
+    return shapes
+
+
+class RecurrentGenerationMixin(GenerationMixin):
+    """`generate` with a [`RecurrentCache`]."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        # transformers decides by the class name and takes every "rwkv" for its RWKV-4, which has no cache object.
+        return True
+
+    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs):
+        implementation = generation_config.cache_implementation
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        # The state never grows: "dynamic" and "static" are the same thing.
+        if implementation not in (None, "dynamic", "static"):
+            raise ValueError(f"`cache_implementation` {implementation!r} does not apply to a recurrent state.")
+        model_kwargs["past_key_values"] = RecurrentCache(self.config)
+        if generation_config.is_assistant:
+            model_kwargs["past_key_values"].activate_past_recording()
+        return None
+
+
+class CausalLMHead:
+    """
+    Mixin: next-token logits over the model at `base_model_prefix`; the class names its projection, (width, vocabulary), in
+    `lm_head_name`.
+    """
+
+    lm_head_name: str
+
+    def get_output_embeddings(self) -> nn.Module:
+        return getattr(self, self.lm_head_name)
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        setattr(self, self.lm_head_name, new_embeddings)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        cu_seqlens: torch.Tensor | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
+                cu_seqlens: see the base model.
+            labels: (batch, length) ids to predict, shifted inside; -100 is ignored.
+            logits_to_keep: logits of that many last tokens only (0: of all), or of the tokens at these indices.
+
+        Returns:
+            loss where `labels` are given, logits (batch, kept, vocabulary), past_key_values, hidden_states.
+        """
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            cu_seqlens=cu_seqlens if cu_seqlens is not None else kwargs.pop("cu_seq_lens_q", None),
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+
+class SequenceClassificationHead:
+    """Mixin: class logits of a text, read from its last token by `score`, over the model at `base_model_prefix`."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> SequenceClassifierOutputWithPast:
+        """
+        Args:
+            labels: (batch) class ids, or targets of a regression, or (batch, classes) of a multi-label problem
+                (`config.problem_type`).
+
+        Without `attention_mask`, a run of `pad_token_id` at either end of a row counts as padding. Other arguments: see the
+        base model.
+
+        Returns:
+            loss where `labels` are given, logits (batch, `num_labels`), past_key_values, hidden_states.
+        """
+        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
+            real = (input_ids != self.config.pad_token_id).int()
+            attention_mask = real.cummax(1).values & real.flip(1).cummax(1).values.flip(1)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+        )
+        # The base model repeats a row's last real token to its end.
+        logits = self.score(outputs.last_hidden_state[:, -1])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )

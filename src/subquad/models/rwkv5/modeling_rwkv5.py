@@ -1,0 +1,267 @@
+"""Eagle (RWKV-5), section 4.1 of "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence"."""
+
+import torch
+import torch.nn.functional as F
+from subquad_kernels import wkv, wkv_state
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import can_return_tuple
+
+from ...cache import RecurrentCache, RecurrentLayer, check_cache
+from ...heads import (
+    CausalLMHead,
+    RecurrentGenerationMixin,
+    SequenceClassificationHead,
+    SizesFromCheckpoint,
+    embed,
+)
+from ...padding import Tokens, last_token
+from .configuration_rwkv5 import Rwkv5Config
+
+
+class Rwkv5TimeMixing(nn.Module):
+    """Section 4.1.2: the linear attention, with a learned decay a channel."""
+
+    def __init__(self, config: Rwkv5Config, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.num_heads, self.head_size = config.num_attention_heads, config.head_size
+        width, inner = config.hidden_size, config.attention_hidden_size
+
+        self.time_decay = nn.Parameter(torch.empty(self.num_heads, self.head_size))
+        self.time_faaaa = nn.Parameter(torch.empty(self.num_heads, self.head_size))
+        self.time_mix_key = nn.Parameter(torch.empty(1, 1, width))
+        self.time_mix_value = nn.Parameter(torch.empty(1, 1, width))
+        self.time_mix_receptance = nn.Parameter(torch.empty(1, 1, width))
+        self.time_mix_gate = nn.Parameter(torch.empty(1, 1, width))
+
+        self.receptance = nn.Linear(width, inner, bias=False)
+        self.key = nn.Linear(width, inner, bias=False)
+        self.value = nn.Linear(width, inner, bias=False)
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.output = nn.Linear(inner, width, bias=False)
+        self.ln_x = nn.GroupNorm(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
+
+    def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
+        previous, seen = tokens.shift(x, state and state.get("attention_shift"))
+
+        heads = (*x.shape[:2], self.num_heads, self.head_size)
+        r = self.receptance(torch.lerp(previous, x, self.time_mix_receptance)).view(heads)
+        k = tokens.erase(self.key(torch.lerp(previous, x, self.time_mix_key))).view(heads)
+        v = self.value(torch.lerp(previous, x, self.time_mix_value)).view(heads)
+        g = F.silu(self.gate(torch.lerp(previous, x, self.time_mix_gate)))
+        # Equation 5; padding neither adds to the state nor decays it.
+        log_w = tokens.erase(-self.time_decay.float().exp().expand(heads))
+
+        before = state and state.get("wkv")
+        out, after = tokens.by_document(wkv, (r, k, v, log_w), (self.time_faaaa,), before)  # equations 6, 8, 9
+        if state is not None:
+            state.update("attention_shift", last_token(None, seen), last_token, seen)
+            state.update("wkv", after, wkv_state, k, v, log_w)
+
+        out = self.ln_x(out.flatten(0, 1).flatten(1)).view(g.shape)
+        return self.output(out * g)  # equation 7
+
+
+class Rwkv5ChannelMixing(nn.Module):
+    """Section 4.1.3, equations 10 to 13."""
+
+    def __init__(self, config: Rwkv5Config, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.time_mix_key = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+        self.time_mix_receptance = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+        self.key = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.receptance = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.value = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
+        previous, seen = tokens.shift(x, state and state.get("feed_forward_shift"))
+        if state is not None:
+            state.update("feed_forward_shift", last_token(None, seen), last_token, seen)
+        k = self.key(torch.lerp(previous, x, self.time_mix_key))
+        v = self.value(F.relu(k).square())
+        return torch.sigmoid(self.receptance(torch.lerp(previous, x, self.time_mix_receptance))) * v
+
+
+class Rwkv5Block(GradientCheckpointingLayer):
+    def __init__(self, config: Rwkv5Config, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        if layer_idx == 0:
+            self.pre_ln = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.ln1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.ln2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.attention = Rwkv5TimeMixing(config, layer_idx)
+        self.feed_forward = Rwkv5ChannelMixing(config, layer_idx)
+
+    def forward(self, x: torch.Tensor, tokens: Tokens, past_key_values: RecurrentCache | None = None) -> torch.Tensor:
+        state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        if self.layer_idx == 0:
+            x = self.pre_ln(x)
+        x = x + self.attention(self.ln1(x), tokens, state)
+        return x + self.feed_forward(self.ln2(x), tokens, state)
+
+
+class Rwkv5PreTrainedModel(SizesFromCheckpoint, PreTrainedModel):
+    config: Rwkv5Config
+    config_class = Rwkv5Config
+    base_model_prefix = "rwkv"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("Rwkv5Block",)
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Appendix H."""
+        config = self.config
+        if isinstance(module, Rwkv5TimeMixing | Rwkv5ChannelMixing):
+            width, inner = config.hidden_size, config.attention_hidden_size
+            l, layers = module.layer_idx, config.num_hidden_layers
+            r0, r1 = l / max(layers - 1, 1), 1 - l / layers
+            # The published weights hold one minus the paper's mu: they weigh the token, not the one before.
+            ramp = torch.arange(width) / width
+            mu = ramp**r1
+        if isinstance(module, Rwkv5TimeMixing):
+            init.copy_(module.time_mix_key, mu.view(1, 1, -1))
+            init.copy_(module.time_mix_value, (mu + 0.3 * r0).view(1, 1, -1))
+            for name in ("time_mix_receptance", "time_mix_gate"):
+                init.copy_(getattr(module, name), (ramp ** (r1 / 2)).view(1, 1, -1))
+            i = torch.arange(inner)
+            to_one = i / max(inner - 1, 1)
+            init.copy_(module.time_decay, (-6 + 5 * to_one ** (0.7 + 1.3 * r0)).view_as(module.time_decay))
+            init.copy_(module.time_faaaa, (r0 * (1 - to_one) + 0.1 * ((i + 1) % 3)).view_as(module.time_faaaa))
+            init.zeros_(module.output.weight)
+            init.constant_(module.ln_x.weight, ((1 + l) / layers) ** 0.7)
+            init.zeros_(module.ln_x.bias)
+            self._init_projections(module.receptance, module.key, module.value, module.gate)
+        elif isinstance(module, Rwkv5ChannelMixing):
+            init.copy_(module.time_mix_key, mu.view(1, 1, -1))
+            init.copy_(module.time_mix_receptance, mu.view(1, 1, -1))
+            init.zeros_(module.value.weight)
+            init.zeros_(module.receptance.weight)
+            self._init_projections(module.key)
+        elif isinstance(module, nn.Embedding):
+            init.uniform_(module.weight, -config.initializer_range, config.initializer_range)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, Rwkv5ForCausalLM):
+            init.orthogonal_(module.head.weight, gain=0.5)
+        elif isinstance(module, Rwkv5ForSequenceClassification):
+            self._init_projections(module.score)
+
+    @staticmethod
+    def _init_projections(*projections: nn.Linear) -> None:
+        for projection in projections:
+            rows, columns = projection.weight.shape
+            if rows > columns:
+                init.orthogonal_(projection.weight, gain=rows / columns)
+            else:
+                init.kaiming_uniform_(projection.weight, a=5**0.5)  # the default of nn.Linear
+
+
+class Rwkv5Model(Rwkv5PreTrainedModel):
+    """The blocks of Eagle, without a head."""
+
+    def __init__(self, config: Rwkv5Config):
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Rwkv5Block(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
+        self.ln_out = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings
+
+    def set_input_embeddings(self, new_embeddings: nn.Embedding) -> None:
+        self.embeddings = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: (batch, length) token ids.
+            attention_mask: (batch, length), 0 where a token is padding, before or after a row's text; with a cache it may
+                also cover the tokens of earlier calls.
+            position_ids: (batch, length); read only to find where packed documents begin (a position that does not
+                follow on the one before). They have no other influence.
+            past_key_values: the state after earlier tokens, updated in place.
+            inputs_embeds: (batch, length, hidden_size), in place of `input_ids`.
+            use_cache: whether to return the state; `config.use_cache` where None, but not in training.
+            cu_seqlens: (documents + 1), the borders of documents packed into one row.
+
+        Returns:
+            last_hidden_state (batch, length, hidden_size), where padding after a text repeats its last token and padding
+            before it is zero; past_key_values; hidden_states (embeddings and the output of every block, the last one
+            normalised).
+
+        Raises:
+            ValueError: before any work, where an argument does not fit; the message names it.
+        """
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        x = embed(self.embeddings, input_ids, inputs_embeds)
+        tokens = Tokens(*x.shape[:2], x.device, attention_mask, position_ids, cu_seqlens)
+        if past_key_values is not None:
+            check_cache(past_key_values, self.config, x.shape[0])
+        elif use_cache:
+            past_key_values = RecurrentCache(self.config)
+
+        hidden_states = [x]
+        for block in self.blocks:
+            x = block(x, tokens, past_key_values=past_key_values)
+            hidden_states.append(x)
+        x = tokens.repeat_last(self.ln_out(x))
+        hidden_states[-1] = x
+
+        if past_key_values is not None:
+            past_key_values.advance(x.shape[1])
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+        )
+
+
+class Rwkv5ForCausalLM(CausalLMHead, Rwkv5PreTrainedModel, RecurrentGenerationMixin):
+    """Eagle with the head that predicts the next token."""
+
+    lm_head_name = "head"
+    _tied_weights_keys = {"head.weight": "rwkv.embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: Rwkv5Config):
+        super().__init__(config)
+        self.rwkv = Rwkv5Model(config)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+class Rwkv5ForSequenceClassification(SequenceClassificationHead, Rwkv5PreTrainedModel):
+    """Eagle with a linear classifier on the last token."""
+
+    def __init__(self, config: Rwkv5Config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.rwkv = Rwkv5Model(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+__all__ = ["Rwkv5ForCausalLM", "Rwkv5ForSequenceClassification", "Rwkv5Model", "Rwkv5PreTrainedModel"]

@@ -1,0 +1,147 @@
+"""
+The one place where padded batches and packed documents are made exact.
+
+A recurrent model is exact under padding when a padding token changes no state, the first real token finds as its
+predecessor what came before the padding, and what is read at the end of a row comes from its last real token. All three
+follow from one rule: where a token is padding, what a mixer sees of it is what it saw of the last real token before.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+
+def last_token(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """The token shift's state after the tokens x (batch, tokens, width), whatever it was before."""
+    return x[:, -1].clone()
+
+
+class Tokens:
+    """
+    Which tokens of one call are real, and where documents begin among them.
+
+    Args:
+        batch, length, device: of the call's tokens.
+        attention_mask: (batch, at least `length`), 0 where a token is padding; its last `length` columns are read, the
+            ones before belong to tokens of earlier calls. Padding may stand before or after the tokens of a row.
+        position_ids: (batch or 1, length). A position that does not follow on the one before begins a new document. Read
+            only where nothing is padded; not read while the model is traced (pass `cu_seqlens` then).
+        cu_seqlens: (documents + 1), the borders 0, ..., length of documents packed into one row. The first document of a
+            call continues the cache.
+
+    Raises:
+        ValueError: where a shape does not fit, a mask has holes, or documents are packed into a padded batch.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        length: int,
+        device: torch.device,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ):
+        self.batch, self.length = batch, length
+        self.mask = self._read_mask(attention_mask, device)
+        self._source = None
+        if self.mask is not None:
+            # For every token the last real one up to it, counted from 1; 0 is what the cache holds.
+            count = torch.arange(1, length + 1, device=device)
+            self._source = torch.where(self.mask, count, 0).cummax(dim=1).values
+
+        self.cu_seqlens = self._starts = None
+        if cu_seqlens is not None:
+            if batch != 1 or self.mask is not None:
+                raise ValueError("`cu_seqlens` describes one row without padding; got a batch of several or a mask.")
+            self.cu_seqlens = cu_seqlens.to(device)
+            starts = torch.zeros(length + 1, dtype=torch.bool, device=device)
+            self._starts = starts.index_fill(0, self.cu_seqlens[1:].long(), True)[None, :length]
+            self._first, self._last = [0], [cu_seqlens.shape[0] - 2]
+        elif position_ids is not None and length > 1 and self.mask is None and not torch.compiler.is_compiling():
+            self._read_positions(position_ids.to(device))
+
+    def _read_mask(self, attention_mask, device):
+        if attention_mask is None:
+            return None
+        shape = tuple(attention_mask.shape)
+        if len(shape) != 2 or shape[0] != self.batch or shape[1] < self.length:
+            raise ValueError(f"`attention_mask` must be ({self.batch}, {self.length} or more), got {shape}.")
+        mask = attention_mask[:, -self.length :].to(device) != 0
+        if torch.compiler.is_compiling():
+            return mask
+        if bool(mask.all()):
+            return None
+        begins = torch.nn.functional.pad(mask, (1, 0))
+        if bool(((~begins[:, :-1] & begins[:, 1:]).sum(1) > 1).any()):
+            row = int((~begins[:, :-1] & begins[:, 1:]).sum(1).argmax())
+            raise ValueError(f"`attention_mask` has a hole in row {row}: padding may only stand before or after a text.")
+        return mask
+
+    def _read_positions(self, position_ids):
+        if position_ids.shape[-1] != self.length or position_ids.dim() != 2:
+            raise ValueError(f"`position_ids` must be ({self.batch}, {self.length}), got {tuple(position_ids.shape)}.")
+        position_ids = position_ids.expand(self.batch, self.length)
+        restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        if not bool(restarts.any()):
+            return
+        self._starts = torch.nn.functional.pad(restarts, (1, 0))
+        begins = self._starts.clone()
+        begins[:, 0] = True
+        bounds = begins.flatten().nonzero().flatten()
+        self.cu_seqlens = torch.nn.functional.pad(bounds, (0, 1), value=self.batch * self.length)
+        rows = begins.sum(1).cumsum(0).tolist()
+        self._first, self._last = [0, *rows[:-1]], [n - 1 for n in rows]
+
+    def shift(self, x: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Token shift.
+
+        Args:
+            x: (batch, length, width).
+            state: the x of the last real token of earlier calls, (batch, width); None where there was none.
+
+        Returns:
+            For every token the x of the real token before it, zero where it is the first of its text, and for every token
+            the x of the last real one up to it; the last column of the latter is the next call's state.
+        """
+        if state is None:
+            state = torch.zeros_like(x[:, 0])
+        x = self._fill(x, state)
+        previous = torch.cat((state.unsqueeze(1), x[:, :-1]), dim=1)
+        if self._starts is not None:
+            previous = previous.masked_fill(self._starts.unsqueeze(-1), 0.0)
+        return previous, x
+
+    def _fill(self, x, before):
+        if self._source is None:
+            return x
+        return torch.cat((before.unsqueeze(1), x), dim=1).gather(1, self._source.unsqueeze(-1).expand_as(x))
+
+    def erase(self, x: torch.Tensor) -> torch.Tensor:
+        """Zero where a token is padding; x: (batch, length, ...)."""
+        if self.mask is None:
+            return x
+        return x.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (x.dim() - 2)), 0.0)
+
+    def repeat_last(self, x: torch.Tensor) -> torch.Tensor:
+        """What padding after a text reads is what its last token read, so that the last column serves every row."""
+        return self._fill(x, torch.zeros_like(x[:, 0]))
+
+    def by_document(
+        self, operator: Callable, inputs: tuple[torch.Tensor, ...], weights: tuple[torch.Tensor, ...], state
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Calls `operator(*inputs, *weights, state, cu_seqlens=...)` for inputs (batch, length, ...) and a state (batch, ...)
+        or None, so that documents do not see each other. Returns the output (batch, length, ...) and the state after
+        the last document of every row.
+        """
+        if self.cu_seqlens is None:
+            return operator(*inputs, *weights, state)
+        inputs = [x.flatten(0, 1).unsqueeze(0) for x in inputs]
+        if state is not None:
+            entering = state.new_zeros(self.cu_seqlens.shape[0] - 1, *state.shape[1:])
+            entering[self._first] = state
+            state = entering
+        out, state = operator(*inputs, *weights, state, cu_seqlens=self.cu_seqlens)
+        return out.view(self.batch, self.length, *out.shape[2:]), state[self._last]
