@@ -1,1 +1,140 @@
-"""Sub-quadratic language models as ordinary Hugging Face models."""
+"""
+Sub-quadratic language models as ordinary Hugging Face models.
+
+Importing this package is enough for `AutoConfig`, `AutoTokenizer`, `AutoModel`, `AutoModelForCausalLM`, ... to know the
+architectures below. Nothing heavy is imported until one of these classes is.
+"""
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+import warnings
+
+
+__version__ = "0.1.0"
+
+# Model type to its folder, its configuration, and the classes behind the Auto classes.
+ARCHITECTURES = {
+    "rwkv5": (
+        "subquad.models.rwkv5",
+        "Rwkv5Config",
+        {
+            "AutoModel": "Rwkv5Model",
+            "AutoModelForCausalLM": "Rwkv5ForCausalLM",
+            "AutoModelForSequenceClassification": "Rwkv5ForSequenceClassification",
+        },
+    ),
+    "rwkv6": (
+        "subquad.models.rwkv6",
+        "Rwkv6Config",
+        {
+            "AutoModel": "Rwkv6Model",
+            "AutoModelForCausalLM": "Rwkv6ForCausalLM",
+            "AutoModelForSequenceClassification": "Rwkv6ForSequenceClassification",
+        },
+    ),
+}
+
+_EXPORTS = {"RecurrentCache": "subquad.cache", "PRESETS": "subquad.presets", "preset_config": "subquad.presets"}
+for _model_type, (_folder, _config, _heads) in ARCHITECTURES.items():
+    _EXPORTS[_config] = f"{_folder}.configuration_{_model_type}"
+    _EXPORTS.update(dict.fromkeys(_heads.values(), f"{_folder}.modeling_{_model_type}"))
+
+__all__ = ["ARCHITECTURES", "__version__", *_EXPORTS]  # noqa: PLE0604 (names of a table)
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__():
+    return sorted({*globals(), *_EXPORTS})
+
+
+# Registration waits until transformers has imported its Auto classes, because making it do so would take as long as
+# importing torch does.
+_AUTO = "transformers.models.auto."
+# The Auto classes may be imported from within one of these, which the model classes need: they wait until it is complete.
+_BASES = (
+    "transformers.cache_utils",
+    "transformers.generation.utils",
+    "transformers.modeling_layers",
+    "transformers.modeling_utils",
+    "subquad.heads",
+    *_EXPORTS.values(),
+)
+
+
+def _register_configurations() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+
+    replaced = []
+    for model_type, (_, config, _) in ARCHITECTURES.items():
+        if model_type in CONFIG_MAPPING:
+            replaced.append(f"{model_type} of {CONFIG_MAPPING[model_type].__module__.split('.')[0]}")
+        AutoConfig.register(model_type, __getattr__(config), exist_ok=True)
+    if replaced:
+        warnings.warn(f"subquad replaces the registration of {', '.join(replaced)}.", stacklevel=2)
+
+
+def _register_tokenizers() -> None:
+    import subquad_tokenizers
+
+    subquad_tokenizers.register(*(__getattr__(config) for _, config, _ in ARCHITECTURES.values()))
+
+
+def _register_models() -> None:
+    from transformers.models.auto import modeling_auto
+
+    for _, config, heads in ARCHITECTURES.values():
+        for auto_class, head in heads.items():
+            getattr(modeling_auto, auto_class).register(__getattr__(config), __getattr__(head), exist_ok=True)
+
+
+_PENDING = {
+    f"{_AUTO}configuration_auto": _register_configurations,
+    f"{_AUTO}tokenization_auto": _register_tokenizers,
+    f"{_AUTO}modeling_auto": _register_models,
+}
+
+
+def _register_what_can_be(finished: str | None = None) -> None:
+    """Registers with every Auto class that is there; `finished` is the module whose import is just ending."""
+
+    def ready(name):
+        module = sys.modules.get(name)
+        return module is not None and (name == finished or not getattr(module.__spec__, "_initializing", False))
+
+    for name in list(_PENDING):
+        bases_ready = all(base not in sys.modules or ready(base) for base in _BASES)
+        if ready(name) and (bases_ready or not name.endswith("modeling_auto")):
+            _PENDING.pop(name)()
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls `_register_what_can_be` whenever one of the modules it depends on has been imported."""
+
+    def __init__(self):
+        self.watched = {*_PENDING, *_BASES}
+
+    def find_spec(self, name, path, target=None):
+        if name not in self.watched:
+            return None
+        self.watched.remove(name)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            _register_what_can_be(finished=name)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+_register_what_can_be()
+if _PENDING:
+    sys.meta_path.insert(0, _AfterImport())

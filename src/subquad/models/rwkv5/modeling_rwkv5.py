@@ -52,6 +52,7 @@ class Rwkv5TimeMixing(nn.Module):
         r = self.receptance(torch.lerp(previous, x, self.time_mix_receptance)).view(heads)
         k = tokens.erase(self.key(torch.lerp(previous, x, self.time_mix_key))).view(heads)
         v = self.value(torch.lerp(previous, x, self.time_mix_value)).view(heads)
+        v = v.float()  # so that the output stays float32 up to the norm
         g = F.silu(self.gate(torch.lerp(previous, x, self.time_mix_gate)))
         # Equation 5; padding neither adds to the state nor decays it.
         log_w = tokens.erase(-self.time_decay.float().exp().expand(heads))
@@ -62,8 +63,9 @@ class Rwkv5TimeMixing(nn.Module):
             state.update("attention_shift", last_token(None, seen), last_token, seen)
             state.update("wkv", after, wkv_state, k, v, log_w)
 
-        out = self.ln_x(out.flatten(0, 1).flatten(1)).view(g.shape)
-        return self.output(out * g)  # equation 7
+        weight, bias = self.ln_x.weight.float(), self.ln_x.bias.float()
+        out = F.group_norm(out.flatten(0, 1).flatten(1), self.num_heads, weight, bias, self.ln_x.eps)
+        return self.output(out.view(g.shape).to(g.dtype) * g)  # equation 7
 
 
 class Rwkv5ChannelMixing(nn.Module):

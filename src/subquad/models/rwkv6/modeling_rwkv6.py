@@ -74,7 +74,7 @@ class Rwkv6TimeMixing(nn.Module):
         heads = (*x.shape[:2], self.num_heads, self.head_size)
         r = self.receptance(x_r).view(heads)
         k = tokens.erase(self.key(x_k)).view(heads)
-        v = self.value(x_v).view(heads)
+        v = self.value(x_v).view(heads).float()  # so that the output stays float32 up to the norm
         g = F.silu(self.gate(x_g))
         # Equations 17 and 18; padding neither adds to the state nor decays it.
         d = self.time_decay.float() + (torch.tanh(x_w @ self.time_decay_w1) @ self.time_decay_w2).float()
@@ -86,8 +86,9 @@ class Rwkv6TimeMixing(nn.Module):
             state.update("attention_shift", last_token(None, seen), last_token, seen)
             state.update("wkv", after, wkv_state, k, v, log_w)
 
-        out = self.ln_x(out.flatten(0, 1).flatten(1)).view(g.shape)
-        return self.output(out * g)
+        weight, bias = self.ln_x.weight.float(), self.ln_x.bias.float()
+        out = F.group_norm(out.flatten(0, 1).flatten(1), self.num_heads, weight, bias, self.ln_x.eps)
+        return self.output(out.view(g.shape).to(g.dtype) * g)
 
 
 class Rwkv6ChannelMixing(nn.Module):

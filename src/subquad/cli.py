@@ -1,0 +1,409 @@
+"""The command `subquad`. Whatever takes time to import is imported by the command that needs it."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from textwrap import dedent
+
+
+DEFAULT_MODEL = "finch-abc"
+# What the embedded model continues where no prompt is given: number, unit length, metre and key of a jig.
+ABC_HEADER = "X:1\nL:1/8\nM:6/8\nK:D\n"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class UsageError(Exception):
+    """Arguments that parse and still make no sense together; exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Runs the command line.
+
+    Returns:
+        0, 1 where the command failed, 2 where the arguments were wrong, 130 after Ctrl-C, 141 where the reader of the
+        output went away.
+    """
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    debug = args.debug or os.environ.get("SUBQUAD_DEBUG", "0") not in ("", "0")
+    try:
+        args.run(args)
+        sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if debug:
+            raise
+        print(f"subquad {args.command}: error: {_one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets `run`, the function that does the work."""
+    parser = argparse.ArgumentParser(
+        prog="subquad", description="Sub-quadratic language models: run them, convert them, look at their sizes."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error (also SUBQUAD_DEBUG=1)")
+    for add in (_add_generate, _add_convert, _add_info):
+        add(commands, common)
+    return parser
+
+
+def _add_command(commands, common, name: str, summary: str, description: str, run) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        parents=[common],
+        help=summary,
+        description=dedent(description),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_generate(commands, common) -> None:
+    command = _add_command(
+        commands,
+        common,
+        "generate",
+        "continue a text",
+        f"""\
+        Continue a text and print it as it is made.
+
+        Without arguments the model that comes with the package, {DEFAULT_MODEL}, writes a tune in ABC notation.
+
+        examples:
+          subquad generate --seed 3
+          subquad generate $'X:1\\nM:4/4\\nK:G\\n' --seed 3
+          subquad generate "The Eiffel tower is in" --model RWKV/v6-Finch-1B6-HF --greedy --max-new-tokens 20
+          subquad generate "Why is the sky blue?" --model ./my-finch --chat
+          printf 'X:1\\nK:D\\n' | subquad generate -
+        """,
+        _generate,
+    )
+    command.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the text to continue; `-` reads it from standard input as it is"
+    )
+    command.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help="name of an embedded model, a model directory, or a model on the Hub (default: %(default)s)",
+    )
+    command.add_argument(
+        "--max-new-tokens", type=_positive_int, default=512, metavar="N", help="most tokens to add (default: 512)"
+    )
+    command.add_argument("--greedy", action="store_true", help="take the likeliest token each time: no sampling")
+    command.add_argument(
+        "--temperature", type=_positive_float, metavar="T", help="below 1 more cautious, above 1 more varied"
+    )
+    command.add_argument(
+        "--top-p",
+        type=_probability,
+        metavar="P",
+        help="sample among the likeliest tokens that sum to this probability",
+    )
+    command.add_argument("--top-k", type=_positive_int, metavar="K", help="sample among the K likeliest tokens")
+    command.add_argument("--seed", type=_seed, metavar="N", help="makes sampling repeatable")
+    command.add_argument(
+        "--chat", action="store_true", help="ask with the model's chat template, print the answer only"
+    )
+    command.add_argument(
+        "--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the weights (default: as stored)"
+    )
+    command.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)"
+    )
+
+
+def _add_convert(commands, common) -> None:
+    command = _add_command(
+        commands,
+        common,
+        "convert",
+        "make a model directory from a checkpoint",
+        """\
+        Convert a checkpoint into a directory that `from_pretrained` loads.
+
+        SOURCE is a trainer's .pth file (RWKV-5.2 or RWKV-6.0) or the directory of a Hub model of type rwkv5 or rwkv6.
+        What it is shows in the names and shapes of its tensors. Nothing in SOURCE is ever executed, and DEST appears
+        complete or not at all.
+
+        examples:
+          subquad convert RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth ./finch-1b6
+          subquad convert model.pth ./small --head-size-divisor 1 --tokenizer none
+          subquad convert ./v5-Eagle-7B-HF ./eagle-7b --dtype bfloat16 --max-shard-size 2GB
+        """,
+        _convert,
+    )
+    command.add_argument("source", metavar="SOURCE", help="checkpoint file or model directory")
+    command.add_argument("dest", metavar="DEST", help="directory to make; must not exist or be empty")
+    command.add_argument(
+        "--config",
+        metavar="FILE",
+        help="config.json to use in place of the one beside SOURCE; sizes come from the tensors",
+    )
+    command.add_argument(
+        "--tokenizer",
+        default="auto",
+        metavar="CHOICE",
+        help="auto, rwkv-world, bytes, none, or a directory to copy from (default: auto, which copies the one beside "
+        "SOURCE and otherwise goes by the size of the vocabulary)",
+    )
+    command.add_argument(
+        "--dtype", choices=("keep", *DTYPES), default="keep", help="dtype of every tensor (default: keep)"
+    )
+    command.add_argument(
+        "--head-size-divisor",
+        type=_positive_int,
+        metavar="N",
+        help="the group norm's epsilon is 1e-5 N²; no tensor tells it (default: the configuration's, else 8)",
+    )
+    command.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="most bytes of one weight file, as 500MB or 5GB (default: 5GB)",
+    )
+
+
+def _add_info(commands, common) -> None:
+    command = _add_command(
+        commands,
+        common,
+        "info",
+        "sizes and costs of a model",
+        """\
+        Print the sizes of a model and what a token costs. No weights are loaded.
+
+        NAME is a preset, an embedded model, a model directory, or a checkpoint that `subquad convert` reads. FLOPs
+        are counted as in appendix E of the paper "Eagle and Finch" (arXiv:2404.05892).
+
+        examples:
+          subquad info finch-1.6b
+          subquad info ./eagle-7b --json
+        """,
+        _info,
+    )
+    command.add_argument("name", metavar="NAME", help="preset or path")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from subquad_conversion import convert
+
+    # A signal that ends the process must pass through the code that takes the unfinished directory away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    report = convert(
+        args.source,
+        args.dest,
+        config=args.config,
+        tokenizer=args.tokenizer,
+        dtype=args.dtype,
+        head_size_divisor=args.head_size_divisor,
+        max_shard_size=args.max_shard_size,
+        progress=sys.stderr.isatty(),
+    )
+    sizes = report.recognised.sizes
+    print(
+        f"Recognised {report.recognised.title}: {sizes['num_hidden_layers']} layers of {sizes['hidden_size']}, ",
+        end="",
+    )
+    print(f"{sizes['num_attention_heads']} heads of {sizes['head_size']}, vocabulary {sizes['vocab_size']:,}.")
+    print(f"Wrote {report.parameters:,} parameters, {_bytes(report.bytes)} in {report.dtype}, to {report.directory}:")
+    print(*(f"  {file}" for file in report.files), sep="\n")
+    print(f"Tokenizer: {report.tokenizer or 'none'}.")
+    for note in report.notes:
+        print(f"Note: {note}.")
+
+
+def _info(args: argparse.Namespace) -> None:
+    import json
+    from dataclasses import asdict
+
+    from .info import UnknownModelError, describe
+
+    try:
+        info = describe(args.name)
+    except UnknownModelError as error:
+        raise UsageError(error) from error
+    if args.json:
+        print(json.dumps(asdict(info)))
+        return
+    rows = {
+        "architecture": info.model_type,
+        "parameters": f"{info.parameters:,} ({info.parameters:.2e})",
+        "layers": info.num_hidden_layers,
+        "hidden size": info.hidden_size,
+        "heads": info.num_attention_heads,
+        "vocabulary": info.vocab_size and f"{info.vocab_size:,}",
+        "weights": info.weight_bytes and f"{_bytes(info.weight_bytes)} in {info.dtype}",
+        "state": info.state_elements and f"{info.state_elements:,} elements, {_bytes(info.state_bytes)}",
+        "inference": info.inference_flops and f"{info.inference_flops:.2e} FLOPs a token",
+        "training": info.training_flops and f"{info.training_flops:.2e} FLOPs a token",
+    }
+    print(info.name)
+    for label, value in rows.items():
+        if value is not None:
+            print(f"  {label:<13} {value}")
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from .info import embedded_model
+    from .presets import PRESETS
+
+    if args.greedy and not (args.temperature is args.top_p is args.top_k is None):
+        raise UsageError("--greedy does not sample: leave out --temperature, --top-p and --top-k.")
+    path = embedded_model(args.model)
+    if path is None and not os.path.isdir(args.model):
+        if args.model in PRESETS:
+            raise UsageError(f"{args.model} is a preset, sizes without weights; --model needs a trained model.")
+        if os.path.isfile(args.model):
+            raise UsageError(f"{args.model} is a file; `subquad convert` makes a model directory of it.")
+    prompt = args.prompt
+    if prompt is None:
+        if args.model != DEFAULT_MODEL or args.chat:
+            raise UsageError("there is no PROMPT; give a text, or - to read it from standard input.")
+        prompt = ABC_HEADER
+    elif prompt == "-":
+        prompt = sys.stdin.read()
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise UsageError(f"{args.device!r} is no device: {_one_line(error)}") from error
+    tokenizer = AutoTokenizer.from_pretrained(path or args.model)
+    if args.chat:
+        if tokenizer.chat_template is None:
+            raise UsageError(f"{args.model} has no chat template; leave out --chat.")
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    ids = inputs["input_ids"].long()
+    if ids.shape[1] == 0:
+        if tokenizer.bos_token_id is None:
+            raise UsageError("the prompt is empty, and this model has no token that begins a text.")
+        ids = torch.tensor([[tokenizer.bos_token_id]])
+    ids = ids.to(device)
+
+    model = AutoModelForCausalLM.from_pretrained(path or args.model, dtype=args.dtype).to(device).eval()
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    if args.seed is not None:
+        set_seed(args.seed)
+    model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=args.max_new_tokens,
+        do_sample=not args.greedy,
+        streamer=_character_streamer(tokenizer, skip_prompt=args.chat),
+        **{name: value for name, value in sampling.items() if value is not None},
+    )
+
+
+def _character_streamer(tokenizer, skip_prompt: bool):
+    from transformers import TextStreamer
+
+    class CharacterStreamer(TextStreamer):
+        """Prints every token at once, where its base class waits for the end of a word."""
+
+        def put(self, value):
+            if self.skip_prompt and self.next_tokens_are_prompt:
+                self.next_tokens_are_prompt = False
+                return
+            self.next_tokens_are_prompt = False
+            self.token_cache.extend(value.reshape(-1).tolist())
+            text = self.tokenizer.decode(self.token_cache, **self.decode_kwargs)
+            if text.endswith("�"):  # a character whose last bytes are still to come
+                return
+            self.on_finalized_text(text[self.print_len :])
+            self.print_len = len(text)
+            if text.endswith("\n"):
+                self.token_cache, self.print_len = [], 0
+
+    return CharacterStreamer(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
+
+
+def _positive_int(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return number
+
+
+def _seed(text: str) -> int:
+    # The random generators take 32 bits.
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {2**32 - 1}, got {text!r}")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def _positive_float(text: str) -> float:
+    if not 0 < _float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"must be a number above 0, got {text!r} (--greedy takes the likeliest token)"
+        )
+    return float(text)
+
+
+def _probability(text: str) -> float:
+    if not 0 < _float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
+    return float(text)
+
+
+def _size(text: str) -> int:
+    from subquad_conversion.writer import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _bytes(number: int) -> str:
+    size = float(number)
+    for unit in ("bytes", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} GB"
+
+
+def _one_line(error: Exception) -> str:
+    text = ""
+    for line in str(error).strip().splitlines():
+        text = f"{text} {line.strip()}".lstrip()
+        if not text.endswith(":"):
+            break
+    expected = isinstance(error, ValueError | OSError | UsageError)
+    return (text or type(error).__name__) if expected else f"{type(error).__name__}: {text}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
