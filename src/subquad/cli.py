@@ -272,6 +272,10 @@ def _generate(args: argparse.Namespace) -> None:
             raise UsageError(f"{args.model} is a preset, sizes without weights; --model needs a trained model.")
         if os.path.isfile(args.model):
             raise UsageError(f"{args.model} is a file; `subquad convert` makes a model directory of it.")
+        if "/" not in args.model:
+            raise UsageError(
+                f"{args.model!r} is neither an embedded model, nor a directory, nor an OWNER/NAME on the Hub."
+            )
     prompt = args.prompt
     if prompt is None:
         if args.model != DEFAULT_MODEL or args.chat:
@@ -287,8 +291,9 @@ def _generate(args: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     try:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise UsageError(f"{args.device!r} is no device: {_one_line(error)}") from error
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise UsageError(f"device {args.device!r} cannot be used: {_one_line(error)}") from error
     tokenizer = AutoTokenizer.from_pretrained(path or args.model)
     if args.chat:
         if tokenizer.chat_template is None:
@@ -306,17 +311,40 @@ def _generate(args: argparse.Namespace) -> None:
     ids = ids.to(device)
 
     model = AutoModelForCausalLM.from_pretrained(path or args.model, dtype=args.dtype).to(device).eval()
-    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    options = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     if args.seed is not None:
         set_seed(args.seed)
+    if args.chat and (end := _end_of_turn(tokenizer)):
+        options["stopping_criteria"] = [_until(tokenizer, end, ids.shape[1])]
     model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=args.max_new_tokens,
         do_sample=not args.greedy,
         streamer=_character_streamer(tokenizer, skip_prompt=args.chat),
-        **{name: value for name, value in sampling.items() if value is not None},
+        **{name: value for name, value in options.items() if value is not None},
     )
+
+
+def _end_of_turn(tokenizer) -> str:
+    """What the chat template puts after an answer. World models are not trained to end theirs with a special token."""
+    answer = "An answer."
+    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+    return tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)[2]
+
+
+def _until(tokenizer, end: str, prompt_length: int):
+    import torch
+    from transformers import StoppingCriteria
+
+    class Until(StoppingCriteria):
+        """Stops where `end` stands in the text after the prompt."""
+
+        def __call__(self, input_ids, scores, **kwargs):
+            done = [end in tokenizer.decode(row[prompt_length:]) for row in input_ids]
+            return torch.tensor(done, device=input_ids.device)
+
+    return Until()
 
 
 def _character_streamer(tokenizer, skip_prompt: bool):

@@ -14,6 +14,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, can_r
 from transformers.utils.hub import cached_file
 
 from .cache import RecurrentCache
+from .padding import can_look_at
 
 
 def embed(embeddings: nn.Embedding, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None):
@@ -32,7 +33,7 @@ def embed(embeddings: nn.Embedding, input_ids: torch.Tensor | None, inputs_embed
     if inputs_embeds is not None:
         return inputs_embeds
     # One token was most likely chosen by the model itself; looking at it would make a GPU wait.
-    if not torch.compiler.is_compiling() and (x.device.type == "cpu" or x.shape[1] > 1):
+    if can_look_at(x) and (x.device.type == "cpu" or x.shape[1] > 1):
         low, high = torch.aminmax(x)
         if low < 0 or high >= embeddings.num_embeddings:
             wrong = int(low) if low < 0 else int(high)

@@ -11,6 +11,11 @@ from collections.abc import Callable
 import torch
 
 
+def can_look_at(x: torch.Tensor) -> bool:
+    """Whether Python may branch on the values of a tensor: not while a graph is traced, nor where there are none."""
+    return not torch.compiler.is_compiling() and x.device.type != "meta"
+
+
 def last_token(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """The token shift's state after the tokens x (batch, tokens, width), whatever it was before."""
     return x[:, -1].clone()
@@ -58,7 +63,7 @@ class Tokens:
             starts = torch.zeros(length + 1, dtype=torch.bool, device=device)
             self._starts = starts.index_fill(0, self.cu_seqlens[1:].long(), True)[None, :length]
             self._first, self._last = [0], [cu_seqlens.shape[0] - 2]
-        elif position_ids is not None and length > 1 and self.mask is None and not torch.compiler.is_compiling():
+        elif position_ids is not None and length > 1 and self.mask is None and can_look_at(position_ids):
             self._read_positions(position_ids.to(device))
 
     def _read_mask(self, attention_mask, device):
@@ -68,7 +73,7 @@ class Tokens:
         if len(shape) != 2 or shape[0] != self.batch or shape[1] < self.length:
             raise ValueError(f"`attention_mask` must be ({self.batch}, {self.length} or more), got {shape}.")
         mask = attention_mask[:, -self.length :].to(device) != 0
-        if torch.compiler.is_compiling():
+        if not can_look_at(mask):
             return mask
         if bool(mask.all()):
             return None

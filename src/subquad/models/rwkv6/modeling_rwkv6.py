@@ -177,10 +177,10 @@ class Rwkv6PreTrainedModel(SizesFromCheckpoint, PreTrainedModel):
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
-        elif isinstance(module, Rwkv6ForCausalLM):
-            init.orthogonal_(module.head.weight, gain=0.5)
-        elif isinstance(module, Rwkv6ForSequenceClassification):
-            self._init_projections(module.score)
+        elif module is getattr(self, "head", None):
+            init.orthogonal_(module.weight, gain=0.5)
+        elif module is getattr(self, "score", None):
+            self._init_projections(module)
 
     @staticmethod
     def _init_projections(*projections: nn.Linear) -> None:

@@ -1,0 +1,212 @@
+"""
+Containers of tensors: `.pth`/`.bin` archives of PyTorch, safetensors files, and directories of either.
+
+Nothing here knows a model. Tensors stay in the memory-mapped source until they are asked for, and no file is ever
+unpickled into anything but tensors.
+"""
+
+import json
+import pickle
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .errors import ConversionError
+
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# Weights of a directory, the first that exists: a single file or the index of several.
+DIRECTORY_FILES = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and dtype of a stored tensor; the dtype is a string where PyTorch or this package has no use for it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass
+class Checkpoint:
+    """
+    An open checkpoint.
+
+    Attributes:
+        path: the file or directory it was opened from.
+        tensors: name to [`TensorInfo`], in stored order.
+        settings: contents of the `config.json` beside the weights of a directory, {} where there is none.
+    """
+
+    path: Path
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    _readers: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def directory(self) -> Path | None:
+        return self.path if self.path.is_dir() else None
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor of that name, a view of the mapped file where the container allows it."""
+        try:
+            return self._readers[name](name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ConversionError(f"Tensor {name} of {self.path} cannot be read: {error}") from error
+
+    def _add(self, file: Path, name: str, info: TensorInfo, reader: Any) -> None:
+        if not name.isprintable():
+            raise ConversionError(f"{self.path} holds a tensor with the name {name!r}.")
+        if name in self.tensors:
+            raise ConversionError(f"{self.path} holds the tensor {name} twice, the second time in {file.name}.")
+        self.tensors[name] = info
+        self._readers[name] = reader
+
+
+@contextmanager
+def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
+    """
+    Opens a `.pth`, `.bin` or `.safetensors` file or a model directory. Only names, shapes and dtypes are read.
+
+    Raises:
+        ConversionError: where nothing is there, a file is damaged, or a file holds anything but named tensors.
+    """
+    path = Path(path)
+    with ExitStack() as stack:
+        checkpoint = Checkpoint(path)
+        if path.is_dir():
+            config = path / "config.json"
+            if config.exists():
+                checkpoint.settings = read_json(config)
+            for file, names in _files_of_directory(path):
+                _open_file(checkpoint, file, names, stack)
+        elif path.is_file():
+            _open_file(checkpoint, path, None, stack)
+        else:
+            raise ConversionError(f"{path} does not exist.")
+        if not checkpoint.tensors:
+            raise ConversionError(f"{path} holds no tensors.")
+        yield checkpoint
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; anything else is a [`ConversionError`]."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConversionError(f"{file} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{file} must hold a JSON object, found a {type(content).__name__}.")
+    return content
+
+
+def _files_of_directory(directory: Path) -> list[tuple[Path, set[str] | None]]:
+    """The weight files of a directory, each with the names that the index places there (None: all that it has)."""
+    for candidate in DIRECTORY_FILES:
+        file = directory / candidate
+        if not file.is_file():
+            continue
+        if not candidate.endswith(".json"):
+            return [(file, None)]
+        weight_map = read_json(file).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise ConversionError(f"{file} has no usable `weight_map`.")
+        shards: dict[str, set[str]] = {}
+        for name, shard in weight_map.items():
+            # An index is data from elsewhere: it must not lead out of its directory.
+            if Path(shard).name != shard or shard in ("", "..") or "\\" in shard:
+                raise ConversionError(f"{file} names the shard {shard!r}, which is not a plain file name.")
+            if not (directory / shard).is_file():
+                raise ConversionError(f"{file} names the shard {shard}, which is missing.")
+            shards.setdefault(shard, set()).add(name)
+        return [(directory / shard, names) for shard, names in shards.items()]
+    others = sorted(file.name for file in directory.glob("*.pth"))
+    hint = f" It holds {', '.join(others)}: name the file itself." if others else ""
+    raise ConversionError(f"{directory} has none of {', '.join(DIRECTORY_FILES)}.{hint}")
+
+
+def _open_file(checkpoint: Checkpoint, file: Path, names: set[str] | None, stack: ExitStack) -> None:
+    if file.stat().st_size == 0:
+        raise ConversionError(f"{file} is empty.")
+    if file.suffix == ".safetensors":
+        found = _open_safetensors(file, stack)
+    else:
+        found = _open_torch(file)
+    if names is not None and (lost := sorted(names - found.keys())):
+        raise ConversionError(f"{file} lacks tensors that the index places there: {', '.join(lost[:5])}.")
+    for name, (info, reader) in found.items():
+        if names is None or name in names:
+            checkpoint._add(file, name, info, reader)
+
+
+def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, tuple[TensorInfo, Any]]:
+    try:
+        handle = stack.enter_context(safe_open(file, framework="pt"))
+        found = {}
+        for name in handle.keys():  # noqa: SIM118 (not a mapping)
+            view = handle.get_slice(name)
+            dtype = DTYPES.get(view.get_dtype(), view.get_dtype())
+            found[name] = (TensorInfo(tuple(view.get_shape()), dtype), handle.get_tensor)
+    except (SafetensorError, OSError) as error:
+        raise ConversionError(f"{file} is not a valid safetensors file: {error}") from error
+    return found
+
+
+def _open_torch(file: Path) -> dict[str, tuple[TensorInfo, Any]]:
+    with file.open("rb") as handle:
+        # Archives from before PyTorch 1.6 are no zip files and cannot be mapped.
+        mappable = handle.read(4) == b"PK\x03\x04"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols: nothing that a user could mend
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mappable)
+    except pickle.UnpicklingError as error:
+        # PyTorch's own text recommends to switch the protection off.
+        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"asks for {wanted[1]}" if wanted else "is no PyTorch file or is damaged"
+        raise ConversionError(
+            f"{file} {reason}. Only tensors are read from such a file; code in it is never run."
+        ) from None
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ConversionError(f"{file} cannot be read as a PyTorch file: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{file} must hold a dictionary of tensors, found a {type(content).__name__}.")
+    found = {}
+    for name, tensor in content.items():
+        usable = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
+        if not isinstance(name, str) or not usable:
+            raise ConversionError(
+                f"{file} must hold named dense tensors only, found {name!r}: {type(tensor).__name__}."
+            )
+        dtype = tensor.dtype if tensor.dtype in DTYPES.values() else str(tensor.dtype).removeprefix("torch.")
+        found[name] = (TensorInfo(tuple(tensor.shape), dtype), content.__getitem__)
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,261 @@
+"""From a checkpoint in any known format to a model directory."""
+
+import os
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedConfig
+
+from .checkpoint import Checkpoint, open_checkpoint, read_json
+from .errors import ConversionError
+from .formats import Format, Plan, Recognised
+from .registry import find_format
+from .tokenizer_files import choose_tokenizer
+from .writer import PIECE, OutputTensor, parse_size, plan_shards, write_shards
+
+
+OUTPUT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Fields of a source's configuration that say nothing true about the model to be written.
+DROPPED_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version")
+
+
+@dataclass(frozen=True)
+class Report:
+    """
+    What [`convert`] did.
+
+    Attributes:
+        recognised: what the source is.
+        config: the configuration that was written.
+        directory: where the model is.
+        files: names of all files written there.
+        parameters: number of elements written.
+        bytes: size of the weights.
+        dtype: the dtype that most elements have.
+        tokenizer: title of the tokenizer, None where none was written.
+        notes: what had to be assumed or was left out.
+    """
+
+    recognised: Recognised
+    config: PreTrainedConfig
+    directory: Path
+    files: list[str]
+    parameters: int
+    bytes: int
+    dtype: str
+    tokenizer: str | None
+    notes: list[str]
+
+
+def recognise(source: str | os.PathLike) -> Recognised:
+    """
+    Tells what a checkpoint is, from names and shapes alone.
+
+    Args:
+        source: a `.pth`, `.bin` or `.safetensors` file, or a directory with `model.safetensors` or
+            `pytorch_model.bin`, sharded or not.
+
+    Raises:
+        ConversionError: where it is damaged, of a version that is not supported, or its tensors do not fit together.
+    """
+    with open_checkpoint(source) as checkpoint:
+        known = find_format(checkpoint)
+        return _recognised(checkpoint, known, known.plan(checkpoint.tensors, checkpoint.settings))
+
+
+def convert(
+    source: str | os.PathLike,
+    dest: str | os.PathLike,
+    *,
+    config: str | os.PathLike | None = None,
+    tokenizer: str | os.PathLike = "auto",
+    dtype: str = "keep",
+    head_size_divisor: int | None = None,
+    max_shard_size: int | str = "5GB",
+    progress: bool = True,
+) -> Report:
+    """
+    Converts a checkpoint into a directory that `from_pretrained` loads.
+
+    The directory appears complete or not at all. Tensors pass through one by one, so memory use stays far below the
+    size of a shard however large the model is.
+
+    Args:
+        source: as for [`recognise`].
+        dest: directory to make; it must not exist or be empty.
+        config: a `config.json` that takes the place of the one beside the source. What the tensors tell, the sizes,
+            is always taken from them.
+        tokenizer: `auto`, `rwkv-world`, `bytes`, `none`, or a directory whose tokenizer files are copied. `auto`
+            copies those beside a Hub model, and otherwise goes by the size of the vocabulary.
+        dtype: `keep`, `float32`, `bfloat16` or `float16`, for every tensor, those of the decay included.
+        head_size_divisor: sets that field of the configuration. No tensor tells it; 8 where nothing does.
+        max_shard_size: most bytes of a weight file, as a number or like `5GB`.
+        progress: whether to show a progress bar on stderr.
+
+    Raises:
+        ConversionError: where the source, the configuration or the tokenizer is not usable, or `dest` is occupied.
+    """
+    destination = Path(dest).resolve()
+    if dtype != "keep" and dtype not in OUTPUT_DTYPES:
+        raise ConversionError(f"`dtype` must be one of keep, {', '.join(OUTPUT_DTYPES)}; got {dtype!r}.")
+    if head_size_divisor is not None and head_size_divisor < 1:
+        raise ConversionError(f"`head_size_divisor` must be at least 1, got {head_size_divisor}.")
+    shard_size = parse_size(max_shard_size)
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConversionError(f"{destination} exists already and is not an empty directory.")
+
+    with open_checkpoint(source) as checkpoint:
+        known = find_format(checkpoint)
+        given = checkpoint.settings
+        notes = []
+        if config is not None:
+            given = read_json(Path(config))
+            if given.get("model_type", known.model_type) != known.model_type:
+                raise ConversionError(
+                    f"{config} is for the model type {given['model_type']!r}, the tensors are {known.model_type!r}."
+                )
+        if head_size_divisor is not None:
+            given = given | {"head_size_divisor": head_size_divisor}
+        elif "head_size_divisor" not in given:
+            notes.append("the source does not tell `head_size_divisor`; 8 was assumed, as in every World model")
+
+        plan = known.plan(checkpoint.tensors, given)
+        _check_twins(checkpoint, plan.twins)
+        notes += plan.notes
+        notes += _contradictions(given, plan)
+        chosen = choose_tokenizer(
+            tokenizer if isinstance(tokenizer, str) else Path(tokenizer),
+            checkpoint.directory,
+            plan.sizes["vocab_size"],
+        )
+        if chosen.note:
+            notes.append(chosen.note)
+
+        outputs = [
+            OutputTensor(
+                tensor.target,
+                tensor.shape,
+                OUTPUT_DTYPES.get(dtype, checkpoint.tensors[tensor.source].dtype),
+                partial(checkpoint.read, tensor.source),
+            )
+            for tensor in plan.tensors
+        ]
+        size = sum(output.bytes for output in outputs)
+        main_dtype = _main_dtype(outputs)
+        model_config = _build_config(known, chosen.token_ids | dict(given), plan.sizes, main_dtype)
+        generation_config = _build_generation_config(checkpoint, model_config)
+
+        with _new_directory(destination, size) as directory:
+            bar = tqdm(total=size, unit="B", unit_scale=True, desc="Writing", disable=not progress)
+            with bar:
+                write_shards(plan_shards(outputs, shard_size), directory, bar.update)
+            model_config.save_pretrained(directory)
+            generation_config.save_pretrained(directory)
+            chosen.save(directory)
+            files = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+
+        return Report(
+            recognised=_recognised(checkpoint, known, plan),
+            config=model_config,
+            directory=destination,
+            files=files,
+            parameters=sum(output.elements for output in outputs),
+            bytes=size,
+            dtype=main_dtype,
+            tokenizer=chosen.title,
+            notes=notes,
+        )
+
+
+def _recognised(checkpoint: Checkpoint, known: Format, plan: Plan) -> Recognised:
+    tensors = checkpoint.tensors.values()
+    return Recognised(
+        format=known.name,
+        title=known.title,
+        model_type=known.model_type,
+        sizes=plan.sizes,
+        parameters=sum(tensor.elements for tensor in tensors),
+        dtype=_main_dtype(tensors),
+    )
+
+
+def _main_dtype(tensors: Any) -> str:
+    counts = Counter()
+    for tensor in tensors:
+        counts[str(tensor.dtype).removeprefix("torch.")] += tensor.elements
+    return counts.most_common(1)[0][0]
+
+
+def _check_twins(checkpoint: Checkpoint, twins: list[tuple[str, str]]) -> None:
+    """A configuration may call two tensors one; a file in which they differ says otherwise."""
+    for pair in twins:
+        first, second = (checkpoint.read(name).reshape(-1).split(PIECE) for name in pair)
+        shapes = {checkpoint.tensors[name].shape for name in pair}
+        if len(shapes) > 1 or not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+            raise ConversionError(f"`tie_word_embeddings` is set, but {' and '.join(pair)} differ.")
+
+
+def _contradictions(given: Mapping[str, Any], plan: Plan) -> list[str]:
+    """Sizes that the configuration tells differently. `num_attention_heads` is left out: published files misuse it."""
+    return [
+        f"the configuration's `{name}` of {given[name]} was replaced by the tensors' {size}"
+        for name, size in plan.sizes.items()
+        if name != "num_attention_heads" and given.get(name) not in (None, size)
+    ]
+
+
+def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, int], dtype: str) -> PreTrainedConfig:
+    from subquad.models.rwkv5.configuration_rwkv5 import Rwkv5Config
+    from subquad.models.rwkv6.configuration_rwkv6 import Rwkv6Config
+
+    config_class, architecture = {
+        "rwkv5": (Rwkv5Config, "Rwkv5ForCausalLM"),
+        "rwkv6": (Rwkv6Config, "Rwkv6ForCausalLM"),
+    }[known.model_type]
+    fields = {name: value for name, value in given.items() if name not in DROPPED_FIELDS and not name.startswith("_")}
+    try:
+        return config_class(**(fields | dict(sizes)), architectures=[architecture], dtype=dtype)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        # The first line only names the validator.
+        raise ConversionError(f"The configuration is not valid: {' '.join(str(error).split())}") from error
+
+
+def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -> GenerationConfig:
+    """The one beside a Hub model's weights where there is one, else what the configuration tells."""
+    if checkpoint.directory is not None:
+        file = checkpoint.directory / "generation_config.json"
+        if file.is_file():
+            fields = read_json(file)
+            fields.pop("transformers_version", None)
+            return GenerationConfig.from_dict(fields)
+    return GenerationConfig.from_model_config(config)
+
+
+@contextmanager
+def _new_directory(destination: Path, size: int) -> Iterator[Path]:
+    """A directory that becomes `destination` where the block succeeds and vanishes where it does not."""
+    parent = next(folder for folder in destination.parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if size > free:
+        raise ConversionError(f"The weights need {size:,} bytes; {parent} has {free:,} free.")
+    directory = parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
+    try:
+        directory.mkdir()
+        yield directory
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        if destination.exists():
+            destination.rmdir()  # raises where files came into it meanwhile
+        directory.rename(destination)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise

@@ -1,0 +1,36 @@
+"""The source formats, and the one place that tells which of them a checkpoint has."""
+
+from . import rwkv5_hub, rwkv5_trainer, rwkv6_hub, rwkv6_trainer
+from .checkpoint import Checkpoint
+from .errors import ConversionError
+from .formats import Format
+from .other_versions import REFUSALS
+
+
+FORMATS: tuple[Format, ...] = (
+    rwkv5_trainer.FORMAT,
+    rwkv6_trainer.FORMAT,
+    rwkv5_hub.FORMAT,
+    rwkv6_hub.FORMAT,
+)
+
+
+def find_format(checkpoint: Checkpoint) -> Format:
+    """
+    The format of a checkpoint, from the names and shapes of its tensors alone.
+
+    Raises:
+        ConversionError: where it is a version that is not supported, or unknown; the message shows some of the names
+            and lists the formats that are supported.
+    """
+    tensors = checkpoint.tensors
+    supported = f"Supported are: {'; '.join(known.title for known in FORMATS)}."
+    for known in FORMATS:
+        if known.matches(tensors):
+            return known
+    examples = sorted(tensors)[:4]
+    what = f"{checkpoint.path} holds {len(tensors)} tensors such as {', '.join(examples)}"
+    for refusal in REFUSALS:
+        if refusal.matches(tensors):
+            raise ConversionError(f"{what}: this is {refusal.title}, which is not supported. {supported}")
+    raise ConversionError(f"{what}: no format that is known here. {supported}")

@@ -1,0 +1,129 @@
+"""Which tokenizer goes beside a converted model."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import read_json
+from .errors import ConversionError
+
+
+# The World vocabulary has 65,530 ids; published models round it up to 65,536 rows.
+WORLD_VOCABULARIES = range(65530, 65537)
+BYTES_VOCABULARY = 128
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "rwkv_vocab_v20230424.txt",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+)
+# Any of these makes a tokenizer; the others only accompany one.
+VOCABULARIES = ("tokenizer.json", "rwkv_vocab_v20230424.txt", "vocab.json", "vocab.txt", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """
+    A tokenizer to write.
+
+    Attributes:
+        title: what it is, None where there is none.
+        save: writes its files into a directory.
+        note: why, where the user did not ask for it.
+        token_ids: the configuration's `bos_token_id` and so on, as far as the tokenizer settles them.
+    """
+
+    title: str | None
+    save: Callable[[Path], object]
+    note: str | None
+    token_ids: dict[str, int]
+
+
+def choose_tokenizer(choice: str | Path, source: Path | None, vocab_size: int) -> TokenizerChoice:
+    """
+    Settles what `choice` means, before any weight is written.
+
+    Args:
+        choice: `auto`, `rwkv-world`, `bytes`, `none`, or a directory that holds a tokenizer.
+        source: the directory of a Hub model, None for a single file.
+        vocab_size: number of rows of the embeddings.
+
+    Raises:
+        ConversionError: where a directory holds no tokenizer, or one made here has more ids than the model.
+    """
+    if choice == "none":
+        return TokenizerChoice(None, lambda directory: None, None, {})
+    if choice == "rwkv-world":
+        return _world(vocab_size, None)
+    if choice == "bytes":
+        return _bytes(vocab_size, None)
+    if choice != "auto":
+        directory = Path(choice)
+        if not directory.is_dir():
+            raise ConversionError(f"A tokenizer is auto, rwkv-world, bytes, none or a directory; got {str(choice)!r}.")
+        files = _files(directory)
+        if not files:
+            raise ConversionError(f"{directory} holds no tokenizer (none of {', '.join(VOCABULARIES)}).")
+        return _copy(directory, files, None)
+
+    files = _files(source) if source else []
+    if source and files:
+        if not _needs_foreign_code(source):
+            return _copy(source, files, "the tokenizer was found beside the weights")
+        if vocab_size in WORLD_VOCABULARIES:
+            return _world(vocab_size, "the tokenizer takes the place of the source's, which needs code of its own")
+    elif vocab_size in WORLD_VOCABULARIES:
+        return _world(vocab_size, f"the tokenizer was chosen by the vocabulary of {vocab_size}")
+    elif vocab_size == BYTES_VOCABULARY:
+        return _bytes(vocab_size, f"the tokenizer was chosen by the vocabulary of {vocab_size}")
+    why = "the source's needs code of its own" if files else f"nothing is known for a vocabulary of {vocab_size}"
+    return TokenizerChoice(None, lambda directory: None, f"no tokenizer was written: {why}", {})
+
+
+def _world(vocab_size: int, note: str | None) -> TokenizerChoice:
+    from subquad_tokenizers import RwkvWorldTokenizerFast
+
+    return _own("RWKV World", RwkvWorldTokenizerFast(), vocab_size, note)
+
+
+def _bytes(vocab_size: int, note: str | None) -> TokenizerChoice:
+    from subquad_tokenizers import ByteTokenizer
+
+    return _own("bytes", ByteTokenizer(), vocab_size, note)
+
+
+def _own(title: str, tokenizer: Any, vocab_size: int, note: str | None) -> TokenizerChoice:
+    if len(tokenizer) > vocab_size:
+        raise ConversionError(
+            f"The {title} tokenizer has {len(tokenizer)} ids, the model a vocabulary of {vocab_size}."
+        )
+    token_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    token_ids = {name: number for name, number in token_ids.items() if number is not None}
+    return TokenizerChoice(title, tokenizer.save_pretrained, note, token_ids)
+
+
+def _files(directory: Path) -> list[str]:
+    found = [name for name in FILES if (directory / name).is_file()]
+    return found if any(name in VOCABULARIES for name in found) else []
+
+
+def _needs_foreign_code(directory: Path) -> bool:
+    """Whether the tokenizer there is a class of the repository's own, whose code is not taken along."""
+    file = directory / "tokenizer_config.json"
+    return file.is_file() and "auto_map" in read_json(file)
+
+
+def _copy(directory: Path, files: list[str], note: str | None) -> TokenizerChoice:
+    def save(destination: Path) -> None:
+        for name in files:
+            shutil.copyfile(directory / name, destination / name)
+
+    return TokenizerChoice(f"copied from {directory}", save, note, {})

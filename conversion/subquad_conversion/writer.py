@@ -1,0 +1,127 @@
+"""
+Writing safetensors files a tensor at a time.
+
+`safetensors.torch.save_file` wants a whole file's tensors in memory. The format asks for no such thing: after a header
+come the tensors' bytes in order, so what is held here is at most one piece of one tensor beside the mapped source.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .checkpoint import DTYPES
+from .errors import ConversionError
+
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+PIECE = 1 << 18  # elements that are cast and written at a time
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to write: name, shape, dtype, and a function that fetches its elements in any dtype and shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fetch: Callable[[], torch.Tensor]
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+
+def parse_size(size: int | str) -> int:
+    """A number of bytes from `5GB`, `200MiB` or a number; raises `ConversionError` where it is none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", str(size).upper())
+    if not match or match[2] not in UNITS:
+        raise ConversionError(f"A shard size is a number with one of KB, MB, GB, TB, KiB, MiB, GiB; got {size!r}.")
+    number = int(float(match[1]) * UNITS[match[2]])
+    if number < 1:
+        raise ConversionError(f"A shard size must be at least one byte, got {size!r}.")
+    return number
+
+
+def plan_shards(tensors: Iterable[OutputTensor], max_shard_size: int) -> list[list[OutputTensor]]:
+    """Cuts the tensors, in order, into files of at most `max_shard_size` bytes; a larger tensor has one to itself."""
+    shards: list[list[OutputTensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not shards or tensor.bytes > room:
+            shards.append([])
+            room = max_shard_size
+        shards[-1].append(tensor)
+        room -= tensor.bytes
+    return shards
+
+
+def write_shards(shards: list[list[OutputTensor]], directory: Path, advance: Callable[[int], object]) -> list[str]:
+    """
+    Writes the files of a model, with an index where there is more than one.
+
+    Args:
+        advance: called with the number of bytes written, again and again.
+
+    Returns:
+        The names of the files, the index last.
+    """
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        _write_file(directory / file, shard, advance)
+    if len(shards) > 1:
+        tensors = [tensor for shard in shards for tensor in shard]
+        index = {
+            "metadata": {
+                "total_parameters": sum(tensor.elements for tensor in tensors),
+                "total_size": sum(tensor.bytes for tensor in tensors),
+            },
+            "weight_map": {tensor.name: file for file, shard in zip(files, shards, strict=True) for tensor in shard},
+        }
+        files.append("model.safetensors.index.json")
+        (directory / files[-1]).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return files
+
+
+def _write_file(path: Path, tensors: list[OutputTensor], advance: Callable[[int], object]) -> None:
+    # Wide dtypes first, which keeps every tensor aligned to its elements.
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.bytes
+        entry = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[tensor.name] = entry
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for tensor in tensors:
+            for piece in _pieces(tensor):
+                data = piece.view(torch.uint8).numpy()
+                file.write(data)
+                advance(data.nbytes)
+
+
+def _pieces(tensor: OutputTensor) -> Iterator[torch.Tensor]:
+    """The tensor's elements in order and in its dtype, some at a time."""
+    for stored in tensor.fetch().detach().reshape(-1).split(PIECE):
+        piece = stored.to(tensor.dtype)
+        narrower = torch.finfo(tensor.dtype).max < torch.finfo(stored.dtype).max
+        if narrower and not torch.equal(piece.isfinite(), stored.isfinite()):
+            largest = stored[stored.isfinite()].abs().max().item()
+            raise ConversionError(
+                f"{tensor.name} holds {largest:g}, which {str(tensor.dtype).removeprefix('torch.')} cannot represent; "
+                "keep the stored dtype or choose bfloat16."
+            )
+        yield piece

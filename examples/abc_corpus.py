@@ -1,0 +1,220 @@
+"""
+Tunes to train on: the ABC collections that the PyPI package music21 carries, cleaned and written one way.
+
+    python examples/abc_corpus.py [--show 3]
+
+Every tune becomes a header of five lines (X, T, M, L, K; L is always 1/8) and a body of bare melody: notes, rests,
+ties, tuplets, broken rhythm, chords and bar lines; four bars a line, notes grouped by the beat, no slurs, grace notes,
+decorations, chord symbols, words or comments. Tunes that the checker refuses, that have several voices or that occur
+twice are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import re
+import unicodedata
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from abc_check import AbcError, Bar, Metre, Tune, check_bars, parse_bars, parse_metre, parse_tune, split_header
+
+
+# Left out: josquin (polyphony) and nottingham-dataset (two tunes).
+FOLDERS = ("airdsAirs", "essenFolksong", "miscFolk", "oneills1850", "ryansMammoth")
+MAX_BYTES = 1023
+VALIDATION_PERCENT = 5
+UNIT = Fraction(1, 8)
+BARS_A_LINE = 4
+
+# Text in quotes, marks that no two programs read alike, and what mail programs of the time did to line ends.
+_NOISE = re.compile(r'"[^"]*"|\[\|\]|![a-zA-Z]+!|[!kKUVy]|=20|=(?=\\?$)')
+_MODES = {
+    **dict.fromkeys(("", "maj", "ion"), ""),
+    **dict.fromkeys(("m", "min", "aeo"), "m"),
+    **{mode: mode for mode in ("dor", "phr", "lyd", "mix", "loc")},
+}
+
+
+class Corpus(NamedTuple):
+    train: list[str]
+    validation: list[str]
+    statistics: dict[str, Counter]  # folder to counts: "found", "kept", and why the others were left out
+
+
+def plain_title(text: str) -> str:
+    """A title in ASCII: accents and the TeX-like escapes of ABC removed."""
+    text = re.sub(r"\\[\"'`^~,=]?([A-Za-z])", r"\1", text).replace("ß", "ss").replace("æ", "ae").replace("ø", "o")
+    text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    text = " ".join(re.sub(r"[^ -~]|[\\{}$]", " ", text).split()).strip(" .,;")
+    if match := re.fullmatch(r"(.*), (The|A|An)", text):
+        text = f"{match[2]} {match[1]}"
+    return text[:60].strip()
+
+
+def plain_key(text: str) -> str:
+    """ "E Minor", "Emin" and "Em clef=treble" are all "Em"."""
+    match = re.match(r"([A-G][#b]?)\s*([A-Za-z]*)", text)
+    mode = _MODES.get(match[2].lower()[:3]) if match else None
+    if mode is None or re.search(r"[\^_=][a-gA-G]|exp", text):
+        raise AbcError("a key of its own")
+    return match[1] + mode
+
+
+def write_length(value: Fraction) -> str:
+    above = "" if value.numerator == 1 else str(value.numerator)
+    below = {1: "", 2: "/"}.get(value.denominator, f"/{value.denominator}")
+    # "3/" would be legal and is misread by some programs.
+    return above + ("/2" if above and below == "/" else below)
+
+
+def beat_of(metre: Metre) -> Fraction:
+    """How far the notes under one beam reach."""
+    if metre.is_compound:
+        return Fraction(3, metre.unit)
+    return Fraction(1, 2) if metre.unit < 4 or metre == (4, 4) else Fraction(1, 4)
+
+
+def write_bar(bar: Bar, metre: Metre) -> str:
+    # An upbeat is counted from the end of its bar.
+    onset = metre.time - bar.time if bar.time < metre.time and bar.left != "|" else Fraction(0)
+    beat = beat_of(metre)
+    parts: list[str] = []
+    glue = True
+    for event in bar.events:
+        if not glue and onset % beat == 0:
+            parts.append(" ")
+        parts.append(event.before + event.pitch + write_length(event.written / UNIT) + event.after)
+        glue = any(mark in event.after for mark in "<>")
+        onset += event.time
+    return "".join(parts)
+
+
+def plain_line(left: str, right: str, last: bool) -> tuple[str, str]:
+    """The bar line between two bars in this corpus's spelling: what closes the old bar, what opens the new one."""
+    both = left + right
+    closes, opens = ":|" in both or "::" in both, "|:" in both or "::" in both
+    ending = re.search(r"[1-9]", both)
+    if last:
+        return (":|" if closes else "|]"), ""
+    close = ":|" if closes else "||" if re.search(r"\|\||\|\]|\[\|", both) else "|"
+    if ending:
+        return (":|" if closes else "|") + ending[0], ""
+    return ("" if close == "|" and opens else close), "|:" if opens else ""
+
+
+def write_body(tune: Tune) -> str:
+    lines, line, full_bars = [], "|:" if ":" in tune.bars[0].left else "", 0
+    for index, bar in enumerate(tune.bars):
+        last = index + 1 == len(tune.bars)
+        following = "" if last else tune.bars[index + 1].left
+        close, opening = plain_line(bar.right, "" if bar.right == following else following, last)
+        # An opening repeat that follows no closing one still ends the bar.
+        line += write_bar(bar, tune.metre) + (close or "|")
+        full_bars += bar.time == tune.metre.time
+        ends_section = close in (":|", "||", "|]") or bool(opening)
+        if (ends_section or full_bars >= BARS_A_LINE) and not close[-1:].isdigit():
+            lines.append(line)
+            line, full_bars = "", 0
+        line += opening
+    return "\n".join([*lines, line] if line else lines)
+
+
+def normalise(text: str) -> str:
+    """
+    One tune in the corpus's spelling.
+
+    Raises:
+        AbcError: where the text is no tune that the corpus takes.
+    """
+    fields, lines = split_header(text)
+    if "V" in fields:
+        raise AbcError("several voices")
+    metre = parse_metre(fields.get("M", "").replace(" ", ""))
+    # What the standard says of a missing L field.
+    unit = parse_unit(fields["L"]) if fields.get("L") else Fraction(1, 16 if metre.time < Fraction(3, 4) else 8)
+    bars = parse_bars([_NOISE.sub("", line) for line in lines], unit, metre, close_full_lines=True)
+    header = {
+        "X": "1",
+        "T": plain_title(fields.get("T", "")),
+        "M": fields["M"].replace(" ", ""),
+        "L": f"{UNIT.numerator}/{UNIT.denominator}",
+        "K": plain_key(fields.get("K", "")),
+    }
+    if not bars or not header["T"]:
+        raise AbcError("no music or no title")
+    tune = Tune(header, metre, bars)
+    result = "".join(f"{letter}:{value}\n" for letter, value in header.items()) + write_body(tune) + "\n"
+    if len(result) > MAX_BYTES:
+        raise AbcError("too long")
+    check_bars(parse_tune(result))
+    return result
+
+
+def parse_unit(text: str) -> Fraction:
+    if not (match := re.fullmatch(r"1/(\d+)", text.replace(" ", ""))):
+        raise AbcError("no note length")
+    return Fraction(1, int(match[1]))
+
+
+def read_folder(folder: str) -> list[str]:
+    """The single tunes of one of the package's folders, as they are."""
+    spec = importlib.util.find_spec("music21")  # a path is wanted, and the import would take seconds
+    if spec is None:
+        raise ImportError('music21 carries the tunes: pip install "subquad[train]"')
+    tunes = []
+    for path in sorted((Path(spec.origin).parent / "corpus" / folder).glob("*.abc")):
+        raw = path.read_bytes()
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            text = raw.decode("latin-1")
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        tunes += re.split(r"^(?=X:)", text, flags=re.MULTILINE)[1:]
+    return tunes
+
+
+def load_corpus(folders: tuple[str, ...] = FOLDERS) -> Corpus:
+    """
+    Reads, cleans and splits the tunes. A tune's half depends on its music alone, so it never changes with the others.
+    """
+    corpus, seen = Corpus([], [], {}), set()
+    for folder in folders:
+        counts = corpus.statistics.setdefault(folder, Counter())
+        for raw in read_folder(folder):
+            counts["found"] += 1
+            try:
+                tune = normalise(raw)
+            except AbcError as error:
+                counts[re.sub(r"\d+|:.*|'.*", "", str(error)).strip()] += 1
+                continue
+            music = tune.split("\nK:", 1)[1]
+            if music in seen:
+                counts["occurs twice"] += 1
+                continue
+            seen.add(music)
+            counts["kept"] += 1
+            draw = int.from_bytes(hashlib.sha256(music.encode()).digest()[:4], "big") % 100
+            (corpus.validation if draw < VALIDATION_PERCENT else corpus.train).append(tune)
+    return corpus
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Report on the tunes that music21 carries.")
+    parser.add_argument("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
+    parser.add_argument("--show", type=int, default=0, help="print so many validation tunes")
+    arguments = parser.parse_args()
+    corpus = load_corpus(tuple(arguments.folders))
+    for folder, counts in corpus.statistics.items():
+        print(f"{folder}: " + ", ".join(f"{count} {reason}" for reason, count in counts.most_common()))
+    for name, tunes in (("train", corpus.train), ("validation", corpus.validation)):
+        print(f"{name}: {len(tunes)} tunes, {sum(map(len, tunes))} bytes")
+    print("\n".join(corpus.validation[: arguments.show]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Random checkpoints under the trainer's names, and what they compute, step by step in float64."""
+
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+
+MIXES = {"rwkv5": "kvrg", "rwkv6": "xwkvrg"}
+
+
+def trainer_tensors(
+    model_type: str,
+    *,
+    layers: int = 2,
+    heads: int = 3,
+    head_size: int = 64,
+    vocabulary: int = 100,
+    intermediate: int = 320,
+    ranks: tuple[int, int] = (7, 11),
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """
+    What a trainer of RWKV-5.2 or 6.0 saves, with values large enough that no tensor is without effect.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    d = heads * head_size
+
+    def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+        return low + (high - low) * torch.rand(shape, generator=generator)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
+
+    def norm(name: str) -> dict[str, torch.Tensor]:
+        return {f"{name}.weight": uniform(d, low=0.5, high=1.5), f"{name}.bias": uniform(d, low=-0.3, high=0.3)}
+
+    tensors = {"emb.weight": torch.randn(vocabulary, d, generator=generator)}
+    for i in range(layers):
+        block = f"blocks.{i}"
+        if i == 0:
+            tensors |= norm(f"{block}.ln0")
+        tensors |= norm(f"{block}.ln1") | norm(f"{block}.ln2")
+        att, ffn = f"{block}.att.", f"{block}.ffn."
+        mix = "time_mix_" if model_type == "rwkv5" else "time_maa_"
+        tensors |= {f"{att}{mix}{name}": uniform(1, 1, d) for name in MIXES[model_type]}
+        tensors |= {f"{ffn}{mix}{name}": uniform(1, 1, d) for name in "kr"}
+        tensors[f"{att}time_faaaa"] = uniform(heads, head_size, low=-1)
+        if model_type == "rwkv5":
+            tensors[f"{att}time_decay"] = uniform(heads, head_size, low=-6, high=1)
+        else:
+            r, s = ranks
+            tensors[f"{att}time_decay"] = uniform(1, 1, d, low=-6, high=1)
+            tensors[f"{att}time_maa_w1"] = matrix(5 * r, d).T.contiguous()
+            tensors[f"{att}time_maa_w2"] = torch.randn(5, r, d, generator=generator) / math.sqrt(r)
+            tensors[f"{att}time_decay_w1"] = matrix(s, d).T.contiguous()
+            tensors[f"{att}time_decay_w2"] = matrix(d, s).T.contiguous()
+        tensors |= {f"{att}{name}.weight": matrix(d, d) for name in ("receptance", "key", "value", "gate", "output")}
+        tensors |= norm(f"{att}ln_x")
+        tensors[f"{ffn}key.weight"] = matrix(intermediate, d)
+        tensors[f"{ffn}receptance.weight"] = matrix(d, d)
+        tensors[f"{ffn}value.weight"] = matrix(d, intermediate)
+    tensors |= norm("ln_out")
+    tensors["head.weight"] = matrix(vocabulary, d)
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def write_trainer_file(path: Path, model_type: str, **sizes) -> dict[str, torch.Tensor]:
+    """Saves [`trainer_tensors`] and returns them."""
+    tensors = trainer_tensors(model_type, **sizes)
+    torch.save(tensors, path)
+    return tensors
+
+
+def hub_tensors(model_type: str, **sizes) -> dict[str, torch.Tensor]:
+    """The same under the names of the published Hub models."""
+    renamed = {}
+    for name, tensor in trainer_tensors(model_type, **sizes).items():
+        for old, new in (("ln0", "pre_ln"), (".att.", ".attention."), (".ffn.", ".feed_forward.")):
+            name = name.replace(old, new)
+        for letter, word in (("k", "key"), ("v", "value"), ("r", "receptance"), ("g", "gate")):
+            if name.endswith(f"time_mix_{letter}"):
+                name = name.removesuffix(letter) + word
+        name = name.replace("emb.weight", "embeddings.weight")
+        renamed[name if name == "head.weight" else f"rwkv.{name}"] = tensor
+    return renamed
+
+
+def reference_logits(
+    tensors: dict[str, torch.Tensor], model_type: str, ids: list[int], head_size_divisor: int
+) -> torch.Tensor:
+    """
+    Logits (tokens, vocabulary) by equations (3) to (22) of "Eagle and Finch", one token after the other. The stored mu
+    of RWKV-5 weighs the present token, that of RWKV-6 the previous one.
+    """
+    p = {name: tensor.double() for name, tensor in tensors.items()}
+    heads, head_size = p["blocks.0.att.time_faaaa"].shape
+    layers = 1 + max(int(name.split(".")[1]) for name in p if name.startswith("blocks."))
+    d = heads * head_size
+    zeros = torch.zeros(d, dtype=torch.double)
+    shifts = [[zeros, zeros] for _ in range(layers)]
+    states = [torch.zeros(heads, head_size, head_size, dtype=torch.double) for _ in range(layers)]
+    v5 = model_type == "rwkv5"
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.layer_norm(x, (d,), p[f"{name}.weight"], p[f"{name}.bias"], 1e-5)
+
+    def lerp(x: torch.Tensor, previous: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
+        mu = mu.flatten()
+        return x * mu + previous * (1 - mu) if v5 else x + (previous - x) * mu
+
+    def time_mixing(x: torch.Tensor, i: int) -> torch.Tensor:
+        att = f"blocks.{i}.att."
+        previous, shifts[i][0] = shifts[i][0], x
+        if v5:
+            mixed = {name: lerp(x, previous, p[f"{att}time_mix_{name}"]) for name in "rkvg"}
+            decay = p[f"{att}time_decay"]
+        else:
+            low = lerp(x, previous, p[f"{att}time_maa_x"]) @ p[f"{att}time_maa_w1"]
+            low = low.tanh().view(5, -1)
+            mixed = {
+                name: lerp(x, previous, p[f"{att}time_maa_{name}"].flatten() + low[j] @ p[f"{att}time_maa_w2"][j])
+                for j, name in enumerate("wkvrg")
+            }
+            lora = (mixed["w"] @ p[f"{att}time_decay_w1"]).tanh() @ p[f"{att}time_decay_w2"]
+            decay = (p[f"{att}time_decay"].flatten() + lora).view(heads, head_size)
+        words = {"r": "receptance", "k": "key", "v": "value", "g": "gate"}
+        r, k, v, g = (p[f"{att}{words[name]}.weight"] @ mixed[name] for name in "rkvg")
+        r, k, v = (vector.view(heads, head_size) for vector in (r, k, v))
+        kv = k[:, :, None] * v[:, None, :]
+        out = torch.einsum("hi,hij->hj", r, states[i] + p[f"{att}time_faaaa"][:, :, None] * kv)
+        states[i] = decay.exp().neg().exp()[:, :, None] * states[i] + kv
+        out = F.group_norm(
+            out.view(1, d), heads, p[f"{att}ln_x.weight"], p[f"{att}ln_x.bias"], 1e-5 * head_size_divisor**2
+        )
+        return p[f"{att}output.weight"] @ (out[0] * F.silu(g))
+
+    def channel_mixing(x: torch.Tensor, i: int) -> torch.Tensor:
+        ffn = f"blocks.{i}.ffn."
+        mix = "time_mix_" if v5 else "time_maa_"
+        previous, shifts[i][1] = shifts[i][1], x
+        r = p[f"{ffn}receptance.weight"] @ lerp(x, previous, p[f"{ffn}{mix}r"])
+        k = p[f"{ffn}key.weight"] @ lerp(x, previous, p[f"{ffn}{mix}k"])
+        return r.sigmoid() * (p[f"{ffn}value.weight"] @ k.relu().square())
+
+    logits = []
+    for token in ids:
+        x = norm(p["emb.weight"][token], "blocks.0.ln0")
+        for i in range(layers):
+            x = x + time_mixing(norm(x, f"blocks.{i}.ln1"), i)
+            x = x + channel_mixing(norm(x, f"blocks.{i}.ln2"), i)
+        logits.append(p["head.weight"] @ norm(x, "ln_out"))
+    return torch.stack(logits)

@@ -1,0 +1,409 @@
+"""What a conversion writes, and that it writes all of it or nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rwkv_files import hub_tensors, trainer_tensors, write_trainer_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import subquad  # noqa: F401 (registers the models)
+from subquad.cli import main
+from subquad_conversion import ConversionError, convert
+from subquad_conversion.writer import parse_size
+
+
+@pytest.fixture
+def source(tmp_path):
+    write_trainer_file(tmp_path / "trained.pth", "rwkv6")
+    return tmp_path / "trained.pth"
+
+
+def hub_directory(path, model_type="rwkv6", config=None, **sizes):
+    path.mkdir()
+    tensors = hub_tensors(model_type, **sizes)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    if config is not None:
+        (path / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def test_the_directory(source, tmp_path):
+    report = convert(source, tmp_path / "new" / "model", progress=False)
+    directory = tmp_path / "new" / "model"
+    assert report.files == ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in directory.iterdir()) == report.files
+    assert [path.name for path in directory.parent.iterdir()] == ["model"]
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["Rwkv6ForCausalLM"], "float32")
+    assert (config["lora_rank_tokenshift"], config["lora_rank_decay"], config["intermediate_size"]) == (7, 11, 320)
+    assert GenerationConfig.from_pretrained(directory).eos_token_id == 0
+    expected = hub_tensors("rwkv6")
+    written = load_file(directory / "model.safetensors")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    assert report.parameters == sum(tensor.numel() for tensor in expected.values())
+    assert report.bytes == 4 * report.parameters
+    assert any("`head_size_divisor`; 8 was assumed" in note for note in report.notes)
+
+
+def test_shards(source, tmp_path):
+    convert(source, tmp_path / "one", progress=False)
+    report = convert(source, tmp_path / "many", max_shard_size="700KB", progress=False)
+    shards = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert [path.name for path in shards] == [f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)]
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": report.bytes, "total_parameters": report.parameters}
+    for shard in shards:
+        tensors = load_file(shard)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 700_000
+        assert set(tensors) == {name for name, file in index["weight_map"].items() if file == shard.name}
+
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        one, many = (AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits for name in ("one", "many"))
+    assert torch.equal(one, many)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype(dtype, tmp_path):
+    tensors = write_trainer_file(tmp_path / "trained.pth", "rwkv5", dtype=torch.bfloat16)
+    report = convert(tmp_path / "trained.pth", tmp_path / "model", dtype=dtype, progress=False)
+    written = load_file(tmp_path / "model/model.safetensors")
+    assert report.dtype == dtype
+    assert {tensor.dtype for tensor in written.values()} == {getattr(torch, dtype)}
+    name = "blocks.1.ffn.key.weight"
+    assert torch.equal(written["rwkv.blocks.1.feed_forward.key.weight"], tensors[name].to(getattr(torch, dtype)))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == getattr(torch, dtype)
+
+
+def test_stored_dtypes_are_kept_and_aligned(tmp_path):
+    tensors = trainer_tensors("rwkv5", vocabulary=101)
+    narrow = {name: tensor.bfloat16() if "ffn" in name else tensor for name, tensor in tensors.items()}
+    narrow["emb.weight"] = narrow["emb.weight"].half()
+    narrow["ln_out.weight"] = narrow["ln_out.weight"].double()
+    torch.save(narrow, tmp_path / "trained.pth")
+    convert(tmp_path / "trained.pth", tmp_path / "model", progress=False)
+    written = load_file(tmp_path / "model/model.safetensors")
+    assert torch.equal(written["rwkv.embeddings.weight"], narrow["emb.weight"])
+    assert torch.equal(written["rwkv.ln_out.weight"], narrow["ln_out.weight"])
+    assert written["rwkv.blocks.0.feed_forward.key.weight"].dtype == torch.bfloat16
+    assert written["head.weight"].dtype == torch.float32
+    header = (tmp_path / "model/model.safetensors").read_bytes()
+    length = int.from_bytes(header[:8], "little")
+    widths = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+    for name, entry in json.loads(header[8 : 8 + length]).items():
+        if name != "__metadata__":
+            assert (8 + length + entry["data_offsets"][0]) % widths[entry["dtype"]] == 0
+
+
+def test_a_value_that_a_dtype_cannot_hold(tmp_path):
+    tensors = trainer_tensors("rwkv5")
+    tensors["blocks.1.ffn.value.weight"][3, 4] = -70000
+    torch.save(tensors, tmp_path / "trained.pth")
+    with pytest.raises(ConversionError, match=r"rwkv\.blocks\.1\.feed_forward\.value\.weight holds 70000"):
+        convert(tmp_path / "trained.pth", tmp_path / "model", dtype="float16", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["trained.pth"]
+    convert(tmp_path / "trained.pth", tmp_path / "model", dtype="bfloat16", progress=False)
+
+
+def test_transposed_tensors_are_written_in_order(tmp_path):
+    tensors = trainer_tensors("rwkv5")
+    tensors["head.weight"] = tensors["head.weight"].T.contiguous().T
+    torch.save(tensors, tmp_path / "trained.pth")
+    convert(tmp_path / "trained.pth", tmp_path / "model", progress=False)
+    assert torch.equal(load_file(tmp_path / "model/model.safetensors")["head.weight"], tensors["head.weight"])
+
+
+@pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
+def test_a_hub_model_keeps_its_configuration_except_the_sizes(model_type, tmp_path):
+    config = {
+        "model_type": model_type,
+        "architectures": ["RwkvForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_rwkv.RwkvConfig"},
+        "num_attention_heads": 64,
+        "hidden_size": 192,
+        "attention_hidden_size": None,
+        "intermediate_size": None,
+        "num_hidden_layers": 5,
+        "vocab_size": 100,
+        "head_size_divisor": 2,
+        "layer_norm_epsilon": 1e-3,
+        "context_length": 777,
+        "eos_token_id": 7,
+        "torch_dtype": "bfloat16",
+        "model_version": "x",
+    }
+    hub_directory(tmp_path / "hub", model_type, config)
+    (tmp_path / "hub/generation_config.json").write_text('{"eos_token_id": 9, "top_p": 0.4, "do_sample": true}')
+    report = convert(tmp_path / "hub", tmp_path / "model", progress=False)
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
+    assert (written.num_attention_heads, written.head_size, written.intermediate_size) == (3, 64, 320)
+    assert (written.head_size_divisor, written.layer_norm_epsilon, written.context_length) == (2, 1e-3, 777)
+    assert (written.eos_token_id, written.num_hidden_layers, written.dtype) == (7, 2, torch.float32)
+    assert not hasattr(written, "auto_map")
+    assert [note for note in report.notes if "tokenizer" not in note] == [
+        "the configuration's `num_hidden_layers` of 5 was replaced by the tensors' 2"
+    ]
+    generation = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert (generation.eos_token_id, generation.top_p) == (9, 0.4)
+
+
+def test_a_configuration_from_elsewhere(source, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "rwkv6", "head_size_divisor": 4, "context_length": 8}')
+    report = convert(source, tmp_path / "a", config=file, progress=False)
+    assert (report.config.head_size_divisor, report.config.context_length) == (4, 8)
+    report = convert(source, tmp_path / "b", config=file, head_size_divisor=1, progress=False)
+    assert (report.config.head_size_divisor, report.config.context_length) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{nonsense", "not valid JSON"),
+        ("3", "must hold a JSON object"),
+        ('{"model_type": "rwkv5"}', "for the model type 'rwkv5', the tensors are 'rwkv6'"),
+        ('{"layer_norm_epsilon": "small"}', "layer_norm_epsilon"),
+        ('{"head_size_divisor": 0}', "`head_size_divisor` must be at least 1, got 0"),
+    ],
+)
+def test_a_bad_configuration(text, message, source, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ConversionError, match=message):
+        convert(source, tmp_path / "model", config=file, progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "trained.pth"]
+
+
+def test_tied_embeddings(tmp_path):
+    config = {"tie_word_embeddings": True}
+    tensors = hub_directory(tmp_path / "untrue", config=config)
+    with pytest.raises(
+        ConversionError, match=r"`tie_word_embeddings` is set, but rwkv\.embeddings\.weight and head\.weight differ"
+    ):
+        convert(tmp_path / "untrue", tmp_path / "model", progress=False)
+
+    hub_directory(tmp_path / "hub", config=config)
+    tensors["head.weight"] = tensors["rwkv.embeddings.weight"].clone()
+    save_file(tensors, tmp_path / "hub/model.safetensors")
+    convert(tmp_path / "hub", tmp_path / "both", progress=False)
+    del tensors["head.weight"]
+    save_file(tensors, tmp_path / "hub/model.safetensors")
+    convert(tmp_path / "hub", tmp_path / "one", progress=False)
+    for name in ("both", "one"):
+        assert "head.weight" not in load_file(tmp_path / name / "model.safetensors")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert model.head.weight is model.rwkv.embeddings.weight
+
+    # Without that field a tensor that two names share is written under both.
+    shared = trainer_tensors("rwkv6")
+    shared["head.weight"] = shared["emb.weight"]
+    torch.save(shared, tmp_path / "shared.pth")
+    convert(tmp_path / "shared.pth", tmp_path / "two", progress=False)
+    written = load_file(tmp_path / "two/model.safetensors")
+    assert torch.equal(written["head.weight"], written["rwkv.embeddings.weight"])
+
+
+def test_an_occupied_destination_is_refused_before_any_work(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/precious").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("model", "file"):
+        with pytest.raises(ConversionError, match="exists already"):
+            convert(tmp_path / "no such source", tmp_path / name, progress=False)
+    assert (tmp_path / "model/precious").read_text() == "mine"
+
+
+def test_an_empty_destination_is_used(source, tmp_path):
+    (tmp_path / "model").mkdir()
+    convert(source, tmp_path / "model", progress=False)
+    assert (tmp_path / "model/config.json").exists()
+
+
+@pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
+def test_a_failure_midway_leaves_nothing(error, source, tmp_path, monkeypatch):
+    calls = []
+
+    def fail(self, name):
+        calls.append(name)
+        if len(calls) == 20:
+            raise error
+        return read(self, name)
+
+    from subquad_conversion.checkpoint import Checkpoint
+
+    read = Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", fail)
+    with pytest.raises(type(error)):
+        convert(source, tmp_path / "deep/er/model", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["trained.pth"]
+
+
+def test_a_full_disk_is_noticed_before_writing(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(ConversionError, match=r"need 3,075,072 bytes; .* has 10 free"):
+        convert(source, tmp_path / "model", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["trained.pth"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "int8"}, "`dtype` must be one of keep, float32, bfloat16, float16; got 'int8'"),
+        ({"head_size_divisor": 0}, "`head_size_divisor` must be at least 1, got 0"),
+        ({"max_shard_size": "5 pounds"}, "got '5 pounds'"),
+        ({"max_shard_size": 0}, "at least one byte, got 0"),
+        ({"tokenizer": "sentencepiece"}, "rwkv-world, bytes, none or a directory; got 'sentencepiece'"),
+        ({"tokenizer": "rwkv-world"}, "RWKV World tokenizer has .* ids, the model a vocabulary of 100"),
+    ],
+)
+def test_wrong_arguments(arguments, message, source, tmp_path):
+    with pytest.raises(ConversionError, match=message):
+        convert(source, tmp_path / "model", progress=False, **arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["trained.pth"]
+
+
+def test_sizes():
+    assert [parse_size(size) for size in ("5GB", "1.5 MiB", "200kb", 7, "7", "7B")] == [
+        5 * 10**9,
+        3 * 2**19,
+        200_000,
+        7,
+        7,
+        7,
+    ]
+
+
+# --- tokenizers ---
+
+
+@pytest.mark.parametrize("vocabulary", [65530, 65536])
+@pytest.mark.parametrize("choice", ["auto", "rwkv-world"])
+def test_the_world_tokenizer(vocabulary, choice, tmp_path):
+    write_trainer_file(tmp_path / "a.pth", "rwkv6", layers=1, heads=1, head_size=8, vocabulary=vocabulary)
+    report = convert(tmp_path / "a.pth", tmp_path / "model", tokenizer=choice, progress=False)
+    assert {"tokenizer.json", "tokenizer_config.json", "rwkv_vocab_v20230424.txt"} <= set(report.files)
+    assert report.tokenizer == "RWKV World"
+    assert any("chosen by the vocabulary" in note for note in report.notes) == (choice == "auto")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.decode(tokenizer("Hällo, wörld")["input_ids"]) == "Hällo, wörld"
+    assert report.config.eos_token_id == tokenizer.eos_token_id == 0
+
+
+def test_the_byte_tokenizer(tmp_path):
+    write_trainer_file(tmp_path / "a.pth", "rwkv5", layers=1, heads=1, head_size=8, vocabulary=128)
+    report = convert(tmp_path / "a.pth", tmp_path / "model", progress=False)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert report.tokenizer == "bytes"
+    assert tokenizer.decode(tokenizer("X:1\nK:D\n")["input_ids"], skip_special_tokens=True) == "X:1\nK:D\n"
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(tokenizer, name) is not None:
+            assert getattr(report.config, name) == getattr(tokenizer, name)
+
+
+def write_tokenizer(directory, **config):
+    from tokenizers import Tokenizer, models
+
+    directory.mkdir(exist_ok=True)
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(directory / "tokenizer.json"))
+    content = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
+    (directory / "tokenizer_config.json").write_text(json.dumps(content))
+
+
+def test_the_tokenizer_beside_a_hub_model_is_copied(tmp_path):
+    hub_directory(tmp_path / "hub", config={})
+    write_tokenizer(tmp_path / "hub")
+    (tmp_path / "hub/modeling_rwkv6.py").write_text("raise SystemExit")
+    report = convert(tmp_path / "hub", tmp_path / "model", progress=False)
+    assert {"tokenizer.json", "tokenizer_config.json"} <= set(report.files)
+    assert "modeling_rwkv6.py" not in report.files
+    assert "the tokenizer was found beside the weights" in report.notes
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("b")["input_ids"] == [1]
+    report = convert(tmp_path / "hub", tmp_path / "bare", tokenizer="none", progress=False)
+    assert report.tokenizer is None and not any("token" in file for file in report.files)
+
+
+@pytest.mark.parametrize(("vocabulary", "title"), [(65536, "RWKV World"), (100, None)])
+def test_a_tokenizer_that_is_code_is_not_copied(vocabulary, title, tmp_path):
+    hub_directory(tmp_path / "hub", config={}, layers=1, heads=1, head_size=8, vocabulary=vocabulary)
+    write_tokenizer(tmp_path / "hub", auto_map={"AutoTokenizer": ["hf_rwkv_tokenizer.Rwkv6Tokenizer", None]})
+    report = convert(tmp_path / "hub", tmp_path / "model", progress=False)
+    assert report.tokenizer == title
+    assert any("code of its own" in note for note in report.notes)
+    if title:
+        assert "auto_map" not in json.loads((tmp_path / "model/tokenizer_config.json").read_text())
+
+
+def test_a_tokenizer_from_a_directory(source, tmp_path):
+    write_tokenizer(tmp_path / "elsewhere")
+    convert(source, tmp_path / "model", tokenizer=str(tmp_path / "elsewhere"), progress=False)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("b")["input_ids"] == [1]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConversionError, match="holds no tokenizer"):
+        convert(source, tmp_path / "other", tokenizer=tmp_path / "empty", progress=False)
+
+
+# --- memory ---
+
+MEASURE = dedent(
+    """
+    import json, sys, threading, time
+    from subquad_conversion import convert, recognise
+
+    def anonymous():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+    def watch():
+        global peak
+        while running:
+            peak = max(peak, anonymous())
+            time.sleep(0.001)
+
+    for source, dest, dtype in json.load(sys.stdin):
+        recognise(source)  # so that everything is imported
+        before = anonymous()
+        peak, running = before, True
+        thread = threading.Thread(target=watch)
+        thread.start()
+        convert(source, dest, dtype=dtype, max_shard_size="40MB", progress=False, tokenizer="none")
+        running = False
+        thread.join()
+        print(peak - before)
+    """
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of the process's memory")
+def test_memory_stays_below_a_shard(tmp_path):
+    """Beyond the mapped source; embeddings and head have 32 MB each, so that holding a tensor would show."""
+    sizes = {"layers": 1, "heads": 4, "vocabulary": 32768}
+    write_trainer_file(trained := tmp_path / "model.pth", "rwkv6", **sizes)
+    hub_directory(hub := tmp_path / "hub", **sizes)
+    runs = [
+        (str(source), str(tmp_path / f"{source.name}-{dtype}"), dtype)
+        for source, dtype in ((trained, "keep"), (trained, "bfloat16"), (hub, "keep"), (hub, "float16"))
+    ]
+    process = subprocess.run(
+        [sys.executable, "-c", MEASURE], input=json.dumps(runs), capture_output=True, text=True, check=True
+    )
+    for (source, dest, dtype), peak in zip(runs, process.stdout.split(), strict=True):
+        largest = max(file.stat().st_size for file in Path(dest).glob("*.safetensors"))
+        print(f"{Path(source).name} {dtype}: peak {int(peak) / 1e6:.1f} MB, largest shard {largest / 1e6:.1f} MB")
+        assert largest > 30e6
+        assert int(peak) < largest / 2
+
+
+def test_info_of_a_checkpoint(source, capsys):
+    assert main(["info", str(source), "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert (info["model_type"], info["parameters"], info["dtype"]) == ("rwkv6", 768768, "float32")
+    assert info["state_elements"] == 66 * 192 * 2

@@ -1,0 +1,57 @@
+"""Converted checkpoints compute what the runtime that they were written for computes."""
+
+import importlib
+import os
+
+import pytest
+import torch
+from rwkv_files import reference_logits, write_trainer_file
+from transformers import AutoModelForCausalLM
+
+import subquad  # noqa: F401 (registers the models)
+from subquad.cli import main
+
+
+IDS = [3, 14, 15, 92, 65, 35, 89, 79, 3, 3, 23, 84, 62, 64, 33, 83, 27, 9, 50, 2]
+# Heads, size of a head, divisor: three heads as in no published model; 160 channels are no multiple of 64.
+SHAPES = [(3, 64, 8), (1, 64, 8), (5, 32, 8), (3, 64, 1), (5, 32, 1)]
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    """The class that runs `.pth` files in the PyPI package `rwkv`, on the CPU and without compiling anything."""
+    pytest.importorskip("rwkv", reason="needs the reference runtime: pip install rwkv")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RWKV_JIT_ON", "0")
+        patch.setenv("RWKV_CUDA_ON", "0")
+        patch.delenv("RWKV_V7_ON", raising=False)
+        flags = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+        yield importlib.import_module("rwkv.model").RWKV
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = flags[:2]
+        torch.backends.cuda.matmul.allow_tf32 = flags[2]
+
+
+@pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
+@pytest.mark.parametrize(("heads", "head_size", "divisor"), SHAPES)
+def test_logits_equal_those_of_the_source(model_type, heads, head_size, divisor, tmp_path, runtime):
+    source = tmp_path / "trained.pth"
+    # With divisor 1 the group norm magnifies rounding wherever a head's output nearly vanishes, in the reference run
+    # in float32 as well; under these seeds no head's does.
+    tensors = write_trainer_file(source, model_type, heads=heads, head_size=head_size, seed=head_size + divisor)
+    arguments = [] if divisor == 8 else ["--head-size-divisor", str(divisor)]
+    assert main(["convert", str(source), str(tmp_path / "model"), *arguments]) == 0
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    assert model.config.head_size_divisor == divisor
+    with torch.no_grad():
+        logits = model(torch.tensor([IDS])).logits[0]
+
+    reference = reference_logits(tensors, model_type, IDS, divisor)
+    assert (logits - reference).abs().max() < 1e-4
+    if divisor == 8:  # the runtime has this epsilon built in
+        expected, _ = runtime(model=os.path.splitext(source)[0], strategy="cpu fp32", verbose=False).forward(
+            IDS, None, full_output=True
+        )
+        assert (logits - expected).abs().max() < 1e-4
+    else:
+        assert (reference - reference_logits(tensors, model_type, IDS, 8)).abs().max() > 1e-3

@@ -1,0 +1,280 @@
+"""Which checkpoint is which, from names and shapes; what is refused, and how."""
+
+import json
+import pickle
+import struct
+
+import pytest
+import torch
+from rwkv_files import hub_tensors, trainer_tensors, write_trainer_file
+from safetensors.torch import save_file
+
+from subquad_conversion import ConversionError, convert, recognise
+
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 192,
+    "attention_hidden_size": 192,
+    "intermediate_size": 320,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "head_size": 64,
+}
+RANKS = {"lora_rank_tokenshift": 7, "lora_rank_decay": 11}
+
+
+def save(path, tensors):
+    torch.save(tensors, path)
+    return path
+
+
+@pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
+def test_trainer_file(model_type, tmp_path):
+    found = recognise(save(tmp_path / "any name.pth", tensors := trainer_tensors(model_type, dtype=torch.bfloat16)))
+    assert (found.format, found.model_type, found.dtype) == (f"{model_type}-trainer", model_type, "bfloat16")
+    assert found.sizes == (SIZES if model_type == "rwkv5" else SIZES | RANKS)
+    assert found.parameters == sum(tensor.numel() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
+@pytest.mark.parametrize("container", ["safetensors", "bin", "sharded safetensors", "sharded bin"])
+def test_hub_directory(model_type, container, tmp_path):
+    tensors = hub_tensors(model_type)
+    stem, suffix = ("pytorch_model", ".bin") if "bin" in container else ("model", ".safetensors")
+    write = save if "bin" in container else lambda path, content: save_file(content, path)
+    if "sharded" in container:
+        names = sorted(tensors)
+        weight_map = {name: f"{stem}-0000{1 + i % 2}-of-00002{suffix}" for i, name in enumerate(names)}
+        for shard in set(weight_map.values()):
+            write(tmp_path / shard, {name: tensors[name] for name in names if weight_map[name] == shard})
+        (tmp_path / f"{stem}{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    else:
+        write(tmp_path / f"{stem}{suffix}", tensors)
+    # The quirk of published files: the size of a head under the name of their number.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_attention_heads": 64}))
+    found = recognise(tmp_path)
+    assert found.format == f"{model_type}-hub"
+    assert found.sizes == (SIZES if model_type == "rwkv5" else SIZES | RANKS)
+
+
+@pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
+@pytest.mark.parametrize("form", ["flat", "rows", "columns", "3d"])
+def test_vectors_in_every_shape_that_trainers_have_used(model_type, form, tmp_path):
+    tensors = trainer_tensors(model_type)
+    shapes = {"flat": (-1,), "rows": (3, 64), "columns": (3, 64, 1), "3d": (3, 1, 64)}
+    for name, tensor in list(tensors.items()):
+        leaf = name.rpartition(".")[2]
+        if leaf in ("time_decay", "time_faaaa"):
+            tensors[name] = tensor.reshape(shapes[form])
+        elif leaf.startswith(("time_mix_", "time_maa_")) and not leaf.endswith(("w1", "w2")):
+            tensors[name] = tensor.flatten()
+    report = convert(save(tmp_path / "model.pth", tensors), tmp_path / "out", progress=False)
+    assert report.recognised.sizes["num_attention_heads"] == 3
+    assert any("size of a head" in note for note in report.notes) == (form == "flat")
+
+    expected = tmp_path / "expected"
+    convert(save(tmp_path / "usual.pth", trainer_tensors(model_type)), expected, progress=False)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+
+
+def test_flat_vectors_with_a_head_size_from_the_configuration(tmp_path):
+    tensors = trainer_tensors("rwkv5", heads=5, head_size=32)
+    for name in tensors:
+        if name.endswith(("time_decay", "time_faaaa")):
+            tensors[name] = tensors[name].flatten()
+    source = save(tmp_path / "model.pth", tensors)
+    with pytest.raises(ConversionError, match=r"160 channels are no multiple.*`head_size`"):
+        recognise(source)
+    (tmp_path / "config.json").write_text('{"head_size": 32}')
+    report = convert(source, tmp_path / "out", config=tmp_path / "config.json", progress=False)
+    assert (report.config.num_attention_heads, report.config.head_size) == (5, 32)
+
+
+def version_4():
+    tensors = trainer_tensors("rwkv5")
+    for i in range(2):
+        tensors[f"blocks.{i}.att.time_first"] = tensors.pop(f"blocks.{i}.att.time_faaaa").flatten()
+        tensors[f"blocks.{i}.att.time_decay"] = tensors[f"blocks.{i}.att.time_decay"].flatten()
+        for name in ("ln_x.weight", "ln_x.bias", "gate.weight", "time_mix_g"):
+            del tensors[f"blocks.{i}.att.{name}"]
+    return tensors
+
+
+def version_5_0():
+    tensors = trainer_tensors("rwkv5")
+    for i in range(2):
+        tensors[f"blocks.{i}.att.time_first"] = tensors.pop(f"blocks.{i}.att.time_faaaa")[:, 0]
+        tensors[f"blocks.{i}.att.time_decay"] = tensors[f"blocks.{i}.att.time_decay"][:, 0]
+        for name in ("gate.weight", "time_mix_g"):
+            del tensors[f"blocks.{i}.att.{name}"]
+    return tensors
+
+
+def version_5_1():
+    tensors = trainer_tensors("rwkv5")
+    for i in range(2):
+        for name in ("time_decay", "time_faaaa"):
+            tensors[f"blocks.{i}.att.{name}"] = tensors[f"blocks.{i}.att.{name}"][:, :1]
+    return tensors
+
+
+def version_7():
+    tensors = {"emb.weight": torch.zeros(10, 64), "head.weight": torch.zeros(10, 64)}
+    return tensors | {f"blocks.0.att.{name}": torch.zeros(1, 1, 64) for name in ("k_k", "k_a", "x_r", "w0")}
+
+
+def version_4_hub():
+    return {
+        name.replace("blocks", "rwkv.blocks").replace(".att.", ".attention."): v for name, v in version_4().items()
+    }
+
+
+def visual():
+    return {f"rwkv.{name}": v for name, v in trainer_tensors("rwkv6").items()} | {"vit.proj.weight": torch.zeros(2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("make", "title"),
+    [
+        (version_4, "RWKV-4"),
+        (version_4_hub, "RWKV-4"),
+        (version_5_0, "RWKV-5.0"),
+        (version_5_1, "RWKV-5.1"),
+        (version_7, "RWKV-7"),
+        (visual, r"VisualRWKV \(names carry a `rwkv\.` or `vit\.` prefix\)"),
+        (lambda: {"model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4)}, "no format that is known"),
+    ],
+)
+def test_what_is_refused_by_name(make, title, tmp_path):
+    source = save(tmp_path / "model.pth", tensors := make())
+    with pytest.raises(ConversionError, match=title) as error:
+        convert(source, tmp_path / "out", progress=False)
+    assert "Supported are: Eagle (RWKV-5.2), trainer checkpoint; Finch (RWKV-6.0)" in str(error.value)
+    assert min(tensors) in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_error_lists_all_that_does_not_fit(tmp_path):
+    tensors = trainer_tensors("rwkv6")
+    del tensors["blocks.1.ffn.key.weight"], tensors["ln_out.bias"]
+    tensors["blocks.0.att.time_state"] = torch.zeros(3, 64, 64)
+    tensors["blocks.1.att.time_maa_w"] = torch.zeros(1, 1, 191)
+    tensors["head.weight"] = torch.zeros(192, 100)
+    tensors["blocks.1.ffn.value.weight"] = torch.zeros(192, 320, dtype=torch.int8)
+    with pytest.raises(ConversionError) as error:
+        recognise(save(tmp_path / "model.pth", tensors))
+    assert str(error.value) == (
+        "The tensors are not those of a rwkv6 model; "
+        "missing: rwkv.blocks.1.feed_forward.key.weight, rwkv.ln_out.bias; "
+        "unexpected: blocks.0.att.time_state; "
+        "of the wrong shape: blocks.1.att.time_maa_w (shape (1, 1, 191), expected (1, 1, 192)), "
+        "blocks.1.ffn.value.weight (dtype int8, expected a floating one), "
+        "head.weight (shape (192, 100), expected (100, 192))."
+    )
+
+
+def test_without_embeddings_only_the_names_are_held_against_a_file(tmp_path):
+    tensors = trainer_tensors("rwkv5")
+    del tensors["emb.weight"]
+    with pytest.raises(ConversionError, match=r"model; missing: rwkv\.embeddings\.weight\.$"):
+        recognise(save(tmp_path / "model.pth", tensors))
+
+
+def test_a_stray_block_does_not_ask_for_millions_of_tensors(tmp_path):
+    tensors = trainer_tensors("rwkv5") | {"blocks.99999999.ln1.weight": torch.zeros(192)}
+    with pytest.raises(ConversionError, match=r"missing: .* and \d+ more") as error:
+        recognise(save(tmp_path / "model.pth", tensors))
+    assert len(str(error.value)) < 2000
+
+
+class RunsCode:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+@pytest.mark.parametrize("archive", ["zip", "legacy", "pickle"])
+def test_code_in_a_file_is_not_run(archive, tmp_path):
+    source, marker = tmp_path / "model.pth", tmp_path / "executed"
+    content = trainer_tensors("rwkv5", heads=1) | {"extra": RunsCode(marker)}
+    if archive == "pickle":
+        source.write_bytes(pickle.dumps(content["extra"]))
+    else:
+        torch.save(content, source, _use_new_zipfile_serialization=archive == "zip")
+    with pytest.raises(ConversionError, match="code in it is never run") as error:
+        convert(source, tmp_path / "out", progress=False)
+    assert "weights_only" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, 4, 100, 0.3, 0.6, 0.9, 0.999])
+def test_a_truncated_file(kept, tmp_path):
+    source = tmp_path / "model.pth"
+    write_trainer_file(source, "rwkv6", heads=1, intermediate=64)
+    whole = source.read_bytes()
+    source.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
+    with pytest.raises(ConversionError, match=r"model\.pth"):
+        convert(source, tmp_path / "out", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
+
+
+def test_an_archive_that_cannot_be_mapped_is_read_whole(tmp_path):
+    tensors = trainer_tensors("rwkv5")
+    torch.save(tensors, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    assert recognise(tmp_path / "old.pth").sizes == SIZES
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "found a list"),
+        ({"model": {"emb.weight": 1}}, "found 'model': dict"),
+        ({"emb.weight": torch.zeros(3, 3).to_sparse()}, "dense tensors only"),
+        ({"emb\x1b[31m.weight": torch.zeros(1)}, r"the name 'emb\\x1b\[31m\.weight'"),
+        ({}, "holds no tensors"),
+    ],
+)
+def test_a_file_of_something_else(content, message, tmp_path):
+    with pytest.raises(ConversionError, match=message):
+        recognise(save(tmp_path / "model.pth", content))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"not safetensors at all", struct.pack("<Q", 10**12), struct.pack("<Q", 2) + b"{}"]
+)
+def test_a_damaged_safetensors_file(content, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConversionError):
+        recognise(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ("{}", "no usable `weight_map`"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "which is missing"),
+        ('{"weight_map": {"a": "../secret.safetensors"}}', "not a plain file name"),
+        ('{"weight_map": {"a": "there.safetensors"}}', "lacks tensors.*: a"),
+    ],
+)
+def test_a_damaged_index(index, message, tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for file in (directory / "there.safetensors", tmp_path / "secret.safetensors"):
+        save_file({"b": torch.zeros(1)}, file)
+    (directory / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConversionError, match=message):
+        recognise(directory)
+
+
+def test_places_without_a_checkpoint(tmp_path):
+    with pytest.raises(ConversionError, match="does not exist"):
+        recognise(tmp_path / "nowhere")
+    write_trainer_file(tmp_path / "epoch-3.pth", "rwkv5", heads=1)
+    with pytest.raises(ConversionError, match=r"has none of .* It holds epoch-3\.pth: name the file itself"):
+        recognise(tmp_path)

@@ -1,0 +1,249 @@
+"""What Eagle and Finch have of their own: sizes, initialisation, published files."""
+
+import json
+import math
+
+import pytest
+import subquad
+import torch
+from architectures import each_causal, model_class, random_ids, tiny_config, tiny_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
+
+
+# Table 10 of the paper.
+TABLE_10 = {
+    "eagle-0.4b": (4.62e8, 1622016),
+    "eagle-1.5b": (1.58e9, 3244032),
+    "eagle-3b": (3.06e9, 5406720),
+    "eagle-7b": (7.52e9, 8650752),
+    "finch-1.6b": (1.60e9, 3244032),
+    "finch-3b": (3.10e9, 5406720),
+}
+
+
+@pytest.mark.parametrize("preset", TABLE_10)
+def test_published_sizes(preset):
+    config = subquad.preset_config(preset)
+    parameters, elements = TABLE_10[preset]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        count = sum(p.numel() for p in model.parameters())
+        cache = model(torch.zeros(1, 2, dtype=torch.long), use_cache=True).past_key_values
+    assert f"{count:.2e}" == f"{parameters:.2e}"
+    assert cache.num_elements == elements
+    # Equations 23 and 27.
+    d, l, v = config.hidden_size, config.num_hidden_layers, config.vocab_size
+    assert count == 13 * d * d * l + (14 if preset.startswith("eagle") else 464) * d * l + 4 * d + 2 * d * v
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match="'finch-9b'.*finch-1.6b"):
+        subquad.preset_config("finch-9b")
+
+
+def fresh(model_type, auto_class="AutoModelForCausalLM", **fields):
+    torch.manual_seed(0)
+    return model_class(model_type, auto_class)(tiny_config(model_type, **fields))
+
+
+@each_causal
+@pytest.mark.parametrize("layers", [1, 3])
+def test_initialisation(model_type, layers):
+    """Appendix H, from its own words."""
+    model = fresh(model_type, num_hidden_layers=layers, initializer_range=0.02)
+    width = model.config.hidden_size
+    for l, block in enumerate(model.rwkv.blocks):
+        attention, feed_forward = block.attention, block.feed_forward
+        r0, r1 = (l / (layers - 1) if layers > 1 else 0.0), 1 - l / layers
+
+        def mu(name, att=attention, ffn=feed_forward):
+            if model_type == "rwkv6":
+                return getattr({"f": ffn}.get(name[0], att), f"time_maa_{name[-1]}")[0, 0].tolist()
+            full = {"r": "receptance", "k": "key", "v": "value", "g": "gate"}[name[-1]]
+            stored = getattr({"f": ffn}.get(name[0], att), f"time_mix_{full}")[0, 0]
+            return (1 - stored).tolist()  # Eagle's files hold one minus it
+
+        ramp = [1 - (i / width) ** r1 for i in range(width)]
+        half = [1 - (i / width) ** (r1 / 2) for i in range(width)]
+        for name in ("k", "fk", "fr", *(("x", "w") if model_type == "rwkv6" else ())):
+            assert mu(name) == pytest.approx(ramp, abs=1e-6), name
+        assert mu("v") == pytest.approx([x - 0.3 * r0 for x in ramp], abs=1e-6)
+        assert mu("r") == mu("g") == pytest.approx(half, abs=1e-6)
+
+        decay = [-6 + 5 * (i / (width - 1)) ** (0.7 + 1.3 * r0) for i in range(width)]
+        assert attention.time_decay.flatten().tolist() == pytest.approx(decay, abs=1e-5)
+        bonus = [r0 * (1 - i / (width - 1)) + 0.1 * ((i + 1) % 3) for i in range(width)]
+        assert attention.time_faaaa.flatten().tolist() == pytest.approx(bonus, abs=1e-6)
+
+        assert torch.all(attention.ln_x.weight == ((1 + l) / layers) ** 0.7)
+        for zero in (attention.output, feed_forward.value, feed_forward.receptance):
+            assert torch.all(zero.weight == 0)
+        key = feed_forward.key.weight  # (intermediate, width): orthogonal columns, gain rows / columns
+        gain = key.shape[0] / key.shape[1]
+        torch.testing.assert_close(key.T @ key, gain**2 * torch.eye(width), atol=1e-4, rtol=1e-4)
+        for projection in (attention.receptance, attention.key, attention.value, attention.gate):
+            bound = 1 / math.sqrt(width)
+            assert bound * 0.9 < projection.weight.abs().max() <= bound
+        if model_type == "rwkv6":
+            for name in ("time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2"):
+                assert 5e-5 < getattr(attention, name).abs().max() <= 1e-4
+        for norm in (block.ln1, block.ln2):
+            assert torch.all(norm.weight == 1)
+            assert torch.all(norm.bias == 0)
+
+    embeddings, head = model.rwkv.embeddings.weight, model.head.weight
+    assert 0.019 < embeddings.abs().max() <= 0.02
+    torch.testing.assert_close(head.T @ head, 0.25 * torch.eye(width), atol=1e-5, rtol=1e-5)
+
+
+@each_causal
+def test_tied_head(model_type, tmp_path):
+    model = fresh(model_type, tie_word_embeddings=True, initializer_range=0.02)
+    assert model.head.weight is model.rwkv.embeddings.weight
+    model.save_pretrained(tmp_path)
+    assert "head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.head.weight is loaded.rwkv.embeddings.weight
+    ids = random_ids(1, 4)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+@each_causal
+def test_missing_weights_are_initialised(model_type, tmp_path):
+    """A classifier on a language model's checkpoint gets a fresh `score` and keeps everything else."""
+    model = tiny_model(model_type)
+    model.save_pretrained(tmp_path)
+    classifier, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=3, output_loading_info=True
+    )
+    assert set(info["missing_keys"]) == {"score.weight"}
+    assert set(info["unexpected_keys"]) == {"head.weight"}
+    assert classifier.score.weight.shape == (3, 48)
+    assert classifier.score.weight.abs().max() <= 1 / math.sqrt(48)
+    for (name, p), q in zip(classifier.rwkv.named_parameters(), model.rwkv.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def published_directory(path, model_type, **config):
+    """A repository as published: canonical names, and a config.json with the fields and quirks of its day."""
+    sizes = {"lora_rank_tokenshift": 5, "lora_rank_decay": 7} if model_type == "rwkv6" else {}
+    model = tiny_model(model_type, hidden_size=128, head_size=32, intermediate_size=160, **sizes)
+    name = model_type.capitalize()
+    fields = {
+        "architectures": [f"{name}ForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"configuration_{model_type}.{name}Config",
+            "AutoModelForCausalLM": f"modeling_{model_type}.{name}ForCausalLM",
+        },
+        "attention_hidden_size": 128,
+        "bos_token_id": 0,
+        "context_length": 4096,
+        "eos_token_id": 0,
+        "head_size_divisor": 8,
+        "hidden_size": 128,
+        "intermediate_size": None,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": model_type,
+        "model_version": "5_2",
+        "num_attention_heads": 64,
+        "num_hidden_layers": 3,
+        "rescale_every": 6,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.34.0",
+        "use_cache": True,
+        "vocab_size": 97,
+        **config,
+    }
+    (path / "config.json").write_text(json.dumps(fields))
+    for kind in ("configuration", "modeling"):
+        (path / f"{kind}_{model_type}.py").write_text("raise RuntimeError('the repository ran its own code')\n")
+    save_file(model.state_dict(), path / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@each_causal
+@pytest.mark.parametrize("with_head_size", [True, False])
+def test_published_directory_loads_unchanged(model_type, with_head_size, tmp_path):
+    fields = {"head_size": 32} if with_head_size else {}
+    model = published_directory(tmp_path, model_type, **fields)
+    ids = random_ids(1, 30)
+    for loaded, head in (
+        (AutoModelForCausalLM.from_pretrained(tmp_path), True),
+        (AutoModelForCausalLM.from_pretrained(tmp_path, config=AutoConfig.from_pretrained(tmp_path)), True),
+        (type(model).from_pretrained(tmp_path), True),
+        (AutoModel.from_pretrained(tmp_path), False),
+    ):
+        c = loaded.config
+        assert (c.num_attention_heads, c.head_size, c.intermediate_size) == (4, 32, 160)
+        if model_type == "rwkv6":
+            assert (c.lora_rank_tokenshift, c.lora_rank_decay) == (5, 7)
+        out = loaded(ids, output_hidden_states=True)
+        expected = model(ids, output_hidden_states=True)
+        torch.testing.assert_close(out.hidden_states, expected.hidden_states)
+        if head:
+            torch.testing.assert_close(out.logits, expected.logits)
+
+
+@each_causal
+def test_published_directory_in_shards(model_type, tmp_path):
+    model = published_directory(tmp_path, model_type)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for n, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), 1):
+        shard = f"model-0000{n}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, tmp_path / shard, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, shard))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    ids = random_ids(1, 5)
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+
+
+@each_causal
+def test_rescale_every_has_no_effect(model_type, tmp_path):
+    model = tiny_model(model_type, num_hidden_layers=3, rescale_every=1)
+    plain = tiny_model(model_type, num_hidden_layers=3, rescale_every=0)
+    ids = random_ids(1, 5)
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+@each_causal
+@pytest.mark.parametrize("divisor", [1, 8])
+def test_head_size_divisor(model_type, divisor):
+    model = tiny_model(model_type, head_size_divisor=divisor)
+    assert {block.attention.ln_x.eps for block in model.rwkv.blocks} == {1e-5 * divisor**2}
+
+
+@each_causal
+def test_one_head_size_for_two_spellings(model_type):
+    by_heads = tiny_config(model_type, head_size=None, num_attention_heads=3)
+    assert (by_heads.head_size, by_heads.num_attention_heads) == (16, 3)
+    assert by_heads.head_dim == 16
+    assert tiny_config(model_type, context_length=77).max_position_embeddings == 77
+
+
+@each_causal
+def test_pipelines(model_type, tmp_path):
+    from subquad_tokenizers import ByteTokenizer
+
+    tokenizer = ByteTokenizer()
+    model = tiny_model(model_type, vocab_size=128)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    generate = pipeline("text-generation", str(tmp_path), batch_size=2)
+    texts = ["X:1", "K:D major"]
+    options = {"max_new_tokens": 5, "do_sample": False, "return_full_text": True}
+    batched = [out[0]["generated_text"] for out in generate(texts, **options)]
+    assert batched == [generate(text, **options)[0]["generated_text"] for text in texts]
+    assert all(out.startswith(text) for out, text in zip(batched, texts, strict=True))
+
+    classifier = tiny_model(model_type, "AutoModelForSequenceClassification", vocab_size=128, num_labels=3)
+    classifier.save_pretrained(tmp_path)
+    classify = pipeline("text-classification", str(tmp_path), batch_size=2, top_k=None)
+    for text, scores in zip(texts, classify(texts), strict=True):
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        expected = classifier(ids).logits.softmax(-1)[0]
+        found = {score["label"]: score["score"] for score in scores}
+        assert [found[f"LABEL_{n}"] for n in range(3)] == pytest.approx(expected.tolist(), abs=1e-5)

@@ -1,0 +1,300 @@
+"""The command line: what it prints, what it refuses, and with which exit code."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import subquad
+from subquad import cli
+from subquad_tokenizers import ByteTokenizer
+
+
+SUBQUAD = [sys.executable, "-m", "subquad.cli"]
+# Table 10 of "Eagle and Finch": preset, state elements, parameters, inference and training FLOPs a token.
+TABLE_10 = [
+    ("eagle-0.4b", 1622016, "4.62e+08", "9.33e+08", "2.80e+09"),
+    ("eagle-1.5b", 3244032, "1.58e+09", "3.17e+09", "9.52e+09"),
+    ("eagle-3b", 5406720, "3.06e+09", "6.16e+09", "1.85e+10"),
+    ("eagle-7b", 8650752, "7.52e+09", "1.51e+10", "4.53e+10"),
+    ("finch-1.6b", 3244032, "1.60e+09", "3.22e+09", "9.66e+09"),
+    ("finch-3b", 5406720, "3.10e+09", "6.23e+09", "1.87e+10"),
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A small Finch over bytes, with weights that make some bytes likelier than others."""
+    path = tmp_path_factory.mktemp("models") / "small"
+    tokenizer = ByteTokenizer()
+    config = AutoConfig.for_model("rwkv6", vocab_size=128, hidden_size=32, head_size=16, num_hidden_layers=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.head.weight.mul_(4)
+    model.save_pretrained(path, max_shard_size="20KB")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def generate(capsys, *arguments):
+    assert cli.main(["generate", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def fails(capsys, code, *arguments):
+    """Runs a command that fails, and returns the one line that it says about it."""
+    try:
+        assert cli.main([str(argument) for argument in arguments]) == code
+    except SystemExit as exit_:
+        assert exit_.code == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    line = captured.err.strip().splitlines()[-1]
+    assert line.startswith(f"subquad {arguments[0]}: error: ")
+    return line
+
+
+@pytest.mark.parametrize("command", [None, "generate", "convert", "info"])
+def test_help_teaches(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([command, "--help"] if command else ["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert "examples:" in text if command else all(name in text for name in ("generate", "convert", "info"))
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom subquad import cli\ntry: cli.main(['convert', '--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("arguments", [[], ["train"], ["info"], ["convert", "only-a-source"], ["info", "x", "--nope"]])
+def test_wrong_commands(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# --- info ---
+
+
+@pytest.mark.parametrize(("preset", "state", "parameters", "inference", "training"), TABLE_10)
+def test_info_agrees_with_the_paper(preset, state, parameters, inference, training, capsys):
+    assert cli.main(["info", preset, "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert info["state_elements"] == state == 66 * info["hidden_size"] * info["num_hidden_layers"]
+    assert info["state_bytes"] == 4 * state
+    found = [f"{info[name]:.2e}" for name in ("parameters", "inference_flops", "training_flops")]
+    assert found == [parameters, inference, training]
+    assert cli.main(["info", preset]) == 0
+    text = capsys.readouterr().out
+    for number in (parameters, f"{state:,} elements", f"{inference} FLOPs", f"{training} FLOPs"):
+        assert number in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_info_of_a_directory(dtype, directory, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    # Published files hold the size of a head in this field, and lack the other.
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 16, "head_size": None}))
+    assert cli.main(["info", str(tmp_path), "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert (info["parameters"], info["dtype"], info["num_attention_heads"]) == (parameters, dtype, 2)
+    assert info["weight_bytes"] == parameters * model.dtype.itemsize
+    assert info["state_elements"] == 2 * (2 * 32 + 32 * 16)
+    assert info["state_bytes"] == 2 * (2 * 32 * model.dtype.itemsize + 32 * 16 * 4)
+    assert info["inference_flops"] == 2 * parameters + 6 * 2 * 32 * 16
+
+
+def test_info_of_something_unknown(capsys):
+    assert fails(capsys, 2, "info", "finch-9b") == (
+        "subquad info: error: 'finch-9b' is neither a directory nor a preset; "
+        f"the presets are {', '.join(subquad.PRESETS)}."
+    )
+
+
+def test_info_of_a_directory_without_a_model(tmp_path, capsys):
+    assert "config.json" in fails(capsys, 1, "info", tmp_path)
+
+
+# --- convert ---
+
+
+def test_convert_reports_what_it_did(directory, tmp_path, capsys):
+    assert cli.main(["convert", str(directory), str(tmp_path / "copy"), "--dtype", "bfloat16"]) == 0
+    text = capsys.readouterr().out
+    assert "Recognised Finch (RWKV-6.0), Hub model: 2 layers of 32, 2 heads of 16, vocabulary 128." in text
+    assert f"in bfloat16, to {tmp_path / 'copy'}:\n  config.json\n" in text
+    assert "Tokenizer: copied from" in text
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "copy").dtype == torch.bfloat16
+
+
+def test_convert_failures_are_one_line(directory, tmp_path, capsys, monkeypatch):
+    line = fails(capsys, 1, "convert", tmp_path / "nothing.pth", tmp_path / "out")
+    assert line == f"subquad convert: error: {tmp_path / 'nothing.pth'} does not exist."
+    (tmp_path / "bad.pth").write_bytes(b"PK\x03\x04 and no more")
+    assert "bad.pth" in fails(capsys, 1, "convert", tmp_path / "bad.pth", tmp_path / "out")
+    assert "exists already" in fails(capsys, 1, "convert", directory, directory)
+    with pytest.raises(ValueError, match="does not exist"):
+        cli.main(["convert", str(tmp_path / "nothing.pth"), str(tmp_path / "out"), "--debug"])
+    monkeypatch.setenv("SUBQUAD_DEBUG", "1")
+    with pytest.raises(ValueError, match="does not exist"):
+        cli.main(["convert", str(tmp_path / "nothing.pth"), str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--dtype", "int8"], ["--head-size-divisor", "0"], ["--max-shard-size", "large"]]
+)
+def test_convert_arguments(arguments, directory, tmp_path, capsys):
+    assert arguments[1] in fails(capsys, 2, "convert", directory, tmp_path / "out", *arguments)
+
+
+def test_a_terminated_conversion_leaves_nothing(directory, tmp_path, monkeypatch):
+    from subquad_conversion.checkpoint import Checkpoint
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(["convert", str(directory), str(tmp_path / "out")])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert exit_.value.code == 143
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- generate ---
+
+
+def test_generate_continues_the_prompt(directory, capsys):
+    arguments = ["X:1\nK:D\n", "--model", directory, "--max-new-tokens", 20]
+    first = generate(capsys, *arguments, "--seed", 3)
+    assert first.startswith("X:1\nK:D\n") and len(first) > len("X:1\nK:D\n")
+    assert generate(capsys, *arguments, "--seed", 3) == first
+    assert generate(capsys, *arguments, "--seed", 4) != first
+    greedy = generate(capsys, *arguments, "--greedy")
+    assert generate(capsys, *arguments, "--greedy", "--seed", 5, "--dtype", "float32", "--device", "cpu") == greedy
+    assert generate(capsys, *arguments, "--top-k", 1) == greedy
+    generate(capsys, *arguments, "--temperature", 0.5, "--top-p", 0.9)
+
+
+def test_generate_equals_the_library(directory, capsys):
+    ids = ByteTokenizer()("abc", return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokens = model.generate(ids, max_new_tokens=12, do_sample=False)[0]
+    expected = ByteTokenizer().decode(tokens, skip_special_tokens=True)
+    assert generate(capsys, "abc", "--model", directory, "--greedy", "--max-new-tokens", 12) == expected + "\n"
+
+
+def test_generate_reads_standard_input(directory, capsys, monkeypatch):
+    arguments = ["--model", directory, "--greedy", "--max-new-tokens", 5]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe\n"))
+    assert generate(capsys, "-", *arguments) == generate(capsys, "from a pipe\n", *arguments)
+
+
+def test_generate_from_the_embedded_model(directory, tmp_path, capsys, monkeypatch):
+    (tmp_path / "finch-abc").symlink_to(directory)
+    monkeypatch.setattr("subquad.info.EMBEDDED", tmp_path)
+    assert generate(capsys, "--max-new-tokens", 5).startswith(cli.ABC_HEADER)
+    assert cli.main(["info", "finch-abc"]) == 0
+
+
+def test_generate_prints_every_token_and_no_half_characters(capsys):
+    class Bytes:
+        def decode(self, ids, **kwargs):
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    streamer = cli._character_streamer(Bytes(), skip_prompt=False)
+    printed = []
+    for byte in "a é\n€".encode():
+        streamer.put(torch.tensor([byte]))
+        printed.append(capsys.readouterr().out)
+    assert printed == ["a", " ", "", "é", "\n", "", "", "€"]
+    streamer.put(torch.tensor([0xE2]))
+    streamer.end()
+    assert capsys.readouterr().out == "\ufffd\n"
+
+
+def test_generate_chat(directory, tmp_path, capsys):
+    assert "no chat template" in fails(capsys, 2, "generate", "Hi", "--model", directory, "--chat")
+    AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path)
+    tokenizer = ByteTokenizer()
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n\n' if m.role == 'user' else END }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer.chat_template = template.replace("END", "''")
+    tokenizer.save_pretrained(tmp_path)
+    arguments = ["--model", tmp_path, "--greedy", "--max-new-tokens", 8]
+    prompt = "user: Hi\n\nassistant:"
+    answer = generate(capsys, prompt, *arguments).removeprefix(prompt)
+    assert generate(capsys, "Hi", "--chat", *arguments) == answer
+
+    # The template tells how an answer ends.
+    end = answer[3]
+    tokenizer.chat_template = template.replace("END", repr(end))
+    tokenizer.save_pretrained(tmp_path)
+    assert generate(capsys, "Hi", "--chat", *arguments) == answer[: answer.index(end) + 1] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x", "--max-new-tokens", "0"], "--max-new-tokens: must be a whole number of at least 1, got '0'"),
+        (["x", "--temperature", "0"], "--temperature: must be a number above 0, got '0'"),
+        (["x", "--temperature", "nan"], "--temperature"),
+        (["x", "--top-p", "1.5"], "--top-p: must be above 0 and at most 1, got '1.5'"),
+        (["x", "--seed", "-1"], "--seed"),
+        (["x", "--seed", str(2**32)], "--seed"),
+        (["x", "--dtype", "int8"], "--dtype"),
+        (["x", "--greedy", "--top-k", "3"], "--greedy does not sample"),
+        (["--model", "{directory}"], "there is no PROMPT"),
+        (["x", "--model", "finch-3b"], "finch-3b is a preset, sizes without weights"),
+        (["x", "--model", "{directory}/config.json"], "`subquad convert` makes a model directory of it"),
+        (["x", "--model", "{directory}", "--device", "abacus"], "device 'abacus' cannot be used"),
+        (["x", "--model", "{directory}", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
+        (
+            ["x", "--model", "finch-abd"],
+            "'finch-abd' is neither an embedded model, nor a directory, nor an OWNER/NAME",
+        ),
+    ],
+)
+def test_generate_arguments(arguments, message, directory, capsys):
+    arguments = [argument.format(directory=directory) for argument in arguments]
+    assert message in fails(capsys, 2, "generate", *arguments)
+
+
+def test_generate_failures_are_one_line(tmp_path, capsys):
+    fails(capsys, 1, "generate", "x", "--model", tmp_path)
+
+
+def test_interruption(monkeypatch, capsys):
+    def interrupt(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("subquad.info.describe", interrupt)
+    assert cli.main(["info", "finch-3b"]) == 130
+    assert capsys.readouterr().err == "\n"
+
+
+def test_a_reader_that_goes_away(directory):
+    command = [*SUBQUAD, "generate", "a", "--model", str(directory), "--max-new-tokens", "100"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait() == 141
+    assert "Traceback" not in errors and "BrokenPipe" not in errors

@@ -1,0 +1,150 @@
+"""The example that trains finch-abc: corpus, checker and a run of three steps."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+pytest.importorskip("music21", reason="the tunes come with music21")
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from abc_check import AbcError, find_fault, is_valid_tune, parse_length, parse_tune  # noqa: E402
+from abc_corpus import load_corpus, normalise, plain_key, plain_title  # noqa: E402
+
+
+HEADER = "X:1\nT:The Test\nM:6/8\nL:1/8\nK:G\n"
+BODY = "D|GAG GAB|ded dBG|BAB AFD|EFE E2D|\nGAG GAB|ded dBG|BAB AFD|E3 G2:|\n"
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return load_corpus(("airdsAirs", "miscFolk"))
+
+
+def test_corpus_is_written_one_way(corpus):
+    tunes = corpus.train + corpus.validation
+    assert len(tunes) > 1200 and len(set(tunes)) == len(tunes)
+    for tune in tunes:
+        assert tune.isascii() and "\0" not in tune and "\r" not in tune and "\\" not in tune
+        assert [line[:2] for line in tune.split("\n")[:5]] == ["X:", "T:", "M:", "L:", "K:"]
+        assert tune.endswith(("|]\n", ":|\n")) and "\n\n" not in tune
+        assert find_fault(tune, music21=False) is None, tune
+
+
+def test_corpus_is_deterministic_and_a_tune_keeps_its_half(corpus):
+    alone = load_corpus(("miscFolk",))
+    assert set(alone.validation) <= set(corpus.validation)
+    assert set(alone.train) <= set(corpus.train)
+    assert 0.02 < len(corpus.validation) / len(corpus.train) < 0.1
+    assert load_corpus(("miscFolk",)) == alone
+
+
+def test_music21_accepts_human_tunes(corpus):
+    faults = [find_fault(tune) for tune in corpus.validation[:20]]
+    assert faults.count(None) >= 19, faults
+
+
+def test_normalise():
+    raw = (
+        "X: 12\nT: Caf\\'e \\\"Uber, The % really\nT:Second\nR:jig\nM: 6/8\nL:1/16\nN:a note\nK: E Minor\n"
+        '|:"Em"{f}(E2>F2)~G2 .B2u=c2d2|vE6 HG6|\\\nE12|z12|[E2G2]x4 (3G2A2B2 z2|\nw:la la\n'
+        "G6-G6|E12::B12|^F12|E12|E12"
+    )
+    assert normalise(raw) == (
+        "X:1\nT:The Cafe Uber\nM:6/8\nL:1/8\nK:Em\n"
+        "|:E>FG B=cd|E3 G3|E6|z6|\n[EG]z2 (3GABz|G3- G3|E6:|\n|:B6|^F6|E6|E6|]\n"
+    )
+    with pytest.raises(AbcError, match="unknown token 'w2"):
+        normalise(raw.replace("z12", "w2"))
+
+
+def test_a_missing_bar_line_at_the_end_of_a_line_is_supplied():
+    raw = "X:1\nT:a\nM:2/4\nL:1/8\nK:C\nCDEF|GABc\ncBAG|FEDC\nCDEF|GABc"
+    assert normalise(raw).endswith("K:C\nCD EF|GA Bc|cB AG|FE DC|\nCD EF|GA Bc|]\n")
+
+
+@pytest.mark.parametrize(
+    ("raw", "plain"), [("E Minor", "Em"), ("Gmaj", "G"), ("A Mixolydian", "Amix"), ("Bb", "Bb"), ("F#min", "F#m")]
+)
+def test_keys(raw, plain):
+    assert plain_key(raw) == plain
+
+
+def test_titles_are_ascii():
+    assert plain_title("Der Jäger, groß") == "Der Jager, gross"
+    assert plain_title("Humours of Cork, The") == "The Humours of Cork"
+
+
+def test_lengths():
+    assert [parse_length(text) for text in ("", "2", "/", "//", "/4", "3/2")] == [1, 2, 1 / 2, 1 / 4, 1 / 4, 3 / 2]
+    with pytest.raises(AbcError):
+        parse_length("/0")
+
+
+def test_durations():
+    tune = parse_tune(HEADER + "A>B c<<d (3efg [Ac]2 {b}z/|\n")
+    expected = [3 / 16, 1 / 16, 1 / 32, 7 / 32, 1 / 12, 1 / 12, 1 / 12, 1 / 4, 1 / 16]
+    assert [float(event.time) for event in tune.bars[0].events] == pytest.approx(expected)
+
+
+def test_checker_accepts():
+    assert is_valid_tune(HEADER + BODY)
+    assert is_valid_tune(HEADER + "|:GAG GAB|ded dBG|BAB AFD|1 EFE E2D:|2 EFE E3|]")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "no X field"),
+        ("Once upon a time\n", "no header"),
+        (HEADER, "no music"),
+        (HEADER.replace("M:6/8\n", "") + BODY, "no M field"),
+        (HEADER.replace("6/8", "six") + BODY, "no metre"),
+        (HEADER + "GAG GAB|ded dBG|\n", "notes, fewer"),
+        (HEADER + "GAG GAB|ded dBG|ABcd|efga|abcd|\n", "full bars, fewer"),
+        (HEADER + BODY.replace("|BAB AFD|", "|BAB AF|"), "inner bars"),
+        (HEADER.replace("6/8", "4/4") + BODY, "full bars, fewer"),
+        (HEADER + BODY.replace("G2:|", "G2GAB:|"), "longer than the metre"),
+        (HEADER + BODY.replace("GAG", "G?G"), "unknown token '?G"),
+        (HEADER + BODY.replace("GAG", "G>|AG"), "broken rhythm"),
+        (HEADER + BODY + "M:4/4\n" + BODY, "changes M"),
+        (HEADER + BODY.replace("GAG", "G/0AG"), "impossible length"),
+    ],
+)
+def test_checker_refuses(text, fault):
+    assert fault in (find_fault(text) or "")
+
+
+def test_three_steps_give_a_directory_that_loads(tmp_path):
+    torch = pytest.importorskip("torch")
+    command = f"{EXAMPLES / 'train_finch_abc.py'} --output {tmp_path} --folders miscFolk --seeds 2 --threads 1"
+    command += " --hidden-size 32 --layers 2 --lora-rank-tokenshift 4 --lora-rank-decay 4 --batch-size 2"
+    command += " --validate-every 2 --checkpoint-every 2 --max-new-tokens 40"
+    command = [sys.executable, *command.split()]
+    first = subprocess.run([*command, "--steps", "2"], capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    second = subprocess.run([*command, "--steps", "3", "--resume"], capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
+    assert "of 2 headers became valid tunes" in second.stdout
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import subquad  # noqa: F401
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert model.generation_config.do_sample and model.generation_config.eos_token_id == 0
+    inputs = tokenizer(HEADER, return_tensors="pt")
+    torch.manual_seed(0)
+    text = tokenizer.decode(model.generate(**inputs, max_new_tokens=5)[0], skip_special_tokens=True)
+    assert text.startswith(HEADER)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "rwkv6"
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "$" not in card and "of 2 |" in card
+    # Safetensors alone, and nothing half written.
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".md", ".txt", ".pt", ".jinja"}
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint.pt"]

@@ -1,0 +1,515 @@
+import copy
+import json
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer
+
+from subquad_tokenizers import (
+    WORLD_VOCAB_FILE,
+    ByteTokenizer,
+    RwkvWorldTokenizer,
+    RwkvWorldTokenizerFast,
+    read_vocabulary,
+    register,
+    write_vocabulary,
+)
+
+
+BOUNDARY = "<|endoftext|>"
+BOTH = (RwkvWorldTokenizer, RwkvWorldTokenizerFast)
+
+
+# Ids
+
+
+def test_ids_equal_the_reference(world, reference, text):
+    ids = reference.encode(text)
+    assert world(text)["input_ids"] == ids
+    assert world(text)["attention_mask"] == [1] * len(ids)
+    assert world.encode(text) == ids
+    assert world.decode(ids) == text
+    tokens = world.tokenize(text)
+    assert world.convert_tokens_to_ids(tokens) == ids
+    assert world.convert_ids_to_tokens(ids) == tokens
+    assert world.convert_tokens_to_string(tokens) == text
+
+
+def test_batch_equals_one_by_one(world, reference, texts):
+    assert world(texts)["input_ids"] == [reference.encode(text) for text in texts]
+    assert world.batch_decode(world(texts)["input_ids"]) == texts
+
+
+def test_a_megabyte_in_one_string(world, reference, texts):
+    text = " ".join(texts)
+    text *= 1_000_000 // len(text) + 1
+    ids = reference.encode(text)
+    assert world.encode(text) == ids
+    assert world.decode(ids) == text
+
+
+def test_bytes(slow, reference):
+    rng = random.Random(0)
+    for data in (b"", bytes(range(256)), rng.randbytes(50_000), bytearray(b"abc")):
+        ids = slow.encode_bytes(data)
+        assert ids == reference.encodeBytes(data)
+        assert slow.decode_bytes(ids) == data
+    assert slow.encode_bytes(BOUNDARY.encode()) == reference.encode(BOUNDARY)
+    assert slow.decode_bytes([0, 66]) == b"<|endoftext|>A"
+    assert slow.decode_bytes([0, 66], skip_special_tokens=True) == b"A"
+
+
+def test_vocabularies_agree(slow, fast):
+    vocabulary = slow.get_vocab()
+    assert vocabulary == fast.get_vocab()
+    assert sorted(vocabulary.values()) == list(range(65530))
+    assert slow.vocab_size == fast.vocab_size == len(slow) == len(fast) == 65530
+    assert vocabulary[BOUNDARY] == 0 and vocabulary["Ġthe"] == slow.encode(" the")[0]
+    for tokenizer in (slow, fast):
+        assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id == 0
+        assert tokenizer.unk_token is None
+        assert tokenizer.convert_tokens_to_ids(["no such token", "Ġthe"]) == [None, vocabulary["Ġthe"]]
+
+
+def test_ids_without_a_token_decode_to_nothing(world):
+    assert world.decode([66, 65530, 65535, 100_000, 67]) == "AB"
+    assert world.convert_ids_to_tokens(65535) is None
+
+
+def test_invalid_utf8_decodes_to_replacement_characters(slow, fast):
+    rng = random.Random(1)
+    for data in (b"a\xffb", "é".encode()[:1], "🎉".encode()[:3], "🎉".encode()[1:], rng.randbytes(5000)):
+        ids = slow.encode_bytes(data)
+        expected = data.decode("utf-8", errors="replace")
+        assert "\ufffd" in expected
+        assert slow.decode(ids) == fast.decode(ids) == expected
+        assert slow.convert_tokens_to_string(slow.convert_ids_to_tokens(ids)) == expected
+
+
+def test_decode_accepts_what_transformers_does(world):
+    ids = world.encode("Hello world")
+    for given in (tuple(ids), np.array(ids), torch.tensor(ids)):
+        assert world.decode(given) == "Hello world"
+    assert world.decode(torch.tensor([ids, ids])) == ["Hello world"] * 2
+    assert world.decode(66) == "A"
+    # Spaces before punctuation are the text's own.
+    assert world.decode(world.encode("a , b . n't")) == "a , b . n't"
+
+
+def test_several_threads(slow, reference, texts):
+    expected = [reference.encode(text) for text in texts]
+    encoded = {}
+
+    def work(number):
+        encoded[number] = [slow.encode(text) for text in texts]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(encoded[number] == expected for number in range(4))
+
+
+# Special and added tokens
+
+
+def test_boundary_in_text(world, reference):
+    text = f"one{BOUNDARY}{BOUNDARY} two{BOUNDARY}"
+    ids = [*reference.encode("one"), 0, 0, *reference.encode(" two"), 0]
+    assert world.encode(text) == world(text)["input_ids"] == ids
+    assert world.decode(ids) == text
+    assert world.decode(ids, skip_special_tokens=True) == "one two"
+    assert world.tokenize(text).count(BOUNDARY) == 3
+    assert world.get_special_tokens_mask(ids, already_has_special_tokens=True) == [int(index == 0) for index in ids]
+
+
+def test_split_special_tokens(world, reference):
+    text = f"one{BOUNDARY}"
+    assert world(text, split_special_tokens=True)["input_ids"] == reference.encode(text)
+    assert world.encode(text, split_special_tokens=True) == reference.encode(text)
+    assert world(text)["input_ids"][-1] == 0  # and this was for one call
+    for cls in BOTH:
+        if isinstance(world, cls):
+            assert cls(split_special_tokens=True).encode(text) == reference.encode(text)
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        ["<tool>", "<tool>>", "two words", "größer"],
+        [AddedToken("<tool>", lstrip=True, rstrip=True, special=True, normalized=False)],
+    ],
+)
+def test_added_tokens(added, slow, fast):
+    text = "a <tool>> b<tool> two words, größer <tool><tool> "
+    ids = []
+    for tokenizer in (slow, fast):
+        tokenizer = copy.deepcopy(tokenizer)
+        assert tokenizer.add_tokens(added) == len(added)
+        # The ids that published models have embeddings for, but no tokens.
+        assert tokenizer.convert_tokens_to_ids(str(added[0])) == 65530
+        assert len(tokenizer) == 65530 + len(added) == tokenizer.vocab_size + len(added)
+        ids.append(tokenizer.encode(text))
+        assert tokenizer.encode(text) == tokenizer([text, ""])["input_ids"][0]
+        if len(added) > 1:
+            assert tokenizer.convert_ids_to_tokens(ids[-1]).count("<tool>") == 3
+        if not tokenizer.is_fast and len(added) > 1:  # the library decodes `ö` as a byte
+            assert tokenizer.decode(ids[-1]) == text
+    assert ids[0] == ids[1]
+    assert 65530 in ids[0]
+    assert len(slow) == len(fast) == 65530
+
+
+def test_end_of_turn_token_of_ones_own():
+    for cls in BOTH:
+        tokenizer = cls(eos_token="<|im_end|>")
+        assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id) == (65530, 0, 0)
+        assert tokenizer.encode("a<|im_end|>")[-1] == 65530
+
+
+def test_boundary_that_is_a_token():
+    for cls in BOTH:
+        with pytest.raises(ValueError, match="'the' cannot be the name of id 0"):
+            cls(added_tokens_decoder={0: AddedToken("the")})
+
+
+# What a call can do
+
+
+def test_padding_and_truncation(world):
+    batch = world(["one two three four", "one"], padding=True, return_tensors="pt")
+    assert world.padding_side == "left"
+    length = len(world.encode("one two three four"))
+    assert batch["input_ids"].shape == (2, length)
+    assert batch["input_ids"][1].tolist() == [0] * (length - 1) + world.encode("one")
+    assert batch["attention_mask"][1].tolist() == [0] * (length - 1) + [1]
+    right = world(["one two", "one"], padding="max_length", max_length=8, padding_side="right", return_tensors="np")
+    assert right["input_ids"].shape == (2, 8) and right["input_ids"][1].tolist() == [*world.encode("one"), *[0] * 7]
+    assert world(["one two three four", "one"], padding=True, pad_to_multiple_of=16)["input_ids"][0][0] == 0
+    ids = world.encode("one two three four")
+    assert world("one two three four", truncation=True, max_length=2)["input_ids"] == ids[:2]
+    assert world.encode("one two three four", truncation=True, max_length=2) == ids[:2]
+    collated = world.pad([{"input_ids": [1, 2]}, {"input_ids": [3]}], return_tensors="pt")
+    assert collated["input_ids"].tolist() == [[1, 2], [0, 3]]
+
+
+def test_padding_side_can_be_chosen():
+    for cls in BOTH:
+        tokenizer = cls(padding_side="right")
+        assert tokenizer(["a b", "a"], padding=True)["attention_mask"][1] == [1, 0]
+
+
+def test_pairs_words_and_targets(slow, fast):
+    for tokenizer in (slow, fast):
+        one, two = tokenizer.encode("one"), tokenizer.encode(" two")
+        assert tokenizer("one", " two")["input_ids"] == one + two
+        assert tokenizer(["one", "one"], [" two", "one"])["input_ids"] == [one + two, one + one]
+        assert tokenizer([("one", " two")])["input_ids"] == [one + two]
+        assert tokenizer([["one", " two"]])["input_ids"] == [one + two]
+        assert tokenizer(["one", " two"], is_split_into_words=True)["input_ids"] == one + two
+        assert tokenizer("one", text_target=" two")["labels"] == two
+    for arguments in (("", ""), ("", "a"), ("a", ""), (["", "a"],), (["a", ""],), (["", ""],)):
+        assert slow(*arguments)["input_ids"] == fast(*arguments)["input_ids"]
+    for arguments in (("",), ("a", "b")):
+        assert slow(*arguments, return_special_tokens_mask=True).data == (
+            fast(*arguments, return_special_tokens_mask=True).data
+        )
+
+
+def test_text_that_is_no_unicode(world):
+    with pytest.raises((UnicodeEncodeError, TypeError)):
+        world("\ud800")
+
+
+def test_offsets(fast, text):
+    encoding = fast(text, return_offsets_mapping=True)
+    end = 0
+    for index, (first, last) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
+        token = fast.decode(index)
+        part = text[first:last]
+        if "\ufffd" not in token or token == part:
+            assert part == token
+        else:  # a part of a character has the offsets of the character
+            assert last > first
+        assert first <= end <= last
+        end = last
+    assert end == len(text)
+
+
+def test_offsets_of_parts_of_a_character(fast):
+    encoding = fast("a🎉b", return_offsets_mapping=True)
+    assert len(encoding["input_ids"]) == 5
+    assert encoding["offset_mapping"] == [(0, 1), (1, 2), (1, 2), (1, 2), (2, 3)]
+    assert [encoding.char_to_token(position) for position in range(3)] == [0, 1, 4]
+
+
+# Files
+
+
+def assert_same(tokenizer, other):
+    text = f"Some wörds, 中文 🎉 <new>{BOUNDARY}\n\n  x"
+    assert other(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert other.decode(other.encode(text)) == text
+    assert len(other) == len(tokenizer) and other.vocab_size == tokenizer.vocab_size
+    assert other.special_tokens_map == tokenizer.special_tokens_map
+    assert other.all_special_ids == tokenizer.all_special_ids
+    assert other.padding_side == tokenizer.padding_side
+    assert other.chat_template == tokenizer.chat_template
+    assert other.model_max_length == tokenizer.model_max_length
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["as made", "changed"])
+@pytest.mark.parametrize("saved_as", BOTH)
+def test_save_and_load(saved_as, changed, tmp_path, slow, fast):
+    tokenizer = copy.deepcopy(fast if saved_as is RwkvWorldTokenizerFast else slow)
+    if changed:
+        tokenizer.add_tokens(["<new>"])
+        tokenizer.add_special_tokens({"eos_token": "<end>"})
+        tokenizer.padding_side = "right"
+        tokenizer.model_max_length = 4096
+        tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path)
+    loaded = {
+        RwkvWorldTokenizer: RwkvWorldTokenizer.from_pretrained(tmp_path),
+        RwkvWorldTokenizerFast: RwkvWorldTokenizerFast.from_pretrained(tmp_path),
+        AutoTokenizer: AutoTokenizer.from_pretrained(tmp_path),
+    }
+    assert type(loaded[AutoTokenizer]) is RwkvWorldTokenizerFast
+    if saved_as is RwkvWorldTokenizerFast:
+        loaded[PreTrainedTokenizerFast] = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        assert backend.encode("a 中").ids == tokenizer.encode("a 中")
+        # Either file is enough for the class in Python, and other programs read the vocabulary only.
+        (tmp_path / "rwkv_vocab_v20230424.txt").rename(tmp_path / "elsewhere.txt")
+        loaded["without the vocabulary"] = RwkvWorldTokenizer.from_pretrained(tmp_path)
+        (tmp_path / "tokenizer.json").unlink()
+        (tmp_path / "elsewhere.txt").rename(tmp_path / "rwkv_vocab_v20230424.txt")
+        if not changed:
+            loaded["vocabulary only"] = RwkvWorldTokenizer.from_pretrained(tmp_path)
+    for cls, other in loaded.items():
+        assert cls is AutoTokenizer or isinstance(cls, str) or isinstance(other, cls)
+        if changed:
+            # The side is an attribute that both classes only take from what they were made with.
+            other.padding_side = tokenizer.padding_side
+        elif cls is PreTrainedTokenizerFast:
+            other.padding_side = "left"
+        assert_same(tokenizer, other)
+        if changed:
+            assert other.convert_tokens_to_ids(["<new>", "<end>", BOUNDARY]) == [65530, 65531, 0]
+            assert other.eos_token_id == 65531
+    # And once more, from what was loaded as the other class.
+    other_class = RwkvWorldTokenizer if saved_as is RwkvWorldTokenizerFast else RwkvWorldTokenizerFast
+    loaded[other_class].save_pretrained(tmp_path / "again")
+    again = saved_as.from_pretrained(tmp_path / "again")
+    again.padding_side = tokenizer.padding_side
+    assert_same(tokenizer, again)
+
+
+def test_saved_vocabulary_file(tmp_path, world):
+    (path,) = world.save_vocabulary(str(tmp_path), filename_prefix="x")
+    assert path.endswith("x-rwkv_vocab_v20230424.txt")
+    assert read_vocabulary(path) == read_vocabulary(WORLD_VOCAB_FILE)
+
+
+@pytest.fixture
+def model_directory(tmp_path):
+    """What a converted model has: a configuration and the vocabulary."""
+
+    def make(model_type, **config):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
+        shutil.copy(WORLD_VOCAB_FILE, tmp_path)
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
+def test_auto_tokenizer_of_a_model(model_type, model_directory, fast):
+    directory = model_directory(model_type)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert type(tokenizer) is RwkvWorldTokenizerFast
+    assert_same(fast, tokenizer)
+    assert_same(fast, RwkvWorldTokenizer.from_pretrained(directory))
+    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="right", eos_token="<end>")
+    assert tokenizer.padding_side == "right" and tokenizer.eos_token_id == 65530
+
+
+@pytest.mark.parametrize(
+    "name, file", [("Rwkv6Tokenizer", "rwkv_vocab_v20230424.txt"), ("Rwkv5Tokenizer", "vocab.txt")]
+)
+def test_published_repository(name, file, model_directory, slow):
+    """As on the Hub: the repository's own class, another spelling of id 0, perhaps another vocabulary file."""
+    directory = model_directory("rwkv6")
+    (directory / "rwkv_vocab_v20230424.txt").rename(directory / file)
+    (directory / "added_tokens.json").write_text('{"<s>": 0}')
+    special = {"bos_token": "<s>", "eos_token": "<s>", "unk_token": "<s>"}
+    (directory / "special_tokens_map.json").write_text(json.dumps(special))
+    auto_map = {"AutoTokenizer": [f"hf_rwkv_tokenizer.{name}", None]}
+    settings = {"tokenizer_class": name, "auto_map": auto_map, "use_fast": False, "add_prefix_space": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings | special))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert type(tokenizer) is RwkvWorldTokenizerFast
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id == 0
+    assert len(tokenizer) == 65530
+    assert tokenizer.encode("a<s> b") == [*slow.encode("a"), 0, *slow.encode(" b")]
+    if file.startswith("rwkv"):
+        assert RwkvWorldTokenizer.from_pretrained(directory).encode("a<s> b") == tokenizer.encode("a<s> b")
+    tokenizer.save_pretrained(directory / "again")
+    again = AutoTokenizer.from_pretrained(directory / "again")
+    assert again.encode("a<s> b") == tokenizer.encode("a<s> b") and again.pad_token_id == 0
+
+
+def test_directory_without_vocabulary(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv6", "vocab_size": 128}')
+    for cls in (*BOTH, AutoTokenizer):
+        with pytest.raises(ValueError, match=r"has no rwkv_vocab_v20230424\.txt"):
+            cls.from_pretrained(tmp_path)
+
+
+def test_damaged_vocabulary(model_directory):
+    directory = model_directory("rwkv6")
+    lines = (directory / "rwkv_vocab_v20230424.txt").read_text(encoding="utf-8").split("\n")
+    lines[299] = lines[299].replace(" ", "  ")
+    (directory / "rwkv_vocab_v20230424.txt").write_text("\n".join(lines), encoding="utf-8")
+    for cls in (*BOTH, AutoTokenizer):
+        with pytest.raises(ValueError, match=r"rwkv_vocab_v20230424\.txt, line 300"):
+            cls.from_pretrained(directory)
+
+
+def test_small_vocabulary_of_ones_own(tmp_path):
+    tokens = [bytes([byte]) for byte in range(256)] + [b"ab", b"abcd", b"]-[", b"^-\\", "é".encode()]
+    write_vocabulary(tokens, tmp_path / "small.txt")
+    for cls in BOTH:
+        tokenizer = cls(vocab_file=str(tmp_path / "small.txt"))
+        assert tokenizer.vocab_size == 262
+        assert tokenizer.encode("abcabcd]-[^-\\é(") == [257, 100, 258, 259, 260, 261, 41]
+        assert tokenizer.decode(tokenizer.encode("abcabcd]-[^-\\é(")) == "abcabcd]-[^-\\é("
+
+
+def test_registering_again():
+    from subquad.models.rwkv6.configuration_rwkv6 import Rwkv6Config
+
+    register(Rwkv6Config)
+    register(Rwkv6Config)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from transformers import AutoTokenizer; import subquad",
+        "import subquad; from transformers import AutoTokenizer",
+    ],
+)
+def test_import_order(statement, tmp_path, fast):
+    ByteTokenizer().save_pretrained(tmp_path / "bytes")
+    fast.save_pretrained(tmp_path / "world")
+    program = (
+        f"{statement}\n"
+        "for name in ('bytes', 'world'):\n"
+        f"    print(type(AutoTokenizer.from_pretrained({str(tmp_path)!r} + '/' + name)).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["ByteTokenizer", "RwkvWorldTokenizerFast"], done.stderr
+
+
+def test_import_is_light():
+    program = (
+        "import sys, subquad_tokenizers; subquad_tokenizers.read_vocabulary, subquad_tokenizers.GreedyEncoder\n"
+        "print([name for name in ('torch', 'transformers', 'tokenizers') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_pickle_and_deepcopy(world):
+    for other in (pickle.loads(pickle.dumps(world)), copy.deepcopy(world)):
+        assert_same(world, other)
+        other.add_tokens(["<new>"])
+        assert other.encode("<new>") == [65530] and world.encode("<new>") != [65530]
+
+
+# Chat
+
+
+def test_chat_template(world):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "  First\r\n\r\nsecond\n\n\n\nthird \n line\n\n"},
+        {"role": "assistant", "content": "Yes.\n\nNo."},
+        {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": " now?"}]},
+    ]
+    expected = "System: Be brief.\n\nUser: First\nsecond\nthird \n line\n\nAssistant: Yes.\nNo.\n\nUser: And now?\n\n"
+    assert world.apply_chat_template(messages, tokenize=False) == expected
+    prompt = world.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == expected + "Assistant:"
+    ids = world.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids == world.encode(prompt)
+    # Training sees the tokens that generation starts from: the answer begins with its own space.
+    conversation = [*messages, {"role": "assistant", "content": "Now."}]
+    assert world.apply_chat_template(conversation, return_dict=False)[: len(ids)] == ids
+    begun = world.apply_chat_template(conversation, tokenize=False, continue_final_message=True)
+    assert begun == prompt + " Now."
+
+
+def test_chat_template_of_odd_messages(world):
+    render = world.apply_chat_template
+    assert render([{"role": "user", "content": ""}], tokenize=False) == "User:\n\n"
+    assert render([{"role": "assistant", "content": None}], tokenize=False) == "Assistant:\n\n"
+    with pytest.raises(Exception, match="The role tool is none of system, user and assistant"):
+        render([{"role": "tool", "content": "x"}], tokenize=False)
+    batch = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b c d"}]]
+    encoded = render(batch, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True)
+    assert encoded["input_ids"].shape == encoded["attention_mask"].shape
+    assert encoded["input_ids"][0, 0] == 0
+
+
+def test_assistant_mask(fast):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
+    encoded = fast.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    answer = [index for index, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
+    assert fast.decode(answer) == " Hello there\n\n"
+
+
+# Streams
+
+
+class Pieces(TextStreamer):
+    def __init__(self, tokenizer, **kwargs):
+        super().__init__(tokenizer, **kwargs)
+        self.pieces = []
+
+    def on_finalized_text(self, text, stream_end=False):
+        self.pieces.append(text)
+
+
+def test_streaming_never_shows_half_a_character(world, text):
+    streamer = Pieces(world)
+    for index in world.encode(text)[:3000]:
+        streamer.put(torch.tensor([index]))
+    streamer.end()
+    shown = "".join(streamer.pieces)
+    if len(world.encode(text)) <= 3000:
+        assert shown == text
+    assert shown.count("\ufffd") <= text.count("\ufffd") + 3  # what was cut off at the end
+
+
+def test_streaming_byte_by_byte(world):
+    text = "Wörter 中文 🎉👍🏽 and\nmore 🇫🇷"
+    streamer = TextIteratorStreamer(world, skip_prompt=True, skip_special_tokens=True)
+    streamer.put(torch.tensor([[1, 2, 3]]))
+    for byte in text.encode():
+        streamer.put(torch.tensor([byte + 1]))
+    streamer.put(torch.tensor([0]))
+    streamer.end()
+    pieces = list(streamer)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len(pieces) > 5

@@ -1,0 +1,45 @@
+"""`AutoTokenizer` for the models of this package."""
+
+from transformers.models.auto.tokenization_auto import AutoTokenizer
+
+from .tokenization_bytes import ByteTokenizer
+from .tokenization_rwkv_world import RwkvWorldTokenizer, RwkvWorldTokenizerFast
+from .vocabulary import WORLD_VOCAB_FILE
+
+
+class _PublishedTokenizer(RwkvWorldTokenizerFast):
+    """
+    Stands in for the classes that published Eagle and Finch repositories name. They all hold the World vocabulary,
+    some in a file of another format, which there is then no need to read.
+    """
+
+    @classmethod
+    def _from_pretrained(cls, resolved_vocab_files, *args, **kwargs):
+        if not resolved_vocab_files.get("tokenizer_file") and not resolved_vocab_files.get("vocab_file"):
+            resolved_vocab_files["vocab_file"] = WORLD_VOCAB_FILE
+        return RwkvWorldTokenizerFast._from_pretrained(resolved_vocab_files, *args, **kwargs)
+
+
+_PUBLISHED = [
+    type(name, (_PublishedTokenizer,), {"__module__": __name__})
+    for name in ("RWKVWorldTokenizer", "Rwkv5Tokenizer", "Rwkv6Tokenizer")
+]
+
+
+def register(*config_classes: type) -> None:
+    """
+    Let `AutoTokenizer` load RWKV World for models with these configurations, and every tokenizer of this package by
+    the class name in its `tokenizer_config.json`. It gives the fast World tokenizer;
+    `RwkvWorldTokenizer.from_pretrained` loads the same directory in Python. May be called again.
+    """
+    for config_class in config_classes:
+        # The name of a class becomes known with any registration; the last one decides what the configuration stands
+        # for.
+        for named in (ByteTokenizer, *_PUBLISHED):
+            AutoTokenizer.register(config_class, tokenizer_class=named, exist_ok=True)
+        AutoTokenizer.register(
+            config_class,
+            slow_tokenizer_class=RwkvWorldTokenizer,
+            fast_tokenizer_class=RwkvWorldTokenizerFast,
+            exist_ok=True,
+        )

@@ -1,0 +1,101 @@
+"""Vocabulary files of RWKV World: one token a line, as its id, a Python literal and its length in bytes."""
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+
+
+WORLD_VOCAB_FILE_NAME = "rwkv_vocab_v20230424.txt"
+# The table that every World model was trained with.
+WORLD_VOCAB_FILE = str(Path(__file__).parent / "data" / WORLD_VOCAB_FILE_NAME)
+
+
+def read_vocabulary(path) -> list[bytes]:
+    """
+    Read a vocabulary file. The token with id `i` is at index `i - 1` of the result: id 0 is no token, it is the
+    boundary between documents.
+
+    Raises:
+        ValueError: a line that is not `id literal length`, a wrong length, an id or a token that occurs twice, ids
+            that do not count up from 1, or a byte that is no token. The message names the file and, where there is
+            one, the line.
+    """
+    tokens: dict[int, bytes] = {}
+    line_of: dict[bytes, int] = {}
+    with open(path, encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}, line {number}"
+            index, token = _parse_line(line, where)
+            if index in tokens:
+                raise ValueError(f"{where}: id {index} occurs twice")
+            if token in line_of:
+                raise ValueError(f"{where}: token {token!r} occurs twice, first on line {line_of[token]}")
+            tokens[index] = token
+            line_of[token] = number
+    # New tokens go after the last id, so a hole would give one id to two of them.
+    for index in range(1, len(tokens) + 1):
+        if index not in tokens:
+            raise ValueError(f"{path}: there are {len(tokens)} tokens, but none with id {index}")
+    # Without every byte, some text could not be encoded at all.
+    missing = [byte for byte in range(256) if bytes([byte]) not in line_of]
+    if missing:
+        raise ValueError(f"{path}: no token for the single bytes {missing}")
+    return [tokens[index] for index in range(1, len(tokens) + 1)]
+
+
+def _parse_line(line: str, where: str) -> tuple[int, bytes]:
+    fields = line.rstrip("\r\n")
+    index, _, rest = fields.partition(" ")
+    literal, _, length = rest.rpartition(" ")
+    if not (index.isdecimal() and length.isdecimal() and literal):
+        raise ValueError(f"{where}: expected `id literal length`, found {line!r}")
+    try:
+        # Most tokens are written without escapes; reading those directly halves the time.
+        plain = literal[0] == literal[-1] == "'" and "\\" not in literal and literal.count("'") == 2
+        token = literal[1:-1] if plain else ast.literal_eval(literal.strip())
+        token = token.encode("utf-8") if isinstance(token, str) else token
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{where}: {literal} is not the literal of a token ({error})") from error
+    if not isinstance(token, bytes):
+        raise ValueError(f"{where}: {literal} is a {type(token).__name__}, expected str or bytes")
+    if not token:
+        raise ValueError(f"{where}: the token is empty")
+    if len(token) != int(length):
+        raise ValueError(f"{where}: {literal} has {len(token)} bytes, but the line says {length}")
+    return int(index), token
+
+
+def write_vocabulary(tokens: Sequence[bytes], path) -> None:
+    """Write tokens, the first of which has id 1, in the format that [`read_vocabulary`] reads."""
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        for index, token in enumerate(tokens, 1):
+            try:
+                literal = repr(token.decode("utf-8"))
+            except UnicodeDecodeError:
+                literal = repr(token)
+            file.write(f"{index} {literal} {len(token)}\n")
+
+
+def _visible_bytes() -> dict[int, str]:
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = (byte for byte in range(256) if byte not in visible)
+    return {**{byte: chr(byte) for byte in visible}, **{byte: chr(256 + n) for n, byte in enumerate(hidden)}}
+
+
+# One printable character for each byte: what the `ByteLevel` parts of the tokenizers library use, since they hold text
+# only.
+BYTE_TO_CHAR = _visible_bytes()
+CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
+
+
+def bytes_to_token(data: bytes) -> str:
+    """Spell bytes in the alphabet of byte-level tokenizers."""
+    return data.decode("latin-1").translate(BYTE_TO_CHAR)
+
+
+def token_to_bytes(token: str) -> bytes:
+    """Undo [`bytes_to_token`]. A string that it could not have made is encoded as it stands."""
+    try:
+        return bytes([CHAR_TO_BYTE[char] for char in token])
+    except KeyError:
+        return token.encode("utf-8", errors="replace")
