@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
         description="Train a small Finch on ABC tunes.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="directory for the model; checkpoints lie in it, too")
+    add("--output", type=Path, required=True, help="directory for the model; checkpoint and samples lie beside it")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--minutes", type=float, help="train for so long; the learning rate follows the clock")
     length.add_argument("--steps", type=int, help="train for so many steps")
@@ -148,6 +148,11 @@ def continue_headers(model, tokenizer, tunes: list[str], seed: int, rows: int = 
     return results
 
 
+def beside(output: Path, name: str) -> Path:
+    """A file that belongs to the run and not to the model."""
+    return output.with_name(f"{output.name}-{name}")
+
+
 def save_atomically(state: dict, path: Path) -> None:
     torch.save(state, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
@@ -157,7 +162,7 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
     """Trains in place. Returns what the card wants to know: minutes, steps, bytes, bytes a second."""
     groups = parameter_groups(model, arguments.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=True)
-    checkpoint = arguments.output / "checkpoint.pt"
+    checkpoint = beside(arguments.output, "checkpoint.pt")
     at = {"step": 0, "epoch": 0, "batch": 0, "seconds": 0.0, "bytes": 0}
     if arguments.resume:
         state = torch.load(checkpoint, weights_only=True)
@@ -261,15 +266,12 @@ def main() -> None:
     chosen = random.Random(arguments.seed).sample(corpus.validation, min(arguments.seeds, len(corpus.validation)))
     tunes = continue_headers(model, tokenizer, chosen, arguments.seed)
     faults = ["does not come to an end" if tune is None else find_fault(tune) for tune in tunes]
-    with open(arguments.output / "samples.txt", "w", encoding="ascii") as file:
-        for tune, fault in zip(tunes, faults, strict=True):
-            file.write(f"% {fault or 'valid'}\n{tune or ''}\n")
+    samples = [f"% {fault or 'valid'}\n{tune or ''}\n" for tune, fault in zip(tunes, faults, strict=True)]
+    beside(arguments.output, "samples.abc").write_text("".join(samples), encoding="ascii")
     first_valid = next((tune for tune, fault in zip(tunes, faults, strict=True) if fault is None), "(none)")
     numbers = {
+        **vars(arguments),
         "parameters": f"{model.num_parameters():,}",
-        "layers": arguments.layers,
-        "hidden_size": arguments.hidden_size,
-        "head_size": arguments.head_size,
         "train_tunes": f"{len(corpus.train):,}",
         "train_bytes": f"{sum(map(len, corpus.train)):,}",
         "validation_tunes": f"{len(corpus.validation):,}",
@@ -280,15 +282,7 @@ def main() -> None:
         "steps": f"{report['step']:,}",
         "epochs": f"{report['epochs']:.1f}",
         "minutes": f"{report['seconds'] / 60:.0f}",
-        "threads": arguments.threads,
         "speed": f"{report['bytes'] / report['seconds']:,.0f}",
-        "learning_rate": arguments.lr,
-        "minimum_learning_rate": arguments.min_lr,
-        "weight_decay": arguments.weight_decay,
-        "row_bytes": arguments.context,
-        "rows": arguments.batch_size,
-        "temperature": arguments.temperature,
-        "top_p": arguments.top_p,
         "sample": first_valid.strip(),
     }
     card = Template(CARD.read_text(encoding="utf-8")).substitute(numbers)

@@ -121,7 +121,8 @@ def test_checker_refuses(text, fault):
 
 def test_three_steps_give_a_directory_that_loads(tmp_path):
     torch = pytest.importorskip("torch")
-    command = f"{EXAMPLES / 'train_finch_abc.py'} --output {tmp_path} --folders miscFolk --seeds 2 --threads 1"
+    output = tmp_path / "finch-abc"
+    command = f"{EXAMPLES / 'train_finch_abc.py'} --output {output} --folders miscFolk --seeds 2 --threads 1"
     command += " --hidden-size 32 --layers 2 --lora-rank-tokenshift 4 --lora-rank-decay 4 --batch-size 2"
     command += " --validate-every 2 --checkpoint-every 2 --max-new-tokens 40"
     command = [sys.executable, *command.split()]
@@ -135,16 +136,19 @@ def test_three_steps_give_a_directory_that_loads(tmp_path):
 
     import subquad  # noqa: F401
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
     assert model.dtype == torch.bfloat16
     assert model.generation_config.do_sample and model.generation_config.eos_token_id == 0
     inputs = tokenizer(HEADER, return_tensors="pt")
     torch.manual_seed(0)
     text = tokenizer.decode(model.generate(**inputs, max_new_tokens=5)[0], skip_special_tokens=True)
     assert text.startswith(HEADER)
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "rwkv6"
-    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert json.loads((output / "config.json").read_text())["model_type"] == "rwkv6"
+    card = (output / "README.md").read_text(encoding="utf-8")
     assert "$" not in card and "of 2 |" in card
     # Safetensors alone, and nothing half written.
-    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".md", ".txt", ".pt", ".jinja"}
-    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint.pt"]
+    assert {path.suffix for path in output.iterdir()} <= {".json", ".safetensors", ".md"}
+    assert sorted(path.name for path in tmp_path.glob("finch-abc-*")) == [
+        "finch-abc-checkpoint.pt",
+        "finch-abc-samples.abc",
+    ]

@@ -55,17 +55,11 @@ class Rwkv6TimeMixing(nn.Module):
     def ddlerp(self, x: torch.Tensor, previous: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Data-dependent interpolation between a token and the one before, for w, k, v, r, g (equations 14, 15)."""
         delta = previous - x
-        low = torch.tanh((x + delta * self.time_maa_x) @ self.time_maa_w1)
+        low = torch.tanh(torch.addcmul(x, delta, self.time_maa_x) @ self.time_maa_w1)
         low = low.view(-1, 5, low.shape[-1] // 5).transpose(0, 1)
-        offsets = (low @ self.time_maa_w2).view(5, *x.shape)
-        w, k, v, r, g = offsets
-        return (
-            x + delta * (self.time_maa_w + w),
-            x + delta * (self.time_maa_k + k),
-            x + delta * (self.time_maa_v + v),
-            x + delta * (self.time_maa_r + r),
-            x + delta * (self.time_maa_g + g),
-        )
+        mu = torch.stack((self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g))
+        mu = (low @ self.time_maa_w2).view(5, *x.shape) + mu
+        return torch.addcmul(x, delta, mu).unbind()
 
     def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
         previous, seen = tokens.shift(x, state and state.get("attention_shift"))
