@@ -22,6 +22,14 @@ from ...padding import Tokens, last_token
 from .configuration_rwkv6 import Rwkv6Config
 
 
+class Rwkv6HeadNorm(nn.GroupNorm):
+    """The LayerNorm of each head (equation 20), in float32 whatever the dtype of its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.group_norm(x.flatten(0, 1).flatten(1), self.num_groups, weight, bias, self.eps)
+
+
 class Rwkv6TimeMixing(nn.Module):
     """Section 4.2.2: the linear attention, with a decay that depends on the data."""
 
@@ -50,7 +58,7 @@ class Rwkv6TimeMixing(nn.Module):
         self.value = nn.Linear(width, inner, bias=False)
         self.gate = nn.Linear(width, inner, bias=False)
         self.output = nn.Linear(inner, width, bias=False)
-        self.ln_x = nn.GroupNorm(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
+        self.ln_x = Rwkv6HeadNorm(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
 
     def ddlerp(self, x: torch.Tensor, previous: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Data-dependent interpolation between a token and the one before, for w, k, v, r, g (equations 14, 15)."""
@@ -80,9 +88,7 @@ class Rwkv6TimeMixing(nn.Module):
             state.update("attention_shift", last_token(None, seen), last_token, seen)
             state.update("wkv", after, wkv_state, k, v, log_w)
 
-        weight, bias = self.ln_x.weight.float(), self.ln_x.bias.float()
-        out = F.group_norm(out.flatten(0, 1).flatten(1), self.num_heads, weight, bias, self.ln_x.eps)
-        return self.output(out.view(g.shape).to(g.dtype) * g)
+        return self.output(self.ln_x(out).view(g.shape).to(g.dtype) * g)
 
 
 class Rwkv6ChannelMixing(nn.Module):

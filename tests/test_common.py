@@ -1,0 +1,247 @@
+"""What users of transformers expect of every class, beyond the contract of causal models."""
+
+import pytest
+import subquad
+import torch
+from architectures import VOCABULARY, each_causal, model_class, random_ids, tiny_config, tiny_model
+from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
+
+
+each_head = pytest.mark.parametrize(
+    "auto_class", ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
+)
+
+
+@each_causal
+@each_head
+def test_save_and_load(model_type, auto_class, tmp_path):
+    model, ids = tiny_model(model_type, auto_class), random_ids(2, 9)
+    model.save_pretrained(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} <= {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    fields, expected = loaded.config.to_dict(), model.config.to_dict()
+    assert {**fields, "_name_or_path": ""} == {**expected, "_name_or_path": ""}
+    torch.testing.assert_close(loaded(ids)[0], model(ids)[0])
+
+
+@each_causal
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_save_and_load_in_a_dtype(model_type, dtype, tmp_path):
+    model = tiny_model(model_type).to(dtype)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == dtype
+    for (name, p), q in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+@each_causal
+def test_base_model_in_a_head_and_back(model_type, tmp_path):
+    model, ids = tiny_model(model_type), random_ids(1, 9)
+    model.save_pretrained(tmp_path / "head")
+    base = AutoModel.from_pretrained(tmp_path / "head")
+    torch.testing.assert_close(base(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
+    base.save_pretrained(tmp_path / "base")
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert set(info["missing_keys"]) == {"head.weight"}
+    torch.testing.assert_close(again.base_model(ids).last_hidden_state, base(ids).last_hidden_state)
+
+
+@each_causal
+@each_head
+def test_outputs(model_type, auto_class):
+    model, ids = tiny_model(model_type, auto_class), random_ids(2, 9)
+    out = model(ids, output_hidden_states=True)
+    assert len(out.hidden_states) == model.config.num_hidden_layers + 1
+    assert {state.shape for state in out.hidden_states} == {(2, 9, model.config.hidden_size)}
+    as_tuple = model(ids, output_hidden_states=True, return_dict=False)
+    torch.testing.assert_close(as_tuple[0], out[0])
+    torch.testing.assert_close(as_tuple[-1][0], out.hidden_states[0])
+    assert out.past_key_values is not None
+    assert model(ids, use_cache=False).past_key_values is None
+    assert model.train()(ids).past_key_values is None
+    model.config.output_hidden_states = True
+    assert model(ids).hidden_states is not None
+
+
+@each_causal
+def test_hidden_states_are_what_the_blocks_make(model_type):
+    model, ids = tiny_model(model_type), random_ids(1, 9)
+    seen = []
+    hooks = [block.register_forward_hook(lambda _m, _i, out: seen.append(out)) for block in model.rwkv.blocks]
+    out = model(ids, output_hidden_states=True)
+    for hook in hooks:
+        hook.remove()
+    expected = [model.get_input_embeddings()(ids), *seen[:-1], model.rwkv.ln_out(seen[-1])]
+    torch.testing.assert_close(out.hidden_states, tuple(expected))
+
+
+@each_causal
+@pytest.mark.parametrize("kept", [0, 1, 4, torch.tensor([0, 5, 8])])
+def test_logits_to_keep(model_type, kept):
+    model, ids = tiny_model(model_type), random_ids(2, 9)
+    logits = model(ids).logits
+    expected = logits[:, kept] if isinstance(kept, torch.Tensor) else logits[:, -kept:]
+    torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, expected)
+
+
+@each_causal
+def test_loss(model_type):
+    model, ids = tiny_model(model_type), random_ids(2, 9)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    out = model(ids, labels=labels)
+    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected)
+
+
+@each_causal
+@pytest.mark.parametrize("size", [VOCABULARY + 11, VOCABULARY - 11])
+@pytest.mark.parametrize("tied", [False, True])
+def test_resize_token_embeddings(model_type, size, tied, tmp_path):
+    model, ids = tiny_model(model_type, tie_word_embeddings=tied), random_ids(1, 9) % (VOCABULARY - 11)
+    before = model(ids).logits
+    model.resize_token_embeddings(size)
+    assert model.config.vocab_size == size
+    common = min(size, VOCABULARY)
+    after = model(ids).logits
+    assert after.shape[-1] == size
+    torch.testing.assert_close(after[..., :common], before[..., :common])
+    assert torch.isfinite(after).all()
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(type(model).from_pretrained(tmp_path)(ids).logits, after)
+
+
+@each_causal
+def test_classification_is_exact_under_padding(model_type):
+    model = tiny_model(model_type, "AutoModelForSequenceClassification", num_labels=4, pad_token_id=0)
+    rows = [random_ids(n, seed=n) for n in (3, 70, 12)]
+    alone = torch.cat([model(row[None]).logits for row in rows])
+    width = max(len(row) for row in rows)
+    for side in ("left", "right"):
+        gap = [(width - len(row), 0) if side == "left" else (0, width - len(row)) for row in rows]
+        ids = torch.stack([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, gap, strict=True)])
+        torch.testing.assert_close(model(ids, attention_mask=ids != 0).logits, alone, atol=1e-4, rtol=1e-4)
+        # Without a mask the padding id tells.
+        torch.testing.assert_close(model(ids).logits, alone, atol=1e-4, rtol=1e-4)
+    # Inside a text the padding id is a token like any other.
+    torch.testing.assert_close(
+        model(torch.tensor([[5, 0, 7]])).logits,
+        model(torch.tensor([[5, 0, 7]]), attention_mask=torch.ones(1, 3)).logits,
+    )
+
+
+@each_causal
+@pytest.mark.parametrize(
+    ("problem", "labels", "expected"),
+    [
+        (None, torch.tensor([0, 2]), torch.nn.functional.cross_entropy),
+        ("regression", torch.rand(2, 3), torch.nn.functional.mse_loss),
+        (
+            "multi_label_classification",
+            torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]),
+            torch.nn.functional.binary_cross_entropy_with_logits,
+        ),
+    ],
+)
+def test_classification_losses(model_type, problem, labels, expected):
+    model = tiny_model(model_type, "AutoModelForSequenceClassification", num_labels=3, problem_type=problem)
+    out = model(random_ids(2, 9), labels=labels)
+    torch.testing.assert_close(out.loss, expected(out.logits, labels))
+
+
+@each_causal
+def test_batches_and_singles_agree_in_low_precision(model_type):
+    rows = random_ids(3, 20)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)):
+        model = tiny_model(model_type).to(dtype)
+        batch = model(rows).logits.float()
+        for n in range(3):
+            alone = model(rows[n : n + 1]).logits.float()[0]
+            assert ((batch[n] - alone).norm() / alone.norm()) < tolerance
+
+
+@each_causal
+def test_from_meta(model_type):
+    with torch.device("meta"):
+        model = model_class(model_type, "AutoModelForCausalLM")(tiny_config(model_type))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert model(torch.zeros(1, 3, dtype=torch.long, device="meta")).logits.shape == (1, 3, VOCABULARY)
+
+
+@each_causal
+def test_seed_decides_the_weights(model_type):
+    def weights(seed):
+        torch.manual_seed(seed)
+        return torch.cat([p.flatten() for p in model_class(model_type, "AutoModel")(tiny_config(model_type)).parameters()])
+
+    assert torch.equal(weights(0), weights(0))
+    assert not torch.equal(weights(0), weights(1))
+    assert torch.isfinite(weights(0)).all()
+
+
+@each_causal
+def test_offload_to_disk(model_type, tmp_path):
+    model, ids = tiny_model(model_type), random_ids(2, 9)
+    model.save_pretrained(tmp_path)
+    device_map = {"rwkv.embeddings": "cpu", "rwkv.blocks": "disk", "rwkv.ln_out": "cpu", "head": "cpu"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map, offload_folder=tmp_path / "off")
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
+
+
+@each_causal
+def test_adapters(model_type, tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    ids = random_ids(1, 9)
+    config = LoraConfig(target_modules=["key", "value", "receptance", "gate", "output"], task_type="CAUSAL_LM")
+    adapted = get_peft_model(tiny_model(model_type), config)
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    adapted.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_model(model_type), tmp_path)
+    expected = adapted.eval()(input_ids=ids).logits
+    torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected)
+    assert not torch.allclose(expected, tiny_model(model_type)(ids).logits, atol=1e-2)
+    torch.testing.assert_close(loaded.merge_and_unload()(ids).logits, expected, atol=1e-3, rtol=1e-3)
+
+
+@each_causal
+def test_trainer_learns(model_type, tmp_path):
+    torch.manual_seed(0)
+    model = model_class(model_type, "AutoModelForCausalLM")(tiny_config(model_type, initializer_range=0.01))
+    ids = random_ids(1, 40)[0]
+    data = [{"input_ids": ids, "labels": ids}] * 4
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=30,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=data)
+    before = model(ids[None], labels=ids[None]).loss.item()
+    trainer.train()
+    assert model.eval()(ids[None], labels=ids[None]).loss.item() < 0.5 * before
+
+
+def test_exports_are_documented():
+    for name in subquad.__all__:
+        value = getattr(subquad, name)
+        if isinstance(value, type):
+            assert value.__doc__, name
