@@ -1,7 +1,7 @@
 """
 Trains finch-abc, a small Finch (RWKV-6) that writes tunes in ABC notation, from scratch on a CPU.
 
-    python examples/train_finch_abc.py --output finch-abc --minutes 40
+    python examples/train_finch_abc.py --output finch-abc --minutes 30
 
 The tunes come with the PyPI package music21 (`pip install "subquad[train]"`). The recipe is appendix G of "Eagle and
 Finch" (arXiv:2404.05892), with a learning rate for a model this small. The output directory is ready for

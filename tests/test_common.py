@@ -180,7 +180,9 @@ def test_from_meta(model_type):
 def test_seed_decides_the_weights(model_type):
     def weights(seed):
         torch.manual_seed(seed)
-        return torch.cat([p.flatten() for p in model_class(model_type, "AutoModel")(tiny_config(model_type)).parameters()])
+        return torch.cat(
+            [p.flatten() for p in model_class(model_type, "AutoModel")(tiny_config(model_type)).parameters()]
+        )
 
     assert torch.equal(weights(0), weights(0))
     assert not torch.equal(weights(0), weights(1))

@@ -362,9 +362,7 @@ def test_packed_documents_in_several_rows(model_type):
         first, second = cache.clone(), cache.clone()
         first.batch_select_indices(torch.tensor([0]))
         second.batch_select_indices(torch.tensor([1]))
-        torch.testing.assert_close(
-            out.logits[:1, :6], model(ids[:1, :6], past_key_values=first).logits, **TOLERANCE
-        )
+        torch.testing.assert_close(out.logits[:1, :6], model(ids[:1, :6], past_key_values=first).logits, **TOLERANCE)
         torch.testing.assert_close(out.logits[:1, 6:], model(ids[:1, 6:]).logits, **TOLERANCE)
         torch.testing.assert_close(out.logits[1:], model(ids[1:], past_key_values=second).logits, **TOLERANCE)
         alone = model(ids[:1, 6:]).past_key_values

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 
-pytest.importorskip("music21", reason="the tunes come with music21")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 

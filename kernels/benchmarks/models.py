@@ -55,8 +55,10 @@ def against_stepping(length: int, repeats: int) -> None:
     slow = time.perf_counter() - start
     del os.environ["SUBQUAD_BACKEND"]
     torch.testing.assert_close(parallel(), expected, atol=1e-4, rtol=1e-4)
-    print(f"Finch 12 x 512, prefill of {length} tokens: {fast:.2f} s, stepping the recurrence {slow:.2f} s, "
-          f"ratio {slow / fast:.1f}")
+    print(
+        f"Finch 12 x 512, prefill of {length} tokens: {fast:.2f} s, stepping the recurrence {slow:.2f} s, "
+        f"ratio {slow / fast:.1f}"
+    )
 
 
 def random_checkpoint(path: Path, version: int, layers: int, width: int, vocabulary: int) -> None:

@@ -29,8 +29,10 @@ def main() -> None:
     if arguments.quick:
         arguments.lengths, arguments.repeats = [1, 256], 1
 
-    print(f"WKV, torch {torch.__version__}, {torch.get_num_threads()} threads, float32, batch 1, "
-          f"{arguments.heads} heads of {arguments.head_size}, medians of {arguments.repeats}, ms")
+    print(
+        f"WKV, torch {torch.__version__}, {torch.get_num_threads()} threads, float32, batch 1, "
+        f"{arguments.heads} heads of {arguments.head_size}, medians of {arguments.repeats}, ms"
+    )
     print(f"{'tokens':>8} {'forward':>10} {'recurrence':>11} {'ratio':>7} {'forward+backward':>17}")
     for length in arguments.lengths:
         generator = torch.Generator().manual_seed(0)

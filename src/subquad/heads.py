@@ -28,7 +28,9 @@ def embed(embeddings: nn.Embedding, input_ids: torch.Tensor | None, inputs_embed
         raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
     x = input_ids if inputs_embeds is None else inputs_embeds
     if x.dim() != (2 if inputs_embeds is None else 3) or x.shape[1] == 0:
-        name, shape = ("input_ids", "(batch, length)") if inputs_embeds is None else ("inputs_embeds", "(batch, length, width)")
+        name, shape = (
+            ("input_ids", "(batch, length)") if inputs_embeds is None else ("inputs_embeds", "(batch, length, width)")
+        )
         raise ValueError(f"`{name}` must be {shape} with at least one token, got {tuple(x.shape)}.")
     if inputs_embeds is not None:
         return inputs_embeds

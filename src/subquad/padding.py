@@ -80,7 +80,9 @@ class Tokens:
         begins = torch.nn.functional.pad(mask, (1, 0))
         if bool(((~begins[:, :-1] & begins[:, 1:]).sum(1) > 1).any()):
             row = int((~begins[:, :-1] & begins[:, 1:]).sum(1).argmax())
-            raise ValueError(f"`attention_mask` has a hole in row {row}: padding may only stand before or after a text.")
+            raise ValueError(
+                f"`attention_mask` has a hole in row {row}: padding may only stand before or after a text."
+            )
         return mask
 
     def _read_positions(self, position_ids):
