@@ -24,8 +24,8 @@ from typing import NamedTuple
 from abc_check import AbcError, Bar, Metre, Tune, check_bars, parse_bars, parse_metre, parse_tune, split_header
 
 
-# Left out: josquin (polyphony), nottingham-dataset (two tunes), and essenFolksong, which is given for non-commercial use
-# only (`--folders` takes it all the same).
+# Left out: josquin (polyphony), nottingham-dataset (two tunes), and essenFolksong, which is given for non-commercial
+# use only (`--folders` takes it all the same).
 FOLDERS = ("airdsAirs", "miscFolk", "oneills1850", "ryansMammoth")
 MAX_BYTES = 1023
 VALIDATION_PERCENT = 5

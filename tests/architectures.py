@@ -3,8 +3,9 @@
 import copy
 
 import pytest
-import subquad
 import torch
+
+import subquad
 
 
 VOCABULARY = 97

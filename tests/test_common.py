@@ -1,10 +1,11 @@
 """What users of transformers expect of every class, beyond the contract of causal models."""
 
 import pytest
-import subquad
 import torch
 from architectures import VOCABULARY, each_causal, model_class, random_ids, tiny_config, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
+
+import subquad
 
 
 each_head = pytest.mark.parametrize(

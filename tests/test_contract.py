@@ -6,8 +6,9 @@ import pytest
 import torch
 from architectures import VOCABULARY, each_causal, random_ids, tiny_config, tiny_model
 from huggingface_hub.errors import StrictDataclassClassValidationError
-from subquad import RecurrentCache
 from transformers import DynamicCache, GenerationConfig
+
+from subquad import RecurrentCache
 
 
 LENGTH = 83  # more than one chunk of the time-parallel operators, and not a multiple

@@ -167,7 +167,7 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, tuple[TensorInf
     try:
         handle = stack.enter_context(safe_open(file, framework="pt"))
         found = {}
-        for name in handle.keys():  # noqa: SIM118 (not a mapping)
+        for name in handle.keys():
             view = handle.get_slice(name)
             dtype = DTYPES.get(view.get_dtype(), view.get_dtype())
             found[name] = (TensorInfo(tuple(view.get_shape()), dtype), handle.get_tensor)

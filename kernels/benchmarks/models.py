@@ -2,7 +2,7 @@
 Whole models on the CPU: how long a prompt takes, and how long a token takes.
 
 Two comparisons, on random weights:
-  - prefill through Finch (12 layers, width 512), parallel over time, against the same model stepping the plain recurrence;
+  - prefill through Finch (12 layers, width 512), parallel over time, against the same model stepping the recurrence;
   - prefill and `generate` through Eagle and Finch (12 layers, width 768) against the PyPI package `rwkv` (strategy
     "cpu fp32"), both on the same trainer checkpoint, which `subquad convert` converts.
 """
@@ -96,11 +96,11 @@ def random_checkpoint(path: Path, version: int, layers: int, width: int, vocabul
 
 
 def against_rwkv(version: int, length: int, new_tokens: int, repeats: int) -> None:
-    import subquad_conversion
     from rwkv.model import RWKV
     from transformers import AutoModelForCausalLM
 
-    import subquad  # noqa: F401
+    import subquad  # noqa: F401 (registers the architectures)
+    import subquad_conversion
 
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "model.pth"), Path(folder, "converted")

@@ -5,6 +5,7 @@ import statistics
 import time
 
 import torch
+
 from subquad_kernels import wkv
 
 

@@ -1,8 +1,8 @@
 """
 Sub-quadratic language models as ordinary Hugging Face models.
 
-Importing this package is enough for `AutoConfig`, `AutoTokenizer`, `AutoModel`, `AutoModelForCausalLM`, ... to know the
-architectures below. Nothing heavy is imported until one of these classes is.
+Importing this package is enough for `AutoConfig`, `AutoTokenizer`, `AutoModel`, `AutoModelForCausalLM`, ... to know
+the architectures below. Nothing heavy is imported until one of these classes is.
 """
 
 import importlib
@@ -41,7 +41,7 @@ for _model_type, (_folder, _config, _heads) in ARCHITECTURES.items():
     _EXPORTS[_config] = f"{_folder}.configuration_{_model_type}"
     _EXPORTS.update(dict.fromkeys(_heads.values(), f"{_folder}.modeling_{_model_type}"))
 
-__all__ = ["ARCHITECTURES", "__version__", *_EXPORTS]  # noqa: PLE0604 (names of a table)
+__all__ = ["ARCHITECTURES", "__version__", *_EXPORTS]
 
 
 def __getattr__(name: str):
@@ -57,7 +57,8 @@ def __dir__():
 # Registration waits until transformers has imported its Auto classes, because making it do so would take as long as
 # importing torch does.
 _AUTO = "transformers.models.auto."
-# The Auto classes may be imported from within one of these, which the model classes need: they wait until it is complete.
+# The Auto classes may be imported from within one of these, which the model classes need: they wait until it is
+# complete.
 _BASES = (
     "transformers.cache_utils",
     "transformers.generation.utils",

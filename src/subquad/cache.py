@@ -121,10 +121,10 @@ class RecurrentLayer:
 
 class RecurrentCache(Cache):
     """
-    The state of a recurrent model: a few named tensors a block, whose size does not depend on the number of tokens read.
+    The state of a recurrent model: a few named tensors a block, whose size does not depend on the length of the text.
 
-    `generate` and the models make one by themselves. Passed to a later call (`past_key_values`), it continues the text.
-    Rolling back (`crop`) rebuilds the state from the one before the recorded tokens and from what each of these
+    `generate` and the models make one by themselves. Passed to a later call (`past_key_values`), it continues the
+    text. Rolling back (`crop`) rebuilds the state from the one before the recorded tokens and from what each of these
     contributed, so it needs [`~RecurrentCache.activate_past_recording`] before the tokens are read; assisted decoding
     does that.
 
@@ -230,7 +230,7 @@ class RecurrentCache(Cache):
                     f"{os.fspath(path)} holds the cache of a `{found[0]}` model of {found[1]} layers; this one is a "
                     f"`{wanted[0]}` model of {wanted[1]}."
                 )
-            for key in file.keys():  # noqa: SIM118 (safe_open is no dict)
+            for key in file.keys():
                 _, index, name = key.split(".", 2)
                 cache.layers[int(index)].states[name] = file.get_tensor(key)
         cache.seen_tokens = metadata["seen_tokens"]

@@ -22,7 +22,8 @@ def embed(embeddings: nn.Embedding, input_ids: torch.Tensor | None, inputs_embed
     The embeddings that a call reads, (batch, length, width).
 
     Raises:
-        ValueError: where not exactly one of the two is given, a shape does not fit, or an id is outside the vocabulary.
+        ValueError: where not exactly one of the two is given, a shape does not fit, or an id is outside the
+            vocabulary.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
@@ -44,7 +45,7 @@ def embed(embeddings: nn.Embedding, input_ids: torch.Tensor | None, inputs_embed
 
 
 class SizesFromCheckpoint:
-    """Mixin: `from_pretrained` takes from the checkpoint's tensors the sizes that published configurations leave out."""
+    """Mixin: `from_pretrained` reads from the checkpoint's tensors the sizes that published configurations lack."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
@@ -76,7 +77,7 @@ def _checkpoint_shapes(path: str, hub: dict) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for name in files:
         with safe_open(name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (safe_open is no dict)
+            for key in file.keys():
                 if ".blocks.0." in key:
                     shapes[key] = tuple(file.get_slice(key).get_shape())
     return shapes
@@ -105,8 +106,8 @@ class RecurrentGenerationMixin(GenerationMixin):
 
 class CausalLMHead:
     """
-    Mixin: next-token logits over the model at `base_model_prefix`; the class names its projection, (width, vocabulary), in
-    `lm_head_name`.
+    Mixin: next-token logits over the model at `base_model_prefix`; the class names its projection, (width,
+    vocabulary), in `lm_head_name`.
     """
 
     lm_head_name: str
@@ -186,8 +187,8 @@ class SequenceClassificationHead:
             labels: (batch) class ids, or targets of a regression, or (batch, classes) of a multi-label problem
                 (`config.problem_type`).
 
-        Without `attention_mask`, a run of `pad_token_id` at either end of a row counts as padding. Other arguments: see the
-        base model.
+        Without `attention_mask`, a run of `pad_token_id` at either end of a row counts as padding. Other arguments:
+        see the base model.
 
         Returns:
             loss where `labels` are given, logits (batch, `num_labels`), past_key_values, hidden_states.

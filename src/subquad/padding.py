@@ -2,8 +2,9 @@
 The one place where padded batches and packed documents are made exact.
 
 A recurrent model is exact under padding when a padding token changes no state, the first real token finds as its
-predecessor what came before the padding, and what is read at the end of a row comes from its last real token. All three
-follow from one rule: where a token is padding, what a mixer sees of it is what it saw of the last real token before.
+predecessor what came before the padding, and what is read at the end of a row comes from its last real token. All
+three follow from one rule: where a token is padding, what a mixer sees of it is what it saw of the last real token
+before.
 """
 
 from collections.abc import Callable
@@ -29,10 +30,10 @@ class Tokens:
         batch, length, device: of the call's tokens.
         attention_mask: (batch, at least `length`), 0 where a token is padding; its last `length` columns are read, the
             ones before belong to tokens of earlier calls. Padding may stand before or after the tokens of a row.
-        position_ids: (batch or 1, length). A position that does not follow on the one before begins a new document. Read
-            only where nothing is padded; not read while the model is traced (pass `cu_seqlens` then).
-        cu_seqlens: (documents + 1), the borders 0, ..., length of documents packed into one row. The first document of a
-            call continues the cache.
+        position_ids: (batch or 1, length). A position that does not follow on the one before begins a new document.
+            Read only where nothing is padded; not read while the model is traced (pass `cu_seqlens` then).
+        cu_seqlens: (documents + 1), the borders 0, ..., length of documents packed into one row. The first document of
+            a call continues the cache.
 
     Raises:
         ValueError: where a shape does not fit, a mask has holes, or documents are packed into a padded batch.
@@ -109,8 +110,8 @@ class Tokens:
             state: the x of the last real token of earlier calls, (batch, width); None where there was none.
 
         Returns:
-            For every token the x of the real token before it, zero where it is the first of its text, and for every token
-            the x of the last real one up to it; the last column of the latter is the next call's state.
+            For every token the x of the real token before it, zero where it is the first of its text, and for every
+            token the x of the last real one up to it; the last column of the latter is the next call's state.
         """
         if state is None:
             state = torch.zeros_like(x[:, 0])
@@ -139,9 +140,9 @@ class Tokens:
         self, operator: Callable, inputs: tuple[torch.Tensor, ...], weights: tuple[torch.Tensor, ...], state
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Calls `operator(*inputs, *weights, state, cu_seqlens=...)` for inputs (batch, length, ...) and a state (batch, ...)
-        or None, so that documents do not see each other. Returns the output (batch, length, ...) and the state after
-        the last document of every row.
+        Calls `operator(*inputs, *weights, state, cu_seqlens=...)` for inputs (batch, length, ...) and a state (batch,
+        ...) or None, so that documents do not see each other. Returns the output (batch, length, ...) and the state
+        after the last document of every row.
         """
         if self.cu_seqlens is None:
             return operator(*inputs, *weights, state)

@@ -13,7 +13,7 @@ from rwkv_files import hub_tensors, trainer_tensors, write_trainer_file
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-import subquad  # noqa: F401 (registers the models)
+import subquad  # noqa: F401 (registers the architectures)
 from subquad.cli import main
 from subquad_conversion import ConversionError, convert
 from subquad_conversion.writer import parse_size

@@ -8,7 +8,7 @@ import torch
 from rwkv_files import reference_logits, write_trainer_file
 from transformers import AutoModelForCausalLM
 
-import subquad  # noqa: F401 (registers the models)
+import subquad  # noqa: F401 (registers the architectures)
 from subquad.cli import main
 
 

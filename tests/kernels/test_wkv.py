@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+
 from subquad_kernels import wkv, wkv_state
 from subquad_kernels.wkv import _wkv
 

@@ -4,11 +4,12 @@ import json
 import math
 
 import pytest
-import subquad
 import torch
 from architectures import each_causal, model_class, random_ids, tiny_config, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
+
+import subquad
 
 
 # Table 10 of the paper.

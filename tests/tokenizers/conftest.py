@@ -5,7 +5,7 @@ import pytest
 import rwkv
 from rwkv.rwkv_tokenizer import TRIE_TOKENIZER
 
-import subquad  # noqa: F401 (registers with AutoTokenizer)
+import subquad  # noqa: F401 (registers the architectures)
 from subquad_tokenizers import RwkvWorldTokenizer, RwkvWorldTokenizerFast
 
 

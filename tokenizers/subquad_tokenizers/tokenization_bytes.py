@@ -57,8 +57,8 @@ class ByteTokenizer(PreTrainedTokenizerFast):
         kwargs: as in `PreTrainedTokenizerFast`.
     """
 
-    vocab_files_names = {"tokenizer_file": "tokenizer.json"}  # noqa: RUF012
-    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
+    vocab_files_names = {"tokenizer_file": "tokenizer.json"}
+    model_input_names = ["input_ids", "attention_mask"]
     padding_side = "left"
 
     def __init__(

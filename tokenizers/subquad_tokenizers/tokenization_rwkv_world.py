@@ -99,8 +99,8 @@ class RwkvWorldTokenizer(PreTrainedTokenizer):
         kwargs: as in `PreTrainedTokenizer`.
     """
 
-    vocab_files_names = {"vocab_file": WORLD_VOCAB_FILE_NAME}  # noqa: RUF012
-    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
+    vocab_files_names = {"vocab_file": WORLD_VOCAB_FILE_NAME}
+    model_input_names = ["input_ids", "attention_mask"]
     padding_side = "left"
 
     def __init__(
@@ -235,8 +235,8 @@ class RwkvWorldTokenizerFast(PreTrainedTokenizerFast):
         kwargs: as in `PreTrainedTokenizerFast`.
     """
 
-    vocab_files_names = {"vocab_file": WORLD_VOCAB_FILE_NAME, "tokenizer_file": "tokenizer.json"}  # noqa: RUF012
-    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
+    vocab_files_names = {"vocab_file": WORLD_VOCAB_FILE_NAME, "tokenizer_file": "tokenizer.json"}
+    model_input_names = ["input_ids", "attention_mask"]
     padding_side = "left"
 
     def __init__(

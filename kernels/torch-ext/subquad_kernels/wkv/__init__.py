@@ -87,11 +87,12 @@ def wkv(
         r: receptance, (B, T, H, K), T at least 1. It is not scaled.
         k: key, (B, T, H, K).
         v: value, (B, T, H, V).
-        log_w: logarithm of the decay, at most 0: (B, T, H, K) for a decay a step (Finch), (H, K) for a static one (Eagle).
+        log_w: logarithm of the decay, at most 0: (B, T, H, K) for a decay a step (Finch), (H, K) for a static one
+            (Eagle).
         u: bonus of the current token, (H, K).
         initial_state: state before the first token, (B, H, K, V), or (N, H, K, V) with `cu_seqlens`; zeros where None.
-        cu_seqlens: int32 or int64 (N + 1), the borders 0, ..., T of N documents packed into one row (B = 1); each starts
-            from its own initial state.
+        cu_seqlens: int32 or int64 (N + 1), the borders 0, ..., T of N documents packed into one row (B = 1); each
+            starts from its own initial state.
         backend: `"auto"`, `"eager"` (parallel over time) or `"reference"` (the plain recurrence).
 
     Returns:
@@ -127,7 +128,7 @@ def wkv(
 def wkv_state(
     state: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, log_w: torch.Tensor, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """The state of [`wkv`] alone: `state` (B, H, K, V, or None for zeros) after the tokens k, v, log_w (B, T, H, .)."""
+    """The state of [`wkv`] alone: `state` (B, H, K, V; None for zeros) after the tokens k, v, log_w (B, T, H, .)."""
     return wkv(k, k, v, log_w, k.new_zeros(k.shape[2:]), state, backend=backend)[1]
 
 

@@ -1,14 +1,17 @@
 """
 WKV in plain torch, parallel over time, for any device.
 
-The sequence is cut into chunks. Inside a chunk the token pairs are covered by halving: of two neighbouring blocks, every
-token of the right one reads every token of the left one through one matrix product, after r has been decayed from the
-border to its token and k from its token to the border. Blocks then merge, and blocks twice as long follow. At the end r
-is decayed from the start of its chunk and k to the end, which is what passing the state from chunk to chunk needs.
+The sequence is cut into chunks. Inside a chunk the token pairs are covered by halving: of two neighbouring blocks,
+every token of the right one reads every token of the left one through one matrix product, after r has been decayed
+from the border to its token and k from its token to the border. Blocks then merge, and blocks twice as long follow. At
+the end r is decayed from the start of its chunk and k to the end, which is what passing the state from chunk to chunk
+needs.
 
 Every factor is the exponential of a sum of log decays, never of a difference: none exceeds 1 and none suffers
 cancellation, whatever the decays. The price is log2(chunk) products over blocks in place of one over chunks.
 """
+
+import itertools
 
 import torch
 
@@ -26,11 +29,11 @@ def wkv_step(
 
 
 class _Layout:
-    """How sequences lie in chunks: (B, T, H, .) <-> (B, H, N, C, .), the gaps filled with tokens that change nothing."""
+    """How sequences lie in chunks: (B, T, H, .) <-> (B, H, N, C, .), gaps filled with tokens that change nothing."""
 
     def __init__(self, length: int, cu_seqlens: torch.Tensor | None, device: torch.device):
         bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
-        lengths = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
         if bounds[0] != 0 or bounds[-1] != length or min(lengths) < 0:
             raise ValueError(f"`cu_seqlens` must rise from 0 to {length}, got {bounds}.")
         self.length = length
@@ -132,8 +135,8 @@ def wkv_chunked_backward(
     cu_seqlens: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """
-    Gradients of r, k, v, log_w, u and, where it is given, initial_state. What the forward pass computed is computed again,
-    so that only its inputs are kept between the two.
+    Gradients of r, k, v, log_w, u and, where it is given, initial_state. What the forward pass computed is computed
+    again, so that only its inputs are kept between the two.
     """
     layout, static_decay = _Layout(k.shape[1], cu_seqlens, k.device), log_w.dim() == 2
     r, k, v, log_w, g = (layout.to_chunks(x) for x in (r, k, v, log_w.expand_as(k), grad_out))

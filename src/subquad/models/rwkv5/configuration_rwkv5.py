@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig
 @strict
 class Rwkv5Config(PreTrainedConfig):
     r"""
-    Configuration of an Eagle (RWKV-5.2) model, section 4.1 of "Eagle and Finch" (arXiv:2404.05892). The names are those
-    of the published `config.json` files, all of whose fields are accepted.
+    Configuration of an Eagle (RWKV-5.2) model, section 4.1 of "Eagle and Finch" (arXiv:2404.05892). The names are
+    those of the published `config.json` files, all of whose fields are accepted.
 
     Args:
         vocab_size: number of token ids, V.
@@ -16,19 +16,20 @@ class Rwkv5Config(PreTrainedConfig):
         hidden_size: model dimension, D.
         num_hidden_layers: number of blocks, L.
         attention_hidden_size: summed width of the heads; `hidden_size` where None.
-        num_attention_heads: number of heads, h; `attention_hidden_size / head_size` where None. Published files hold the
-            size of a head (64) in this field: a 64 that does not fit is read that way.
+        num_attention_heads: number of heads, h; `attention_hidden_size / head_size` where None. Published files hold
+            the size of a head (64) in this field: a 64 that does not fit is read that way.
         head_size: width of a head; 64 where neither it nor `num_attention_heads` says otherwise.
         head_size_divisor: the group norm over the heads has epsilon 1e-5 * head_size_divisor ** 2.
         intermediate_size: width of the channel mix; 3.5 * `hidden_size`, rounded down to a multiple of 32, where None.
         layer_norm_epsilon: epsilon of every layer norm but the one over the heads.
-        initializer_range: the embeddings start uniform in +- this; the paper takes the maximum learning rate (table 14).
+        initializer_range: the embeddings start uniform in +- this; the paper takes the maximum learning rate (table
+            14).
         rescale_every: accepted and kept, without effect: it halved weights for the float16 runtime of the time.
     """
 
     model_type = "rwkv5"
-    attribute_map = {"max_position_embeddings": "context_length", "head_dim": "head_size"}  # noqa: RUF012
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    attribute_map = {"max_position_embeddings": "context_length", "head_dim": "head_size"}
+    keys_to_ignore_at_inference = ["past_key_values"]
 
     vocab_size: int = 65536
     context_length: int = 4096
@@ -85,7 +86,8 @@ class Rwkv5Config(PreTrainedConfig):
         Takes from a checkpoint's tensors what published `config.json` files leave out or misstate.
 
         Args:
-            shapes: tensor name (canonical, `rwkv.blocks.0.attention...`) to shape; names that are absent change nothing.
+            shapes: tensor name (canonical, `rwkv.blocks.0.attention...`) to shape; names that are absent change
+                nothing.
         """
         if (shape := shapes.get("rwkv.blocks.0.attention.time_faaaa")) is not None:
             self.num_attention_heads, self.head_size = shape

@@ -2,13 +2,14 @@
 
 import torch
 import torch.nn.functional as F
-from subquad_kernels import wkv, wkv_state
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
+
+from subquad_kernels import wkv, wkv_state
 
 from ...cache import RecurrentCache, RecurrentLayer, check_cache
 from ...heads import (
@@ -224,8 +225,8 @@ class Rwkv6Model(Rwkv6PreTrainedModel):
         """
         Args:
             input_ids: (batch, length) token ids.
-            attention_mask: (batch, length), 0 where a token is padding, before or after a row's text; with a cache it may
-                also cover the tokens of earlier calls.
+            attention_mask: (batch, length), 0 where a token is padding, before or after a row's text; with a cache it
+                may also cover the tokens of earlier calls.
             position_ids: (batch, length); read only to find where packed documents begin (a position that does not
                 follow on the one before). They have no other influence.
             past_key_values: the state after earlier tokens, updated in place.
@@ -234,9 +235,9 @@ class Rwkv6Model(Rwkv6PreTrainedModel):
             cu_seqlens: (documents + 1), the borders of documents packed into one row.
 
         Returns:
-            last_hidden_state (batch, length, hidden_size), where padding after a text repeats its last token and padding
-            before it is zero; past_key_values; hidden_states (embeddings and the output of every block, the last one
-            normalised).
+            last_hidden_state (batch, length, hidden_size), where padding after a text repeats its last token and
+            padding before it is zero; past_key_values; hidden_states (embeddings and the output of every block, the
+            last one normalised).
 
         Raises:
             ValueError: before any work, where an argument does not fit; the message names it.
@@ -272,7 +273,7 @@ class Rwkv6ForCausalLM(CausalLMHead, Rwkv6PreTrainedModel, RecurrentGenerationMi
     """Finch with the head that predicts the next token."""
 
     lm_head_name = "head"
-    _tied_weights_keys = {"head.weight": "rwkv.embeddings.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"head.weight": "rwkv.embeddings.weight"}
 
     def __init__(self, config: Rwkv6Config):
         super().__init__(config)
