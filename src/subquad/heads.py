@@ -13,8 +13,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassi
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, can_return_tuple
 from transformers.utils.hub import cached_file
 
+from subquad_kernels import linear
+
 from .cache import RecurrentCache
 from .padding import can_look_at
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` by way of [`subquad_kernels.linear`]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 def embed(embeddings: nn.Embedding, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None):

@@ -71,12 +71,12 @@ def _decayed(r, k, total):
     """For each block size: (block, r, k, total), total (..., C / block, K) being a block's summed log decay."""
     block, levels = 1, [(1, r, k, total)]
     while block < r.shape[-2]:
-        total_left, total_right = total.unflatten(-2, (-1, 2)).unbind(-2)
+        factor_left, factor_right = total.exp().unsqueeze(-2).unflatten(-3, (-1, 2)).unbind(-3)
         r_left, r_right = _halves(r, block)
         k_left, k_right = _halves(k, block)
-        r = _join(r_left, r_right * total_left.exp().unsqueeze(-2))
-        k = _join(k_left * total_right.exp().unsqueeze(-2), k_right)
-        total = total_left + total_right
+        r = _join(r_left, r_right * factor_left)
+        k = _join(k_left * factor_right, k_right)
+        total = total.unflatten(-2, (-1, 2)).sum(-2)
         block *= 2
         levels.append((block, r, k, total))
     return levels

@@ -14,6 +14,7 @@ from subquad_kernels import wkv, wkv_state
 from ...cache import RecurrentCache, RecurrentLayer, check_cache
 from ...heads import (
     CausalLMHead,
+    Linear,
     RecurrentGenerationMixin,
     SequenceClassificationHead,
     SizesFromCheckpoint,
@@ -54,11 +55,11 @@ class Rwkv6TimeMixing(nn.Module):
         self.time_decay_w2 = nn.Parameter(torch.empty(config.lora_rank_decay, inner))
         self.time_faaaa = nn.Parameter(torch.empty(self.num_heads, self.head_size))
 
-        self.receptance = nn.Linear(width, inner, bias=False)
-        self.key = nn.Linear(width, inner, bias=False)
-        self.value = nn.Linear(width, inner, bias=False)
-        self.gate = nn.Linear(width, inner, bias=False)
-        self.output = nn.Linear(inner, width, bias=False)
+        self.receptance = Linear(width, inner, bias=False)
+        self.key = Linear(width, inner, bias=False)
+        self.value = Linear(width, inner, bias=False)
+        self.gate = Linear(width, inner, bias=False)
+        self.output = Linear(inner, width, bias=False)
         self.ln_x = Rwkv6HeadNorm(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
 
     def ddlerp(self, x: torch.Tensor, previous: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -100,9 +101,9 @@ class Rwkv6ChannelMixing(nn.Module):
         self.layer_idx = layer_idx
         self.time_maa_k = nn.Parameter(torch.empty(1, 1, config.hidden_size))
         self.time_maa_r = nn.Parameter(torch.empty(1, 1, config.hidden_size))
-        self.key = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.receptance = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.value = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.key = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.receptance = Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.value = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
         previous, seen = tokens.shift(x, state and state.get("feed_forward_shift"))
@@ -278,7 +279,7 @@ class Rwkv6ForCausalLM(CausalLMHead, Rwkv6PreTrainedModel, RecurrentGenerationMi
     def __init__(self, config: Rwkv6Config):
         super().__init__(config)
         self.rwkv = Rwkv6Model(config)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
 
@@ -289,7 +290,7 @@ class Rwkv6ForSequenceClassification(SequenceClassificationHead, Rwkv6PreTrained
         super().__init__(config)
         self.num_labels = config.num_labels
         self.rwkv = Rwkv6Model(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
 
