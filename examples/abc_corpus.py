@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import random
 import re
 import unicodedata
 from collections import Counter
@@ -177,6 +178,57 @@ def read_folder(folder: str) -> list[str]:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         tunes += re.split(r"^(?=X:)", text, flags=re.MULTILINE)[1:]
     return tunes
+
+
+_LETTERS = "CDEFGAB"
+_FIFTHS = "FCGDAEB"
+# Keys that fiddle tunes are written in, by mode; and how many sharps fewer than major the mode has.
+_KEYS = {
+    "": (("C", "D", "F", "G", "A", "Bb"), 0),
+    "mix": (("A", "D", "E", "G"), 1),
+    "dor": (("A", "D", "E", "G"), 2),
+    "m": (("A", "B", "D", "E", "G"), 3),
+}
+_LOWEST, _HIGHEST = -3, 16  # G, to e', counted in steps from middle C
+_ACCIDENTALS = {"_": -1, "=": 0, "^": 1}
+_NOTE = re.compile(r"([_^=]?)([A-Ga-g])([,']*)")
+
+
+def _signature(tonic: str, mode: str) -> dict[str, int]:
+    """What a key signature does to each letter: 1 a sharp, -1 a flat."""
+    sharps = _FIFTHS.index(tonic[0]) - 1 + 7 * tonic.count("#") - 7 * tonic.count("b") - _KEYS[mode][1]
+    return {x: (i < sharps) - (6 - i < -sharps) for i, x in enumerate(_FIFTHS)}
+
+
+def transpose(tune: str, generator: random.Random) -> str:
+    """
+    The tune in a random usual key of its mode that keeps it in the fiddle's range and needs no double accidentals; the
+    tune as it is where there is none.
+    """
+    header, key, body = re.fullmatch(r"(.*?\nK:)(.*?)(\n.*)", tune, re.DOTALL).groups()
+    tonic, mode = re.fullmatch(r"([A-G][#b]?)(.*)", key).groups()
+    if mode not in _KEYS or "__" in body or "^^" in body:
+        return tune
+    before = _signature(tonic, mode)
+    for target in generator.sample(_KEYS[mode][0], len(_KEYS[mode][0])):
+        shift = (_LETTERS.index(target[0]) - _LETTERS.index(tonic[0]) + 3) % 7 - 3
+        after = _signature(target, mode)
+        notes = []
+        for accidental, letter, marks in _NOTE.findall(body):
+            octave = letter.islower() + marks.count("'") - marks.count(",")
+            step = _LETTERS.index(letter.upper()) + 7 * octave + shift
+            octave, moved = step // 7, _LETTERS[step % 7]
+            if accidental:
+                # As far from the new signature as it was from the old one.
+                alteration = _ACCIDENTALS[accidental] - before[letter.upper()] + after[moved]
+                accidental = next((sign for sign, value in _ACCIDENTALS.items() if value == alteration), None)
+            if accidental is None or not _LOWEST <= step <= _HIGHEST:
+                break
+            notes.append(accidental + (moved.lower() if octave > 0 else moved) + "," * -octave + "'" * (octave - 1))
+        else:
+            # `notes` is used up by one substitution.
+            return f"{header}{target}{mode}{_NOTE.sub(lambda _, left=iter(notes): next(left), body)}"
+    return tune
 
 
 def load_corpus(folders: tuple[str, ...] = FOLDERS) -> Corpus:

@@ -25,7 +25,7 @@ from string import Template
 import torch
 import torch.nn.functional as F
 from abc_check import find_fault
-from abc_corpus import FOLDERS, MAX_BYTES, load_corpus
+from abc_corpus import FOLDERS, MAX_BYTES, load_corpus, transpose
 from tqdm import tqdm
 from transformers import GenerationConfig
 
@@ -78,13 +78,13 @@ def parse_arguments() -> argparse.Namespace:
 
 def pack(tunes: list[str], context: int, generator: random.Random) -> torch.Tensor:
     """
-    An epoch's rows, (rows, context): whole tunes in random order, each followed by the boundary, -1 where a row is
-    left empty. Every other row begins with a boundary, so that the model knows both beginnings.
+    An epoch's rows, (rows, context): whole tunes in random order and keys, each followed by the boundary, -1 where a
+    row is left empty. Every other row begins with a boundary, so that the model knows both beginnings.
     """
     open_rows: list[list[int]] = []
     full_rows: list[list[int]] = []
     for tune in generator.sample(tunes, len(tunes)):
-        ids = [*tune.encode("ascii"), BOUNDARY]
+        ids = [*transpose(tune, generator).encode("ascii"), BOUNDARY]
         row = next((row for row in open_rows if len(row) + len(ids) <= context), None)
         if row is None:
             row = [BOUNDARY] * generator.randrange(2)

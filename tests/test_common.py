@@ -6,6 +6,7 @@ from architectures import VOCABULARY, each_causal, model_class, random_ids, tiny
 from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import subquad
+from subquad.padding import Tokens
 
 
 each_head = pytest.mark.parametrize(
@@ -219,6 +220,82 @@ def test_adapters(model_type, tmp_path):
     torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected)
     assert not torch.allclose(expected, tiny_model(model_type)(ids).logits, atol=1e-2)
     torch.testing.assert_close(loaded.merge_and_unload()(ids).logits, expected, atol=1e-3, rtol=1e-3)
+
+
+@each_causal
+def test_an_adapter_directory_loads_as_a_model(model_type, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    tiny_model(model_type).save_pretrained(tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    adapted = get_peft_model(base, LoraConfig(target_modules=["key"], init_lora_weights=False, task_type="CAUSAL_LM"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = model_class(model_type, "AutoModelForCausalLM").from_pretrained(tmp_path / "adapter")
+    ids = random_ids(1, 9)
+    torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits)
+
+
+@each_causal
+def test_arguments_of_from_pretrained(model_type, tmp_path):
+    model, ids = tiny_model(model_type), random_ids(1, 9)
+    model.save_pretrained(tmp_path, variant="fp16")
+    config = tiny_config(model_type, num_attention_heads=6, head_size=8, max_position_embeddings=5)
+    before = config.to_dict()
+    loaded = type(model).from_pretrained(tmp_path, variant="fp16", config=config)
+    assert config.to_dict() == before
+    assert (loaded.config.head_size, loaded.config.context_length) == (16, 5)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+    loaded = type(model).from_pretrained(tmp_path, variant="fp16", max_position_embeddings=9, dtype="bfloat16")
+    assert (loaded.config.context_length, loaded.dtype) == (9, torch.bfloat16)
+    loaded = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+@each_causal
+def test_sizes_are_not_read_from_packed_weights(model_type):
+    config = tiny_config(model_type)
+    config.set_sizes_from_shapes({"rwkv.blocks.0.feed_forward.key.weight": (1536, 1)})
+    assert config.intermediate_size == 64
+
+
+@each_causal
+def test_mixed_dtypes_under_autocast(model_type):
+    """As on a GPU, where autocast computes layer norms in float32 whatever the weights."""
+    model, ids = tiny_model(model_type).to(torch.bfloat16), random_ids(1, 9)
+    expected = model(ids).logits
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.register_forward_pre_hook(lambda _m, inputs: (inputs[0].to(torch.bfloat16),))
+            module.register_forward_hook(lambda _m, _i, out: out.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(ids).logits
+    assert (out - expected).norm() / expected.norm() < 0.05
+
+
+def test_tokens_move_between_devices():
+    tokens = Tokens(2, 3, torch.device("cpu"), torch.tensor([[0, 1, 1], [1, 1, 1]]))
+    moved = tokens.to("meta")
+    assert moved.mask.device.type == "meta"
+    assert tokens.mask.device.type == "cpu"
+    assert moved.erase(torch.ones(2, 3, 4, device="meta")).device.type == "meta"
+    assert moved.shift(torch.ones(2, 3, 4, device="meta"), None)[0].device.type == "meta"
+
+
+@each_causal
+def test_classifier_refuses_packed_documents(model_type):
+    model = tiny_model(model_type, "AutoModelForSequenceClassification")
+    for name in ("cu_seqlens", "cu_seq_lens_q"):
+        with pytest.raises(ValueError, match="`cu_seqlens`: a classifier"):
+            model(random_ids(1, 6), **{name: torch.tensor([0, 6])})
+
+
+@each_causal
+def test_label_smoothing_shifts_the_labels(model_type, tmp_path):
+    model, ids = tiny_model(model_type), random_ids(2, 9)
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=1e-9, report_to=[], use_cpu=True)
+    trainer = Trainer(model=model, args=arguments)
+    loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    torch.testing.assert_close(loss, model(ids, labels=ids).loss)
 
 
 @each_causal

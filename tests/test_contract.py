@@ -168,6 +168,26 @@ def test_assisted_decoding(model_type):
 
 
 @each_causal
+def test_early_exit(model_type):
+    model, ids = tiny_model(model_type), random_ids(1, 6)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, assistant_early_exit=2, **options), model.generate(ids, **options))
+
+
+@each_causal
+def test_sampling_with_an_assistant(model_type):
+    model, ids = tiny_model(model_type), random_ids(1, 6)
+    options = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(0)
+    out = model.generate(ids, assistant_model=tiny_model(model_type, seed=5), **options)
+    assert out.shape == (1, 18)
+    # With one candidate token left there is nothing to choose.
+    options["top_k"] = 1
+    out = model.generate(ids, assistant_model=tiny_model(model_type, seed=5), **options)
+    assert torch.equal(out, model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0))
+
+
+@each_causal
 def test_continuing_from_a_returned_cache(model_type):
     model, ids = tiny_model(model_type), random_ids(2, 6)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -193,10 +213,15 @@ def test_inputs_embeds(model_type):
 
 
 @each_causal
-def test_chunked_prefill(model_type):
-    model, ids = tiny_model(model_type), random_ids(2, 30)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_chunked_prefill(model_type, side):
+    model = tiny_model(model_type)
+    # The short row is padding alone in several of the chunks.
+    ids, mask = padded([random_ids(n, seed=n) for n in (30, 5, 17)], side)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, prefill_chunk_size=7, **options), model.generate(ids, **options))
+    expected = model.generate(ids, attention_mask=mask, **options)
+    for size in (2, 7, 29):
+        assert torch.equal(model.generate(ids, attention_mask=mask, prefill_chunk_size=size, **options), expected)
 
 
 @each_causal
@@ -249,6 +274,33 @@ def test_crop_to_nothing(model_type):
 
 
 @each_causal
+def test_record_is_bounded(model_type):
+    model, ids = tiny_model(model_type), random_ids(1, 1500)
+    cache = RecurrentCache(model.config)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(ids[:, :700], past_key_values=cache)
+        for start in range(700, 1500, 100):
+            model(ids[:, start : start + 100], past_key_values=cache)
+        for layer in cache.layers:
+            for record in layer.records.values():
+                assert 256 <= record.tokens <= 512
+                assert all(x.untyped_storage().nbytes() <= 513 * x[0, 0].numel() * 4 for x in record.updates)
+        cache.crop(-250)
+        expected = model(ids[:, :1250]).past_key_values
+    for layer, layer_expected in zip(cache.layers, expected.layers, strict=True):
+        torch.testing.assert_close(layer.states, layer_expected.states, **TOLERANCE)
+
+
+@each_causal
+def test_recording_refuses_packed_documents(model_type):
+    model, cache = tiny_model(model_type), RecurrentCache(tiny_config(model_type))
+    cache.activate_past_recording()
+    with pytest.raises(ValueError, match="Packed documents"):
+        model(random_ids(1, 6), past_key_values=cache, cu_seqlens=torch.tensor([0, 2, 6]))
+
+
+@each_causal
 def test_crop_is_refused_where_nothing_was_recorded(model_type):
     model, ids = tiny_model(model_type), random_ids(1, 5)
     with torch.no_grad():
@@ -282,6 +334,10 @@ def test_cache_operations(model_type, tmp_path):
         selected = cache.clone()
         selected.batch_select_indices(torch.tensor([1]))
         torch.testing.assert_close(logits(selected, rows[:1]), expected[[1]], **TOLERANCE)
+
+        with torch.enable_grad():
+            attached = model(ids).past_key_values
+            torch.testing.assert_close(logits(attached, rows), expected)
 
         repeated = cache.clone()
         repeated.batch_repeat_interleave(2)
@@ -343,6 +399,10 @@ def test_packed_documents(model_type):
             torch.testing.assert_close(out.logits, expected, **TOLERANCE)
             for layer, layer_expected in zip(out.past_key_values.layers, last.layers, strict=True):
                 torch.testing.assert_close(layer.states, layer_expected.states, **TOLERANCE)
+        base = model.base_model
+        torch.testing.assert_close(
+            base(packed, cu_seq_lens_q=bounds).last_hidden_state, base(packed, cu_seqlens=bounds).last_hidden_state
+        )
         whole = model(packed).logits
         assert not torch.allclose(whole, expected, **TOLERANCE)
         # Positions that do not restart are one document, wherever they begin.
@@ -408,6 +468,17 @@ def test_gradient_checkpointing(model_type):
         for grad, grad_expected in zip(grads(), expected, strict=True):
             torch.testing.assert_close(grad, grad_expected)
         model.gradient_checkpointing_disable()
+
+
+@each_causal
+def test_gradient_checkpointing_and_caches(model_type):
+    model, ids = tiny_model(model_type), random_ids(1, 8)
+    cache = model(ids).past_key_values
+    model.train().gradient_checkpointing_enable()
+    assert model(ids, use_cache=True).past_key_values is None
+    with pytest.raises(ValueError, match="`past_key_values` cannot be continued in training with gradient"):
+        model(ids, past_key_values=cache)
+    assert model.eval()(ids, past_key_values=cache).past_key_values.get_seq_length() == 16
 
 
 @each_causal
@@ -477,7 +548,7 @@ def test_low_precision(model_type, dtype, tmp_path):
     assert out.logits.dtype == dtype
     error = (out.logits.float() - expected.logits).norm() / expected.logits.norm()
     assert error < (0.1 if dtype == torch.bfloat16 else 0.02)
-    for layer in out.past_key_values.layers:
+    for layer in out.past_key_values.layers[:-1]:
         assert layer.states["wkv"].dtype == torch.float32
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
@@ -516,11 +587,22 @@ def test_autocast(model_type):
         ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]}, "`attention_mask` must be"),
         ({"input_ids": [[1, 2, 3]], "attention_mask": [[[[1, 1, 1]]]]}, "`attention_mask` must be"),
         ({"input_ids": [[1, 2, 3]], "position_ids": [[0, 1]]}, "`position_ids` must be"),
-        ({"input_ids": [[1, 2], [3, 4]], "cu_seqlens": [0, 2]}, "`cu_seqlens`"),
+        ({"input_ids": [[1, 2, 3]], "position_ids": [[0, 1, 2]] * 2}, "`position_ids` must be"),
+        (
+            {"input_ids": [[1, 2, 3]], "attention_mask": [[0, 1, 1]], "position_ids": [[0, 1, 0]]},
+            "`position_ids` restart inside a row with padding",
+        ),
+        ({"input_ids": [[1, 2], [3, 4]], "cu_seqlens": [0, 2]}, "`cu_seqlens` describes one row"),
+        ({"input_ids": [[1, 2, 3]], "cu_seqlens": [0, 30]}, r"`cu_seqlens` must rise from 0 to 3.*got \[0, 30\]"),
+        ({"input_ids": [[1, 2, 3]], "cu_seqlens": [0, 3, 3]}, "`cu_seqlens` must rise"),
+        ({"input_ids": [[1, 2, 3]], "cu_seqlens": [[0, 3]]}, "`cu_seqlens` must be int32 or int64"),
+        ({"inputs_embeds": [[[0.0] * 47]]}, r"`inputs_embeds` must be \(batch, length, 48\)"),
     ],
 )
 def test_wrong_input(model_type, inputs, message):
     model = tiny_model(model_type)
+    with pytest.raises(ValueError, match=r"`input_ids` must be int64 or int32, got torch.float32"):
+        model(torch.ones(1, 2))
     inputs = {
         name: torch.tensor(value, dtype=torch.float32 if name == "inputs_embeds" else torch.long)
         for name, value in inputs.items()
@@ -536,15 +618,20 @@ def test_foreign_caches(model_type, tmp_path):
     deeper = tiny_config(model_type, num_hidden_layers=4)
     with pytest.raises(ValueError, match="`past_key_values` must be a RecurrentCache.*DynamicCache"):
         model(ids, past_key_values=DynamicCache(config=model.config))
-    with pytest.raises(ValueError, match=f"`past_key_values` is the cache of a `{other_type}` model"):
+    with pytest.raises(
+        ValueError, match=f"`past_key_values` is the cache of another model: `model_type` '{other_type}'"
+    ):
         model(ids, past_key_values=RecurrentCache(tiny_config(other_type)))
-    with pytest.raises(ValueError, match="model of 4 layers"):
+    with pytest.raises(ValueError, match="`num_hidden_layers` 4, not 3"):
         model(ids, past_key_values=RecurrentCache(deeper))
+    wider = RecurrentCache(tiny_config(model_type, hidden_size=96))
+    with pytest.raises(ValueError, match="`hidden_size` 96, not 48"):
+        model(ids, past_key_values=wider)
     cache = model(ids).past_key_values
     with pytest.raises(ValueError, match="`past_key_values` holds the state of 2 sequences, the input has 3"):
         model(random_ids(3, 1), past_key_values=cache)
     cache.save(tmp_path / "cache.safetensors")
-    with pytest.raises(ValueError, match="model of 3 layers"):
+    with pytest.raises(ValueError, match="`num_hidden_layers` 3, not 4"):
         RecurrentCache.load(tmp_path / "cache.safetensors", deeper)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="holds no cache"):

@@ -48,6 +48,9 @@ def run(code: str) -> subprocess.CompletedProcess:
         "from subquad import Rwkv6ForCausalLM",
         "from subquad.models.rwkv5.modeling_rwkv5 import Rwkv5ForCausalLM",
         "from subquad.cache import RecurrentCache",
+        # Asking where a module is does not import it.
+        "import subquad, importlib.util as u; u.find_spec('transformers.models.auto.modeling_auto')",
+        "import subquad, importlib, transformers.models.auto; importlib.reload(subquad)",
     ],
 )
 def test_any_order_of_imports(order):

@@ -7,7 +7,7 @@ the architectures below. Nothing heavy is imported until one of these classes is
 
 import importlib
 import importlib.abc
-import importlib.util
+import importlib.machinery
 import sys
 import warnings
 
@@ -36,7 +36,12 @@ ARCHITECTURES = {
     ),
 }
 
-_EXPORTS = {"RecurrentCache": "subquad.cache", "PRESETS": "subquad.presets", "preset_config": "subquad.presets"}
+_EXPORTS = {
+    "RecurrentCache": "subquad.cache",
+    "PRESETS": "subquad.presets",
+    "embedded_model": "subquad.info",
+    "preset_config": "subquad.presets",
+}
 for _model_type, (_folder, _config, _heads) in ARCHITECTURES.items():
     _EXPORTS[_config] = f"{_folder}.configuration_{_model_type}"
     _EXPORTS.update(dict.fromkeys(_heads.values(), f"{_folder}.modeling_{_model_type}"))
@@ -74,8 +79,8 @@ def _register_configurations() -> None:
 
     replaced = []
     for model_type, (_, config, _) in ARCHITECTURES.items():
-        if model_type in CONFIG_MAPPING:
-            replaced.append(f"{model_type} of {CONFIG_MAPPING[model_type].__module__.split('.')[0]}")
+        if model_type in CONFIG_MAPPING and (owner := CONFIG_MAPPING[model_type].__module__.split(".")[0]) != __name__:
+            replaced.append(f"{model_type} of {owner}")
         AutoConfig.register(model_type, __getattr__(config), exist_ok=True)
     if replaced:
         warnings.warn(f"subquad replaces the registration of {', '.join(replaced)}.", stacklevel=2)
@@ -90,9 +95,16 @@ def _register_tokenizers() -> None:
 def _register_models() -> None:
     from transformers.models.auto import modeling_auto
 
-    for _, config, heads in ARCHITECTURES.values():
+    # `register` tells the Auto classes; Trainer and the pipelines look at tables of names.
+    names = {
+        "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
+        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    }
+    for model_type, (_, config, heads) in ARCHITECTURES.items():
         for auto_class, head in heads.items():
             getattr(modeling_auto, auto_class).register(__getattr__(config), __getattr__(head), exist_ok=True)
+            names[auto_class][model_type] = head
 
 
 _PENDING = {
@@ -112,7 +124,9 @@ def _register_what_can_be(finished: str | None = None) -> None:
     for name in list(_PENDING):
         bases_ready = all(base not in sys.modules or ready(base) for base in _BASES)
         if ready(name) and (bases_ready or not name.endswith("modeling_auto")):
-            _PENDING.pop(name)()
+            register = _PENDING.pop(name, None)  # None where another thread was quicker
+            if register is not None:
+                register()
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -122,10 +136,10 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         self.watched = {*_PENDING, *_BASES}
 
     def find_spec(self, name, path, target=None):
-        if name not in self.watched:
+        # Asked for a spec is not yet imported: whoever asks gets one that registers when it is executed.
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in self.watched else None
+        if spec is None:
             return None
-        self.watched.remove(name)
-        spec = importlib.util.find_spec(name)
         run = spec.loader.exec_module
 
         def exec_module(module):

@@ -14,6 +14,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 
+# How many of the last tokens can be taken back while the past is recorded: far more than any draft is long.
+MAX_RECORDED = 256
+
+
 @dataclass
 class _Record:
     """What rebuilds one state: its value before the recorded tokens and what each of them contributed."""
@@ -22,17 +26,35 @@ class _Record:
     before: torch.Tensor | None
     updates: tuple[torch.Tensor, ...]
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.before = None if self.before is None else function(self.before)
-        self.updates = tuple(function(x) for x in self.updates)
+    @property
+    def tokens(self) -> int:
+        return self.updates[0].shape[1]
+
+    def state_after(self, tokens: int) -> torch.Tensor | None:
+        if tokens == 0:
+            return self.before
+        return self.replay(self.before, *(x[:, :tokens] for x in self.updates))
+
+    def extend(self, updates: tuple[torch.Tensor, ...]) -> None:
+        self.updates = tuple(torch.cat(pair, dim=1) for pair in zip(self.updates, updates, strict=True))
+
+    def shorten(self) -> None:
+        """Gives up the oldest tokens once there are twice as many as need be kept."""
+        if self.tokens > 2 * MAX_RECORDED:
+            self.before = self.state_after(self.tokens - MAX_RECORDED)
+            self.updates = tuple(x[:, -MAX_RECORDED:].clone() for x in self.updates)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "_Record":
+        before = None if self.before is None else function(self.before)
+        return _Record(self.replay, before, tuple(function(x) for x in self.updates))
 
 
-@dataclass
+@dataclass(eq=False)
 class RecurrentLayer:
     """The named states of one block; the batch comes first in every tensor."""
 
-    states: dict[str, torch.Tensor] = field(default_factory=dict)
-    records: dict[str, _Record] = field(default_factory=dict)
+    states: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    records: dict[str, _Record] = field(default_factory=dict, repr=False)
     record_past: bool = False
 
     # What transformers asks of a cache layer. The shapes are static, but `generate` would also build the 4D attention
@@ -59,41 +81,37 @@ class RecurrentLayer:
                 what an earlier one was and from what the tokens since then contributed.
             updates: those contributions, (batch, tokens, ...) each. They are kept only while the past is recorded.
         """
-        if self.record_past:
-            if name in self.records:
-                record = self.records[name]
-                record.updates = tuple(torch.cat(pair, dim=1) for pair in zip(record.updates, updates, strict=True))
-            else:
-                self.records[name] = _Record(replay, self.states.get(name), updates)
-        else:
+        if not self.record_past:
             self.records.clear()
+        elif name in self.records:
+            self.records[name].extend(updates)
+            self.records[name].shorten()
+        else:
+            self.records[name] = _Record(replay, self.states.get(name), updates)
+            self.records[name].shorten()
         self.states[name] = state
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every tensor by `function(tensor)`."""
-        self.states = {name: function(state) for name, state in self.states.items()}
-        for record in self.records.values():
-            record.map(function)
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RecurrentLayer":
+        """A layer of the same kind in which every tensor is `function(tensor)`."""
+        states = {name: function(state) for name, state in self.states.items()}
+        records = {name: record.map(function) for name, record in self.records.items()}
+        return type(self)(states, records, self.record_past)
 
     def activate_past_recording(self) -> None:
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        for name, record in self.records.items():
-            kept = record.updates[0].shape[1] + tokens_to_remove
-            if tokens_to_remove == 0:
-                continue
-            if kept > 0:
-                self.states[name] = record.replay(record.before, *(x[:, :kept] for x in record.updates))
-            elif record.before is not None:
-                self.states[name] = record.before
-            else:
+        for name, record in self.records.items() if tokens_to_remove else ():
+            state = record.state_after(record.tokens + tokens_to_remove)
+            if state is None:
                 del self.states[name]
+            else:
+                self.states[name] = state
         self.records.clear()
 
     @property
     def recorded_tokens(self) -> int:
-        return min((record.updates[0].shape[1] for record in self.records.values()), default=0)
+        return min((record.tokens for record in self.records.values()), default=0)
 
     @property
     def batch_size(self) -> int:
@@ -105,18 +123,6 @@ class RecurrentLayer:
     def reset(self) -> None:
         self.states.clear()
         self.records.clear()
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.map(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.map(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def offload(self) -> None:
-        self.map(lambda x: x.to("cpu", non_blocking=True))
 
 
 class RecurrentCache(Cache):
@@ -132,12 +138,36 @@ class RecurrentCache(Cache):
         config: configuration of the model that the cache is for.
     """
 
-    layer_class = RecurrentLayer
-
     def __init__(self, config: PreTrainedConfig):
-        super().__init__(layers=[self.layer_class() for _ in range(config.num_hidden_layers)])
-        self.model_type: str = config.model_type
+        # One layer more than there are blocks: what a model keeps of its own.
+        super().__init__(layers=[RecurrentLayer() for _ in range(config.num_hidden_layers + 1)])
+        self.sizes = _sizes(config)
         self.seen_tokens = 0
+
+    @property
+    def after_blocks(self) -> RecurrentLayer:
+        """What the model keeps after its blocks: the output of every row's last token."""
+        return self.layers[-1]
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether any token has been read."""
+        return self.batch_size > 0
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.layers = [layer.map(function) for layer in self.layers]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Takes for row i the states of row `beam_idx[i]`, as beam search wants it."""
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows `indices`, in that order."""
+        self._map(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row `repeats` times."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of tokens read so far, padding included."""
@@ -182,18 +212,19 @@ class RecurrentCache(Cache):
 
     def clone(self) -> "RecurrentCache":
         """An independent copy."""
-        return copy.deepcopy(self)
+        other = copy.copy(self)
+        other._map(torch.clone)
+        return other
 
     def to(self, device: torch.device | str) -> "RecurrentCache":
         """Moves the states to a device, in place, and returns the cache."""
-        for layer in self.layers:
-            layer.map(lambda x: x.to(device))
+        self._map(lambda x: x.to(device))
         return self
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of all states of all rows."""
-        return sum(state.numel() for layer in self.layers for state in layer.states.values())
+        """Number of elements of the states of all blocks, over all rows."""
+        return sum(state.numel() for layer in self.layers[:-1] for state in layer.states.values())
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the states to a safetensors file (the record of the past is left out)."""
@@ -202,7 +233,7 @@ class RecurrentCache(Cache):
             for i, layer in enumerate(self.layers)
             for name, state in layer.states.items()
         }
-        metadata = {"model_type": self.model_type, "layers": len(self.layers), "seen_tokens": self.seen_tokens}
+        metadata = {"sizes": self.sizes, "seen_tokens": self.seen_tokens}
         temporary = f"{os.fspath(path)}.incomplete"
         try:
             save_file(tensors, temporary, metadata={"format": "pt", "cache": json.dumps(metadata)})
@@ -224,12 +255,7 @@ class RecurrentCache(Cache):
             metadata = json.loads((file.metadata() or {}).get("cache", "null"))
             if metadata is None:
                 raise ValueError(f"{os.fspath(path)} holds no cache.")
-            found, wanted = (metadata["model_type"], metadata["layers"]), (cache.model_type, len(cache.layers))
-            if found != wanted:
-                raise ValueError(
-                    f"{os.fspath(path)} holds the cache of a `{found[0]}` model of {found[1]} layers; this one is a "
-                    f"`{wanted[0]}` model of {wanted[1]}."
-                )
+            _check_sizes(os.fspath(path), metadata["sizes"], cache.sizes)
             for key in file.keys():
                 _, index, name = key.split(".", 2)
                 cache.layers[int(index)].states[name] = file.get_tensor(key)
@@ -237,22 +263,33 @@ class RecurrentCache(Cache):
         return cache
 
 
-def check_cache(past_key_values: Any, config: PreTrainedConfig, batch: int) -> None:
+def check_cache(past_key_values: Any, config: PreTrainedConfig, batch: int, packed: bool = False) -> None:
     """
     Raises:
-        ValueError: where a cache is not one of this model, or not of this batch.
+        ValueError: where a cache is not one of this model, or not of this batch, or records what cannot be replayed.
     """
     if not isinstance(past_key_values, RecurrentCache):
         raise ValueError(
             f"`past_key_values` must be a RecurrentCache, which the model returns with `use_cache=True`; got "
             f"{type(past_key_values).__name__}."
         )
-    found = (past_key_values.model_type, len(past_key_values.layers))
-    if found != (config.model_type, config.num_hidden_layers):
-        raise ValueError(
-            f"`past_key_values` is the cache of a `{found[0]}` model of {found[1]} layers; this one is a "
-            f"`{config.model_type}` model of {config.num_hidden_layers}."
-        )
+    _check_sizes("`past_key_values`", past_key_values.sizes, _sizes(config))
     held = past_key_values.batch_size
     if held not in (-1, batch):
         raise ValueError(f"`past_key_values` holds the state of {held} sequences, the input has {batch}.")
+    if packed and any(layer.record_past for layer in past_key_values.layers):
+        raise ValueError("Packed documents cannot be read while `past_key_values` records the past.")
+
+
+def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    """What two models must have in common for one's states to fit the other."""
+    names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "head_size")
+    return {name: getattr(config, name, None) for name in names}
+
+
+def _check_sizes(what: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    wrong = [
+        f"`{name}` {found.get(name)!r}, not {value!r}" for name, value in wanted.items() if found.get(name) != value
+    ]
+    if wrong:
+        raise ValueError(f"{what} is the cache of another model: {', '.join(wrong)}.")

@@ -1,6 +1,6 @@
 """What every architecture shares: checks, loading, generation, and the heads."""
 
-import dataclasses
+import copy
 import json
 import os
 
@@ -10,13 +10,16 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, can_return_tuple
+from transformers.utils import can_return_tuple, find_adapter_config_file, logging
 from transformers.utils.hub import cached_file
 
 from subquad_kernels import linear
 
 from .cache import RecurrentCache
 from .padding import can_look_at
+
+
+logger = logging.get_logger(__name__)
 
 
 class Linear(nn.Linear):
@@ -36,14 +39,17 @@ def embed(embeddings: nn.Embedding, input_ids: torch.Tensor | None, inputs_embed
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
-    x = input_ids if inputs_embeds is None else inputs_embeds
-    if x.dim() != (2 if inputs_embeds is None else 3) or x.shape[1] == 0:
-        name, shape = (
-            ("input_ids", "(batch, length)") if inputs_embeds is None else ("inputs_embeds", "(batch, length, width)")
-        )
-        raise ValueError(f"`{name}` must be {shape} with at least one token, got {tuple(x.shape)}.")
+    width = embeddings.embedding_dim
     if inputs_embeds is not None:
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != width or inputs_embeds.numel() == 0:
+            shape = tuple(inputs_embeds.shape)
+            raise ValueError(f"`inputs_embeds` must be (batch, length, {width}) with at least one token, got {shape}.")
         return inputs_embeds
+    x = input_ids
+    if x.dim() != 2 or x.numel() == 0:
+        raise ValueError(f"`input_ids` must be (batch, length) with at least one token, got {tuple(x.shape)}.")
+    if x.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"`input_ids` must be int64 or int32, got {x.dtype}.")
     # One token was most likely chosen by the model itself; looking at it would make a GPU wait.
     if can_look_at(x) and (x.device.type == "cpu" or x.shape[1] > 1):
         low, high = torch.aminmax(x)
@@ -53,35 +59,67 @@ def embed(embeddings: nn.Embedding, input_ids: torch.Tensor | None, inputs_embed
     return embeddings(input_ids)
 
 
-class SizesFromCheckpoint:
-    """Mixin: `from_pretrained` reads from the checkpoint's tensors the sizes that published configurations lack."""
+class RecurrentModelMixin:
+    """What every recurrent model's base class adds to `PreTrainedModel`."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
-        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
-        if pretrained_model_name_or_path is not None and not isinstance(config, PreTrainedConfig):
-            # As the base class does it: arguments that are configuration fields override the file.
-            fields = ({f.name for f in dataclasses.fields(cls.config_class)} | {"num_labels"}) - {"dtype"}
-            overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in fields}
-            config = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **hub, **overrides)
-        if pretrained_model_name_or_path is not None:
-            config.set_sizes_from_shapes(_checkpoint_shapes(os.fspath(pretrained_model_name_or_path), hub))
-        return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+        """As in transformers; sizes that published configurations lack are read from the checkpoint's tensors."""
+        path = pretrained_model_name_or_path
+        if path is not None:
+            hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
+            source = _adapted_model(os.fspath(path), hub)
+            if isinstance(config, PreTrainedConfig):
+                config = copy.deepcopy(config)
+            else:
+                rest = {name: value for name, value in kwargs.items() if name not in hub}
+                config, rest = cls.config_class.from_pretrained(
+                    config or source, return_unused_kwargs=True, **hub, **rest
+                )
+                kwargs = {**hub, **rest}
+            config.set_sizes_from_shapes(_checkpoint_shapes(source, kwargs.get("variant"), hub))
+        return super().from_pretrained(path, *args, config=config, **kwargs)
+
+    def without_cache_if_checkpointing(self, use_cache: bool, past_key_values: RecurrentCache | None):
+        """
+        A block that is run again in the backward pass would read its tokens into the state twice.
+
+        Raises:
+            ValueError: where a cache was given all the same.
+        """
+        if not (self.training and (use_cache or past_key_values is not None) and self.is_gradient_checkpointing):
+            return use_cache, past_key_values
+        if past_key_values is not None:
+            raise ValueError("`past_key_values` cannot be continued in training with gradient checkpointing.")
+        logger.warning_once("`use_cache=True` is incompatible with gradient checkpointing: no cache is returned.")
+        return False, None
 
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
-def _checkpoint_shapes(path: str, hub: dict) -> dict[str, tuple[int, ...]]:
+def _adapted_model(path: str, hub: dict) -> str:
+    """The model that an adapter's directory was trained on; every other path as it is."""
+    adapter = find_adapter_config_file(
+        path, **{name: value for name, value in hub.items() if name != "force_download"}
+    )
+    if adapter is None:
+        return path
+    with open(adapter, encoding="utf-8") as file:
+        return json.load(file)["base_model_name_or_path"]
+
+
+def _checkpoint_shapes(path: str, variant: str | None, hub: dict) -> dict[str, tuple[int, ...]]:
     """Shapes of the first block's tensors, read from safetensors headers; empty where there is no such file."""
     hub = {**hub, "_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
+    suffix = f".{variant}.safetensors" if variant else ".safetensors"
     files = []
-    if (index := cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **hub)) is not None:
+    if (index := cached_file(path, f"model{suffix}.index.json", **hub)) is not None:
         with open(index, encoding="utf-8") as file:
             weight_map = json.load(file)["weight_map"]
         shards = sorted({shard for name, shard in weight_map.items() if ".blocks.0." in name})
         files = [cached_file(path, shard, **hub) for shard in shards]
-    elif (single := cached_file(path, SAFE_WEIGHTS_NAME, **hub)) is not None:
+    elif (single := cached_file(path, f"model{suffix}", **hub)) is not None:
         files = [single]
     shapes = {}
     for name in files:
@@ -160,7 +198,8 @@ class CausalLMHead:
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
-            cu_seqlens=cu_seqlens if cu_seqlens is not None else kwargs.pop("cu_seq_lens_q", None),
+            cu_seqlens=cu_seqlens,
+            cu_seq_lens_q=kwargs.pop("cu_seq_lens_q", None),
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept])
@@ -202,6 +241,8 @@ class SequenceClassificationHead:
         Returns:
             loss where `labels` are given, logits (batch, `num_labels`), past_key_values, hidden_states.
         """
+        if kwargs.get("cu_seqlens") is not None or kwargs.get("cu_seq_lens_q") is not None:
+            raise ValueError("`cu_seqlens`: a classifier reads one text a row, not packed documents.")
         if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
             real = (input_ids != self.config.pad_token_id).int()
             attention_mask = real.cummax(1).values & real.flip(1).cummax(1).values.flip(1)

@@ -7,6 +7,7 @@ three follow from one rule: where a token is padding, what a mixer sees of it is
 before.
 """
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -31,7 +32,7 @@ class Tokens:
         attention_mask: (batch, at least `length`), 0 where a token is padding; its last `length` columns are read, the
             ones before belong to tokens of earlier calls. Padding may stand before or after the tokens of a row.
         position_ids: (batch or 1, length). A position that does not follow on the one before begins a new document.
-            Read only where nothing is padded; not read while the model is traced (pass `cu_seqlens` then).
+            Not read while the model is traced (pass `cu_seqlens` then).
         cu_seqlens: (documents + 1), the borders 0, ..., length of documents packed into one row. The first document of
             a call continues the cache.
 
@@ -58,14 +59,17 @@ class Tokens:
 
         self.cu_seqlens = self._starts = None
         if cu_seqlens is not None:
-            if batch != 1 or self.mask is not None:
-                raise ValueError("`cu_seqlens` describes one row without padding; got a batch of several or a mask.")
-            self.cu_seqlens = cu_seqlens.to(device)
-            starts = torch.zeros(length + 1, dtype=torch.bool, device=device)
-            self._starts = starts.index_fill(0, self.cu_seqlens[1:].long(), True)[None, :length]
-            self._first, self._last = [0], [cu_seqlens.shape[0] - 2]
-        elif position_ids is not None and length > 1 and self.mask is None and can_look_at(position_ids):
+            self._read_borders(cu_seqlens.to(device))
+        elif position_ids is not None and length > 1:
             self._read_positions(position_ids.to(device))
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Tokens":
+        """A copy on another device, for models whose blocks lie on several."""
+        other = copy.copy(self)
+        for name in ("mask", "_source", "_starts", "cu_seqlens"):
+            if (x := getattr(self, name)) is not None:
+                setattr(other, name, x.to(device, non_blocking=non_blocking))
+        return other
 
     def _read_mask(self, attention_mask, device):
         if attention_mask is None:
@@ -74,7 +78,8 @@ class Tokens:
         if len(shape) != 2 or shape[0] != self.batch or shape[1] < self.length:
             raise ValueError(f"`attention_mask` must be ({self.batch}, {self.length} or more), got {shape}.")
         mask = attention_mask[:, -self.length :].to(device) != 0
-        if not can_look_at(mask):
+        # A GPU would have to wait at every step of a decoding loop, were the mask of a single token looked at.
+        if not can_look_at(mask) or (self.length == 1 and device.type != "cpu"):
             return mask
         if bool(mask.all()):
             return None
@@ -86,13 +91,39 @@ class Tokens:
             )
         return mask
 
+    def _read_borders(self, cu_seqlens):
+        if self.batch != 1 or self.mask is not None:
+            raise ValueError("`cu_seqlens` describes one row without padding; got a batch of several or a mask.")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"`cu_seqlens` must be int32 or int64 of shape (documents + 1,), got {cu_seqlens.dtype} "
+                f"{tuple(cu_seqlens.shape)}."
+            )
+        if can_look_at(cu_seqlens):
+            bounds = cu_seqlens.tolist()
+            if bounds[0] != 0 or bounds[-1] != self.length or sorted(set(bounds)) != bounds:
+                raise ValueError(
+                    f"`cu_seqlens` must rise from 0 to {self.length}, with no empty document; got {bounds}."
+                )
+        self.cu_seqlens = cu_seqlens
+        starts = torch.zeros(self.length + 1, dtype=torch.bool, device=cu_seqlens.device)
+        self._starts = starts.index_fill(0, cu_seqlens[1:].long(), True)[None, : self.length]
+        self._first, self._last = [0], [cu_seqlens.shape[0] - 2]
+
     def _read_positions(self, position_ids):
-        if position_ids.shape[-1] != self.length or position_ids.dim() != 2:
-            raise ValueError(f"`position_ids` must be ({self.batch}, {self.length}), got {tuple(position_ids.shape)}.")
+        shape = tuple(position_ids.shape)
+        if shape not in ((1, self.length), (self.batch, self.length)):
+            raise ValueError(f"`position_ids` must be ({self.batch}, {self.length}), got {shape}.")
+        if not can_look_at(position_ids):
+            return
         position_ids = position_ids.expand(self.batch, self.length)
         restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        if self.mask is not None:
+            restarts &= self.mask[:, 1:] & self.mask[:, :-1]  # the position of padding means nothing
         if not bool(restarts.any()):
             return
+        if self.mask is not None:
+            raise ValueError("`position_ids` restart inside a row with padding: documents are packed without any.")
         self._starts = torch.nn.functional.pad(restarts, (1, 0))
         begins = self._starts.clone()
         begins[:, 0] = True
@@ -132,9 +163,12 @@ class Tokens:
             return x
         return x.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (x.dim() - 2)), 0.0)
 
-    def repeat_last(self, x: torch.Tensor) -> torch.Tensor:
-        """What padding after a text reads is what its last token read, so that the last column serves every row."""
-        return self._fill(x, torch.zeros_like(x[:, 0]))
+    def repeat_last(self, x: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        What padding after a text reads is what its last token read, so that the last column serves every row; `before`
+        is what the last token of earlier calls read, (batch, width), zero where None.
+        """
+        return self._fill(x, torch.zeros_like(x[:, 0]) if before is None else before)
 
     def by_document(
         self, operator: Callable, inputs: tuple[torch.Tensor, ...], weights: tuple[torch.Tensor, ...], state

@@ -164,6 +164,24 @@ def test_operator_registration():
         torch.library.opcheck(_wkv, arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [1, 70])
+def test_autocast_changes_nothing(length, dtype):
+    inputs = {name: x.requires_grad_() for name, x in make(2, length).items()}
+
+    def with_grads(out, state):
+        return out, state, *torch.autograd.grad(out.sin().sum() + state.sin().sum(), list(inputs.values()))
+
+    expected = with_grads(*wkv(**inputs))
+    with torch.autocast("cpu", dtype=dtype):
+        found = wkv(**inputs)
+        reference = wkv(**inputs, backend="reference")
+    found = with_grads(*found)
+    assert all(x.dtype == torch.float32 for x in found)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(reference, found[:2], atol=1e-5, rtol=1e-5)
+
+
 def test_compiles_without_graph_breaks():
     compiled = torch.compile(lambda **kwargs: wkv(**kwargs)[0].square().mean(), fullgraph=True, backend="aot_eager")
     for length in (1, 33):
@@ -186,6 +204,7 @@ def test_state_alone():
         ({"r": torch.zeros(2, 5, 2, 7)}, r"`r` must have shape \(2, 5, 2, 8\)"),
         ({"k": torch.zeros(2, 0, 2, 8)}, "`k` must be"),
         ({"v": torch.zeros(2, 4, 2, 12)}, "`v` must have shape"),
+        ({"v": torch.tensor(1.0)}, "`v` must be"),
         ({"u": torch.zeros(2, 9)}, "`u` must have shape"),
         ({"log_w": torch.zeros(2, 5, 1, 8)}, "`log_w` must have shape"),
         ({"initial_state": torch.zeros(3, 2, 8, 12)}, "`initial_state` must have shape"),
@@ -200,16 +219,20 @@ def test_errors_name_the_argument(change, message):
         wkv(**{**make(2, 5), **change})
 
 
+@pytest.mark.parametrize("backend", ["eager", "reference"])
 @pytest.mark.parametrize("bounds", [[0, 3], [1, 5], [0, 4, 2, 5]])
-def test_wrong_document_borders(bounds):
+def test_wrong_document_borders(bounds, backend):
     with pytest.raises(ValueError, match="`cu_seqlens` must rise from 0 to 5"):
-        wkv(**{**make(1, 5), "initial_state": None}, cu_seqlens=torch.tensor(bounds))
+        wkv(**{**make(1, 5), "initial_state": None}, cu_seqlens=torch.tensor(bounds), backend=backend)
 
 
 def test_environment_chooses_the_backend(monkeypatch):
     inputs = make(1, 5)
     monkeypatch.setenv("SUBQUAD_BACKEND", "reference")
     torch.testing.assert_close(wkv(**inputs), wkv(**inputs, backend="eager"))
+    for neutral in ("", "auto"):
+        monkeypatch.setenv("SUBQUAD_BACKEND", neutral)
+        torch.testing.assert_close(wkv(**inputs), wkv(**inputs, backend="eager"))
     monkeypatch.setenv("SUBQUAD_BACKEND", "nothing")
     with pytest.raises(ValueError, match="SUBQUAD_BACKEND='nothing'"):
         wkv(**inputs)

@@ -1,6 +1,9 @@
-"""Which implementation of an operator runs."""
+"""Which implementation of an operator runs, and in which precision."""
 
+import contextlib
 import os
+
+import torch
 
 
 def choose_backend(operator: str, backend: str, available: tuple[str, ...], default: str) -> str:
@@ -17,8 +20,17 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], defa
         ValueError: where the operator has no such implementation.
     """
     source = "backend"
+    if backend == "auto" and os.environ.get("SUBQUAD_BACKEND"):
+        backend, source = os.environ["SUBQUAD_BACKEND"], "SUBQUAD_BACKEND"  # "auto" here too is the default
     if backend == "auto":
-        backend, source = os.environ.get("SUBQUAD_BACKEND", default), "SUBQUAD_BACKEND"
+        return default
     if backend not in available:
         raise ValueError(f"{source}={backend!r}: `{operator}` has {', '.join(available)}.")
     return backend
+
+
+def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """A context in which autocast leaves the dtypes of operations on tensors like x alone."""
+    if torch.amp.is_autocast_available(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()

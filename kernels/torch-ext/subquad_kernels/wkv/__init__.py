@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import choose_backend
+from ..backend import choose_backend, without_autocast
 from .eager import wkv_chunked, wkv_chunked_backward, wkv_step
 from .reference import wkv_reference
 
@@ -43,7 +43,8 @@ def _wkv_backward(
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    grads = wkv_chunked_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens)
+    with without_autocast(k):
+        grads = wkv_chunked_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens)
     return [x.contiguous() for x in grads]
 
 
@@ -81,7 +82,7 @@ def wkv(
 
         out_t = r_t (S_{t-1} + diag(u) k_tᵀ v_t),    S_t = diag(w_t) S_{t-1} + k_tᵀ v_t,    w_t = exp(log_w_t)
 
-    Computed in float32 whatever the dtype of r, k, v (in float64 where one of the inputs is).
+    Computed in float32 whatever the dtype of r, k, v, under autocast too (in float64 where one of the inputs is).
 
     Args:
         r: receptance, (B, T, H, K), T at least 1. It is not scaled.
@@ -112,16 +113,17 @@ def wkv(
     if initial_state is not None:
         initial_state = initial_state.to(dtype)
 
-    if backend == "reference":
-        out, state = wkv_reference(r, k, v, log_w, u, initial_state, cu_seqlens)
-    elif k.shape[1] == 1 and cu_seqlens is None:
-        if initial_state is None:
-            initial_state = v.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1])
-        log_w = log_w if log_w.dim() == 2 else log_w[:, 0]
-        out, state = wkv_step(r[:, 0], k[:, 0], v[:, 0], log_w, u, initial_state)
-        out = out.unsqueeze(1)
-    else:
-        out, state = _wkv(r, k, v, log_w, u, initial_state, cu_seqlens)
+    with without_autocast(k):
+        if backend == "reference":
+            out, state = wkv_reference(r, k, v, log_w, u, initial_state, cu_seqlens)
+        elif k.shape[1] == 1 and cu_seqlens is None:
+            if initial_state is None:
+                initial_state = v.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1])
+            log_w = log_w if log_w.dim() == 2 else log_w[:, 0]
+            out, state = wkv_step(r[:, 0], k[:, 0], v[:, 0], log_w, u, initial_state)
+            out = out.unsqueeze(1)
+        else:
+            out, state = _wkv(r, k, v, log_w, u, initial_state, cu_seqlens)
     return out.to(out_dtype), state
 
 
@@ -133,8 +135,9 @@ def wkv_state(
 
 
 def _check(r, k, v, log_w, u, initial_state, cu_seqlens):
-    if k.dim() != 4 or k.shape[1] == 0:
-        raise ValueError(f"`k` must be (batch, length >= 1, heads, key size), got {tuple(k.shape)}.")
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != 4 or x.shape[1] == 0:
+            raise ValueError(f"`{name}` must be (batch, length >= 1, heads, size), got {tuple(x.shape)}.")
     batch, length, heads, key_size = k.shape
     expected = {
         "r": (r, (batch, length, heads, key_size)),

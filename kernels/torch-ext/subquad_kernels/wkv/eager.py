@@ -15,6 +15,8 @@ import itertools
 
 import torch
 
+from .reference import document_bounds
+
 
 CHUNK_SIZE = 64
 
@@ -32,10 +34,8 @@ class _Layout:
     """How sequences lie in chunks: (B, T, H, .) <-> (B, H, N, C, .), gaps filled with tokens that change nothing."""
 
     def __init__(self, length: int, cu_seqlens: torch.Tensor | None, device: torch.device):
-        bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+        bounds = document_bounds(cu_seqlens, length)
         lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
-        if bounds[0] != 0 or bounds[-1] != length or min(lengths) < 0:
-            raise ValueError(f"`cu_seqlens` must rise from 0 to {length}, got {bounds}.")
         self.length = length
         self.chunk = min(CHUNK_SIZE, 1 << max(max(lengths) - 1, 0).bit_length())
         # Number of chunks of each sequence; a state passes through them and starts anew after them.
@@ -69,7 +69,8 @@ def _join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def _decayed(r, k, total):
     """For each block size: (block, r, k, total), total (..., C / block, K) being a block's summed log decay."""
-    block, levels = 1, [(1, r, k, total)]
+    block = 1
+    yield block, r, k, total
     while block < r.shape[-2]:
         factor_left, factor_right = total.exp().unsqueeze(-2).unflatten(-3, (-1, 2)).unbind(-3)
         r_left, r_right = _halves(r, block)
@@ -78,8 +79,7 @@ def _decayed(r, k, total):
         k = _join(k_left * factor_right, k_right)
         total = total.unflatten(-2, (-1, 2)).sum(-2)
         block *= 2
-        levels.append((block, r, k, total))
-    return levels
+        yield block, r, k, total
 
 
 def _enter(layout, decay, added, initial_state):
@@ -112,15 +112,15 @@ def wkv_chunked(
     """Arguments, shapes and results are those of [`subquad_kernels.wkv`]; all floating inputs have one dtype."""
     layout = _Layout(k.shape[1], cu_seqlens, k.device)
     r, k, v, log_w = (layout.to_chunks(x) for x in (r, k, v, log_w.expand_as(k)))
-    *levels, (_, r_chunk, k_chunk, total) = _decayed(r, k, log_w)
-
     out = (r * u[:, None, None] * k).sum(-1, keepdim=True) * v
-    for block, r, k, _ in levels:
-        (_, r_right), (k_left, _), (v_left, _) = _halves(r, block), _halves(k, block), _halves(v, block)
-        _halves(out, block)[1].add_(r_right @ k_left.mT @ v_left)
+    for block, r_decayed, k_decayed, total in _decayed(r, k, log_w):  # noqa: B007 (the last one is used below)
+        if block < layout.chunk:
+            (_, r_right), (k_left, _), (v_left, _) = (_halves(x, block) for x in (r_decayed, k_decayed, v))
+            _halves(out, block)[1].add_(r_right @ k_left.mT @ v_left)
 
-    entering, state = _enter(layout, total.exp().mT, k_chunk.mT @ v, initial_state)
-    return layout.from_chunks(out + r_chunk @ entering), state
+    # Now r is decayed from the start of its chunk, k to the end, and the total is the chunk's.
+    entering, state = _enter(layout, total.exp().mT, k_decayed.mT @ v, initial_state)
+    return layout.from_chunks(out + r_decayed @ entering), state
 
 
 def wkv_chunked_backward(
@@ -146,7 +146,8 @@ def wkv_chunked_backward(
 
     # The gradient of the state walks from the last chunk of each sequence to its first.
     read = r_chunk.mT @ g
-    leaving, grad_initial, n = [None] * read.shape[2], [None] * len(layout.chunks), read.shape[2]
+    n = read.shape[2]
+    leaving, grad_initial = [None] * n, [None] * len(layout.chunks)
     for sequence in reversed(range(len(layout.chunks))):
         grad = grad_state if layout.place is None else grad_state[sequence : sequence + 1]
         for _ in range(layout.chunks[sequence]):

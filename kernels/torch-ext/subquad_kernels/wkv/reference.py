@@ -5,6 +5,19 @@ import itertools
 import torch
 
 
+def document_bounds(cu_seqlens: torch.Tensor | None, length: int) -> list[int]:
+    """
+    The borders of the documents as numbers.
+
+    Raises:
+        ValueError: where they do not rise from 0 to `length`.
+    """
+    bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != length or sorted(bounds) != bounds:
+        raise ValueError(f"`cu_seqlens` must rise from 0 to {length}, got {bounds}.")
+    return bounds
+
+
 def wkv_reference(
     r: torch.Tensor,
     k: torch.Tensor,
@@ -22,8 +35,7 @@ def wkv_reference(
     w = log_w.expand(batch, length, heads, key_size).exp()
     documents = [(b, 0, length) for b in range(batch)]
     if cu_seqlens is not None:
-        bounds = cu_seqlens.tolist()
-        documents = [(0, start, stop) for start, stop in itertools.pairwise(bounds)]
+        documents = [(0, *borders) for borders in itertools.pairwise(document_bounds(cu_seqlens, length))]
 
     out, states = torch.zeros_like(v), []
     for n, (b, start, stop) in enumerate(documents):

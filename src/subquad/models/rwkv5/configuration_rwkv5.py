@@ -17,7 +17,7 @@ class Rwkv5Config(PreTrainedConfig):
         num_hidden_layers: number of blocks, L.
         attention_hidden_size: summed width of the heads; `hidden_size` where None.
         num_attention_heads: number of heads, h; `attention_hidden_size / head_size` where None. Published files hold
-            the size of a head (64) in this field: a 64 that does not fit is read that way.
+            the size of a head (64) in this field, so 64 always means that; give `head_size` where it does not.
         head_size: width of a head; 64 where neither it nor `num_attention_heads` says otherwise.
         head_size_divisor: the group norm over the heads has epsilon 1e-5 * head_size_divisor ** 2.
         intermediate_size: width of the channel mix; 3.5 * `hidden_size`, rounded down to a multiple of 32, where None.
@@ -92,7 +92,8 @@ class Rwkv5Config(PreTrainedConfig):
         if (shape := shapes.get("rwkv.blocks.0.attention.time_faaaa")) is not None:
             self.num_attention_heads, self.head_size = shape
             self.attention_hidden_size = shape[0] * shape[1]
-        if (shape := shapes.get("rwkv.blocks.0.feed_forward.key.weight")) is not None:
+        shape = shapes.get("rwkv.blocks.0.feed_forward.key.weight", ())
+        if len(shape) == 2 and shape[1] == self.hidden_size:  # not where it is packed to a few bits
             self.intermediate_size = shape[0]
 
 

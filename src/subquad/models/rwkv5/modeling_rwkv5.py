@@ -16,8 +16,8 @@ from ...heads import (
     CausalLMHead,
     Linear,
     RecurrentGenerationMixin,
+    RecurrentModelMixin,
     SequenceClassificationHead,
-    SizesFromCheckpoint,
     embed,
 )
 from ...padding import Tokens, last_token
@@ -58,17 +58,18 @@ class Rwkv5TimeMixing(nn.Module):
     def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
         previous, seen = tokens.shift(x, state and state.get("attention_shift"))
 
+        delta = x - previous
         heads = (*x.shape[:2], self.num_heads, self.head_size)
-        r = self.receptance(torch.lerp(previous, x, self.time_mix_receptance)).view(heads)
-        k = tokens.erase(self.key(torch.lerp(previous, x, self.time_mix_key))).view(heads)
-        v = self.value(torch.lerp(previous, x, self.time_mix_value)).view(heads)
-        v = v.float()  # so that the output stays float32 up to the norm
-        g = F.silu(self.gate(torch.lerp(previous, x, self.time_mix_gate)))
+        r = self.receptance(torch.addcmul(previous, delta, self.time_mix_receptance)).view(heads)
+        k = tokens.erase(self.key(torch.addcmul(previous, delta, self.time_mix_key))).view(heads)
+        v = self.value(torch.addcmul(previous, delta, self.time_mix_value)).view(heads)
+        g = F.silu(self.gate(torch.addcmul(previous, delta, self.time_mix_gate)))
         # Equation 5; padding neither adds to the state nor decays it.
         log_w = tokens.erase(-self.time_decay.float().exp().expand(heads))
 
         before = state and state.get("wkv")
-        out, after = tokens.by_document(wkv, (r, k, v, log_w), (self.time_faaaa,), before)  # equations 6, 8, 9
+        # A float32 v makes a float32 output, which the norm reads: float16 could not hold it.
+        out, after = tokens.by_document(wkv, (r, k, v.float(), log_w), (self.time_faaaa,), before)  # equations 6, 8, 9
         if state is not None:
             state.update("attention_shift", last_token(None, seen), last_token, seen)
             state.update("wkv", after, wkv_state, k, v, log_w)
@@ -92,9 +93,10 @@ class Rwkv5ChannelMixing(nn.Module):
         previous, seen = tokens.shift(x, state and state.get("feed_forward_shift"))
         if state is not None:
             state.update("feed_forward_shift", last_token(None, seen), last_token, seen)
-        k = self.key(torch.lerp(previous, x, self.time_mix_key))
+        delta = x - previous
+        k = self.key(torch.addcmul(previous, delta, self.time_mix_key))
         v = self.value(F.relu(k).square())
-        return torch.sigmoid(self.receptance(torch.lerp(previous, x, self.time_mix_receptance))) * v
+        return torch.sigmoid(self.receptance(torch.addcmul(previous, delta, self.time_mix_receptance))) * v
 
 
 class Rwkv5Block(GradientCheckpointingLayer):
@@ -116,13 +118,14 @@ class Rwkv5Block(GradientCheckpointingLayer):
         return x + self.feed_forward(self.ln2(x), tokens, state)
 
 
-class Rwkv5PreTrainedModel(SizesFromCheckpoint, PreTrainedModel):
+class Rwkv5PreTrainedModel(RecurrentModelMixin, PreTrainedModel):
     config: Rwkv5Config
     config_class = Rwkv5Config
     base_model_prefix = "rwkv"
     supports_gradient_checkpointing = True
     _no_split_modules = ("Rwkv5Block",)
     _can_compile_fullgraph = True
+    _skip_keys_device_placement = "past_key_values"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -209,11 +212,12 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
             attention_mask: (batch, length), 0 where a token is padding, before or after a row's text; with a cache it
                 may also cover the tokens of earlier calls.
             position_ids: (batch, length); read only to find where packed documents begin (a position that does not
-                follow on the one before). They have no other influence.
+                follow on the one before), and not while a graph is traced: `torch.compile` and export need
+                `cu_seqlens`. They have no other influence.
             past_key_values: the state after earlier tokens, updated in place.
             inputs_embeds: (batch, length, hidden_size), in place of `input_ids`.
             use_cache: whether to return the state; `config.use_cache` where None, but not in training.
-            cu_seqlens: (documents + 1), the borders of documents packed into one row.
+            cu_seqlens: (documents + 1), the borders of documents packed into one row; also as `cu_seq_lens_q`.
 
         Returns:
             last_hidden_state (batch, length, hidden_size), where padding after a text repeats its last token and
@@ -227,26 +231,35 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        use_cache, past_key_values = self.without_cache_if_checkpointing(use_cache, past_key_values)
         x = embed(self.embeddings, input_ids, inputs_embeds)
+        if cu_seqlens is None:
+            cu_seqlens = kwargs.get("cu_seq_lens_q")  # the name that transformers' collators use
         tokens = Tokens(*x.shape[:2], x.device, attention_mask, position_ids, cu_seqlens)
         if past_key_values is not None:
-            check_cache(past_key_values, self.config, x.shape[0])
+            check_cache(past_key_values, self.config, x.shape[0], packed=tokens.cu_seqlens is not None)
         elif use_cache:
             past_key_values = RecurrentCache(self.config)
 
-        hidden_states = [x]
-        for block in self.blocks:
+        hidden_states = (x,) if output_hidden_states else None
+        for block in self.blocks[: self.config.num_hidden_layers]:
             x = block(x, tokens, past_key_values=past_key_values)
-            hidden_states.append(x)
-        x = tokens.repeat_last(self.ln_out(x))
-        hidden_states[-1] = x
+            if output_hidden_states:
+                hidden_states += (x,)
+        x = self.ln_out(x)
 
-        if past_key_values is not None:
+        if past_key_values is None:
+            x = tokens.repeat_last(x)
+        else:
+            x = tokens.repeat_last(x, past_key_values.after_blocks.get("output"))
+            past_key_values.after_blocks.update("output", last_token(None, x), last_token, x)
             past_key_values.advance(x.shape[1])
+        if output_hidden_states:
+            hidden_states = (*hidden_states[:-1], x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            hidden_states=hidden_states,
         )
 
 
