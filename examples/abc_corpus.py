@@ -226,8 +226,8 @@ def transpose(tune: str, generator: random.Random) -> str:
                 break
             notes.append(accidental + (moved.lower() if octave > 0 else moved) + "," * -octave + "'" * (octave - 1))
         else:
-            # `notes` is used up by one substitution.
-            return f"{header}{target}{mode}{_NOTE.sub(lambda _, left=iter(notes): next(left), body)}"
+            rests = _NOTE.sub("\0", body).split("\0")
+            return f"{header}{target}{mode}" + "".join(map(str.__add__, rests, [*notes, ""]))
     return tune
 
 

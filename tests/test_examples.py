@@ -1,6 +1,7 @@
 """The example that trains finch-abc: corpus, checker and a run of three steps."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from abc_check import AbcError, find_fault, is_valid_tune, parse_length, parse_tune  # noqa: E402
-from abc_corpus import load_corpus, normalise, plain_key, plain_title  # noqa: E402
+from abc_corpus import load_corpus, normalise, plain_key, plain_title, transpose  # noqa: E402
 
 
 HEADER = "X:1\nT:The Test\nM:6/8\nL:1/8\nK:G\n"
@@ -40,6 +41,25 @@ def test_corpus_is_deterministic_and_a_tune_keeps_its_half(corpus):
     assert set(alone.train) <= set(corpus.train)
     assert 0.02 < len(corpus.validation) / len(corpus.train) < 0.1
     assert load_corpus(("miscFolk",)) == alone
+
+
+def test_transposed_tunes_sound_the_same(corpus):
+    from music21 import converter
+
+    def pitches(tune):
+        return [p.midi for note in converter.parse(tune, format="abc").flatten().notes for p in note.pitches]
+
+    generator = random.Random(0)
+    tunes = corpus.train[::40] + [tune for tune in corpus.train if "^" in tune or "=" in tune][:10]
+    keys = set()
+    for tune in tunes:
+        moved = transpose(tune, generator)
+        assert find_fault(moved, music21=False) is None
+        assert len({b - a for a, b in zip(pitches(tune), pitches(moved), strict=True)}) == 1, tune + moved
+        keys.add((tune.split("\n")[4], moved.split("\n")[4]))
+    assert len(keys) > 15
+    strange = HEADER.replace("K:G", "K:Glyd") + BODY
+    assert transpose(strange, generator) == strange
 
 
 def test_music21_accepts_human_tunes(corpus):
@@ -119,7 +139,8 @@ def test_checker_refuses(text, fault):
 
 
 def test_three_steps_give_a_directory_that_loads(tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
+
     output = tmp_path / "finch-abc"
     command = f"{EXAMPLES / 'train_finch_abc.py'} --output {output} --folders miscFolk --seeds 2 --threads 1"
     command += " --hidden-size 32 --layers 2 --lora-rank-tokenshift 4 --lora-rank-decay 4 --batch-size 2"

@@ -9,8 +9,8 @@ from textwrap import dedent
 
 
 DEFAULT_MODEL = "finch-abc"
-# What the embedded model continues where no prompt is given: number, unit length, metre and key of a jig.
-ABC_HEADER = "X:1\nL:1/8\nM:6/8\nK:D\n"
+# What the embedded model continues where no prompt is given: the header of a jig, in the one form that it knows.
+ABC_HEADER = "X:1\nT:The Finch\nM:6/8\nL:1/8\nK:D\n"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -85,10 +85,10 @@ def _add_generate(commands, common) -> None:
 
         examples:
           subquad generate --seed 3
-          subquad generate $'X:1\\nM:4/4\\nK:G\\n' --seed 3
+          subquad generate $'X:1\\nT:Reel\\nM:4/4\\nL:1/8\\nK:G\\n' --temperature 0.7
           subquad generate "The Eiffel tower is in" --model RWKV/v6-Finch-1B6-HF --greedy --max-new-tokens 20
           subquad generate "Why is the sky blue?" --model ./my-finch --chat
-          printf 'X:1\\nK:D\\n' | subquad generate -
+          printf 'X:1\\nT:Air\\nM:3/4\\nL:1/8\\nK:Am\\n' | subquad generate -
         """,
         _generate,
     )
