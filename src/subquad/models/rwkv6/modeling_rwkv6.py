@@ -85,10 +85,8 @@ class Rwkv6TimeMixing(nn.Module):
         log_w = tokens.erase(-d.exp()).view(heads)
 
         before = state and state.get("wkv")
-        # A float32 v makes a float32 output, which the norm reads: float16 could not hold it.
-        out, after = tokens.by_document(
-            wkv, (r, k, v.float(), log_w), (self.time_faaaa,), before
-        )  # equations 19 to 22
+        # Equations 19 to 22. A float32 v makes a float32 output, which the norm reads: float16 could not hold it.
+        out, after = tokens.by_document(wkv, (r, k, v.float(), log_w), (self.time_faaaa,), before)
         if state is not None:
             state.update("attention_shift", last_token(None, seen), last_token, seen)
             state.update("wkv", after, wkv_state, k, v, log_w)
@@ -142,7 +140,7 @@ class Rwkv6PreTrainedModel(RecurrentModelMixin, PreTrainedModel):
     config_class = Rwkv6Config
     base_model_prefix = "rwkv"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("Rwkv6Block",)
+    _no_split_modules = ["Rwkv6Block"]
     _can_compile_fullgraph = True
     _skip_keys_device_placement = "past_key_values"
 
