@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import itertools
 import random
 import re
 import unicodedata
@@ -200,6 +201,18 @@ def _signature(tonic: str, mode: str) -> dict[str, int]:
     return {x: (i < sharps) - (6 - i < -sharps) for i, x in enumerate(_FIFTHS)}
 
 
+def _step(letter: str, marks: str) -> int:
+    """Where a note is written, counted in lines and spaces from middle C."""
+    return _LETTERS.index(letter.upper()) + 7 * (letter.islower() + marks.count("'") - marks.count(","))
+
+
+def passages(tune: str, length: int = 24) -> set[tuple[int, ...]]:
+    """The melody's passages of `length` intervals, which are the same in every key and rhythm."""
+    steps = [_step(letter, marks) for _, letter, marks in _NOTE.findall(tune.split("\nK:", 1)[1].split("\n", 1)[1])]
+    intervals = [b - a for a, b in itertools.pairwise(steps)]
+    return {tuple(intervals[i : i + length]) for i in range(max(len(intervals) - length, 0) + 1)}
+
+
 def transpose(tune: str, generator: random.Random) -> str:
     """
     The tune in a random usual key of its mode that keeps it in the fiddle's range and needs no double accidentals; the
@@ -215,8 +228,7 @@ def transpose(tune: str, generator: random.Random) -> str:
         after = _signature(target, mode)
         notes = []
         for accidental, letter, marks in _NOTE.findall(body):
-            octave = letter.islower() + marks.count("'") - marks.count(",")
-            step = _LETTERS.index(letter.upper()) + 7 * octave + shift
+            step = _step(letter, marks) + shift
             octave, moved = step // 7, _LETTERS[step % 7]
             if accidental:
                 # As far from the new signature as it was from the old one.
@@ -234,6 +246,8 @@ def transpose(tune: str, generator: random.Random) -> str:
 def load_corpus(folders: tuple[str, ...] = FOLDERS) -> Corpus:
     """
     Reads, cleans and splits the tunes. A tune's half depends on its music alone, so it never changes with the others.
+    Held-out tunes that share more than half of their passages with the other half, mostly variants of one tune, are
+    left out.
     """
     corpus, seen = Corpus([], [], {}), set()
     for folder in folders:
@@ -253,7 +267,9 @@ def load_corpus(folders: tuple[str, ...] = FOLDERS) -> Corpus:
             counts["kept"] += 1
             draw = int.from_bytes(hashlib.sha256(music.encode()).digest()[:4], "big") % 100
             (corpus.validation if draw < VALIDATION_PERCENT else corpus.train).append(tune)
-    return corpus
+    known = set().union(*map(passages, corpus.train))
+    new = [tune for tune in corpus.validation if 2 * len(passages(tune) & known) <= len(passages(tune))]
+    return corpus._replace(validation=new)
 
 
 def main() -> None:

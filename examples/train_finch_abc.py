@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
 def pack(tunes: list[str], context: int, generator: random.Random) -> torch.Tensor:
     """
     An epoch's rows, (rows, context): whole tunes in random order and keys, each followed by the boundary, -1 where a
-    row is left empty. Every other row begins with a boundary, so that the model knows both beginnings.
+    row is left empty. Half of the rows begin with a boundary, so that the model knows both beginnings.
     """
     open_rows: list[list[int]] = []
     full_rows: list[list[int]] = []
@@ -168,6 +168,8 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
     checkpoint = beside(arguments.output, "checkpoint.pt")
     at = {"step": 0, "epoch": 0, "batch": 0, "seconds": 0.0, "bytes": 0}
     if arguments.resume:
+        if not checkpoint.exists():
+            raise SystemExit(f"--resume: there is no {checkpoint}")
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -180,10 +182,14 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
     smooth = None
     clock = time.monotonic()
     model.train()
-    while (progress := at["seconds"] / budget if budget else at["step"] / arguments.steps) < 1:
-        # An epoch's order depends on seed and epoch alone, so a resumed run sees the rows that it has not seen.
+
+    def epoch_of_batches():
+        # The order depends on seed and epoch alone, so a resumed run sees the rows that it has not seen.
         rows = pack(corpus.train, arguments.context, random.Random(f"{arguments.seed} {at['epoch']}"))
-        batches = rows[: len(rows) // arguments.batch_size * arguments.batch_size].split(arguments.batch_size)
+        return rows[: len(rows) // arguments.batch_size * arguments.batch_size].split(arguments.batch_size)
+
+    batches = epoch_of_batches()
+    while (progress := at["seconds"] / budget if budget else at["step"] / arguments.steps) < 1:
         for batch in batches[at["batch"] :]:
             rate = learning_rate(at["step"], progress, arguments.lr, arguments.min_lr)
             for group in optimizer.param_groups:
@@ -220,6 +226,7 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
                 break
         else:
             at["epoch"], at["batch"] = at["epoch"] + 1, 0
+            batches = epoch_of_batches()
     bar.close()
     save_atomically({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "at": at}, checkpoint)
     return {**at, "epochs": at["epoch"] + at["batch"] / len(batches)}

@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from abc_check import AbcError, find_fault, is_valid_tune, parse_length, parse_tune  # noqa: E402
-from abc_corpus import load_corpus, normalise, plain_key, plain_title, transpose  # noqa: E402
+from abc_corpus import load_corpus, normalise, passages, plain_key, plain_title, transpose  # noqa: E402
 
 
 HEADER = "X:1\nT:The Test\nM:6/8\nL:1/8\nK:G\n"
@@ -37,10 +37,17 @@ def test_corpus_is_written_one_way(corpus):
 
 def test_corpus_is_deterministic_and_a_tune_keeps_its_half(corpus):
     alone = load_corpus(("miscFolk",))
-    assert set(alone.validation) <= set(corpus.validation)
     assert set(alone.train) <= set(corpus.train)
+    assert not set(alone.validation) & set(corpus.train)
     assert 0.02 < len(corpus.validation) / len(corpus.train) < 0.1
     assert load_corpus(("miscFolk",)) == alone
+
+
+def test_held_out_tunes_are_no_variants(corpus):
+    known = set().union(*map(passages, corpus.train))
+    assert all(len(passages(tune) & known) <= len(passages(tune)) / 2 for tune in corpus.validation)
+    tune = corpus.train[0]
+    assert passages(transpose(tune, random.Random(1))) == passages(tune)
 
 
 def test_transposed_tunes_sound_the_same(corpus):
@@ -151,6 +158,10 @@ def test_three_steps_give_a_directory_that_loads(tmp_path):
     second = subprocess.run([*command, "--steps", "3", "--resume"], capture_output=True, text=True)
     assert second.returncode == 0, second.stderr
     assert "of 2 headers became valid tunes" in second.stdout
+    # A run that is over is measured once more.
+    third = subprocess.run([*command, "--steps", "3", "--resume"], capture_output=True, text=True)
+    assert third.returncode == 0, third.stderr
+    assert third.stdout == second.stdout
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -38,8 +38,7 @@ def preset_config(name: str):
     """
     if name not in PRESETS:
         raise ValueError(f"There is no preset {name!r}; the presets are {', '.join(PRESETS)}.")
-    from .models.rwkv5.configuration_rwkv5 import Rwkv5Config
-    from .models.rwkv6.configuration_rwkv6 import Rwkv6Config
+    import subquad
 
     model_type, fields = PRESETS[name]
-    return {"rwkv5": Rwkv5Config, "rwkv6": Rwkv6Config}[model_type](**fields)
+    return getattr(subquad, subquad.ARCHITECTURES[model_type][1])(**fields)

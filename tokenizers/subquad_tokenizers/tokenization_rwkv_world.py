@@ -77,8 +77,9 @@ class RwkvWorldTokenizer(PreTrainedTokenizer):
     RWKV World tokenizer in Python: greedy longest match over the bytes of the text.
 
     It is the quicker of the two for ids (see [`GreedyEncoder`]) and encodes arbitrary bytes. It knows no offsets: for
-    these, and for encoding a batch on several cores, there is [`RwkvWorldTokenizerFast`]. Both give equal ids, tokens
-    and text.
+    these, and for encoding a batch on several cores, there is [`RwkvWorldTokenizerFast`]. Both give equal ids and
+    text, also with tokens that a user adds, unless these take in the space around them (`lstrip`, `rstrip`) or stand
+    alone only (`single_word`).
 
     The ids 1 to 65529 are the tokens, id 0 is the boundary between documents, written `<|endoftext|>`: it begins, ends
     and pads. `vocab_size` is thus 65530. Published models have 65536 embeddings, and tokens that are added get the ids
@@ -89,9 +90,10 @@ class RwkvWorldTokenizer(PreTrainedTokenizer):
 
     Args:
         vocab_file: path of the vocabulary; the table of the World models where None.
-        bos_token: begins a document. No token is added to a text unless `special_tokens_pattern` says so.
-        eos_token: ends a document.
-        pad_token: fills a batch.
+        bos_token: begins a document. No token is added to a text.
+        eos_token: ends a document. A chat's turns end with a blank line instead, the token `ĊĊ` with id 261.
+        pad_token: fills a batch. It is the same id as `eos_token`: a collator that hides padding from the loss by its
+            id hides the end of documents too; give another one of the ids that are left where that matters.
         unk_token: never needed, since every byte is a token.
         chat_template: the template of `apply_chat_template`; by default that of the World models, `User: ...` and
             `Assistant: ...` with a blank line after each turn.
