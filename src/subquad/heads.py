@@ -87,7 +87,9 @@ class RecurrentModelMixin:
         Raises:
             ValueError: where a cache was given all the same.
         """
-        if not (self.training and (use_cache or past_key_values is not None) and self.is_gradient_checkpointing):
+        if not (self.training and (use_cache or past_key_values is not None)):
+            return use_cache, past_key_values
+        if not any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
             return use_cache, past_key_values
         if past_key_values is not None:
             raise ValueError("`past_key_values` cannot be continued in training with gradient checkpointing.")
