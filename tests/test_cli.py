@@ -3,13 +3,18 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.generation import GenerationMixin
 
 import subquad
 from subquad import cli
@@ -50,13 +55,18 @@ def generate(capsys, *arguments):
 
 def fails(capsys, code, *arguments):
     """Runs a command that fails, and returns the one line that it says about it."""
+    capsys.readouterr()
     try:
         assert cli.main([str(argument) for argument in arguments]) == code
+        usage = ""
     except SystemExit as exit_:
         assert exit_.code == code
+        usage = r"usage: .*\n(?: .*\n)*"  # argparse puts it first
     captured = capsys.readouterr()
-    assert captured.out == "" and "Traceback" not in captured.err
-    line = captured.err.strip().splitlines()[-1]
+    assert captured.out == ""
+    lines = re.sub(rf"\A{usage}", "", captured.err).splitlines()
+    assert len(lines) == 1, captured.err
+    line = lines[0]
     assert line.startswith(f"subquad {arguments[0]}: error: ")
     return line
 
@@ -68,6 +78,12 @@ def test_help_teaches(command, capsys):
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     assert "examples:" in text if command else all(name in text for name in ("generate", "convert", "info"))
+
+
+@pytest.mark.parametrize("module", ["subquad", "subquad.cli"])
+def test_version(module):
+    process = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert process.stdout == f"subquad {subquad.__version__}\n"
 
 
 def test_help_imports_nothing_heavy():
@@ -122,13 +138,76 @@ def test_info_of_a_directory(dtype, directory, tmp_path, capsys):
 
 def test_info_of_something_unknown(capsys):
     assert fails(capsys, 2, "info", "finch-9b") == (
-        "subquad info: error: 'finch-9b' is neither a directory nor a preset; "
-        f"the presets are {', '.join(subquad.PRESETS)}."
+        f"subquad info: error: 'finch-9b' is neither a preset ({', '.join(subquad.PRESETS)}), nor an embedded model "
+        "(finch-abc), nor a directory, nor a checkpoint file."
     )
 
 
 def test_info_of_a_directory_without_a_model(tmp_path, capsys):
-    assert "config.json" in fails(capsys, 1, "info", tmp_path)
+    line = fails(capsys, 1, "info", tmp_path)
+    assert f"{tmp_path} has no usable config.json (" in line and "has none of model.safetensors" in line
+
+
+@pytest.mark.parametrize("config", [None, "{", '{"model_type": "unheard-of"}'])
+def test_info_of_a_directory_without_a_usable_configuration(config, directory, tmp_path, capsys):
+    for path in directory.glob("model*"):
+        (tmp_path / path.name).symlink_to(path)
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    if config == "{":
+        assert "not valid JSON" in fails(capsys, 1, "info", tmp_path)
+        return
+    expected, found = [], []
+    for path, numbers in ((directory, expected), (tmp_path, found)):
+        assert cli.main(["info", str(path), "--json"]) == 0
+        numbers.append(json.loads(capsys.readouterr().out) | {"name": "", "source": ""})
+    assert found == expected
+
+
+def test_info_of_a_quantised_directory(tmp_path, capsys):
+    config = AutoConfig.for_model("rwkv6", vocab_size=128, hidden_size=32, head_size=16, num_hidden_layers=2)
+    config.save_pretrained(tmp_path)
+    tensors = {
+        "a": torch.zeros(70, dtype=torch.uint8),
+        "b": torch.zeros(10, dtype=torch.int32),
+        "c": torch.zeros(5, dtype=torch.float8_e4m3fn),
+        "d": torch.zeros(3, dtype=torch.bool),
+        "e": torch.zeros(2, dtype=torch.int64),
+        "f": torch.zeros(20),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert cli.main(["info", str(tmp_path), "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert (info["parameters"], info["dtype"]) == (110, "U8")
+    assert info["weight_bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert info["state_bytes"] == 4 * info["state_elements"]
+
+
+@pytest.fixture
+def foreign(directory, tmp_path):
+    """A model directory that wants its own code to be run."""
+    marker = tmp_path / "executed"
+    path = tmp_path / "foreign"
+    path.mkdir()
+    for file in directory.glob("model*"):
+        (path / file.name).symlink_to(file)
+    auto_map = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", None]}
+    (path / "code.py").write_text(f"open({str(marker)!r}, 'w')")
+    (path / "config.json").write_text(json.dumps({"model_type": "unheard-of", "auto_map": auto_map}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": auto_map}))
+    return SimpleNamespace(path=path, marker=marker)
+
+
+@pytest.mark.parametrize("own_tokenizer", [False, True])
+def test_no_code_of_a_model_is_run(own_tokenizer, foreign, capsys, monkeypatch):
+    """Nor is anybody asked whether it may be."""
+    if own_tokenizer:
+        (foreign.path / "tokenizer_config.json").unlink()
+        ByteTokenizer().save_pretrained(foreign.path)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    assert "custom code" in fails(capsys, 1, "generate", "x", "--model", foreign.path)
+    assert cli.main(["info", str(foreign.path)]) == 0
+    assert not foreign.marker.exists()
 
 
 # --- convert ---
@@ -163,18 +242,49 @@ def test_convert_arguments(arguments, directory, tmp_path, capsys):
     assert arguments[1] in fails(capsys, 2, "convert", directory, tmp_path / "out", *arguments)
 
 
-def test_a_terminated_conversion_leaves_nothing(directory, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminated_conversion_leaves_nothing(number, directory, tmp_path, monkeypatch):
     from subquad_conversion.checkpoint import Checkpoint
 
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(Checkpoint, "read", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: os.kill(os.getpid(), number))
+    before = signal.signal(number, lambda *_: pytest.fail("not caught"))
+    own = signal.getsignal(number)
     try:
         with pytest.raises(SystemExit) as exit_:
             cli.main(["convert", str(directory), str(tmp_path / "out")])
+        assert signal.getsignal(number) is own
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert exit_.value.code == 143
+        signal.signal(number, before)
+    assert exit_.value.code == 128 + number
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conversion_that_must_not_be_hung_up_on(directory, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("subquad_conversion.convert", lambda *_, **__: seen.append(signal.getsignal(signal.SIGHUP)))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with pytest.raises(AttributeError):  # there is no report to print
+            cli.main(["convert", str(directory), str(tmp_path / "out"), "--debug"])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert seen == [signal.SIG_IGN]
+
+
+def test_a_conversion_in_a_thread(directory, tmp_path, capsys):
+    codes = []
+    arguments = ["convert", str(directory), str(tmp_path / "out")]
+    thread = threading.Thread(target=lambda: codes.append(cli.main(arguments)))
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
+def test_convert_heeds_the_size_of_a_shard(directory, tmp_path, capsys):
+    arguments = ["convert", str(directory), str(tmp_path / "out"), "--max-shard-size", "30KB"]
+    assert cli.main(arguments) == 0
+    assert len(sizes := [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]) > 1
+    assert max(sizes) < 35_000
 
 
 # --- generate ---
@@ -190,6 +300,42 @@ def test_generate_continues_the_prompt(directory, capsys):
     assert generate(capsys, *arguments, "--greedy", "--seed", 5, "--dtype", "float32", "--device", "cpu") == greedy
     assert generate(capsys, *arguments, "--top-k", 1) == greedy
     generate(capsys, *arguments, "--temperature", 0.5, "--top-p", 0.9)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What `model.generate` is called with."""
+    seen = SimpleNamespace()
+
+    def record(self, **kwargs):
+        vars(seen).update(kwargs, model=self)
+
+    monkeypatch.setattr(GenerationMixin, "generate", record)
+    return seen
+
+
+def test_generate_passes_its_arguments_on(directory, asked, capsys):
+    arguments = ["--temperature", 0.5, "--top-p", 0.9, "--top-k", 7, "--max-new-tokens", 11, "--dtype", "bfloat16"]
+    generate(capsys, "x", "--model", directory, *arguments)
+    assert (asked.temperature, asked.top_p, asked.top_k, asked.max_new_tokens) == (0.5, 0.9, 7, 11)
+    assert asked.do_sample is True and asked.model.dtype == torch.bfloat16
+    vars(asked).clear()
+    generate(capsys, "x", "--model", directory, "--greedy")
+    assert asked.do_sample is False and asked.model.dtype == torch.float32
+    assert not {"temperature", "top_p", "top_k", "stopping_criteria"} & vars(asked).keys()
+
+
+def test_the_end_of_a_turn_is_not_looked_for_in_the_prompt():
+    until = cli._until(ByteTokenizer(), "b", prompt_length=3)
+    rows = [ByteTokenizer()(text)["input_ids"][-5:] for text in ("abcde", "acdeb")]
+    assert until(torch.tensor(rows), None).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("prompt", ["caf\udce9", "-"])
+def test_a_prompt_that_is_not_utf_8(prompt, directory, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    line = fails(capsys, 2, "generate", prompt, "--model", directory)
+    assert line == "subquad generate: error: the prompt is not UTF-8."
 
 
 def test_generate_equals_the_library(directory, capsys):
@@ -266,6 +412,7 @@ def test_generate_chat(directory, tmp_path, capsys):
         (["x", "--model", "finch-3b"], "finch-3b is a preset, sizes without weights"),
         (["x", "--model", "{directory}/config.json"], "`subquad convert` makes a model directory of it"),
         (["x", "--model", "{directory}", "--device", "abacus"], "device 'abacus' cannot be used"),
+        (["x", "--model", "{directory}", "--device", "meta"], "device 'meta' cannot be used"),
         (["x", "--model", "{directory}", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
         (
             ["x", "--model", "finch-abd"],
@@ -279,7 +426,8 @@ def test_generate_arguments(arguments, message, directory, capsys):
 
 
 def test_generate_failures_are_one_line(tmp_path, capsys):
-    fails(capsys, 1, "generate", "x", "--model", tmp_path)
+    line = fails(capsys, 1, "generate", "x", "--model", tmp_path)
+    assert "tokenizer" in line
 
 
 def test_interruption(monkeypatch, capsys):

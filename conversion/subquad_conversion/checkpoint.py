@@ -9,6 +9,7 @@ import json
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,13 +29,15 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# Weights of a directory, the first that exists: a single file or the index of several.
+# Weights of a directory, the first that exists: a single file or the index of several. The order is transformers'.
 DIRECTORY_FILES = (
-    "model.safetensors.index.json",
     "model.safetensors",
-    "pytorch_model.bin.index.json",
+    "model.safetensors.index.json",
     "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
 )
+# Files with these names are a Hub model's: what lies beside them belongs to them.
+HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Checkpoint:
     Attributes:
         path: the file or directory it was opened from.
         tensors: name to [`TensorInfo`], in stored order.
-        settings: contents of the `config.json` beside the weights of a directory, {} where there is none.
+        settings: contents of the `config.json` beside a Hub model's weights, {} where there is none.
     """
 
     path: Path
@@ -67,7 +70,10 @@ class Checkpoint:
 
     @property
     def directory(self) -> Path | None:
-        return self.path if self.path.is_dir() else None
+        """The directory of a Hub model, None for any other file."""
+        if self.path.is_dir():
+            return self.path
+        return self.path.parent if self.path.name in HUB_FILES else None
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor of that name, a view of the mapped file where the container allows it."""
@@ -96,10 +102,10 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
     path = Path(path)
     with ExitStack() as stack:
         checkpoint = Checkpoint(path)
+        directory = checkpoint.directory
+        if directory is not None and (config := directory / "config.json").exists():
+            checkpoint.settings = read_json(config)
         if path.is_dir():
-            config = path / "config.json"
-            if config.exists():
-                checkpoint.settings = read_json(config)
             for file, names in _files_of_directory(path):
                 _open_file(checkpoint, file, names, stack)
         elif path.is_file():
@@ -125,7 +131,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _files_of_directory(directory: Path) -> list[tuple[Path, set[str] | None]]:
-    """The weight files of a directory, each with the names that the index places there (None: all that it has)."""
+    """The weight files of a directory, each with the names that the index places there (None: no index)."""
     for candidate in DIRECTORY_FILES:
         file = directory / candidate
         if not file.is_file():
@@ -138,10 +144,10 @@ def _files_of_directory(directory: Path) -> list[tuple[Path, set[str] | None]]:
         shards: dict[str, set[str]] = {}
         for name, shard in weight_map.items():
             # An index is data from elsewhere: it must not lead out of its directory.
-            if Path(shard).name != shard or shard in ("", "..") or "\\" in shard:
+            if Path(shard).name != shard or shard in ("", "..") or "\\" in shard or not shard.isprintable():
                 raise ConversionError(f"{file} names the shard {shard!r}, which is not a plain file name.")
             if not (directory / shard).is_file():
-                raise ConversionError(f"{file} names the shard {shard}, which is missing.")
+                raise ConversionError(f"{file} names the shard {shard!r}, which is missing.")
             shards.setdefault(shard, set()).add(name)
         return [(directory / shard, names) for shard, names in shards.items()]
     others = sorted(file.name for file in directory.glob("*.pth"))
@@ -157,10 +163,9 @@ def _open_file(checkpoint: Checkpoint, file: Path, names: set[str] | None, stack
     else:
         found = _open_torch(file)
     if names is not None and (lost := sorted(names - found.keys())):
-        raise ConversionError(f"{file} lacks tensors that the index places there: {', '.join(lost[:5])}.")
+        raise ConversionError(f"{file} lacks tensors that the index places there: {', '.join(map(repr, lost[:5]))}.")
     for name, (info, reader) in found.items():
-        if names is None or name in names:
-            checkpoint._add(file, name, info, reader)
+        checkpoint._add(file, name, info, reader)
 
 
 def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, tuple[TensorInfo, Any]]:
@@ -181,9 +186,13 @@ def _open_torch(file: Path) -> dict[str, tuple[TensorInfo, Any]]:
         # Archives from before PyTorch 1.6 are no zip files and cannot be mapped.
         mappable = handle.read(4) == b"PK\x03\x04"
     try:
+        if mappable:
+            _refuse_compression(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickle protocols: nothing that a user could mend
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=mappable)
+    except ConversionError:
+        raise
     except pickle.UnpicklingError as error:
         # PyTorch's own text recommends to switch the protection off.
         wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -200,11 +209,26 @@ def _open_torch(file: Path) -> dict[str, tuple[TensorInfo, Any]]:
         usable = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
         if not isinstance(name, str) or not usable:
             raise ConversionError(
-                f"{file} must hold named dense tensors only, found {name!r}: {type(tensor).__name__}."
+                f"{file} must hold named dense tensors only, found {name!r}: {type(tensor).__name__}.{_hint(content)}"
             )
         dtype = tensor.dtype if tensor.dtype in DTYPES.values() else str(tensor.dtype).removeprefix("torch.")
         found[name] = (TensorInfo(tuple(tensor.shape), dtype), content.__getitem__)
     return found
+
+
+def _refuse_compression(file: Path) -> None:
+    """PyTorch never compresses, and maps a member's bytes as they are: compressed ones would become weights."""
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise ConversionError(f"{file} has the compressed member {member.filename!r}; save it with PyTorch.")
+
+
+def _hint(content: dict[Any, Any]) -> str:
+    for name, entry in content.items():
+        if isinstance(entry, dict) and any(isinstance(value, torch.Tensor) for value in entry.values()):
+            return f" It is a training state: save its {name!r} entry to a file of its own."
+    return ""
 
 
 def _first_line(error: Exception) -> str:

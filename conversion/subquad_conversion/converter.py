@@ -5,7 +5,7 @@ import secrets
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,30 @@ from huggingface_hub.errors import StrictDataclassError
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig
 
+import subquad
+
 from .checkpoint import Checkpoint, open_checkpoint, read_json
 from .errors import ConversionError
 from .formats import Format, Plan, Recognised
 from .registry import find_format
 from .tokenizer_files import choose_tokenizer
-from .writer import PIECE, OutputTensor, parse_size, plan_shards, write_shards
+from .writer import OutputTensor, parse_size, plan_shards, write_shards
 
 
 OUTPUT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Fields of a source's configuration that say nothing true about the model to be written.
 DROPPED_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version")
+# Fields of a generation configuration that mean nothing without `do_sample`.
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "top_h",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,8 @@ def recognise(source: str | os.PathLike) -> Recognised:
 
     Args:
         source: a `.pth`, `.bin` or `.safetensors` file, or a directory with `model.safetensors` or
-            `pytorch_model.bin`, sharded or not.
+            `pytorch_model.bin`, sharded or not. A file of one of these two names is read with the `config.json`
+            beside it.
 
     Raises:
         ConversionError: where it is damaged, of a version that is not supported, or its tensors do not fit together.
@@ -87,8 +101,8 @@ def convert(
     """
     Converts a checkpoint into a directory that `from_pretrained` loads.
 
-    The directory appears complete or not at all. Tensors pass through one by one, so memory use stays far below the
-    size of a shard however large the model is.
+    The directory appears complete or not at all; one that exists is filled at the end. Tensors pass through one by
+    one, so memory use stays far below the size of a shard however large the model is.
 
     Args:
         source: as for [`recognise`].
@@ -96,7 +110,7 @@ def convert(
         config: a `config.json` that takes the place of the one beside the source. What the tensors tell, the sizes,
             is always taken from them.
         tokenizer: `auto`, `rwkv-world`, `bytes`, `none`, or a directory whose tokenizer files are copied. `auto`
-            copies those beside a Hub model, and otherwise goes by the size of the vocabulary.
+            copies those of a Hub model, and otherwise goes by the size of the vocabulary.
         dtype: `keep`, `float32`, `bfloat16` or `float16`, for every tensor, those of the decay included.
         head_size_divisor: sets that field of the configuration. No tensor tells it; 8 where nothing does.
         max_shard_size: most bytes of a weight file, as a number or like `5GB`.
@@ -113,6 +127,8 @@ def convert(
     shard_size = parse_size(max_shard_size)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConversionError(f"{destination} exists already and is not an empty directory.")
+    if not (existing := _nearest(destination)).is_dir():
+        raise ConversionError(f"{destination} cannot be made, because {existing} is a file.")
 
     with open_checkpoint(source) as checkpoint:
         known = find_format(checkpoint)
@@ -153,15 +169,17 @@ def convert(
         size = sum(output.bytes for output in outputs)
         main_dtype = _main_dtype(outputs)
         model_config = _build_config(known, chosen.token_ids | dict(given), plan.sizes, main_dtype)
-        generation_config = _build_generation_config(checkpoint, model_config)
+        generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
+        notes += generation_notes
 
         with _new_directory(destination, size) as directory:
-            bar = tqdm(total=size, unit="B", unit_scale=True, desc="Writing", disable=not progress)
-            with bar:
-                write_shards(plan_shards(outputs, shard_size), directory, bar.update)
+            # Weights last: they take the time, and what else can fail fails before them.
             model_config.save_pretrained(directory)
             generation_config.save_pretrained(directory)
             chosen.save(directory)
+            bar = tqdm(total=size, unit="B", unit_scale=True, desc="Writing", disable=not progress)
+            with bar:
+                write_shards(plan_shards(outputs, shard_size), directory, bar.update)
             files = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
 
         return Report(
@@ -199,9 +217,9 @@ def _main_dtype(tensors: Any) -> str:
 def _check_twins(checkpoint: Checkpoint, twins: list[tuple[str, str]]) -> None:
     """A configuration may call two tensors one; a file in which they differ says otherwise."""
     for pair in twins:
-        first, second = (checkpoint.read(name).reshape(-1).split(PIECE) for name in pair)
-        shapes = {checkpoint.tensors[name].shape for name in pair}
-        if len(shapes) > 1 or not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+        # Shapes and dtypes first: tensors of two dtypes cannot be compared.
+        infos = {checkpoint.tensors[name] for name in pair}
+        if len(infos) > 1 or not torch.equal(*map(checkpoint.read, pair)):
             raise ConversionError(f"`tie_word_embeddings` is set, but {' and '.join(pair)} differ.")
 
 
@@ -215,13 +233,8 @@ def _contradictions(given: Mapping[str, Any], plan: Plan) -> list[str]:
 
 
 def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, int], dtype: str) -> PreTrainedConfig:
-    from subquad.models.rwkv5.configuration_rwkv5 import Rwkv5Config
-    from subquad.models.rwkv6.configuration_rwkv6 import Rwkv6Config
-
-    config_class, architecture = {
-        "rwkv5": (Rwkv5Config, "Rwkv5ForCausalLM"),
-        "rwkv6": (Rwkv6Config, "Rwkv6ForCausalLM"),
-    }[known.model_type]
+    _, config_name, heads = subquad.ARCHITECTURES[known.model_type]
+    config_class, architecture = getattr(subquad, config_name), heads["AutoModelForCausalLM"]
     fields = {name: value for name, value in given.items() if name not in DROPPED_FIELDS and not name.startswith("_")}
     try:
         return config_class(**(fields | dict(sizes)), architectures=[architecture], dtype=dtype)
@@ -230,32 +243,68 @@ def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, i
         raise ConversionError(f"The configuration is not valid: {' '.join(str(error).split())}") from error
 
 
-def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -> GenerationConfig:
-    """The one beside a Hub model's weights where there is one, else what the configuration tells."""
-    if checkpoint.directory is not None:
-        file = checkpoint.directory / "generation_config.json"
-        if file.is_file():
-            fields = read_json(file)
+def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[GenerationConfig, list[str]]:
+    """The one beside a Hub model's weights where there is one, else what the configuration tells; and notes."""
+    file = checkpoint.directory and checkpoint.directory / "generation_config.json"
+    fields = read_json(file) if file and file.is_file() else None
+    try:
+        if fields is None:
+            generation = GenerationConfig.from_model_config(config)
+        else:
             fields.pop("transformers_version", None)
-            return GenerationConfig.from_dict(fields)
-    return GenerationConfig.from_model_config(config)
+            generation = GenerationConfig.from_dict(fields)
+        notes = _mend_sampling(generation)
+        generation.to_json_string()
+    except Exception as error:  # fields of any type reach code that expects theirs
+        raise ConversionError(f"The generation configuration is not valid: {' '.join(str(error).split())}") from error
+    return generation, notes
+
+
+def _mend_sampling(generation: GenerationConfig) -> list[str]:
+    """Published files set fields of sampling without `do_sample`, which transformers reads but refuses to write."""
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        sampling = [name for name in SAMPLING_FIELDS if getattr(generation, name, None) is not None]
+        if generation.do_sample is True or not sampling:
+            raise
+        generation.do_sample = True
+        generation.validate(strict=True)
+        return [f"`do_sample` was set in the generation configuration, because it has {', '.join(sampling)}"]
+    return []
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself where it exists, else the first above it that does."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 @contextmanager
 def _new_directory(destination: Path, size: int) -> Iterator[Path]:
-    """A directory that becomes `destination` where the block succeeds and vanishes where it does not."""
-    parent = next(folder for folder in destination.parents if folder.exists())
-    free = shutil.disk_usage(parent).free
+    """A directory whose content becomes `destination`'s where the block succeeds, and vanishes where it does not."""
+    existing = _nearest(destination)
+    free = shutil.disk_usage(existing).free
     if size > free:
-        raise ConversionError(f"The weights need {size:,} bytes; {parent} has {free:,} free.")
-    directory = parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
+        raise ConversionError(f"The weights need {size:,} bytes; {existing} has {free:,} free.")
+    directory = existing / f".subquad-{secrets.token_hex(4)}.partial"
+    moved = []
     try:
         directory.mkdir()
         yield directory
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        if destination.exists():
-            destination.rmdir()  # raises where files came into it meanwhile
-        directory.rename(destination)
+        if existing == destination:
+            # Filled and not replaced: it may be a mount point, or have permissions of its own.
+            if any(path != directory for path in destination.iterdir()):
+                raise ConversionError(f"Something else was written to {destination} meanwhile.")
+            for path in sorted(directory.iterdir(), key=lambda path: path.name == "config.json"):
+                moved.append(path)
+                path.rename(destination / path.name)
+            directory.rmdir()
+        else:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            directory.rename(destination)
     except BaseException:
+        for path in moved:
+            with suppress(OSError):
+                (destination / path.name).rename(path)
         shutil.rmtree(directory, ignore_errors=True)
         raise

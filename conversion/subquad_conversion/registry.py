@@ -14,6 +14,9 @@ FORMATS: tuple[Format, ...] = (
     rwkv6_hub.FORMAT,
 )
 
+# DistributedDataParallel puts this before every name.
+WRAPPER = "module."
+
 
 def find_format(checkpoint: Checkpoint) -> Format:
     """
@@ -33,4 +36,6 @@ def find_format(checkpoint: Checkpoint) -> Format:
     for refusal in REFUSALS:
         if refusal.matches(tensors):
             raise ConversionError(f"{what}: this is {refusal.title}, which is not supported. {supported}")
-    raise ConversionError(f"{what}: no format that is known here. {supported}")
+    wrapped = all(name.startswith(WRAPPER) for name in tensors)
+    hint = f" All names start with `{WRAPPER}`, which wrappers for training put there: strip it." if wrapped else ""
+    raise ConversionError(f"{what}: no format that is known here.{hint} {supported}")

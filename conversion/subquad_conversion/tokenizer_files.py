@@ -53,11 +53,12 @@ def choose_tokenizer(choice: str | Path, source: Path | None, vocab_size: int) -
 
     Args:
         choice: `auto`, `rwkv-world`, `bytes`, `none`, or a directory that holds a tokenizer.
-        source: the directory of a Hub model, None for a single file.
+        source: the directory of a Hub model, None for any other file.
         vocab_size: number of rows of the embeddings.
 
     Raises:
-        ConversionError: where a directory holds no tokenizer, or one made here has more ids than the model.
+        ConversionError: where a directory holds no tokenizer or one that needs code of its own, or one made here has
+            more ids than the model.
     """
     if choice == "none":
         return TokenizerChoice(None, lambda directory: None, None, {})
@@ -72,6 +73,8 @@ def choose_tokenizer(choice: str | Path, source: Path | None, vocab_size: int) -
         files = _files(directory)
         if not files:
             raise ConversionError(f"{directory} holds no tokenizer (none of {', '.join(VOCABULARIES)}).")
+        if _needs_foreign_code(directory):
+            raise ConversionError(f"The tokenizer in {directory} needs code of its own, which is never run.")
         return _copy(directory, files, None)
 
     files = _files(source) if source else []

@@ -113,9 +113,23 @@ def _write_file(path: Path, tensors: list[OutputTensor], advance: Callable[[int]
                 advance(data.nbytes)
 
 
+def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """
+    The elements in order, at most `PIECE` at a time. A tensor that is not contiguous is cut by rows before any of it
+    is copied.
+    """
+    if tensor.is_contiguous() or tensor.numel() <= PIECE:
+        yield from tensor.reshape(-1).split(PIECE)
+    elif len(tensor) == 1:
+        yield from _flat(tensor[0])
+    else:
+        for rows in tensor.split(max(1, PIECE * len(tensor) // tensor.numel())):
+            yield from _flat(rows)
+
+
 def _pieces(tensor: OutputTensor) -> Iterator[torch.Tensor]:
     """The tensor's elements in order and in its dtype, some at a time."""
-    for stored in tensor.fetch().detach().reshape(-1).split(PIECE):
+    for stored in _flat(tensor.fetch().detach()):
         piece = stored.to(tensor.dtype)
         narrower = torch.finfo(tensor.dtype).max < torch.finfo(stored.dtype).max
         if narrower and not torch.equal(piece.isfinite(), stored.isfinite()):

@@ -4,8 +4,12 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from textwrap import dedent
+
+from . import __version__
 
 
 DEFAULT_MODEL = "finch-abc"
@@ -52,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="subquad", description="Sub-quadratic language models: run them, convert them, look at their sizes."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error (also SUBQUAD_DEBUG=1)")
@@ -136,9 +141,10 @@ def _add_convert(commands, common) -> None:
         """\
         Convert a checkpoint into a directory that `from_pretrained` loads.
 
-        SOURCE is a trainer's .pth file (RWKV-5.2 or RWKV-6.0) or the directory of a Hub model of type rwkv5 or rwkv6.
-        What it is shows in the names and shapes of its tensors. Nothing in SOURCE is ever executed, and DEST appears
-        complete or not at all.
+        SOURCE is a trainer's .pth file (RWKV-5.2 or RWKV-6.0) or a Hub model of type rwkv5 or rwkv6: its directory, or
+        the model.safetensors or pytorch_model.bin in it, with the configuration and the tokenizer beside it. What it
+        is shows in the names and shapes of its tensors. Nothing in SOURCE is ever executed, and DEST appears complete
+        or not at all.
 
         examples:
           subquad convert RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth ./finch-1b6
@@ -152,14 +158,14 @@ def _add_convert(commands, common) -> None:
     command.add_argument(
         "--config",
         metavar="FILE",
-        help="config.json to use in place of the one beside SOURCE; sizes come from the tensors",
+        help="config.json to use in place of the Hub model's, or with a .pth file; sizes come from the tensors",
     )
     command.add_argument(
         "--tokenizer",
         default="auto",
         metavar="CHOICE",
-        help="auto, rwkv-world, bytes, none, or a directory to copy from (default: auto, which copies the one beside "
-        "SOURCE and otherwise goes by the size of the vocabulary)",
+        help="auto, rwkv-world, bytes, none, or a directory to copy from (default: auto, which copies the Hub model's "
+        "and otherwise goes by the size of the vocabulary)",
     )
     command.add_argument(
         "--dtype", choices=("keep", *DTYPES), default="keep", help="dtype of every tensor (default: keep)"
@@ -204,18 +210,17 @@ def _add_info(commands, common) -> None:
 def _convert(args: argparse.Namespace) -> None:
     from subquad_conversion import convert
 
-    # A signal that ends the process must pass through the code that takes the unfinished directory away.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    report = convert(
-        args.source,
-        args.dest,
-        config=args.config,
-        tokenizer=args.tokenizer,
-        dtype=args.dtype,
-        head_size_divisor=args.head_size_divisor,
-        max_shard_size=args.max_shard_size,
-        progress=sys.stderr.isatty(),
-    )
+    with _signals_raise():
+        report = convert(
+            args.source,
+            args.dest,
+            config=args.config,
+            tokenizer=args.tokenizer,
+            dtype=args.dtype,
+            head_size_divisor=args.head_size_divisor,
+            max_shard_size=args.max_shard_size,
+            progress=sys.stderr.isatty(),
+        )
     sizes = report.recognised.sizes
     print(
         f"Recognised {report.recognised.title}: {sizes['num_hidden_layers']} layers of {sizes['hidden_size']}, ",
@@ -227,6 +232,30 @@ def _convert(args: argparse.Namespace) -> None:
     print(f"Tokenizer: {report.tokenizer or 'none'}.")
     for note in report.notes:
         print(f"Note: {note}.")
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """A signal that ends the process must pass through the code that takes the unfinished directory away."""
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():  # no other may set them
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        # One that is ignored stays so: nohup works that way.
+        handlers = {number: signal.getsignal(number) for number in numbers}
+        handlers = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+
+    def stop(number, frame):
+        for each in handlers:
+            signal.signal(each, signal.SIG_IGN)  # the cleaning up is not to be interrupted
+        sys.exit(128 + number)
+
+    for number in handlers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _info(args: argparse.Namespace) -> None:
@@ -281,8 +310,12 @@ def _generate(args: argparse.Namespace) -> None:
         if args.model != DEFAULT_MODEL or args.chat:
             raise UsageError("there is no PROMPT; give a text, or - to read it from standard input.")
         prompt = ABC_HEADER
-    elif prompt == "-":
-        prompt = sys.stdin.read()
+    try:
+        if prompt == "-":
+            prompt = sys.stdin.read()
+        prompt.encode()  # bytes of an argument that are not UTF-8 arrive as lone surrogates
+    except UnicodeError as error:
+        raise UsageError("the prompt is not UTF-8.") from error
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
@@ -291,10 +324,10 @@ def _generate(args: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     try:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # fails on `meta`, which holds nothing
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise UsageError(f"device {args.device!r} cannot be used: {_one_line(error)}") from error
-    tokenizer = AutoTokenizer.from_pretrained(path or args.model)
+    tokenizer = AutoTokenizer.from_pretrained(path or args.model, trust_remote_code=False)
     if args.chat:
         if tokenizer.chat_template is None:
             raise UsageError(f"{args.model} has no chat template; leave out --chat.")
@@ -310,7 +343,8 @@ def _generate(args: argparse.Namespace) -> None:
         ids = torch.tensor([[tokenizer.bos_token_id]])
     ids = ids.to(device)
 
-    model = AutoModelForCausalLM.from_pretrained(path or args.model, dtype=args.dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(path or args.model, dtype=args.dtype, trust_remote_code=False)
+    model = model.to(device).eval()
     options = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     if args.seed is not None:
         set_seed(args.seed)

@@ -9,10 +9,36 @@ from .presets import PRESETS, preset_config
 
 # Trained models that come with the package: one directory each.
 EMBEDDED = Path(__file__).parent / "data"
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+# Bits of an element, by the names that safetensors files give the dtypes.
+BITS = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
 
 
 class UnknownModelError(ValueError):
-    """A name that is neither a preset nor something on disk."""
+    """A name that is neither a preset, nor an embedded model, nor something on disk."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +52,8 @@ class ModelInfo:
         dtype: the dtype that most weights are stored in, None for a preset.
         weight_bytes: size of the weights, None for a preset.
         state_elements: numbers kept between two tokens, however long the text is.
-        state_bytes: their size: float32 for the wkv state, the model's dtype (a preset: float32) for the two shifts.
+        state_bytes: their size: float32 for the wkv state, the model's dtype (a preset and weights that are no floats:
+            float32) for the two shifts.
         inference_flops: equations (24) and (28), 2 parameters + 6 elements of the wkv state.
         training_flops: equations (26) and (29), three times that.
     """
@@ -49,8 +76,11 @@ class ModelInfo:
 
 def embedded_model(name: str) -> Path | None:
     """Directory of the model of that name that comes with the package, None where there is none."""
-    known = {path.parent.name: path.parent for path in EMBEDDED.glob("*/config.json")}
-    return known.get(name)
+    return _embedded().get(name)
+
+
+def _embedded() -> dict[str, Path]:
+    return {path.parent.name: path.parent for path in sorted(EMBEDDED.glob("*/config.json"))}
 
 
 def describe(name_or_path: str) -> ModelInfo:
@@ -71,7 +101,8 @@ def describe(name_or_path: str) -> ModelInfo:
     if path.is_file():
         return _describe_checkpoint(name_or_path, path)
     raise UnknownModelError(
-        f"{name_or_path!r} is neither a directory nor a preset; the presets are {', '.join(PRESETS)}."
+        f"{name_or_path!r} is neither a preset ({', '.join(PRESETS)}), nor an embedded model "
+        f"({', '.join(_embedded()) or 'there is none'}), nor a directory, nor a checkpoint file."
     )
 
 
@@ -80,13 +111,21 @@ def _describe_directory(name: str, path: Path) -> ModelInfo:
 
     from subquad_conversion.checkpoint import open_checkpoint
 
-    config = AutoConfig.from_pretrained(path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # what is in the file may break anything that reads it
+        try:
+            return _describe_checkpoint(name, path)
+        except ValueError as refusal:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"{path} has no usable config.json ({reason}). {refusal}") from refusal
     counts: Counter = Counter()
     size = 0
     with open_checkpoint(path) as checkpoint:
         for tensor in checkpoint.tensors.values():
-            counts[str(tensor.dtype).removeprefix("torch.")] += tensor.elements
-            size += tensor.elements * getattr(tensor.dtype, "itemsize", 1)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            counts[dtype] += tensor.elements
+            size += tensor.elements * _bits(dtype) // 8
         if hasattr(config, "set_sizes_from_shapes"):
             config.set_sizes_from_shapes({name: tensor.shape for name, tensor in checkpoint.tensors.items()})
     return _info(name, str(path), config, sum(counts.values()), counts.most_common(1)[0][0], size)
@@ -99,15 +138,15 @@ def _describe_checkpoint(name: str, path: Path) -> ModelInfo:
 
     found = recognise(path)
     config = AutoConfig.for_model(found.model_type, **found.sizes)
-    size = found.parameters * _width(found.dtype)
+    size = found.parameters * _bits(found.dtype) // 8
     return _info(name, str(path), config, found.parameters, found.dtype, size)
 
 
-def _width(dtype: str) -> int:
-    """Bytes of one element."""
+def _bits(dtype: str) -> int:
+    """Bits of one element of a dtype of `torch` or of safetensors."""
     import torch
 
-    return getattr(torch, dtype).itemsize
+    return BITS[dtype] if dtype in BITS else 8 * getattr(torch, dtype).itemsize
 
 
 def _count_on_meta(config) -> int:
@@ -115,7 +154,7 @@ def _count_on_meta(config) -> int:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -125,7 +164,7 @@ def _info(name, source, config, parameters: int, dtype: str | None, weight_bytes
         wkv = config.num_hidden_layers * config.attention_hidden_size * config.head_size
         shifts = config.num_hidden_layers * 2 * config.hidden_size
         state = wkv + shifts
-        state_bytes = 4 * wkv + _width(dtype or "float32") * shifts
+        state_bytes = 4 * wkv + _bits(dtype if dtype in FLOATS else "float32") * shifts // 8
         flops = 2 * parameters + 6 * wkv
     return ModelInfo(
         name=name,

@@ -13,10 +13,10 @@ from rwkv_files import hub_tensors, trainer_tensors, write_trainer_file
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-import subquad  # noqa: F401 (registers the architectures)
+import subquad
 from subquad.cli import main
 from subquad_conversion import ConversionError, convert
-from subquad_conversion.writer import parse_size
+from subquad_conversion.writer import PIECE, _flat, parse_size
 
 
 @pytest.fixture
@@ -114,6 +114,32 @@ def test_a_value_that_a_dtype_cannot_hold(tmp_path):
     convert(tmp_path / "trained.pth", tmp_path / "model", dtype="bfloat16", progress=False)
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(3 * PIECE).reshape(3, PIECE).T,
+        torch.arange(2 * PIECE + 6).reshape(2, -1).T,
+        torch.arange(4 * PIECE)[::2],
+        torch.arange(6 * PIECE).reshape(2, 3, PIECE).transpose(0, 1)[:, :, ::2],
+        torch.arange(8 * PIECE).reshape(-1, 2, 2).permute(2, 1, 0)[:1],
+        torch.arange(24).reshape(4, 6).T,
+        torch.zeros(0, 3).T,
+    ],
+)
+def test_tensors_that_are_not_contiguous_are_read_by_rows(tensor, monkeypatch):
+    reshape, copied = torch.Tensor.reshape, []
+
+    def spy(self, *shape):
+        copied.append(self.numel())
+        return reshape(self, *shape)
+
+    monkeypatch.setattr(torch.Tensor, "reshape", spy)
+    pieces = list(_flat(tensor))
+    monkeypatch.undo()
+    assert max(copied) <= PIECE and max(map(len, pieces)) <= PIECE
+    assert torch.equal(torch.cat(pieces), tensor.reshape(-1))
+
+
 def test_transposed_tensors_are_written_in_order(tmp_path):
     tensors = trainer_tensors("rwkv5")
     tensors["head.weight"] = tensors["head.weight"].T.contiguous().T
@@ -140,6 +166,8 @@ def test_a_hub_model_keeps_its_configuration_except_the_sizes(model_type, tmp_pa
         "eos_token_id": 7,
         "torch_dtype": "bfloat16",
         "model_version": "x",
+        "_private": 1,
+        "_name_or_path": "someone/else",
     }
     hub_directory(tmp_path / "hub", model_type, config)
     (tmp_path / "hub/generation_config.json").write_text('{"eos_token_id": 9, "top_p": 0.4, "do_sample": true}')
@@ -149,11 +177,64 @@ def test_a_hub_model_keeps_its_configuration_except_the_sizes(model_type, tmp_pa
     assert (written.head_size_divisor, written.layer_norm_epsilon, written.context_length) == (2, 1e-3, 777)
     assert (written.eos_token_id, written.num_hidden_layers, written.dtype) == (7, 2, torch.float32)
     assert not hasattr(written, "auto_map")
+    assert not {"_private", "_name_or_path"} & json.loads((tmp_path / "model/config.json").read_text()).keys()
     assert [note for note in report.notes if "tokenizer" not in note] == [
         "the configuration's `num_hidden_layers` of 5 was replaced by the tensors' 2"
     ]
     generation = GenerationConfig.from_pretrained(tmp_path / "model")
     assert (generation.eos_token_id, generation.top_p) == (9, 0.4)
+
+
+@pytest.mark.parametrize("container", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_of_a_hub_model_counts_as_its_directory(container, tmp_path):
+    tensors = hub_directory(tmp_path / "hub", config={"head_size_divisor": 2, "context_length": 777})
+    write_tokenizer(tmp_path / "hub")
+    (tmp_path / "hub/generation_config.json").write_text('{"max_new_tokens": 5}')
+    if container == "pytorch_model.bin":
+        torch.save(tensors, tmp_path / "hub" / container)
+    report = convert(tmp_path / "hub" / container, tmp_path / "model", progress=False)
+    assert (report.config.head_size_divisor, report.config.context_length) == (2, 777)
+    assert "the tokenizer was found beside the weights" in report.notes
+    assert GenerationConfig.from_pretrained(tmp_path / "model").max_new_tokens == 5
+    (tmp_path / "hub" / container).rename(tmp_path / "hub" / f"other-{container}")
+    report = convert(tmp_path / "hub" / f"other-{container}", tmp_path / "other", progress=False)
+    assert report.config.head_size_divisor == 8 and report.tokenizer is None
+
+
+def test_sampling_without_do_sample_is_mended(tmp_path):
+    hub_directory(tmp_path / "hub", config={})
+    (tmp_path / "hub/generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.4}')
+    report = convert(tmp_path / "hub", tmp_path / "model", progress=False)
+    assert "`do_sample` was set in the generation configuration, because it has temperature, top_p" in report.notes
+    generation = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert (generation.do_sample, generation.temperature, generation.top_p) == (True, 0.7, 0.4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_new_tokens": -3},
+        {"num_return_sequences": 3},
+        {"max_new_tokens": "many"},
+        {"watermarking_config": 3},
+        {"compile_config": 3},
+    ],
+)
+def test_a_bad_generation_configuration_is_refused_before_any_weight_is_read(fields, tmp_path, monkeypatch):
+    hub_directory(tmp_path / "hub", config={})
+    (tmp_path / "hub/generation_config.json").write_text(json.dumps(fields))
+    monkeypatch.setattr("subquad_conversion.checkpoint.Checkpoint.read", lambda *_: pytest.fail("read"))
+    with pytest.raises(ConversionError, match="The generation configuration is not valid: "):
+        convert(tmp_path / "hub", tmp_path / "model", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["hub"]
+
+
+def test_an_architecture_is_looked_up(source, tmp_path, monkeypatch):
+    """The table of the package tells the classes, so that a new architecture needs no line in the converter."""
+    heads = {"AutoModelForCausalLM": "AnotherForCausalLM"}
+    monkeypatch.setitem(subquad.ARCHITECTURES, "rwkv6", ("subquad.models.rwkv6", "Rwkv6Config", heads))
+    report = convert(source, tmp_path / "model", progress=False)
+    assert report.config.architectures == ["AnotherForCausalLM"]
 
 
 def test_a_configuration_from_elsewhere(source, tmp_path):
@@ -222,14 +303,61 @@ def test_an_occupied_destination_is_refused_before_any_work(tmp_path):
     assert (tmp_path / "model/precious").read_text() == "mine"
 
 
-def test_an_empty_destination_is_used(source, tmp_path):
+def test_an_empty_destination_is_filled(source, tmp_path, monkeypatch):
+    """And stays the directory that it is: it may be a mount point, or where somebody works."""
+    (tmp_path / "model").mkdir(mode=0o750)
+    before = (tmp_path / "model").stat()
+    renamed, rename = [], Path.rename
+    monkeypatch.setattr(Path, "rename", lambda self, to: renamed.append(to.name) or rename(self, to))
+    monkeypatch.chdir(tmp_path / "model")
+    report = convert(source, ".", progress=False)
+    after = (tmp_path / "model").stat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    assert sorted(path.name for path in Path.cwd().iterdir()) == report.files == sorted(renamed)
+    assert renamed[-1] == "config.json"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "trained.pth"]
+
+
+def test_a_failure_while_a_destination_is_filled_leaves_it_empty(source, tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
-    convert(source, tmp_path / "model", progress=False)
-    assert (tmp_path / "model/config.json").exists()
+    rename = Path.rename
+
+    def fail(self, to):
+        if to == tmp_path / "model/config.json":
+            assert (tmp_path / "model/model.safetensors").exists()
+            raise OSError("no")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="no"):
+        convert(source, tmp_path / "model", progress=False)
+    assert list((tmp_path / "model").iterdir()) == []
+
+
+def test_what_came_into_a_destination_meanwhile_is_kept(source, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(
+        "subquad_conversion.converter.write_shards", lambda *_: (tmp_path / "model/theirs").write_text("")
+    )
+    with pytest.raises(ConversionError, match="Something else was written"):
+        convert(source, tmp_path / "model", progress=False)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["theirs"]
+
+
+def test_the_longest_name_that_a_destination_can_have(source, tmp_path):
+    convert(source, tmp_path / ("x" * 255), progress=False)
+    assert (tmp_path / ("x" * 255) / "config.json").exists()
+
+
+def test_a_destination_below_a_file_is_refused_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConversionError, match=r"cannot be made, because .*file is a file"):
+        convert(tmp_path / "no such source", tmp_path / "file/deep/model", progress=False)
 
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
-def test_a_failure_midway_leaves_nothing(error, source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_failure_midway_leaves_nothing(error, exists, source, tmp_path, monkeypatch):
     calls = []
 
     def fail(self, name):
@@ -242,9 +370,14 @@ def test_a_failure_midway_leaves_nothing(error, source, tmp_path, monkeypatch):
 
     read = Checkpoint.read
     monkeypatch.setattr(Checkpoint, "read", fail)
+    if exists:
+        (tmp_path / "deep/er/model").mkdir(parents=True)
     with pytest.raises(type(error)):
         convert(source, tmp_path / "deep/er/model", progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["trained.pth"]
+    if exists:
+        (tmp_path / "deep/er/model").rmdir()  # raises where it is not empty
+    assert (tmp_path / "deep").exists() == exists
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
 
 
 def test_a_full_disk_is_noticed_before_writing(source, tmp_path, monkeypatch):
@@ -252,6 +385,9 @@ def test_a_full_disk_is_noticed_before_writing(source, tmp_path, monkeypatch):
     with pytest.raises(ConversionError, match=r"need 3,075,072 bytes; .* has 10 free"):
         convert(source, tmp_path / "model", progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["trained.pth"]
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConversionError, match=r"bytes; .*/model has 10 free"):
+        convert(source, tmp_path / "model", progress=False)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +476,13 @@ def test_a_tokenizer_that_is_code_is_not_copied(vocabulary, title, tmp_path):
     assert any("code of its own" in note for note in report.notes)
     if title:
         assert "auto_map" not in json.loads((tmp_path / "model/tokenizer_config.json").read_text())
+
+
+def test_a_tokenizer_that_is_code_is_refused_where_it_is_named(source, tmp_path):
+    write_tokenizer(tmp_path / "elsewhere", auto_map={"AutoTokenizer": ["code.Tokenizer", None]})
+    with pytest.raises(ConversionError, match=r"elsewhere needs code of its own"):
+        convert(source, tmp_path / "model", tokenizer=tmp_path / "elsewhere", progress=False)
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_tokenizer_from_a_directory(source, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import pickle
 import struct
+import zipfile
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from rwkv_files import hub_tensors, trainer_tensors, write_trainer_file
 from safetensors.torch import save_file
 
 from subquad_conversion import ConversionError, convert, recognise
+from subquad_conversion.checkpoint import open_checkpoint
 
 
 SIZES = {
@@ -232,6 +234,14 @@ def test_an_archive_that_cannot_be_mapped_is_read_whole(tmp_path):
     [
         ([1, 2], "found a list"),
         ({"model": {"emb.weight": 1}}, "found 'model': dict"),
+        (
+            {"optimizer": {"state": {}}, "model": {"emb.weight": torch.zeros(1)}},
+            "found 'optimizer': dict. It is a training state: save its 'model' entry",
+        ),
+        (
+            {"module.emb.weight": torch.zeros(1), "module.x": torch.zeros(1)},
+            "All names start with `module.`.*strip it",
+        ),
         ({"emb.weight": torch.zeros(3, 3).to_sparse()}, "dense tensors only"),
         ({"emb\x1b[31m.weight": torch.zeros(1)}, r"the name 'emb\\x1b\[31m\.weight'"),
         ({}, "holds no tensors"),
@@ -257,9 +267,13 @@ def test_a_damaged_safetensors_file(content, tmp_path):
         ("{", "not valid JSON"),
         ("[]", "must hold a JSON object"),
         ("{}", "no usable `weight_map`"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "which is missing"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "the shard 'gone.safetensors', which is missing"),
         ('{"weight_map": {"a": "../secret.safetensors"}}', "not a plain file name"),
-        ('{"weight_map": {"a": "there.safetensors"}}', "lacks tensors.*: a"),
+        ('{"weight_map": {"a": ".."}}', "not a plain file name"),
+        ('{"weight_map": {"a": ""}}', "not a plain file name"),
+        ('{"weight_map": {"a": "..\\\\secret.safetensors"}}', "not a plain file name"),
+        ('{"weight_map": {"a": "\\u001b[31m.safetensors"}}', r"'\\x1b\[31m\.safetensors', which is not a plain"),
+        ('{"weight_map": {"a": "there.safetensors"}}', "lacks tensors.*: 'a'"),
     ],
 )
 def test_a_damaged_index(index, message, tmp_path):
@@ -270,6 +284,51 @@ def test_a_damaged_index(index, message, tmp_path):
     (directory / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ConversionError, match=message):
         recognise(directory)
+
+
+def test_a_tensor_in_two_shards(tmp_path):
+    """Which of them is meant is not ours to guess: transformers takes the last."""
+    weight_map = {"a": "one.bin", "b": "two.bin"}
+    save(tmp_path / "one.bin", {"a": torch.zeros(1)})
+    save(tmp_path / "two.bin", {"a": torch.ones(1), "b": torch.zeros(1)})
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConversionError, match=r"the tensor a twice, the second time in two\.bin"):
+        recognise(tmp_path)
+
+
+def test_the_order_of_a_directory_is_that_of_transformers(tmp_path):
+    """Each candidate is a checkpoint of its own; the one that is read is the first that is left."""
+    for i, name in enumerate(("model.safetensors", "shard.safetensors"), start=1):
+        save_file({"x": torch.full((i,), i)}, tmp_path / name)
+    for i, name in enumerate(("pytorch_model.bin", "shard.bin"), start=3):
+        save(tmp_path / name, {"x": torch.full((i,), i)})
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        index = {"weight_map": {"x": f"shard.{suffix}"}}
+        (tmp_path / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+    found = []
+    for name in (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    ):
+        with open_checkpoint(tmp_path) as checkpoint:
+            found.append(checkpoint.tensors["x"].elements)
+        (tmp_path / name).unlink()
+    assert found == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["model.pth", "pytorch_model.bin"])
+def test_a_compressed_archive_is_refused(name, tmp_path):
+    """PyTorch maps the members as they are: the compressed bytes would be read as weights."""
+    stored = save(tmp_path / "stored.pth", trainer_tensors("rwkv5", heads=1))
+    with zipfile.ZipFile(stored) as old, zipfile.ZipFile(tmp_path / name, "w") as new:
+        for member in old.namelist():
+            packed = member.endswith("/data/0")
+            new.writestr(member, old.read(member), zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED)
+    with pytest.raises(ConversionError, match="the compressed member 'stored/data/0'"):
+        convert(tmp_path / name, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_places_without_a_checkpoint(tmp_path):
