@@ -88,7 +88,12 @@ def random_checkpoint(path: Path, version: int, layers: int, width: int, vocabul
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, shape in shapes.items():
-        scale = shape[-1] ** -0.5 if name.endswith("weight") else 0.3
+        # Small enough that rounding does not grow from layer to layer, as in a trained model.
+        scale = 0.3
+        if name.endswith("weight"):
+            scale = shape[-1] ** -0.5
+        elif name.endswith(("_w1", "_w2")):
+            scale = 0.3 * shape[-2] ** -0.5
         tensors[name] = torch.randn(shape, generator=generator) * scale
     for name in norms:
         tensors[f"{name}.weight"], tensors[f"{name}.bias"] = torch.ones(width), torch.zeros(width)
@@ -123,6 +128,7 @@ def against_rwkv(version: int, length: int, new_tokens: int, repeats: int) -> No
         model.generate(ids[:, :4], max_new_tokens=tokens, **options)
 
     with torch.no_grad():
+        # The two runtimes' logits after the prompt.
         error = (model(ids).logits[0, -1] - peer.forward(ids[0].tolist(), None)[0]).abs().max().item()
         rows = {
             f"prefill of {length} tokens": (
