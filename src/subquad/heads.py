@@ -114,15 +114,15 @@ def _adapted_model(path: str, hub: dict) -> str:
 def _checkpoint_shapes(path: str, variant: str | None, hub: dict) -> dict[str, tuple[int, ...]]:
     """Shapes of the first block's tensors, read from safetensors headers; empty where there is no such file."""
     hub = {**hub, "_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
-    suffix = f".{variant}.safetensors" if variant else ".safetensors"
+    infix = f".{variant}" if variant else ""
     files = []
-    if (index := cached_file(path, f"model{suffix}.index.json", **hub)) is not None:
+    if (single := cached_file(path, f"model{infix}.safetensors", **hub)) is not None:
+        files = [single]
+    elif (index := cached_file(path, f"model.safetensors.index{infix}.json", **hub)) is not None:
         with open(index, encoding="utf-8") as file:
             weight_map = json.load(file)["weight_map"]
         shards = sorted({shard for name, shard in weight_map.items() if ".blocks.0." in name})
         files = [cached_file(path, shard, **hub) for shard in shards]
-    elif (single := cached_file(path, f"model{suffix}", **hub)) is not None:
-        files = [single]
     shapes = {}
     for name in files:
         with safe_open(name, framework="pt") as file:

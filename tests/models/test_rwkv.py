@@ -203,6 +203,27 @@ def test_published_directory_in_shards(model_type, tmp_path):
 
 
 @each_causal
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_published_repository_in_the_hub_cache(model_type, variant, tmp_path):
+    """Sizes are read from the cached files of a repository that is loaded by its name."""
+    snapshot = tmp_path / "models--user--name" / "snapshots" / ("0" * 40)
+    (tmp_path / "models--user--name" / "refs").mkdir(parents=True)
+    (tmp_path / "models--user--name" / "refs" / "main").write_text("0" * 40)
+    snapshot.mkdir(parents=True)
+    model = published_directory(snapshot, model_type)
+    ids, expected = random_ids(1, 5), model(random_ids(1, 5)).logits
+    if variant:
+        (snapshot / "model.safetensors").unlink()
+        config = (snapshot / "config.json").read_bytes()
+        model.save_pretrained(snapshot, variant=variant, max_shard_size="100KB")
+        (snapshot / "config.json").write_bytes(config)
+        assert (snapshot / f"model.safetensors.index.{variant}.json").exists()
+    for auto in (AutoModelForCausalLM, type(model)):
+        loaded = auto.from_pretrained("user/name", cache_dir=tmp_path, variant=variant)
+        torch.testing.assert_close(loaded(ids).logits, expected)
+
+
+@each_causal
 def test_rescale_every_has_no_effect(model_type, tmp_path):
     model = tiny_model(model_type, num_hidden_layers=3, rescale_every=1)
     plain = tiny_model(model_type, num_hidden_layers=3, rescale_every=0)

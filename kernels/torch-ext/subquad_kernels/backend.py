@@ -21,7 +21,7 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], defa
     """
     source = "backend"
     if backend == "auto" and os.environ.get("SUBQUAD_BACKEND"):
-        backend, source = os.environ["SUBQUAD_BACKEND"], "SUBQUAD_BACKEND"  # "auto" here too is the default
+        backend, source = os.environ["SUBQUAD_BACKEND"], "SUBQUAD_BACKEND"
     if backend == "auto":
         return default
     if backend not in available:
