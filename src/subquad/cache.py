@@ -117,9 +117,6 @@ class RecurrentLayer:
     def batch_size(self) -> int:
         return next((state.shape[0] for state in self.states.values()), -1)
 
-    def get_max_length(self) -> int:
-        return -1
-
     def reset(self) -> None:
         self.states.clear()
         self.records.clear()
