@@ -11,9 +11,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     `torch.nn.functional.linear`: x (..., in), weight (out, in), bias (out) to (..., out).
 
-    In float32 on a CPU and without gradients the product goes through oneDNN in place of torch's default, MKL: 2.2 times
-    as fast on an AMD EPYC, where MKL seems to leave AVX-512 unused. Elsewhere, and for weights that are no plain tensors
-    (quantised ones for instance), this is torch's own function.
+    In float32 on a CPU and without gradients the product goes through oneDNN in place of torch's default, MKL: 2.2
+    times as fast on an AMD EPYC, where MKL seems to leave AVX-512 unused. Elsewhere, and for weights that are no plain
+    tensors (quantised ones for instance), this is torch's own function.
     """
     if (
         _ONEDNN is not None
