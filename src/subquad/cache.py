@@ -83,11 +83,11 @@ class RecurrentLayer:
         """
         if not self.record_past:
             self.records.clear()
-        elif name in self.records:
-            self.records[name].extend(updates)
-            self.records[name].shorten()
         else:
-            self.records[name] = _Record(replay, self.states.get(name), updates)
+            if name in self.records:
+                self.records[name].extend(updates)
+            else:
+                self.records[name] = _Record(replay, self.states.get(name), updates)
             self.records[name].shorten()
         self.states[name] = state
 

@@ -84,8 +84,9 @@ class Tokens:
         if bool(mask.all()):
             return None
         begins = torch.nn.functional.pad(mask, (1, 0))
-        if bool(((~begins[:, :-1] & begins[:, 1:]).sum(1) > 1).any()):
-            row = int((~begins[:, :-1] & begins[:, 1:]).sum(1).argmax())
+        texts = (~begins[:, :-1] & begins[:, 1:]).sum(1)
+        if bool((texts > 1).any()):
+            row = int(texts.argmax())
             raise ValueError(
                 f"`attention_mask` has a hole in row {row}: padding may only stand before or after a text."
             )
