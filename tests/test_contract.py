@@ -1,6 +1,7 @@
 """What every causal model promises."""
 
 import itertools
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -481,18 +482,45 @@ def test_gradient_checkpointing_and_caches(model_type):
     assert model.eval()(ids, past_key_values=cache).past_key_values.get_seq_length() == 16
 
 
+# With Triton's interpreter where there is no GPU.
+triton = pytest.param(
+    "triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
+)
+
+
 @each_causal
-def test_backends_agree(model_type, monkeypatch):
-    model, ids = tiny_model(model_type), random_ids(2, 20)
+@pytest.mark.parametrize("backend", ["eager", triton])
+@pytest.mark.parametrize("batch", ["rows", "padded", "packed"])
+def test_backends_agree(model_type, backend, batch, monkeypatch):
+    model, ids, inputs = tiny_model(model_type), random_ids(2, 20), {}
+    if batch == "padded":
+        ids, inputs["attention_mask"] = padded([random_ids(n, seed=n) for n in (20, 7)], "left")
+    elif batch == "packed":
+        ids, inputs["cu_seqlens"] = random_ids(1, 40), torch.tensor([0, 7, 8, 40])
     results = []
-    for backend in ("eager", "reference"):
-        monkeypatch.setenv("SUBQUAD_BACKEND", backend)
+    for one in (backend, "reference"):
+        monkeypatch.setenv("SUBQUAD_BACKEND", one)
         model.zero_grad()
-        loss = model(ids, labels=ids).loss
+        loss = model(ids, labels=ids, **inputs).loss
         loss.backward()
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
     for x, expected in zip(*results, strict=True):
         torch.testing.assert_close(x, expected, **TOLERANCE)
+
+
+@each_causal
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_of_every_backend(model_type, cache, monkeypatch):
+    model, results = tiny_model(model_type), []
+    ids, mask = padded([random_ids(n, seed=n) for n in (20, 7)], "left")
+    backends = ["reference", "eager"] + ["triton"] * (find_spec("triton") is not None)
+    for backend in backends:
+        monkeypatch.setenv("SUBQUAD_BACKEND", backend)
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
+        results.append(
+            model.generate(ids, attention_mask=mask, max_new_tokens=10, cache_implementation=cache, **options)
+        )
+    assert all(torch.equal(x, results[0]) for x in results)
 
 
 # 7. torch.compile.

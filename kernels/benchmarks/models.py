@@ -1,34 +1,31 @@
 """
-Whole models on the CPU: how long a prompt takes, and how long a token takes.
+Whole models: how long a prompt takes, and how long a token takes.
 
-Two comparisons, on random weights:
+Two comparisons on the CPU, on random weights:
   - prefill through Finch (12 layers, width 512), parallel over time, against the same model stepping the recurrence;
   - prefill and `generate` through Eagle and Finch (12 layers, width 768) against the PyPI package `rwkv` (strategy
     "cpu fp32"), both on the same trainer checkpoint, which `subquad convert` converts.
+On a GPU, Finch 1.6B beside that of flash-linear-attention is a part of wkv.py, which calls `measure_finch`.
 """
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from measuring import OURS, Results, median_milliseconds, wall_milliseconds
 
 
 os.environ["RWKV_JIT_ON"] = "0"
 
 
 def median_seconds(function, repeats: int) -> float:
-    function()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return median_milliseconds(function, least=repeats, most=repeats) / 1e3
 
 
 def against_stepping(length: int, repeats: int) -> None:
@@ -144,6 +141,143 @@ def against_rwkv(version: int, length: int, new_tokens: int, repeats: int) -> No
     print(f"{name} 12 x 768 against the package rwkv (largest difference of a logit {error:.1e}):")
     for what, (ours, theirs) in rows.items():
         print(f"  {what}: {ours:.1f} tokens/s, rwkv {theirs:.1f}, ratio {ours / theirs:.2f}")
+
+
+def finches(quick: bool, with_fla: bool) -> dict[str, Callable[[], torch.nn.Module]]:
+    """Functions that make a Finch of the same sizes, ours and that of flash-linear-attention."""
+    from subquad import Rwkv6Config, Rwkv6ForCausalLM
+    from subquad.presets import preset_config
+
+    tiny = Rwkv6Config(hidden_size=128, num_hidden_layers=2, vocab_size=512)
+    config = tiny if quick else preset_config("finch-1.6b")
+
+    def fla():
+        from fla.models.rwkv6 import RWKV6Config, RWKV6ForCausalLM
+
+        sizes = {name: getattr(config, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
+        return RWKV6ForCausalLM(RWKV6Config(num_heads=config.num_attention_heads, expand_k=1.0, **sizes))
+
+    return {OURS: lambda: Rwkv6ForCausalLM(config), **({"fla": fla} if with_fla else {})}
+
+
+class Finch:
+    """What is measured of a model; every method returns fields of a row."""
+
+    def __init__(self, options):
+        self.options, self.device = options, options.device
+        self.dtype = torch.bfloat16 if self.device != "cpu" else torch.float32
+        self.texts = {}
+
+    def make(self, make: Callable[[], torch.nn.Module]) -> dict[str, Any]:
+        def build():
+            torch.manual_seed(0)
+            with torch.device(self.device):
+                model = make()
+            for weights in model.parameters():
+                if weights.dim() == 2 and not weights.any():
+                    # Some projections start at zero: their products are quicker, and every text is the same.
+                    torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
+            # Some start orthogonal, which cannot be computed in bfloat16.
+            self.model = model.to(self.dtype).eval()
+
+        milliseconds = wall_milliseconds(build, self.device)
+        self.parameters = sum(x.numel() for x in self.model.parameters())
+        return {"milliseconds": milliseconds, "note": f"{self.parameters:,} parameters"}
+
+    def ids(self, *shape: int) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(0)
+        return torch.randint(1, self.model.config.vocab_size, shape, generator=generator, device=self.device)
+
+    def with_rate(self, milliseconds: float, tokens: int, floor: float) -> dict[str, Any]:
+        rate = tokens / milliseconds * 1e3
+        return {"milliseconds": milliseconds, "tokens_per_second": rate, "floor_milliseconds": floor}
+
+    @torch.no_grad()
+    def prefill(self, batch: int, length: int) -> dict[str, Any]:
+        ids, options = self.ids(batch, length), self.options
+
+        def call():
+            return self.model(input_ids=ids, logits_to_keep=1, use_cache=True).logits
+
+        milliseconds = median_milliseconds(call, self.device, 2 * options.seconds, options.least)
+        return self.with_rate(milliseconds, ids.numel(), 2 * self.parameters * ids.numel() / options.multiplied)
+
+    def training(self, batch: int, length: int) -> dict[str, Any]:
+        """Forward, backward and a step of the optimiser; the memory is all that is held, weights included."""
+        ids, options = self.ids(batch, length), self.options
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        losses = []
+
+        def step():
+            loss = self.model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+
+        self.model.train()
+        try:
+            if self.device != "cpu":
+                torch.cuda.reset_peak_memory_stats()
+            milliseconds = median_milliseconds(step, self.device, 4 * options.seconds, options.least)
+        finally:
+            self.model.eval().zero_grad()
+        measured = self.with_rate(milliseconds, ids.numel(), 6 * self.parameters * ids.numel() / options.multiplied)
+        if self.device != "cpu":
+            measured["MiB"] = torch.cuda.max_memory_allocated() / 2**20
+        return {**measured, "note": f"loss {losses[0].item():.3f}, then {losses[-1].item():.3f}"}
+
+    def generate(self, batch: int, tokens: int, static: bool, first: bool = False) -> dict[str, Any]:
+        """Greedy; `first` is the call that compiles, where the cache is static."""
+        ids = self.ids(batch, 16)
+        how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        if static:
+            how["cache_implementation"] = "static"
+
+        def call(tokens=tokens):
+            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **how)
+            self.texts[batch, static] = out[:, ids.shape[1] :]
+
+        if first:
+            torch.compiler.reset()  # or a second size of batch would be compiled for all sizes, without CUDA graphs
+            return {"milliseconds": wall_milliseconds(call, self.device)}
+        if not static:
+            call(2)
+        seconds = 10 * self.options.seconds
+        milliseconds = median_milliseconds(call, self.device, seconds, least=1, most=5, warm_up=False)
+        step = self.parameters * self.dtype.itemsize / self.options.copied
+        measured = self.with_rate(milliseconds, batch * tokens, tokens * step)
+        if self.texts.keys() >= {(batch, True), (batch, False)}:
+            pair = self.texts[batch, True], self.texts[batch, False]
+            common = min(32, *(text.shape[1] for text in pair))
+            same = (pair[0][:, :common] == pair[1][:, :common]).sum().item()
+            measured["note"] = f"{same} of {batch * common} tokens as compiled"
+        return measured
+
+
+def measure_finch(results: Results, options, with_fla: bool) -> None:
+    """Rows of prefill, training and `generate`; `options` are those of wkv.py."""
+    quick = options.quick
+    batch, length, batches = (2, 64, (1, 2)) if quick else (4, 4096, (1, 32))
+    for name, make in finches(quick, with_fla).items():
+        finch = Finch(options)
+
+        def measure(what, batch, length, function, name=name, dtype=finch.dtype):
+            row = {"part": "models", "what": what, "implementation": name, "batch": batch, "length": length}
+            return results.measure({**row, "dtype": str(dtype).removeprefix("torch.")}, function)
+
+        if not measure("random weights", None, None, lambda finch=finch, make=make: finch.make(make)):
+            continue
+        measure("prefill", batch, length, lambda finch=finch: finch.prefill(batch, length))
+        measure("training", batch, length, lambda finch=finch: finch.training(batch, length))
+        ways = [("generate", False)] if name != OURS else [("generate", True), ("generate, not compiled", False)]
+        for what, static in ways:
+            for rows in batches:
+                tokens = 8 if quick else 256 if static else 128
+                arguments = rows, tokens, static
+                if static:
+                    measure(f"first {what}", rows, tokens, lambda f=finch, a=arguments: f.generate(*a, first=True))
+                measure(what, rows, tokens, lambda f=finch, a=arguments: f.generate(*a))
 
 
 def main() -> None:

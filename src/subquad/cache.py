@@ -18,6 +18,13 @@ from transformers.cache_utils import Cache
 MAX_RECORDED = 256
 
 
+def _static(x: torch.Tensor) -> torch.Tensor:
+    """Marks a tensor whose address will not change: CUDA graphs write to no other."""
+    if not torch.compiler.is_compiling():  # where it cannot be done
+        torch._dynamo.mark_static_address(x)
+    return x
+
+
 @dataclass
 class _Record:
     """What rebuilds one state: its value before the recorded tokens and what each of them contributed."""
@@ -56,17 +63,35 @@ class RecurrentLayer:
     states: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     records: dict[str, _Record] = field(default_factory=dict, repr=False)
     record_past: bool = False
+    static: bool = False
 
-    # What transformers asks of a cache layer. The shapes are static, but `generate` would also build the 4D attention
-    # masks of a static key/value cache, for which a recurrent model has no use.
-    is_compileable = False
+    # What transformers asks of a cache layer.
     is_croppable = True
     is_sliding = False
     supports_early_init = False
 
+    @property
+    def is_compileable(self) -> bool:
+        return self.static
+
     def get(self, name: str) -> torch.Tensor | None:
-        """The state of that name; None before the first token."""
+        """The state of that name; None before the first token, or zeros, which mean the same."""
         return self.states.get(name)
+
+    def overwrites(self, name: str) -> bool:
+        """Whether an operator may itself write the new state over the old one."""
+        return self.static and name in self.states and not torch.is_grad_enabled()
+
+    def write(self, name: str, state: torch.Tensor) -> None:
+        """Sets a state and records nothing; in place, where the layer is static and holds a tensor that fits."""
+        if not self.static:
+            self.states[name] = state
+            return
+        held = self.states.get(name)
+        if held is None or held.shape != state.shape or held.device != state.device:
+            self.states[name] = _static(state.detach().clone(memory_format=torch.contiguous_format))
+        elif held is not state:
+            held.copy_(state.detach())
 
     def update(
         self, name: str, state: torch.Tensor, replay: Callable[..., torch.Tensor], *updates: torch.Tensor
@@ -89,16 +114,25 @@ class RecurrentLayer:
             else:
                 self.records[name] = _Record(replay, self.states.get(name), updates)
             self.records[name].shorten()
-        self.states[name] = state
+        self.write(name, state)
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RecurrentLayer":
-        """A layer of the same kind in which every tensor is `function(tensor)`."""
-        states = {name: function(state) for name, state in self.states.items()}
-        records = {name: record.map(function) for name, record in self.records.items()}
-        return type(self)(states, records, self.record_past)
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Puts `function(tensor)` in the place of every tensor."""
+        for name, state in self.states.items():
+            self.write(name, function(state))
+        self.records = {name: record.map(function) for name, record in self.records.items()}
+
+    def clone(self) -> "RecurrentLayer":
+        other = copy.copy(self)
+        other.states = {}
+        for name, state in self.states.items():
+            other.write(name, state.clone())
+        other.records = {name: record.map(torch.clone) for name, record in self.records.items()}
+        return other
 
     def activate_past_recording(self) -> None:
-        self.record_past = True
+        # A record holds the state before its tokens, which must not be overwritten.
+        self.record_past, self.static = True, False
 
     def crop(self, tokens_to_remove: int) -> None:
         for name, record in self.records.items() if tokens_to_remove else ():
@@ -118,8 +152,12 @@ class RecurrentLayer:
         return next((state.shape[0] for state in self.states.values()), -1)
 
     def reset(self) -> None:
-        self.states.clear()
         self.records.clear()
+        if self.static:
+            for state in self.states.values():
+                state.zero_()
+        else:
+            self.states.clear()
 
 
 class RecurrentCache(Cache):
@@ -133,13 +171,18 @@ class RecurrentCache(Cache):
 
     Args:
         config: configuration of the model that the cache is for.
+        static: allocate the states at the first call, which must not be compiled, and write them in place from then
+            on; no gradient passes through them. `generate(cache_implementation="static")` makes such a cache, and on
+            a GPU compiles the decoding step. [`~RecurrentCache.reset`] fills it with zeros, for a batch of the same
+            size. Once it records the past, it is no longer static.
     """
 
-    def __init__(self, config: PreTrainedConfig):
+    def __init__(self, config: PreTrainedConfig, static: bool = False):
         # One layer more than there are blocks: what a model keeps of its own.
-        super().__init__(layers=[RecurrentLayer() for _ in range(config.num_hidden_layers + 1)])
+        super().__init__(layers=[RecurrentLayer(static=static) for _ in range(config.num_hidden_layers + 1)])
         self.sizes = _sizes(config)
-        self.seen_tokens = 0
+        # Compiled code would be specialised to a number, and compiled again for the next one.
+        self.seen_tokens = _static(torch.zeros((), dtype=torch.long)) if static else 0
 
     @property
     def after_blocks(self) -> RecurrentLayer:
@@ -148,30 +191,31 @@ class RecurrentCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether any token has been read."""
+        """Whether there are states."""
         return self.batch_size > 0
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.layers = [layer.map(function) for layer in self.layers]
+    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for layer in self.layers:
+            layer.apply(function)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Takes for row i the states of row `beam_idx[i]`, as beam search wants it."""
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._apply(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices`, in that order."""
-        self._map(lambda x: x[indices.to(x.device)])
+        self._apply(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row `repeats` times."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._apply(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of tokens read so far, padding included."""
-        return self.seen_tokens
+        return int(self.seen_tokens)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.seen_tokens + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: there is no limit."""
@@ -179,7 +223,18 @@ class RecurrentCache(Cache):
 
     def advance(self, tokens: int) -> None:
         """Counts the tokens of a call, after every block has read them."""
-        self.seen_tokens += tokens
+        if isinstance(self.seen_tokens, int):
+            self.seen_tokens += tokens
+            return
+        device = next(iter(self.after_blocks.states.values())).device
+        if self.seen_tokens.device != device:
+            self.seen_tokens = _static(self.seen_tokens.to(device))
+        self.seen_tokens.add_(tokens)
+
+    def activate_past_recording(self) -> None:
+        """Keeps from now on what [`~RecurrentCache.crop`] needs."""
+        super().activate_past_recording()
+        self.seen_tokens = self.get_seq_length()
 
     def crop(self, tokens_to_remove: int) -> None:
         """
@@ -205,17 +260,18 @@ class RecurrentCache(Cache):
     def reset(self) -> None:
         """Forgets everything."""
         super().reset()
-        self.seen_tokens = 0
+        self.seen_tokens *= 0  # a tensor in place
 
     def clone(self) -> "RecurrentCache":
         """An independent copy."""
         other = copy.copy(self)
-        other._map(torch.clone)
+        other.layers = [layer.clone() for layer in self.layers]
+        other.seen_tokens = copy.deepcopy(self.seen_tokens)
         return other
 
     def to(self, device: torch.device | str) -> "RecurrentCache":
         """Moves the states to a device, in place, and returns the cache."""
-        self._map(lambda x: x.to(device))
+        self._apply(lambda x: x.to(device))
         return self
 
     @property
@@ -230,7 +286,7 @@ class RecurrentCache(Cache):
             for i, layer in enumerate(self.layers)
             for name, state in layer.states.items()
         }
-        metadata = {"sizes": self.sizes, "seen_tokens": self.seen_tokens}
+        metadata = {"sizes": self.sizes, "seen_tokens": self.get_seq_length()}
         temporary = f"{os.fspath(path)}.incomplete"
         try:
             save_file(tensors, temporary, metadata={"format": "pt", "cache": json.dumps(metadata)})
@@ -240,14 +296,16 @@ class RecurrentCache(Cache):
                 os.remove(temporary)
 
     @classmethod
-    def load(cls, path: str | os.PathLike, config: PreTrainedConfig, device: str = "cpu") -> "RecurrentCache":
+    def load(
+        cls, path: str | os.PathLike, config: PreTrainedConfig, device: str = "cpu", static: bool = False
+    ) -> "RecurrentCache":
         """
         Reads a file that [`~RecurrentCache.save`] wrote.
 
         Raises:
             ValueError: where the file holds no cache, or one of another kind of model.
         """
-        cache = cls(config)
+        cache = cls(config, static)
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = json.loads((file.metadata() or {}).get("cache", "null"))
             if metadata is None:
@@ -255,8 +313,8 @@ class RecurrentCache(Cache):
             _check_sizes(os.fspath(path), metadata["sizes"], cache.sizes)
             for key in file.keys():
                 _, index, name = key.split(".", 2)
-                cache.layers[int(index)].states[name] = file.get_tensor(key)
-        cache.seen_tokens = metadata["seen_tokens"]
+                cache.layers[int(index)].write(name, file.get_tensor(key))
+        cache.seen_tokens += metadata["seen_tokens"]
         return cache
 
 

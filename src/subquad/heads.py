@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
 from transformers.utils import can_return_tuple, find_adapter_config_file, logging
 from transformers.utils.hub import cached_file
@@ -140,17 +140,44 @@ class RecurrentGenerationMixin(GenerationMixin):
         # transformers decides by the class name and takes every "rwkv" for its RWKV-4, which has no cache object.
         return True
 
-    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs):
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict,
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ):
         implementation = generation_config.cache_implementation
         if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
-            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        # The state never grows: "dynamic" and "static" are the same thing.
-        if implementation not in (None, "dynamic", "static"):
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        elif implementation in (None, "dynamic", "static"):
+            model_kwargs["past_key_values"] = RecurrentCache(self.config, static=implementation == "static")
+            if generation_config.is_assistant:
+                model_kwargs["past_key_values"].activate_past_recording()
+        else:
             raise ValueError(f"`cache_implementation` {implementation!r} does not apply to a recurrent state.")
-        model_kwargs["past_key_values"] = RecurrentCache(self.config)
-        if generation_config.is_assistant:
-            model_kwargs["past_key_values"].activate_past_recording()
-        return None
+
+        cache = model_kwargs.get("past_key_values")
+        allocated = cache is None or not cache.is_compileable or cache.is_initialized
+        if generation_config.prefill_chunk_size and not allocated:
+            # transformers compiles the reading of chunks as well, and what a compiled call allocates does not last.
+            rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+            self.base_model(torch.zeros(rows, 1, dtype=torch.long, device=self.device), past_key_values=cache)
+            cache.reset()
+
+    @staticmethod
+    def create_masks_for_generate(inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs):
+        """
+        What transformers asks for where the decoding step may be compiled: there, a mask over the tokens of earlier
+        calls, one longer at every step, would be compiled again and again.
+        """
+        if attention_mask is None:
+            return None
+        # A clone, because a slice's strides grow with the mask.
+        return attention_mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
 
 
 class CausalLMHead:

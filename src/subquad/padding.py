@@ -57,7 +57,7 @@ class Tokens:
             count = torch.arange(1, length + 1, device=device)
             self._source = torch.where(self.mask, count, 0).cummax(dim=1).values
 
-        self.cu_seqlens = self._starts = None
+        self.cu_seqlens = self.starts = None
         if cu_seqlens is not None:
             self._read_borders(cu_seqlens.to(device))
         elif position_ids is not None and length > 1:
@@ -66,7 +66,7 @@ class Tokens:
     def to(self, device: torch.device, non_blocking: bool = False) -> "Tokens":
         """A copy on another device, for models whose blocks lie on several."""
         other = copy.copy(self)
-        for name in ("mask", "_source", "_starts", "cu_seqlens"):
+        for name in ("mask", "_source", "starts", "cu_seqlens"):
             if (x := getattr(self, name)) is not None:
                 setattr(other, name, x.to(device, non_blocking=non_blocking))
         return other
@@ -108,7 +108,7 @@ class Tokens:
                 )
         self.cu_seqlens = cu_seqlens
         starts = torch.zeros(self.length + 1, dtype=torch.bool, device=cu_seqlens.device)
-        self._starts = starts.index_fill(0, cu_seqlens[1:].long(), True)[None, : self.length]
+        self.starts = starts.index_fill(0, cu_seqlens[1:].long(), True)[None, : self.length]
         self._first, self._last = [0], [cu_seqlens.shape[0] - 2]
 
     def _read_positions(self, position_ids):
@@ -125,37 +125,25 @@ class Tokens:
             return
         if self.mask is not None:
             raise ValueError("`position_ids` restart inside a row with padding: documents are packed without any.")
-        self._starts = torch.nn.functional.pad(restarts, (1, 0))
-        begins = self._starts.clone()
+        self.starts = torch.nn.functional.pad(restarts, (1, 0))
+        begins = self.starts.clone()
         begins[:, 0] = True
         bounds = begins.flatten().nonzero().flatten()
         self.cu_seqlens = torch.nn.functional.pad(bounds, (0, 1), value=self.batch * self.length)
         rows = begins.sum(1).cumsum(0).tolist()
         self._first, self._last = [0, *rows[:-1]], [n - 1 for n in rows]
 
-    def shift(self, x: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def fill(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """
-        Token shift.
+        What padding reads is what the last real token before it read.
 
         Args:
             x: (batch, length, width).
-            state: the x of the last real token of earlier calls, (batch, width); None where there was none.
-
-        Returns:
-            For every token the x of the real token before it, zero where it is the first of its text, and for every
-            token the x of the last real one up to it; the last column of the latter is the next call's state.
+            before: what the last real token of earlier calls read, (batch, width); zero where None.
         """
-        if state is None:
-            state = torch.zeros_like(x[:, 0])
-        x = self._fill(x, state)
-        previous = torch.cat((state.unsqueeze(1), x[:, :-1]), dim=1)
-        if self._starts is not None:
-            previous = previous.masked_fill(self._starts.unsqueeze(-1), 0.0)
-        return previous, x
-
-    def _fill(self, x, before):
         if self._source is None:
             return x
+        before = torch.zeros_like(x[:, 0]) if before is None else before
         return torch.cat((before.unsqueeze(1), x), dim=1).gather(1, self._source.unsqueeze(-1).expand_as(x))
 
     def erase(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,23 +152,21 @@ class Tokens:
             return x
         return x.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (x.dim() - 2)), 0.0)
 
-    def repeat_last(self, x: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
-        """
-        What padding after a text reads is what its last token read, so that the last column serves every row; `before`
-        is what the last token of earlier calls read, (batch, width), zero where None.
-        """
-        return self._fill(x, torch.zeros_like(x[:, 0]) if before is None else before)
-
     def by_document(
-        self, operator: Callable, inputs: tuple[torch.Tensor, ...], weights: tuple[torch.Tensor, ...], state
+        self,
+        operator: Callable,
+        inputs: tuple[torch.Tensor, ...],
+        weights: tuple,
+        state: torch.Tensor | None,
+        inplace: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Calls `operator(*inputs, *weights, state, cu_seqlens=...)` for inputs (batch, length, ...) and a state (batch,
         ...) or None, so that documents do not see each other. Returns the output (batch, length, ...) and the state
-        after the last document of every row.
+        after the last document of every row, which without documents may be `state` itself, changed in place.
         """
         if self.cu_seqlens is None:
-            return operator(*inputs, *weights, state)
+            return operator(*inputs, *weights, state, inplace=inplace)
         inputs = [x.flatten(0, 1).unsqueeze(0) for x in inputs]
         if state is not None:
             entering = state.new_zeros(self.cu_seqlens.shape[0] - 1, *state.shape[1:])

@@ -1,17 +1,36 @@
 """WKV against its own recurrence in float64."""
 
+import functools
+import importlib.util
 import itertools
 
 import pytest
 import torch
 
-from subquad_kernels import wkv, wkv_state
-from subquad_kernels.wkv import _wkv
+import subquad_kernels.backend
+from subquad_kernels import gated_wkv, group_norm_gate, wkv, wkv_state
+from subquad_kernels.wkv import _wkv, _wkv_step
+from subquad_kernels.wkv.masks import masks_for
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+# The Triton kernels walk a sequence from end to end, or find first what enters its segments.
+EACH = pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(x, marks=TRITON) for x in ("triton", "triton in segments"))], indirect=True
+)
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 200)
 # (weakest, strongest) log decay a step: mixed inside one head, almost none, almost total, and beyond any trained one.
 DECAYS = {"trained": (-1e-6, -9.2), "weak": (-1e-6, -1e-6), "strong": (-9.2, -9.2), "extreme": (-1e-6, -150.0)}
+
+
+@pytest.fixture
+def backend(request, monkeypatch):
+    if request.param == "triton in segments":
+        from subquad_kernels.wkv import triton_kernels
+
+        monkeypatch.setattr(triton_kernels, "MIN_SEGMENT", 32)
+    return request.param.split()[0]
 
 
 def make(batch, length, heads=2, key=8, value=12, static=False, decay="trained", dtype=torch.float32, seed=0):
@@ -23,7 +42,7 @@ def make(batch, length, heads=2, key=8, value=12, static=False, decay="trained",
     weakest, strongest = (torch.tensor(-x).log() for x in DECAYS[decay])
     shape = (heads, key) if static else (batch, length, heads, key)
     log_w = -torch.exp(weakest + (strongest - weakest) * torch.rand(shape, generator=generator))
-    return {
+    inputs = {
         "r": randn(batch, length, heads, key),
         "k": randn(batch, length, heads, key),
         "v": randn(batch, length, heads, value),
@@ -31,6 +50,7 @@ def make(batch, length, heads=2, key=8, value=12, static=False, decay="trained",
         "u": randn(heads, key),
         "initial_state": randn(batch, heads, key, value),
     }
+    return {name: x.to(DEVICE) for name, x in inputs.items()}
 
 
 def oracle(inputs, **kwargs):
@@ -41,25 +61,60 @@ def relative_error(x, expected):
     return ((x.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
+def assert_equal_to_recurrence(inputs, tolerance, state_tolerance=None, **kwargs):
+    """Outputs, states and every gradient."""
+    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+    expected_inputs = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    bounds = {"cu_seqlens": kwargs["cu_seqlens"]} if "cu_seqlens" in kwargs else {}
+    found, expected = wkv(**inputs, **kwargs), wkv(**expected_inputs, **bounds, backend="reference")
+    assert relative_error(found[0], expected[0]) < tolerance
+    assert relative_error(found[1], expected[1]) < (state_tolerance or tolerance)
+
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator).to(x) for x in found]
+    grads = torch.autograd.grad(found, list(inputs.values()), weights)
+    expected = torch.autograd.grad(expected, list(expected_inputs.values()), [w.double() for w in weights])
+    for (name, x), grad, expected_grad in zip(inputs.items(), grads, expected, strict=True):
+        assert grad.dtype == x.dtype
+        assert relative_error(grad, expected_grad) < tolerance, name
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=TRITON)])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_forward_and_gradients(length, decay, static):
-    inputs = {name: x.requires_grad_() for name, x in make(2, length, static=static, decay=decay).items()}
-    expected_inputs = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    out, state = wkv(**inputs)
-    expected_out, expected_state = wkv(**expected_inputs, backend="reference")
-    assert relative_error(out, expected_out) < 1e-5
-    assert relative_error(state, expected_state) < 1e-5
+def test_forward_and_gradients(length, decay, static, backend):
+    assert_equal_to_recurrence(make(2, length, static=static, decay=decay), 1e-5, backend=backend)
 
-    generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=generator) for x in (out, state)]
-    grads = torch.autograd.grad((out, state), list(inputs.values()), weights)
-    expected = torch.autograd.grad(
-        (expected_out, expected_state), list(expected_inputs.values()), [w.double() for w in weights]
-    )
-    for name, grad, expected_grad in zip(inputs, grads, expected, strict=True):
-        assert relative_error(grad, expected_grad) < 1e-5, name
+
+@pytest.mark.parametrize("backend", [pytest.param("triton in segments", marks=TRITON)], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("length", [63, 65, 200])
+def test_segments(length, decay, static, dtype, backend):
+    inputs = make(2, length, static=static, decay=decay, dtype=dtype)
+    assert_equal_to_recurrence(inputs, 1e-5 if dtype == torch.float32 else 8e-3, backend=backend)
+
+
+@TRITON
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("log_w_dtype", [torch.bfloat16, torch.float32])
+def test_bfloat16(length, decay, static, log_w_dtype):
+    inputs = make(2, length, static=static, decay=decay, dtype=torch.bfloat16)
+    inputs["log_w"] = make(2, length, static=static, decay=decay)["log_w"].to(log_w_dtype)
+    inputs["initial_state"] = inputs["initial_state"].float()
+    assert_equal_to_recurrence(inputs, 8e-3, backend="triton")
+
+
+@TRITON
+@pytest.mark.parametrize("length", LENGTHS)
+def test_float16(length):
+    inputs = make(2, length, dtype=torch.float16)
+    # The products are of numbers of 10 bits: in the interpreter, of 23.
+    assert_equal_to_recurrence(inputs, 2e-3, backend="triton", out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -77,104 +132,194 @@ def test_dtypes(dtype, tolerance, length):
     assert relative_error(state, expected_state) < (1e-12 if dtype == torch.float64 else 1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 3, 8, 64, 100, 128])
-def test_head_sizes(size):
-    inputs = make(1, 70, heads=1, key=size, value=size)
-    for x, expected in zip(wkv(**inputs), oracle(inputs), strict=True):
-        assert relative_error(x, expected) < 1e-5
+@EACH
+@pytest.mark.parametrize(("key", "value"), [(1, 1), (3, 5), (8, 8), (64, 64), (100, 48), (128, 128), (16, 130)])
+def test_head_sizes(key, value, backend):
+    assert_equal_to_recurrence(make(1, 70, heads=1, key=key, value=value), 1e-5, backend=backend)
 
 
+@EACH
 @pytest.mark.parametrize("pieces", [(1,) * 9, (3, 1, 70, 1, 125), (64, 64, 72), (199, 1)])
-def test_carried_state(pieces):
+def test_carried_state(pieces, backend):
     length = sum(pieces)
     inputs = make(2, length)
     whole, whole_state = wkv(**inputs)
     state, start, outs = inputs["initial_state"], 0, []
     for piece in pieces:
         part = {name: inputs[name][:, start : start + piece] for name in ("r", "k", "v", "log_w")}
-        out, state = wkv(**part, u=inputs["u"], initial_state=state)
+        out, state = wkv(**part, u=inputs["u"], initial_state=state, backend=backend)
         outs.append(out)
         start += piece
     torch.testing.assert_close(torch.cat(outs, 1), whole, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(state, whole_state, atol=1e-5, rtol=1e-5)
 
 
+@EACH
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("lengths", [(200,), (3, 0, 64, 1, 65, 67), (1, 1, 1), (0, 5), (7, 0)])
-def test_packed_documents(lengths, static):
+def test_packed_documents(lengths, static, backend):
     inputs = make(1, sum(lengths), static=static)
-    inputs["initial_state"] = torch.randn(len(lengths), *inputs["initial_state"].shape[1:])
-    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
-    bounds = [0, *itertools.accumulate(lengths)]
-    out, state = wkv(**inputs, cu_seqlens=torch.tensor(bounds))
-    outs, states = [], []
-    for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        if start == stop:
-            states.append(inputs["initial_state"][n : n + 1])
-            continue
-        part = {name: inputs[name][:, start:stop] for name in ("r", "k", "v")}
-        log_w = inputs["log_w"] if static else inputs["log_w"][:, start:stop]
-        one, last = wkv(**part, log_w=log_w, u=inputs["u"], initial_state=inputs["initial_state"][n : n + 1])
-        outs.append(one)
-        states.append(last)
-    expected = torch.cat(outs, 1), torch.cat(states)
-    torch.testing.assert_close((out, state), expected, atol=1e-5, rtol=1e-5)
-
-    loss = (out.sin().sum() + state.cos().sum(), expected[0].sin().sum() + expected[1].cos().sum())
-    grads, expected_grads = (torch.autograd.grad(x, list(inputs.values())) for x in loss)
-    for name, grad, expected_grad in zip(inputs, grads, expected_grads, strict=True):
-        assert relative_error(grad, expected_grad.double()) < 1e-5, name
+    inputs["initial_state"] = make(len(lengths), 1)["initial_state"]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+    assert_equal_to_recurrence(inputs, 1e-5, cu_seqlens=bounds, backend=backend)
 
 
-def test_packed_documents_against_the_recurrence():
-    inputs = make(1, 100)
-    inputs["initial_state"] = torch.randn(3, *inputs["initial_state"].shape[1:])
-    bounds = torch.tensor([0, 33, 34, 100], dtype=torch.int32)
-    for x, expected in zip(wkv(**inputs, cu_seqlens=bounds), oracle(inputs, cu_seqlens=bounds), strict=True):
-        assert relative_error(x, expected) < 1e-5
-
-
-def test_without_initial_state():
+@EACH
+def test_without_initial_state(backend):
     inputs = make(2, 70)
     inputs["initial_state"] = torch.zeros_like(inputs["initial_state"])
     expected = wkv(**inputs)
     del inputs["initial_state"]
-    torch.testing.assert_close(wkv(**inputs), expected)
+    torch.testing.assert_close(wkv(**inputs, backend=backend), expected)
     first = {name: x[:, :1] if x.dim() == 4 else x for name, x in inputs.items()}
-    torch.testing.assert_close(wkv(**first)[0], expected[0][:, :1])
+    torch.testing.assert_close(wkv(**first, backend=backend)[0], expected[0][:, :1])
 
 
-def test_long_memory_does_not_drift():
+@TRITON
+def test_schedules(monkeypatch):
+    from subquad_kernels.wkv import triton_kernels
+
+    launched = []
+    monkeypatch.setattr(triton_kernels, "launch", lambda kernel, grid, *args, **kwargs: launched.append(grid))
+
+    def programs(batch, length, heads):
+        launched.clear()
+        r = torch.empty(batch, length, heads, 64, dtype=torch.bfloat16, device="meta")
+        u = torch.empty(heads, 64, device="meta")
+        triton_kernels.wkv_triton(r, r, r, r, u, None, None, masks_for(r, r), r.dtype)
+        return [grid[0] for grid in launched]
+
+    monkeypatch.setattr(triton_kernels, "multiprocessors", lambda x: 132)
+    assert programs(8, 4096, 64) == [512]
+    found, passed, output = programs(1, 65536, 64)
+    assert found == output >= 500
+    assert passed == 64 * 4
+    assert programs(1, 300, 2) == [2]
+
+
+@EACH
+def test_in_place(backend):
+    for length in (1, 20):
+        inputs = make(2, length)
+        expected = wkv(**inputs)
+        state = inputs["initial_state"]
+        with torch.no_grad():
+            out, after = wkv(**inputs, inplace=True, backend=backend)
+        assert after is state
+        torch.testing.assert_close((out, state), expected, atol=1e-5, rtol=1e-5)
+
+
+@EACH
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("length", [1, 20])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated(dtype, static, length, inplace, backend):
+    inputs = make(2, length, static=static, dtype=dtype)
+    inputs["initial_state"] = inputs["initial_state"].float()
+    gate = make(2, length, seed=1)["v"].flatten(2).to(dtype)
+    weight, bias = torch.linspace(0.5, 2, 24, device=DEVICE), torch.linspace(-1, 1, 24, device=DEVICE)
+    double = {name: x.double() for name, x in inputs.items()}
+    out, state = wkv(**double, backend="reference")
+    expected = group_norm_gate(out, gate.double(), weight.double(), bias.double(), 6.4e-4, backend="reference")
+    before = inputs["initial_state"]
+    with torch.no_grad():
+        found, after = gated_wkv(
+            **inputs, gate=gate, weight=weight, bias=bias, eps=6.4e-4, inplace=inplace, backend=backend
+        )
+    tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+    assert found.dtype == dtype
+    assert relative_error(found, expected) < tolerance
+    assert relative_error(after, state) < tolerance
+    assert (after is before) == inplace
+
+
+@EACH
+def test_gradients_of_one_gated_token(backend):
+    inputs = {name: x.requires_grad_() for name, x in make(2, 1).items()}
+    rest = {"gate": torch.randn(2, 1, 24), "weight": torch.rand(24), "bias": torch.randn(24)}
+    inputs.update({name: x.to(DEVICE).requires_grad_() for name, x in rest.items()})
+    grads = []
+    for one in (backend, "reference"):
+        out, state = gated_wkv(**inputs, eps=1e-5, backend=one)
+        grads.append(torch.autograd.grad(out.sin().sum() + state.sin().sum(), list(inputs.values())))
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=TRITON)])
+def test_long_memory_does_not_drift(backend):
     # After 65,536 steps of a decay of 1 - 1e-6 a product of rounded factors would be off by 9e-4.
-    length = 65536
-    k = torch.zeros(1, length, 1, 2)
+    length = 65536 if backend == "eager" or DEVICE == "cuda" else 4096
+    k = torch.zeros(1, length, 1, 2, device=DEVICE)
     k[:, 0] = 1.0
-    v = torch.ones(1, length, 1, 2)
-    log_w = torch.full((1, 2), -1e-6)
-    state = wkv_state(None, k, v, log_w)
+    v = torch.ones(1, length, 1, 2, device=DEVICE)
+    log_w = torch.full((1, 2), -1e-6, device=DEVICE)
+    state = wkv_state(None, k, v, log_w, backend=backend)
     expected = torch.exp(log_w.double() * (length - 1))
     torch.testing.assert_close(state[0, 0, 0].double(), expected[0], rtol=5e-5, atol=0)
 
 
-def test_operator_registration():
-    for static, bounds in itertools.product((False, True), (None, torch.tensor([0, 3, 20]))):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=TRITON)])
+def test_operator_registration(backend):
+    for static, bounds in itertools.product((False, True), (None, torch.tensor([0, 3, 20], device=DEVICE))):
         inputs = make(1, 20, static=static)
-        inputs["initial_state"] = torch.randn(1 if bounds is None else 2, *inputs["initial_state"].shape[1:])
+        inputs["initial_state"] = make(1 if bounds is None else 2, 1)["initial_state"]
         arguments = (*(x.requires_grad_() for x in inputs.values()), bounds)
-        torch.library.opcheck(_wkv, arguments)
+        masks = masks_for(inputs["k"], inputs["v"]) if backend == "triton" else None
+        torch.library.opcheck(_wkv, (*arguments, masks, torch.float32, backend))
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=TRITON)])
+def test_registration_of_the_step(backend):
+    inputs = make(2, 1)
+    tokens = [inputs[name][:, 0] for name in ("r", "k", "v", "log_w")]
+    gate, weight, bias = (torch.ones(*shape, device=DEVICE) for shape in ((2, 1, 24), (24,), (24,)))
+    for state, more in itertools.product((None, inputs["initial_state"]), ((None,) * 3, (gate, weight, bias))):
+        new_state = torch.ones_like(inputs["initial_state"])
+        arguments = (*tokens, inputs["u"], state, new_state, *more, 1e-5, torch.float32, backend)
+        torch.library.opcheck(_wkv_step, arguments)
+
+
+@TRITON
+def test_eager_takes_over(monkeypatch):
+    from subquad_kernels.wkv import triton_kernels
+
+    def fail(*args, **kwargs):
+        raise subquad_kernels.backend.KernelError("no compiler")
+
+    monkeypatch.setattr(triton_kernels, "launch", fail)
+    monkeypatch.setattr(subquad_kernels.backend, "_failed", set())
+    monkeypatch.setattr(subquad_kernels.backend, "_works", lambda device: True)
+    inputs = {name: x.requires_grad_() for name, x in make(2, 20).items()}
+    with pytest.raises(subquad_kernels.backend.KernelError, match="no compiler"):
+        wkv(**inputs, backend="triton")
+    masks = masks_for(inputs["k"], inputs["v"])
+    run = functools.partial(_wkv, *inputs.values(), None, masks, torch.float32, "auto")
+    with pytest.warns(RuntimeWarning, match="no compiler"):
+        found = run()
+    torch.testing.assert_close(found, wkv(**inputs))
+    grads = [torch.autograd.grad(one[0].sin().sum(), list(inputs.values())) for one in (run(), wkv(**inputs))]
+    torch.testing.assert_close(*grads)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="`wkv_step` runs in plain torch"):
+        first = [inputs[name][:, 0] for name in ("r", "k", "v", "log_w")]
+        state = inputs["initial_state"].clone()
+        out = _wkv_step(*first, inputs["u"], None, state, None, None, None, 0.0, torch.float32, "auto")
+    part = {name: x[:, :1] if x.dim() == 4 and name != "initial_state" else x for name, x in inputs.items()}
+    torch.testing.assert_close((out.unsqueeze(1), state), wkv(**part))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length", [1, 70])
-def test_autocast_changes_nothing(length, dtype):
+@EACH
+def test_autocast_changes_nothing(length, dtype, backend):
     inputs = {name: x.requires_grad_() for name, x in make(2, length).items()}
 
     def with_grads(out, state):
         return out, state, *torch.autograd.grad(out.sin().sum() + state.sin().sum(), list(inputs.values()))
 
-    expected = with_grads(*wkv(**inputs))
-    with torch.autocast("cpu", dtype=dtype):
-        found = wkv(**inputs)
+    expected = with_grads(*wkv(**inputs, backend=backend))
+    with torch.autocast(DEVICE, dtype=dtype):
+        found = wkv(**inputs, backend=backend)
         reference = wkv(**inputs, backend="reference")
     found = with_grads(*found)
     assert all(x.dtype == torch.float32 for x in found)
@@ -182,14 +327,26 @@ def test_autocast_changes_nothing(length, dtype):
     torch.testing.assert_close(reference, found[:2], atol=1e-5, rtol=1e-5)
 
 
-def test_compiles_without_graph_breaks():
-    compiled = torch.compile(lambda **kwargs: wkv(**kwargs)[0].square().mean(), fullgraph=True, backend="aot_eager")
+@EACH
+def test_compiles_without_graph_breaks(backend):
+    torch.compiler.reset()
+
+    def loss(**inputs):
+        return wkv(**inputs, backend=backend)[0].square().mean()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for length in (1, 33):
         inputs = make(2, length)
         leaf = inputs["k"].requires_grad_()
         (grad,) = torch.autograd.grad(compiled(**inputs), leaf)
         (expected,) = torch.autograd.grad(wkv(**inputs)[0].square().mean(), leaf)
         torch.testing.assert_close(grad, expected)
+        with torch.no_grad():
+            state = inputs["initial_state"].clone()
+            step = torch.compile(functools.partial(wkv, inplace=True, backend=backend), fullgraph=True)
+            found = step(**{**inputs, "initial_state": state})
+            torch.testing.assert_close(found, wkv(**inputs), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(state, found[1])
 
 
 def test_state_alone():
@@ -212,18 +369,38 @@ def test_state_alone():
         ({"cu_seqlens": torch.tensor([0, 5])}, "batch of 2"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "`cu_seqlens` must be int32 or int64"),
         ({"backend": "cuda"}, "backend='cuda'"),
+        ({"inplace": True}, "`inplace` needs a float32"),
     ],
 )
 def test_errors_name_the_argument(change, message):
     with pytest.raises(ValueError, match=message):
-        wkv(**{**make(2, 5), **change})
+        change = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
+        inputs = make(2, 5)
+        inputs["initial_state"] = (
+            inputs["initial_state"].double() if change.get("inplace") else inputs["initial_state"]
+        )
+        wkv(**{**inputs, **change})
 
 
-@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("backend", ["eager", "reference", pytest.param("triton", marks=TRITON)])
 @pytest.mark.parametrize("bounds", [[0, 3], [1, 5], [0, 4, 2, 5]])
 def test_wrong_document_borders(bounds, backend):
-    with pytest.raises(ValueError, match="`cu_seqlens` must rise from 0 to 5"):
-        wkv(**{**make(1, 5), "initial_state": None}, cu_seqlens=torch.tensor(bounds), backend=backend)
+    if (backend, DEVICE) == ("triton", "cuda"):
+        return  # an assertion on the device, after which it could run no other test
+    error = RuntimeError if backend == "triton" else ValueError
+    with pytest.raises(error, match="`cu_seqlens` must rise from 0 to 5"):
+        bounds = torch.tensor(bounds, device=DEVICE)
+        wkv(**{**make(1, 5), "initial_state": None}, cu_seqlens=bounds, backend=backend)
+
+
+@TRITON
+def test_triton_is_refused_where_it_cannot_run(monkeypatch):
+    with pytest.raises(ValueError, match="computes in float32, got float64"):
+        wkv(**make(1, 5, dtype=torch.float64), backend="triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    inputs = {name: x.cpu() for name, x in make(1, 5).items()}
+    with pytest.raises(ValueError, match="the tensors are on cpu"):
+        wkv(**inputs, backend="triton")
 
 
 def test_environment_chooses_the_backend(monkeypatch):

@@ -1,12 +1,36 @@
-"""Which implementation of an operator runs, and in which precision."""
+"""Which implementation of an operator runs, in which precision, and how a Triton kernel is launched."""
 
 import contextlib
+import functools
+import importlib.util
 import os
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
-def choose_backend(operator: str, backend: str, available: tuple[str, ...], default: str) -> str:
+class KernelError(RuntimeError):
+    """A Triton kernel that could not be compiled or launched."""
+
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Operators whose kernels could not be compiled; eager has taken their place.
+_failed: set[str] = set()
+
+
+@functools.cache
+def _capable(device: torch.device) -> bool:
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _works(device: torch.device) -> bool:
+    """Whether Triton knows the device: a GPU of CUDA, from compute capability 8.0, or of ROCm."""
+    return _HAS_TRITON and device.type == "cuda" and _capable(device)
+
+
+def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: torch.Tensor) -> str:
     """
     Resolves the `backend` argument of an operator.
 
@@ -14,19 +38,73 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], defa
         operator: name of the operator, for the error.
         backend: `"auto"` or a member of `available`; the environment variable `SUBQUAD_BACKEND` overrides `"auto"`.
         available: the implementations that the operator has.
-        default: what `"auto"` means where the environment says nothing.
+        x: a tensor on the device, and of the widest dtype, that the operator will compute with.
+
+    Returns:
+        A member of `available`, or `"auto"`, which [`dispatch`] takes: Triton where it works, otherwise eager.
 
     Raises:
-        ValueError: where the operator has no such implementation.
+        ValueError: where the operator has no such implementation, or Triton cannot run on that tensor.
     """
     source = "backend"
     if backend == "auto" and os.environ.get("SUBQUAD_BACKEND"):
         backend, source = os.environ["SUBQUAD_BACKEND"], "SUBQUAD_BACKEND"
     if backend == "auto":
-        return default
+        return "auto" if x.device.type == "cuda" and x.dtype != torch.float64 else "eager"
     if backend not in available:
         raise ValueError(f"{source}={backend!r}: `{operator}` has {', '.join(available)}.")
+    if backend == "triton":
+        if not _HAS_TRITON:
+            raise ValueError(f"{source}='triton': the package triton is not installed.")
+        if x.device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(f"{source}='triton': the tensors are on {x.device}, and TRITON_INTERPRET is not 1.")
+        if x.dtype == torch.float64:
+            raise ValueError(f"{source}='triton': `{operator}` computes in float32, got float64.")
     return backend
+
+
+def dispatch(operator: str, backend: str, x: torch.Tensor, triton: Callable[[], Any], eager: Callable[[], Any]) -> Any:
+    """
+    Calls the implementation that [`choose_backend`] named. `"auto"` is Triton on a device that it knows; should a kernel
+    not compile there, one warning says why, and eager takes its place.
+    """
+    if backend == "eager" or (backend == "auto" and (operator in _failed or not _works(x.device))):
+        return eager()
+    try:
+        return triton()
+    except KernelError as error:
+        if backend == "triton":
+            raise
+        _failed.add(operator)
+        warnings.warn(f"`{operator}` runs in plain torch: {error}", RuntimeWarning, stacklevel=2)
+        return eager()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+    """
+    Runs a Triton kernel on the device of its first tensor.
+
+    Raises:
+        KernelError: where it does not compile, or needs more than the device has.
+    """
+    if 0 in grid:
+        return
+    device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        try:
+            kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=1)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:
+            name = getattr(kernel, "__name__", kernel)
+            raise KernelError(f"{name} failed on {device}: {type(error).__name__}: {error}") from error
+
+
+def multiprocessors(x: torch.Tensor) -> int:
+    """How many programs of a kernel the device of x runs side by side, at one to a multiprocessor."""
+    if x.device.type == "cuda":
+        return torch.cuda.get_device_properties(x.device).multi_processor_count
+    return 132
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:

@@ -2,12 +2,24 @@
 
 import torch
 
-from ..backend import choose_backend, without_autocast
+from ..backend import choose_backend, dispatch, without_autocast
+from ..group_norm_gate import group_norm_gate
+from ..group_norm_gate.eager import group_norm_gate_eager
 from .eager import wkv_chunked, wkv_chunked_backward, wkv_step
+from .masks import masks_for
 from .reference import wkv_reference
 
 
-BACKENDS = ("eager", "reference")
+BACKENDS = ("eager", "reference", "triton")
+
+
+def _widest(*tensors: torch.Tensor | None) -> torch.dtype:
+    """The dtype that plain torch computes in: float32, or float64 where one of the inputs is."""
+    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _cast(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if x is None else x.to(dtype) for x in tensors]
 
 
 @torch.library.custom_op("subquad_kernels::wkv", mutates_args=())
@@ -19,16 +31,30 @@ def _wkv(
     u: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    masks: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, state = wkv_chunked(r, k, v, log_w, u, initial_state, cu_seqlens)
-    return out.contiguous(), state.contiguous()
+    def triton():
+        from .triton_kernels import wkv_triton
+
+        return wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype)
+
+    def eager():
+        inputs = _cast(_widest(r, k, v, log_w, u, initial_state), r, k, v, log_w, u, initial_state)
+        with without_autocast(k):
+            out, state = wkv_chunked(*inputs, cu_seqlens)
+        return out.to(out_dtype).contiguous(), state.contiguous()
+
+    return dispatch("wkv", backend, k, triton, eager)
 
 
 @_wkv.register_fake
-def _(r, k, v, log_w, u, initial_state, cu_seqlens):
+def _(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype, backend):
     batch, _, heads, key_size = k.shape
     documents = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return v.new_empty(v.shape), v.new_empty(documents, heads, key_size, v.shape[-1])
+    state = v.new_empty(documents, heads, key_size, v.shape[-1], dtype=_widest(r, k, v, log_w, u, initial_state))
+    return v.new_empty(v.shape, dtype=out_dtype), state
 
 
 @torch.library.custom_op("subquad_kernels::wkv_backward", mutates_args=())
@@ -42,28 +68,81 @@ def _wkv_backward(
     u: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    masks: torch.Tensor | None,
+    backend: str,
 ) -> list[torch.Tensor]:
-    with without_autocast(k):
-        grads = wkv_chunked_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens)
-    return [x.contiguous() for x in grads]
+    given = [x for x in (r, k, v, log_w, u, initial_state) if x is not None]
+
+    def triton():
+        from .triton_kernels import wkv_triton_backward
+
+        return wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens, masks)
+
+    def eager():
+        inputs = _cast(_widest(*given), grad_out, grad_state, r, k, v, log_w, u, initial_state)
+        with without_autocast(k):
+            return wkv_chunked_backward(*inputs, cu_seqlens)
+
+    grads = dispatch("wkv", backend, k, triton, eager)
+    return [grad.to(x.dtype).contiguous() for grad, x in zip(grads, given, strict=True)]
 
 
 @_wkv_backward.register_fake
-def _(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens):
-    inputs = [r, k, v, log_w, u] + ([] if initial_state is None else [initial_state])
-    return [x.new_empty(x.shape) for x in inputs]
+def _(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens, masks, backend):
+    return [x.new_empty(x.shape) for x in (r, k, v, log_w, u, initial_state) if x is not None]
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    *tensors, _, ctx.backend = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, grad_out, grad_state):
-    grads = _wkv_backward(grad_out, grad_state, *ctx.saved_tensors)
-    return (*grads, *[None] * (7 - len(grads)))
+    grads = _wkv_backward(grad_out, grad_state, *ctx.saved_tensors, ctx.backend)
+    return (*grads, *[None] * (10 - len(grads)))
 
 
 _wkv.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("subquad_kernels::wkv_step", mutates_args=("new_state",))
+def _wkv_step(
+    r: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_w: torch.Tensor,
+    u: torch.Tensor,
+    state: torch.Tensor | None,
+    new_state: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> torch.Tensor:
+    """One token, the state in place where `state` is None (then `new_state` holds it)."""
+
+    def triton():
+        from .triton_kernels import wkv_triton_step
+
+        return wkv_triton_step(r, k, v, log_w, u, state, new_state, gate, weight, bias, eps, out_dtype)
+
+    def eager():
+        before = new_state if state is None else state
+        with without_autocast(k):
+            out, after = wkv_step(*_cast(torch.float32, r, k, v, log_w, u, before))
+            new_state.copy_(after)
+            if gate is not None:
+                out = group_norm_gate_eager(out, gate, weight, bias, eps).view(v.shape)
+        return out.to(out_dtype)
+
+    return dispatch("wkv_step", backend, k, triton, eager)
+
+
+@_wkv_step.register_fake
+def _(r, k, v, log_w, u, state, new_state, gate, weight, bias, eps, out_dtype, backend):
+    return v.new_empty(v.shape, dtype=out_dtype)
 
 
 def wkv(
@@ -75,6 +154,8 @@ def wkv(
     initial_state: torch.Tensor | None = None,
     *,
     cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+    out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
@@ -82,7 +163,9 @@ def wkv(
 
         out_t = r_t (S_{t-1} + diag(u) k_tᵀ v_t),    S_t = diag(w_t) S_{t-1} + k_tᵀ v_t,    w_t = exp(log_w_t)
 
-    Computed in float32 whatever the dtype of r, k, v, under autocast too (in float64 where one of the inputs is).
+    The state is float32 whatever the dtype of r, k, v, under autocast too (float64 where one of the inputs is). Plain
+    torch computes in that dtype; the Triton kernels multiply in bfloat16 where r, k and v are, in tf32 where they are
+    float16, in float32 where they are, and accumulate in float32.
 
     Args:
         r: receptance, (B, T, H, K), T at least 1. It is not scaled.
@@ -94,37 +177,115 @@ def wkv(
         initial_state: state before the first token, (B, H, K, V), or (N, H, K, V) with `cu_seqlens`; zeros where None.
         cu_seqlens: int32 or int64 (N + 1), the borders 0, ..., T of N documents packed into one row (B = 1); each
             starts from its own initial state.
-        backend: `"auto"`, `"eager"` (parallel over time) or `"reference"` (the plain recurrence).
+        inplace: write the state after the last token into `initial_state`, which must then be float32, contiguous and
+            in need of no gradient, and return that tensor.
+        out_dtype: dtype of out; that of v where None.
+        backend: `"auto"`, `"triton"`, `"eager"` (plain torch, parallel over time) or `"reference"` (the recurrence).
 
     Returns:
-        out (B, T, H, V) in the dtype of v, and the state after the last token of every row, or document, in float32
-        (float64).
+        out (B, T, H, V), and the state after the last token of every row, or document, in float32 (float64).
+
+    Raises:
+        ValueError: where a shape or a dtype does not fit, before any work. (On a GPU wrong `cu_seqlens` are found by
+            an assertion on the device, so that nothing waits for it.)
+    """
+    _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace)
+    backend = choose_backend("wkv", backend, BACKENDS, _of_widest(r, k, v, log_w, u, initial_state))
+    out, state = _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype or v.dtype, backend)
+    return out, state
+
+
+def gated_wkv(
+    r: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    log_w: torch.Tensor,
+    u: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    initial_state: torch.Tensor | None = None,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    [`wkv`] followed by [`group_norm_gate`]: equations 19 to 22, and 6 to 9, of arXiv:2404.05892 up to the output
+    projection. What passes between the two is float32 (float16 could not hold it). One kernel for one token.
+
+    Args:
+        gate: (B, T, H * V), before its SiLU.
+        weight, bias: of the norm, (H * V).
+        eps: of the norm.
+        r, k, v, log_w, u, initial_state, cu_seqlens, inplace, backend: see [`wkv`].
+
+    Returns:
+        out (B, T, H * V) in the dtype of gate, and the state as [`wkv`] returns it.
 
     Raises:
         ValueError: where a shape or a dtype does not fit, before any work.
     """
-    _check(r, k, v, log_w, u, initial_state, cu_seqlens)
-    backend = choose_backend("wkv", backend, BACKENDS, default="eager")
-    dtype, out_dtype = torch.float32, v.dtype
-    for x in (r, k, v, log_w, u, initial_state):
-        if x is not None and x.dtype == torch.float64:
-            dtype = torch.float64
-    r, k, v, log_w, u = (x.to(dtype) for x in (r, k, v, log_w, u))
-    if initial_state is not None:
-        initial_state = initial_state.to(dtype)
+    _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace)
+    backend = choose_backend("wkv", backend, BACKENDS, _of_widest(r, k, v, log_w, u, initial_state))
+    if _one_step(r, k, v, log_w, u, initial_state, cu_seqlens, gate, weight, bias) and backend in ("auto", "triton"):
+        out, state = _step(r, k, v, log_w, u, initial_state, inplace, gate.dtype, backend, gate, weight, bias, eps)
+        return out.flatten(-2), state
+    out_dtype = _widest(r, k, v, log_w, u, initial_state)
+    out, state = _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype, backend)
+    return group_norm_gate(out, gate, weight, bias, eps, backend=backend), state
 
-    with without_autocast(k):
-        if backend == "reference":
-            out, state = wkv_reference(r, k, v, log_w, u, initial_state, cu_seqlens)
-        elif k.shape[1] == 1 and cu_seqlens is None:
-            if initial_state is None:
-                initial_state = v.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1])
-            log_w = log_w if log_w.dim() == 2 else log_w[:, 0]
-            out, state = wkv_step(r[:, 0], k[:, 0], v[:, 0], log_w, u, initial_state)
-            out = out.unsqueeze(1)
-        else:
-            out, state = _wkv(r, k, v, log_w, u, initial_state, cu_seqlens)
-    return out.to(out_dtype), state
+
+def _of_widest(*tensors):
+    """One of the tensors, of float64 if any is: where and in what the operator computes."""
+    return next((x for x in tensors if x is not None and x.dtype == torch.float64), tensors[0])
+
+
+def _one_step(r, k, v, log_w, u, initial_state, cu_seqlens, *more):
+    """Whether this is a decoding step: one token, and no gradient asked for."""
+    if k.shape[1] > 1 or cu_seqlens is not None:
+        return False
+    tensors = (r, k, v, log_w, u, initial_state, *more)
+    return not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors)
+
+
+def _step(r, k, v, log_w, u, state, inplace, out_dtype, backend, gate=None, weight=None, bias=None, eps=0.0):
+    if inplace:
+        new_state, state = state, None
+    else:
+        if state is None:
+            state = v.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1], dtype=torch.float32)
+        state = state.float().contiguous()
+        new_state = torch.empty_like(state)
+    r, k, v = r[:, 0], k[:, 0], v[:, 0]
+    log_w = log_w if log_w.dim() == 2 else log_w[:, 0]
+    out = _wkv_step(r, k, v, log_w, u, state, new_state, gate, weight, bias, eps, out_dtype, backend)
+    return out.unsqueeze(1), new_state
+
+
+def _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype, backend):
+    if backend in ("auto", "triton"):
+        if _one_step(r, k, v, log_w, u, initial_state, cu_seqlens):
+            return _step(r, k, v, log_w, u, initial_state, inplace, out_dtype, backend)
+        masks = masks_for(k, v)
+        out, state = _wkv(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype, backend)
+    elif backend == "eager" and (k.shape[1] > 1 or cu_seqlens is not None):
+        out, state = _wkv(r, k, v, log_w, u, initial_state, cu_seqlens, None, out_dtype, backend)
+    else:
+        dtype = _widest(r, k, v, log_w, u, initial_state)
+        r, k, v, log_w, u, before = _cast(dtype, r, k, v, log_w, u, initial_state)
+        with without_autocast(k):
+            if backend == "reference":
+                out, state = wkv_reference(r, k, v, log_w, u, before, cu_seqlens)
+            else:
+                if before is None:
+                    before = v.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1])
+                log_w = log_w if log_w.dim() == 2 else log_w[:, 0]
+                out, state = wkv_step(r[:, 0], k[:, 0], v[:, 0], log_w, u, before)
+                out = out.unsqueeze(1)
+        out = out.to(out_dtype)
+    return out, initial_state.copy_(state) if inplace else state
 
 
 def wkv_state(
@@ -134,7 +295,7 @@ def wkv_state(
     return wkv(k, k, v, log_w, k.new_zeros(k.shape[2:]), state, backend=backend)[1]
 
 
-def _check(r, k, v, log_w, u, initial_state, cu_seqlens):
+def _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace):
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 4 or x.shape[1] == 0:
             raise ValueError(f"`{name}` must be (batch, length >= 1, heads, size), got {tuple(x.shape)}.")
@@ -164,3 +325,8 @@ def _check(r, k, v, log_w, u, initial_state, cu_seqlens):
             raise ValueError(f"`{name}` must be floating point, got {x.dtype}.")
         if x.device != k.device:
             raise ValueError(f"`{name}` is on {x.device}, `k` on {k.device}.")
+    if inplace:
+        if initial_state is None or initial_state.dtype != torch.float32 or not initial_state.is_contiguous():
+            raise ValueError("`inplace` needs a float32, contiguous `initial_state` to write the state to.")
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (r, k, v, log_w, u, initial_state)):
+            raise ValueError("`inplace` overwrites a state that the backward pass needs: call it under no_grad.")

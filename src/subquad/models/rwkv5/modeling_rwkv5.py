@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
-from subquad_kernels import wkv, wkv_state
+from subquad_kernels import gated_wkv, token_shift, wkv_state
 
 from ...cache import RecurrentCache, RecurrentLayer, check_cache
 from ...heads import (
@@ -25,11 +25,11 @@ from .configuration_rwkv5 import Rwkv5Config
 
 
 class Rwkv5HeadNorm(nn.GroupNorm):
-    """The LayerNorm of each head (equation 7), in float32 whatever the dtype of its weights."""
+    """The recurrence, the LayerNorm of each head of what it puts out, and the gate: equations 6 to 9 in one."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight.float(), self.bias.float()
-        return F.group_norm(x.flatten(0, 1).flatten(1), self.num_groups, weight, bias, self.eps)
+    def forward(self, tokens: Tokens, r, k, v, gate, log_w, u, state: torch.Tensor | None, inplace: bool):
+        weights = (log_w, u, self.weight, self.bias, self.eps)
+        return tokens.by_document(gated_wkv, (r, k, v, gate), weights, state, inplace)
 
 
 class Rwkv5TimeMixing(nn.Module):
@@ -56,25 +56,27 @@ class Rwkv5TimeMixing(nn.Module):
         self.ln_x = Rwkv5HeadNorm(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
-        previous, seen = tokens.shift(x, state and state.get("attention_shift"))
+        before = state and state.get("attention_shift")
+        x = tokens.fill(x, before)
+        mix = torch.cat((self.time_mix_receptance, self.time_mix_key, self.time_mix_value, self.time_mix_gate))
+        # The published mu weighs the token itself, the operator's the one before it.
+        x_r, x_k, x_v, x_g = token_shift(x, before, 1 - mix.squeeze(1), starts=tokens.starts).unbind()
 
-        delta = x - previous
         heads = (*x.shape[:2], self.num_heads, self.head_size)
-        r = self.receptance(torch.addcmul(previous, delta, self.time_mix_receptance)).view(heads)
-        k = tokens.erase(self.key(torch.addcmul(previous, delta, self.time_mix_key))).view(heads)
-        v = self.value(torch.addcmul(previous, delta, self.time_mix_value)).view(heads)
-        g = F.silu(self.gate(torch.addcmul(previous, delta, self.time_mix_gate)))
-        # Equation 5; padding neither adds to the state nor decays it.
-        log_w = tokens.erase(-self.time_decay.float().exp().expand(heads))
+        r = self.receptance(x_r).view(heads)
+        k = tokens.erase(self.key(x_k)).view(heads)
+        v = self.value(x_v).view(heads)
+        g = self.gate(x_g)
+        log_w = -self.time_decay.float().exp()  # equation 5
+        if tokens.mask is not None:
+            log_w = tokens.erase(log_w.expand(heads))  # padding neither adds to the state nor decays it
 
-        before = state and state.get("wkv")
-        # Equations 6, 8, 9. A float32 v makes a float32 output, which the norm reads: float16 could not hold it.
-        out, after = tokens.by_document(wkv, (r, k, v.float(), log_w), (self.time_faaaa,), before)
+        inplace = state is not None and state.overwrites("wkv")
+        out, after = self.ln_x(tokens, r, k, v, g, log_w, self.time_faaaa, state and state.get("wkv"), inplace)
         if state is not None:
-            state.update("attention_shift", last_token(None, seen), last_token, seen)
-            state.update("wkv", after, wkv_state, k, v, log_w)
-
-        return self.output(self.ln_x(out).view(g.shape).to(g.dtype) * g)  # equation 7
+            state.update("attention_shift", last_token(None, x), last_token, x)
+            state.update("wkv", after, wkv_state, k, v, log_w.expand(heads))
+        return self.output(out)
 
 
 class Rwkv5ChannelMixing(nn.Module):
@@ -90,13 +92,14 @@ class Rwkv5ChannelMixing(nn.Module):
         self.value = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
-        previous, seen = tokens.shift(x, state and state.get("feed_forward_shift"))
+        before = state and state.get("feed_forward_shift")
+        x = tokens.fill(x, before)
+        mix = torch.cat((self.time_mix_key, self.time_mix_receptance)).squeeze(1)
+        x_k, x_r = token_shift(x, before, 1 - mix, starts=tokens.starts).unbind()
         if state is not None:
-            state.update("feed_forward_shift", last_token(None, seen), last_token, seen)
-        delta = x - previous
-        k = self.key(torch.addcmul(previous, delta, self.time_mix_key))
-        v = self.value(F.relu(k).square())
-        return torch.sigmoid(self.receptance(torch.addcmul(previous, delta, self.time_mix_receptance))) * v
+            state.update("feed_forward_shift", last_token(None, x), last_token, x)
+        v = self.value(F.relu(self.key(x_k)).square())
+        return torch.sigmoid(self.receptance(x_r)) * v
 
 
 class Rwkv5Block(GradientCheckpointingLayer):
@@ -249,9 +252,9 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
         x = self.ln_out(x)
 
         if past_key_values is None:
-            x = tokens.repeat_last(x)
+            x = tokens.fill(x, None)
         else:
-            x = tokens.repeat_last(x, past_key_values.after_blocks.get("output"))
+            x = tokens.fill(x, past_key_values.after_blocks.get("output"))
             past_key_values.after_blocks.update("output", last_token(None, x), last_token, x)
             past_key_values.advance(x.shape[1])
         if output_hidden_states:

@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
-from subquad_kernels import wkv, wkv_state
+from subquad_kernels import gated_wkv, token_shift, wkv_state
 
 from ...cache import RecurrentCache, RecurrentLayer, check_cache
 from ...heads import (
@@ -25,11 +25,11 @@ from .configuration_rwkv6 import Rwkv6Config
 
 
 class Rwkv6HeadNorm(nn.GroupNorm):
-    """The LayerNorm of each head (equation 20), in float32 whatever the dtype of its weights."""
+    """The recurrence, the LayerNorm of each head of what it puts out, and the gate: equations 19 to 22 in one."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight.float(), self.bias.float()
-        return F.group_norm(x.flatten(0, 1).flatten(1), self.num_groups, weight, bias, self.eps)
+    def forward(self, tokens: Tokens, r, k, v, gate, log_w, u, state: torch.Tensor | None, inplace: bool):
+        weights = (u, self.weight, self.bias, self.eps)
+        return tokens.by_document(gated_wkv, (r, k, v, gate, log_w), weights, state, inplace)
 
 
 class Rwkv6TimeMixing(nn.Module):
@@ -62,36 +62,34 @@ class Rwkv6TimeMixing(nn.Module):
         self.output = Linear(inner, width, bias=False)
         self.ln_x = Rwkv6HeadNorm(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
 
-    def ddlerp(self, x: torch.Tensor, previous: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def ddlerp(self, x: torch.Tensor, before: torch.Tensor | None, starts: torch.Tensor | None):
         """Data-dependent interpolation between a token and the one before, for w, k, v, r, g (equations 14, 15)."""
-        delta = previous - x
-        low = torch.tanh(torch.addcmul(x, delta, self.time_maa_x) @ self.time_maa_w1)
+        low = torch.tanh(token_shift(x, before, self.time_maa_x[0], starts=starts)[0] @ self.time_maa_w1)
         low = low.view(-1, 5, low.shape[-1] // 5).transpose(0, 1)
-        mu = torch.stack((self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g))
-        mu = (low @ self.time_maa_w2).view(5, *x.shape) + mu
-        return torch.addcmul(x, delta, mu).unbind()
+        offset = (low @ self.time_maa_w2).view(5, *x.shape)
+        mu = torch.cat((self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g))
+        return token_shift(x, before, mu.squeeze(1), offset, starts).unbind()
 
     def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
-        previous, seen = tokens.shift(x, state and state.get("attention_shift"))
-        x_w, x_k, x_v, x_r, x_g = self.ddlerp(x, previous)
+        before = state and state.get("attention_shift")
+        x = tokens.fill(x, before)
+        x_w, x_k, x_v, x_r, x_g = self.ddlerp(x, before, tokens.starts)
 
         heads = (*x.shape[:2], self.num_heads, self.head_size)
         r = self.receptance(x_r).view(heads)
         k = tokens.erase(self.key(x_k)).view(heads)
         v = self.value(x_v).view(heads)
-        g = F.silu(self.gate(x_g))
+        g = self.gate(x_g)
         # Equations 17 and 18; padding neither adds to the state nor decays it.
         d = self.time_decay.float() + (torch.tanh(x_w @ self.time_decay_w1) @ self.time_decay_w2).float()
         log_w = tokens.erase(-d.exp()).view(heads)
 
-        before = state and state.get("wkv")
-        # Equations 19 to 22. A float32 v makes a float32 output, which the norm reads: float16 could not hold it.
-        out, after = tokens.by_document(wkv, (r, k, v.float(), log_w), (self.time_faaaa,), before)
+        inplace = state is not None and state.overwrites("wkv")
+        out, after = self.ln_x(tokens, r, k, v, g, log_w, self.time_faaaa, state and state.get("wkv"), inplace)
         if state is not None:
-            state.update("attention_shift", last_token(None, seen), last_token, seen)
+            state.update("attention_shift", last_token(None, x), last_token, x)
             state.update("wkv", after, wkv_state, k, v, log_w)
-
-        return self.output(self.ln_x(out).view(g.shape).to(g.dtype) * g)
+        return self.output(out)
 
 
 class Rwkv6ChannelMixing(nn.Module):
@@ -107,13 +105,14 @@ class Rwkv6ChannelMixing(nn.Module):
         self.value = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
-        previous, seen = tokens.shift(x, state and state.get("feed_forward_shift"))
+        before = state and state.get("feed_forward_shift")
+        x = tokens.fill(x, before)
+        mu = torch.cat((self.time_maa_k, self.time_maa_r)).squeeze(1)
+        x_k, x_r = token_shift(x, before, mu, starts=tokens.starts).unbind()
         if state is not None:
-            state.update("feed_forward_shift", last_token(None, seen), last_token, seen)
-        delta = previous - x
-        k = self.key(x + delta * self.time_maa_k)
-        v = self.value(F.relu(k).square())
-        return torch.sigmoid(self.receptance(x + delta * self.time_maa_r)) * v
+            state.update("feed_forward_shift", last_token(None, x), last_token, x)
+        v = self.value(F.relu(self.key(x_k)).square())
+        return torch.sigmoid(self.receptance(x_r)) * v
 
 
 class Rwkv6Block(GradientCheckpointingLayer):
@@ -268,9 +267,9 @@ class Rwkv6Model(Rwkv6PreTrainedModel):
         x = self.ln_out(x)
 
         if past_key_values is None:
-            x = tokens.repeat_last(x)
+            x = tokens.fill(x, None)
         else:
-            x = tokens.repeat_last(x, past_key_values.after_blocks.get("output"))
+            x = tokens.fill(x, past_key_values.after_blocks.get("output"))
             past_key_values.after_blocks.update("output", last_token(None, x), last_token, x)
             past_key_values.advance(x.shape[1])
         if output_hidden_states:

@@ -1,0 +1,188 @@
+"""What the benchmarks share: medians, rows that are measured and written, and the table at the end."""
+
+import csv
+import gc
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+
+FIELDS = (
+    *("part", "what", "implementation", "batch", "heads", "size", "length", "dtype"),
+    *("milliseconds", "MiB", "tokens_per_second", "floor_milliseconds", "note", "versions"),
+)
+# What makes two rows comparable.
+SHAPE = ("part", "what", "batch", "heads", "size", "length", "dtype")
+OURS = "subquad"
+
+
+def timings(function: Callable[[], Any], device: str, calls: int) -> list[float]:
+    """Milliseconds of each of so many calls; on a GPU between events, so that the calls queue up there."""
+    if device == "cpu":
+        times = [time.perf_counter()]
+        for _ in range(calls):
+            function()
+            times.append(time.perf_counter())
+        return [(stop - start) * 1e3 for start, stop in itertools.pairwise(times)]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+    torch.cuda.synchronize()
+    for start, stop in events:
+        start.record()
+        function()
+        stop.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(stop) for start, stop in events]
+
+
+def median_milliseconds(
+    function: Callable[[], Any],
+    device: str = "cpu",
+    seconds: float = 0.5,
+    least: int = 3,
+    most: int = 200,
+    warm_up: bool = True,
+) -> float:
+    """The median of as many calls as fit into so many seconds, after two that do not count."""
+    if not warm_up:
+        times = timings(function, device, 1)
+        calls = min(max(int(seconds * 1e3 / times[0]), least), most) - 1
+        return statistics.median(times + timings(function, device, calls) if calls > 0 else times)
+    function()
+    estimate = timings(function, device, 1)[0]
+    return statistics.median(timings(function, device, min(max(int(seconds * 1e3 / estimate), least), most)))
+
+
+def wall_milliseconds(function: Callable[[], Any], device: str) -> float:
+    """One call as its user sees it, compilation included."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def extra_mebibytes(function: Callable[[], Any], device: str) -> float | None:
+    """The most memory that a call holds beyond what is held before it; None on a CPU, which does not count it."""
+    if device == "cpu":
+        return None
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def ceilings(device: str, quick: bool) -> tuple[float, float]:
+    """Bytes a millisecond of a large copy, read and written, and operations a millisecond of a matrix product."""
+    large = device != "cpu" and not quick
+    source = torch.randint(256, (2**32 if large else 2**26,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * source.numel() / median_milliseconds(lambda: target.copy_(source), device, least=5)
+    width, dtype = (8192, torch.bfloat16) if large else (512, torch.float32)
+    a, b = torch.randn(2, width, width, device=device).to(dtype)
+    return copied, 2 * width**3 / median_milliseconds(lambda: a @ b, device, least=5)
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """`write` makes the file under another name: whoever looks finds the old one or the whole new one."""
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class Results:
+    """The rows of a run: measured one by one, kept in a file, and what went wrong."""
+
+    def __init__(self, path: Path | None, device: str, seconds: float, versions: str):
+        self.path, self.device, self.versions = path, device, versions
+        self.rows: list[dict[str, Any]] = []
+        self.failed = self.skipped = 0
+        self.deadline = time.monotonic() + seconds
+        # In a log every refreshed line stays.
+        self.live = sys.stderr.isatty()
+        interval = 0.1 if self.live else 10
+        self.bar = tqdm(file=sys.stderr, mininterval=interval, bar_format="{n} rows [{elapsed}] {desc}")
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append({**row, "versions": self.versions})
+        self.bar.update()
+        if self.path is None:
+            return
+
+        def write(path):
+            with open(path, "w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, FIELDS)
+                writer.writeheader()
+                writer.writerows(self.rows)
+
+        write_atomically(self.path, write)
+
+    def measure(self, row: dict[str, Any], function: Callable[[], dict[str, Any]]) -> bool:
+        """Adds what `function` returns to the row, or why it failed; nothing after the deadline. Whether it did."""
+        if time.monotonic() > self.deadline:
+            self.skipped += 1
+            return False
+        name = " ".join(str(row[field]) for field in FIELDS if row.get(field) not in (None, ""))
+        self.bar.set_description_str(name, refresh=self.live)
+        try:
+            measured, done = function(), True
+        except torch.OutOfMemoryError:
+            measured, done = {"note": "out of memory"}, False
+        except Exception as error:
+            reason = (str(error).strip() or "no message").splitlines()[0]
+            measured, done = {"note": f"failed: {type(error).__name__}: {reason}"}, False
+            self.failed += row["implementation"] == OURS
+        # Not in the handlers: there the traceback still holds the tensors.
+        if self.device != "cpu":
+            gc.collect()
+            torch.cuda.empty_cache()
+        self.add({**row, **measured})
+        return done
+
+    def table(self) -> str:
+        """One line a shape and a quantity."""
+        groups: dict[tuple, dict[str, dict]] = {}
+        for row in self.rows:
+            if row["part"] != "check":
+                groups.setdefault(tuple(row.get(field) for field in SHAPE), {})[row["implementation"]] = row
+        lines = [f"batch x length; behind a figure its floor [ ], or what {OURS}'s is of it ( )"]
+        for group in groups.values():
+            first, ours = next(iter(group.values())), group.get(OURS, {})
+            shape = " x ".join(str(first[name]) for name in ("batch", "length") if first.get(name))
+            rates = any(row.get("tokens_per_second") for row in group.values())
+            for unit, field in (
+                ("tokens/s", "tokens_per_second") if rates else ("ms", "milliseconds"),
+                ("MiB", "MiB"),
+            ):
+                cells = []
+                for name, row in group.items():
+                    if (value := row.get(field)) is None:
+                        continue
+                    cell = f"{name} {value:.4g}"
+                    if name != OURS:
+                        cell += f" ({ours[field] / value:.2f})" if ours.get(field) else ""
+                    elif field != "MiB" and row.get("floor_milliseconds"):
+                        reached = row["floor_milliseconds"] / row["milliseconds"]
+                        cell += f" [{value / reached if rates else value * reached:.3g}]"
+                    cells.append(cell)
+                if cells:
+                    lines.append(f"{first['what']:<31} {shape:<9} {unit:<8} " + ", ".join(cells))
+            for name, row in group.items():
+                if row.get("note"):
+                    lines.append(f"{first['what']:<31} {shape:<9} {name}: {row['note']}")
+        return "\n".join(lines)

@@ -1,0 +1,45 @@
+"""The gated norm of the heads in plain torch."""
+
+import torch
+import torch.nn.functional as F
+
+
+def group_norm_gate_eager(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """
+    The norm in float32 (in float64 where x is), the gate in its own dtype. Arguments, shapes and result are those of
+    [`subquad_kernels.group_norm_gate`].
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    # torch's group_norm is half as fast as this on a CPU.
+    normed = F.layer_norm(x.to(dtype), x.shape[-1:], eps=eps).reshape(gate.shape)
+    normed = torch.addcmul(bias.to(dtype), normed, weight.to(dtype))
+    return normed.to(gate.dtype) * F.silu(gate)
+
+
+def group_norm_gate_eager_backward(
+    grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> list[torch.Tensor]:
+    """Gradients of x, gate, weight and bias, computed in float32 (in float64 where x is)."""
+    heads, size = x.shape[-2:]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    rows = x.reshape(-1, heads, size).to(dtype)
+    g, grad = (tensor.reshape(rows.shape).to(dtype) for tensor in (gate, grad))
+    w, b = (tensor.to(dtype).view(heads, size) for tensor in (weight, bias))
+
+    centred = rows - rows.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    normed = centred * rstd
+    sigmoid = torch.sigmoid(g)
+    grad_gate = grad * (normed * w + b) * sigmoid * (1 + g * (1 - sigmoid))
+    grad_scaled = grad * g * sigmoid
+    grad_normed = grad_scaled * w
+    projected = normed * (grad_normed * normed).mean(-1, keepdim=True)
+    grad_x = rstd * (grad_normed - grad_normed.mean(-1, keepdim=True) - projected)
+    return [
+        grad_x.view(x.shape).to(x.dtype),
+        grad_gate.view(gate.shape).to(gate.dtype),
+        (grad_scaled * normed).sum(0).view(weight.shape).to(weight.dtype),
+        grad_scaled.sum(0).view(bias.shape).to(bias.dtype),
+    ]

@@ -1,0 +1,158 @@
+"""
+The gated norm of the heads as Triton kernels.
+
+A program owns a few heads and walks a strip of consecutive rows, so that weight and bias are read once and, in the
+backward pass, their gradients are sums in registers. Mean and variance are computed again rather than kept.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backend import launch, multiprocessors
+
+
+@triton.jit
+def _strip(rows, heads, size, strip, HEADS: tl.constexpr, SIZE: tl.constexpr):
+    """First row and the one after the last, the strip's number, and the columns of the program's heads."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(heads, HEADS)
+    head = program % blocks * HEADS + tl.arange(0, HEADS)
+    channel = tl.arange(0, SIZE)
+    columns = head[:, None] * size + channel[None, :]
+    mask = (head < heads)[:, None] & (channel < size)[None, :]
+    number = (program // blocks).to(tl.int64)
+    start = number * strip
+    return start, tl.minimum(start + strip, rows), number, columns, mask
+
+
+@triton.jit
+def _load(pointers, mask):
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _normalize(x, mask, size, eps):
+    centred = tl.where(mask, x - (tl.sum(x, 1) / size)[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, 1) / size + eps)[:, None]
+    return centred * rstd, rstd
+
+
+@triton.jit
+def _forward_kernel(
+    x,
+    gate,
+    weight,
+    bias,
+    out,
+    rows,
+    heads,
+    size,
+    eps,
+    strip,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    start, stop, _, columns, mask = _strip(rows, heads, size, strip, HEADS, SIZE)
+    w, b = _load(weight + columns, mask), _load(bias + columns, mask)
+    for row in range(start, stop):
+        here = row * heads * size
+        values = _load(x + here + columns, mask)
+        g = _load(gate + here + columns, mask)
+        normed = _normalize(values, mask, size, eps)[0]
+        gated = (normed * w + b) * g * tl.sigmoid(g)
+        tl.store(out + here + columns, gated.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    grad,
+    x,
+    gate,
+    weight,
+    bias,
+    grad_x,
+    grad_gate,
+    grad_weight,
+    grad_bias,
+    rows,
+    heads,
+    size,
+    eps,
+    strip,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """`grad_weight` and `grad_bias` (strips, heads * size) take the sums over each strip."""
+    start, stop, number, columns, mask = _strip(rows, heads, size, strip, HEADS, SIZE)
+    w, b = _load(weight + columns, mask), _load(bias + columns, mask)
+    weight_sum, bias_sum = tl.zeros((HEADS, SIZE), tl.float32), tl.zeros((HEADS, SIZE), tl.float32)
+    for row in range(start, stop):
+        here = row * heads * size
+        values = _load(x + here + columns, mask)
+        g = _load(gate + here + columns, mask)
+        grad_out = _load(grad + here + columns, mask)
+        normed, rstd = _normalize(values, mask, size, eps)
+
+        sigmoid = tl.sigmoid(g)
+        grad_g = grad_out * (normed * w + b) * sigmoid * (1.0 + g * (1.0 - sigmoid))
+        tl.store(grad_gate + here + columns, grad_g.to(grad_gate.dtype.element_ty), mask=mask)
+
+        grad_scaled = grad_out * g * sigmoid
+        weight_sum += grad_scaled * normed
+        bias_sum += grad_scaled
+        grad_normed = grad_scaled * w
+        mean = (tl.sum(grad_normed, 1) / size)[:, None]
+        projection = (tl.sum(grad_normed * normed, 1) / size)[:, None]
+        grad_values = rstd * (grad_normed - mean - normed * projection)
+        tl.store(grad_x + here + columns, grad_values.to(grad_x.dtype.element_ty), mask=mask)
+
+    sums = number * heads * size
+    tl.store(grad_weight + sums + columns, weight_sum, mask=mask)
+    tl.store(grad_bias + sums + columns, bias_sum, mask=mask)
+
+
+class _Plan:
+    """How the work is cut: 4 values a thread, and strips as long as leave every processor enough of them."""
+
+    def __init__(self, x, eps, longest):
+        self.heads, self.size = x.shape[-2:]
+        self.rows, self.eps = x.numel() // (self.heads * self.size), eps
+        self.block = triton.next_power_of_2(self.size)
+        self.block_heads = min(triton.next_power_of_2(self.heads), max(512 // self.block, 1))
+        self.num_warps = min(max(self.block_heads * self.block // 128, 1), 8)
+        blocks = triton.cdiv(self.heads, self.block_heads)
+        self.strip = longest
+        while self.strip > 1 and blocks * triton.cdiv(self.rows, self.strip) < 8 * multiprocessors(x):
+            self.strip //= 2
+        self.strips = triton.cdiv(self.rows, self.strip)
+        self.grid = (blocks * self.strips,)
+
+    def launch(self, kernel, *arguments):
+        launch(
+            kernel,
+            self.grid,
+            *(*arguments, self.rows, self.heads, self.size, self.eps, self.strip),
+            HEADS=self.block_heads,
+            SIZE=self.block,
+            num_warps=self.num_warps,
+        )
+
+
+def group_norm_gate_triton(x, gate, weight, bias, eps):
+    """Arguments, shapes and result are those of [`subquad_kernels.group_norm_gate`]."""
+    x, gate, weight, bias = (tensor.contiguous() for tensor in (x, gate, weight, bias))
+    out = torch.empty_like(gate)
+    _Plan(x, eps, longest=8).launch(_forward_kernel, x, gate, weight, bias, out)
+    return out
+
+
+def group_norm_gate_triton_backward(grad, x, gate, weight, bias, eps):
+    """Gradients of x, gate, weight and bias."""
+    grad, x, gate, weight, bias = (tensor.contiguous() for tensor in (grad, x, gate, weight, bias))
+    # Each strip's sums are written and read once, in float32: at 32 rows they are a small part of the traffic.
+    plan = _Plan(x, eps, longest=32)
+    grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
+    grad_weight, grad_bias = x.new_empty(2, plan.strips, *weight.shape, dtype=torch.float32).unbind()
+    plan.launch(_backward_kernel, grad, x, gate, weight, bias, grad_x, grad_gate, grad_weight, grad_bias)
+    return [grad_x, grad_gate, grad_weight.sum(0).to(weight.dtype), grad_bias.sum(0).to(bias.dtype)]

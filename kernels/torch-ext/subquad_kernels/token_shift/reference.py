@@ -1,0 +1,25 @@
+"""The token shift as the paper writes it, one token after the other: the oracle of every test."""
+
+import torch
+
+
+def token_shift_reference(
+    x: torch.Tensor,
+    state: torch.Tensor | None,
+    mu: torch.Tensor,
+    offset: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Equations 14, 15 (Finch) and, without an offset, 3 (Eagle) of arXiv:2404.05892, in the dtype
+    of the inputs. Arguments, shapes and result are those of [`subquad_kernels.token_shift`].
+    """
+    previous = torch.zeros_like(x[:, 0]) if state is None else state
+    tokens = []
+    for t in range(x.shape[1]):
+        if starts is not None:
+            previous = torch.where(starts[:, t, None], 0.0, previous)
+        m = mu[:, None] if offset is None else mu[:, None] + offset[:, :, t]
+        tokens.append(x[:, t] + (previous - x[:, t]) * m)
+        previous = x[:, t]
+    return torch.stack(tokens, dim=2)

@@ -1,0 +1,235 @@
+"""
+The token shift as Triton kernels.
+
+A program owns a block of columns and walks a strip of consecutive tokens with the one before in registers, so that
+every x is read once. The backward pass walks back, since what a token gives to the one before it is then at hand, and
+sums the gradient of mu over the strip. A strip reads one token of its neighbour besides.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backend import launch, multiprocessors
+
+
+@triton.jit
+def _strip(length, width, strip, COLUMNS: tl.constexpr):
+    """Row of the batch, the strip's first token and the one after its last, its number, and the columns."""
+    program = tl.program_id(0)
+    blocks, strips = tl.cdiv(width, COLUMNS), tl.cdiv(length, strip)
+    columns = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    program = program // blocks
+    start = program % strips * strip
+    return (program // strips).to(tl.int64), start, tl.minimum(start + strip, length), program.to(tl.int64), columns
+
+
+@triton.jit
+def _load(pointers, mask):
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_each(pointer, stride, columns, mask, N: tl.constexpr):
+    loaded = ()
+    for i in tl.static_range(N):
+        loaded += (_load(pointer + i * stride + columns, mask),)
+    return loaded
+
+
+@triton.jit
+def _load_weights(mus, offset, here, plane, columns, mask, N: tl.constexpr):
+    """mu + offset. This stands before a token's stores: the compiler would not move a load to before a store."""
+    weights = mus
+    if offset is not None:
+        weights = ()
+        for i in tl.static_range(N):
+            weights += (mus[i] + _load(offset + here + i * plane + columns, mask),)
+    return weights
+
+
+@triton.jit
+def _load_previous(x, state, row, t, length, width, columns, mask):
+    previous = _load(x + (row * length + t - 1) * width + columns, tl.where(t > 0, mask, False))
+    if state is not None:
+        previous += _load(state + row * width + columns, tl.where(t > 0, False, mask))
+    return previous
+
+
+@triton.jit
+def _forward_kernel(
+    x,
+    state,
+    mu,
+    offset,
+    starts,
+    y,
+    length,
+    width,
+    plane,
+    starts_stride,
+    strip,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row, start, stop, _, columns = _strip(length, width, strip, COLUMNS)
+    mask = columns < width
+    plane = tl.cast(plane, tl.int64)
+
+    mus = _load_each(mu, width, columns, mask, N)
+    previous = _load_previous(x, state, row, start, length, width, columns, mask)
+    for t in range(start, stop):
+        here = (row * length + t) * width
+        current = _load(x + here + columns, mask)
+        weights = _load_weights(mus, offset, here, plane, columns, mask, N)
+        if starts is not None:
+            previous = tl.where(tl.load(starts + row * starts_stride + t), 0.0, previous)
+        delta = previous - current
+        for i in tl.static_range(N):
+            mixed = current + delta * weights[i]
+            tl.store(y + here + i * plane + columns, mixed.to(y.dtype.element_ty), mask=mask)
+        previous = current
+
+
+@triton.jit
+def _given(grad, mus, offset, starts, t, here, plane, columns, mask, N: tl.constexpr):
+    """What token t gives to the gradient of the one before it."""
+    grads = _load_each(grad + here, plane, columns, mask, N)
+    weights = _load_weights(mus, offset, here, plane, columns, mask, N)
+    given = grads[0] * weights[0]
+    for i in tl.static_range(1, N):
+        given += grads[i] * weights[i]
+    if starts is not None:
+        given = tl.where(tl.load(starts + t), 0.0, given)
+    return given
+
+
+@triton.jit
+def _backward_kernel(
+    grad,
+    x,
+    state,
+    mu,
+    offset,
+    starts,
+    grad_x,
+    grad_state,
+    grad_mu,
+    grad_offset,
+    length,
+    width,
+    plane,
+    starts_stride,
+    strip,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`grad_mu` (strips, N, width) takes the sums over each strip."""
+    row, start, stop, number, columns = _strip(length, width, strip, COLUMNS)
+    mask = columns < width
+    plane = tl.cast(plane, tl.int64)
+    if starts is not None:
+        starts += row * starts_stride
+
+    mus = _load_each(mu, width, columns, mask, N)
+    sums = ()
+    for _ in tl.static_range(N):
+        sums += (tl.zeros((COLUMNS,), tl.float32),)
+
+    given = tl.zeros((COLUMNS,), tl.float32)
+    if stop < length:
+        here = (row * length + stop) * width
+        given = _given(grad, mus, offset, starts, stop, here, plane, columns, mask, N)
+    current = _load(x + (row * length + stop - 1) * width + columns, mask)
+    for step in range(stop - start):
+        t = stop - 1 - step
+        here = (row * length + t) * width
+        grads = _load_each(grad + here, plane, columns, mask, N)
+        weights = _load_weights(mus, offset, here, plane, columns, mask, N)
+        previous = _load_previous(x, state, row, t, length, width, columns, mask)
+        delta = previous - current
+        if starts is not None:
+            first = tl.load(starts + t)
+            delta = tl.where(first, -current, delta)
+
+        own = given
+        given = tl.zeros((COLUMNS,), tl.float32)
+        new_sums = ()
+        for i in tl.static_range(N):
+            own += grads[i] * (1.0 - weights[i])
+            given += grads[i] * weights[i]
+            grad_weight = grads[i] * delta
+            new_sums += (sums[i] + grad_weight,)
+            if offset is not None:
+                pointers = grad_offset + here + i * plane + columns
+                tl.store(pointers, grad_weight.to(grad_offset.dtype.element_ty), mask=mask)
+        sums = new_sums
+        if starts is not None:
+            given = tl.where(first, 0.0, given)
+        tl.store(grad_x + here + columns, own.to(grad_x.dtype.element_ty), mask=mask)
+        current = previous
+
+    if state is not None:
+        given = given.to(grad_state.dtype.element_ty)
+        tl.store(grad_state + row * width + columns, given, mask=tl.where(start > 0, False, mask))
+    for i in tl.static_range(N):
+        tl.store(grad_mu + (number * N + i) * width + columns, sums[i], mask=mask)
+
+
+class _Plan:
+    """How the work is cut: `share` columns a thread, and strips as long as leave every processor enough programs."""
+
+    def __init__(self, x, n, starts, share, longest):
+        batch, self.length, self.width = x.shape
+        self.plane, self.n = x.numel(), n
+        self.starts_stride = 0 if starts is None or starts.shape[0] == 1 else self.length
+        self.columns = min(triton.next_power_of_2(self.width), 512)
+        self.num_warps = max(self.columns // (32 * share), 1)
+        blocks = triton.cdiv(self.width, self.columns)
+        self.strip = longest
+        while self.strip > 4 and batch * blocks * triton.cdiv(self.length, self.strip) < 8 * multiprocessors(x):
+            self.strip //= 2
+        self.strips = batch * triton.cdiv(self.length, self.strip)
+        self.grid = (blocks * self.strips,)
+
+    def launch(self, kernel, *arguments):
+        launch(
+            kernel,
+            self.grid,
+            *(*arguments, self.length, self.width, self.plane, self.starts_stride, self.strip),
+            N=self.n,
+            COLUMNS=self.columns,
+            num_warps=self.num_warps,
+        )
+
+
+def _contiguous(*tensors):
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def token_shift_triton(x, state, mu, offset, starts):
+    """Arguments, shapes and result are those of [`subquad_kernels.token_shift`]."""
+    x, state, mu, offset, starts = _contiguous(x, state, mu, offset, starts)
+    y = x.new_empty(mu.shape[0], *x.shape)
+    plan = _Plan(x, mu.shape[0], starts, share=16 // x.element_size(), longest=8)
+    plan.launch(_forward_kernel, x, state, mu, offset, starts, y)
+    return y
+
+
+def token_shift_triton_backward(grad, x, state, mu, offset, starts):
+    """Gradients of x, mu and, where they are given, state and offset."""
+    x, state, mu, offset, starts = _contiguous(x, state, mu, offset, starts)
+    # Each strip's sums are written and read once, in float32: at 32 tokens they are a small part of the traffic. Eight
+    # columns a thread would need 216 registers at n = 5.
+    plan = _Plan(x, mu.shape[0], starts, share=4, longest=32)
+    grad_x = torch.empty_like(x)
+    grad_state = None if state is None else torch.empty_like(state)
+    grad_mu = x.new_empty(plan.strips, *mu.shape, dtype=torch.float32)
+    grad_offset = None if offset is None else torch.empty_like(offset)
+    plan.launch(
+        _backward_kernel,
+        *(grad.contiguous(), x, state, mu, offset, starts),
+        *(grad_x, grad_state, grad_mu, grad_offset),
+    )
+    grads = [grad_x, grad_mu.sum(0).to(mu.dtype), grad_state, grad_offset]
+    return [tensor for tensor in grads if tensor is not None]

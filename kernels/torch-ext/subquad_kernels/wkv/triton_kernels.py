@@ -1,0 +1,662 @@
+"""
+WKV as Triton kernels.
+
+A program owns one head of one segment of a sequence and walks the segment's chunks with the state on chip. Where there
+are enough heads a segment is the whole sequence; where there are few, a sequence is cut into several segments, and two
+light kernels find the state that enters each: `_segment_kernel` what a segment adds to a state and how it decays one,
+`_pass_kernel` the states, from segment to segment.
+
+Inside a chunk the token pairs are covered by halving, as in eager.py. At the level of blocks of b tokens, X holds r
+where a token lies in the right block of its pair and k where it lies in the left, decayed to the border between the
+two; X Xᵀ then is the score of every pair that the level covers. Pairs within 16 tokens are products of 16 tokens, a
+batch of them a chunk; the others are products of whole chunks. Log decays are summed from the border by a product with
+a matrix of zeros and ones, so no exponent is positive or a difference, and the backward pass, which is that product's
+transpose, does not cancel either.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backend import launch, multiprocessors
+from .masks import operand_dtype
+
+
+@triton.jit
+def _dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    return tl.dot(a.to(DOT), b.to(DOT), input_precision=PRECISION)
+
+
+@triton.jit
+def _transpose(x):
+    return tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.trans(x)
+
+
+@triton.jit
+def _sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """mask @ x. The mask is exact in any dtype; where x is not, its head and its tail are multiplied."""
+    if (DOT == tl.bfloat16 and x.dtype != DOT) or PRECISION == "tf32x3":
+        x = x.to(tl.float32)
+        if DOT == tl.bfloat16:
+            head = x.to(DOT).to(tl.float32)
+        else:
+            head = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 keeps
+        return _dot(mask, head, DOT, "tf32") + _dot(mask, x - head, DOT, "tf32")
+    return _dot(mask, x, DOT, PRECISION)
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp2(x * 1.4426950408889634)  # one instruction; exp would look after denormals
+
+
+# Where the masks of masks.py are.
+PAST: tl.constexpr = tl.constexpr(0)
+FUTURE: tl.constexpr = tl.constexpr(1)
+TO_BORDER: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit
+def _mask(masks, index, rows, columns, C: tl.constexpr):
+    return tl.load(masks + index * (C * C) + rows * C + columns)
+
+
+@triton.jit
+def _reads(ts, block: tl.constexpr, REVERSE: tl.constexpr):
+    """Which tokens read at a level: those of right blocks, in reverse those of left ones. The others are read."""
+    return ((ts & block) == 0) == REVERSE
+
+
+@triton.jit
+def _pairs(ts, block: tl.constexpr, REVERSE: tl.constexpr):
+    """Which pairs of a token that reads (rows) and one that is read (columns) a level covers; in bits, which fold."""
+    same = (ts & -(2 * block))[:, None] == (ts & -(2 * block))[None, :]
+    return same & _reads(ts, block, REVERSE)[:, None] & _reads(ts, block, not REVERSE)[None, :]
+
+
+@triton.jit
+def _program(H, TILES):
+    """Tile of the values, head, segment."""
+    program = tl.program_id(0)
+    return program % TILES, program // TILES % H, program // TILES // H
+
+
+@triton.jit
+def _tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED: tl.constexpr):
+    """The first token of a segment, and the one after its last."""
+    if PACKED:
+        return tl.load(borders + 2 * segment), tl.load(borders + 2 * segment + 1)
+    row = (segment // SEGMENTS).to(tl.int64) * T
+    begin = segment % SEGMENTS * SEGMENT
+    return row + begin, row + tl.minimum(begin + SEGMENT, T)
+
+
+@triton.jit
+def _load_decay(log_w, first, head, offsets, mask, ks, H, K: tl.constexpr, STATIC: tl.constexpr):
+    if STATIC:
+        return tl.load(log_w + head * K + ks + offsets * 0, mask=mask, other=0.0)
+    return tl.load(log_w + (first * H + head) * K + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def _segment_kernel(
+    x,
+    y,
+    log_w,
+    states,
+    totals,
+    chunk_states,
+    masks,
+    borders,
+    T,
+    SEGMENT,
+    SEGMENTS,
+    H,
+    TILES,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STATIC: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """
+    STORE: writes the state that enters each chunk, from the one in `states` that enters the segment. Otherwise writes
+    to `states` what the segment adds to a state, and to `totals` its summed log decay. REVERSE walks from the last
+    token to the first, as the gradient of the state does: x is r then, otherwise k.
+    """
+    tile, head, segment = _program(H, TILES)
+    begin, stop = _tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
+    ts, ks, vs = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    keys, values = ts[:, None] * (H * K) + ks[None, :], ts[:, None] * (H * V) + vs[None, :]
+    cells, in_state = ks[:, None] * V + vs[None, :], (ks < K)[:, None] & (vs < V)[None, :]
+    here = (segment.to(tl.int64) * H + head) * (K * V)
+
+    state = tl.zeros((BK, BV), tl.float32)
+    if HAS_STATE:
+        state = tl.load(states + here + cells, mask=in_state, other=0.0)
+    total = tl.zeros((BK,), tl.float32)
+    chunks = tl.cdiv(stop - begin, C).to(tl.int32)
+    for n in range(chunks):
+        chunk = n
+        if REVERSE:
+            chunk = chunks - 1 - n
+        if STORE:
+            place = ((begin // C + segment + chunk) * H + head) * (K * V)
+            tl.store(chunk_states + place + cells, state.to(chunk_states.dtype.element_ty), mask=in_state)
+        first = begin + chunk * C
+        there = (ts < stop - first)[:, None]
+        x_chunk = tl.load(x + (first * H + head) * K + keys, mask=there & (ks < K)[None, :], other=0.0)
+        y_chunk = tl.load(y + (first * H + head) * V + values, mask=there & (vs < V)[None, :], other=0.0)
+        w = _load_decay(log_w, first, head, keys, there & (ks < K)[None, :], ks, H, K, STATIC)
+        mask = _mask(masks, PAST if REVERSE else FUTURE, ts[:, None], ts[None, :], C)
+        decay = _sum_where(mask, w, DOT, PRECISION)
+        chunk_total = tl.sum(w.to(tl.float32), 0)
+        total += chunk_total
+        x_chunk = x_chunk.to(tl.float32) * _exp(decay)
+        state = state * _exp(chunk_total)[:, None] + _dot(tl.trans(x_chunk), y_chunk, DOT, PRECISION)
+    if not STORE:
+        tl.store(states + here + cells, state, mask=in_state)
+        tl.store(totals + (segment.to(tl.int64) * H + head) * K + ks, total, mask=ks < K)
+
+
+@triton.jit
+def _pass_kernel(
+    states,
+    totals,
+    initial,
+    final,
+    firsts,
+    SEGMENTS,
+    H,
+    TILES,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):
+    """Turns what each segment adds into the state that enters it, in place, and writes the state that leaves all."""
+    tile, head, sequence = _program(H, TILES)
+    cells = tile * BLOCK + tl.arange(0, BLOCK)
+    there = cells < K * V
+    here = (sequence.to(tl.int64) * H + head) * (K * V)
+    state = tl.zeros((BLOCK,), tl.float32)
+    if HAS_STATE:
+        state = tl.load(initial + here + cells, mask=there, other=0.0)
+    if PACKED:
+        first, last = tl.load(firsts + sequence), tl.load(firsts + sequence + 1)
+    else:
+        first = sequence.to(tl.int64) * SEGMENTS
+        last = first + SEGMENTS
+    for n in range((last - first).to(tl.int32)):
+        segment = first + n
+        if REVERSE:
+            segment = last - 1 - n
+        place = (segment * H + head) * (K * V)
+        added = tl.load(states + place + cells, mask=there, other=0.0)
+        total = tl.load(totals + (segment * H + head) * K + cells // V, mask=there, other=0.0)
+        tl.store(states + place + cells, state, mask=there)
+        state = state * _exp(total) + added
+    tl.store(final + here + cells, state, mask=there)
+
+
+@triton.jit
+def _output_kernel(
+    r,
+    k,
+    v,
+    log_w,
+    u,
+    states,
+    out,
+    final,
+    chunk_states,
+    masks,
+    borders,
+    T,
+    SEGMENT,
+    SEGMENTS,
+    H,
+    TILES,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STATIC: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """
+    The outputs of a segment, from the state that enters it; STORE: also the state that leaves it. REVERSE: the
+    gradient of v, which is the same recurrence from the last token to the first, r being k, k being r, v the gradient
+    of out and the state its gradient; the states that enter the chunks go to `chunk_states`.
+    """
+    tile, head, segment = _program(H, TILES)
+    begin, stop = _tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
+    t16, ts, ks, vs = tl.arange(0, 16), tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    near = (tl.arange(0, C // 16) * 16)[:, None, None] + t16[None, :, None]
+    keys = near * (H * K) + ks[None, None, :]
+    values = near * (H * V) + vs[None, None, :]
+    cells, in_state = ks[:, None] * V + vs[None, :], (ks < K)[:, None] & (vs < V)[None, :]
+    here = (segment.to(tl.int64) * H + head) * (K * V)
+    near_columns = (tl.arange(0, C // 16) * 16)[:, None, None] + t16[None, None, :]
+    bonus = tl.load(u + head * K + ks, mask=ks < K, other=0.0).to(tl.float32)
+
+    state = tl.zeros((BK, BV), tl.float32)
+    if HAS_STATE:
+        state = tl.load(states + here + cells, mask=in_state, other=0.0)
+    chunks = tl.cdiv(stop - begin, C).to(tl.int32)
+    for n in range(chunks):
+        chunk = n
+        if REVERSE:
+            chunk = chunks - 1 - n
+            place = ((begin // C + segment + chunk) * H + head) * (K * V)
+            tl.store(chunk_states + place + cells, state.to(chunk_states.dtype.element_ty), mask=in_state)
+        first = begin + chunk * C
+        there = near < stop - first
+        in_keys, in_values = there & (ks < K)[None, None, :], there & (vs < V)[None, None, :]
+        r_near = tl.load(r + (first * H + head) * K + keys, mask=in_keys, other=0.0).to(tl.float32)
+        k_near = tl.load(k + (first * H + head) * K + keys, mask=in_keys, other=0.0).to(tl.float32)
+        v_near = tl.load(v + (first * H + head) * V + values, mask=in_values, other=0.0)
+        w_near = _load_decay(log_w, first, head, keys, in_keys, ks, H, K, STATIC)
+
+        now = (t16[:, None] == t16[None, :])[None]
+        scores = tl.where(now, _dot(r_near * bonus[None, None, :], _transpose(k_near), DOT, PRECISION), 0.0)
+        for level in tl.static_range(4):
+            x = tl.where(_reads(t16, 1 << level, REVERSE)[None, :, None], r_near, k_near)
+            if level > 0:
+                mask = _mask(masks, TO_BORDER + level - 1, near, near_columns, C)
+                x *= _exp(_sum_where(mask, w_near, DOT, PRECISION))
+            pairs = _pairs(t16, 1 << level, REVERSE)[None]
+            scores = tl.where(pairs, _dot(x, _transpose(x), DOT, PRECISION), scores)
+        y = tl.reshape(_dot(scores, v_near, DOT, PRECISION), (C, BV))
+
+        r_chunk, k_chunk = tl.reshape(r_near, (C, BK)), tl.reshape(k_near, (C, BK))
+        v_chunk, w = tl.reshape(v_near, (C, BV)), tl.reshape(w_near, (C, BK))
+        if LEVELS > 4:
+            scores = tl.zeros((C, C), tl.float32)
+            for level in tl.static_range(4, LEVELS):
+                x = tl.where(_reads(ts, 1 << level, REVERSE)[:, None], r_chunk, k_chunk)
+                mask = _mask(masks, TO_BORDER + level - 1, ts[:, None], ts[None, :], C)
+                x *= _exp(_sum_where(mask, w, DOT, PRECISION))
+                scores = tl.where(_pairs(ts, 1 << level, REVERSE), _dot(x, _transpose(x), DOT, PRECISION), scores)
+            y += _dot(scores, v_chunk, DOT, PRECISION)
+        mask = _mask(masks, FUTURE if REVERSE else PAST, ts[:, None], ts[None, :], C)
+        r_chunk *= _exp(_sum_where(mask, w, DOT, PRECISION))
+        y += _dot(r_chunk, state, DOT, PRECISION)
+        y = tl.reshape(y, (C // 16, 16, BV)).to(out.dtype.element_ty)
+        tl.store(out + (first * H + head) * V + values, y, mask=in_values)
+
+        mask = _mask(masks, PAST if REVERSE else FUTURE, ts[:, None], ts[None, :], C)
+        k_chunk *= _exp(_sum_where(mask, w, DOT, PRECISION))
+        decay = _exp(tl.sum(w.to(tl.float32), 0))
+        state = state * decay[:, None] + _dot(_transpose(k_chunk), v_chunk, DOT, PRECISION)
+    if STORE:
+        tl.store(final + here + cells, state, mask=in_state)
+
+
+@triton.jit
+def _gradient_kernel(
+    g,
+    r,
+    k,
+    v,
+    log_w,
+    u,
+    chunk_states,
+    chunk_grads,
+    dr,
+    dk,
+    dw,
+    du,
+    masks,
+    borders,
+    T,
+    SEGMENT,
+    SEGMENTS,
+    H,
+    TILES,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STATIC: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """
+    The gradients of r, k, log_w and u in one tile of a segment's keys, from the states that enter the chunks and the
+    gradients of those that leave them.
+    """
+    tile, head, segment = _program(H, TILES)
+    begin, stop = _tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
+    ts, ks, vs = tl.arange(0, C), tile * BK + tl.arange(0, BK), tl.arange(0, BV)
+    keys, values = ts[:, None] * (H * K) + ks[None, :], ts[:, None] * (H * V) + vs[None, :]
+    rows, columns = ts[:, None], ts[None, :]
+    bonus = tl.load(u + head * K + ks, mask=ks < K, other=0.0).to(tl.float32)[None, :]
+    # Sums over tokens are left to the end or to a product with ones: in the loop they would be shuffles.
+    grad_bonus = tl.zeros((C, BK), tl.float32)
+    grad_static = tl.zeros((C, BK), tl.float32)
+    for chunk in range(tl.cdiv(stop - begin, C).to(tl.int32)):
+        first = begin + chunk * C
+        there = (ts < stop - first)[:, None]
+        in_keys = there & (ks < K)[None, :]
+        place = ((begin // C + segment + chunk) * H + head) * (K * V)
+
+        # Sums over the values: of the scores' gradient, and of what r and k exchange with the state.
+        grad_scores = tl.zeros((C, C), tl.float32)
+        grad_r = tl.zeros((C, BK), tl.float32)
+        grad_k = tl.zeros((C, BK), tl.float32)
+        grad_total = tl.zeros((C, BK), tl.float32)
+        for start in tl.static_range(0, V, BV):
+            in_values, in_v = there & (start + vs < V)[None, :], (ks < K)[None, :] & (start + vs < V)[:, None]
+            v_chunk = tl.load(v + (first * H + head) * V + start + values, mask=in_values, other=0.0)
+            g_chunk = tl.load(g + (first * H + head) * V + start + values, mask=in_values, other=0.0)
+            cells = place + ks[None, :] * V + start + vs[:, None]
+            state = tl.load(chunk_states + cells, mask=in_v, other=0.0)
+            grad_state = tl.load(chunk_grads + cells, mask=in_v, other=0.0)
+            grad_scores += _dot(g_chunk, tl.trans(v_chunk), DOT, PRECISION)
+            grad_r += _dot(g_chunk, state, DOT, PRECISION)
+            grad_k += _dot(v_chunk, grad_state, DOT, PRECISION)
+            both = state.to(tl.float32) * grad_state.to(tl.float32)
+            grad_total += _dot(tl.full((C, BV), 1.0, tl.float32), both, DOT, PRECISION)
+
+        r_chunk = tl.load(r + (first * H + head) * K + keys, mask=in_keys, other=0.0).to(tl.float32)
+        k_chunk = tl.load(k + (first * H + head) * K + keys, mask=in_keys, other=0.0).to(tl.float32)
+        w = _load_decay(log_w, first, head, keys, in_keys, ks, H, K, STATIC)
+        past, future = _mask(masks, PAST, rows, columns, C), _mask(masks, FUTURE, rows, columns, C)
+        grad_r *= _exp(_sum_where(past, w, DOT, PRECISION))
+        grad_k *= _exp(_sum_where(future, w, DOT, PRECISION))
+        grad_w = grad_total * _exp(_sum_where(tl.full((C, C), 1.0, tl.float32), w, DOT, PRECISION))
+        grad_w += _dot(future, r_chunk * grad_r, DOT, PRECISION) + _dot(past, k_chunk * grad_k, DOT, PRECISION)
+
+        grad_now = tl.where(rows == columns, grad_scores, 0.0)
+        now_k = _dot(grad_now, k_chunk, DOT, PRECISION)
+        grad_bonus += r_chunk * now_k
+        grad_r += bonus * now_k
+        grad_k += bonus * _dot(grad_now, r_chunk, DOT, PRECISION)
+        # The scores' gradient is mirrored: it leads from r to k and from k to r.
+        grad_scores = tl.where(rows > columns, grad_scores, tl.trans(grad_scores))
+        for level in tl.static_range(LEVELS):
+            right = _reads(ts, 1 << level, False)[:, None]
+            x = tl.where(right, r_chunk, k_chunk)
+            if level > 0:
+                mask = _mask(masks, TO_BORDER + level - 1, rows, columns, C)
+                factor = _exp(_sum_where(mask, w, DOT, PRECISION))
+                x *= factor
+            pairs = _pairs(ts, 1 << level, False) | _pairs(ts, 1 << level, True)
+            grad_x = _dot(tl.where(pairs, grad_scores, 0.0), x, DOT, PRECISION)
+            if level > 0:
+                mask = _mask(masks, TO_BORDER + LEVELS - 1 + level - 1, rows, columns, C)
+                grad_w += _dot(mask, x * grad_x, DOT, PRECISION)
+                grad_x *= factor
+            grad_r += tl.where(right, grad_x, 0.0)
+            grad_k += tl.where(right, 0.0, grad_x)
+
+        tl.store(dr + (first * H + head) * K + keys, grad_r.to(dr.dtype.element_ty), mask=in_keys)
+        tl.store(dk + (first * H + head) * K + keys, grad_k.to(dk.dtype.element_ty), mask=in_keys)
+        if STATIC:
+            grad_static += tl.where(there, grad_w, 0.0)
+        else:
+            tl.store(dw + (first * H + head) * K + keys, grad_w.to(dw.dtype.element_ty), mask=in_keys)
+    place = (segment.to(tl.int64) * H + head) * K + ks
+    tl.store(du + place, tl.sum(grad_bonus, 0), mask=ks < K)
+    if STATIC:
+        tl.store(dw + place, tl.sum(grad_static, 0), mask=ks < K)
+
+
+@triton.jit
+def _decode_kernel(
+    r,
+    k,
+    v,
+    log_w,
+    u,
+    state,
+    new_state,
+    gate,
+    weight,
+    bias,
+    out,
+    eps,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STATIC: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """One token of one head; GATED: through the head's LayerNorm and the gate."""
+    program = tl.program_id(0).to(tl.int64)
+    head = program % H
+    ks, vs = tl.arange(0, BK), tl.arange(0, BV)
+    in_k, in_v = ks < K, vs < V
+    cells, in_state = ks[:, None] * V + vs[None, :], in_k[:, None] & in_v[None, :]
+    receptance = tl.load(r + program * K + ks, mask=in_k, other=0.0).to(tl.float32)
+    key = tl.load(k + program * K + ks, mask=in_k, other=0.0).to(tl.float32)
+    value = tl.load(v + program * V + vs, mask=in_v, other=0.0).to(tl.float32)
+    bonus = tl.load(u + head * K + ks, mask=in_k, other=0.0).to(tl.float32)
+    w = tl.load(log_w + (head if STATIC else program) * K + ks, mask=in_k, other=0.0).to(tl.float32)
+
+    s = tl.load(state + program * (K * V) + cells, mask=in_state, other=0.0)
+    y = tl.sum(receptance[:, None] * s, 0) + tl.sum(receptance * bonus * key, 0) * value
+    s = _exp(w)[:, None] * s + key[:, None] * value[None, :]
+    tl.store(new_state + program * (K * V) + cells, s, mask=in_state)
+    if GATED:
+        y -= tl.sum(y, 0) / V
+        y = tl.where(in_v, y, 0.0)
+        y *= tl.rsqrt(tl.sum(y * y, 0) / V + eps)
+        y = y * tl.load(weight + head * V + vs, mask=in_v, other=0.0).to(tl.float32)
+        y += tl.load(bias + head * V + vs, mask=in_v, other=0.0).to(tl.float32)
+        z = tl.load(gate + program * V + vs, mask=in_v, other=0.0).to(tl.float32)
+        y *= z * tl.sigmoid(z)
+    tl.store(out + program * V + vs, y.to(out.dtype.element_ty), mask=in_v)
+
+
+# Operands of the products, by the dtype of r, k and v. float16 could hold neither scores nor states.
+OPERANDS = {
+    torch.bfloat16: (tl.bfloat16, "ieee"),
+    torch.float16: (tl.float32, "tf32"),
+    torch.float32: (tl.float32, "tf32x3"),
+}
+# Below this many tokens a segment is not worth the passes that find the state that enters it.
+MIN_SEGMENT = 512
+
+
+class _Plan:
+    """How the work is cut into programs."""
+
+    def __init__(self, k, v, log_w, cu_seqlens, masks):
+        batch, length, heads, key_size = k.shape
+        value_size = v.shape[-1]
+        self.chunk = masks.shape[-1]
+        dot, precision = OPERANDS[operand_dtype(k, v)]
+        if torch.version.hip is not None and precision == "tf32x3":
+            precision = "ieee"
+        block_k, block_v = (max(16, triton.next_power_of_2(x)) for x in (key_size, value_size))
+        block_v = min(block_v, 64)
+        self.tiles, self.key_block = triton.cdiv(value_size, block_v), min(block_k, 64)
+        self.heads, self.key_size, self.value_size = heads, key_size, value_size
+        self.sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.state_shape = (heads, key_size, value_size)
+        self.constants = {
+            "K": key_size,
+            "V": value_size,
+            "C": self.chunk,
+            "BK": block_k,
+            "BV": block_v,
+            "DOT": dot,
+            "PRECISION": precision,
+            "STATIC": log_w.dim() == 2,
+            "PACKED": cu_seqlens is not None,
+            "num_warps": 4 if block_k * block_v <= 4096 else 8,
+        }
+
+        # Two programs fit on a multiprocessor. Documents may differ in length, so their number says little.
+        programs, wanted = batch * heads * self.tiles, 4 * multiprocessors(k)
+        segment = triton.cdiv(triton.cdiv(length * programs, wanted), self.chunk) * self.chunk
+        self.segment = max(segment, MIN_SEGMENT)
+        if self.segment >= length or (cu_seqlens is None and 2 * programs >= wanted):
+            self.segment = length
+        self.walks = self.segment == length
+        self.per_sequence = triton.cdiv(length, self.segment)
+        self.segments = self.sequences * self.per_sequence
+        self.borders = self.firsts = None
+        if cu_seqlens is not None:
+            self._find_documents(cu_seqlens, length)
+        self.chunks = batch * length // self.chunk + self.segments + 1
+        self.walk = (masks, self.borders, length, self.segment, self.per_sequence, heads)
+
+    def _find_documents(self, cu_seqlens, length):
+        # A kernel must not leave the tensors, whatever the borders are; and nothing here waits for the device.
+        bounds = cu_seqlens.long().clamp(0, length).cummax(0).values
+        rises = (bounds == cu_seqlens).all() & (bounds[0] == 0) & (bounds[-1] == length)
+        torch._assert_async(rises, f"`cu_seqlens` must rise from 0 to {length}.")
+        if self.walks:
+            self.borders = torch.stack((bounds[:-1], bounds[1:]), dim=1)
+            return
+        self.segments = length // self.segment + self.sequences  # at most; some of the last may be empty
+        counts = ((bounds.diff() + self.segment - 1) // self.segment).clamp(min=1)
+        self.firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        n = torch.arange(self.segments, device=bounds.device)
+        document = torch.searchsorted(self.firsts[1:], n, right=True).clamp(max=self.sequences - 1)
+        stop = bounds[document + 1]
+        begin = torch.minimum(bounds[document] + (n - self.firsts[document]) * self.segment, stop)
+        self.borders = torch.stack((begin, torch.minimum(begin + self.segment, stop)), dim=1)
+
+    def launch(self, kernel, *arguments, tiles, **constants):
+        grid = (self.segments * self.heads * tiles,)
+        launch(kernel, grid, *arguments, *self.walk, tiles, **{**self.constants, **constants})
+
+    def entering(self, x, y, log_w, initial, reverse):
+        """The states that enter the segments, and the one that leaves each sequence; in reverse, their gradients."""
+        if self.walks:
+            return initial, None
+        states = x.new_empty(self.segments, *self.state_shape, dtype=torch.float32)
+        totals = x.new_empty(self.segments, self.heads, self.key_size, dtype=torch.float32)
+        final = x.new_empty(self.sequences, *self.state_shape, dtype=torch.float32)
+        flags = {"REVERSE": reverse, "HAS_STATE": False, "STORE": False}
+        self.launch(_segment_kernel, x, y, log_w, states, totals, None, tiles=self.tiles, **flags)
+        tiles = triton.cdiv(self.key_size * self.value_size, 1024)
+        launch(
+            _pass_kernel,
+            (self.sequences * self.heads * tiles,),
+            *(states, totals, initial, final, self.firsts, self.per_sequence, self.heads, tiles),
+            K=self.key_size,
+            V=self.value_size,
+            BLOCK=1024,
+            REVERSE=reverse,
+            PACKED=self.constants["PACKED"],
+            HAS_STATE=initial is not None,
+        )
+        return states, final
+
+    def output(self, r, k, v, log_w, u, states, out, final, chunk_states):
+        self.launch(
+            _output_kernel,
+            *(r, k, v, log_w, u, states, out, final, chunk_states),
+            tiles=self.tiles,
+            LEVELS=self.chunk.bit_length() - 1,
+            REVERSE=chunk_states is not None,
+            HAS_STATE=states is not None,
+            STORE=self.walks,
+        )
+
+
+def _contiguous(*tensors):
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
+    """Arguments, shapes and results are those of [`subquad_kernels.wkv`]."""
+    r, k, v, log_w, u = _contiguous(r, k, v, log_w, u)
+    if initial_state is not None:
+        initial_state = initial_state.float().contiguous()
+    plan = _Plan(k, v, log_w, cu_seqlens, masks)
+    states, final = plan.entering(k, v, log_w, initial_state, reverse=False)
+    if final is None:
+        final = k.new_empty(plan.sequences, *plan.state_shape, dtype=torch.float32)
+    out = torch.empty_like(v, dtype=out_dtype)
+    plan.output(r, k, v, log_w, u, states, out, final, None)
+    return out, final
+
+
+def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens, masks):
+    """
+    Gradients of r, k, v, log_w, u and, where it is given, initial_state. The states that enter the chunks are computed
+    again, and kept in the precision of the products while the pass lasts.
+    """
+    grad_out, r, k, v, log_w, u = _contiguous(grad_out, r, k, v, log_w, u)
+    grad_state = grad_state.float().contiguous()
+    if initial_state is not None:
+        initial_state = initial_state.float().contiguous()
+    plan = _Plan(k, v, log_w, cu_seqlens, masks)
+    chunk_states = k.new_empty(2, plan.chunks, *plan.state_shape, dtype=masks.dtype)
+
+    states, _ = plan.entering(k, v, log_w, initial_state, reverse=False)
+    flags = {"REVERSE": False, "HAS_STATE": states is not None, "STORE": True}
+    plan.launch(_segment_kernel, k, v, log_w, states, None, chunk_states[0], tiles=plan.tiles, **flags)
+
+    grad_states, grad_initial = plan.entering(r, grad_out, log_w, grad_state, reverse=True)
+    if grad_initial is None:
+        grad_initial = torch.empty_like(grad_state)
+    dv = torch.empty_like(v)
+    plan.output(k, r, grad_out, log_w, u, grad_states, dv, grad_initial, chunk_states[1])
+
+    dr, dk = torch.empty_like(r), torch.empty_like(k)
+    du = u.new_empty(plan.segments, *u.shape, dtype=torch.float32)
+    dw = torch.empty_like(du if log_w.dim() == 2 else log_w)
+    plan.launch(
+        _gradient_kernel,
+        *(grad_out, r, k, v, log_w, u, *chunk_states, dr, dk, dw, du),
+        tiles=triton.cdiv(plan.key_size, plan.key_block),
+        LEVELS=plan.chunk.bit_length() - 1,
+        BK=plan.key_block,
+        num_warps=4,
+    )
+    if log_w.dim() == 2:
+        dw = dw.sum(0).to(log_w.dtype)
+    grads = [dr, dk, dv, dw, du.sum(0).to(u.dtype)]
+    return grads if initial_state is None else [*grads, grad_initial]
+
+
+def wkv_triton_step(r, k, v, log_w, u, state, new_state, gate, weight, bias, eps, out_dtype):
+    """
+    One token: r, k (B, H, K), v (B, H, V), log_w (B, H, K) or (H, K), u (H, K), state (B, H, K, V) in float32; where
+    that is None, `new_state` holds it. Writes the state after the token to `new_state`; returns out (B, H, V), with
+    `gate` (B, 1, H * V), `weight` and `bias` (H * V) after the norm and the gate.
+    """
+    r, k, v, log_w, u, gate, weight, bias = _contiguous(r, k, v, log_w, u, gate, weight, bias)
+    batch, heads, key_size = k.shape
+    out = torch.empty_like(v, dtype=out_dtype)
+    state = new_state if state is None else state
+    launch(
+        _decode_kernel,
+        (batch * heads,),
+        *(r, k, v, log_w, u, state, new_state, gate, weight, bias, out, eps, heads),
+        K=key_size,
+        V=v.shape[-1],
+        BK=triton.next_power_of_2(key_size),
+        BV=triton.next_power_of_2(v.shape[-1]),
+        STATIC=log_w.dim() == 2,
+        GATED=gate is not None,
+    )
+    return out

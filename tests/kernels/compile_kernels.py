@@ -1,0 +1,153 @@
+"""
+Compiles every Triton kernel that the operators launch, for a GPU that need not be there.
+
+Called as a program (Triton must not have been imported for its interpreter): `compile_kernels.py TARGET` runs the
+operators on tensors without storage, compiles each launch in place of running it, and prints what it takes as JSON.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+def source_of(kernel, arguments: dict) -> tuple[ASTSource, dict]:
+    """What Triton would compile for these arguments of a launch, and its options."""
+    signature, constants, attributes, options = {}, {}, {}, {}
+    names = [parameter.name for parameter in kernel.params]
+    for name, x in arguments.items():
+        if name not in names:
+            options[name] = x
+            continue
+        place = (names.index(name),)
+        if kernel.params[place[0]].is_constexpr or x is None or (type(x) is int and x == 1):
+            signature[name], constants[place] = "constexpr", x
+        elif isinstance(x, torch.Tensor):
+            signature[name], attributes[place] = f"*{TYPES[x.dtype]}", [["tt.divisibility", 16]]
+        elif isinstance(x, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if x < 2**31 else "i64"
+            if x % 16 == 0:
+                attributes[place] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, {name: signature[name] for name in names}, constants, attributes), options
+
+
+def resources(compiled, target: GPUTarget) -> dict:
+    """Shared memory of a program in bytes, registers of a thread, and bytes or registers that did not fit."""
+    used = {"shared": compiled.metadata.shared}
+    if target.backend == "hip":
+        text = compiled.asm["amdgcn"]
+        used["registers"] = int(re.search(r"\.vgpr_count:\s*(\d+)", text).group(1))
+        used["spilled"] = int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text).group(1))
+        return used
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        used["registers"] = int(re.search(r"REG:(\d+)", text).group(1))
+        used["spilled"] = int(re.search(r"STACK:(\d+)", text).group(1)) + int(re.search(r"LOCAL:(\d+)", text).group(1))
+    return used
+
+
+def launches() -> None:
+    """Calls the operators in the variants that the models or their users ask for."""
+    from subquad_kernels.group_norm_gate import triton_kernels as group_norm_gate
+    from subquad_kernels.token_shift import triton_kernels as token_shift
+    from subquad_kernels.wkv import triton_kernels as wkv
+    from subquad_kernels.wkv.masks import masks_for
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def run_wkv(dtype, heads, key=64, value=64, static=False, packed=False, decay_dtype=torch.float32):
+        r, k, v = (empty(1, 4096, heads, size, dtype=dtype) for size in (key, key, value))
+        log_w = empty(*((heads, key) if static else k.shape), dtype=decay_dtype)
+        state, u = empty(4 if packed else 1, heads, key, value), empty(heads, key, dtype=dtype)
+        cu_seqlens = empty(5, dtype=torch.int64) if packed else None
+        masks = masks_for(k, v)
+        inputs = r, k, v, log_w, u
+        wkv.wkv_triton(*inputs, None, cu_seqlens, masks, torch.float32)
+        wkv.wkv_triton(*inputs, state, cu_seqlens, masks, torch.float32)
+        wkv.wkv_triton_backward(empty(*v.shape), state, *inputs, state, cu_seqlens, masks)
+
+    walk, segments = 512, 4  # heads
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        run_wkv(dtype, walk)
+        run_wkv(dtype, segments, static=True)
+        for batch in (1, 64):
+            tokens = [empty(batch, 32, 64, dtype=dtype) for _ in range(3)]
+            state, gate, weight = (
+                empty(batch, 32, 64, 64),
+                empty(batch, 1, 2048, dtype=dtype),
+                empty(2048, dtype=dtype),
+            )
+            for log_w in (empty(batch, 32, 64), empty(32, 64)):
+                arguments = (*tokens, log_w, empty(32, 64, dtype=dtype), state, state)
+                wkv.wkv_triton_step(*arguments, gate, weight, weight, 1e-5, dtype)
+                wkv.wkv_triton_step(*arguments, None, None, None, 0.0, torch.float32)
+
+        x, state = empty(4, 512, 2048, dtype=dtype), empty(4, 2048, dtype=dtype)
+        starts = empty(4, 512, dtype=torch.bool)
+        for n, offset, first, borders in ((1, False, None, None), (2, False, state, None), (5, True, state, starts)):
+            mu = empty(n, 2048, dtype=dtype)
+            given = empty(n, *x.shape, dtype=dtype) if offset else None
+            token_shift.token_shift_triton(x, first, mu, given, borders)
+            token_shift.token_shift_triton_backward(empty(n, *x.shape, dtype=dtype), x, first, mu, given, borders)
+        heads, weight = empty(4, 512, 32, 64), empty(2048, dtype=dtype)
+        group_norm_gate.group_norm_gate_triton(heads, x, weight, weight, 1e-5)
+        group_norm_gate.group_norm_gate_triton_backward(x, heads, x, weight, weight, 1e-5)
+    run_wkv(torch.bfloat16, walk, decay_dtype=torch.bfloat16)
+    run_wkv(torch.bfloat16, walk, packed=True)
+    run_wkv(torch.bfloat16, segments, packed=True)
+    for key, value in ((8, 8), (32, 32), (100, 48), (128, 128)):
+        run_wkv(torch.bfloat16, walk, key, value)
+
+
+def main() -> None:
+    target = TARGETS[sys.argv[1]]
+    if target.backend == "hip":
+        torch.version.hip = "7.0"
+    seen, results = set(), []
+
+    def record(kernel, *args, grid=None, warmup=False, **kwargs):
+        names = [parameter.name for parameter in kernel.params]
+        source, options = source_of(kernel, {**dict(zip(names, args, strict=False)), **kwargs})
+        key = (kernel.__name__, str(source.signature), str(source.constants), str(source.attrs), str(options))
+        if key in seen:
+            return
+        seen.add(key)
+        compiled = triton.compile(source, target=target, options=options)
+        constants = {names[place[0]]: str(value) for place, value in source.constants.items()}
+        results.append({"kernel": kernel.__name__, "constants": constants, **resources(compiled, target)})
+
+    JITFunction.run = record
+    launches()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

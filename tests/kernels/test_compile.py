@@ -1,0 +1,38 @@
+"""Every kernel compiles for the GPUs that it is meant for, within what they have."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+# Shared memory of a program in bytes; registers of a thread; and how much of a thread may live in memory instead: bytes
+# (CUDA) or registers (ROCm). wkv keeps two states and half a dozen tiles at hand, everything else fits.
+LIMITS = {
+    "sm_80": {"shared": 163 * 1024, "registers": 255, "spilled": 1280},
+    "sm_90": {"shared": 227 * 1024, "registers": 255, "spilled": 512},
+    "gfx942": {"shared": 64 * 1024, "registers": 512, "spilled": 256},
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+@pytest.mark.parametrize("target", LIMITS)
+def test_every_variant_compiles(target, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    program = Path(__file__).with_name("compile_kernels.py")
+    run = subprocess.run([sys.executable, program, target], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    results = json.loads(run.stdout)
+    kernels = {result["kernel"] for result in results}
+    assert len(results) > 100
+    assert {"_output_kernel", "_segment_kernel", "_pass_kernel", "_gradient_kernel", "_decode_kernel"} < kernels
+    for result in results:
+        limits = LIMITS[target]
+        if result["kernel"] not in ("_output_kernel", "_gradient_kernel", "_segment_kernel"):
+            limits = {**limits, "spilled": 0}
+        assert all(result[name] <= limit for name, limit in limits.items()), result

@@ -1,0 +1,288 @@
+"""Static caches: states at constant addresses, and a decoding step that is compiled once."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from architectures import each_causal, random_ids, tiny_config, tiny_model
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import CompileConfig
+
+from subquad import RecurrentCache
+from subquad.cache import RecurrentLayer
+
+
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture
+def graphs():
+    """What [`compiling`] collects."""
+    torch.compiler.reset()
+    yield []
+    torch.compiler.reset()
+
+
+def compiling(graphs, **options):
+    """Options of `generate` with which it compiles on a CPU as on a GPU; the graphs are kept and run as they are."""
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    config = CompileConfig(**{"fullgraph": True, "mode": "default", "backend": backend, **options})
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config}
+
+
+def prompts(rows, padding, length=9):
+    ids, mask = random_ids(rows, length), torch.ones(rows, length, dtype=torch.long)
+    mask[0, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def addresses(cache):
+    states = [state for layer in cache.layers for state in layer.states.values()]
+    return [x.data_ptr() for x in (*states, cache.seen_tokens)]
+
+
+def assert_same_states(cache, expected):
+    assert cache.get_seq_length() == expected.get_seq_length()
+    for layer, layer_expected in zip(cache.layers, expected.layers, strict=True):
+        torch.testing.assert_close(layer.states, layer_expected.states, atol=1e-4, rtol=1e-4)
+
+
+def both_caches(model, ids):
+    """A dynamic and a static cache that have read the same tokens."""
+    caches = RecurrentCache(model.config), RecurrentCache(model.config, static=True)
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, past_key_values=cache)
+    return caches
+
+
+# The compiled step.
+
+
+@each_causal
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("rows", "padding"), [(1, 0), (1, 4), (3, 0), (3, 4)])
+def test_compiled_generation(model_type, tied, rows, padding, graphs):
+    model, config = tiny_model(model_type, tie_word_embeddings=tied), compiling(graphs)
+    for choice in ({}, {"do_sample": True, "top_k": 0}):
+        options = {**prompts(rows, padding), **GREEDY, **choice, "max_new_tokens": 20}
+        torch.manual_seed(0)
+        expected = model.generate(**options)
+        for _ in range(2):
+            torch.manual_seed(0)
+            assert torch.equal(model.generate(**options, **config), expected)
+            assert len(graphs) == 1
+
+
+@each_causal
+@pytest.mark.parametrize("chunk_size", [None, 7])
+def test_only_static_inputs_are_written(model_type, chunk_size, graphs):
+    """Or else CUDA graphs would be skipped: see `check_for_mutation` in torch/_inductor/cudagraph_utils.py."""
+
+    def compile_graph(graph, inputs):
+        places = graph.graph.find_nodes(op="placeholder")
+        copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        written = {places.index(node.args[0]) for node in copies}
+        graphs.append((written, set(TracingContext.get().fw_metadata.static_input_indices)))
+        return make_boxed_func(graph.forward)
+
+    def backend(graph, inputs):
+        return aot_autograd(fw_compiler=compile_graph, keep_inference_input_mutations=True)(graph, inputs)
+
+    model, options = tiny_model(model_type), {**prompts(3, 4, length=18), **GREEDY, "prefill_chunk_size": chunk_size}
+    out = model.generate(**options, **compiling(graphs, backend=backend), max_new_tokens=6)
+    assert torch.equal(out, model.generate(**options, max_new_tokens=6))
+    assert graphs
+    for written, static in graphs:
+        # Three states a block, the last output, and the number of tokens.
+        assert len(written) == 3 * model.config.num_hidden_layers + 2
+        assert written <= static
+
+
+@each_causal
+def test_nothing_is_left_on_the_cpu(model_type):
+    """A single tensor of another device would keep the step out of CUDA graphs."""
+    with torch.device("meta"):
+        model, ids = tiny_model(model_type), torch.ones(2, 1, dtype=torch.long)
+    cache, devices = RecurrentCache(model.config, static=True), set()
+
+    class Devices(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            devices.update(x.device.type for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor))
+            return out
+
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with Devices():
+            model(ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+    assert devices == {"meta"}
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
+def test_inductor(graphs):
+    model, options = tiny_model("rwkv6"), {**prompts(3, 4), **GREEDY, "max_new_tokens": 20}
+    config = compiling(graphs, backend="inductor", mode="reduce-overhead")
+    assert torch.equal(model.generate(**options, **config), model.generate(**options))
+
+
+@each_causal
+def test_compiled_continuation(model_type, graphs):
+    model, ids = tiny_model(model_type), random_ids(2, 6)
+    expected = model.generate(ids, **GREEDY, max_new_tokens=20)
+    config = compiling(graphs)
+    out = model.generate(ids, **GREEDY, **config, max_new_tokens=5, return_dict_in_generate=True)
+    cache = out.past_key_values
+    before = addresses(cache)
+    del config["cache_implementation"]
+    out = model.generate(out.sequences, past_key_values=cache, **GREEDY, **config, max_new_tokens=15)
+    assert torch.equal(out, expected)
+    assert len(graphs) == 1
+    assert addresses(cache) == before
+    assert cache.get_seq_length() == 25
+
+
+@each_causal
+@pytest.mark.parametrize("padding", [0, 4])
+def test_compiled_chunks(model_type, padding, graphs):
+    model, options = tiny_model(model_type), {**prompts(3, padding, length=18), **GREEDY, "max_new_tokens": 6}
+    expected, config = model.generate(**options), compiling(graphs)
+    for _ in range(2):
+        assert torch.equal(model.generate(**options, **config, prefill_chunk_size=7), expected)
+        # A whole chunk, the rest, and one token.
+        assert len(graphs) == 3
+
+
+@each_causal
+def test_one_token(model_type, graphs):
+    model, options = tiny_model(model_type), {**prompts(3, 4), **GREEDY, "max_new_tokens": 1}
+    assert torch.equal(model.generate(**options, **compiling(graphs)), model.generate(**options))
+    assert not graphs
+
+
+@each_causal
+@pytest.mark.parametrize("implementation", [None, "dynamic"])
+def test_a_dynamic_cache_is_not_compiled(model_type, implementation, graphs):
+    options = {**compiling(graphs), "cache_implementation": implementation}
+    tiny_model(model_type).generate(**prompts(1, 0), **GREEDY, **options, max_new_tokens=5)
+    assert not graphs
+
+
+@each_causal
+def test_beam_search(model_type):
+    model, options = tiny_model(model_type), {**prompts(3, 4), **GREEDY, "max_new_tokens": 8, "num_beams": 3}
+    assert torch.equal(model.generate(**options, cache_implementation="static"), model.generate(**options))
+
+
+# The cache.
+
+
+@each_causal
+def test_addresses_are_constant(model_type):
+    model, ids = tiny_model(model_type), random_ids(2, 20)
+    _, cache = both_caches(model, ids[:, :5])
+    before = addresses(cache)
+    for start, stop in ((5, 12), (12, 13), (13, 20)):
+        # With gradients enabled too: a static cache keeps none.
+        model(ids[:, start:stop], past_key_values=cache)
+        assert addresses(cache) == before
+    assert_same_states(cache, both_caches(model, ids)[0])
+    cache.reset()
+    assert (addresses(cache), cache.get_seq_length()) == (before, 0)
+    model(ids, past_key_values=cache)
+    assert addresses(cache) == before
+    assert_same_states(cache, both_caches(model, ids)[0])
+
+
+@each_causal
+def test_operations(model_type, tmp_path):
+    model, ids = tiny_model(model_type), random_ids(3, 9)
+    dynamic, static = both_caches(model, ids)
+    assert (dynamic.is_compileable, static.is_compileable) == (False, True)
+    before = addresses(static)
+    for cache in (dynamic, static):
+        cache.reorder_cache(torch.tensor([2, 0, 0]))
+    assert addresses(static) == before
+    assert_same_states(static, dynamic)
+
+    clone = static.clone()
+    assert clone.is_compileable
+    assert not set(addresses(clone)) & set(before)
+    with torch.no_grad():
+        model(ids, past_key_values=clone)
+    assert_same_states(static, dynamic)
+
+    static.save(tmp_path / "cache.safetensors")
+    for loaded in (
+        RecurrentCache.load(tmp_path / "cache.safetensors", model.config),
+        RecurrentCache.load(tmp_path / "cache.safetensors", model.config, static=True),
+    ):
+        assert_same_states(loaded, dynamic)
+    assert loaded.is_compileable
+
+    assert addresses(static.to("cpu")) == before
+    assert {x.device.type for layer in clone.to("meta").layers for x in layer.states.values()} == {"meta"}
+
+    for cache in (dynamic, static):
+        cache.batch_select_indices(torch.tensor([1, 2]))
+        cache.batch_repeat_interleave(2)
+    assert static.batch_size == 4
+    assert_same_states(static, dynamic)
+    with torch.no_grad():
+        for cache in (dynamic, static):
+            model(random_ids(4, 3), past_key_values=cache)
+    assert_same_states(static, dynamic)
+
+
+@each_causal
+def test_recording_the_past(model_type):
+    model, ids = tiny_model(model_type), random_ids(1, 9)
+    dynamic, static = both_caches(model, ids[:, :4])
+    static.activate_past_recording()
+    # What was recorded must not be overwritten.
+    assert not static.is_compileable
+    with torch.no_grad():
+        model(ids[:, 4:], past_key_values=static)
+    static.crop(-5)
+    assert_same_states(static, dynamic)
+    options = {**GREEDY, "max_new_tokens": 12}
+    cache = RecurrentCache(model.config, static=True)
+    out = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **options)
+    assert torch.equal(out, model.generate(ids, **options))
+
+
+def test_what_was_written_in_place_is_not_copied():
+    layer = RecurrentLayer(static=True)
+    layer.write("state", torch.zeros(2, 3))
+    state = layer.get("state").add_(1)
+    version = state._version
+    layer.write("state", state)
+    assert layer.get("state") is state
+    assert state._version == version
+
+
+@each_causal
+def test_another_batch_is_refused(model_type):
+    model = tiny_model(model_type)
+    _, cache = both_caches(model, random_ids(2, 3))
+    cache.reset()
+    with pytest.raises(ValueError, match="`past_key_values` holds the state of 2 sequences, the input has 3"):
+        model(random_ids(3, 1), past_key_values=cache)
+
+
+def test_static_tensors_are_marked():
+    cache = RecurrentCache(tiny_config("rwkv6"), static=True)
+    tiny_model("rwkv6")(random_ids(1, 3), past_key_values=cache)
+    for each in (cache, cache.clone()):
+        tensors = [each.seen_tokens, *(x for layer in each.layers for x in layer.states.values())]
+        assert all(x._dynamo_static_input_type == "unguarded" for x in tensors)
