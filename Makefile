@@ -17,7 +17,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python kernels/benchmarks/wkv.py $(ARGS)
+	$(BIN)/python kernels/benchmarks/wkv.py --out build/bench $(ARGS)
 	$(BIN)/python kernels/benchmarks/models.py $(ARGS)
 	$(BIN)/python tokenizers/benchmarks/rwkv_world.py $(ARGS)
 

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def repair() -> None:
-    """The interpreter keeps bfloat16 as the integers of its bits: it truncates to them, and its dot multiplies them."""
+    """The interpreter keeps bfloat16 as the integers of its bits: it truncates to them, its dot multiplies them."""
     import triton.language as tl
     from triton.runtime import interpreter
 

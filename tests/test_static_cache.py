@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from subquad import RecurrentCache
 from subquad.cache import RecurrentLayer
 
 
+TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -85,9 +87,23 @@ def test_compiled_generation(model_type, tied, rows, padding, graphs):
 
 
 @each_causal
-@pytest.mark.parametrize("chunk_size", [None, 7])
-def test_only_static_inputs_are_written(model_type, chunk_size, graphs):
+@TRITON
+def test_compiled_generation_with_kernels(model_type, graphs, monkeypatch):
+    model, options = tiny_model(model_type), {**prompts(2, 4), **GREEDY, "max_new_tokens": 4}
+    expected = model.generate(**options)
+    monkeypatch.setenv("SUBQUAD_BACKEND", "triton")
+    assert torch.equal(model.generate(**options, **compiling(graphs)), expected)
+    assert len(graphs) == 1
+
+
+@each_causal
+@pytest.mark.parametrize(
+    ("chunk_size", "backend"), [(None, "eager"), (7, "eager"), pytest.param(None, "triton", marks=TRITON)]
+)
+def test_only_static_inputs_are_written(model_type, chunk_size, backend, graphs, monkeypatch):
     """Or else CUDA graphs would be skipped: see `check_for_mutation` in torch/_inductor/cudagraph_utils.py."""
+
+    monkeypatch.setenv("SUBQUAD_BACKEND", backend)
 
     def compile_graph(graph, inputs):
         places = graph.graph.find_nodes(op="placeholder")
@@ -261,6 +277,7 @@ def test_recording_the_past(model_type):
     assert torch.equal(out, model.generate(ids, **options))
 
 
+@torch.no_grad()
 def test_what_was_written_in_place_is_not_copied():
     layer = RecurrentLayer(static=True)
     layer.write("state", torch.zeros(2, 3))
@@ -286,3 +303,37 @@ def test_static_tensors_are_marked():
     for each in (cache, cache.clone()):
         tensors = [each.seen_tokens, *(x for layer in each.layers for x in layer.states.values())]
         assert all(x._dynamo_static_input_type == "unguarded" for x in tensors)
+
+
+@each_causal
+def test_a_static_cache_in_training(model_type):
+    model, ids, grads = tiny_model(model_type), random_ids(2, 12), []
+    for cache in (RecurrentCache(model.config), RecurrentCache(model.config, static=True)):
+        model.zero_grad()
+        for piece in ids.split(4, dim=1):
+            model(piece, past_key_values=cache, labels=piece).loss.backward()
+            for layer in cache.layers:
+                layer.apply(torch.detach)
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
+
+
+@each_causal
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_static_caches_of_every_dtype(model_type, dtype):
+    model, ids = tiny_model(model_type).to(dtype), random_ids(2, 12)
+    options = {**GREEDY, "max_new_tokens": 6, "disable_compile": True}
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options, cache_implementation="static"), expected)
+
+
+@each_causal
+def test_a_static_cache_made_in_inference_mode(model_type):
+    model, ids = tiny_model(model_type), random_ids(2, 12)
+    cache, expected = RecurrentCache(model.config, static=True), RecurrentCache(model.config)
+    with torch.inference_mode():
+        model(ids[:, :5], past_key_values=cache)
+    with torch.no_grad():
+        model(ids[:, 5:], past_key_values=cache)
+        model(ids, past_key_values=expected)
+    assert_same_states(cache, expected)

@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 import importlib
 import importlib.metadata
+import importlib.util
 import itertools
 import math
 import os
@@ -292,7 +293,7 @@ def measure_operators(results: Results, options, fla) -> None:
         first_call(results, "fla", functions["fla"], options)
     for shape in options.shapes:
         calls = [(name, function, shape, "") for name, function in functions.items()]
-        if shape == options.model_shape:
+        if shape == options.model_shape and shape.dtype != torch.float32:
             wide = dataclasses.replace(shape, decay_dtype=torch.float32)
             calls.append((OURS, as_in_a_model(options.backend), wide, ", as in a model"))
         for name, function, given, how in calls:
@@ -375,7 +376,7 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     batches = sorted({key[2] for key in lines}, reverse=True)
     if not panels:
         return
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4.2), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.5 * len(panels) + 2, 4), squeeze=False)
     for axis, (what, unit) in zip(axes[0], panels, strict=True):
         for (row_what, name, batch, row_unit), points in lines.items():
             if (row_what, row_unit) == (what, unit):
@@ -384,9 +385,9 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel=unit, title=what)
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize="small")
+    figure.set_layout_engine("constrained")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside center right", fontsize="small")
     figure.suptitle(title, fontsize="small")
-    figure.tight_layout()
     write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120))
     pyplot.close(figure)
 
@@ -427,7 +428,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.seconds = 0 if options.quick else options.seconds
     on_gpu = options.device == "cuda"
     options.parts = options.parts or (PARTS if on_gpu else ("operator",))
-    interpreted = not on_gpu and os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
     options.backend = "triton" if on_gpu else "eager"
     options.check_backend = "triton" if on_gpu or interpreted else "eager"
     heads = options.heads or (64 if on_gpu and not options.quick else 8)

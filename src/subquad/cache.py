@@ -19,9 +19,12 @@ MAX_RECORDED = 256
 
 
 def _static(x: torch.Tensor) -> torch.Tensor:
-    """Marks a tensor whose address will not change: CUDA graphs write to no other."""
-    if not torch.compiler.is_compiling():  # where it cannot be done
-        torch._dynamo.mark_static_address(x)
+    """A copy marked as a tensor whose address will not change: CUDA graphs write to no other."""
+    if torch.compiler.is_compiling():  # a tensor that is traced cannot be marked
+        return x.clone(memory_format=torch.contiguous_format)
+    with torch.inference_mode(False):  # or it could not be written outside of inference mode
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+    torch._dynamo.mark_static_address(x)
     return x
 
 
@@ -76,11 +79,15 @@ class RecurrentLayer:
 
     def get(self, name: str) -> torch.Tensor | None:
         """The state of that name; None before the first token, or zeros, which mean the same."""
-        return self.states.get(name)
+        state = self.states.get(name)
+        if state is not None and self.static and torch.is_grad_enabled():
+            return state.clone()  # the backward pass may need it after it was overwritten
+        return state
 
     def overwrites(self, name: str) -> bool:
         """Whether an operator may itself write the new state over the old one."""
-        return self.static and name in self.states and not torch.is_grad_enabled()
+        held = self.states.get(name)
+        return self.static and held is not None and held.dtype == torch.float32 and not torch.is_grad_enabled()
 
     def write(self, name: str, state: torch.Tensor) -> None:
         """Sets a state and records nothing; in place, where the layer is static and holds a tensor that fits."""
@@ -88,8 +95,8 @@ class RecurrentLayer:
             self.states[name] = state
             return
         held = self.states.get(name)
-        if held is None or held.shape != state.shape or held.device != state.device:
-            self.states[name] = _static(state.detach().clone(memory_format=torch.contiguous_format))
+        if held is None or any(getattr(held, x) != getattr(state, x) for x in ("shape", "dtype", "device")):
+            self.states[name] = _static(state)
         elif held is not state:
             held.copy_(state.detach())
 
@@ -126,7 +133,7 @@ class RecurrentLayer:
         other = copy.copy(self)
         other.states = {}
         for name, state in self.states.items():
-            other.write(name, state.clone())
+            other.write(name, state if self.static else state.clone())
         other.records = {name: record.map(torch.clone) for name, record in self.records.items()}
         return other
 
@@ -226,10 +233,12 @@ class RecurrentCache(Cache):
         if isinstance(self.seen_tokens, int):
             self.seen_tokens += tokens
             return
-        device = next(iter(self.after_blocks.states.values())).device
-        if self.seen_tokens.device != device:
-            self.seen_tokens = _static(self.seen_tokens.to(device))
+        self._move_count(next(iter(self.after_blocks.states.values())).device)
         self.seen_tokens.add_(tokens)
+
+    def _move_count(self, device: torch.device | str) -> None:
+        if isinstance(self.seen_tokens, torch.Tensor) and self.seen_tokens.device != torch.device(device):
+            self.seen_tokens = _static(self.seen_tokens.to(device))
 
     def activate_past_recording(self) -> None:
         """Keeps from now on what [`~RecurrentCache.crop`] needs."""
@@ -266,12 +275,14 @@ class RecurrentCache(Cache):
         """An independent copy."""
         other = copy.copy(self)
         other.layers = [layer.clone() for layer in self.layers]
-        other.seen_tokens = copy.deepcopy(self.seen_tokens)
+        if isinstance(self.seen_tokens, torch.Tensor):
+            other.seen_tokens = _static(self.seen_tokens)
         return other
 
     def to(self, device: torch.device | str) -> "RecurrentCache":
         """Moves the states to a device, in place, and returns the cache."""
         self._apply(lambda x: x.to(device))
+        self._move_count(device)
         return self
 
     @property
@@ -315,7 +326,7 @@ class RecurrentCache(Cache):
                 _, index, name = key.split(".", 2)
                 cache.layers[int(index)].write(name, file.get_tensor(key))
         cache.seen_tokens += metadata["seen_tokens"]
-        return cache
+        return cache.to(device)
 
 
 def check_cache(past_key_values: Any, config: PreTrainedConfig, batch: int, packed: bool = False) -> None:

@@ -161,8 +161,8 @@ class RecurrentGenerationMixin(GenerationMixin):
             raise ValueError(f"`cache_implementation` {implementation!r} does not apply to a recurrent state.")
 
         cache = model_kwargs.get("past_key_values")
-        allocated = cache is None or not cache.is_compileable or cache.is_initialized
-        if generation_config.prefill_chunk_size and not allocated:
+        unallocated = cache is not None and cache.is_compileable and not cache.is_initialized
+        if generation_config.prefill_chunk_size and unallocated:
             # transformers compiles the reading of chunks as well, and what a compiled call allocates does not last.
             rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
             self.base_model(torch.zeros(rows, 1, dtype=torch.long, device=self.device), past_key_values=cache)

@@ -88,7 +88,7 @@ def launches() -> None:
         log_w = empty(*((heads, key) if static else k.shape), dtype=decay_dtype)
         state, u = empty(4 if packed else 1, heads, key, value), empty(heads, key, dtype=dtype)
         cu_seqlens = empty(5, dtype=torch.int64) if packed else None
-        masks = masks_for(k, v)
+        masks = masks_for(r, k, v)
         inputs = r, k, v, log_w, u
         wkv.wkv_triton(*inputs, None, cu_seqlens, masks, torch.float32)
         wkv.wkv_triton(*inputs, state, cu_seqlens, masks, torch.float32)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 
-# Shared memory of a program in bytes; registers of a thread; and how much of a thread may live in memory instead: bytes
-# (CUDA) or registers (ROCm). wkv keeps two states and half a dozen tiles at hand, everything else fits.
+# Shared memory of a program in bytes; registers of a thread; how much of a thread may live in memory instead, in bytes
+# (CUDA) or registers (ROCm): wkv has a state and half a dozen tiles at hand. Of the other kernels nothing may.
 LIMITS = {
     "sm_80": {"shared": 163 * 1024, "registers": 255, "spilled": 1280},
     "sm_90": {"shared": 227 * 1024, "registers": 255, "spilled": 512},

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import subprocess
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,8 @@ class KernelError(RuntimeError):
 
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Operators whose kernels could not be compiled; eager has taken their place.
-_failed: set[str] = set()
+# Operator, device, dtype and size of what could not be compiled; eager has taken its place.
+_failed: set[tuple] = set()
 
 
 @functools.cache
@@ -65,17 +66,18 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
 
 def dispatch(operator: str, backend: str, x: torch.Tensor, triton: Callable[[], Any], eager: Callable[[], Any]) -> Any:
     """
-    Calls the implementation that [`choose_backend`] named. `"auto"` is Triton on a device that it knows; should a kernel
-    not compile there, one warning says why, and eager takes its place.
+    Calls the implementation that [`choose_backend`] named. `"auto"` is Triton on a device that it knows; should a
+    kernel not compile there for x, one warning says why, and eager takes its place.
     """
-    if backend == "eager" or (backend == "auto" and (operator in _failed or not _works(x.device))):
+    case = operator, x.device, x.dtype, x.shape[-1]
+    if backend == "eager" or (backend == "auto" and (case in _failed or not _works(x.device))):
         return eager()
     try:
         return triton()
-    except KernelError as error:
+    except (KernelError, ImportError) as error:
         if backend == "triton":
             raise
-        _failed.add(operator)
+        _failed.add(case)
         warnings.warn(f"`{operator}` runs in plain torch: {error}", RuntimeWarning, stacklevel=2)
         return eager()
 
@@ -85,8 +87,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
     Runs a Triton kernel on the device of its first tensor.
 
     Raises:
-        KernelError: where it does not compile, or needs more than the device has.
+        KernelError: where it does not compile, or needs more registers or shared memory than the device has.
     """
+    from triton.runtime.errors import TritonError
+
     if 0 in grid:
         return
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
@@ -95,7 +99,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
             kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=1)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except Exception as error:
+        except (TritonError, RuntimeError, subprocess.CalledProcessError) as error:
+            if str(error).startswith("Triton Error"):
+                raise  # of the driver: the kernel did compile
             name = getattr(kernel, "__name__", kernel)
             raise KernelError(f"{name} failed on {device}: {type(error).__name__}: {error}") from error
 
@@ -104,7 +110,7 @@ def multiprocessors(x: torch.Tensor) -> int:
     """How many programs of a kernel the device of x runs side by side, at one to a multiprocessor."""
     if x.device.type == "cuda":
         return torch.cuda.get_device_properties(x.device).multi_processor_count
-    return 132
+    return 132  # of an H100 or H200
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:

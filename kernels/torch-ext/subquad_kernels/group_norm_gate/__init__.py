@@ -100,7 +100,7 @@ def group_norm_gate(
     Raises:
         ValueError: where a shape, a dtype or a device does not fit, before any work.
     """
-    _check(x, gate, weight, bias)
+    check(x, gate, weight, bias)
     backend = choose_backend("group_norm_gate", backend, BACKENDS, x)
     if backend == "reference":
         return group_norm_gate_reference(x, gate, weight, bias, eps).to(gate.dtype)
@@ -109,7 +109,11 @@ def group_norm_gate(
     return _group_norm_gate(x, gate, weight, bias, eps, backend)
 
 
-def _check(x, gate, weight, bias):
+def check(x, gate, weight, bias):
+    """
+    Raises:
+        ValueError: where an argument of [`group_norm_gate`] does not fit x.
+    """
     if x.dim() < 2 or x.shape[-1] == 0 or x.shape[-2] == 0:
         raise ValueError(f"`x` must be (..., heads >= 1, size >= 1), got {tuple(x.shape)}.")
     width = x.shape[-2] * x.shape[-1]

@@ -24,7 +24,10 @@ def _token_shift(
 
         return token_shift_triton(x, state, mu, offset, starts)
 
-    return dispatch("token_shift", backend, x, triton, lambda: token_shift_eager(x, state, mu, offset, starts))
+    def eager():
+        return token_shift_eager(x, state, mu, offset, starts).contiguous()
+
+    return dispatch("token_shift", backend, x, triton, eager)
 
 
 @_token_shift.register_fake
@@ -108,6 +111,8 @@ def token_shift(
     """
     _check(x, state, mu, offset, starts)
     backend = choose_backend("token_shift", backend, BACKENDS, x)
+    if backend == "auto" and x.shape[1] == 1 and torch.compiler.is_compiling():
+        backend = "eager"  # of a single token the compiler makes one kernel with what surrounds it
     if backend == "reference":
         return token_shift_reference(x, state, mu, offset, starts).to(x.dtype)
     if backend == "eager":

@@ -3,6 +3,7 @@
 import torch
 
 from ..backend import choose_backend, dispatch, without_autocast
+from ..group_norm_gate import check as check_gate
 from ..group_norm_gate import group_norm_gate
 from ..group_norm_gate.eager import group_norm_gate_eager
 from .eager import wkv_chunked, wkv_chunked_backward, wkv_step
@@ -228,6 +229,7 @@ def gated_wkv(
         ValueError: where a shape or a dtype does not fit, before any work.
     """
     _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace)
+    check_gate(v, gate, weight, bias)
     backend = choose_backend("wkv", backend, BACKENDS, _of_widest(r, k, v, log_w, u, initial_state))
     if _one_step(r, k, v, log_w, u, initial_state, cu_seqlens, gate, weight, bias) and backend in ("auto", "triton"):
         out, state = _step(r, k, v, log_w, u, initial_state, inplace, gate.dtype, backend, gate, weight, bias, eps)
@@ -265,10 +267,11 @@ def _step(r, k, v, log_w, u, state, inplace, out_dtype, backend, gate=None, weig
 
 
 def _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype, backend):
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
     if backend in ("auto", "triton"):
         if _one_step(r, k, v, log_w, u, initial_state, cu_seqlens):
             return _step(r, k, v, log_w, u, initial_state, inplace, out_dtype, backend)
-        masks = masks_for(k, v)
+        masks = masks_for(r, k, v)
         out, state = _wkv(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype, backend)
     elif backend == "eager" and (k.shape[1] > 1 or cu_seqlens is not None):
         out, state = _wkv(r, k, v, log_w, u, initial_state, cu_seqlens, None, out_dtype, backend)

@@ -35,12 +35,12 @@ def _transpose(x):
 @triton.jit
 def _sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """mask @ x. The mask is exact in any dtype; where x is not, its head and its tail are multiplied."""
-    if (DOT == tl.bfloat16 and x.dtype != DOT) or PRECISION == "tf32x3":
+    if DOT == tl.bfloat16 and x.dtype != tl.bfloat16:
         x = x.to(tl.float32)
-        if DOT == tl.bfloat16:
-            head = x.to(DOT).to(tl.float32)
-        else:
-            head = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 keeps
+        head = x.to(tl.bfloat16).to(tl.float32)
+        return _dot(mask, head, DOT, PRECISION) + _dot(mask, x - head, DOT, PRECISION)
+    if DOT == tl.float32 and x.dtype == tl.float32 and PRECISION != "ieee":
+        head = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 keeps
         return _dot(mask, head, DOT, "tf32") + _dot(mask, x - head, DOT, "tf32")
     return _dot(mask, x, DOT, PRECISION)
 
@@ -48,6 +48,14 @@ def _sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _exp(x):
     return tl.exp2(x * 1.4426950408889634)  # one instruction; exp would look after denormals
+
+
+@triton.jit
+def _decayed(state, total):
+    """state * exp(total). Of a long memory next to nothing is taken away each time; a factor would round that off."""
+    series = total * (1 + total * (1 / 2 + total * (1 / 6 + total * (1 / 24))))
+    change = tl.where(total > -0.0625, series, _exp(total) - 1)
+    return state + state * change[:, None]
 
 
 # Where the masks of masks.py are.
@@ -93,9 +101,13 @@ def _tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED: tl.constexpr):
 
 @triton.jit
 def _load_decay(log_w, first, head, offsets, mask, ks, H, K: tl.constexpr, STATIC: tl.constexpr):
+    place = log_w + (first * H + head) * K + offsets
     if STATIC:
-        return tl.load(log_w + head * K + ks + offsets * 0, mask=mask, other=0.0)
-    return tl.load(log_w + (first * H + head) * K + offsets, mask=mask, other=0.0)
+        place = log_w + head * K + ks + offsets * 0
+    w = tl.load(place, mask=mask, other=0.0)
+    # exp makes zero of either, but infinity times the zeros of a mask would be no number.
+    finite = w.to(tl.float32)
+    return tl.where(finite < -1e4, -1e4, finite).to(w.dtype)
 
 
 @triton.jit
@@ -160,7 +172,7 @@ def _segment_kernel(
         chunk_total = tl.sum(w.to(tl.float32), 0)
         total += chunk_total
         x_chunk = x_chunk.to(tl.float32) * _exp(decay)
-        state = state * _exp(chunk_total)[:, None] + _dot(tl.trans(x_chunk), y_chunk, DOT, PRECISION)
+        state = _decayed(state, chunk_total) + _dot(tl.trans(x_chunk), y_chunk, DOT, PRECISION)
     if not STORE:
         tl.store(states + here + cells, state, mask=in_state)
         tl.store(totals + (segment.to(tl.int64) * H + head) * K + ks, total, mask=ks < K)
@@ -303,8 +315,7 @@ def _output_kernel(
 
         mask = _mask(masks, PAST if REVERSE else FUTURE, ts[:, None], ts[None, :], C)
         k_chunk *= _exp(_sum_where(mask, w, DOT, PRECISION))
-        decay = _exp(tl.sum(w.to(tl.float32), 0))
-        state = state * decay[:, None] + _dot(_transpose(k_chunk), v_chunk, DOT, PRECISION)
+        state = _decayed(state, tl.sum(w.to(tl.float32), 0)) + _dot(_transpose(k_chunk), v_chunk, DOT, PRECISION)
     if STORE:
         tl.store(final + here + cells, state, mask=in_state)
 
@@ -484,13 +495,13 @@ MIN_SEGMENT = 512
 class _Plan:
     """How the work is cut into programs."""
 
-    def __init__(self, k, v, log_w, cu_seqlens, masks):
+    def __init__(self, r, k, v, log_w, cu_seqlens, masks):
         batch, length, heads, key_size = k.shape
         value_size = v.shape[-1]
         self.chunk = masks.shape[-1]
-        dot, precision = OPERANDS[operand_dtype(k, v)]
-        if torch.version.hip is not None and precision == "tf32x3":
-            precision = "ieee"
+        dot, precision = OPERANDS[operand_dtype(r, k, v)]
+        if torch.version.hip is not None:
+            precision = "ieee"  # of AMD's GPUs few know tf32
         block_k, block_v = (max(16, triton.next_power_of_2(x)) for x in (key_size, value_size))
         block_v = min(block_v, 64)
         self.tiles, self.key_block = triton.cdiv(value_size, block_v), min(block_k, 64)
@@ -516,21 +527,21 @@ class _Plan:
         self.segment = max(segment, MIN_SEGMENT)
         if self.segment >= length or (cu_seqlens is None and 2 * programs >= wanted):
             self.segment = length
-        self.walks = self.segment == length
+        self.whole = self.segment == length
         self.per_sequence = triton.cdiv(length, self.segment)
         self.segments = self.sequences * self.per_sequence
         self.borders = self.firsts = None
         if cu_seqlens is not None:
             self._find_documents(cu_seqlens, length)
         self.chunks = batch * length // self.chunk + self.segments + 1
-        self.walk = (masks, self.borders, length, self.segment, self.per_sequence, heads)
+        self.geometry = (masks, self.borders, length, self.segment, self.per_sequence, heads)
 
     def _find_documents(self, cu_seqlens, length):
         # A kernel must not leave the tensors, whatever the borders are; and nothing here waits for the device.
         bounds = cu_seqlens.long().clamp(0, length).cummax(0).values
         rises = (bounds == cu_seqlens).all() & (bounds[0] == 0) & (bounds[-1] == length)
         torch._assert_async(rises, f"`cu_seqlens` must rise from 0 to {length}.")
-        if self.walks:
+        if self.whole:
             self.borders = torch.stack((bounds[:-1], bounds[1:]), dim=1)
             return
         self.segments = length // self.segment + self.sequences  # at most; some of the last may be empty
@@ -544,11 +555,11 @@ class _Plan:
 
     def launch(self, kernel, *arguments, tiles, **constants):
         grid = (self.segments * self.heads * tiles,)
-        launch(kernel, grid, *arguments, *self.walk, tiles, **{**self.constants, **constants})
+        launch(kernel, grid, *arguments, *self.geometry, tiles, **{**self.constants, **constants})
 
     def entering(self, x, y, log_w, initial, reverse):
         """The states that enter the segments, and the one that leaves each sequence; in reverse, their gradients."""
-        if self.walks:
+        if self.whole:
             return initial, None
         states = x.new_empty(self.segments, *self.state_shape, dtype=torch.float32)
         totals = x.new_empty(self.segments, self.heads, self.key_size, dtype=torch.float32)
@@ -577,7 +588,7 @@ class _Plan:
             LEVELS=self.chunk.bit_length() - 1,
             REVERSE=chunk_states is not None,
             HAS_STATE=states is not None,
-            STORE=self.walks,
+            STORE=self.whole,
         )
 
 
@@ -590,7 +601,7 @@ def wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
     r, k, v, log_w, u = _contiguous(r, k, v, log_w, u)
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
-    plan = _Plan(k, v, log_w, cu_seqlens, masks)
+    plan = _Plan(r, k, v, log_w, cu_seqlens, masks)
     states, final = plan.entering(k, v, log_w, initial_state, reverse=False)
     if final is None:
         final = k.new_empty(plan.sequences, *plan.state_shape, dtype=torch.float32)
@@ -608,7 +619,7 @@ def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, 
     grad_state = grad_state.float().contiguous()
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
-    plan = _Plan(k, v, log_w, cu_seqlens, masks)
+    plan = _Plan(r, k, v, log_w, cu_seqlens, masks)
     chunk_states = k.new_empty(2, plan.chunks, *plan.state_shape, dtype=masks.dtype)
 
     states, _ = plan.entering(k, v, log_w, initial_state, reverse=False)

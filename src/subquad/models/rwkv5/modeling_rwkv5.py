@@ -24,8 +24,11 @@ from ...padding import Tokens, last_token
 from .configuration_rwkv5 import Rwkv5Config
 
 
-class Rwkv5HeadNorm(nn.GroupNorm):
-    """The recurrence, the LayerNorm of each head of what it puts out, and the gate: equations 6 to 9 in one."""
+class Rwkv5GatedRecurrence(nn.GroupNorm):
+    """
+    The recurrence, the LayerNorm of each head of what it puts out, and the gate: equations 6 to 9 in one operator,
+    called by the module that has the norm's weights, because offloading loads those of the module that is called.
+    """
 
     def forward(self, tokens: Tokens, r, k, v, gate, log_w, u, state: torch.Tensor | None, inplace: bool):
         weights = (log_w, u, self.weight, self.bias, self.eps)
@@ -53,14 +56,14 @@ class Rwkv5TimeMixing(nn.Module):
         self.value = Linear(width, inner, bias=False)
         self.gate = Linear(width, inner, bias=False)
         self.output = Linear(inner, width, bias=False)
-        self.ln_x = Rwkv5HeadNorm(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
+        self.ln_x = Rwkv5GatedRecurrence(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
         before = state and state.get("attention_shift")
         x = tokens.fill(x, before)
         mix = torch.cat((self.time_mix_receptance, self.time_mix_key, self.time_mix_value, self.time_mix_gate))
         # The published mu weighs the token itself, the operator's the one before it.
-        x_r, x_k, x_v, x_g = token_shift(x, before, 1 - mix.squeeze(1), starts=tokens.starts).unbind()
+        x_r, x_k, x_v, x_g = token_shift(x, before, 1 - mix.squeeze(1).float(), starts=tokens.starts).unbind()
 
         heads = (*x.shape[:2], self.num_heads, self.head_size)
         r = self.receptance(x_r).view(heads)
@@ -95,7 +98,7 @@ class Rwkv5ChannelMixing(nn.Module):
         before = state and state.get("feed_forward_shift")
         x = tokens.fill(x, before)
         mix = torch.cat((self.time_mix_key, self.time_mix_receptance)).squeeze(1)
-        x_k, x_r = token_shift(x, before, 1 - mix, starts=tokens.starts).unbind()
+        x_k, x_r = token_shift(x, before, 1 - mix.float(), starts=tokens.starts).unbind()
         if state is not None:
             state.update("feed_forward_shift", last_token(None, x), last_token, x)
         v = self.value(F.relu(self.key(x_k)).square())

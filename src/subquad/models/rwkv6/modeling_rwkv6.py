@@ -24,8 +24,11 @@ from ...padding import Tokens, last_token
 from .configuration_rwkv6 import Rwkv6Config
 
 
-class Rwkv6HeadNorm(nn.GroupNorm):
-    """The recurrence, the LayerNorm of each head of what it puts out, and the gate: equations 19 to 22 in one."""
+class Rwkv6GatedRecurrence(nn.GroupNorm):
+    """
+    The recurrence, the LayerNorm of each head of what it puts out, and the gate: equations 19 to 22 in one operator,
+    called by the module that has the norm's weights, because offloading loads those of the module that is called.
+    """
 
     def forward(self, tokens: Tokens, r, k, v, gate, log_w, u, state: torch.Tensor | None, inplace: bool):
         weights = (u, self.weight, self.bias, self.eps)
@@ -60,7 +63,7 @@ class Rwkv6TimeMixing(nn.Module):
         self.value = Linear(width, inner, bias=False)
         self.gate = Linear(width, inner, bias=False)
         self.output = Linear(inner, width, bias=False)
-        self.ln_x = Rwkv6HeadNorm(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
+        self.ln_x = Rwkv6GatedRecurrence(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
 
     def ddlerp(self, x: torch.Tensor, before: torch.Tensor | None, starts: torch.Tensor | None):
         """Data-dependent interpolation between a token and the one before, for w, k, v, r, g (equations 14, 15)."""
@@ -81,7 +84,7 @@ class Rwkv6TimeMixing(nn.Module):
         v = self.value(x_v).view(heads)
         g = self.gate(x_g)
         # Equations 17 and 18; padding neither adds to the state nor decays it.
-        d = self.time_decay.float() + (torch.tanh(x_w @ self.time_decay_w1) @ self.time_decay_w2).float()
+        d = self.time_decay.float() + torch.tanh(x_w @ self.time_decay_w1) @ self.time_decay_w2
         log_w = tokens.erase(-d.exp()).view(heads)
 
         inplace = state is not None and state.overwrites("wkv")
