@@ -90,7 +90,7 @@ def test_forward_and_gradients(length, decay, static, backend):
 @pytest.mark.parametrize("backend", [pytest.param("triton in segments", marks=TRITON)], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", ["trained", "strong"])
 @pytest.mark.parametrize("length", [63, 65, 200])
 def test_segments(length, decay, static, dtype, backend):
     inputs = make(2, length, static=static, decay=decay, dtype=dtype)
@@ -110,10 +110,10 @@ def test_total_decay(dtype, backend):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("log_w_dtype", [torch.bfloat16, torch.float32])
-def test_bfloat16(length, decay, static, log_w_dtype):
+def test_bfloat16(length, decay, static):
     inputs = make(2, length, static=static, decay=decay, dtype=torch.bfloat16)
-    inputs["log_w"] = make(2, length, static=static, decay=decay)["log_w"].to(log_w_dtype)
+    if length % 2:  # decays of both dtypes
+        inputs["log_w"] = make(2, length, static=static, decay=decay)["log_w"]
     inputs["initial_state"] = inputs["initial_state"].float()
     assert_equal_to_recurrence(inputs, 8e-3, backend="triton")
 
