@@ -7,6 +7,7 @@ import pytest
 import torch
 from architectures import VOCABULARY, each_causal, random_ids, tiny_config, tiny_model
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from kernel_cases import triton
 from transformers import DynamicCache, GenerationConfig
 
 from subquad import RecurrentCache
@@ -480,12 +481,6 @@ def test_gradient_checkpointing_and_caches(model_type):
     with pytest.raises(ValueError, match="`past_key_values` cannot be continued in training with gradient"):
         model(ids, past_key_values=cache)
     assert model.eval()(ids, past_key_values=cache).past_key_values.get_seq_length() == 16
-
-
-# With Triton's interpreter where there is no GPU.
-triton = pytest.param(
-    "triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
-)
 
 
 @each_causal

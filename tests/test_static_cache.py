@@ -2,12 +2,12 @@
 
 import os
 import shutil
-from importlib.util import find_spec
 
 import pytest
 import torch
 from architectures import each_causal, random_ids, tiny_config, tiny_model
 from functorch.compile import make_boxed_func
+from kernel_cases import TRITON
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +18,6 @@ from subquad import RecurrentCache
 from subquad.cache import RecurrentLayer
 
 
-TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 

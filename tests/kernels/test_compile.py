@@ -1,6 +1,5 @@
 """Every kernel compiles for the GPUs that it is meant for, within what they have."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernel_cases import TRITON
 
 
 # Shared memory of a program in bytes; registers of a thread; how much of a thread may live in memory instead, in bytes
@@ -19,7 +19,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+@TRITON
 @pytest.mark.parametrize("target", LIMITS)
 def test_every_variant_compiles(target, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,9 +1,8 @@
 """The gated norm of the heads against its own formula in float64."""
 
-import importlib.util
-
 import pytest
 import torch
+from kernel_cases import DEVICE, TRITON, assert_same_results, relative_error, triton
 
 import subquad_kernels.backend
 from subquad_kernels import group_norm_gate
@@ -12,9 +11,7 @@ from subquad_kernels.group_norm_gate import _group_norm_gate
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 200)
 EPS = 1e-5 * 8**2
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-BACKENDS = ("eager", pytest.param("triton", marks=TRITON))
+BACKENDS = ("eager", triton)
 
 
 def make(batch=2, length=17, heads=3, size=8, dtype=torch.float32, weight_dtype=None, seed=0):
@@ -38,24 +35,13 @@ def differentiable(inputs, dtype=None):
     return {name: x.detach().to(dtype).clone().requires_grad_() for name, x in inputs.items()}
 
 
-def relative_error(x, expected):
-    return ((x.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-
-
 def assert_close_to_reference(inputs, tolerance, call):
     inputs, expected_inputs = differentiable(inputs), differentiable(inputs, torch.float64)
     out = call(**inputs, eps=EPS)
     expected_out = group_norm_gate(**expected_inputs, eps=EPS, backend="reference")
     assert out.dtype == inputs["gate"].dtype
     assert out.shape == inputs["gate"].shape
-    assert relative_error(out, expected_out) < tolerance
-
-    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-    grads = torch.autograd.grad(out, list(inputs.values()), grad_out)
-    expected = torch.autograd.grad(expected_out, list(expected_inputs.values()), grad_out.double())
-    for name, grad, expected_grad in zip(inputs, grads, expected, strict=True):
-        assert grad.dtype == inputs[name].dtype
-        assert relative_error(grad, expected_grad) < tolerance, name
+    assert_same_results((out,), inputs, (expected_out,), expected_inputs, tolerance)
 
 
 def with_backend(backend):

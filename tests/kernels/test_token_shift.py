@@ -1,10 +1,10 @@
 """The token shift against its own formula in float64."""
 
-import importlib.util
 import itertools
 
 import pytest
 import torch
+from kernel_cases import DEVICE, TRITON, assert_same_results, relative_error, triton
 
 import subquad_kernels.backend
 from subquad_kernels import token_shift
@@ -12,9 +12,7 @@ from subquad_kernels.token_shift import _token_shift
 
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 200)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-BACKENDS = ("eager", pytest.param("triton", marks=TRITON))
+BACKENDS = ("eager", triton)
 # n, and which of the optional arguments are given.
 VARIANTS = {
     "finch": (5, {"state", "offset"}),
@@ -51,24 +49,13 @@ def differentiable(inputs, dtype=None):
     return {**inputs, **leaves}, leaves
 
 
-def relative_error(x, expected):
-    return ((x.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-
-
 def assert_close_to_reference(inputs, tolerance, call):
     inputs, leaves = differentiable(inputs)
     expected_inputs, expected_leaves = differentiable(inputs, torch.float64)
     y = call(**inputs)
     expected_y = token_shift(**expected_inputs, backend="reference")
     assert y.dtype == inputs["x"].dtype
-    assert relative_error(y, expected_y) < tolerance
-
-    grad_y = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-    grads = torch.autograd.grad(y, list(leaves.values()), grad_y)
-    expected = torch.autograd.grad(expected_y, list(expected_leaves.values()), grad_y.double())
-    for name, grad, expected_grad in zip(leaves, grads, expected, strict=True):
-        assert grad.dtype == leaves[name].dtype
-        assert relative_error(grad, expected_grad) < tolerance, name
+    assert_same_results((y,), leaves, (expected_y,), expected_leaves, tolerance)
 
 
 def with_backend(backend):

@@ -1,11 +1,11 @@
 """WKV against its own recurrence in float64."""
 
 import functools
-import importlib.util
 import itertools
 
 import pytest
 import torch
+from kernel_cases import DEVICE, TRITON, assert_same_results, relative_error, triton
 
 import subquad_kernels.backend
 from subquad_kernels import gated_wkv, group_norm_gate, wkv, wkv_state
@@ -13,8 +13,6 @@ from subquad_kernels.wkv import _wkv, _wkv_step
 from subquad_kernels.wkv.masks import masks_for
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
 # The Triton kernels walk a sequence from end to end, or find first what enters its segments.
 EACH = pytest.mark.parametrize(
     "backend", ["eager", *(pytest.param(x, marks=TRITON) for x in ("triton", "triton in segments"))], indirect=True
@@ -57,29 +55,15 @@ def oracle(inputs, **kwargs):
     return wkv(**{name: x.double() for name, x in inputs.items()}, backend="reference", **kwargs)
 
 
-def relative_error(x, expected):
-    return ((x.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-
-
-def assert_equal_to_recurrence(inputs, tolerance, state_tolerance=None, **kwargs):
+def assert_equal_to_recurrence(inputs, tolerance, **kwargs):
     """Outputs, states and every gradient."""
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
-    expected_inputs = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    bounds = {"cu_seqlens": kwargs["cu_seqlens"]} if "cu_seqlens" in kwargs else {}
-    found, expected = wkv(**inputs, **kwargs), wkv(**expected_inputs, **bounds, backend="reference")
-    assert relative_error(found[0], expected[0]) < tolerance
-    assert relative_error(found[1], expected[1]) < (state_tolerance or tolerance)
-
-    generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=generator).to(x) for x in found]
-    grads = torch.autograd.grad(found, list(inputs.values()), weights)
-    expected = torch.autograd.grad(expected, list(expected_inputs.values()), [w.double() for w in weights])
-    for (name, x), grad, expected_grad in zip(inputs.items(), grads, expected, strict=True):
-        assert grad.dtype == x.dtype
-        assert relative_error(grad, expected_grad) < tolerance, name
+    double = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    expected = wkv(**double, cu_seqlens=kwargs.get("cu_seqlens"), backend="reference")
+    assert_same_results(wkv(**inputs, **kwargs), inputs, expected, double, tolerance)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=TRITON)])
+@pytest.mark.parametrize("backend", ["eager", triton])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("length", LENGTHS)
@@ -277,7 +261,7 @@ def test_gradients_of_one_gated_token(backend):
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=TRITON)])
+@pytest.mark.parametrize("backend", ["eager", triton])
 def test_long_memory_does_not_drift(backend):
     # After 65,536 steps of a decay of 1 - 1e-6 a product of rounded factors would be off by 9e-4.
     length = 65536 if backend == "eager" or DEVICE == "cuda" else 4096
@@ -291,7 +275,7 @@ def test_long_memory_does_not_drift(backend):
     torch.testing.assert_close(state[0, 0, 0].double(), expected[0], rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=TRITON)])
+@pytest.mark.parametrize("backend", ["eager", triton])
 def test_operator_registration(backend):
     for static, bounds in itertools.product((False, True), (None, torch.tensor([0, 3, 20], device=DEVICE))):
         inputs = make(1, 20, static=static)
@@ -301,7 +285,7 @@ def test_operator_registration(backend):
         torch.library.opcheck(_wkv, (*arguments, masks, torch.float32, backend))
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=TRITON)])
+@pytest.mark.parametrize("backend", ["eager", triton])
 def test_registration_of_the_step(backend):
     inputs = make(2, 1)
     tokens = [inputs[name][:, 0] for name in ("r", "k", "v", "log_w")]
@@ -437,7 +421,7 @@ def test_errors_name_the_argument(change, message):
         wkv(**{**inputs, **change})
 
 
-@pytest.mark.parametrize("backend", ["eager", "reference", pytest.param("triton", marks=TRITON)])
+@pytest.mark.parametrize("backend", ["eager", "reference", triton])
 @pytest.mark.parametrize("bounds", [[0, 3], [1, 5], [0, 4, 2, 5]])
 def test_wrong_document_borders(bounds, backend):
     if (backend, DEVICE) == ("triton", "cuda"):

@@ -106,6 +106,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
             raise KernelError(f"{name} failed on {device}: {type(error).__name__}: {error}") from error
 
 
+def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors as a kernel reads them."""
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
 def multiprocessors(x: torch.Tensor) -> int:
     """How many programs of a kernel the device of x runs side by side, at one to a multiprocessor."""
     if x.device.type == "cuda":

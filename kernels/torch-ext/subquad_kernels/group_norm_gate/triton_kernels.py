@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import launch, multiprocessors
+from ..backend import contiguous, launch, multiprocessors
 
 
 @triton.jit
@@ -141,7 +141,7 @@ class _Plan:
 
 def group_norm_gate_triton(x, gate, weight, bias, eps):
     """Arguments, shapes and result are those of [`subquad_kernels.group_norm_gate`]."""
-    x, gate, weight, bias = (tensor.contiguous() for tensor in (x, gate, weight, bias))
+    x, gate, weight, bias = contiguous(x, gate, weight, bias)
     out = torch.empty_like(gate)
     _Plan(x, eps, longest=8).launch(_forward_kernel, x, gate, weight, bias, out)
     return out
@@ -149,7 +149,7 @@ def group_norm_gate_triton(x, gate, weight, bias, eps):
 
 def group_norm_gate_triton_backward(grad, x, gate, weight, bias, eps):
     """Gradients of x, gate, weight and bias."""
-    grad, x, gate, weight, bias = (tensor.contiguous() for tensor in (grad, x, gate, weight, bias))
+    grad, x, gate, weight, bias = contiguous(grad, x, gate, weight, bias)
     # Each strip's sums are written and read once, in float32: at 32 rows they are a small part of the traffic.
     plan = _Plan(x, eps, longest=32)
     grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import launch, multiprocessors
+from ..backend import contiguous, launch, multiprocessors
 
 
 @triton.jit
@@ -203,13 +203,9 @@ class _Plan:
         )
 
 
-def _contiguous(*tensors):
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
-
-
 def token_shift_triton(x, state, mu, offset, starts):
     """Arguments, shapes and result are those of [`subquad_kernels.token_shift`]."""
-    x, state, mu, offset, starts = _contiguous(x, state, mu, offset, starts)
+    x, state, mu, offset, starts = contiguous(x, state, mu, offset, starts)
     y = x.new_empty(mu.shape[0], *x.shape)
     plan = _Plan(x, mu.shape[0], starts, share=16 // x.element_size(), longest=8)
     plan.launch(_forward_kernel, x, state, mu, offset, starts, y)
@@ -218,7 +214,7 @@ def token_shift_triton(x, state, mu, offset, starts):
 
 def token_shift_triton_backward(grad, x, state, mu, offset, starts):
     """Gradients of x, mu and, where they are given, state and offset."""
-    x, state, mu, offset, starts = _contiguous(x, state, mu, offset, starts)
+    x, state, mu, offset, starts = contiguous(x, state, mu, offset, starts)
     # Each strip's sums are written and read once, in float32: at 32 tokens they are a small part of the traffic. Eight
     # columns a thread would need 216 registers at n = 5.
     plan = _Plan(x, mu.shape[0], starts, share=4, longest=32)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import launch, multiprocessors
+from ..backend import contiguous, launch, multiprocessors
 from .masks import operand_dtype
 
 
@@ -592,13 +592,9 @@ class _Plan:
         )
 
 
-def _contiguous(*tensors):
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
 def wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
     """Arguments, shapes and results are those of [`subquad_kernels.wkv`]."""
-    r, k, v, log_w, u = _contiguous(r, k, v, log_w, u)
+    r, k, v, log_w, u = contiguous(r, k, v, log_w, u)
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
     plan = _Plan(r, k, v, log_w, cu_seqlens, masks)
@@ -615,7 +611,7 @@ def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, 
     Gradients of r, k, v, log_w, u and, where it is given, initial_state. The states that enter the chunks are computed
     again, and kept in the precision of the products while the pass lasts.
     """
-    grad_out, r, k, v, log_w, u = _contiguous(grad_out, r, k, v, log_w, u)
+    grad_out, r, k, v, log_w, u = contiguous(grad_out, r, k, v, log_w, u)
     grad_state = grad_state.float().contiguous()
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
@@ -655,7 +651,7 @@ def wkv_triton_step(r, k, v, log_w, u, state, new_state, gate, weight, bias, eps
     that is None, `new_state` holds it. Writes the state after the token to `new_state`; returns out (B, H, V), with
     `gate` (B, 1, H * V), `weight` and `bias` (H * V) after the norm and the gate.
     """
-    r, k, v, log_w, u, gate, weight, bias = _contiguous(r, k, v, log_w, u, gate, weight, bias)
+    r, k, v, log_w, u, gate, weight, bias = contiguous(r, k, v, log_w, u, gate, weight, bias)
     batch, heads, key_size = k.shape
     out = torch.empty_like(v, dtype=out_dtype)
     state = new_state if state is None else state
