@@ -5,6 +5,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+import subquad_kernels.backend
+
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter where there is no GPU.
@@ -27,3 +29,14 @@ def assert_same_results(found, leaves: dict, expected, expected_leaves: dict, to
     for (name, x), grad, expected_grad in zip(leaves.items(), grads, expected, strict=True):
         assert grad.dtype == x.dtype
         assert relative_error(grad, expected_grad) < tolerance, name
+
+
+def without_compiler(monkeypatch, triton_kernels) -> None:
+    """Lets every launch of those kernels fail, on a device that Triton seems to know."""
+
+    def fail(*args, **kwargs):
+        raise subquad_kernels.backend.KernelError("no compiler")
+
+    monkeypatch.setattr(triton_kernels, "launch", fail)
+    monkeypatch.setattr(subquad_kernels.backend, "_failed", set())
+    monkeypatch.setattr(subquad_kernels.backend, "_works", lambda device: True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, TRITON, assert_same_results, relative_error, triton
+from kernel_cases import DEVICE, TRITON, assert_same_results, relative_error, triton, without_compiler
 
 import subquad_kernels.backend
 from subquad_kernels import group_norm_gate
@@ -153,12 +153,7 @@ def test_compile(backend):
 def test_eager_takes_over(monkeypatch):
     from subquad_kernels.group_norm_gate import triton_kernels
 
-    def fail(*args, **kwargs):
-        raise subquad_kernels.backend.KernelError("no compiler")
-
-    monkeypatch.setattr(triton_kernels, "launch", fail)
-    monkeypatch.setattr(subquad_kernels.backend, "_failed", set())
-    monkeypatch.setattr(subquad_kernels.backend, "_works", lambda device: True)
+    without_compiler(monkeypatch, triton_kernels)
     inputs = make()
     with pytest.raises(subquad_kernels.backend.KernelError, match="no compiler"):
         _group_norm_gate(*inputs.values(), EPS, "triton")

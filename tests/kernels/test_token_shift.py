@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_cases import DEVICE, TRITON, assert_same_results, relative_error, triton
+from kernel_cases import DEVICE, TRITON, assert_same_results, relative_error, triton, without_compiler
 
 import subquad_kernels.backend
 from subquad_kernels import token_shift
@@ -196,12 +196,7 @@ def test_compile(backend, variant):
 def test_eager_takes_over(monkeypatch):
     from subquad_kernels.token_shift import triton_kernels
 
-    def fail(*args, **kwargs):
-        raise subquad_kernels.backend.KernelError("no compiler")
-
-    monkeypatch.setattr(triton_kernels, "launch", fail)
-    monkeypatch.setattr(subquad_kernels.backend, "_failed", set())
-    monkeypatch.setattr(subquad_kernels.backend, "_works", lambda device: True)
+    without_compiler(monkeypatch, triton_kernels)
     inputs = make(given={"state", "offset", "starts"})
     with pytest.raises(subquad_kernels.backend.KernelError, match="no compiler"):
         _token_shift(*inputs.values(), "triton")

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_cases import DEVICE, TRITON, assert_same_results, relative_error, triton
+from kernel_cases import DEVICE, TRITON, assert_same_results, relative_error, triton, without_compiler
 
 import subquad_kernels.backend
 from subquad_kernels import gated_wkv, group_norm_gate, wkv, wkv_state
@@ -300,12 +300,7 @@ def test_registration_of_the_step(backend):
 def test_eager_takes_over(monkeypatch):
     from subquad_kernels.wkv import triton_kernels
 
-    def fail(*args, **kwargs):
-        raise subquad_kernels.backend.KernelError("no compiler")
-
-    monkeypatch.setattr(triton_kernels, "launch", fail)
-    monkeypatch.setattr(subquad_kernels.backend, "_failed", set())
-    monkeypatch.setattr(subquad_kernels.backend, "_works", lambda device: True)
+    without_compiler(monkeypatch, triton_kernels)
     inputs = {name: x.requires_grad_() for name, x in make(2, 20).items()}
     with pytest.raises(subquad_kernels.backend.KernelError, match="no compiler"):
         wkv(**inputs, backend="triton")

@@ -14,9 +14,14 @@ from .reference import wkv_reference
 BACKENDS = ("eager", "reference", "triton")
 
 
+def _of_widest(*tensors: torch.Tensor | None) -> torch.Tensor:
+    """One of the tensors, of float64 if any is: where and in what the operator computes."""
+    return next((x for x in tensors if x is not None and x.dtype == torch.float64), tensors[0])
+
+
 def _widest(*tensors: torch.Tensor | None) -> torch.dtype:
     """The dtype that plain torch computes in: float32, or float64 where one of the inputs is."""
-    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
+    return torch.promote_types(_of_widest(*tensors).dtype, torch.float32)
 
 
 def _cast(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -192,8 +197,7 @@ def wkv(
     """
     _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace)
     backend = choose_backend("wkv", backend, BACKENDS, _of_widest(r, k, v, log_w, u, initial_state))
-    out, state = _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype or v.dtype, backend)
-    return out, state
+    return _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype or v.dtype, backend)
 
 
 def gated_wkv(
@@ -237,11 +241,6 @@ def gated_wkv(
     out_dtype = _widest(r, k, v, log_w, u, initial_state)
     out, state = _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype, backend)
     return group_norm_gate(out, gate, weight, bias, eps, backend=backend), state
-
-
-def _of_widest(*tensors):
-    """One of the tensors, of float64 if any is: where and in what the operator computes."""
-    return next((x for x in tensors if x is not None and x.dtype == torch.float64), tensors[0])
 
 
 def _one_step(r, k, v, log_w, u, initial_state, cu_seqlens, *more):
