@@ -21,9 +21,15 @@ CAUSAL = {
         "lora_rank_tokenshift": 4,
         "lora_rank_decay": 8,
     },
+    "avey": {"d_embed": 48, "n_blocks": 3, "chunk_size": 8, "k": 4},
 }
 
+RWKV = ("rwkv5", "rwkv6")
 each_causal = pytest.mark.parametrize("model_type", CAUSAL)
+each_rwkv = pytest.mark.parametrize("model_type", RWKV)
+
+# The linear layers that adapters are put on.
+LINEAR = {name: ["key", "value", "receptance", "gate", "output"] for name in RWKV} | {"avey": ["enricher", "fuser"]}
 
 
 def tiny_config(model_type: str, **fields):
@@ -47,3 +53,15 @@ def tiny_model(model_type: str, auto_class: str = "AutoModelForCausalLM", seed: 
 
 def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_states(cache, expected) -> None:
+    """Whether two caches hold the same; what one of them has more room for must be zero."""
+    for layer, layer_expected in zip(cache.layers, expected.layers, strict=True):
+        assert layer.states.keys() == layer_expected.states.keys()
+        for name, state in layer.states.items():
+            state, other = (x.movedim(1, -1) if x.dim() > 1 else x for x in (state, layer_expected.states[name]))
+            if name in ("embeddings", "sums"):
+                room = max(state.shape[-1], other.shape[-1])
+                state, other = (torch.nn.functional.pad(x, (0, room - x.shape[-1])) for x in (state, other))
+            torch.testing.assert_close(state, other, atol=1e-4, rtol=1e-4)

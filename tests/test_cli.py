@@ -111,12 +111,40 @@ def test_info_agrees_with_the_paper(preset, state, parameters, inference, traini
     info = json.loads(capsys.readouterr().out)
     assert info["state_elements"] == state == 66 * info["hidden_size"] * info["num_hidden_layers"]
     assert info["state_bytes"] == 4 * state
+    assert info["state_elements_per_token"] is info["state_bytes_per_token"] is None
     found = [f"{info[name]:.2e}" for name in ("parameters", "inference_flops", "training_flops")]
     assert found == [parameters, inference, training]
     assert cli.main(["info", preset]) == 0
     text = capsys.readouterr().out
     for number in (parameters, f"{state:,} elements", f"{inference} FLOPs", f"{training} FLOPs"):
         assert number in text
+
+
+AVEY = [
+    ("avey-0.1b", "768 elements, 3.072 KB a token", "1.53e+08", "1.20e+11", "5.88e+09"),
+    ("avey-0.5b", "768 elements, 3.072 KB a token", "4.96e+08", "4.82e+11", "2.28e+10"),
+    ("avey-1.5b", "2,048 elements, 8.192 KB a token", "1.53e+09", "1.49e+12", "7.07e+10"),
+]
+
+
+@pytest.mark.parametrize(("preset", "state", "parameters", "inference", "training"), AVEY)
+def test_info_of_avey(preset, state, parameters, inference, training, capsys):
+    assert cli.main(["info", preset, "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    config = subquad.preset_config(preset)
+    d, blocks = config.d_embed, config.n_blocks
+    assert (info["hidden_size"], info["num_hidden_layers"], info["num_attention_heads"]) == (d, blocks, None)
+    assert (info["state_elements"], info["state_bytes"]) == (None, None)
+    assert (info["state_elements_per_token"], info["state_bytes_per_token"]) == (d, 4 * d)
+    # Enricher d -> 4 d, fuser 3 d -> d, and d channels of the contextualizer, whose row i reads i rows, twice.
+    window = 512 * 2 * 7 * d * d + sum(2 * 2 * i * d for i in range(1, 513))
+    assert info["inference_flops"] == blocks * window + 2 * 50304 * d
+    assert info["training_flops"] == 3 * (blocks * window / 64 + 2 * 50304 * d)
+    assert cli.main(["info", preset]) == 0
+    text = capsys.readouterr().out
+    for number in (parameters, f"state         {state} of the text", f"{inference} FLOPs", f"{training} FLOPs"):
+        assert number in text
+    assert "heads" not in text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import VOCABULARY, each_causal, model_class, random_ids, tiny_config, tiny_model
+from architectures import LINEAR, VOCABULARY, each_causal, each_rwkv, model_class, random_ids, tiny_config, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import subquad
@@ -52,7 +52,7 @@ def test_base_model_in_a_head_and_back(model_type, tmp_path):
     torch.testing.assert_close(base(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
     base.save_pretrained(tmp_path / "base")
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
-    assert set(info["missing_keys"]) == {"head.weight"}
+    assert set(info["missing_keys"]) == (set() if model.config.tie_word_embeddings else {"head.weight"})
     torch.testing.assert_close(again.base_model(ids).last_hidden_state, base(ids).last_hidden_state)
 
 
@@ -73,7 +73,7 @@ def test_outputs(model_type, auto_class):
     assert model(ids).hidden_states is not None
 
 
-@each_causal
+@each_rwkv
 def test_hidden_states_are_what_the_blocks_make(model_type):
     model, ids = tiny_model(model_type), random_ids(1, 9)
     seen = []
@@ -195,7 +195,9 @@ def test_seed_decides_the_weights(model_type):
 def test_offload_to_disk(model_type, tmp_path):
     model, ids = tiny_model(model_type), random_ids(2, 9)
     model.save_pretrained(tmp_path)
-    device_map = {"rwkv.embeddings": "cpu", "rwkv.blocks": "disk", "rwkv.ln_out": "cpu", "head": "cpu"}
+    prefix = model.base_model_prefix
+    parts = [f"{prefix}.{name}" for name, _ in model.base_model.named_children()]
+    device_map = dict.fromkeys([*parts, model.lm_head_name], "cpu") | {f"{prefix}.blocks": "disk"}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map, offload_folder=tmp_path / "off")
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -207,7 +209,7 @@ def test_adapters(model_type, tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
 
     ids = random_ids(1, 9)
-    config = LoraConfig(target_modules=["key", "value", "receptance", "gate", "output"], task_type="CAUSAL_LM")
+    config = LoraConfig(target_modules=LINEAR[model_type], task_type="CAUSAL_LM")
     adapted = get_peft_model(tiny_model(model_type), config)
     adapted(input_ids=ids, labels=ids).loss.backward()
     with torch.no_grad():
@@ -228,7 +230,8 @@ def test_an_adapter_directory_loads_as_a_model(model_type, tmp_path):
 
     tiny_model(model_type).save_pretrained(tmp_path / "model")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    adapted = get_peft_model(base, LoraConfig(target_modules=["key"], init_lora_weights=False, task_type="CAUSAL_LM"))
+    config = LoraConfig(target_modules=LINEAR[model_type][:1], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(base, config)
     adapted.save_pretrained(tmp_path / "adapter")
     loaded = model_class(model_type, "AutoModelForCausalLM").from_pretrained(tmp_path / "adapter")
     ids = random_ids(1, 9)
@@ -236,6 +239,36 @@ def test_an_adapter_directory_loads_as_a_model(model_type, tmp_path):
 
 
 @each_causal
+def test_adapters_on_embeddings(model_type):
+    from peft import LoraConfig, get_peft_model
+
+    ids, name = random_ids(1, 9), {"avey": "wte"}.get(model_type, "embeddings")
+    expected = tiny_model(model_type)(ids).logits
+    for options in (
+        {"target_modules": [name]},
+        {"target_modules": ["fuser", "key"], "trainable_token_indices": [3, 5]},
+    ):
+        adapted = get_peft_model(tiny_model(model_type), LoraConfig(**options, task_type="CAUSAL_LM"))
+        torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, expected)
+        adapted.train()(input_ids=ids, labels=ids).loss.backward()
+
+
+@each_causal
+def test_adapters_of_transformers(model_type, tmp_path):
+    from peft import LoraConfig
+
+    model, ids = tiny_model(model_type), random_ids(1, 9)
+    model.save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.add_adapter(LoraConfig(target_modules=LINEAR[model_type], init_lora_weights=False))
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(loaded(ids).logits, expected)
+
+
+@each_rwkv
 def test_arguments_of_from_pretrained(model_type, tmp_path):
     model, ids = tiny_model(model_type), random_ids(1, 9)
     model.save_pretrained(tmp_path, variant="fp16")
@@ -251,7 +284,7 @@ def test_arguments_of_from_pretrained(model_type, tmp_path):
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
-@each_causal
+@each_rwkv
 def test_sizes_are_not_read_from_packed_weights(model_type):
     config = tiny_config(model_type)
     config.set_sizes_from_shapes({"rwkv.blocks.0.feed_forward.key.weight": (1536, 1)})
@@ -318,6 +351,45 @@ def test_trainer_learns(model_type, tmp_path):
     before = model(ids[None], labels=ids[None]).loss.item()
     trainer.train()
     assert model.eval()(ids[None], labels=ids[None]).loss.item() < 0.5 * before
+
+
+@each_causal
+def test_trainer_resumes_and_loads_the_best(model_type, tmp_path):
+    ids = random_ids(8, 20)
+    data = [{"input_ids": row, "labels": row} for row in ids]
+
+    def train(path, steps, **options):
+        torch.manual_seed(0)
+        model = model_class(model_type, "AutoModelForCausalLM")(tiny_config(model_type))
+        arguments = TrainingArguments(
+            str(tmp_path / path),
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            save_steps=2,
+            eval_steps=2,
+            eval_strategy="steps",
+            greater_is_better=True,  # so that the first checkpoint is the best
+            metric_for_best_model="loss",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            **options,
+        )
+        return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
+
+    whole = train("whole", 4)
+    whole.train()
+    resumed = train("resumed", 4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for p, q in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    best = train("best", 4, load_best_model_at_end=True)
+    best.train()
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "best" / "checkpoint-2")
+    for p, q in zip(best.model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_exports_are_documented():

@@ -4,13 +4,19 @@ import subprocess
 import sys
 
 import pytest
+from byte_level_bpe import END, TEXT, write_byte_level_bpe
+from transformers import AutoTokenizer
+
+import subquad
 
 
 USE = """
 import warnings
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-for model_type in ("rwkv5", "rwkv6"):
-    config = AutoConfig.for_model(model_type, vocab_size=10, hidden_size=32, head_size=8, num_hidden_layers=1)
+RWKV = {"hidden_size": 32, "head_size": 8, "num_hidden_layers": 1}
+FIELDS = {"rwkv5": RWKV, "rwkv6": RWKV, "avey": {"d_embed": 32, "n_blocks": 1, "chunk_size": 4, "k": 2}}
+for model_type, fields in FIELDS.items():
+    config = AutoConfig.for_model(model_type, vocab_size=10, **fields)
     for auto in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
         model = auto.from_config(config)
         assert type(model).__module__ == f"subquad.models.{model_type}.modeling_{model_type}", type(model)
@@ -47,6 +53,8 @@ def run(code: str) -> subprocess.CompletedProcess:
         "import subquad; import peft",
         "from subquad import Rwkv6ForCausalLM",
         "from subquad.models.rwkv5.modeling_rwkv5 import Rwkv5ForCausalLM",
+        "from subquad import AveyForCausalLM",
+        "from subquad.models.avey.modeling_avey import AveyForCausalLM",
         "from subquad.cache import RecurrentCache",
         # Asking where a module is does not import it.
         "import subquad, importlib.util as u; u.find_spec('transformers.models.auto.modeling_auto')",
@@ -84,12 +92,23 @@ assert {"Rwkv6ForCausalLM", "RecurrentCache", "PRESETS"} <= set(dir(subquad))
 
 
 def test_every_export_is_there():
-    import subquad
-
     for name in subquad.__all__:
         assert getattr(subquad, name) is not None
     with pytest.raises(AttributeError, match="nothing"):
         subquad.nothing
+
+
+@pytest.mark.parametrize(
+    "tokenizer_class", [None, "PreTrainedTokenizerFast", "TokenizersBackend", "GPT2TokenizerFast"]
+)
+def test_avey_has_the_tokenizer_beside_it(tokenizer_class, tmp_path):
+    subquad.preset_config("avey-0.1b").save_pretrained(tmp_path)
+    expected = write_byte_level_bpe(tmp_path, tokenizer_class=tokenizer_class).encode(TEXT).ids
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(tokenizer).__module__.startswith("transformers.")  # and is no World tokenizer
+    assert tokenizer(TEXT)["input_ids"] == expected
+    assert tokenizer.decode(expected) == TEXT
+    assert tokenizer(END)["input_ids"] == [tokenizer.eos_token_id] == [0]
 
 
 def test_walls():

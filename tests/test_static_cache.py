@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from architectures import each_causal, random_ids, tiny_config, tiny_model
+from architectures import assert_same_states, each_causal, random_ids, tiny_config, tiny_model
 from functorch.compile import make_boxed_func
 from kernel_cases import TRITON
 from torch._dynamo.backends.common import aot_autograd
@@ -52,15 +52,14 @@ def addresses(cache):
     return [x.data_ptr() for x in (*states, cache.seen_tokens)]
 
 
-def assert_same_states(cache, expected):
+def assert_same_caches(cache, expected):
     assert cache.get_seq_length() == expected.get_seq_length()
-    for layer, layer_expected in zip(cache.layers, expected.layers, strict=True):
-        torch.testing.assert_close(layer.states, layer_expected.states, atol=1e-4, rtol=1e-4)
+    assert_same_states(cache, expected)
 
 
 def both_caches(model, ids):
     """A dynamic and a static cache that have read the same tokens."""
-    caches = RecurrentCache(model.config), RecurrentCache(model.config, static=True)
+    caches = model.new_cache(), model.new_cache(static=True, max_cache_len=64)
     with torch.no_grad():
         for cache in caches:
             model(ids, past_key_values=cache)
@@ -118,9 +117,10 @@ def test_only_static_inputs_are_written(model_type, chunk_size, backend, graphs,
     out = model.generate(**options, **compiling(graphs, backend=backend), max_new_tokens=6)
     assert torch.equal(out, model.generate(**options, max_new_tokens=6))
     assert graphs
+    # Three states a block, the last output, and the number of tokens; Avey: embeddings, scores and both numbers.
+    states = 4 if model_type == "avey" else 3 * model.config.num_hidden_layers + 2
     for written, static in graphs:
-        # Three states a block, the last output, and the number of tokens.
-        assert len(written) == 3 * model.config.num_hidden_layers + 2
+        assert len(written) == states
         assert written <= static
 
 
@@ -129,7 +129,7 @@ def test_nothing_is_left_on_the_cpu(model_type):
     """A single tensor of another device would keep the step out of CUDA graphs."""
     with torch.device("meta"):
         model, ids = tiny_model(model_type), torch.ones(2, 1, dtype=torch.long)
-    cache, devices = RecurrentCache(model.config, static=True), set()
+    cache, devices = model.new_cache(static=True, max_cache_len=64), set()
 
     class Devices(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -156,7 +156,8 @@ def test_compiled_continuation(model_type, graphs):
     model, ids = tiny_model(model_type), random_ids(2, 6)
     expected = model.generate(ids, **GREEDY, max_new_tokens=20)
     config = compiling(graphs)
-    out = model.generate(ids, **GREEDY, **config, max_new_tokens=5, return_dict_in_generate=True)
+    options = {"max_new_tokens": 5, "max_cache_len": 26, "return_dict_in_generate": True}
+    out = model.generate(ids, **GREEDY, **config, **options)
     cache = out.past_key_values
     before = addresses(cache)
     del config["cache_implementation"]
@@ -211,12 +212,12 @@ def test_addresses_are_constant(model_type):
         # With gradients enabled too: a static cache keeps none.
         model(ids[:, start:stop], past_key_values=cache)
         assert addresses(cache) == before
-    assert_same_states(cache, both_caches(model, ids)[0])
+    assert_same_caches(cache, both_caches(model, ids)[0])
     cache.reset()
     assert (addresses(cache), cache.get_seq_length()) == (before, 0)
     model(ids, past_key_values=cache)
     assert addresses(cache) == before
-    assert_same_states(cache, both_caches(model, ids)[0])
+    assert_same_caches(cache, both_caches(model, ids)[0])
 
 
 @each_causal
@@ -228,21 +229,21 @@ def test_operations(model_type, tmp_path):
     for cache in (dynamic, static):
         cache.reorder_cache(torch.tensor([2, 0, 0]))
     assert addresses(static) == before
-    assert_same_states(static, dynamic)
+    assert_same_caches(static, dynamic)
 
     clone = static.clone()
     assert clone.is_compileable
     assert not set(addresses(clone)) & set(before)
     with torch.no_grad():
         model(ids, past_key_values=clone)
-    assert_same_states(static, dynamic)
+    assert_same_caches(static, dynamic)
 
     static.save(tmp_path / "cache.safetensors")
     for loaded in (
-        RecurrentCache.load(tmp_path / "cache.safetensors", model.config),
-        RecurrentCache.load(tmp_path / "cache.safetensors", model.config, static=True),
+        type(dynamic).load(tmp_path / "cache.safetensors", model.config),
+        type(dynamic).load(tmp_path / "cache.safetensors", model.config, static=True),
     ):
-        assert_same_states(loaded, dynamic)
+        assert_same_caches(loaded, dynamic)
     assert loaded.is_compileable
 
     assert addresses(static.to("cpu")) == before
@@ -252,11 +253,11 @@ def test_operations(model_type, tmp_path):
         cache.batch_select_indices(torch.tensor([1, 2]))
         cache.batch_repeat_interleave(2)
     assert static.batch_size == 4
-    assert_same_states(static, dynamic)
+    assert_same_caches(static, dynamic)
     with torch.no_grad():
         for cache in (dynamic, static):
             model(random_ids(4, 3), past_key_values=cache)
-    assert_same_states(static, dynamic)
+    assert_same_caches(static, dynamic)
 
 
 @each_causal
@@ -269,9 +270,9 @@ def test_recording_the_past(model_type):
     with torch.no_grad():
         model(ids[:, 4:], past_key_values=static)
     static.crop(-5)
-    assert_same_states(static, dynamic)
+    assert_same_caches(static, dynamic)
     options = {**GREEDY, "max_new_tokens": 12}
-    cache = RecurrentCache(model.config, static=True)
+    cache = model.new_cache(static=True, max_cache_len=64)
     out = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **options)
     assert torch.equal(out, model.generate(ids, **options))
 
@@ -307,7 +308,7 @@ def test_static_tensors_are_marked():
 @each_causal
 def test_a_static_cache_in_training(model_type):
     model, ids, grads = tiny_model(model_type), random_ids(2, 12), []
-    for cache in (RecurrentCache(model.config), RecurrentCache(model.config, static=True)):
+    for cache in (model.new_cache(), model.new_cache(static=True, max_cache_len=64)):
         model.zero_grad()
         for piece in ids.split(4, dim=1):
             model(piece, past_key_values=cache, labels=piece).loss.backward()
@@ -329,10 +330,10 @@ def test_static_caches_of_every_dtype(model_type, dtype):
 @each_causal
 def test_a_static_cache_made_in_inference_mode(model_type):
     model, ids = tiny_model(model_type), random_ids(2, 12)
-    cache, expected = RecurrentCache(model.config, static=True), RecurrentCache(model.config)
+    cache, expected = model.new_cache(static=True, max_cache_len=64), model.new_cache()
     with torch.inference_mode():
         model(ids[:, :5], past_key_values=cache)
     with torch.no_grad():
         model(ids[:, 5:], past_key_values=cache)
         model(ids, past_key_values=expected)
-    assert_same_states(cache, expected)
+    assert_same_caches(cache, expected)

@@ -110,9 +110,10 @@ def convert(
         config: a `config.json` that takes the place of the one beside the source. What the tensors tell, the sizes,
             is always taken from them.
         tokenizer: `auto`, `rwkv-world`, `bytes`, `none`, or a directory whose tokenizer files are copied. `auto`
-            copies those of a Hub model, and otherwise goes by the size of the vocabulary.
+            copies those of a Hub model, and otherwise goes by its type and the size of the vocabulary.
         dtype: `keep`, `float32`, `bfloat16` or `float16`, for every tensor, those of the decay included.
-        head_size_divisor: sets that field of the configuration. No tensor tells it; 8 where nothing does.
+        head_size_divisor: sets that field of Eagle's or Finch's configuration. No tensor tells it; 8 where nothing
+            does.
         max_shard_size: most bytes of a weight file, as a number or like `5GB`.
         progress: whether to show a progress bar on stderr.
 
@@ -133,7 +134,6 @@ def convert(
     with open_checkpoint(source) as checkpoint:
         known = find_format(checkpoint)
         given = checkpoint.settings
-        notes = []
         if config is not None:
             given = read_json(Path(config))
             if given.get("model_type", known.model_type) != known.model_type:
@@ -141,17 +141,17 @@ def convert(
                     f"{config} is for the model type {given['model_type']!r}, the tensors are {known.model_type!r}."
                 )
         if head_size_divisor is not None:
+            if not hasattr(_config_class(known), "head_size_divisor"):
+                raise ConversionError(f"`head_size_divisor` means nothing to the model type {known.model_type}.")
             given = given | {"head_size_divisor": head_size_divisor}
-        elif "head_size_divisor" not in given:
-            notes.append("the source does not tell `head_size_divisor`; 8 was assumed, as in every World model")
 
         plan = known.plan(checkpoint.tensors, given)
         _check_twins(checkpoint, plan.twins)
-        notes += plan.notes
-        notes += _contradictions(given, plan)
+        notes = plan.notes + _contradictions(given, plan)
         chosen = choose_tokenizer(
             tokenizer if isinstance(tokenizer, str) else Path(tokenizer),
             checkpoint.directory,
+            known.model_type,
             plan.sizes["vocab_size"],
         )
         if chosen.note:
@@ -232,12 +232,15 @@ def _contradictions(given: Mapping[str, Any], plan: Plan) -> list[str]:
     ]
 
 
-def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, int], dtype: str) -> PreTrainedConfig:
-    _, config_name, heads = subquad.ARCHITECTURES[known.model_type]
-    config_class, architecture = getattr(subquad, config_name), heads["AutoModelForCausalLM"]
+def _config_class(known: Format) -> type[PreTrainedConfig]:
+    return getattr(subquad, subquad.ARCHITECTURES[known.model_type][1])
+
+
+def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, float], dtype: str) -> PreTrainedConfig:
+    architecture = subquad.ARCHITECTURES[known.model_type][2]["AutoModelForCausalLM"]
     fields = {name: value for name, value in given.items() if name not in DROPPED_FIELDS and not name.startswith("_")}
     try:
-        return config_class(**(fields | dict(sizes)), architectures=[architecture], dtype=dtype)
+        return _config_class(known)(**(fields | dict(sizes)), architectures=[architecture], dtype=dtype)
     except (StrictDataclassError, TypeError, ValueError) as error:
         # The first line only names the validator.
         raise ConversionError(f"The configuration is not valid: {' '.join(str(error).split())}") from error

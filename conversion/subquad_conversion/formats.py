@@ -32,7 +32,7 @@ class Plan:
         notes: what had to be assumed, for the user to read.
     """
 
-    sizes: dict[str, int]
+    sizes: dict[str, int | float]
     tensors: list[PlannedTensor]
     twins: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -84,6 +84,6 @@ class Recognised:
     format: str
     title: str
     model_type: str
-    sizes: dict[str, int]
+    sizes: dict[str, int | float]
     parameters: int
     dtype: str

@@ -1,6 +1,8 @@
 """The source formats, and the one place that tells which of them a checkpoint has."""
 
-from . import rwkv5_hub, rwkv5_trainer, rwkv6_hub, rwkv6_trainer
+import re
+
+from . import avey, rwkv5_hub, rwkv5_trainer, rwkv6_hub, rwkv6_trainer
 from .checkpoint import Checkpoint
 from .errors import ConversionError
 from .formats import Format
@@ -12,10 +14,11 @@ FORMATS: tuple[Format, ...] = (
     rwkv6_trainer.FORMAT,
     rwkv5_hub.FORMAT,
     rwkv6_hub.FORMAT,
+    avey.FORMAT,
 )
 
-# DistributedDataParallel puts this before every name.
-WRAPPER = "module."
+# DistributedDataParallel and torch.compile put these before every name.
+WRAPPERS = re.compile(r"(module\.|_orig_mod\.)+")
 
 
 def find_format(checkpoint: Checkpoint) -> Format:
@@ -36,6 +39,8 @@ def find_format(checkpoint: Checkpoint) -> Format:
     for refusal in REFUSALS:
         if refusal.matches(tensors):
             raise ConversionError(f"{what}: this is {refusal.title}, which is not supported. {supported}")
-    wrapped = all(name.startswith(WRAPPER) for name in tensors)
-    hint = f" All names start with `{WRAPPER}`, which wrappers for training put there: strip it." if wrapped else ""
+    wrapper = WRAPPERS.match(examples[0])
+    hint = ""
+    if wrapper and all(name.startswith(wrapper[0]) for name in tensors):
+        hint = f" All names start with `{wrapper[0]}`, which wrappers for training put there: strip it."
     raise ConversionError(f"{what}: no format that is known here.{hint} {supported}")

@@ -8,16 +8,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from .checkpoint import TensorInfo
 from .errors import ConversionError
-from .formats import Format, Plan, PlannedTensor, Tensors
+from .formats import Format, Plan, Tensors
+from .layout import Shape, count_blocks, plan_tensors, sizes_of, sources_of, tie
 
 
-Shape = tuple[int, ...]
 HEAD_SIZE = 64  # of every published model; only used where a file does not tell
-LISTED = 12  # names of each kind that an error lists
 
 # Where each size is read: tensor, axis.
 SIZES = {
@@ -116,59 +113,24 @@ def model_shapes(model_type: str, sizes: Mapping[str, int]) -> dict[str, Shape]:
 
 
 def _plan(model_type: str, canonical_name: Callable[[str], str], tensors: Tensors, given: Mapping[str, Any]) -> Plan:
-    sources: dict[str, str] = {}
-    for name in tensors:
-        target = canonical_name(name)
-        if target in sources:
-            raise ConversionError(f"{sources[target]} and {name} are the same tensor, {target}.")
-        sources[target] = name
+    sources = sources_of(tensors, canonical_name)
     found = {target: tensors[name] for target, name in sources.items()}
 
     sizes, notes = _sizes(model_type, found, given)
+    if "head_size_divisor" not in given:
+        notes.append("the source does not tell `head_size_divisor`; 8 was assumed, as in every World model")
     shapes = model_shapes(model_type, sizes)
     twins = []
     if given.get("tie_word_embeddings") is True:
-        del shapes["head.weight"]
-        head = sources.pop("head.weight", None)
-        if head and "rwkv.embeddings.weight" in sources:
-            twins.append((sources["rwkv.embeddings.weight"], head))
-
-    missing = [name for name in shapes if name not in sources]
-    # Without the tensors that tell the sizes only the names can be checked.
-    sized = all(sizes.values()) or not missing
-    per_head = (sizes["num_attention_heads"], sizes["head_size"])
-    unexpected = [sources[name] for name in sources if name not in shapes]
-    misshapen = []
-    planned = []
-    for target, shape in shapes.items():
-        if target not in sources:
-            continue
-        info = found[target]
-        if not isinstance(info.dtype, torch.dtype):
-            misshapen.append(f"{sources[target]} (dtype {info.dtype}, expected a floating one)")
-        elif sized and not _fits(target, info.shape, shape, per_head):
-            misshapen.append(f"{sources[target]} (shape {info.shape}, expected {shape})")
-        else:
-            planned.append(PlannedTensor(target, sources[target], shape))
-    faults = [
-        f"{kind}: {', '.join(names[:LISTED])}{f' and {len(names) - LISTED} more' if len(names) > LISTED else ''}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of the wrong shape", misshapen))
-        if names
-    ]
-    if faults:
-        raise ConversionError(f"The tensors are not those of a {model_type} model; {'; '.join(faults)}.")
-    return Plan(sizes, planned, twins, notes)
+        twins = tie(shapes, sources, "rwkv.embeddings.weight", "head.weight")
+    fits = partial(_fits, (sizes["num_attention_heads"], sizes["head_size"]))
+    return Plan(sizes, plan_tensors(model_type, tensors, sources, shapes, sizes, fits), twins, notes)
 
 
 def _sizes(model_type: str, found: Tensors, given: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
     """Every size from the tensors, never from each other: published configurations and ranks follow no formula."""
-    sizes = {}
-    for size, (name, axis) in (SIZES if model_type == "rwkv5" else SIZES | RANKS).items():
-        shape = found[name].shape if name in found else ()
-        sizes[size] = shape[axis] if len(shape) > axis else 0
-    blocks = [int(match[1]) for name in found if (match := re.match(r"rwkv\.blocks\.(\d+)\.", name))]
-    # A stray block index must not make the list of missing tensors endless.
-    sizes["num_hidden_layers"] = min(max(blocks, default=-1) + 1, len(found))
+    sizes = sizes_of(found, SIZES if model_type == "rwkv5" else SIZES | RANKS)
+    sizes["num_hidden_layers"] = count_blocks(found, "rwkv.blocks.")
     heads, head_size, notes = _heads(model_type, found, sizes["attention_hidden_size"], given)
     return sizes | {"num_attention_heads": heads, "head_size": head_size}, notes
 
@@ -195,7 +157,7 @@ def _heads(model_type: str, found: Tensors, width: int, given: Mapping[str, Any]
     return width // head_size, head_size, notes
 
 
-def _fits(target: str, stored: Shape, shape: Shape, per_head: Shape) -> bool:
+def _fits(per_head: Shape, target: str, stored: Shape, shape: Shape) -> bool:
     """Whether a stored tensor has the elements of `shape` in the same order."""
     if stored == shape:
         return True

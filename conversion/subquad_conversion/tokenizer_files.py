@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from subquad_tokenizers import WORLD_MODEL_TYPES
+
 from .checkpoint import read_json
 from .errors import ConversionError
 
@@ -47,13 +49,14 @@ class TokenizerChoice:
     token_ids: dict[str, int]
 
 
-def choose_tokenizer(choice: str | Path, source: Path | None, vocab_size: int) -> TokenizerChoice:
+def choose_tokenizer(choice: str | Path, source: Path | None, model_type: str, vocab_size: int) -> TokenizerChoice:
     """
     Settles what `choice` means, before any weight is written.
 
     Args:
         choice: `auto`, `rwkv-world`, `bytes`, `none`, or a directory that holds a tokenizer.
         source: the directory of a Hub model, None for any other file.
+        model_type: of the model to write.
         vocab_size: number of rows of the embeddings.
 
     Raises:
@@ -78,16 +81,18 @@ def choose_tokenizer(choice: str | Path, source: Path | None, vocab_size: int) -
         return _copy(directory, files, None)
 
     files = _files(source) if source else []
+    is_world = model_type in WORLD_MODEL_TYPES and vocab_size in WORLD_VOCABULARIES
     if source and files:
         if not _needs_foreign_code(source):
             return _copy(source, files, "the tokenizer was found beside the weights")
-        if vocab_size in WORLD_VOCABULARIES:
+        if is_world:
             return _world(vocab_size, "the tokenizer takes the place of the source's, which needs code of its own")
-    elif vocab_size in WORLD_VOCABULARIES:
+    elif is_world:
         return _world(vocab_size, f"the tokenizer was chosen by the vocabulary of {vocab_size}")
     elif vocab_size == BYTES_VOCABULARY:
         return _bytes(vocab_size, f"the tokenizer was chosen by the vocabulary of {vocab_size}")
-    why = "the source's needs code of its own" if files else f"nothing is known for a vocabulary of {vocab_size}"
+    unknown = f"none is known for {model_type} and a vocabulary of {vocab_size}"
+    why = "the source's needs code of its own" if files else unknown
     return TokenizerChoice(None, lambda directory: None, f"no tokenizer was written: {why}", {})
 
 

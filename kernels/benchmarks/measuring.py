@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 FIELDS = (
     *("part", "what", "implementation", "batch", "heads", "size", "length", "dtype"),
-    *("milliseconds", "MiB", "tokens_per_second", "floor_milliseconds", "note", "versions"),
+    *("milliseconds", "MiB", "tokens_per_second", "floor_milliseconds", "teraflops", "note", "versions"),
 )
 # What makes two rows comparable.
 SHAPE = ("part", "what", "batch", "heads", "size", "length", "dtype")
@@ -82,6 +82,19 @@ def extra_mebibytes(function: Callable[[], Any], device: str) -> float | None:
     function()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def resident_mebibytes(function: Callable[[], Any]) -> float:
+    """The most memory that this process holds while a function runs; NaN but on Linux."""
+    gc.collect()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    except OSError:
+        function()
+        return float("nan")
+    function()
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) / 1024
 
 
 def ceilings(device: str, quick: bool) -> tuple[float, float]:
@@ -175,10 +188,12 @@ class Results:
                         continue
                     cell = f"{name} {value:.4g}"
                     if name != OURS:
-                        cell += f" ({ours[field] / value:.2f})" if ours.get(field) else ""
+                        cell += f" ({ours[field] / value:.2f})" if value and ours.get(field) else ""
                     elif field != "MiB" and row.get("floor_milliseconds"):
                         reached = row["floor_milliseconds"] / row["milliseconds"]
                         cell += f" [{value / reached if rates else value * reached:.3g}]"
+                    if field == "milliseconds" and row.get("teraflops"):
+                        cell += f" {row['teraflops']:.3g} TFLOP/s"
                     cells.append(cell)
                 if cells:
                     lines.append(f"{first['what']:<31} {shape:<9} {unit:<8} " + ", ".join(cells))

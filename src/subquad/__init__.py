@@ -34,9 +34,19 @@ ARCHITECTURES = {
             "AutoModelForSequenceClassification": "Rwkv6ForSequenceClassification",
         },
     ),
+    "avey": (
+        "subquad.models.avey",
+        "AveyConfig",
+        {
+            "AutoModel": "AveyModel",
+            "AutoModelForCausalLM": "AveyForCausalLM",
+            "AutoModelForSequenceClassification": "AveyForSequenceClassification",
+        },
+    ),
 }
 
 _EXPORTS = {
+    "AveyCache": "subquad.cache",
     "RecurrentCache": "subquad.cache",
     "PRESETS": "subquad.presets",
     "embedded_model": "subquad.info",

@@ -13,6 +13,10 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from subquad_kernels import maxsim
+
+from .padding import can_look_at
+
 
 # How many of the last tokens can be taken back while the past is recorded: far more than any draft is long.
 MAX_RECORDED = 256
@@ -228,6 +232,14 @@ class RecurrentCache(Cache):
         """-1: there is no limit."""
         return -1
 
+    def reserve(self, tokens: int) -> None:
+        """
+        Makes sure that there will be room for a text of so many tokens; a recurrent state has it.
+
+        Raises:
+            ValueError: where there is no such room.
+        """
+
     def advance(self, tokens: int) -> None:
         """Counts the tokens of a call, after every block has read them."""
         if isinstance(self.seen_tokens, int):
@@ -329,14 +341,196 @@ class RecurrentCache(Cache):
         return cache.to(device)
 
 
-def check_cache(past_key_values: Any, config: PreTrainedConfig, batch: int, packed: bool = False) -> None:
+def _add_tokens(lengths: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
+    """Tokens of each row, (batch), after a call of whose tokens `real` (batch, tokens) tells which are no padding."""
+    return real.sum(1) if lengths is None else lengths + real.sum(1)
+
+
+def _is_shared(state: torch.Tensor) -> bool:
+    """Whether a state must not be written in place: a graph may hold it, or it was made in inference mode."""
+    if torch.is_grad_enabled() or state.requires_grad:
+        return True
+    if torch.compiler.is_compiling():  # neither can be asked
+        return False
+    return state.is_inference() and not torch.is_inference_mode_enabled()
+
+
+class AveyCache(RecurrentCache):
+    """
+    What Avey keeps of a text. It grows with the text: the ranker may retrieve any earlier split, so the embeddings of
+    all tokens are kept. The blocks keep nothing of it, because the weights of retrieved splits change with every
+    token; but what they make of the rows that stand for missing splits is computed once, so that a cache belongs to
+    the weights of the model that filled it.
+
+    The states, in the one layer that there is:
+
+    - `embeddings` (batch, room, d_embed): the tokens of each row from its first place on, then zeros. The room is a
+      whole number of splits and doubles when it is used up.
+    - `lengths` (batch): number of tokens of each row, padding left out.
+    - `sums` (batch, room / chunk_size), float32: MaxSim scores of the split that holds a row's last token against
+      every earlier one; zero where there is none.
+
+    Args:
+        config: configuration of the model that the cache is for.
+        static: see [`RecurrentCache`].
+        max_cache_len: number of tokens that a static cache has room for, rounded up to whole splits; padding and
+            documents that have ended count too. Where None, `generate` sets it, or else the first call.
+    """
+
+    def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
+        super().__init__(config, static)
+        self.layers = self.layers[-1:]
+        self.chunk_size = config.chunk_size
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"`max_cache_len` must be at least 1, got {max_cache_len}.")
+        self._limit = max_cache_len and self._whole_splits(max_cache_len)
+        # What the blocks make of the zero rows that stand for splits that a short text lacks: the same for every text.
+        self.zero_rows: list[torch.Tensor] | None = None
+
+    @property
+    def num_elements(self) -> int:
+        return sum(state.numel() for state in self.after_blocks.states.values())
+
+    def lengths(self, x: torch.Tensor) -> torch.Tensor:
+        """Number of tokens of each row of the batch x (batch, ...), padding left out: int64 (batch)."""
+        lengths = self.after_blocks.get("lengths")
+        return torch.zeros(x.shape[0], dtype=torch.long, device=x.device) if lengths is None else lengths
+
+    @property
+    def _room(self) -> int:
+        embeddings = self.after_blocks.states.get("embeddings")
+        return 0 if embeddings is None else embeddings.shape[1]
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Number of tokens that a static cache has room for; -1 where there is no limit."""
+        return self._room or self._limit or -1 if self.after_blocks.static else -1
+
+    def _whole_splits(self, tokens: int) -> int:
+        return -(-tokens // self.chunk_size) * self.chunk_size
+
+    def reserve(self, tokens: int) -> None:
+        if not self.after_blocks.static:
+            return
+        room = self._room or self._limit
+        if room is None:
+            self._limit = self._whole_splits(tokens)
+        elif tokens > room:
+            raise ValueError(
+                f"`past_key_values` is static, with a `max_cache_len` of {room} tokens; {tokens} would be kept."
+            )
+
+    def room_for(self, tokens: int) -> int:
+        """
+        Tokens that there will be room for, once `tokens` more are read.
+
+        Raises:
+            ValueError: where the cache is static and has no such room.
+        """
+        room, static = self._room, self.after_blocks.static
+        if static and room and not can_look_at(self.seen_tokens):
+            return room
+        needed = self.get_seq_length() + tokens
+        self.reserve(needed)
+        if needed <= room:
+            return room
+        if static:
+            return self._limit
+        room = self.chunk_size
+        while room < needed:
+            room *= 2
+        return room
+
+    def append(self, x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """
+        Keeps the embeddings x (batch, tokens, d_embed), zero where a token is padding, at the places (batch or 1,
+        tokens) of their rows. Returns all embeddings, (batch, room, d_embed).
+        """
+        room, held = self.room_for(x.shape[1]), self.after_blocks.get("embeddings")
+        if held is None:
+            held = x.new_zeros(x.shape[0], room, x.shape[2])
+        elif held.shape[1] < room:
+            held = torch.nn.functional.pad(held, (0, 0, 0, room - held.shape[1]))
+        place = place.clamp_min(0)[..., None].expand_as(x)  # of padding, which adds zero, any will do
+        x = x.to(held.dtype)
+        # In place, because a long text is not copied for every token, unless a backward pass may need what was before.
+        held = held.scatter_add(1, place, x) if _is_shared(held) else held.scatter_add_(1, place, x)
+        self.after_blocks.write("embeddings", held)
+        return held
+
+    def rank(self, scores: torch.Tensor) -> None:
+        """Keeps the scores (batch, splits) of the split that holds each row's last token; -inf is no candidate."""
+        room = self.after_blocks.states["embeddings"].shape[1] // self.chunk_size
+        sums = scores.detach().masked_fill(scores.isneginf(), 0.0)
+        self.after_blocks.write("sums", torch.nn.functional.pad(sums, (0, room - sums.shape[1])))
+
+    def count(self, real: torch.Tensor) -> None:
+        """Counts the tokens of a call, (batch, tokens), of which some may be padding."""
+        lengths = _add_tokens(self.after_blocks.get("lengths"), real)
+        self.after_blocks.update("lengths", lengths, _add_tokens, real)
+        self.advance(real.shape[1])
+
+    def restart(self, embeddings: torch.Tensor, lengths: torch.Tensor, tokens: int) -> None:
+        """Takes the place of what was kept, after a call of so many tokens in which documents began."""
+        self.after_blocks.write("embeddings", embeddings)
+        self.after_blocks.write("lengths", lengths)
+        self.advance(tokens)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        layer = self.after_blocks
+        if "lengths" not in layer.states:
+            layer.states.clear()
+            return
+        lengths, embeddings = layer.states["lengths"], layer.states["embeddings"]
+        kept = torch.arange(embeddings.shape[1], device=lengths.device) < lengths[:, None]
+        layer.states["embeddings"] = embeddings = embeddings * kept[..., None]
+        splits = embeddings.unflatten(1, (-1, self.chunk_size))
+        number = (lengths[:, None] - 1).clamp_min(0) // self.chunk_size
+        current = splits[torch.arange(len(splits), device=lengths.device)[:, None], number]
+        self.rank(maxsim(current, splits, number)[:, 0])
+
+    def reset(self) -> None:
+        super().reset()
+        self.zero_rows = None
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        config: PreTrainedConfig,
+        device: str = "cpu",
+        static: bool = False,
+        max_cache_len: int | None = None,
+    ) -> "AveyCache":
+        """As [`RecurrentCache.load`]; a static cache has room for `max_cache_len` tokens, or as much as was saved."""
+        saved = super().load(path, config, device)
+        if not static:
+            return saved
+        cache = cls(config, True, max_cache_len or saved._room or None)
+        cache.reserve(saved.get_seq_length())
+        more = max(cache._limit - saved._room, 0) if saved._room else 0
+        for name, state in saved.after_blocks.states.items():
+            room = {"embeddings": (0, 0, 0, more), "sums": (0, more // cache.chunk_size)}.get(name)
+            cache.after_blocks.write(name, torch.nn.functional.pad(state, room) if room else state)
+        cache.seen_tokens += saved.get_seq_length()
+        cache._move_count(device)
+        return cache
+
+
+def check_cache(
+    past_key_values: Any,
+    config: PreTrainedConfig,
+    batch: int,
+    packed: bool = False,
+    cache_class: type[RecurrentCache] = RecurrentCache,
+) -> None:
     """
     Raises:
         ValueError: where a cache is not one of this model, or not of this batch, or records what cannot be replayed.
     """
-    if not isinstance(past_key_values, RecurrentCache):
+    if not isinstance(past_key_values, cache_class):
         raise ValueError(
-            f"`past_key_values` must be a RecurrentCache, which the model returns with `use_cache=True`; got "
+            f"`past_key_values` must be a {cache_class.__name__}, which the model returns with `use_cache=True`; got "
             f"{type(past_key_values).__name__}."
         )
     _check_sizes("`past_key_values`", past_key_values.sizes, _sizes(config))
@@ -349,7 +543,7 @@ def check_cache(past_key_values: Any, config: PreTrainedConfig, batch: int, pack
 
 def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
     """What two models must have in common for one's states to fit the other."""
-    names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "head_size")
+    names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "head_size", "chunk_size")
     return {name: getattr(config, name, None) for name in names}
 
 

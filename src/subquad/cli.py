@@ -141,10 +141,10 @@ def _add_convert(commands, common) -> None:
         """\
         Convert a checkpoint into a directory that `from_pretrained` loads.
 
-        SOURCE is a trainer's .pth file (RWKV-5.2 or RWKV-6.0) or a Hub model of type rwkv5 or rwkv6: its directory, or
-        the model.safetensors or pytorch_model.bin in it, with the configuration and the tokenizer beside it. What it
-        is shows in the names and shapes of its tensors. Nothing in SOURCE is ever executed, and DEST appears complete
-        or not at all.
+        SOURCE is a trainer's .pth file (RWKV-5.2, RWKV-6.0 or Avey) or a Hub model of type rwkv5, rwkv6 or avey: its
+        directory, or the model.safetensors or pytorch_model.bin in it, with the configuration and the tokenizer beside
+        it. What it is shows in the names and shapes of its tensors. Nothing in SOURCE is ever executed, and DEST
+        appears complete or not at all.
 
         examples:
           subquad convert RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth ./finch-1b6
@@ -165,7 +165,7 @@ def _add_convert(commands, common) -> None:
         default="auto",
         metavar="CHOICE",
         help="auto, rwkv-world, bytes, none, or a directory to copy from (default: auto, which copies the Hub model's "
-        "and otherwise goes by the size of the vocabulary)",
+        "and otherwise goes by the type of the model and the size of the vocabulary)",
     )
     command.add_argument(
         "--dtype", choices=("keep", *DTYPES), default="keep", help="dtype of every tensor (default: keep)"
@@ -174,7 +174,8 @@ def _add_convert(commands, common) -> None:
         "--head-size-divisor",
         type=_positive_int,
         metavar="N",
-        help="the group norm's epsilon is 1e-5 N²; no tensor tells it (default: the configuration's, else 8)",
+        help="of Eagle and Finch: the group norm's epsilon is 1e-5 N²; no tensor tells it (default: the "
+        "configuration's, else 8)",
     )
     command.add_argument(
         "--max-shard-size",
@@ -195,7 +196,8 @@ def _add_info(commands, common) -> None:
         Print the sizes of a model and what a token costs. No weights are loaded.
 
         NAME is a preset, an embedded model, a model directory, or a checkpoint that `subquad convert` reads. FLOPs
-        are counted as in appendix E of the paper "Eagle and Finch" (arXiv:2404.05892).
+        are counted as in appendix E of the paper "Eagle and Finch" (arXiv:2404.05892); Avey's are those of the matrix
+        products of a full window.
 
         examples:
           subquad info finch-1.6b
@@ -221,12 +223,13 @@ def _convert(args: argparse.Namespace) -> None:
             max_shard_size=args.max_shard_size,
             progress=sys.stderr.isatty(),
         )
-    sizes = report.recognised.sizes
-    print(
-        f"Recognised {report.recognised.title}: {sizes['num_hidden_layers']} layers of {sizes['hidden_size']}, ",
-        end="",
-    )
-    print(f"{sizes['num_attention_heads']} heads of {sizes['head_size']}, vocabulary {sizes['vocab_size']:,}.")
+    config = report.config
+    sizes = [f"{config.num_hidden_layers} layers of {config.hidden_size}"]
+    if config.model_type == "avey":
+        sizes.append(f"windows of {config.k} splits of {config.chunk_size}")
+    else:
+        sizes.append(f"{config.num_attention_heads} heads of {config.head_size}")
+    print(f"Recognised {report.recognised.title}: {', '.join(sizes)}, vocabulary {config.vocab_size:,}.")
     print(f"Wrote {report.parameters:,} parameters, {_bytes(report.bytes)} in {report.dtype}, to {report.directory}:")
     print(*(f"  {file}" for file in report.files), sep="\n")
     print(f"Tokenizer: {report.tokenizer or 'none'}.")
@@ -271,6 +274,10 @@ def _info(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(asdict(info)))
         return
+    state = info.state_elements and f"{info.state_elements:,} elements, {_bytes(info.state_bytes)}"
+    if info.state_elements_per_token:
+        growth = f"{info.state_elements_per_token:,} elements, {_bytes(info.state_bytes_per_token)}"
+        state = f"{growth} a token of the text"
     rows = {
         "architecture": info.model_type,
         "parameters": f"{info.parameters:,} ({info.parameters:.2e})",
@@ -279,7 +286,7 @@ def _info(args: argparse.Namespace) -> None:
         "heads": info.num_attention_heads,
         "vocabulary": info.vocab_size and f"{info.vocab_size:,}",
         "weights": info.weight_bytes and f"{_bytes(info.weight_bytes)} in {info.dtype}",
-        "state": info.state_elements and f"{info.state_elements:,} elements, {_bytes(info.state_bytes)}",
+        "state": state,
         "inference": info.inference_flops and f"{info.inference_flops:.2e} FLOPs a token",
         "training": info.training_flops and f"{info.training_flops:.2e} FLOPs a token",
     }

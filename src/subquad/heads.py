@@ -29,7 +29,12 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-def embed(embeddings: nn.Embedding, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None):
+def embed(
+    embeddings: nn.Module,
+    config: PreTrainedConfig,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+) -> torch.Tensor:
     """
     The embeddings that a call reads, (batch, length, width).
 
@@ -39,7 +44,7 @@ def embed(embeddings: nn.Embedding, input_ids: torch.Tensor | None, inputs_embed
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
-    width = embeddings.embedding_dim
+    width = config.hidden_size  # adapters wrap the embeddings, and have no such attribute
     if inputs_embeds is not None:
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != width or inputs_embeds.numel() == 0:
             shape = tuple(inputs_embeds.shape)
@@ -53,20 +58,30 @@ def embed(embeddings: nn.Embedding, input_ids: torch.Tensor | None, inputs_embed
     # One token was most likely chosen by the model itself; looking at it would make a GPU wait.
     if can_look_at(x) and (x.device.type == "cpu" or x.shape[1] > 1):
         low, high = torch.aminmax(x)
-        if low < 0 or high >= embeddings.num_embeddings:
+        if low < 0 or high >= config.vocab_size:
             wrong = int(low) if low < 0 else int(high)
-            raise ValueError(f"`input_ids` holds {wrong}, but `vocab_size` is {embeddings.num_embeddings}.")
+            raise ValueError(f"`input_ids` holds {wrong}, but `vocab_size` is {config.vocab_size}.")
     return embeddings(input_ids)
 
 
 class RecurrentModelMixin:
-    """What every recurrent model's base class adds to `PreTrainedModel`."""
+    """What the base class of every model with a state adds to `PreTrainedModel`."""
+
+    def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RecurrentCache:
+        """
+        An empty cache for this model.
+
+        Args:
+            static: see [`RecurrentCache`].
+            max_cache_len: number of tokens that a static cache must have room for. A recurrent state has no limit.
+        """
+        return RecurrentCache(self.config, static)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
         """As in transformers; sizes that published configurations lack are read from the checkpoint's tensors."""
         path = pretrained_model_name_or_path
-        if path is not None:
+        if path is not None and hasattr(cls.config_class, "set_sizes_from_shapes"):
             hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
             source = _adapted_model(os.fspath(path), hub)
             if isinstance(config, PreTrainedConfig):
@@ -153,8 +168,11 @@ class RecurrentGenerationMixin(GenerationMixin):
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
+            if isinstance(cache := model_kwargs.get("past_key_values"), RecurrentCache):
+                cache.reserve(max_cache_length)
         elif implementation in (None, "dynamic", "static"):
-            model_kwargs["past_key_values"] = RecurrentCache(self.config, static=implementation == "static")
+            max_cache_len = max(max_cache_length, generation_config.max_cache_len or 1)
+            model_kwargs["past_key_values"] = self.new_cache(implementation == "static", max_cache_len)
             if generation_config.is_assistant:
                 model_kwargs["past_key_values"].activate_past_recording()
         else:
@@ -219,6 +237,8 @@ class CausalLMHead:
         Returns:
             loss where `labels` are given, logits (batch, kept, vocabulary), past_key_values, hidden_states.
         """
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(f"`logits_to_keep` must be 0 or more, got {logits_to_keep}.")
         outputs = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -229,6 +249,7 @@ class CausalLMHead:
             output_hidden_states=output_hidden_states,
             cu_seqlens=cu_seqlens,
             cu_seq_lens_q=kwargs.pop("cu_seq_lens_q", None),
+            logits_to_keep=logits_to_keep if isinstance(logits_to_keep, int) else 0,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept])
@@ -283,6 +304,7 @@ class SequenceClassificationHead:
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            logits_to_keep=1,
         )
         # The base model repeats a row's last real token to its end.
         logits = self.score(outputs.last_hidden_state[:, -1])

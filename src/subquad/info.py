@@ -44,8 +44,13 @@ class UnknownModelError(ValueError):
 @dataclass(frozen=True)
 class ModelInfo:
     """
-    Numbers of one model. FLOPs are those of one token, as appendix E of "Eagle and Finch" (arXiv:2404.05892) counts
-    them; None stands where an architecture has no such number.
+    Numbers of one model. None stands where an architecture has no such number.
+
+    FLOPs are those of one token. Of Eagle and Finch they are counted as in appendix E of "Eagle and Finch"
+    (arXiv:2404.05892). Of Avey they are those of the matrix products of a full window, k * chunk_size rows: enricher,
+    fuser and contextualizer of every block for all of these rows, and the head for one token. That is an upper bound,
+    because rows that nothing reads are not computed. Not counted are the ranker, at most 2 d_embed for every earlier
+    token, and what is done element by element.
 
     Attributes:
         source: `preset`, or the path that was read.
@@ -54,8 +59,13 @@ class ModelInfo:
         state_elements: numbers kept between two tokens, however long the text is.
         state_bytes: their size: float32 for the wkv state, the model's dtype (a preset and weights that are no floats:
             float32) for the two shifts.
-        inference_flops: equations (24) and (28), 2 parameters + 6 elements of the wkv state.
-        training_flops: equations (26) and (29), three times that.
+        state_elements_per_token: numbers kept of every token of the text: Avey keeps its embedding. Not counted are
+            one score for every chunk_size tokens, and the room that a cache has for tokens to come.
+        state_bytes_per_token: their size, in the model's dtype (float32 as above).
+        inference_flops: Eagle and Finch: equations (24) and (28), 2 parameters + 6 elements of the wkv state. Avey:
+            one more token, for which the whole window is computed anew.
+        training_flops: Eagle and Finch: equations (26) and (29), three times that. Avey: three times a token's share
+            of the forward pass, k rows, because the chunk_size tokens of a split have one window.
     """
 
     name: str
@@ -70,6 +80,8 @@ class ModelInfo:
     weight_bytes: int | None
     state_elements: int | None
     state_bytes: int | None
+    state_elements_per_token: int | None
+    state_bytes_per_token: int | None
     inference_flops: int | None
     training_flops: int | None
 
@@ -159,13 +171,18 @@ def _count_on_meta(config) -> int:
 
 
 def _info(name, source, config, parameters: int, dtype: str | None, weight_bytes: int | None) -> ModelInfo:
-    state = state_bytes = flops = None
+    state = state_bytes = growth = growth_bytes = inference = training = None
+    bits = _bits(dtype if dtype in FLOATS else "float32")
     if config.model_type in ("rwkv5", "rwkv6"):
         wkv = config.num_hidden_layers * config.attention_hidden_size * config.head_size
         shifts = config.num_hidden_layers * 2 * config.hidden_size
         state = wkv + shifts
-        state_bytes = 4 * wkv + _bits(dtype if dtype in FLOATS else "float32") * shifts // 8
-        flops = 2 * parameters + 6 * wkv
+        state_bytes = 4 * wkv + bits * shifts // 8
+        inference = 2 * parameters + 6 * wkv
+        training = 3 * inference
+    elif config.model_type == "avey":
+        growth, growth_bytes = config.d_embed, bits * config.d_embed // 8
+        inference, training = _avey_flops(config)
     return ModelInfo(
         name=name,
         source=source,
@@ -179,9 +196,23 @@ def _info(name, source, config, parameters: int, dtype: str | None, weight_bytes
         weight_bytes=weight_bytes,
         state_elements=state,
         state_bytes=state_bytes,
-        inference_flops=flops,
-        training_flops=None if flops is None else 3 * flops,
+        state_elements_per_token=growth,
+        state_bytes_per_token=growth_bytes,
+        inference_flops=inference,
+        training_flops=training,
     )
+
+
+def _avey_flops(config) -> tuple[int, int]:
+    """Of one more token and of one token in training, as [`ModelInfo`] has them."""
+    rows, half = config.extended_len, config.tail_size // 2
+    features = config.expansion_factor * config.d_embed
+    weights = features * config.d_embed + (features - half) * config.d_embed  # enricher, fuser
+    # Similarities of every row with those up to it, and their weighted sum.
+    contextualizer = 2 * 2 * (rows * (rows + 1) // 2) * half
+    window = config.n_blocks * (2 * weights * rows + contextualizer)
+    head = 2 * config.vocab_size * config.d_embed
+    return window + head, 3 * (window // config.chunk_size + head)
 
 
 __all__ = ["ModelInfo", "UnknownModelError", "describe", "embedded_model"]

@@ -36,6 +36,12 @@ class Tokens:
         cu_seqlens: (documents + 1), the borders 0, ..., length of documents packed into one row. The first document of
             a call continues the cache.
 
+    Attributes:
+        mask: bool (batch, length), False where a token is padding; None where none is.
+        cu_seqlens: the borders of documents in the rows laid behind one another, None where nothing is packed.
+        starts: bool (batch or 1, length), where documents begin; None likewise.
+        first, last: for each row, the number of its first and its last document.
+
     Raises:
         ValueError: where a shape does not fit, a mask has holes, or documents are packed into a padded batch.
     """
@@ -109,7 +115,7 @@ class Tokens:
         self.cu_seqlens = cu_seqlens
         starts = torch.zeros(self.length + 1, dtype=torch.bool, device=cu_seqlens.device)
         self.starts = starts.index_fill(0, cu_seqlens[1:].long(), True)[None, : self.length]
-        self._first, self._last = [0], [cu_seqlens.shape[0] - 2]
+        self.first, self.last = [0], [cu_seqlens.shape[0] - 2]
 
     def _read_positions(self, position_ids):
         shape = tuple(position_ids.shape)
@@ -131,7 +137,7 @@ class Tokens:
         bounds = begins.flatten().nonzero().flatten()
         self.cu_seqlens = torch.nn.functional.pad(bounds, (0, 1), value=self.batch * self.length)
         rows = begins.sum(1).cumsum(0).tolist()
-        self._first, self._last = [0, *rows[:-1]], [n - 1 for n in rows]
+        self.first, self.last = [0, *rows[:-1]], [n - 1 for n in rows]
 
     def fill(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """
@@ -170,7 +176,7 @@ class Tokens:
         inputs = [x.flatten(0, 1).unsqueeze(0) for x in inputs]
         if state is not None:
             entering = state.new_zeros(self.cu_seqlens.shape[0] - 1, *state.shape[1:])
-            entering[self._first] = state
+            entering[self.first] = state
             state = entering
         out, state = operator(*inputs, *weights, state, cu_seqlens=self.cu_seqlens)
-        return out.view(self.batch, self.length, *out.shape[2:]), state[self._last]
+        return out.view(self.batch, self.length, *out.shape[2:]), state[self.last]

@@ -21,7 +21,11 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             "lora_rank_decay": 128,
         },
     ),
-    # Section 10.1: bytes of ABC notation.
+    # Appendix A of "Don't Pay Attention" (arXiv:2506.11305).
+    "avey-0.1b": ("avey", {"d_embed": 768, "n_blocks": 26}),
+    "avey-0.5b": ("avey", {"d_embed": 768, "n_blocks": 104}),
+    "avey-1.5b": ("avey", {"d_embed": 2048, "n_blocks": 48}),
+    # Section 10.1 of "Eagle and Finch": bytes of ABC notation.
     "eagle-music": (
         "rwkv5",
         {"hidden_size": 512, "num_hidden_layers": 24, "vocab_size": 128, "context_length": 1024},

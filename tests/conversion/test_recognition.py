@@ -167,7 +167,7 @@ def test_one_error_lists_all_that_does_not_fit(tmp_path):
     with pytest.raises(ConversionError) as error:
         recognise(save(tmp_path / "model.pth", tensors))
     assert str(error.value) == (
-        "The tensors are not those of a rwkv6 model; "
+        "The tensors are not those of the model type rwkv6; "
         "missing: rwkv.blocks.1.feed_forward.key.weight, rwkv.ln_out.bias; "
         "unexpected: blocks.0.att.time_state; "
         "of the wrong shape: blocks.1.att.time_maa_w (shape (1, 1, 191), expected (1, 1, 192)), "
@@ -179,7 +179,7 @@ def test_one_error_lists_all_that_does_not_fit(tmp_path):
 def test_without_embeddings_only_the_names_are_held_against_a_file(tmp_path):
     tensors = trainer_tensors("rwkv5")
     del tensors["emb.weight"]
-    with pytest.raises(ConversionError, match=r"model; missing: rwkv\.embeddings\.weight\.$"):
+    with pytest.raises(ConversionError, match=r"type rwkv5; missing: rwkv\.embeddings\.weight\.$"):
         recognise(save(tmp_path / "model.pth", tensors))
 
 

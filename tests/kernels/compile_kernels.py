@@ -75,7 +75,9 @@ def resources(compiled, target: GPUTarget) -> dict:
 
 def launches() -> None:
     """Calls the operators in the variants that the models or their users ask for."""
+    from subquad_kernels.contextualizer import triton_kernels as contextualizer
     from subquad_kernels.group_norm_gate import triton_kernels as group_norm_gate
+    from subquad_kernels.split_ranker import triton_kernels as split_ranker
     from subquad_kernels.token_shift import triton_kernels as token_shift
     from subquad_kernels.wkv import triton_kernels as wkv
     from subquad_kernels.wkv.masks import masks_for
@@ -93,6 +95,15 @@ def launches() -> None:
         wkv.wkv_triton(*inputs, None, cu_seqlens, masks, torch.float32)
         wkv.wkv_triton(*inputs, state, cu_seqlens, masks, torch.float32)
         wkv.wkv_triton_backward(empty(*v.shape), state, *inputs, state, cu_seqlens, masks)
+
+    def run_contextualizer(dtype, windows, rows, queries, width, gated=True, backward=True):
+        wide, v = empty(windows, rows, 4 * width, dtype=dtype), empty(1024, 1024)[:512, :512]
+        z, gate = wide[..., :width], wide[:, rows - queries :, width : 2 * width] if gated else None
+        prefix = empty(512, width, dtype=dtype) if rows < 512 else None
+        contextualizer.contextualizer_triton(z, v, gate, prefix, queries)
+        if backward:
+            grad = empty(windows, queries, width, dtype=dtype)
+            contextualizer.contextualizer_triton_backward(grad, z, v, gate, prefix, queries)
 
     walk, segments = 512, 4  # heads
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -120,6 +131,16 @@ def launches() -> None:
         heads, weight = empty(4, 512, 32, 64), empty(2048, dtype=dtype)
         group_norm_gate.group_norm_gate_triton(heads, x, weight, weight, 1e-5)
         group_norm_gate.group_norm_gate_triton_backward(x, heads, x, weight, weight, 1e-5)
+        for size in (768, 2048):
+            splits, number = empty(4, 128, 64, size, dtype=dtype), empty(1, 128, dtype=torch.int64)
+            token, one = empty(4, 1, 1, size, dtype=dtype), empty(4, 1, dtype=torch.int64)
+            split_ranker.maxsim_triton(token, splits, one, None)
+            split_ranker.maxsim_triton(splits, splits, number, None)
+            split_ranker.maxsim_triton(splits, splits, number, number)
+        run_contextualizer(dtype, 1, 512, 512, 768, backward=False)
+    run_contextualizer(torch.bfloat16, 256, 512, 512, 768)
+    run_contextualizer(torch.bfloat16, 256, 448, 50, 100)
+    run_contextualizer(torch.float32, 256, 64, 64, 768)
     run_wkv(torch.bfloat16, walk, decay_dtype=torch.bfloat16)
     run_wkv(torch.bfloat16, walk, packed=True)
     run_wkv(torch.bfloat16, segments, packed=True)

@@ -1,7 +1,8 @@
-"""The benchmark of WKV: that every part runs, and what it writes."""
+"""The benchmarks of WKV and of Avey: that every part runs, and what they write."""
 
 import csv
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,27 +10,37 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from subquad_kernels import wkv
 
 
-@pytest.fixture
-def benchmark(monkeypatch):
+def load(monkeypatch, script):
     folder = Path(__file__).parents[2] / "kernels" / "benchmarks"
     monkeypatch.syspath_prepend(folder)
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # the run sets them
-    spec = importlib.util.spec_from_file_location("benchmark_of_wkv", folder / "wkv.py")
+    spec = importlib.util.spec_from_file_location(f"benchmark_of_{script}", folder / f"{script}.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     yield module
-    for name in ("measuring", "models"):
+    for name in ("measuring", "models", "wkv"):
         sys.modules.pop(name, None)
 
 
-def rows_of(folder):
-    with open(folder / "wkv.csv", newline="", encoding="utf-8") as file:
+@pytest.fixture
+def benchmark(monkeypatch):
+    yield from load(monkeypatch, "wkv")
+
+
+@pytest.fixture
+def avey(monkeypatch):
+    yield from load(monkeypatch, "avey")
+
+
+def rows_of(folder, name="wkv.csv"):
+    with open(folder / name, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -104,3 +115,73 @@ def test_a_row_that_fails_stops_nothing(benchmark, tmp_path, capsys):
 def test_poison_is_seen(benchmark):
     assert benchmark.poisoned(lambda: torch.empty(3).isnan().all())
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+# Avey.
+
+
+def test_every_part_of_avey_is_measured(avey, tmp_path, capsys):
+    avey.main(["--quick", "--device", "cpu", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path, "avey.csv")
+    assert {row["part"] for row in rows} == set(avey.PARTS)
+    assert not [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory"))]
+    for row in rows:
+        assert row["part"] == "check" or float(row["milliseconds"]) >= 0
+        assert torch.__version__ in row["versions"]
+    found = {(row["what"], row["implementation"]) for row in rows}
+    both = ("contextualizer 16 forward", "contextualizer 16 fwd+bwd", "contextualizer 16 last 1", "maxsim one token")
+    both += ("training", "one more token", "first token", "all tokens, without head")
+    assert found >= {(what, name) for what in both for name in ("subquad", "plain")}
+    assert found >= {("maxsim all splits", "plain loop"), ("maxsim all splits", "plain whole")}
+    losses = {row["note"].partition("loss ")[2].split(",")[0] for row in rows if row["what"] == "training"}
+    assert len(losses) == 1  # both begin with the same weights
+    assert {path.name for path in tmp_path.iterdir()} == {"avey.csv", "avey.json", "avey.md"}
+    report = json.loads((tmp_path / "avey.json").read_text())
+    assert len(report["rows"]) == len(rows)
+    assert report["versions"] in (tmp_path / "avey.md").read_text()
+    assert "ranker's share" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["contextualizer", "maxsim"])
+def test_a_wrong_kernel_of_avey_is_not_measured(avey, tmp_path, monkeypatch, wrong):
+    right = getattr(avey, wrong)
+
+    def other(*args, backend="auto", **kwargs):
+        out = right(*args, backend=backend, **kwargs)
+        return out if backend == "reference" else out * 1.001
+
+    monkeypatch.setattr(avey, wrong, other)
+    with pytest.raises(SystemExit) as error:
+        avey.main(["--quick", "--device", "cpu", "--parts", "check", "decode", "--out", str(tmp_path)])
+    assert error.value.code == 1
+    assert {row["part"] for row in rows_of(tmp_path, "avey.csv")} == {"check"}
+
+
+@torch.no_grad()
+def test_plain_avey_is_the_published_model(avey):
+    from subquad import AveyConfig
+
+    path = Path(__file__).parents[1] / "golden" / "avey_released.safetensors"
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        config = AveyConfig.from_dict(json.loads(file.metadata()["config"]))
+    plain = avey.PlainAvey(config)
+    plain.load_state_dict({name[8:]: x for name, x in tensors.items() if name.startswith("weights.")})
+    ids, expected = tensors["input_ids"], tensors["logits"]
+    torch.testing.assert_close(plain.hidden(ids) @ plain.wte.weight.T, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(plain.next_token(ids), expected[:, -1:], atol=1e-4, rtol=0)
+
+
+def test_operations_are_counted(avey):
+    from subquad import AveyConfig
+
+    config = AveyConfig(vocab_size=64, d_embed=32, n_blocks=1, chunk_size=8, k=2)
+    width, half = 32, 64 // 2
+    weights = width * 128 + (128 - half) * width
+    # One split, behind eight rows that every window shares.
+    places = sum(range(9, 17))
+    assert avey.products(config, 8) == (2 * weights * 8 + 4 * half * places + 2 * 8 * width * 64, 0)
+    assert avey.products(config, 24)[1] == 2 * width * 8 * 8 * (1 + 2)
+    assert avey.products(config, 24, last_only=True)[1] == 2 * width * 8 * 8 * 2
+    assert avey.mixing(4, 4, 16) == 2 * 2 * 16 * (1 + 2 + 3 + 4)
+    assert avey.mixing(4, 1, 16) == 2 * 2 * 16 * 4

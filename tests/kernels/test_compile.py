@@ -11,10 +11,15 @@ from kernel_cases import TRITON
 
 
 # Shared memory of a program in bytes; registers of a thread; how much of a thread may live in memory instead, in bytes
-# (CUDA) or registers (ROCm): wkv has a state and half a dozen tiles at hand. Of the other kernels nothing may.
+# (CUDA) or registers (ROCm): wkv has a state and half a dozen tiles at hand, the contextualizer the weights of a block
+# of rows. Of the other kernels nothing may.
+HEAVY = (
+    *("_output_kernel", "_gradient_kernel", "_segment_kernel"),
+    *("_mix_kernel", "_row_gradient_kernel", "_weight_gradient_kernel"),
+)
 LIMITS = {
     "sm_80": {"shared": 163 * 1024, "registers": 255, "spilled": 1280},
-    "sm_90": {"shared": 227 * 1024, "registers": 255, "spilled": 512},
+    "sm_90": {"shared": 227 * 1024, "registers": 255, "spilled": 704},
     "gfx942": {"shared": 64 * 1024, "registers": 512, "spilled": 256},
 }
 
@@ -31,8 +36,12 @@ def test_every_variant_compiles(target, tmp_path):
     kernels = {result["kernel"] for result in results}
     assert len(results) > 100
     assert {"_output_kernel", "_segment_kernel", "_pass_kernel", "_gradient_kernel", "_decode_kernel"} < kernels
+    assert "_maxsim_kernel" in kernels
+    assert {"_mix_kernel", "_sum_kernel", "_row_gradient_kernel", "_weight_gradient_kernel"} < kernels
     for result in results:
         limits = LIMITS[target]
-        if result["kernel"] not in ("_output_kernel", "_gradient_kernel", "_segment_kernel"):
+        if result["kernel"] in ("_mix_kernel", "_weight_gradient_kernel") and result["constants"]["EVEN"] == "True":
+            limits = {**limits, "spilled": 128}
+        elif result["kernel"] not in HEAVY:
             limits = {**limits, "spilled": 0}
         assert all(result[name] <= limit for name, limit in limits.items()), result

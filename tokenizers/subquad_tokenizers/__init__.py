@@ -10,6 +10,7 @@ _MODULES = {
     "RwkvWorldTokenizer": "tokenization_rwkv_world",
     "RwkvWorldTokenizerFast": "tokenization_rwkv_world",
     "WORLD_CHAT_TEMPLATE": "tokenization_rwkv_world",
+    "WORLD_MODEL_TYPES": "vocabulary",
     "WORLD_VOCAB_FILE": "vocabulary",
     "WORLD_VOCAB_FILE_NAME": "vocabulary",
     "read_vocabulary": "vocabulary",
@@ -19,6 +20,7 @@ _MODULES = {
 
 __all__ = [
     "WORLD_CHAT_TEMPLATE",
+    "WORLD_MODEL_TYPES",
     "WORLD_VOCAB_FILE",
     "WORLD_VOCAB_FILE_NAME",
     "ByteTokenizer",
@@ -35,7 +37,13 @@ if TYPE_CHECKING:
     from .greedy import GreedyEncoder
     from .tokenization_bytes import ByteTokenizer
     from .tokenization_rwkv_world import WORLD_CHAT_TEMPLATE, RwkvWorldTokenizer, RwkvWorldTokenizerFast
-    from .vocabulary import WORLD_VOCAB_FILE, WORLD_VOCAB_FILE_NAME, read_vocabulary, write_vocabulary
+    from .vocabulary import (
+        WORLD_MODEL_TYPES,
+        WORLD_VOCAB_FILE,
+        WORLD_VOCAB_FILE_NAME,
+        read_vocabulary,
+        write_vocabulary,
+    )
 
 
 def __getattr__(name):

@@ -1,10 +1,11 @@
 """`AutoTokenizer` for the models of this package."""
 
+from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from .tokenization_bytes import ByteTokenizer
 from .tokenization_rwkv_world import RwkvWorldTokenizer, RwkvWorldTokenizerFast
-from .vocabulary import WORLD_VOCAB_FILE
+from .vocabulary import WORLD_MODEL_TYPES, WORLD_VOCAB_FILE
 
 
 class _PublishedTokenizer(RwkvWorldTokenizerFast):
@@ -28,18 +29,22 @@ _PUBLISHED = [
 
 def register(*config_classes: type) -> None:
     """
-    Let `AutoTokenizer` load RWKV World for models with these configurations, and every tokenizer of this package by
-    the class name in its `tokenizer_config.json`. It gives the fast World tokenizer;
-    `RwkvWorldTokenizer.from_pretrained` loads the same directory in Python. May be called again.
+    Let `AutoTokenizer` load tokenizers for models with these configurations: RWKV World for Eagle and Finch, whatever
+    `tokenizer.json` holds for others, and every tokenizer of this package by the class name in its
+    `tokenizer_config.json`. It gives the fast World tokenizer; `RwkvWorldTokenizer.from_pretrained` loads the same
+    directory in Python. May be called again.
     """
     for config_class in config_classes:
         # The name of a class becomes known with any registration; the last one decides what the configuration stands
         # for.
         for named in (ByteTokenizer, *_PUBLISHED):
             AutoTokenizer.register(config_class, tokenizer_class=named, exist_ok=True)
-        AutoTokenizer.register(
-            config_class,
-            slow_tokenizer_class=RwkvWorldTokenizer,
-            fast_tokenizer_class=RwkvWorldTokenizerFast,
-            exist_ok=True,
-        )
+        if config_class.model_type in WORLD_MODEL_TYPES:
+            AutoTokenizer.register(
+                config_class,
+                slow_tokenizer_class=RwkvWorldTokenizer,
+                fast_tokenizer_class=RwkvWorldTokenizerFast,
+                exist_ok=True,
+            )
+        else:
+            AutoTokenizer.register(config_class, tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)

@@ -67,8 +67,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad):
-    _, state, _, offset, _ = ctx.saved_tensors
-    grad_x, grad_mu, *rest = _token_shift_backward(grad, *ctx.saved_tensors, ctx.backend)
+    tensors = ctx.saved_tensors  # which non-reentrant checkpointing gives out once
+    _, state, _, offset, _ = tensors
+    grad_x, grad_mu, *rest = _token_shift_backward(grad, *tensors, ctx.backend)
     grad_state = None if state is None else rest[0]
     grad_offset = None if offset is None else rest[-1]
     return grad_x, grad_state, grad_mu, grad_offset, None, None

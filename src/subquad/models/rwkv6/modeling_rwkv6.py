@@ -253,7 +253,7 @@ class Rwkv6Model(Rwkv6PreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         use_cache, past_key_values = self.without_cache_if_checkpointing(use_cache, past_key_values)
-        x = embed(self.embeddings, input_ids, inputs_embeds)
+        x = embed(self.embeddings, self.config, input_ids, inputs_embeds)
         if cu_seqlens is None:
             cu_seqlens = kwargs.get("cu_seq_lens_q")  # the name that transformers' collators use
         tokens = Tokens(*x.shape[:2], x.device, attention_mask, position_ids, cu_seqlens)

@@ -1,0 +1,29 @@
+"""The contextualizer as the paper writes it, one row after the other: the oracle of every test."""
+
+import torch
+
+
+EPS = 1e-8
+
+
+def contextualizer_reference(
+    z: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor | None,
+    prefix: torch.Tensor | None,
+    queries: int,
+) -> torch.Tensor:
+    """
+    Equation 2 of the paper without its optional activation and bias, in the dtype of the inputs. Arguments, shapes and
+    result are those of [`subquad_kernels.contextualizer`].
+    """
+    context, shared = v.shape[0], v.shape[0] - z.shape[1]
+    if shared:
+        z = torch.cat((prefix[:shared].expand(z.shape[0], -1, -1), z), dim=1)
+    y = z / torch.sqrt(z.square().sum(-1, keepdim=True) + EPS)
+    rows = []
+    for i in range(context - queries, context):
+        cosines = (y[:, : i + 1] * y[:, i, None]).sum(-1)
+        rows.append(((v[i, : i + 1] * cosines).unsqueeze(-1) * z[:, : i + 1]).sum(1))
+    out = torch.stack(rows, dim=1)
+    return out if gate is None else gate * out

@@ -1,0 +1,81 @@
+"""The ranker in plain torch."""
+
+import torch
+import torch.nn.functional as F
+
+from ..backend import without_autocast
+
+
+# maxsim compares so many tokens with so many others at a time.
+TOKENS = 2048
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """x / (norm(x) + 1e-8) in float32 (in float64 where x is). The gradient of a zero vector is zero."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    norm = x.norm(dim=-1, keepdim=True)
+    return x * torch.where(norm > 0, 1 / (norm + 1e-8), 0)
+
+
+def _scores(queries: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+    """MaxSim of unit vectors: all of queries (B, T, Q, D) with splits (B, T or 1, M, S, D): (B, T, M)."""
+    batch, current, size, _ = queries.shape
+    if splits.shape[1] != current:
+        queries = queries.flatten(1, 2)[:, None]
+    similarity = queries @ splits.flatten(2, 3).mT
+    return similarity.view(batch, current, size, *splits.shape[2:4]).amax(-1).sum(2)
+
+
+def maxsim_eager(
+    queries: torch.Tensor, splits: torch.Tensor, number: torch.Tensor, first: torch.Tensor | None
+) -> torch.Tensor:
+    """Chunk after chunk. Arguments, shapes and result are those of [`subquad_kernels.maxsim`]."""
+    (batch, current, per_query, size), (total, per_split) = queries.shape, splits.shape[1:3]
+    number = number.expand(batch, current)
+    first = torch.zeros_like(number) if first is None else first.expand(batch, current)
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    scores = torch.zeros(batch, current, total, dtype=dtype, device=queries.device)
+
+    t_step, m_step = max(min(TOKENS // per_query, current), 1), max(min(TOKENS // per_split, total), 1)
+    query_tokens, split_tokens = t_step * per_query, m_step * per_split
+    b_step = max(TOKENS**2 // max(query_tokens * split_tokens, query_tokens * size, split_tokens * size), 1)
+    for rows in (slice(b, b + b_step) for b in range(0, batch, b_step)):
+        for now in (slice(t, t + t_step) for t in range(0, current, t_step)):
+            start, stop = 0, total
+            if queries.device.type == "cpu":  # elsewhere a look at the values would wait for the device
+                start, stop = max(int(first[rows, now].min()), 0), min(int(number[rows, now].max()), total)
+            query = _unit(queries[rows, now])
+            for past in (slice(m, min(m + m_step, stop)) for m in range(start, stop, m_step)):
+                scores[rows, now, past] = _scores(query, _unit(splits[rows, None, past]))
+
+    split = torch.arange(total, device=queries.device)
+    return scores.masked_fill_((split < first[..., None]) | (split >= number[..., None]), -torch.inf)
+
+
+def choose(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """The k - 1 best splits of scores (B, T, M) in sequence order, after as many -1 as are missing: (B, T, k - 1)."""
+    scores, index = scores.sort(dim=-1, descending=True, stable=True)
+    scores, index = scores[..., : k - 1], index[..., : k - 1]
+    index = index.masked_fill(scores == -torch.inf, -1)
+    return F.pad(index, (k - 1 - index.shape[-1], 0), value=-1).sort(dim=-1).values
+
+
+def scores_of(queries: torch.Tensor, splits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The scores of the splits of index (B, T, k - 1), with a gradient; of split 0 where one is missing."""
+    row = torch.arange(index.shape[0], device=index.device)[:, None, None]
+    with without_autocast(queries):
+        return _scores(_unit(queries), _unit(splits)[row, index.clamp_min(0)])
+
+
+def normalize(selected: torch.Tensor, index: torch.Tensor, normalization: str) -> torch.Tensor:
+    """Weights (B, T, k - 1) of scores and indices (B, T, k - 1)."""
+    missing = index < 0
+    if normalization == "first":
+        earliest = missing.sum(-1, keepdim=True).clamp_max(index.shape[-1] - 1)
+        divisor = selected.gather(-1, earliest)
+    else:
+        divisor = selected.masked_fill(missing, -torch.inf).amax(-1, keepdim=True)
+    denominator = divisor + 1e-8
+    missing = missing | (divisor == 0) | (denominator == 0)
+    # What is missing is divided by 1: dividing it by zero would make its gradient NaN.
+    return (selected / denominator.masked_fill(missing, 1)).masked_fill(missing, 0)

@@ -1,0 +1,55 @@
+"""The ranker as the paper describes it, one pair of splits after the other: the oracle of every test."""
+
+import torch
+
+
+def maxsim_reference(
+    queries: torch.Tensor, splits: torch.Tensor, number: torch.Tensor, first: torch.Tensor | None
+) -> torch.Tensor:
+    """In the dtype of the inputs, differentiable. Arguments and shapes are those of [`subquad_kernels.maxsim`]."""
+    batch, current = queries.shape[:2]
+    queries = queries / (queries.norm(dim=-1, keepdim=True) + 1e-8)
+    splits = splits / (splits.norm(dim=-1, keepdim=True) + 1e-8)
+    number = number.expand(batch, current)
+    first = torch.zeros_like(number) if first is None else first.expand(batch, current)
+    scores = torch.full((batch, current, splits.shape[1]), -torch.inf, dtype=queries.dtype, device=queries.device)
+    for b in range(batch):
+        for t in range(current):
+            for m in range(splits.shape[1]):
+                if first[b, t] <= m < number[b, t]:
+                    similarity = queries[b, t] @ splits[b, m].T
+                    scores[b, t, m] = similarity.amax(dim=1).sum()
+    return scores
+
+
+def split_ranker_reference(
+    queries: torch.Tensor,
+    splits: torch.Tensor,
+    k: int,
+    number: torch.Tensor,
+    first: torch.Tensor | None,
+    normalization: str,
+    scores: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    The choice is that of the scores where they are given; the weights are made of those that are computed here.
+    Arguments and shapes are those of [`subquad_kernels.split_ranker`].
+    """
+    exact = maxsim_reference(queries, splits, number, first)
+    scores = exact.detach() if scores is None else scores
+    batch, current = queries.shape[:2]
+    index = torch.full((batch, current, k - 1), -1, device=queries.device)
+    weights = exact.new_zeros(batch, current, k - 1)
+    for b in range(batch):
+        for t in range(current):
+            row = scores[b, t].tolist()
+            candidates = [m for m, score in enumerate(row) if score != -torch.inf]
+            best = sorted(sorted(candidates, key=lambda m: -row[m])[: k - 1])
+            if not best:
+                continue
+            selected = exact[b, t, best]
+            divisor = selected[0] if normalization == "first" else selected.max()
+            index[b, t, -len(best) :] = torch.tensor(best)
+            if divisor != 0 and divisor + 1e-8 != 0:
+                weights[b, t, -len(best) :] = selected / (divisor + 1e-8)
+    return index, weights, scores

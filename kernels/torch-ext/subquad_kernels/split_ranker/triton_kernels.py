@@ -1,0 +1,141 @@
+"""
+MaxSim as a Triton kernel.
+
+A program owns a current split and a block of candidates. It reads the tokens of both a few channels at a time, adds up
+their products and squares together, and keeps nothing of the similarities but the maximum for each token of the
+current split, then the sum of these.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backend import launch
+
+
+@triton.jit
+def _cosines_of_one(query, token, mask, size, TOKENS: tl.constexpr, SIZE: tl.constexpr):
+    """Of one token with all: it is all about reading these, so that sums over channels wait until the end."""
+    dots, squares = tl.zeros((TOKENS, SIZE), tl.float32), tl.zeros((TOKENS, SIZE), tl.float32)
+    query_squares = tl.zeros((SIZE,), tl.float32)
+    for start in range(0, size, SIZE):
+        channel = start + tl.arange(0, SIZE)
+        inside = channel < size
+        q = tl.load(query + channel, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(token[:, None] + channel[None, :], mask=mask[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        dots += x * q[None, :]
+        squares += x * x
+        query_squares += q * q
+    cosines = tl.sum(dots, 1) / (tl.sqrt(tl.sum(squares, 1)) + 1e-8) / (tl.sqrt(tl.sum(query_squares, 0)) + 1e-8)
+    return cosines[None, :]
+
+
+@triton.jit
+def _cosines(query, query_mask, token, mask, size, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZE: tl.constexpr):
+    """Of several tokens with all."""
+    dots = tl.zeros((ROWS, TOKENS), tl.float32)
+    query_squares, squares = tl.zeros((ROWS,), tl.float32), tl.zeros((TOKENS,), tl.float32)
+    for start in range(0, size, SIZE):
+        channel = start + tl.arange(0, SIZE)
+        inside = channel < size
+        q = tl.load(query[:, None] + channel[None, :], mask=query_mask[:, None] & inside[None, :], other=0.0)
+        x = tl.load(token[:, None] + channel[None, :], mask=mask[:, None] & inside[None, :], other=0.0)
+        dots = tl.dot(q, tl.trans(x), dots, input_precision="ieee")
+        q, x = q.to(tl.float32), x.to(tl.float32)
+        query_squares += tl.sum(q * q, 1)
+        squares += tl.sum(x * x, 1)
+    return dots / (tl.sqrt(query_squares) + 1e-8)[:, None] / (tl.sqrt(squares) + 1e-8)[None, :]
+
+
+@triton.jit
+def _maxsim_kernel(
+    queries,
+    splits,
+    number,
+    first,
+    scores,
+    query_stride,
+    split_stride,
+    number_stride,
+    first_stride,
+    current,
+    total,
+    per_query,
+    per_split,
+    size,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """ROWS tokens of the current split at a time, with TOKENS of each of SPLITS candidates."""
+    # Programs that run at the same time read the same candidates.
+    t, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    start = tl.program_id(1) * SPLITS
+    split = start + tl.arange(0, SPLITS)
+    before = tl.load(number + b * number_stride + t)
+    since = start * 0
+    if first is not None:
+        since = tl.load(first + b * first_stride + t)
+
+    result = tl.full((SPLITS,), -float("inf"), tl.float32)
+    if tl.minimum(before, start + SPLITS) > tl.maximum(since, start):
+        result = tl.zeros((SPLITS,), tl.float32)
+        queries += b * query_stride + t.to(tl.int64) * per_query * size
+        splits += b * split_stride + start.to(tl.int64) * per_split * size
+        within = tl.arange(0, SPLITS * TOKENS) % TOKENS
+        behind = tl.arange(0, SPLITS * TOKENS) // TOKENS
+        for row_start in range(0, per_query, ROWS):
+            row = row_start + tl.arange(0, ROWS)
+            best = tl.full((ROWS, SPLITS), -float("inf"), tl.float32)
+            for token_start in range(0, per_split, TOKENS):
+                place = token_start + within
+                mask = (place < per_split) & (start + behind < total)
+                token = splits + (behind * per_split + place) * size
+                if ROWS == 1:
+                    query = queries + row_start * size
+                    cosines = _cosines_of_one(query, token, mask, size, SPLITS * TOKENS, SIZE)
+                else:
+                    query = queries + row * size
+                    cosines = _cosines(query, row < per_query, token, mask, size, ROWS, SPLITS * TOKENS, SIZE)
+                # Rows that are not there have cosines of zero, which add nothing.
+                cosines = tl.where((place < per_split)[None, :], cosines, -float("inf"))
+                best = tl.maximum(best, tl.max(tl.reshape(cosines, (ROWS, SPLITS, TOKENS)), 2))
+            result += tl.sum(best, 0)
+        result = tl.where((split >= since) & (split < before), result, -float("inf"))
+    out = scores + (b * current + t) * total + split
+    tl.store(out, result, mask=split < total)
+
+
+def _rows(x):
+    """x, or a copy of it, whose rows are contiguous each."""
+    return x if x[:1].is_contiguous() else x.contiguous()
+
+
+def maxsim_triton(
+    queries: torch.Tensor, splits: torch.Tensor, number: torch.Tensor, first: torch.Tensor | None
+) -> torch.Tensor:
+    """Arguments, shapes and result are those of [`subquad_kernels.maxsim`]."""
+    queries, splits = _rows(queries), _rows(splits)
+    (batch, current, per_query, size), (total, per_split) = queries.shape, splits.shape[1:3]
+    number, first = (x if x is None else x.contiguous().expand(batch, -1) for x in (number, first))
+    scores = queries.new_empty(batch, current, total, dtype=torch.float32)
+
+    # Products of float32 are made without tensor cores, and each of them asks for registers.
+    one, wide = per_query == 1, queries.dtype == torch.float32
+    block = 64 if one or wide else 128
+    tokens = min(triton.next_power_of_2(per_split), block)
+    widest = 128 if one else 32 if wide else 64
+    launch(
+        _maxsim_kernel,
+        (current, triton.cdiv(total, block // tokens), batch),
+        *(queries, splits, number, first, scores),
+        *(queries.stride(0), splits.stride(0), number.stride(0), 0 if first is None else first.stride(0)),
+        *(current, total, per_query, per_split, size),
+        ROWS=1 if one else min(max(triton.next_power_of_2(per_query), 16), 64),
+        SPLITS=block // tokens,
+        TOKENS=tokens,
+        SIZE=min(max(triton.next_power_of_2(size), 16), widest),
+        num_warps=8,
+    )
+    return scores

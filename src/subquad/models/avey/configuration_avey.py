@@ -1,0 +1,80 @@
+"""Configuration of Avey."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+@strict
+class AveyConfig(PreTrainedConfig):
+    r"""
+    Configuration of an Avey model ("Don't Pay Attention", arXiv:2506.11305). The names are those of the published
+    `config.json` files.
+
+    Args:
+        vocab_size: number of token ids.
+        d_embed: width of an embedding, d.
+        n_blocks: number of layers of the neural processor, L.
+        expansion_factor: the enricher makes `expansion_factor * d_embed` features, m, of an embedding (equation 1).
+        chunk_size: tokens of a split, S.
+        k: splits of a window, the current one included: one more than the paper's k.
+        context_proportion: share of the features that form the tail; one half of the tail is contextualised, the
+            other is its gate, and what is not tail goes to the fuser as it is (section 2.2.1).
+        score_normalization: what the score of a retrieved split is divided by (section 2.1): `"first"`, the score of
+            the earliest retrieved one, as the published models do it, or `"max"`, the largest, as the paper has it.
+        extended_len: rows of a window, C. Always `k * chunk_size`; accepted because published files may hold it.
+        rms_norm_eps: epsilon of every norm.
+    """
+
+    model_type = "avey"
+    attribute_map = {"hidden_size": "d_embed", "num_hidden_layers": "n_blocks"}
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 50304
+    d_embed: int = 768
+    n_blocks: int = 26
+    expansion_factor: int = 4
+    chunk_size: int = 64
+    k: int = 8
+    context_proportion: float | int = 0.5
+    score_normalization: str = "first"
+    extended_len: int | None = None
+    rms_norm_eps: float = 1e-10
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs):
+        if self.extended_len is None:
+            self.extended_len = self.k * self.chunk_size
+        super().__post_init__(**kwargs)
+
+    @property
+    def tail_size(self) -> int:
+        """Features of the tail, m_t: always even."""
+        size = int(self.expansion_factor * self.d_embed * self.context_proportion)
+        return size + size % 2
+
+    def validate_architecture(self):
+        """Refuses sizes that do not fit together, before any tensor is made."""
+        for name in ("vocab_size", "d_embed", "n_blocks", "expansion_factor", "chunk_size", "k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        features, share = self.expansion_factor * self.d_embed, self.context_proportion
+        if not 0 < share <= 1 or not 2 <= self.tail_size <= features:
+            raise ValueError(
+                f"`context_proportion` must be above 0 and at most 1, and make a tail of at least 2 of the {features} "
+                f"features (`expansion_factor` times `d_embed`), got {share}."
+            )
+        if not self.rms_norm_eps > 0:
+            raise ValueError(f"`rms_norm_eps` must be above 0, got {self.rms_norm_eps}.")
+        if self.score_normalization not in ("first", "max"):
+            raise ValueError(f"`score_normalization` must be 'first' or 'max', got {self.score_normalization!r}.")
+        if self.extended_len != self.k * self.chunk_size:
+            raise ValueError(
+                f"`extended_len` ({self.extended_len}) must be `k` ({self.k}) times `chunk_size` ({self.chunk_size})."
+            )
+
+
+__all__ = ["AveyConfig"]

@@ -1,0 +1,265 @@
+"""Avey's files: recognised by their tensors, refused where damaged, converted to what the released model computes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from byte_level_bpe import TEXT, write_byte_level_bpe
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from subquad import AveyConfig, AveyForCausalLM, cli
+from subquad_conversion import ConversionError, convert, recognise
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "avey_released.safetensors"
+with safe_open(GOLDEN, "pt") as file:
+    CONFIG = json.loads(file.metadata()["config"])
+SIZES = CONFIG | {"extended_len": 32}
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return load_file(GOLDEN)
+
+
+@pytest.fixture
+def weights(golden):
+    return {name.removeprefix("weights."): x for name, x in golden.items() if name.startswith("weights.")}
+
+
+def save(path, tensors):
+    torch.save(tensors, path)
+    return path
+
+
+def publish(directory, weights, **config):
+    """A directory as published, with code of its own; None takes a field away."""
+    directory.mkdir()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    auto_map = {"AutoConfig": "configuration_avey.AveyConfig", "AutoModelForCausalLM": "modeling_avey.Avey"}
+    fields = SIZES | {"model_type": "avey", "architectures": ["Avey"], "auto_map": auto_map, "torch_dtype": "float32"}
+    fields = {name: value for name, value in (fields | config).items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(fields))
+    (directory / "modeling_avey.py").write_text("raise RuntimeError('the directory ran its own code')\n")
+    return directory
+
+
+def random_weights(**fields):
+    """Of another size, under the published names."""
+    torch.manual_seed(0)
+    config = AveyConfig(**{"vocab_size": 30, "d_embed": 16, "n_blocks": 2, "chunk_size": 64, "k": 2} | fields)
+    return AveyForCausalLM(config).model.state_dict()
+
+
+def check_logits(model, golden):
+    with torch.no_grad():
+        assert (model(golden["input_ids"]).logits - golden["logits"]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("source", ["published", "published without a type", "nested", "trained", "state dict"])
+def test_logits_equal_those_of_the_released_model(source, golden, weights, tmp_path):
+    config = None
+    nested = {f"model.{name}": x for name, x in weights.items()}
+    if source in ("published", "published without a type"):
+        path = publish(tmp_path / "source", weights, model_type="avey" if source == "published" else None)
+    elif source == "nested":
+        path = publish(tmp_path / "source", nested)
+    else:
+        # The head of a state dict is the embeddings once more.
+        whole = weights if source == "trained" else nested | {"lm_head.weight": weights["wte.weight"].clone()}
+        path, config = save(tmp_path / "trained.pth", whole), tmp_path / "sizes.json"
+        config.write_text(json.dumps({"chunk_size": 8}))
+    report = convert(path, tmp_path / "model", config=config, progress=False)
+    assert report.recognised.sizes == SIZES
+    assert load_file(tmp_path / "model/model.safetensors").keys() == weights.keys()
+    written = json.loads((tmp_path / "model/config.json").read_text())
+    assert written.items() >= (SIZES | {"model_type": "avey", "architectures": ["AveyForCausalLM"]}).items()
+    assert not {"auto_map", "head_size_divisor"} & written.keys()
+    assert [note for note in report.notes if "tokenizer" not in note] == []
+
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(loading.values()), loading
+    check_logits(model, golden)
+
+
+def test_a_published_directory_loads_without_its_code(golden, weights, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(publish(tmp_path / "source", weights))
+    check_logits(model, golden)
+
+
+def test_sizes_that_the_tensors_do_not_tell(tmp_path):
+    weights = random_weights()
+    source = save(tmp_path / "trained.pth", weights)
+    report = convert(source, tmp_path / "assumed", progress=False)
+    assert "the source tells neither `chunk_size` nor `k`; a `chunk_size` of 64 was assumed" in report.notes
+    assert (report.config.chunk_size, report.config.k) == (64, 2)
+    for i, (fields, expected) in enumerate([({"k": 4}, (32, 4)), ({"chunk_size": 16}, (16, 8))]):
+        (tmp_path / "sizes.json").write_text(json.dumps(fields))
+        report = convert(source, tmp_path / f"model-{i}", config=tmp_path / "sizes.json", progress=False)
+        assert (report.config.chunk_size, report.config.k) == expected
+        assert [note for note in report.notes if "tokenizer" not in note] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "32 rows, which are no splits of 64; give `chunk_size` in a configuration file"),
+        ({"chunk_size": 12}, "32 rows, which contradicts the configuration's `chunk_size` of 12"),
+        ({"k": 64}, "32 rows, which contradicts the configuration's `k` of 64"),
+        ({"chunk_size": 8, "k": 8}, "32 rows, which contradicts the configuration's `chunk_size` of 8 and `k` of 8"),
+    ],
+)
+def test_sizes_that_contradict_the_tensors(fields, message, weights, tmp_path):
+    (tmp_path / "sizes.json").write_text(json.dumps(fields))
+    source = save(tmp_path / "trained.pth", weights)
+    with pytest.raises(ConversionError, match=rf"^blocks\.0\.ctxt\.contextualizer\.spatial_proj has {message}"):
+        convert(source, tmp_path / "model", config=tmp_path / "sizes.json", progress=False)
+    assert not (tmp_path / "model").exists()
+
+
+def test_sizes_that_the_tensors_replace(weights, tmp_path):
+    source = publish(tmp_path / "source", weights, n_blocks=7, extended_len=40, context_proportion=0.25)
+    report = convert(source, tmp_path / "model", progress=False)
+    assert [note for note in report.notes if "tokenizer" not in note] == [
+        "the configuration's `n_blocks` of 7 was replaced by the tensors' 3",
+        "the configuration's `extended_len` of 40 was replaced by the tensors' 32",
+        "the configuration's `context_proportion` of 0.25 was replaced by the tensors' 0.5",
+    ]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.33, 0.5, 0.77, 1.0])
+@pytest.mark.parametrize("told", [False, True])
+def test_any_share_of_features_in_the_tail(share, told, tmp_path):
+    weights = random_weights(context_proportion=share, d_embed=10, expansion_factor=3)
+    source = publish(tmp_path / "source", weights, chunk_size=64, context_proportion=share if told else None, k=2)
+    report = convert(source, tmp_path / "model", progress=False)
+    assert not any("context_proportion" in note for note in report.notes)
+    if told:
+        assert report.config.context_proportion == share
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert all(torch.equal(x, weights[name]) for name, x in model.model.state_dict().items())
+
+
+def test_one_error_lists_all_that_does_not_fit(weights, tmp_path):
+    del weights["blocks.2.ctxt.enricher.bias"]
+    weights["blocks.1.alpha"] = torch.zeros(1)
+    weights["blocks.1.ctxt.contextualizer.spatial_proj"] = torch.zeros(32, 31)
+    weights["blocks.2.ctxt.fuser.weight"] = torch.zeros(32, 96, dtype=torch.int8)
+    with pytest.raises(ConversionError) as error:
+        recognise(publish(tmp_path / "source", weights))
+    assert str(error.value) == (
+        "The tensors are not those of the model type avey; missing: blocks.2.ctxt.enricher.bias; "
+        "unexpected: blocks.1.alpha; of the wrong shape: "
+        "blocks.1.ctxt.contextualizer.spatial_proj (shape (32, 31), expected (32, 32)), "
+        "blocks.2.ctxt.fuser.weight (dtype I8, expected a floating one)."
+    )
+
+
+@pytest.mark.parametrize("name", ["wte", "blocks.0.ctxt.enricher", "blocks.0.ctxt.fuser", "blocks.0.rms_norm", "ln_f"])
+@pytest.mark.parametrize("fault", ["missing", "no axis", "one row"])
+def test_a_tensor_that_is_not_there_or_no_matrix(name, fault, weights, tmp_path):
+    name = f"{name}.weight"
+    if fault == "missing":
+        del weights[name]
+        message = f"missing: {name}.$"
+    else:
+        weights[name] = torch.zeros(()) if fault == "no axis" else weights[name][:1]
+        message = rf"{name} \(shape"
+    if (name, fault) == ("wte.weight", "one row"):  # a vocabulary of 1 is one
+        assert recognise(publish(tmp_path / "source", weights)).sizes["vocab_size"] == 1
+        return
+    with pytest.raises(ConversionError, match=f"not those of the model type avey; .*{message}"):
+        recognise(publish(tmp_path / "source", weights))
+
+
+def test_without_a_matrix_of_the_contextualizer(weights, tmp_path):
+    del weights["blocks.0.ctxt.contextualizer.spatial_proj"]
+    with pytest.raises(ConversionError, match=r"type avey; missing: blocks\.0\.ctxt\.contextualizer\.spatial_proj\.$"):
+        recognise(publish(tmp_path / "source", weights))
+
+
+def test_a_stray_block_does_not_ask_for_millions_of_tensors(weights, tmp_path):
+    weights["blocks.99999999.rms_norm.weight"] = torch.zeros(32)
+    with pytest.raises(ConversionError, match=r"missing: .* and \d+ more") as error:
+        recognise(publish(tmp_path / "source", weights))
+    assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_wrapped_names(wrapper, weights, tmp_path):
+    source = save(tmp_path / "model.pth", {wrapper + name: x for name, x in weights.items()})
+    with pytest.raises(ConversionError, match=rf"no format that is known here\. All names start with `{wrapper}`"):
+        recognise(source)
+
+
+def test_one_name_twice(weights, tmp_path):
+    weights["model.wte.weight"] = weights["wte.weight"].clone()
+    with pytest.raises(ConversionError, match=r"model\.wte\.weight and wte\.weight are the same tensor, wte\.weight"):
+        recognise(publish(tmp_path / "source", weights))
+
+
+def test_a_head_of_its_own(weights, tmp_path):
+    weights["lm_head.weight"] = torch.randn(101, 32)
+    with pytest.raises(ConversionError, match=r"but wte\.weight and lm_head\.weight differ"):
+        convert(publish(tmp_path / "tied", weights), tmp_path / "model", progress=False)
+    source = publish(tmp_path / "untied", weights, tie_word_embeddings=False)
+    convert(source, tmp_path / "model", progress=False)
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
+
+
+def test_the_divisor_of_another_architecture(weights, tmp_path):
+    with pytest.raises(ConversionError, match="`head_size_divisor` means nothing to the model type avey"):
+        convert(publish(tmp_path / "source", weights), tmp_path / "model", head_size_divisor=8, progress=False)
+    assert not (tmp_path / "model").exists()
+
+
+# --- tokenizers ---
+
+
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "GPT2TokenizerFast"])
+def test_the_tokenizer_beside_the_weights_is_copied(tokenizer_class, weights, tmp_path, capsys):
+    source = publish(tmp_path / "source", weights)
+    expected = write_byte_level_bpe(source, tokenizer_class=tokenizer_class).encode(TEXT).ids
+    assert cli.main(["convert", str(source), str(tmp_path / "model"), "--dtype", "bfloat16"]) == 0
+    text = capsys.readouterr().out
+    assert "3 layers of 32, windows of 4 splits of 8, vocabulary 101." in text
+    assert f"Tokenizer: copied from {source}." in text
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer(TEXT)["input_ids"] == expected
+    assert tokenizer.decode(expected) == TEXT
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_no_world_tokenizer_is_guessed(foreign, tmp_path):
+    source = publish(tmp_path / "source", random_weights(vocab_size=65536), chunk_size=64, k=2)
+    if foreign:
+        write_byte_level_bpe(source, auto_map={"AutoTokenizer": ["code.Tokenizer", None]})
+    report = convert(source, tmp_path / "model", progress=False)
+    assert report.tokenizer is None and not any("tok" in file or "vocab" in file for file in report.files)
+    why = "the source's needs code of its own" if foreign else "none is known for avey and a vocabulary of 65536"
+    assert f"no tokenizer was written: {why}" in report.notes
+
+
+# --- info ---
+
+
+@pytest.mark.parametrize("source", ["directory", "directory without a type", "file"])
+def test_info(source, tmp_path, capsys):
+    weights = {name: x.bfloat16() for name, x in random_weights().items()}
+    if source == "file":
+        path = save(tmp_path / "trained.pth", weights)
+    else:
+        sizes = {"vocab_size": 30, "d_embed": 16, "n_blocks": 2, "chunk_size": 64, "k": 2, "extended_len": 128}
+        path = publish(tmp_path / "model", weights, **sizes, model_type=None if " " in source else "avey")
+    assert cli.main(["info", str(path), "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert (info["model_type"], info["dtype"], info["vocab_size"]) == ("avey", "bfloat16", 30)
+    assert info["parameters"] == sum(x.numel() for x in weights.values()) == info["weight_bytes"] / 2
+    assert (info["state_elements_per_token"], info["state_bytes_per_token"]) == (16, 32)
+    assert info["inference_flops"] == 2 * (128 * 2 * 7 * 16**2 + 2 * 128 * 129 * 16) + 2 * 30 * 16
