@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from architectures import each_causal, model_class, random_ids, tiny_config, tiny_model
+from architectures import each_rwkv, model_class, random_ids, tiny_config, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
 
@@ -48,7 +48,7 @@ def fresh(model_type, auto_class="AutoModelForCausalLM", **fields):
     return model_class(model_type, auto_class)(tiny_config(model_type, **fields))
 
 
-@each_causal
+@each_rwkv
 @pytest.mark.parametrize("layers", [1, 3])
 def test_initialisation(model_type, layers):
     """Appendix H, from its own words."""
@@ -98,7 +98,7 @@ def test_initialisation(model_type, layers):
     torch.testing.assert_close(head.T @ head, 0.25 * torch.eye(width), atol=1e-5, rtol=1e-5)
 
 
-@each_causal
+@each_rwkv
 def test_tied_head(model_type, tmp_path):
     model = fresh(model_type, tie_word_embeddings=True, initializer_range=0.02)
     assert model.head.weight is model.rwkv.embeddings.weight
@@ -110,7 +110,7 @@ def test_tied_head(model_type, tmp_path):
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
-@each_causal
+@each_rwkv
 def test_missing_weights_are_initialised(model_type, tmp_path):
     """A classifier on a language model's checkpoint gets a fresh `score` and keeps everything else."""
     model = tiny_model(model_type)
@@ -163,7 +163,7 @@ def published_directory(path, model_type, **config):
     return model
 
 
-@each_causal
+@each_rwkv
 @pytest.mark.parametrize("with_head_size", [True, False])
 def test_published_directory_loads_unchanged(model_type, with_head_size, tmp_path):
     fields = {"head_size": 32} if with_head_size else {}
@@ -186,7 +186,7 @@ def test_published_directory_loads_unchanged(model_type, with_head_size, tmp_pat
             torch.testing.assert_close(out.logits, expected.logits)
 
 
-@each_causal
+@each_rwkv
 def test_published_directory_in_shards(model_type, tmp_path):
     model = published_directory(tmp_path, model_type)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -202,7 +202,7 @@ def test_published_directory_in_shards(model_type, tmp_path):
     torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
-@each_causal
+@each_rwkv
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_published_repository_in_the_hub_cache(model_type, variant, tmp_path):
     """Sizes are read from the cached files of a repository that is loaded by its name."""
@@ -223,7 +223,7 @@ def test_published_repository_in_the_hub_cache(model_type, variant, tmp_path):
         torch.testing.assert_close(loaded(ids).logits, expected)
 
 
-@each_causal
+@each_rwkv
 def test_rescale_every_has_no_effect(model_type, tmp_path):
     model = tiny_model(model_type, num_hidden_layers=3, rescale_every=1)
     plain = tiny_model(model_type, num_hidden_layers=3, rescale_every=0)
@@ -231,14 +231,14 @@ def test_rescale_every_has_no_effect(model_type, tmp_path):
     assert torch.equal(model(ids).logits, plain(ids).logits)
 
 
-@each_causal
+@each_rwkv
 @pytest.mark.parametrize("divisor", [1, 8])
 def test_head_size_divisor(model_type, divisor):
     model = tiny_model(model_type, head_size_divisor=divisor)
     assert {block.attention.ln_x.eps for block in model.rwkv.blocks} == {1e-5 * divisor**2}
 
 
-@each_causal
+@each_rwkv
 def test_one_head_size_for_two_spellings(model_type):
     by_heads = tiny_config(model_type, head_size=None, num_attention_heads=3)
     assert (by_heads.head_size, by_heads.num_attention_heads) == (16, 3)
@@ -246,7 +246,7 @@ def test_one_head_size_for_two_spellings(model_type):
     assert tiny_config(model_type, context_length=77).max_position_embeddings == 77
 
 
-@each_causal
+@each_rwkv
 def test_pipelines(model_type, tmp_path):
     from subquad_tokenizers import ByteTokenizer
 
