@@ -134,4 +134,20 @@ def _copy(directory: Path, files: list[str], note: str | None) -> TokenizerChoic
         for name in files:
             shutil.copyfile(directory / name, destination / name)
 
-    return TokenizerChoice(f"copied from {directory}", save, note, {})
+    return TokenizerChoice(f"copied from {directory}", save, note, _special_ids(directory))
+
+
+def _special_ids(directory: Path) -> dict[str, int]:
+    """The ids of the special tokens that `tokenizer_config.json` names, as far as `tokenizer.json` has them."""
+    settings, contents = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    if not settings.is_file() or not contents.is_file():
+        return {}
+    settings, contents = read_json(settings), read_json(contents)
+    ids = {token["content"]: token["id"] for token in contents.get("added_tokens") or ()}
+    found = {}
+    for name in ("bos_token", "eos_token", "pad_token"):
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token in ids:
+            found[f"{name}_id"] = ids[token]
+    return found

@@ -8,7 +8,7 @@ import torch
 from byte_level_bpe import TEXT, write_byte_level_bpe
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from subquad import AveyConfig, AveyForCausalLM, cli
 from subquad_conversion import ConversionError, convert, recognise
@@ -231,6 +231,10 @@ def test_the_tokenizer_beside_the_weights_is_copied(tokenizer_class, weights, tm
     assert "3 layers of 32, windows of 4 splits of 8, vocabulary 101." in text
     assert f"Tokenizer: copied from {source}." in text
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    # So that `generate` knows where to stop, which published configurations do not tell.
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 0, None)
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == tokenizer.eos_token_id == 0
     assert tokenizer(TEXT)["input_ids"] == expected
     assert tokenizer.decode(expected) == TEXT
 
