@@ -521,8 +521,8 @@ def check_cache(
     past_key_values: Any,
     config: PreTrainedConfig,
     batch: int,
-    packed: bool = False,
-    cache_class: type[RecurrentCache] = RecurrentCache,
+    packed: bool,
+    cache_class: type[RecurrentCache],
 ) -> None:
     """
     Raises:

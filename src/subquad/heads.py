@@ -15,8 +15,8 @@ from transformers.utils.hub import cached_file
 
 from subquad_kernels import linear
 
-from .cache import RecurrentCache
-from .padding import can_look_at
+from .cache import RecurrentCache, check_cache
+from .padding import Tokens, can_look_at
 
 
 logger = logging.get_logger(__name__)
@@ -67,6 +67,8 @@ def embed(
 class RecurrentModelMixin:
     """What the base class of every model with a state adds to `PreTrainedModel`."""
 
+    cache_class: type[RecurrentCache] = RecurrentCache
+
     def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RecurrentCache:
         """
         An empty cache for this model.
@@ -95,7 +97,36 @@ class RecurrentModelMixin:
             config.set_sizes_from_shapes(_checkpoint_shapes(source, kwargs.get("variant"), hub))
         return super().from_pretrained(path, *args, config=config, **kwargs)
 
-    def without_cache_if_checkpointing(self, use_cache: bool, past_key_values: RecurrentCache | None):
+    def read_inputs(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        past_key_values: RecurrentCache | None,
+        use_cache: bool | None,
+    ) -> tuple[torch.Tensor, Tokens, RecurrentCache | None, bool]:
+        """
+        What every forward pass begins with: the checks of its arguments, before any work.
+
+        Returns:
+            the embeddings (batch, length, width), which of them are real and where documents begin, the cache to fill,
+            if any, and whether to return it.
+        """
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        use_cache, past_key_values = self._without_cache_if_checkpointing(use_cache, past_key_values)
+        x = embed(self.get_input_embeddings(), self.config, input_ids, inputs_embeds)
+        tokens = Tokens(*x.shape[:2], x.device, attention_mask, position_ids, cu_seqlens)
+        if past_key_values is not None:
+            packed = tokens.cu_seqlens is not None
+            check_cache(past_key_values, self.config, x.shape[0], packed, self.cache_class)
+        elif use_cache:
+            past_key_values = self.new_cache()
+        return x, tokens, past_key_values, use_cache
+
+    def _without_cache_if_checkpointing(self, use_cache: bool, past_key_values: RecurrentCache | None):
         """
         A block that is run again in the backward pass would read its tokens into the state twice.
 

@@ -92,7 +92,7 @@ def test_forward_and_gradients(backend, sizes):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
 @pytest.mark.parametrize("sizes", [(2, 17, 24, 7, 5, 17), (1, 130, 130, None, None, 128), (3, 71, 140, 69, 66, 64)])
-@EACH
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_dtypes(backend, sizes, dtype, tolerance):
     windows, rows, context, prefix, queries, width = sizes
     inputs = make(windows, rows, context, prefix, queries, width, dtype)
@@ -168,7 +168,7 @@ def test_rows_of_zeros(backend, dtype):
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1e3])
-@EACH
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_scales(backend, scale):
     inputs = make(2, 66, 70, 4, width=64)
     inputs["z"] = inputs["z"] * scale

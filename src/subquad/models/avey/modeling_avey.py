@@ -16,14 +16,13 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import contextualizer, maxsim, split_ranker
 
-from ...cache import AveyCache, check_cache
+from ...cache import AveyCache
 from ...heads import (
     CausalLMHead,
     Linear,
     RecurrentGenerationMixin,
     RecurrentModelMixin,
     SequenceClassificationHead,
-    embed,
 )
 from ...padding import Tokens, can_look_at
 from .configuration_avey import AveyConfig
@@ -201,6 +200,7 @@ class AveyPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
     _no_split_modules = ["AveyBlock"]
     _can_compile_fullgraph = True
     _skip_keys_device_placement = "past_key_values"
+    cache_class = AveyCache
 
     def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> AveyCache:
         """An empty [`AveyCache`] for this model."""
@@ -279,24 +279,16 @@ class AveyModel(AveyPreTrainedModel):
         Raises:
             ValueError: before any work, where an argument does not fit; the message names it.
         """
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        use_cache, past_key_values = self.without_cache_if_checkpointing(use_cache, past_key_values)
         if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
             raise ValueError(f"`logits_to_keep` must be a number of tokens, 0 or more, got {logits_to_keep}.")
-        x = embed(self.wte, self.config, input_ids, inputs_embeds)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if cu_seqlens is None:
             cu_seqlens = kwargs.get("cu_seq_lens_q")  # the name that transformers' collators use
-        tokens = Tokens(*x.shape[:2], x.device, attention_mask, position_ids, cu_seqlens)
+        x, tokens, past_key_values, use_cache = self.read_inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache
+        )
         packed = tokens.cu_seqlens is not None
-        if past_key_values is not None:
-            check_cache(past_key_values, self.config, x.shape[0], packed, AveyCache)
-            past_key_values.room_for(x.shape[1])
-        elif use_cache:
-            past_key_values = self.new_cache()
-
         kept = x.shape[1] if packed or output_hidden_states or logits_to_keep == 0 else min(logits_to_keep, x.shape[1])
         text = self._read_documents(x, tokens, past_key_values) if packed else self._read(x, tokens, past_key_values)
         wanted = kept * x.shape[0] // text.splits.shape[0]  # of each text

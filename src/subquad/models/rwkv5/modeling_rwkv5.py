@@ -11,14 +11,13 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import gated_wkv, token_shift, wkv_state
 
-from ...cache import RecurrentCache, RecurrentLayer, check_cache
+from ...cache import RecurrentCache, RecurrentLayer
 from ...heads import (
     CausalLMHead,
     Linear,
     RecurrentGenerationMixin,
     RecurrentModelMixin,
     SequenceClassificationHead,
-    embed,
 )
 from ...padding import Tokens, last_token
 from .configuration_rwkv5 import Rwkv5Config
@@ -233,19 +232,13 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
         Raises:
             ValueError: before any work, where an argument does not fit; the message names it.
         """
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        use_cache, past_key_values = self.without_cache_if_checkpointing(use_cache, past_key_values)
-        x = embed(self.embeddings, self.config, input_ids, inputs_embeds)
         if cu_seqlens is None:
             cu_seqlens = kwargs.get("cu_seq_lens_q")  # the name that transformers' collators use
-        tokens = Tokens(*x.shape[:2], x.device, attention_mask, position_ids, cu_seqlens)
-        if past_key_values is not None:
-            check_cache(past_key_values, self.config, x.shape[0], packed=tokens.cu_seqlens is not None)
-        elif use_cache:
-            past_key_values = RecurrentCache(self.config)
+        x, tokens, past_key_values, use_cache = self.read_inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache
+        )
 
         hidden_states = (x,) if output_hidden_states else None
         for block in self.blocks[: self.config.num_hidden_layers]:
