@@ -32,9 +32,7 @@ import json
 import math
 import os
 import statistics
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,12 +45,17 @@ from measuring import (
     ceilings,
     extra_mebibytes,
     median_milliseconds,
+    poisoned,
+    relative_error,
     resident_mebibytes,
+    run_afresh,
+    sets_beyond_cache,
+    size_of,
     timings,
+    versions,
     write_atomically,
 )
 from torch import nn
-from wkv import poisoned, relative_error, sets_beyond_cache, size_of, versions
 
 from subquad_kernels import contextualizer, linear, maxsim, split_ranker
 
@@ -798,19 +801,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
-        run(options)
+    run_afresh(run, parse(arguments))
 
 
 def run(options: argparse.Namespace) -> None:
     title = versions(options.device)
-    # What eager took over silently must not pass for a measurement of the kernels.
-    warnings.filterwarnings("error", message=".*runs in plain torch")
     path = None if options.out is None else options.out / "avey.csv"
     results = Results(path, options.device, options.minutes * 60, title)
     print(title)
@@ -842,10 +837,7 @@ def run(options: argparse.Namespace) -> None:
         write_atomically(options.out / "avey.json", lambda path: path.write_text(json.dumps(report, indent=1)))
         text = f"```\n{title}\n{rates}\n{table}\n```\n"
         write_atomically(options.out / "avey.md", lambda path: path.write_text(text, encoding="utf-8"))
-    if results.skipped:
-        print(f"{results.skipped} measurements did not begin within {options.minutes:g} minutes")
-    if results.failed:
-        raise SystemExit(1)
+    results.exit(options.minutes)
 
 
 if __name__ == "__main__":

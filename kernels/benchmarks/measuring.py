@@ -1,12 +1,17 @@
 """What the benchmarks share: medians, rows that are measured and written, and the table at the end."""
 
+import argparse
 import csv
 import gc
+import importlib.metadata
 import itertools
+import math
 import os
 import statistics
 import sys
+import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +113,59 @@ def ceilings(device: str, quick: bool) -> tuple[float, float]:
     return copied, 2 * width**3 / median_milliseconds(lambda: a @ b, device, least=5)
 
 
+def size_of(*tensors: torch.Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def sets_beyond_cache(size: int, device: str) -> int:
+    """How many inputs of that size to alternate between, so that none is still in the cache."""
+    if device == "cpu":
+        return 2
+    cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
+    return max(1, math.ceil(4 * cache / size))
+
+
+def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((x.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def poisoned(function: Callable[[], Any]) -> Any:
+    """Calls a function while every new tensor is full of NaN: what the function does not write is seen."""
+    fills, torch.utils.deterministic.fill_uninitialized_memory = True, True
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            return function()
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def versions(device: str) -> str:
+    found = [f"Python {sys.version.split()[0]}", f"torch {torch.__version__}"]
+    for name in ("triton", "transformers", "flash-linear-attention"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found.append(f"{torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name())
+    return ", ".join(found)
+
+
+def run_afresh(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
+    """Calls a benchmark's `run` with empty caches: what earlier runs compiled would make first calls look cheap."""
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+    # What eager took over silently must not pass for a measurement of the kernels.
+    warnings.filterwarnings("error", message=".*runs in plain torch")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
+        run(options)
+
+
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """`write` makes the file under another name: whoever looks finds the old one or the whole new one."""
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
@@ -201,3 +259,10 @@ class Results:
                 if row.get("note"):
                     lines.append(f"{first['what']:<31} {shape:<9} {name}: {row['note']}")
         return "\n".join(lines)
+
+    def exit(self, minutes: float) -> None:
+        """Tells what was left out, and exits with 1 where something failed."""
+        if self.skipped:
+            print(f"{self.skipped} measurements did not begin within {minutes:g} minutes")
+        if self.failed:
+            raise SystemExit(1)

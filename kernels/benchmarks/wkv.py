@@ -25,9 +25,6 @@ import importlib.util
 import itertools
 import math
 import os
-import sys
-import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +37,12 @@ from measuring import (
     ceilings,
     extra_mebibytes,
     median_milliseconds,
+    poisoned,
+    relative_error,
+    run_afresh,
+    sets_beyond_cache,
+    size_of,
+    versions,
     wall_milliseconds,
     write_atomically,
 )
@@ -86,18 +89,6 @@ class Shape:
         return torch.randn(count, self.heads, self.size, self.size, generator=generator, device=self.device)
 
 
-def size_of(*tensors: torch.Tensor) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def sets_beyond_cache(size: int, device: str) -> int:
-    """How many inputs of that size to alternate between, so that none is still in the cache."""
-    if device == "cpu":
-        return 2
-    cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
-    return max(1, math.ceil(4 * cache / size))
-
-
 # The check.
 
 
@@ -118,24 +109,6 @@ def cases(device: str, quick: bool):
         yield dataclasses.replace(shape, batch=1, length=201), (0, 3, 3, 67, 68, 201)
         yield dataclasses.replace(shape, batch=1, length=1400), (0, 700, 701, 1400)
         yield dataclasses.replace(shape, batch=1, length=600, heads=300, size=32), None
-
-
-def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((x.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-
-
-def poisoned(function: Callable[[], Any]) -> Any:
-    """Calls a function while every new tensor is full of NaN: what the function does not write is seen."""
-    fills, torch.utils.deterministic.fill_uninitialized_memory = True, True
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            return function()
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def errors_of(shape: Shape, bounds: tuple[int, ...] | None, backend: str) -> dict[str, float]:
@@ -392,17 +365,6 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def versions(device: str) -> str:
-    found = [f"Python {sys.version.split()[0]}", f"torch {torch.__version__}"]
-    for name in ("triton", "transformers", "flash-linear-attention"):
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    found.append(f"{torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name())
-    return ", ".join(found)
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -449,20 +411,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-    # What was compiled in earlier runs would make the first call look cheap.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
-        run(options)
+    run_afresh(run, parse(arguments))
 
 
 def run(options: argparse.Namespace) -> None:
     title = versions(options.device)
-    # What eager took over silently must not pass for a measurement of the kernels.
-    warnings.filterwarnings("error", message=".*runs in plain torch")
     path = None if options.out is None else options.out / "wkv.csv"
     results = Results(path, options.device, options.minutes * 60, title)
     shape = options.shapes[0]
@@ -489,10 +442,7 @@ def run(options: argparse.Namespace) -> None:
             measure_finch(results, options, with_fla=fla is not None)
     results.bar.close()
     print(results.table())
-    if results.skipped:
-        print(f"{results.skipped} measurements did not begin within {options.minutes:g} minutes")
-    if results.failed:
-        raise SystemExit(1)
+    results.exit(options.minutes)
 
 
 if __name__ == "__main__":

@@ -106,14 +106,18 @@ class RecurrentModelMixin:
         cu_seqlens: torch.Tensor | None,
         past_key_values: RecurrentCache | None,
         use_cache: bool | None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        **kwargs,
     ) -> tuple[torch.Tensor, Tokens, RecurrentCache | None, bool]:
         """
-        What every forward pass begins with: the checks of its arguments, before any work.
+        What every forward pass begins with: the checks of its arguments, before any work. `cu_seq_lens_q` is the name
+        that transformers' collators have for `cu_seqlens`; other arguments are ignored.
 
         Returns:
             the embeddings (batch, length, width), which of them are real and where documents begin, the cache to fill,
             if any, and whether to return it.
         """
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         use_cache, past_key_values = self._without_cache_if_checkpointing(use_cache, past_key_values)

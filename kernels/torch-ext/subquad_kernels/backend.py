@@ -82,9 +82,7 @@ def dispatch(operator: str, backend: str, x: torch.Tensor, triton: Callable[[], 
         return eager()
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, num_stages: int = 1, **constants: Any
-) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
     """
     Runs a Triton kernel on the device of its first tensor.
 
@@ -98,7 +96,7 @@ def launch(
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         try:
-            kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=num_stages)
+            kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=1)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (TritonError, RuntimeError, subprocess.CalledProcessError) as error:

@@ -283,10 +283,8 @@ class AveyModel(AveyPreTrainedModel):
             raise ValueError(f"`logits_to_keep` must be a number of tokens, 0 or more, got {logits_to_keep}.")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if cu_seqlens is None:
-            cu_seqlens = kwargs.get("cu_seq_lens_q")  # the name that transformers' collators use
         x, tokens, past_key_values, use_cache = self.read_inputs(
-            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache
+            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
         )
         packed = tokens.cu_seqlens is not None
         kept = x.shape[1] if packed or output_hidden_states or logits_to_keep == 0 else min(logits_to_keep, x.shape[1])

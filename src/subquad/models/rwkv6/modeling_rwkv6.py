@@ -249,10 +249,8 @@ class Rwkv6Model(Rwkv6PreTrainedModel):
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if cu_seqlens is None:
-            cu_seqlens = kwargs.get("cu_seq_lens_q")  # the name that transformers' collators use
         x, tokens, past_key_values, use_cache = self.read_inputs(
-            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache
+            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
         )
 
         hidden_states = (x,) if output_hidden_states else None
