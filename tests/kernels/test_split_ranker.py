@@ -11,7 +11,8 @@ from subquad_kernels.split_ranker import _maxsim, eager
 
 
 BACKENDS = ("eager", triton)
-NORMALIZATIONS = ("first", "max")
+NORMALIZATIONS = ("first", "max", "min")
+ORDERS = ("sequence", "score")
 
 
 def make(batch=2, current=5, per_query=3, total=6, per_split=4, size=7, dtype=torch.float32, seed=0):
@@ -204,11 +205,11 @@ def test_eager_memory_is_bounded():
 @pytest.mark.parametrize("k", [3, 4, 7, 12])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_choice_weights_and_gradients(backend, k, normalization):
-    inputs = make(current=7)
-    inputs["number"][0] = torch.arange(7)
-    assert_ranks_like_reference(with_backend(backend), inputs, k, normalization=normalization)
-    inputs = make(per_query=1, total=2)
-    assert_ranks_like_reference(with_backend(backend), inputs, k, normalization=normalization)
+    for inputs in (make(current=7), make(per_query=1, total=2)):
+        inputs["number"][0] = torch.arange(inputs["number"].shape[1])
+        for order in ORDERS:
+            options = {"normalization": normalization, "order": order}
+            assert_ranks_like_reference(with_backend(backend), inputs, k, **options)
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
@@ -249,6 +250,13 @@ def test_values_by_hand():
     index, weights, _ = split_ranker(**inputs, k=3, normalization="max")
     assert index.tolist() == [[[0, 2], [1, 2]]]
     torch.testing.assert_close(weights.cpu(), torch.tensor([[[1.0, 0.75], [1.0, 2.0]]]))
+    index, weights, _ = split_ranker(**inputs, k=4, normalization="min", order="score")
+    assert index.tolist() == [[[0, 2, 3], [-1, 1, 2]]]
+    torch.testing.assert_close(weights.cpu(), torch.tensor([[[2.0, 1.5, 1.0], [0.0, 0.5, 1.0]]]))
+    inputs["scores"] = inputs["scores"].flip(-1)
+    index, weights, _ = split_ranker(**inputs, k=4, normalization="first", order="score")
+    assert index.tolist() == [[[4, 2, 1], [-1, 3, 2]]]
+    torch.testing.assert_close(weights.cpu(), torch.tensor([[[2.0, 1.5, 1.0], [0.0, 0.5, 1.0]]]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -290,7 +298,7 @@ def test_zeros(backend, normalization, dtype):
     assert torch.equal(index, expected[0])
     torch.testing.assert_close(weights.double(), expected[1], rtol=1e-5, atol=0)
     assert not weights[1].any()
-    assert weights[0].any() == (normalization == "max" or index[0, 4, 0] > 0)
+    assert weights[0].any() == (normalization != "first" or index[0, 4, 0] > 0)
     leaf = list(leaves(inputs).values())
     for x, grad in zip(leaf, torch.autograd.grad(weights.sum(), leaf), strict=True):
         assert grad.isfinite().all()
@@ -384,7 +392,8 @@ INT = torch.int64
         ({"first": torch.zeros(2, 6, dtype=INT)}, r"`first` must have shape \(2, 5\) or \(1, 5\), got \(2, 6\)"),
         ({"first": torch.zeros(2, 5, dtype=INT, device="meta")}, "`first` is on meta, `queries` on "),
         ({"k": 0}, "`k` must be at least 1, got 0"),
-        ({"normalization": "sum"}, "`normalization` must be one of first, max, got 'sum'"),
+        ({"normalization": "sum"}, "`normalization` must be one of first, max, min, got 'sum'"),
+        ({"order": "place"}, "`order` must be one of sequence, score, got 'place'"),
         ({"scores": torch.zeros(2, 5, 5)}, r"`scores` must have shape \(2, 5, 6\), got \(2, 5, 5\)"),
         ({"scores": torch.zeros(2, 5, 6).half()}, "`scores` must be torch.float32, got torch.float16"),
         ({"scores": torch.zeros(2, 5, 6, device="meta")}, "`scores` is on meta, `queries` on "),
@@ -397,6 +406,6 @@ def test_wrong_arguments(change, message):
     }
     with pytest.raises(ValueError, match=message):
         split_ranker(**{**make(), "k": 4, **change})
-    if not {"k", "normalization", "scores", "backend"} & change.keys():
+    if not {"k", "normalization", "order", "scores", "backend"} & change.keys():
         with pytest.raises(ValueError, match=message):
             maxsim(**{**make(), **change})

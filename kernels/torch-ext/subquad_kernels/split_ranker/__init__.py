@@ -1,4 +1,4 @@
-"""The ranker of Avey: which splits of the sequence the current one is read with, and how much each of them weighs."""
+"""The ranker of Avey and Avey-B: which splits of the sequence the current one is read with, and how much each of them weighs."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,8 @@ from .reference import maxsim_reference, split_ranker_reference
 
 
 BACKENDS = ("eager", "reference", "triton")
-NORMALIZATIONS = ("first", "max")
+NORMALIZATIONS = ("first", "max", "min")
+ORDERS = ("sequence", "score")
 
 
 def _dtype(x):
@@ -88,6 +89,7 @@ def split_ranker(
     first: torch.Tensor | None = None,
     *,
     normalization: str = "first",
+    order: str = "sequence",
     scores: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,13 +104,16 @@ def split_ranker(
         queries, splits, number, first: as [`maxsim`] takes them.
         k: how many splits are read together, the current one among them.
         normalization: what the score of a chosen split is divided by, after adding 1e-8: `"first"`, the score of the
-            earliest chosen split, as the published models have it; `"max"`, the largest score, as the paper has it.
-        scores: (B, T, M), as [`maxsim`] returns them, which computes them where they are None.
+            earliest chosen split, as the published Avey models have it; `"min"`, the smallest score, as those of
+            Avey-B have it; `"max"`, the largest score, as the papers have it.
+        order: of the chosen splits: `"sequence"`, or `"score"`, the best first.
+        scores: (B, T, M), as [`maxsim`] returns them, which computes them where they are None. Candidates are those
+            whose score is not -inf.
         backend: as [`maxsim`] takes it.
 
     Returns:
-        index (B, T, k - 1), int64: the chosen splits in sequence order. Where there are fewer candidates, the places
-            on the left are -1.
+        index (B, T, k - 1), int64: the chosen splits in that order. Where there are fewer candidates, the places on
+            the left are -1.
         weights (B, T, k - 1) in the dtype of the scores: 0 at those places, and where the score to divide by is 0.
         scores (B, T, M).
 
@@ -118,8 +123,9 @@ def split_ranker(
     check(queries, splits, number, first)
     if k < 1:
         raise ValueError(f"`k` must be at least 1, got {k}.")
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"`normalization` must be one of {', '.join(NORMALIZATIONS)}, got {normalization!r}.")
+    for name, value, choices in (("normalization", normalization, NORMALIZATIONS), ("order", order, ORDERS)):
+        if value not in choices:
+            raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}.")
     if scores is not None:
         shape = (*queries.shape[:2], splits.shape[1])
         if scores.shape != shape:
@@ -129,11 +135,11 @@ def split_ranker(
         if scores.device != queries.device:
             raise ValueError(f"`scores` is on {scores.device}, `queries` on {queries.device}.")
     if choose_backend("split_ranker", backend, BACKENDS, queries) == "reference":
-        return split_ranker_reference(queries, splits, k, number, first, normalization, scores)
+        return split_ranker_reference(queries, splits, k, number, first, normalization, order, scores)
 
     if scores is None:
         scores = maxsim(queries, splits, number, first, backend=backend)
-    index = choose(scores.detach(), k)
+    index = choose(scores.detach(), k, order)
     if k == 1:
         return index, scores.new_zeros(index.shape), scores
     if torch.is_grad_enabled() and (queries.requires_grad or splits.requires_grad) and splits.shape[1] > 0:

@@ -52,12 +52,14 @@ def maxsim_eager(
     return scores.masked_fill_((split < first[..., None]) | (split >= number[..., None]), -torch.inf)
 
 
-def choose(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The k - 1 best splits of scores (B, T, M) in sequence order, after as many -1 as are missing: (B, T, k - 1)."""
+def choose(scores: torch.Tensor, k: int, order: str) -> torch.Tensor:
+    """The k - 1 best splits of scores (B, T, M) in an order, after as many -1 as are missing: (B, T, k - 1)."""
     scores, index = scores.sort(dim=-1, descending=True, stable=True)
     scores, index = scores[..., : k - 1], index[..., : k - 1]
     index = index.masked_fill(scores == -torch.inf, -1)
-    return F.pad(index, (k - 1 - index.shape[-1], 0), value=-1).sort(dim=-1).values
+    index = F.pad(index, (k - 1 - index.shape[-1], 0), value=-1)
+    by = index if order == "sequence" else (index >= 0).int()
+    return index.gather(-1, by.argsort(dim=-1, stable=True))
 
 
 def scores_of(queries: torch.Tensor, splits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -71,10 +73,12 @@ def normalize(selected: torch.Tensor, index: torch.Tensor, normalization: str) -
     """Weights (B, T, k - 1) of scores and indices (B, T, k - 1)."""
     missing = index < 0
     if normalization == "first":
-        earliest = missing.sum(-1, keepdim=True).clamp_max(index.shape[-1] - 1)
+        earliest = index.masked_fill(missing, torch.iinfo(index.dtype).max).argmin(-1, keepdim=True)
         divisor = selected.gather(-1, earliest)
-    else:
+    elif normalization == "max":
         divisor = selected.masked_fill(missing, -torch.inf).amax(-1, keepdim=True)
+    else:
+        divisor = selected.masked_fill(missing, torch.inf).amin(-1, keepdim=True)
     denominator = divisor + 1e-8
     missing = missing | (divisor == 0) | (denominator == 0)
     # What is missing is divided by 1: dividing it by zero would make its gradient NaN.

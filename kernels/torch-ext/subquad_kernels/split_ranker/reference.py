@@ -29,6 +29,7 @@ def split_ranker_reference(
     number: torch.Tensor,
     first: torch.Tensor | None,
     normalization: str,
+    order: str,
     scores: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
@@ -44,11 +45,14 @@ def split_ranker_reference(
         for t in range(current):
             row = scores[b, t].tolist()
             candidates = [m for m, score in enumerate(row) if score != -torch.inf]
-            best = sorted(sorted(candidates, key=lambda m: -row[m])[: k - 1])
+            best = sorted(candidates, key=lambda m: -row[m])[: k - 1]
             if not best:
                 continue
+            if order == "sequence":
+                best.sort()
             selected = exact[b, t, best]
-            divisor = selected[0] if normalization == "first" else selected.max()
+            divisors = {"first": exact[b, t, min(best)], "max": selected.max(), "min": selected.min()}
+            divisor = divisors[normalization]
             index[b, t, -len(best) :] = torch.tensor(best)
             if divisor != 0 and divisor + 1e-8 != 0:
                 weights[b, t, -len(best) :] = selected / (divisor + 1e-8)
