@@ -76,8 +76,10 @@ def resources(compiled, target: GPUTarget) -> dict:
 def launches() -> None:
     """Calls the operators in the variants that the models or their users ask for."""
     from subquad_kernels.contextualizer import triton_kernels as contextualizer
+    from subquad_kernels.dynamic_mixing import triton_kernels as dynamic_mixing
     from subquad_kernels.group_norm_gate import triton_kernels as group_norm_gate
     from subquad_kernels.split_ranker import triton_kernels as split_ranker
+    from subquad_kernels.static_mixing import triton_kernels as static_mixing
     from subquad_kernels.token_shift import triton_kernels as token_shift
     from subquad_kernels.wkv import triton_kernels as wkv
     from subquad_kernels.wkv.masks import masks_for
@@ -104,6 +106,18 @@ def launches() -> None:
         if backward:
             grad = empty(windows, queries, width, dtype=dtype)
             contextualizer.contextualizer_triton_backward(grad, z, v, gate, prefix, queries)
+
+    def run_static_mixing(dtype, context, width, features):
+        x, grad = empty(64, context, features, dtype=dtype), empty(64, context, features - width, dtype=dtype)
+        v = empty(context, context)
+        static_mixing.static_mixing_triton(x, v, width, grad[..., :width])
+        static_mixing.static_mixing_triton_backward(grad, x, v, width)
+
+    def run_dynamic_mixing(dtype, context, width, size, normalization):
+        features, out = empty(64, context, size, dtype=dtype), empty(64, context, size - width, dtype=dtype)
+        arguments = features, width, normalization, 1e-12
+        dynamic_mixing.dynamic_mixing_triton(out[..., :width], *arguments)
+        dynamic_mixing.dynamic_mixing_triton_backward(out, *arguments)
 
     walk, segments = 512, 4  # heads
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -141,6 +155,14 @@ def launches() -> None:
     run_contextualizer(torch.bfloat16, 256, 512, 512, 768)
     run_contextualizer(torch.bfloat16, 256, 448, 50, 100)
     run_contextualizer(torch.float32, 256, 64, 64, 768)
+    run_static_mixing(torch.bfloat16, 256, 768, 3072)
+    run_static_mixing(torch.bfloat16, 250, 100, 403)
+    run_static_mixing(torch.float32, 256, 768, 3072)
+    run_dynamic_mixing(torch.bfloat16, 256, 768, 3072, "l1")
+    run_dynamic_mixing(torch.bfloat16, 1024, 768, 3072, "sum")
+    run_dynamic_mixing(torch.bfloat16, 250, 100, 403, "l1")
+    run_dynamic_mixing(torch.float32, 256, 768, 3072, "sum")
+    run_dynamic_mixing(torch.float32, 1024, 768, 3072, "l1")
     run_wkv(torch.bfloat16, walk, decay_dtype=torch.bfloat16)
     run_wkv(torch.bfloat16, walk, packed=True)
     run_wkv(torch.bfloat16, segments, packed=True)

@@ -38,6 +38,7 @@ def test_every_variant_compiles(target, tmp_path):
     assert {"_output_kernel", "_segment_kernel", "_pass_kernel", "_gradient_kernel", "_decode_kernel"} < kernels
     assert "_maxsim_kernel" in kernels
     assert {"_mix_kernel", "_sum_kernel", "_row_gradient_kernel", "_weight_gradient_kernel"} < kernels
+    assert {"_static_product_kernel", "_static_weight_kernel"} < kernels
     for result in results:
         limits = LIMITS[target]
         if result["kernel"] in ("_mix_kernel", "_weight_gradient_kernel") and result["constants"]["EVEN"] == "True":

@@ -1,20 +1,24 @@
 """Operators of sub-quadratic language models: one folder an operator, torch alone required."""
 
 from .contextualizer import contextualizer
+from .dynamic_mixing import dynamic_mixing
 from .group_norm_gate import group_norm_gate
 from .linear import linear
 from .split_ranker import maxsim, split_ranker
+from .static_mixing import static_mixing
 from .token_shift import token_shift
 from .wkv import gated_wkv, wkv, wkv_state
 
 
 __all__ = [
     "contextualizer",
+    "dynamic_mixing",
     "gated_wkv",
     "group_norm_gate",
     "linear",
     "maxsim",
     "split_ranker",
+    "static_mixing",
     "token_shift",
     "wkv",
     "wkv_state",

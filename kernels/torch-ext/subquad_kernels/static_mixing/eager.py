@@ -1,0 +1,58 @@
+"""
+The static layer in plain torch, for any device.
+
+A few windows at a time, so that what exists besides arguments and results is of bounded size.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+
+VALUES = 1 << 24  # of the windows that are taken at a time
+CACHED = 1 << 20  # the same on a CPU: 1.8 times as fast, since its cache holds them
+
+
+def _dtype(features: torch.Tensor) -> torch.dtype:
+    """What products are made in: sums may be beyond what float16 holds where the result is not."""
+    return torch.float32 if features.dtype == torch.float16 else features.dtype
+
+
+def _pieces(features: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """A few windows: which, their contextual half and their gate."""
+    windows, context, _ = features.shape
+    values = CACHED if features.device.type == "cpu" else VALUES
+    size = max(values // (context * max(context, width)), 1)
+    for start in range(0, windows, size):
+        part = slice(start, min(start + size, windows))
+        yield part, features[part, :, :width].to(_dtype(features)), features[part, :, width : 2 * width]
+
+
+def _mix(v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """v x of each window. (`matmul` would copy x.)"""
+    return torch.bmm(v.expand(x.shape[0], -1, -1), x)
+
+
+def static_mixing_eager(features: torch.Tensor, v: torch.Tensor, width: int, out: torch.Tensor) -> None:
+    """Writes gate * (v x) to `out` (W, C, width), which may be the gate: for [`subquad_kernels.static_mixing`]."""
+    v = v.to(features.dtype).to(_dtype(features))
+    for part, x, gate in _pieces(features, width):
+        torch.mul(_mix(v, x), gate, out=out[part])
+
+
+def static_mixing_eager_backward(
+    grad: torch.Tensor, features: torch.Tensor, v: torch.Tensor, width: int
+) -> list[torch.Tensor]:
+    """Gradients of features and v."""
+    dtype = _dtype(features)
+    weights = v.to(features.dtype).to(dtype)
+    grad_features = features.new_empty(features.shape)
+    grad_v = v.new_zeros(v.shape, dtype=torch.promote_types(dtype, torch.float32))
+    for part, x, gate in _pieces(features, width):
+        grad_gated = grad[part, :, :width].to(dtype)
+        torch.mul(_mix(weights, x), grad_gated, out=grad_features[part, :, width : 2 * width])
+        grad_mixed = grad_gated * gate
+        grad_features[part, :, :width] = _mix(weights.mT, grad_mixed)
+        grad_v += torch.bmm(grad_mixed, x.mT).sum(0, dtype=grad_v.dtype)
+    grad_features[..., 2 * width :] = grad[..., width:]
+    return [grad_features, grad_v.to(v.dtype)]

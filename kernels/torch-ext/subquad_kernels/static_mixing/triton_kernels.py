@@ -1,0 +1,154 @@
+"""
+The static layer as Triton kernels.
+
+A program owns a tile of one window's result and walks along the rows that it is a sum of; the programs of a window
+follow one another, and so find its rows, and v, in the cache. One kernel makes all products of v: gate * (v x); in the
+backward pass the gradient of the gate, grad * (v x); and that of x, vᵀ g with g = grad * gate.
+
+g is written where the gradient of the gate is made, and not made anew where it is read. That is as much traffic to
+memory: nine times x in all. But both the gradient of x and that of v read g once for each of their tiles; made anew
+there, each time two tensors would be read for it, and it would pass through the registers, where an operand of a
+product goes from memory to shared memory straight.
+
+For the gradient of v a program owns a tile of it and a strip of the sum over all columns of all windows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backend import KernelError, launch, multiprocessors
+from ..contextualizer.triton_kernels import _aligned, _load, _readable
+
+
+@triton.jit
+def _static_product_kernel(
+    v, x, gate, factor, out, product,
+    C, width, v_row, v_column, x_window, x_row, gate_window, gate_row, factor_window, factor_row,
+    out_window, out_row, product_window, product_row,
+    TILE: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of out = gate * (v x), where gate may be None, and of product = gate * factor, where both may be."""
+    row_tiles, column_tiles = tl.cdiv(C, TILE), tl.cdiv(width, TILE)
+    program = tl.program_id(0)
+    rows = program % row_tiles * TILE + tl.arange(0, TILE)
+    columns = program // row_tiles % column_tiles * TILE + tl.arange(0, TILE)
+    window = (program // (row_tiles * column_tiles)).to(tl.int64)
+    mask = (rows < C)[:, None] & (columns < width)[None, :]
+    if gate is not None:
+        gate += window * gate_window + rows[:, None] * gate_row + columns[None, :]
+    if factor is not None:  # now, while no sums fill the registers
+        factor += window * factor_window + rows[:, None] * factor_row + columns[None, :]
+        product += window * product_window + rows[:, None] * product_row + columns[None, :]
+        both = _load(gate, mask, EVEN).to(tl.float32) * _load(factor, mask, EVEN).to(tl.float32)
+        tl.store(product, both.to(product.dtype.element_ty), mask=mask)
+
+    x += window * x_window + columns[None, :]
+    sums = tl.zeros((TILE, TILE), tl.float32)
+    for start in tl.range(0, C, BK, num_stages=STAGES):
+        ks = start + tl.arange(0, BK)
+        places = v + rows[:, None] * v_row + ks[None, :] * v_column
+        weights = _load(places, (rows < C)[:, None] & (ks < C)[None, :], EVEN)
+        values = _load(x + ks[:, None] * x_row, (ks < C)[:, None] & (columns < width)[None, :], EVEN)
+        sums = tl.dot(weights, values, sums, input_precision=PRECISION)
+    if gate is not None:
+        sums *= _load(gate, mask, EVEN).to(tl.float32)
+    out += window * out_window + rows[:, None] * out_row + columns[None, :]
+    tl.store(out, sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _static_weight_kernel(
+    g, x, grad_v, windows, strip, C, width, g_window, g_row, x_window, x_row,
+    TILE: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of the sum of g xᵀ over a strip of steps, BK columns of a window each."""
+    tiles, steps = tl.cdiv(C, TILE), tl.cdiv(width, BK)
+    rows = tl.program_id(0) // tiles * TILE + tl.arange(0, TILE)
+    keys = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    number = tl.program_id(1)
+    sums = tl.zeros((TILE, TILE), tl.float32)
+    for step in tl.range(number * strip, tl.minimum((number + 1) * strip, windows * steps), num_stages=STAGES):
+        window = (step // steps).to(tl.int64)
+        ks = step % steps * BK + tl.arange(0, BK)
+        places = g + window * g_window + rows[:, None] * g_row + ks[None, :]
+        grads = _load(places, (rows < C)[:, None] & (ks < width)[None, :], EVEN)
+        places = x + window * x_window + keys[None, :] * x_row + ks[:, None]
+        values = _load(places, (keys < C)[None, :] & (ks < width)[:, None], EVEN)
+        sums = tl.dot(grads, values, sums, input_precision=PRECISION)
+    places = grad_v + number.to(tl.int64) * C * C + rows[:, None] * C + keys[None, :]
+    tl.store(places, sums, mask=(rows < C)[:, None] & (keys < C)[None, :])
+
+
+def _constants(x, *others):
+    """How the work is cut, where `others` are read or written along with x."""
+    _, context, width = x.shape
+    tensors = [tensor for tensor in (x, *others) if tensor is not None]
+    if any(context * tensor.stride(1) >= 2**31 for tensor in tensors):
+        raise KernelError("the rows of a window are too far apart for 32-bit offsets")
+    narrow, hip = x.element_size() == 2, torch.version.hip is not None
+    # With products of float32, masks, or values that are read one by one, a larger tile does not fit in the registers.
+    large = narrow and context % 128 == 0 and width % 128 == 0 and all(_aligned(tensor) for tensor in tensors)
+    tile = 128 if large else 64
+    return {
+        "TILE": tile,
+        "BK": 64 if narrow else 32,
+        "EVEN": context % tile == 0 and width % tile == 0,
+        "STAGES": 1 if hip else 3,
+        "PRECISION": "ieee" if narrow or hip else "tf32x3",
+        "num_warps": 4 if hip else 8,
+    }
+
+
+def _multiply(v, x, gate, out, factor=None, product=None):
+    """Writes gate * (v x) to `out` and gate * factor to `product`; without the gate where it is None."""
+    windows, context, width = x.shape
+    tensors = x, gate, factor, out, product
+    constants = _constants(*tensors)
+    tiles = triton.cdiv(context, constants["TILE"]) * triton.cdiv(width, constants["TILE"])
+    strides = [n for tensor in tensors for n in ((0, 0) if tensor is None else tensor.stride()[:2])]
+    launch(
+        _static_product_kernel,
+        (windows * tiles,),
+        *(v, *tensors, context, width, *v.stride(), *strides),
+        **constants,
+    )
+
+
+def _readable_parts(features, v, width):
+    """x, gate and v as the kernels read them."""
+    tail = _readable(features[..., : 2 * width])
+    return tail[..., :width], tail[..., width:], v.to(features.dtype).contiguous()
+
+
+def static_mixing_triton(features, v, width, out):
+    """Writes gate * (v x) to `out` (W, C, width), which may be the gate: for [`subquad_kernels.static_mixing`]."""
+    x, gate, v = _readable_parts(features, v, width)
+    _multiply(v, x, gate, out)
+
+
+def static_mixing_triton_backward(grad, features, v, width):
+    """Gradients of features and v."""
+    x, gate, weights = _readable_parts(features, v, width)
+    grad_gated = _readable(grad[..., :width])
+    grad_features = features.new_empty(features.shape)
+    grad_x, grad_gate, grad_head = grad_features.tensor_split((width, 2 * width), dim=-1)
+    # g lies where the gradient of the head will, if there is room.
+    g = grad_head[..., :width] if grad_head.shape[2] >= width else features.new_empty(x.shape)
+    _multiply(weights, x, grad_gated, grad_gate, gate, g)
+    _multiply(weights.mT, g, None, grad_x)
+
+    # Strips for two programs on each processor, but none so short that what it writes is as much as it reads.
+    windows, context, _ = x.shape
+    constants = _constants(x, g)
+    tiles, steps = triton.cdiv(context, constants["TILE"]) ** 2, windows * triton.cdiv(width, constants["BK"])
+    strip = max(triton.cdiv(steps * tiles, 2 * multiprocessors(x)), 8)
+    grad_v = x.new_empty(triton.cdiv(steps, strip), context, context, dtype=torch.float32)
+    launch(
+        _static_weight_kernel,
+        (tiles, grad_v.shape[0]),
+        *(g, x, grad_v, windows, strip, context, width, *g.stride()[:2], *x.stride()[:2]),
+        **constants,
+    )
+    grad_head.copy_(grad[..., width:])
+    return [grad_features, grad_v.sum(0).to(v.dtype)]
