@@ -1,4 +1,4 @@
-"""The architectures that the shared tests run on; another one joins by one line in `CAUSAL`."""
+"""The architectures that the shared tests run on; another one joins by one line in `CAUSAL` or `ENCODERS`."""
 
 import copy
 
@@ -11,6 +11,7 @@ import subquad
 VOCABULARY = 97
 
 # Model type to the fields of a tiny configuration, with an odd number of heads where there are any.
+ENCODERS = {"avey-b": {"d_embed": 48, "n_layers": 3, "chunk_size": 8}}
 CAUSAL = {
     "rwkv5": {"hidden_size": 48, "head_size": 16, "num_hidden_layers": 3, "intermediate_size": 64},
     "rwkv6": {
@@ -25,23 +26,37 @@ CAUSAL = {
 }
 
 RWKV = ("rwkv5", "rwkv6")
+each_model = pytest.mark.parametrize("model_type", CAUSAL | ENCODERS)
 each_causal = pytest.mark.parametrize("model_type", CAUSAL)
+each_head = pytest.mark.parametrize(
+    ("model_type", "auto_class"),
+    [(name, auto_class) for name in CAUSAL | ENCODERS for auto_class in subquad.ARCHITECTURES[name][2]],
+)
 each_rwkv = pytest.mark.parametrize("model_type", RWKV)
 
 # The linear layers that adapters are put on.
-LINEAR = {name: ["key", "value", "receptance", "gate", "output"] for name in RWKV} | {"avey": ["enricher", "fuser"]}
+LINEAR = {name: ["key", "value", "receptance", "gate", "output"] for name in RWKV} | {
+    name: ["enricher", "fuser"] for name in ("avey", "avey-b")
+}
 
 
 def tiny_config(model_type: str, **fields):
     config_class = getattr(subquad, subquad.ARCHITECTURES[model_type][1])
-    return config_class(**{"vocab_size": VOCABULARY, **CAUSAL[model_type], **fields})
+    return config_class(**{"vocab_size": VOCABULARY, **(CAUSAL | ENCODERS)[model_type], **fields})
 
 
-def model_class(model_type: str, auto_class: str):
+def lm_class(model_type: str) -> str:
+    """The Auto class of the model that is trained on text alone."""
+    return "AutoModelForMaskedLM" if model_type in ENCODERS else "AutoModelForCausalLM"
+
+
+def model_class(model_type: str, auto_class: str | None = None):
+    """The class behind an Auto class, [`lm_class`] where None."""
+    auto_class = auto_class or lm_class(model_type)
     return getattr(subquad, subquad.ARCHITECTURES[model_type][2][auto_class])
 
 
-def tiny_model(model_type: str, auto_class: str = "AutoModelForCausalLM", seed: int = 0, **fields):
+def tiny_model(model_type: str, auto_class: str | None = None, seed: int = 0, **fields):
     """A tiny model in which no parameter is zero or constant, so that each takes part in every comparison."""
     torch.manual_seed(seed)
     model = model_class(model_type, auto_class)(copy.deepcopy(tiny_config(model_type, **fields))).eval()

@@ -1,20 +1,39 @@
-"""What users of transformers expect of every class, beyond the contract of causal models."""
+"""What users of transformers expect of every class, beyond the contract."""
 
 import pytest
 import torch
-from architectures import LINEAR, VOCABULARY, each_causal, each_rwkv, model_class, random_ids, tiny_config, tiny_model
-from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
+import transformers
+from architectures import (
+    CAUSAL,
+    LINEAR,
+    VOCABULARY,
+    each_causal,
+    each_head,
+    each_model,
+    each_rwkv,
+    lm_class,
+    model_class,
+    random_ids,
+    tiny_config,
+    tiny_model,
+)
+from transformers import AutoModel, Trainer, TrainingArguments
 
 import subquad
 from subquad.padding import Tokens
 
 
-each_head = pytest.mark.parametrize(
-    "auto_class", ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
-)
+def load(model_type, path, **options):
+    """The model that is trained on text alone, by way of its Auto class."""
+    return getattr(transformers, lm_class(model_type)).from_pretrained(path, **options)
 
 
-@each_causal
+def lora(model_type, **options):
+    from peft import LoraConfig
+
+    return LoraConfig(task_type="CAUSAL_LM" if model_type in CAUSAL else None, **options)
+
+
 @each_head
 def test_save_and_load(model_type, auto_class, tmp_path):
     model, ids = tiny_model(model_type, auto_class), random_ids(2, 9)
@@ -32,31 +51,30 @@ def test_save_and_load(model_type, auto_class, tmp_path):
     torch.testing.assert_close(loaded(ids)[0], model(ids)[0])
 
 
-@each_causal
+@each_model
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_save_and_load_in_a_dtype(model_type, dtype, tmp_path):
     model = tiny_model(model_type).to(dtype)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = load(model_type, tmp_path)
     assert loaded.dtype == dtype
     for (name, p), q in zip(model.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(p, q), name
 
 
-@each_causal
+@each_model
 def test_base_model_in_a_head_and_back(model_type, tmp_path):
     model, ids = tiny_model(model_type), random_ids(1, 9)
     model.save_pretrained(tmp_path / "head")
     base = AutoModel.from_pretrained(tmp_path / "head")
     torch.testing.assert_close(base(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
     base.save_pretrained(tmp_path / "base")
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
+    again, info = load(model_type, tmp_path / "base", output_loading_info=True)
     assert set(info["missing_keys"]) == (set() if model.config.tie_word_embeddings else {"head.weight"})
     torch.testing.assert_close(again.base_model(ids).last_hidden_state, base(ids).last_hidden_state)
 
 
-@each_causal
 @each_head
 def test_outputs(model_type, auto_class):
     model, ids = tiny_model(model_type, auto_class), random_ids(2, 9)
@@ -66,9 +84,10 @@ def test_outputs(model_type, auto_class):
     as_tuple = model(ids, output_hidden_states=True, return_dict=False)
     torch.testing.assert_close(as_tuple[0], out[0])
     torch.testing.assert_close(as_tuple[-1][0], out.hidden_states[0])
-    assert out.past_key_values is not None
-    assert model(ids, use_cache=False).past_key_values is None
-    assert model.train()(ids).past_key_values is None
+    if model_type in CAUSAL:
+        assert out.past_key_values is not None
+        assert model(ids, use_cache=False).past_key_values is None
+        assert model.train()(ids).past_key_values is None
     model.config.output_hidden_states = True
     assert model(ids).hidden_states is not None
 
@@ -104,7 +123,7 @@ def test_loss(model_type):
     torch.testing.assert_close(out.loss, expected)
 
 
-@each_causal
+@each_model
 @pytest.mark.parametrize("size", [VOCABULARY + 11, VOCABULARY - 11])
 @pytest.mark.parametrize("tied", [False, True])
 def test_resize_token_embeddings(model_type, size, tied, tmp_path):
@@ -140,7 +159,7 @@ def test_classification_is_exact_under_padding(model_type):
     )
 
 
-@each_causal
+@each_model
 @pytest.mark.parametrize(
     ("problem", "labels", "expected"),
     [
@@ -159,7 +178,7 @@ def test_classification_losses(model_type, problem, labels, expected):
     torch.testing.assert_close(out.loss, expected(out.logits, labels))
 
 
-@each_causal
+@each_model
 def test_batches_and_singles_agree_in_low_precision(model_type):
     rows = random_ids(3, 20)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)):
@@ -170,15 +189,15 @@ def test_batches_and_singles_agree_in_low_precision(model_type):
             assert ((batch[n] - alone).norm() / alone.norm()) < tolerance
 
 
-@each_causal
+@each_model
 def test_from_meta(model_type):
     with torch.device("meta"):
-        model = model_class(model_type, "AutoModelForCausalLM")(tiny_config(model_type))
+        model = model_class(model_type)(tiny_config(model_type))
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert model(torch.zeros(1, 3, dtype=torch.long, device="meta")).logits.shape == (1, 3, VOCABULARY)
 
 
-@each_causal
+@each_model
 def test_seed_decides_the_weights(model_type):
     def weights(seed):
         torch.manual_seed(seed)
@@ -191,25 +210,29 @@ def test_seed_decides_the_weights(model_type):
     assert torch.isfinite(weights(0)).all()
 
 
-@each_causal
+@each_model
 def test_offload_to_disk(model_type, tmp_path):
     model, ids = tiny_model(model_type), random_ids(2, 9)
     model.save_pretrained(tmp_path)
     prefix = model.base_model_prefix
     parts = [f"{prefix}.{name}" for name, _ in model.base_model.named_children()]
-    device_map = dict.fromkeys([*parts, model.lm_head_name], "cpu") | {f"{prefix}.blocks": "disk"}
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map, offload_folder=tmp_path / "off")
+    device_map = dict.fromkeys([*parts, getattr(model, "lm_head_name", "lm_head")], "cpu")
+    device_map |= {
+        f"{prefix}.{name}": "disk" for name in ("blocks", "layers", "ranker") if f"{prefix}.{name}" in parts
+    }
+    loaded = load(model_type, tmp_path, device_map=device_map, offload_folder=tmp_path / "off")
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
-    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
+    if model_type in CAUSAL:
+        options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
 
 
-@each_causal
+@each_model
 def test_adapters(model_type, tmp_path):
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import PeftModel, get_peft_model
 
     ids = random_ids(1, 9)
-    config = LoraConfig(target_modules=LINEAR[model_type], task_type="CAUSAL_LM")
+    config = lora(model_type, target_modules=LINEAR[model_type])
     adapted = get_peft_model(tiny_model(model_type), config)
     adapted(input_ids=ids, labels=ids).loss.backward()
     with torch.no_grad():
@@ -224,47 +247,45 @@ def test_adapters(model_type, tmp_path):
     torch.testing.assert_close(loaded.merge_and_unload()(ids).logits, expected, atol=1e-3, rtol=1e-3)
 
 
-@each_causal
+@each_model
 def test_an_adapter_directory_loads_as_a_model(model_type, tmp_path):
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     tiny_model(model_type).save_pretrained(tmp_path / "model")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    config = LoraConfig(target_modules=LINEAR[model_type][:1], init_lora_weights=False, task_type="CAUSAL_LM")
+    base = load(model_type, tmp_path / "model")
+    config = lora(model_type, target_modules=LINEAR[model_type][:1], init_lora_weights=False)
     adapted = get_peft_model(base, config)
     adapted.save_pretrained(tmp_path / "adapter")
-    loaded = model_class(model_type, "AutoModelForCausalLM").from_pretrained(tmp_path / "adapter")
+    loaded = model_class(model_type).from_pretrained(tmp_path / "adapter")
     ids = random_ids(1, 9)
     torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits)
 
 
-@each_causal
+@each_model
 def test_adapters_on_embeddings(model_type):
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    ids, name = random_ids(1, 9), {"avey": "wte"}.get(model_type, "embeddings")
+    ids, name = random_ids(1, 9), {"avey": "wte", "avey-b": "embed"}.get(model_type, "embeddings")
     expected = tiny_model(model_type)(ids).logits
     for options in (
         {"target_modules": [name]},
         {"target_modules": ["fuser", "key"], "trainable_token_indices": [3, 5]},
     ):
-        adapted = get_peft_model(tiny_model(model_type), LoraConfig(**options, task_type="CAUSAL_LM"))
+        adapted = get_peft_model(tiny_model(model_type), lora(model_type, **options))
         torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, expected)
         adapted.train()(input_ids=ids, labels=ids).loss.backward()
 
 
-@each_causal
+@each_model
 def test_adapters_of_transformers(model_type, tmp_path):
-    from peft import LoraConfig
-
     model, ids = tiny_model(model_type), random_ids(1, 9)
     model.save_pretrained(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    model.add_adapter(LoraConfig(target_modules=LINEAR[model_type], init_lora_weights=False))
+    model = load(model_type, tmp_path / "model")
+    model.add_adapter(lora(model_type, target_modules=LINEAR[model_type], init_lora_weights=False))
     expected = model(ids).logits
     model.save_pretrained(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    loaded = load(model_type, tmp_path / "adapter")
     torch.testing.assert_close(loaded(ids).logits, expected)
 
 
@@ -291,7 +312,7 @@ def test_sizes_are_not_read_from_packed_weights(model_type):
     assert config.intermediate_size == 64
 
 
-@each_causal
+@each_model
 def test_mixed_dtypes_under_autocast(model_type):
     """As on a GPU, where autocast computes layer norms in float32 whatever the weights."""
     model, ids = tiny_model(model_type).to(torch.bfloat16), random_ids(1, 9)
@@ -314,7 +335,7 @@ def test_tokens_move_between_devices():
     assert moved.fill(torch.ones(2, 3, 4, device="meta"), None).device.type == "meta"
 
 
-@each_causal
+@each_model
 def test_classifier_refuses_packed_documents(model_type):
     model = tiny_model(model_type, "AutoModelForSequenceClassification")
     for name in ("cu_seqlens", "cu_seq_lens_q"):
@@ -331,10 +352,10 @@ def test_label_smoothing_shifts_the_labels(model_type, tmp_path):
     torch.testing.assert_close(loss, model(ids, labels=ids).loss)
 
 
-@each_causal
+@each_model
 def test_trainer_learns(model_type, tmp_path):
     torch.manual_seed(0)
-    model = model_class(model_type, "AutoModelForCausalLM")(tiny_config(model_type, initializer_range=0.01))
+    model = model_class(model_type)(tiny_config(model_type, initializer_range=0.01))
     ids = random_ids(1, 40)[0]
     data = [{"input_ids": ids, "labels": ids}] * 4
     arguments = TrainingArguments(
@@ -353,14 +374,14 @@ def test_trainer_learns(model_type, tmp_path):
     assert model.eval()(ids[None], labels=ids[None]).loss.item() < 0.5 * before
 
 
-@each_causal
+@each_model
 def test_trainer_resumes_and_loads_the_best(model_type, tmp_path):
     ids = random_ids(8, 20)
     data = [{"input_ids": row, "labels": row} for row in ids]
 
     def train(path, steps, **options):
         torch.manual_seed(0)
-        model = model_class(model_type, "AutoModelForCausalLM")(tiny_config(model_type))
+        model = model_class(model_type)(tiny_config(model_type))
         arguments = TrainingArguments(
             str(tmp_path / path),
             max_steps=steps,
@@ -387,7 +408,7 @@ def test_trainer_resumes_and_loads_the_best(model_type, tmp_path):
         torch.testing.assert_close(p, q)
     best = train("best", 4, load_best_model_at_end=True)
     best.train()
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "best" / "checkpoint-2")
+    expected = load(model_type, tmp_path / "best" / "checkpoint-2")
     for p, q in zip(best.model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(p, q)
 

@@ -11,6 +11,7 @@ from architectures import (
     VOCABULARY,
     assert_same_states,
     each_causal,
+    each_model,
     random_ids,
     tiny_config,
     tiny_model,
@@ -455,7 +456,7 @@ def test_gradients_of_packed_documents(model_type):
 # 6. Gradients.
 
 
-@each_causal
+@each_model
 @pytest.mark.parametrize("backend", ["eager", triton])
 def test_gradient_checkpointing(model_type, backend, monkeypatch):
     monkeypatch.setenv("SUBQUAD_BACKEND", backend)
@@ -488,7 +489,7 @@ def test_gradient_checkpointing_and_caches(model_type):
     assert model.eval()(ids, past_key_values=cache).past_key_values.get_seq_length() == 16
 
 
-@each_causal
+@each_model
 @pytest.mark.parametrize("backend", ["eager", triton])
 @pytest.mark.parametrize("batch", ["rows", "padded", "packed"])
 def test_backends_agree(model_type, backend, batch, monkeypatch):
@@ -526,7 +527,7 @@ def test_generation_of_every_backend(model_type, cache, monkeypatch):
 # 7. torch.compile.
 
 
-@each_causal
+@each_model
 def test_compiled_training(model_type):
     model, ids = tiny_model(model_type).train(), random_ids(2, 70)
     mask = torch.ones_like(ids)
@@ -590,7 +591,7 @@ def test_low_precision(model_type, dtype, tmp_path):
     assert all(torch.isfinite(p.grad).all() for p in low.parameters())
 
 
-@each_causal
+@each_model
 def test_autocast(model_type):
     model, ids = tiny_model(model_type).train(), random_ids(2, 20)
     expected = model(ids, labels=ids).loss
@@ -604,7 +605,7 @@ def test_autocast(model_type):
 # 9. Wrong input is refused by name, before any work.
 
 
-@each_causal
+@each_model
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -679,6 +680,7 @@ def test_foreign_caches(model_type, tmp_path):
         *((name, {"hidden_size": 50, "head_size": 16}, "`attention_hidden_size`") for name in RWKV),
         *((name, {"num_attention_heads": 5, "head_size": 16}, "`num_attention_heads`") for name in RWKV),
         ("avey", {"n_blocks": 0}, "`n_blocks` must be at least 1, got 0"),
+        ("avey", {"n_layers": 3}, r"`n_layers` \(3\) is a field of Avey-B"),
         ("avey", {"chunk_size": 0}, "`chunk_size` must be at least 1, got 0"),
         ("avey", {"k": -1}, "`k` must be at least 1, got -1"),
         ("avey", {"context_proportion": 0.0}, "`context_proportion` must be above 0 and at most 1.*, got 0.0"),

@@ -1,8 +1,8 @@
-"""The published sizes of Avey; those of Eagle and Finch are held against the paper's table in `test_rwkv.py`."""
+"""The published sizes of Avey and Avey-B; those of Eagle and Finch are held against a table in `test_rwkv.py`."""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import subquad
 
@@ -28,3 +28,23 @@ def test_published_sizes_of_avey(preset):
     tail = m // 2
     enricher, fuser = m * d + m, (m - tail + tail // 2) * d + d
     assert parameters == 50304 * d + config.n_blocks * (d + enricher + rows * rows + fuser) + d
+
+
+# Table 3 of the paper, in the same way.
+TABLE_3 = {"avey-b-base": (165e6, 163_929_118), "avey-b-large": (391e6, 391_270_446)}
+
+
+@pytest.mark.parametrize("preset", TABLE_3)
+def test_published_sizes_of_avey_b(preset):
+    config = subquad.preset_config(preset)
+    published, parameters = TABLE_3[preset]
+    with torch.device("meta"):
+        model = AutoModelForMaskedLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert parameters == pytest.approx(published, rel=1e-2)
+
+    d, m = config.d_embed, 4 * config.d_embed
+    # The norm, the enricher, the fuser, which reads three quarters of the features, and the residual's gain.
+    layer = d + (m * d + m) + (3 * m // 4 * d + d) + 1
+    static, compressor = 256 * 256, 256 * 4 * 256
+    assert parameters == 50368 * d + compressor + config.n_layers * layer + config.n_layers // 2 * static

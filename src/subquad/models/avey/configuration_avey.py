@@ -58,6 +58,11 @@ class AveyConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Refuses sizes that do not fit together, before any tensor is made."""
+        if hasattr(self, "n_layers"):
+            raise ValueError(
+                f"`n_layers` ({self.n_layers}) is a field of Avey-B, whose files call themselves `avey` in the paper's "
+                "layout; `subquad convert` makes a model of them."
+            )
         for name in ("vocab_size", "d_embed", "n_blocks", "expansion_factor", "chunk_size", "k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,6 +21,7 @@ from ...heads import (
     Linear,
     RecurrentGenerationMixin,
     RecurrentModelMixin,
+    ReluSquared,
     SequenceClassificationHead,
 )
 from ...padding import Tokens, can_look_at
@@ -106,25 +106,6 @@ class Windows:
     def keep(self, x: torch.Tensor) -> torch.Tensor:
         """The rows that are put out, (windows * kept, width), of all rows."""
         return torch.cat([part[:, -self.kept :].flatten(0, 1) for part in self.split(x)])
-
-
-class ReluSquared(torch.autograd.Function):
-    """
-    relu(x)², of which the result alone is kept for the backward pass: 2 relu(x) is twice its root. (In float16 squares
-    of what is below 2e-4 vanish, and so does their gradient.)
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        y = x.relu().square_()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-        (y,) = ctx.saved_tensors
-        return grad * y.sqrt().mul_(2)
 
 
 class AveyContextualizer(nn.Module):

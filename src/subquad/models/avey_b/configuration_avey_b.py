@@ -1,0 +1,127 @@
+"""Configuration of Avey-B."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+STATIC, DYNAMIC = "static", "dynamic"
+
+# Appendix D of the paper: the kind of each of n layers, from the first to the last.
+LAYER_PATTERNS = {
+    "interleaved": lambda n: [(STATIC, DYNAMIC)[i % 2] for i in range(n)],
+    "interleaved-dynamic-first": lambda n: [(DYNAMIC, STATIC)[i % 2] for i in range(n)],
+    "single-dynamic-head": lambda n: [DYNAMIC] + [STATIC] * (n - 1),
+    "single-dynamic-tail": lambda n: [STATIC] * (n - 1) + [DYNAMIC],
+    "static-then-dynamic": lambda n: [STATIC] * (n // 2) + [DYNAMIC] * (n - n // 2),
+    "dynamic-then-static": lambda n: [DYNAMIC] * (n // 2) + [STATIC] * (n - n // 2),
+    "all-static": lambda n: [STATIC] * n,
+    "all-dynamic": lambda n: [DYNAMIC] * n,
+}
+CHOICES = {
+    "hidden_act": ("gelu", "relu2"),
+    "similarity_norm": ("l1", "sum"),
+    "score_normalization": ("min", "max"),
+    "layer_pattern": tuple(LAYER_PATTERNS),
+}
+
+
+@strict
+class AveyBConfig(PreTrainedConfig):
+    r"""
+    Configuration of an Avey-B encoder ("Avey-B", Acharya and Hammoud). The names are those of the published
+    `config.json` files, the defaults reproduce the published weights. The paper's own variant has
+    `hidden_act="relu2", similarity_norm="sum", residual_gain=False, final_norm=True`.
+
+    Args:
+        vocab_size: number of token ids.
+        d_embed: width of an embedding, d.
+        n_layers: number of layers of the neural processor, L.
+        chunk_size: tokens of a split, S.
+        k: splits that each split retrieves.
+        eps: epsilon of every norm, of the similarities' and of their rows'.
+        expansion_factor: the enricher makes `expansion_factor * d_embed` features, m, of an embedding (equation 1).
+        context_proportion: share of the features that form the tail; one half of the tail is contextualised, the
+            other is its gate, and what is not tail goes to the fuser as it is (section 3.2).
+        hidden_act: activation of the enricher: `"gelu"` (exact) or `"relu2"`, ReLU², as the paper has it.
+        similarity_norm: what a dynamic layer divides a row of similarities by: `"l1"`, the sum of their magnitudes, or
+            `"sum"`, their sum, as the paper has it (equation 6).
+        residual_gain: whether a layer adds its input times a learned number, or, as in the paper, the input itself.
+        final_norm: whether the masked language model has an RMSNorm before its head, as in the paper.
+        score_normalization: what the score of a retrieved split is divided by (section 3.1): `"min"`, the smallest
+            score of those retrieved, as the published models do it, or `"max"`, the largest, as the paper has it.
+        layer_pattern: which layers are static and which dynamic (appendix D): `"interleaved"` (static first),
+            `"interleaved-dynamic-first"`, `"single-dynamic-head"`, `"single-dynamic-tail"`, `"static-then-dynamic"`,
+            `"dynamic-then-static"`, `"all-static"` or `"all-dynamic"`.
+        bidirectional_ranker: whether a split may retrieve splits that follow it (appendix C).
+        compressor: whether a split and those that it retrieved are compressed to the size of one (section 4.3). If
+            not, the layers work on windows of `(k + 1) * chunk_size` rows.
+        compressor_residual: whether the split itself is added to what the compressor makes (section 4.3).
+        classifier_dropout: probability of dropout before the classifiers of texts and tokens.
+    """
+
+    model_type = "avey-b"
+    attribute_map = {"hidden_size": "d_embed", "num_hidden_layers": "n_layers"}
+
+    vocab_size: int = 50368
+    d_embed: int = 768
+    n_layers: int = 30
+    chunk_size: int = 256
+    k: int = 3
+    eps: float = 1e-12
+    expansion_factor: int = 4
+    context_proportion: float | int = 0.5
+    hidden_act: str = "gelu"
+    similarity_norm: str = "l1"
+    residual_gain: bool = True
+    final_norm: bool = False
+    score_normalization: str = "min"
+    layer_pattern: str = "interleaved"
+    bidirectional_ranker: bool = False
+    compressor: bool = True
+    compressor_residual: bool = True
+    classifier_dropout: float | int = 0.0
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    cls_token_id: int | None = None
+    sep_token_id: int | None = None
+    mask_token_id: int | None = None
+    tie_word_embeddings: bool = True
+
+    @property
+    def tail_size(self) -> int:
+        """Features of the tail, m_t: always even."""
+        size = int(self.expansion_factor * self.d_embed * self.context_proportion)
+        return size + size % 2
+
+    @property
+    def context_size(self) -> int:
+        """Rows of a window, which the layers mix: C."""
+        return self.chunk_size if self.compressor else (self.k + 1) * self.chunk_size
+
+    @property
+    def dynamic_layers(self) -> list[bool]:
+        """Of each layer whether it is dynamic."""
+        return [kind == DYNAMIC for kind in LAYER_PATTERNS[self.layer_pattern](self.n_layers)]
+
+    def validate_architecture(self):
+        """Refuses sizes and variants that do not fit together, before any tensor is made."""
+        for name in ("vocab_size", "d_embed", "n_layers", "expansion_factor", "chunk_size", "k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        features, share = self.expansion_factor * self.d_embed, self.context_proportion
+        if not 0 < share <= 1 or not 2 <= self.tail_size <= features:
+            raise ValueError(
+                f"`context_proportion` must be above 0 and at most 1, and make a tail of at least 2 of the {features} "
+                f"features (`expansion_factor` times `d_embed`), got {share}."
+            )
+        if not self.eps > 0:
+            raise ValueError(f"`eps` must be above 0, got {self.eps}.")
+        if not 0 <= self.classifier_dropout < 1:
+            raise ValueError(f"`classifier_dropout` must be from 0 to below 1, got {self.classifier_dropout}.")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+
+
+__all__ = ["AveyBConfig"]

@@ -1,0 +1,447 @@
+"""Avey-B against the published outputs and against its equations, written out split by split in float64."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from architectures import ENCODERS, VOCABULARY, model_class, random_ids, tiny_config, tiny_model
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForMaskedLM
+
+from subquad import ARCHITECTURES, AveyBForMaskedLM
+from subquad.models.avey_b import modeling_avey_b
+
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PAPER = {"hidden_act": "relu2", "similarity_norm": "sum", "residual_gain": False, "final_norm": True}
+VARIANTS = {
+    "hub": {},
+    "paper": PAPER,
+    "largest score": {"score_normalization": "max"},
+    "bidirectional": {"bidirectional_ranker": True},
+    "no compressor": {"compressor": False},
+    "no residual": {"compressor_residual": False},
+    "dynamic first": {"layer_pattern": "interleaved-dynamic-first", "context_proportion": 1.0},
+    "all of the paper": {**PAPER, "bidirectional_ranker": True, "compressor": False, "score_normalization": "max"},
+}
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+HEADS = [name for name in ARCHITECTURES["avey-b"][2] if name != "AutoModel"]
+
+
+def tiny(variant="hub", auto_class=None, **fields):
+    return tiny_model("avey-b", auto_class, **VARIANTS[variant], **fields)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A directory as on the Hub, the ids of two texts, and what the published model makes of them."""
+    path = tmp_path_factory.mktemp("avey-b")
+    tensors, config = read("avey_b_hub")
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "avey-b"}))
+    weights = {name[8:]: tensor for name, tensor in tensors.items() if name.startswith("weights.")}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path, *(tensors[name] for name in ("input_ids", "last_hidden_state", "logits"))
+
+
+def read(name):
+    with safe_open(GOLDEN / f"{name}.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["config"])
+
+
+def norm(x, weight, eps):
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def plain_window(model, x, i):
+    """What the first layer gets for split i of x (splits, S, D)."""
+    c = model.config
+    y = x / (x.norm(dim=-1, keepdim=True) + 1e-8)
+    scores = {}
+    for j in range(len(x) if c.bidirectional_ranker else i):
+        if j != i:
+            scores[j] = (y[i] @ y[j].T).amax(1).sum()
+    best = sorted(scores, key=lambda j: -scores[j])[: c.k]
+    rows = x.new_zeros((c.k - len(best)) * c.chunk_size, c.d_embed)
+    if best:
+        divisor = {"min": min, "max": max}[c.score_normalization](scores[j] for j in best) + 1e-8
+        rows = torch.cat([rows, *(x[j] * scores[j] / divisor for j in best)])
+    rows = torch.cat([rows, x[i]])
+    if not c.compressor:
+        return rows
+    return model.model.ranker.down_proj @ rows + (x[i] if c.compressor_residual else 0)
+
+
+def plain_layers(model, h):
+    """Hidden states of windows h (W, C, D): of the last S rows, before each layer and after the last."""
+    c, seen = model.config, [h[:, -model.config.chunk_size :]]
+    for layer in model.model.layers:
+        features = layer.enricher(norm(h, layer.norm.weight, c.eps))
+        features = F.gelu(features) if c.hidden_act == "gelu" else F.relu(features).square()
+        tail, gate, head = features.split([c.tail_size // 2, c.tail_size // 2, features.shape[-1] - c.tail_size], -1)
+        if layer.spatial_proj is not None:
+            weights = layer.spatial_proj
+        elif c.similarity_norm == "l1":
+            y = tail / tail.norm(dim=-1, keepdim=True).clamp_min(c.eps)
+            weights = y @ y.mT
+            weights = weights / weights.abs().sum(-1, keepdim=True).clamp_min(c.eps)
+        else:
+            y = tail / (tail.square().sum(-1, keepdim=True) + c.eps).sqrt()
+            weights = y @ y.mT
+            weights = weights / (weights.sum(-1, keepdim=True) + c.eps)
+        h = layer.fuser(torch.cat((weights @ tail * gate, head), -1)) + (layer.alpha if c.residual_gain else 1) * h
+        seen.append(h[:, -c.chunk_size :])
+    return seen
+
+
+def plain(model, ids):
+    """Hidden states (layers + 1, batch, length, D) of a model in float64."""
+    c, rows = model.config, []
+    for row in ids:
+        x = F.pad(model.model.embed.weight[row], (0, 0, 0, -len(row) % c.chunk_size)).unflatten(0, (-1, c.chunk_size))
+        windows = torch.stack([plain_window(model, x, i) for i in range(len(x))])
+        rows.append(torch.stack([h.flatten(0, 1)[: len(row)] for h in plain_layers(model, windows)]))
+    return torch.stack(rows, 1)
+
+
+def padded(rows, side, width=None):
+    """Ids with a token in place of padding that changes everything it is taken for, and the mask."""
+    width = width or max(map(len, rows))
+    gaps = [(width - len(row), 0) if side == "left" else (0, width - len(row)) for row in rows]
+    mask = torch.stack([F.pad(torch.ones_like(row), gap) for row, gap in zip(rows, gaps, strict=True)])
+    return torch.stack([F.pad(row, gap, value=7) for row, gap in zip(rows, gaps, strict=True)]), mask
+
+
+# The published model, and the equations.
+
+
+def test_published_outputs(published):
+    path, ids, hidden, logits = published
+    model, info = AutoModelForMaskedLM.from_pretrained(path, output_loading_info=True)
+    assert isinstance(model, AveyBForMaskedLM)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    torch.testing.assert_close(model(ids).logits, logits, atol=1e-4, rtol=0)
+    base = AutoModel.from_pretrained(path)
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context:
+            torch.testing.assert_close(base(ids).last_hidden_state, hidden, atol=1e-4, rtol=0)
+    model.save_pretrained(path / "again")
+    again = AutoModelForMaskedLM.from_pretrained(path / "again")
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+def test_published_weights_under_every_head(published, auto_class):
+    path, ids, hidden, _ = published
+    model = model_class("avey-b", auto_class).from_pretrained(path)
+    torch.testing.assert_close(model.model(ids).last_hidden_state, hidden, atol=1e-4, rtol=0)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_outputs_of_the_paper():
+    tensors, config = read("avey_b_paper")
+    model = AveyBForMaskedLM(tiny_config("avey-b", **config, **PAPER)).eval()
+    weights = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("weights.").replace("base_avey_model", "model").replace("embeddings", "embed")
+        name = name.replace("rms_norm", "norm").replace("ctxt.contextualizer.", "").replace("ctxt.", "")
+        weights[name] = tensor
+    ids, hidden, logits = (weights.pop(name) for name in ("input_ids", "last_hidden_state", "logits"))
+    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed.weight"]})
+    torch.testing.assert_close(model.model(ids).last_hidden_state, hidden, atol=1e-4, rtol=0)
+    torch.testing.assert_close(model(ids).logits, logits, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@each_variant
+@pytest.mark.parametrize("length", [1, 8, 13, 70])
+def test_equations(variant, length):
+    model, ids = tiny(variant).double(), random_ids(2, length)
+    out, expected = model(ids, output_hidden_states=True), plain(model, ids)
+    torch.testing.assert_close(torch.stack(out.hidden_states), expected)
+    torch.testing.assert_close(model(ids).logits, out.logits)
+    last = expected[-1] if model.ln_f is None else norm(expected[-1], model.ln_f.weight, model.config.eps)
+    torch.testing.assert_close(out.logits, last @ model.model.embed.weight.T)
+
+
+@each_variant
+def test_gradients(variant):
+    model, ids = tiny(variant).double(), random_ids(2, 29)
+    x = model.model.embed.weight[ids].detach()
+    probe = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    results = []
+    for states in (model.model(ids).last_hidden_state, plain(model, ids)[-1]):
+        model.zero_grad()
+        (states * probe).sum().backward()
+        results.append([p.grad for name, p in model.named_parameters() if name != "ln_f.weight"])
+    for grad, expected in zip(*results, strict=True):
+        assert grad.abs().sum() > 0
+        torch.testing.assert_close(grad, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kinds"),
+    [
+        ("interleaved", "SDSDS"),
+        ("interleaved-dynamic-first", "DSDSD"),
+        ("single-dynamic-head", "DSSSS"),
+        ("single-dynamic-tail", "SSSSD"),
+        ("static-then-dynamic", "SSDDD"),
+        ("dynamic-then-static", "DDSSS"),
+        ("all-static", "SSSSS"),
+        ("all-dynamic", "DDDDD"),
+    ],
+)
+def test_layer_patterns(pattern, kinds, tmp_path):
+    model, ids = tiny(layer_pattern=pattern, n_layers=5), random_ids(1, 20)
+    assert "".join("SD"[layer.spatial_proj is None] for layer in model.model.layers) == kinds
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(AutoModel.from_pretrained(tmp_path)(ids)[0], model.model(ids)[0])
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    model = AveyBForMaskedLM(tiny_config("avey-b", d_embed=64, chunk_size=32))
+    static, dynamic = model.model.layers[:2]
+    assert model.lm_head.weight is model.model.embed.weight
+    for weight in (model.model.embed.weight, model.model.ranker.down_proj, static.spatial_proj):
+        assert weight.std().item() == pytest.approx((2 / sum(weight.shape)) ** 0.5, rel=0.1)
+    for linear in (static.enricher, dynamic.fuser):
+        for weight in (linear.weight, linear.bias):
+            assert weight.abs().max().item() == pytest.approx(linear.in_features**-0.5, rel=0.1)
+    assert (static.norm.weight == 1).all()
+    assert dynamic.alpha == 1
+
+
+# Padding and packed documents.
+
+
+@torch.no_grad()
+@each_variant
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(variant, side):
+    model = tiny(variant)
+    rows = [random_ids(n, seed=n) for n in (33, 1, 70, 8)]
+    alone = [model.model(row[None], output_hidden_states=True).hidden_states for row in rows]
+    for chosen, width in ((range(4), None), ([0], 50), ([1], 90)):
+        ids, mask = padded([rows[i] for i in chosen], side, width)
+        states = model.model(ids, mask, output_hidden_states=True).hidden_states
+        for n, i in enumerate(chosen):
+            for x, x_expected in zip(states, alone[i], strict=True):
+                torch.testing.assert_close(x[n, mask[n] == 1], x_expected[0], atol=1e-4, rtol=1e-4)
+                assert not x[n, mask[n] == 0].any()
+
+
+@torch.no_grad()
+def test_a_row_without_tokens():
+    model, ids = tiny(), random_ids(2, 9)
+    mask = torch.tensor([[1], [0]]).expand(2, 9)
+    states = model.model(ids, mask).last_hidden_state
+    torch.testing.assert_close(states[:1], model.model(ids[:1]).last_hidden_state)
+    assert not states[1].any()
+    assert not model.model(ids, mask.roll(1, 0) * 0).last_hidden_state.any()
+
+
+@torch.no_grad()
+@each_variant
+def test_packed_documents(variant):
+    model = tiny(variant).model
+    documents = [random_ids(n, seed=n) for n in (9, 1, 40, 8, 22)]
+    expected = torch.cat([model(row[None]).last_hidden_state for row in documents], 1)
+    ids, borders = torch.cat(documents)[None], torch.tensor([0, 9, 10, 50, 58, 80])
+    positions = torch.cat([torch.arange(len(row)) for row in documents])[None]
+    for options in ({"cu_seqlens": borders}, {"cu_seq_lens_q": borders.int()}, {"position_ids": positions}):
+        out = model(ids, **options).last_hidden_state
+        torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    out = model(ids.view(2, 40), position_ids=positions.view(2, 40)).last_hidden_state
+    cut = torch.cat([model(row[None]).last_hidden_state for row in ids.view(2, 40)[0].split([9, 1, 30])], 1)
+    torch.testing.assert_close(out[:1], cut, atol=1e-4, rtol=1e-4)
+    assert (out[0] - out[1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("variant", ["hub", "bidirectional"])
+@pytest.mark.parametrize("batch", ["left", "right", "packed"])
+def test_gradients_under_padding(variant, batch):
+    model = tiny(variant).double()
+    rows = [random_ids(n, seed=n) for n in (33, 1, 20)]
+
+    def grads(losses):
+        model.zero_grad()
+        sum(losses).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = grads(model(row[None]).logits.square().sum() for row in rows)
+    if batch == "packed":
+        found = grads([model(torch.cat(rows)[None], cu_seqlens=torch.tensor([0, 33, 34, 54])).logits.square().sum()])
+    else:
+        ids, mask = padded(rows, batch)
+        found = grads([model(ids, mask).logits[mask == 1].square().sum()])
+    for x, x_expected in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, x_expected, atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("auto_class", HEADS)
+def test_heads_under_padding(auto_class, side):
+    """Logits and losses of a padded batch are those of its texts."""
+    model = tiny(auto_class=auto_class)
+    rows = [random_ids(n, seed=n) for n in (13, 30)]
+    offset = [30 - len(row) if side == "left" else 0 for row in rows]
+    ids, mask = padded(rows, side)
+    labels = {
+        "AutoModelForMaskedLM": [{"labels": row % 5} for row in rows],
+        "AutoModelForTokenClassification": [{"labels": row % 2} for row in rows],
+        "AutoModelForSequenceClassification": [{"labels": torch.tensor(n)} for n in range(2)],
+        "AutoModelForQuestionAnswering": [
+            {"start_positions": torch.tensor(3), "end_positions": torch.tensor(5 + n)} for n in range(2)
+        ],
+    }[auto_class]
+    alone = [
+        model(row[None], **{name: x[None] for name, x in label.items()})
+        for row, label in zip(rows, labels, strict=True)
+    ]
+    together = {}
+    for name in labels[0]:
+        values = [label[name] for label in labels]
+        if values[0].dim():
+            together[name] = torch.full_like(ids, -100)
+            for n, value in enumerate(values):
+                together[name][n, mask[n] == 1] = value
+        else:
+            together[name] = torch.stack(values) + (torch.tensor(offset) if "positions" in name else 0)
+    out = model(ids, mask, **together)
+    weights = torch.tensor([float(len(row)) for row in rows]) if "Token" in auto_class or "LM" in auto_class else None
+    losses = torch.stack([one.loss for one in alone])
+    expected = losses.mean() if weights is None else (losses * weights).sum() / weights.sum()
+    torch.testing.assert_close(out.loss, expected)
+    for n, one in enumerate(alone):
+        for name in one.keys() & {"logits", "start_logits", "end_logits"}:
+            x, x_expected = out[name][n], one[name][0]
+            if name != "logits" or x.dim() == 2:
+                x = x[mask[n] == 1]
+            torch.testing.assert_close(x, x_expected, atol=1e-5, rtol=1e-5)
+    if "start_logits" in out:
+        assert (out.start_logits[mask == 0] == torch.finfo(torch.float32).min).all()
+
+
+def test_pooling_is_the_mean_of_real_tokens():
+    model = tiny(auto_class="AutoModelForSequenceClassification")
+    ids, mask = padded([random_ids(5), random_ids(11)], "right")
+    states = model.model(ids, mask).last_hidden_state
+    mean = torch.stack([states[0, :5].mean(0), states[1].mean(0)])
+    torch.testing.assert_close(model(ids, mask).logits, model.classifier(model.mlp(mean)))
+
+
+def test_question_answering_refuses_packed_documents():
+    model = tiny(auto_class="AutoModelForQuestionAnswering")
+    with pytest.raises(ValueError, match="`cu_seqlens`: an answer"):
+        model(random_ids(1, 6), cu_seqlens=torch.tensor([0, 6]))
+
+
+# Long texts, and graphs.
+
+
+def rows_seen(model):
+    """Collects the number of rows that go through the first layer."""
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].shape[:2].numel()))
+    return seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["hub", "no compressor"])
+def test_few_rows_at_a_time(variant, monkeypatch):
+    model, ids = tiny(variant), random_ids(2, 70)
+    expected = model(ids, output_hidden_states=True)
+    monkeypatch.setattr(modeling_avey_b, "MAX_ROWS", 80)
+    seen = rows_seen(model)
+    out = model(ids, output_hidden_states=True)
+    assert sum(seen) == 18 * model.config.context_size
+    assert max(seen) <= 80 < sum(seen)
+    torch.testing.assert_close(out.hidden_states, expected.hidden_states)
+    with torch.enable_grad():  # a backward pass would have to keep them all
+        model(ids)
+    assert seen[-1] == sum(seen[:-1])
+
+
+@torch.no_grad()
+def test_only_splits_with_tokens_are_computed():
+    model = tiny()
+    seen = rows_seen(model)
+    ids, mask = padded([random_ids(9), random_ids(70), random_ids(1)], "left")
+    model(ids, mask)
+    assert seen == [8 * (2 + 9 + 1)]
+
+
+@torch.no_grad()
+def test_a_text_of_more_than_96k_tokens():
+    model = tiny(d_embed=32, n_layers=2, chunk_size=256)
+    seen, ids = rows_seen(model), random_ids(1, 98_304 + 1_000)
+    out = model.model(ids).last_hidden_state[0]
+    assert out.isfinite().all()
+    assert max(seen) == modeling_avey_b.MAX_ROWS
+    assert sum(seen) == 388 * 256
+    x = F.pad(model.model.embed.weight[ids[0]], (0, 0, 0, -ids.shape[1] % 256)).unflatten(0, (-1, 256))
+    model, x = model.double(), x.double()
+    for i in (0, 200, 387):
+        expected = plain_layers(model, plain_window(model, x, i)[None])[-1][0].float()
+        found = out[i * 256 : (i + 1) * 256]
+        torch.testing.assert_close(found, expected[: len(found)], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["hub", "all of the paper"])
+@pytest.mark.parametrize("inputs", ["rows", "padded", "packed"])
+def test_compiled(variant, inputs):
+    model, options = tiny(variant), {}
+    ids = random_ids(2, 40)
+    if inputs == "padded":
+        ids, options["attention_mask"] = padded([random_ids(40), random_ids(13)], "left")
+    elif inputs == "packed":
+        ids, options["cu_seqlens"] = random_ids(1, 40), torch.tensor([0, 13, 14, 40])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids, **options).logits, model(ids, **options).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", ["hub", "paper"])
+def test_low_precision(variant, dtype):
+    model, ids = tiny(variant), random_ids(2, 40)
+    expected = model.model(ids).last_hidden_state
+    low = tiny(variant).to(dtype)
+    states = low.model(ids).last_hidden_state
+    assert states.dtype == dtype
+    assert (states.float() - expected).norm() / expected.norm() < (0.05 if dtype == torch.bfloat16 else 0.01)
+    low(ids, labels=ids).loss.backward()
+    assert all(p.grad.isfinite().all() for p in low.parameters())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_layers": 0}, "`n_layers` must be at least 1, got 0"),
+        ({"vocab_size": 0}, "`vocab_size` must be at least 1, got 0"),
+        ({"chunk_size": 0}, "`chunk_size` must be at least 1, got 0"),
+        ({"k": 0}, "`k` must be at least 1, got 0"),
+        ({"context_proportion": 0.0}, "`context_proportion` must be above 0 and at most 1.*, got 0.0"),
+        ({"eps": 0.0}, "`eps` must be above 0, got 0.0"),
+        ({"classifier_dropout": 1.0}, "`classifier_dropout` must be from 0 to below 1, got 1.0"),
+        ({"hidden_act": "relu"}, "`hidden_act` must be one of gelu, relu2, got 'relu'"),
+        ({"similarity_norm": "softmax"}, "`similarity_norm` must be one of l1, sum, got 'softmax'"),
+        ({"score_normalization": "first"}, "`score_normalization` must be one of min, max, got 'first'"),
+        ({"layer_pattern": "SD"}, "`layer_pattern` must be one of interleaved, .*, got 'SD'"),
+    ],
+)
+def test_wrong_configuration(fields, message):
+    with pytest.raises(StrictDataclassClassValidationError, match=message):
+        tiny_config("avey-b", **fields)
+
+
+def test_names_of_transformers():
+    config = tiny_config("avey-b")
+    assert (config.hidden_size, config.num_hidden_layers) == (ENCODERS["avey-b"]["d_embed"], 3)
+    assert config.vocab_size == VOCABULARY
