@@ -147,6 +147,31 @@ def test_info_of_avey(preset, state, parameters, inference, training, capsys):
     assert "heads" not in text
 
 
+AVEY_B = [
+    ("avey-b-base", "1.64e+08", "3.44e+08", "1.03e+09"),
+    ("avey-b-large", "3.91e+08", "8.17e+08", "2.45e+09"),
+]
+
+
+@pytest.mark.parametrize(("preset", "parameters", "inference", "training"), AVEY_B)
+def test_info_of_avey_b(preset, parameters, inference, training, capsys):
+    assert cli.main(["info", preset, "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    config = subquad.preset_config(preset)
+    d, layers = config.d_embed, config.n_layers
+    assert (info["hidden_size"], info["num_hidden_layers"], info["num_attention_heads"]) == (d, layers, None)
+    assert {value for name, value in info.items() if name.startswith("state")} == {None}
+    # Four splits to one; enricher d -> 4 d, fuser 3 d -> d; d channels of 256 rows, once or twice; the head.
+    mixing = layers // 2 * 256 * d + layers // 2 * 2 * 256 * d
+    assert info["inference_flops"] == 2 * (4 * 256 * d + layers * 7 * d * d + mixing + 50368 * d)
+    assert info["training_flops"] == 3 * info["inference_flops"]
+    assert cli.main(["info", preset]) == 0
+    text = capsys.readouterr().out
+    for number in (parameters, f"inference     {inference} FLOPs", f"training      {training} FLOPs"):
+        assert number in text
+    assert "heads" not in text and "state" not in text
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_info_of_a_directory(dtype, directory, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
@@ -451,6 +476,13 @@ def test_generate_chat(directory, tmp_path, capsys):
 def test_generate_arguments(arguments, message, directory, capsys):
     arguments = [argument.format(directory=directory) for argument in arguments]
     assert message in fails(capsys, 2, "generate", *arguments)
+
+
+def test_an_encoder_does_not_generate(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "avey-b"}')
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("work was done"))
+    line = fails(capsys, 2, "generate", "x", "--model", tmp_path)
+    assert line == f"subquad generate: error: {tmp_path} is an encoder, of type avey-b: it does not generate text."
 
 
 def test_generate_failures_are_one_line(tmp_path, capsys):

@@ -136,7 +136,7 @@ def convert(
         given = checkpoint.settings
         if config is not None:
             given = read_json(Path(config))
-            if given.get("model_type", known.model_type) != known.model_type:
+            if given.get("model_type", known.model_type) not in (known.model_type, *known.config_types):
                 raise ConversionError(
                     f"{config} is for the model type {given['model_type']!r}, the tensors are {known.model_type!r}."
                 )
@@ -168,14 +168,19 @@ def convert(
         ]
         size = sum(output.bytes for output in outputs)
         main_dtype = _main_dtype(outputs)
-        model_config = _build_config(known, chosen.token_ids | dict(given), plan.sizes, main_dtype)
-        generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
-        notes += generation_notes
+        untold = [name for name in chosen.token_ids if given.get(name) is None and hasattr(_config_class(known), name)]
+        token_ids = {name: chosen.token_ids[name] for name in untold}
+        model_config = _build_config(known, dict(given) | token_ids, plan.sizes, main_dtype)
+        generation_config = None
+        if "AutoModelForCausalLM" in _heads(known):
+            generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
+            notes += generation_notes
 
         with _new_directory(destination, size) as directory:
             # Weights last: they take the time, and what else can fail fails before them.
             model_config.save_pretrained(directory)
-            generation_config.save_pretrained(directory)
+            if generation_config is not None:
+                generation_config.save_pretrained(directory)
             chosen.save(directory)
             bar = tqdm(total=size, unit="B", unit_scale=True, desc="Writing", disable=not progress)
             with bar:
@@ -236,9 +241,20 @@ def _config_class(known: Format) -> type[PreTrainedConfig]:
     return getattr(subquad, subquad.ARCHITECTURES[known.model_type][1])
 
 
-def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, float], dtype: str) -> PreTrainedConfig:
-    architecture = subquad.ARCHITECTURES[known.model_type][2]["AutoModelForCausalLM"]
-    fields = {name: value for name, value in given.items() if name not in DROPPED_FIELDS and not name.startswith("_")}
+def _heads(known: Format) -> dict[str, str]:
+    """The model's classes by the Auto classes they stand behind; an encoder has none for causal language models."""
+    return subquad.ARCHITECTURES[known.model_type][2]
+
+
+def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, Any], dtype: str) -> PreTrainedConfig:
+    heads = _heads(known)
+    architecture = heads.get("AutoModelForCausalLM") or heads["AutoModelForMaskedLM"]
+    # `hidden_size` may stand beside `d_embed`, and would go before it.
+    dropped = {
+        *DROPPED_FIELDS,
+        *(alias for alias, name in _config_class(known).attribute_map.items() if name in sizes),
+    }
+    fields = {name: value for name, value in given.items() if name not in dropped and not name.startswith("_")}
     try:
         return _config_class(known)(**(fields | dict(sizes)), architectures=[architecture], dtype=dtype)
     except (StrictDataclassError, TypeError, ValueError) as error:

@@ -25,14 +25,15 @@ class Plan:
     How a checkpoint becomes a model.
 
     Attributes:
-        sizes: configuration fields that the tensors themselves settle.
+        sizes: configuration fields that the tensors themselves settle, and those of a variant that only the format
+            tells.
         tensors: what to write, in order.
         twins: pairs of source names of which only the first is written, because the configuration calls them one
             tensor. Whether they are equal is not in a plan's power to know.
         notes: what had to be assumed, for the user to read.
     """
 
-    sizes: dict[str, int | float]
+    sizes: dict[str, int | float | str]
     tensors: list[PlannedTensor]
     twins: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -50,6 +51,7 @@ class Format:
         matches: tells from names and shapes whether a checkpoint has this format.
         plan: maps the tensors onto the model's names. Takes the tensors and the configuration fields that came with
             the checkpoint, raises `ConversionError` with a list of all that does not fit.
+        config_types: other values of `model_type` that published configurations of this format have.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Format:
     model_type: str
     matches: Callable[[Tensors], bool]
     plan: Callable[[Tensors, Mapping[str, Any]], Plan]
+    config_types: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Recognised:
         format: the format's short name, `rwkv6-trainer` for instance.
         title: the same for people.
         model_type: `model_type` of the model it becomes.
-        sizes: configuration fields read from the tensors.
+        sizes: configuration fields read from the tensors and, of a variant, known from the format.
         parameters: number of elements in all tensors.
         dtype: the dtype that most elements are stored in.
     """
@@ -84,6 +87,6 @@ class Recognised:
     format: str
     title: str
     model_type: str
-    sizes: dict[str, int | float]
+    sizes: dict[str, int | float | str]
     parameters: int
     dtype: str

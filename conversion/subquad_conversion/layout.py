@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from .formats import PlannedTensor, Tensors
 
 Shape = tuple[int, ...]
 LISTED = 12  # names of each kind that an error lists
+CONTEXT_PROPORTION = 0.5  # of every published model of Avey; only used to say which shapes would be right
 
 
 def sources_of(tensors: Tensors, canonical_name: Callable[[str], str]) -> dict[str, str]:
@@ -45,6 +47,54 @@ def count_blocks(names: Iterable[str], prefix: str) -> int:
     return min(max(blocks, default=-1) + 1, len(names))
 
 
+def tail_size(features: int, fused: int, given: Mapping[str, Any]) -> tuple[int, float]:
+    """Size of Avey's tail, of which the fuser gets one half, and the share of the features that it is."""
+    tail = 2 * (features - fused)
+    if not 0 < tail <= features:  # the shapes that this gives are told as the ones expected
+        return int(features * CONTEXT_PROPORTION), CONTEXT_PROPORTION
+    share = given.get("context_proportion")
+    # A tail is a share rounded down and then up to an even number: many shares give the same.
+    if isinstance(share, float) and tail - 1 <= features * share < tail + 1:
+        return tail, share
+    return tail, tail / features
+
+
+def split_sizes(
+    name: str, rows: int, own: int, given: Mapping[str, Any], assumed: int | None = None
+) -> tuple[int, int, list[str]]:
+    """
+    Size of a split of Avey's and k, the splits of a window beside its `own` ones, as far as the configuration tells
+    them, and notes. The tensor `name` only tells the rows of a window, which are their product; 0 where none does.
+
+    Raises:
+        ConversionError: where configuration and tensor contradict each other, or nothing tells and there is no size
+            of a split to be `assumed`.
+    """
+    notes = []
+    told = {field: given.get(field) for field in ("chunk_size", "k")}
+    told = {field: size for field, size in told.items() if isinstance(size, int) and size > 0}
+    what = f"{name} has {rows} rows" if rows else "No tensor tells the rows of a window"
+    if assumed is None and not (told if rows else len(told) == 2):
+        fields = "`chunk_size` or `k`" if rows else "`chunk_size` and `k`"
+        raise ConversionError(f"{what}; give {fields} in a configuration file.")
+    if "chunk_size" in told:
+        chunk_size = told["chunk_size"]
+    elif "k" in told:
+        chunk_size = rows // (told["k"] + own)
+    else:
+        chunk_size = assumed
+        notes.append(f"the source tells neither `chunk_size` nor `k`; a `chunk_size` of {assumed} was assumed")
+    k = told.get("k") or rows // chunk_size - own
+    if rows and (k < 1 or chunk_size * (k + own) != rows):
+        if not told:
+            raise ConversionError(
+                f"{what}, which are no splits of {assumed}; give `chunk_size` in a configuration file."
+            )
+        told_sizes = " and ".join(f"`{field}` of {size}" for field, size in told.items())
+        raise ConversionError(f"{what}, which contradicts the configuration's {told_sizes}.")
+    return chunk_size, k, notes
+
+
 def tie(shapes: dict[str, Shape], sources: dict[str, str], embeddings: str, head: str) -> list[tuple[str, str]]:
     """Takes the head away, which the embeddings stand for, and returns the twins to compare where a file has both."""
     shapes.pop(head)
@@ -64,6 +114,7 @@ def plan_tensors(
     Which tensor is written under which name.
 
     Args:
+        model_type: what an error calls the model.
         sources: what [`sources_of`] returned.
         shapes: name to shape of the whole model, in the order to write.
         sizes: those that the tensors settled, 0 where the tensor that tells a size is not there.

@@ -40,7 +40,7 @@ class TokenizerChoice:
         title: what it is, None where there is none.
         save: writes its files into a directory.
         note: why, where the user did not ask for it.
-        token_ids: the configuration's `bos_token_id` and so on, as far as the tokenizer settles them.
+        token_ids: `bos_token_id` and so on, as far as the tokenizer settles them; some configurations lack some.
     """
 
     title: str | None
@@ -145,7 +145,7 @@ def _special_ids(directory: Path) -> dict[str, int]:
     settings, contents = read_json(settings), read_json(contents)
     ids = {token["content"]: token["id"] for token in contents.get("added_tokens") or ()}
     found = {}
-    for name in ("bos_token", "eos_token", "pad_token"):
+    for name in ("bos_token", "eos_token", "pad_token", "cls_token", "sep_token", "mask_token"):
         token = settings.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if token in ids:

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from textwrap import dedent
 
 from . import __version__
@@ -141,10 +141,10 @@ def _add_convert(commands, common) -> None:
         """\
         Convert a checkpoint into a directory that `from_pretrained` loads.
 
-        SOURCE is a trainer's .pth file (RWKV-5.2, RWKV-6.0 or Avey) or a Hub model of type rwkv5, rwkv6 or avey: its
-        directory, or the model.safetensors or pytorch_model.bin in it, with the configuration and the tokenizer beside
-        it. What it is shows in the names and shapes of its tensors. Nothing in SOURCE is ever executed, and DEST
-        appears complete or not at all.
+        SOURCE is a trainer's .pth file (RWKV-5.2, RWKV-6.0, Avey or Avey-B) or a Hub model of type rwkv5, rwkv6, avey
+        or avey-b: its directory, or the model.safetensors or pytorch_model.bin in it, with the configuration and the
+        tokenizer beside it. What it is shows in the names and shapes of its tensors. Nothing in SOURCE is ever
+        executed, and DEST appears complete or not at all.
 
         examples:
           subquad convert RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth ./finch-1b6
@@ -197,7 +197,7 @@ def _add_info(commands, common) -> None:
 
         NAME is a preset, an embedded model, a model directory, or a checkpoint that `subquad convert` reads. FLOPs
         are counted as in appendix E of the paper "Eagle and Finch" (arXiv:2404.05892); Avey's are those of the matrix
-        products of a full window.
+        products of a full window, Avey-B's those for a token of a full split.
 
         examples:
           subquad info finch-1.6b
@@ -227,6 +227,8 @@ def _convert(args: argparse.Namespace) -> None:
     sizes = [f"{config.num_hidden_layers} layers of {config.hidden_size}"]
     if config.model_type == "avey":
         sizes.append(f"windows of {config.k} splits of {config.chunk_size}")
+    elif config.model_type == "avey-b":
+        sizes.append(f"splits of {config.chunk_size}, each read with {config.k} others")
     else:
         sizes.append(f"{config.num_attention_heads} heads of {config.head_size}")
     print(f"Recognised {report.recognised.title}: {', '.join(sizes)}, vocabulary {config.vocab_size:,}.")
@@ -329,6 +331,7 @@ def _generate(args: argparse.Namespace) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    _refuse_encoder(args.model, path or args.model)
     try:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device).item()  # fails on `meta`, which holds nothing
@@ -365,6 +368,19 @@ def _generate(args: argparse.Namespace) -> None:
         streamer=_character_streamer(tokenizer, skip_prompt=args.chat),
         **{name: value for name, value in options.items() if value is not None},
     )
+
+
+def _refuse_encoder(name: str, path) -> None:
+    from transformers import PreTrainedConfig
+
+    from . import ARCHITECTURES
+
+    fields = {}
+    with suppress(OSError, ValueError):  # loading the tokenizer or the model says what is wrong
+        fields, _ = PreTrainedConfig.get_config_dict(path)
+    model_type = fields.get("model_type")
+    if model_type in ARCHITECTURES and "AutoModelForCausalLM" not in ARCHITECTURES[model_type][2]:
+        raise UsageError(f"{name} is an encoder, of type {model_type}: it does not generate text.")
 
 
 def _end_of_turn(tokenizer) -> str:

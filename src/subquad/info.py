@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import ARCHITECTURES
 from .presets import PRESETS, preset_config
 
 
@@ -49,23 +50,25 @@ class ModelInfo:
     FLOPs are those of one token. Of Eagle and Finch they are counted as in appendix E of "Eagle and Finch"
     (arXiv:2404.05892). Of Avey they are those of the matrix products of a full window, k * chunk_size rows: enricher,
     fuser and contextualizer of every block for all of these rows, and the head for one token. That is an upper bound,
-    because rows that nothing reads are not computed. Not counted are the ranker, at most 2 d_embed for every earlier
-    token, and what is done element by element.
+    because rows that nothing reads are not computed. Of Avey-B they are those of the matrix products for a token of a
+    full split: compressor, enricher, mixing (a dynamic layer's twice a static one's) and fuser of every layer, and the
+    head. Not counted are the ranker, at most 2 d_embed for every earlier token, and what is done element by element.
 
     Attributes:
         source: `preset`, or the path that was read.
         dtype: the dtype that most weights are stored in, None for a preset.
         weight_bytes: size of the weights, None for a preset.
-        state_elements: numbers kept between two tokens, however long the text is.
+        state_elements: numbers kept between two tokens, however long the text is. None of Avey-B, an encoder.
         state_bytes: their size: float32 for the wkv state, the model's dtype (a preset and weights that are no floats:
             float32) for the two shifts.
         state_elements_per_token: numbers kept of every token of the text: Avey keeps its embedding. Not counted are
             one score for every chunk_size tokens, and the room that a cache has for tokens to come.
         state_bytes_per_token: their size, in the model's dtype (float32 as above).
         inference_flops: Eagle and Finch: equations (24) and (28), 2 parameters + 6 elements of the wkv state. Avey:
-            one more token, for which the whole window is computed anew.
+            one more token, for which the whole window is computed anew. Avey-B: a token's share of the forward pass.
         training_flops: Eagle and Finch: equations (26) and (29), three times that. Avey: three times a token's share
-            of the forward pass, k rows, because the chunk_size tokens of a split have one window.
+            of the forward pass, k rows, because the chunk_size tokens of a split have one window. Avey-B: three times
+            the forward pass.
     """
 
     name: str
@@ -163,10 +166,12 @@ def _bits(dtype: str) -> int:
 
 def _count_on_meta(config) -> int:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
+    is_encoder = "AutoModelForCausalLM" not in ARCHITECTURES[config.model_type][2]
+    auto_class = AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = auto_class.from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -183,6 +188,9 @@ def _info(name, source, config, parameters: int, dtype: str | None, weight_bytes
     elif config.model_type == "avey":
         growth, growth_bytes = config.d_embed, bits * config.d_embed // 8
         inference, training = _avey_flops(config)
+    elif config.model_type == "avey-b":
+        inference = _avey_b_flops(config)
+        training = 3 * inference
     return ModelInfo(
         name=name,
         source=source,
@@ -213,6 +221,19 @@ def _avey_flops(config) -> tuple[int, int]:
     window = config.n_blocks * (2 * weights * rows + contextualizer)
     head = 2 * config.vocab_size * config.d_embed
     return window + head, 3 * (window // config.chunk_size + head)
+
+
+def _avey_b_flops(config) -> int:
+    """Of one token's share of the forward pass, as [`ModelInfo`] has them."""
+    rows, half = config.context_size, config.tail_size // 2
+    features = config.expansion_factor * config.d_embed
+    weights = features * config.d_embed + (features - half) * config.d_embed  # enricher, fuser
+    # The weighted sum of all rows of the window; where the layer is dynamic, their similarities first.
+    products = sum(2 if dynamic else 1 for dynamic in config.dynamic_layers)
+    row = 2 * config.n_layers * weights + 2 * products * rows * half
+    compressor = 2 * (config.k + 1) * config.chunk_size * config.d_embed if config.compressor else 0
+    # Without a compressor the layers compute the whole window for the tokens of one split.
+    return compressor + row * (rows // config.chunk_size) + 2 * config.vocab_size * config.d_embed
 
 
 __all__ = ["ModelInfo", "UnknownModelError", "describe", "embedded_model"]

@@ -1,0 +1,448 @@
+"""Avey-B's files, of the Hub and of the paper: recognised, refused where damaged, converted to what they compute."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from byte_level_bpe import END, TEXT, write_byte_level_bpe
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
+
+import subquad
+from subquad import AveyBConfig, cli
+from subquad.models.avey_b.configuration_avey_b import LAYER_PATTERNS
+from subquad_conversion import ConversionError, convert, recognise
+
+
+FOLDER = Path(__file__).parents[1] / "golden"
+SIZES = {
+    "vocab_size": 101,
+    "d_embed": 32,
+    "n_layers": 4,
+    "chunk_size": 16,
+    "k": 2,
+    "expansion_factor": 4,
+    "context_proportion": 0.5,
+    "layer_pattern": "interleaved",
+    "compressor": True,
+}
+# What tells the two variants apart.
+VARIANTS = {
+    "hub": {"hidden_act": "gelu", "similarity_norm": "l1", "residual_gain": True, "final_norm": False},
+    "paper": {"hidden_act": "relu2", "similarity_norm": "sum", "residual_gain": False, "final_norm": True},
+}
+# Published configurations of the paper's code bear the type of the causal model.
+TYPES = {"hub": "avey-b", "paper": "avey"}
+TINY = {"vocab_size": 30, "d_embed": 8, "n_layers": 4, "chunk_size": 4, "k": 2, "expansion_factor": 2}
+
+each_layout = pytest.mark.parametrize("layout", VARIANTS)
+
+
+def load(layout):
+    file = FOLDER / f"avey_b_{layout}.safetensors"
+    with safe_open(file, "pt") as content:
+        config = json.loads(content.metadata()["config"])
+    golden = load_file(file)
+    return golden, {name.removeprefix("weights."): x for name, x in golden.items() if "weights." in name}, config
+
+
+@pytest.fixture
+def weights():
+    return load("hub")[1]
+
+
+def save(path, tensors):
+    torch.save(tensors, path)
+    return path
+
+
+def publish(directory, tensors, layout="hub", **config):
+    """A directory as published, with code of its own; None takes a field away."""
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    auto_map = {"AutoConfig": "configuration_avey.AveyConfig", "AutoModelForMaskedLM": "modeling_avey.AveyForMaskedLM"}
+    fields = load(layout)[2] | {"model_type": TYPES[layout], "architectures": ["AveyForMaskedLM"]}
+    fields |= {"auto_map": auto_map, "hidden_size": 32, "max_position_embeddings": 2**32, "torch_dtype": "float32"}
+    fields = {name: value for name, value in (fields | config).items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(fields))
+    (directory / "modeling_avey.py").write_text("raise RuntimeError('the directory ran its own code')\n")
+    return directory
+
+
+def tiny_model(auto_class="AutoModelForMaskedLM", **fields):
+    """A model in which no parameter is zero or constant."""
+    torch.manual_seed(0)
+    model = getattr(subquad, subquad.ARCHITECTURES["avey-b"][2][auto_class])(AveyBConfig(**TINY | fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def state_dict(model):
+    return {name: x.contiguous() for name, x in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def load_whole(directory, **options):
+    model, loading = AutoModelForMaskedLM.from_pretrained(directory, output_loading_info=True, **options)
+    assert not any(loading.values()), loading
+    return model
+
+
+def check_outputs(model, golden):
+    with torch.no_grad():
+        outputs = model(golden["input_ids"])
+    if hasattr(outputs, "logits"):
+        assert (outputs.logits - golden["logits"]).abs().max() < 1e-4
+        outputs = model.base_model(golden["input_ids"])
+    assert (outputs.last_hidden_state - golden["last_hidden_state"]).abs().max() < 1e-4
+
+
+def notes_of(report):
+    return [note for note in report.notes if "tokenizer" not in note]
+
+
+# --- from published files to what they compute ---
+
+
+@each_layout
+@pytest.mark.parametrize("source", ["published", "published without a type", "state dict"])
+def test_outputs_equal_those_of_the_source(source, layout, tmp_path):
+    golden, weights, _ = load(layout)
+    config = None
+    if source == "state dict":
+        # In a state dict of ours the head is the embeddings once more.
+        prefix, embeddings = {"hub": ("model.", "embed"), "paper": ("", "base_avey_model.embeddings")}[layout]
+        whole = {prefix + name: x for name, x in weights.items()}
+        whole["lm_head.weight"] = weights[f"{embeddings}.weight"].clone()
+        path, config = save(tmp_path / "trained.pth", whole), tmp_path / "type.json"
+        config.write_text(json.dumps({"model_type": TYPES[layout]}))
+    else:
+        path = publish(
+            tmp_path / "source", weights, layout, model_type=TYPES[layout] if source == "published" else None
+        )
+    report = convert(path, tmp_path / "model", config=config, progress=False)
+    assert report.recognised.format == f"avey-b-{layout}"
+    assert report.files == ["config.json", "model.safetensors"]
+    written = json.loads((tmp_path / "model/config.json").read_text())
+    assert written.items() >= (SIZES | VARIANTS[layout] | {"architectures": ["AveyBForMaskedLM"]}).items()
+    assert written["model_type"] == "avey-b" and "auto_map" not in written
+    assert notes_of(report) == []
+    assert "no tokenizer was written: none is known for avey-b and a vocabulary of 101" in report.notes
+    if layout == "hub":
+        assert load_file(tmp_path / "model/model.safetensors").keys() == weights.keys()
+    check_outputs(load_whole(tmp_path / "model"), golden)
+    check_outputs(AutoModel.from_pretrained(tmp_path / "model"), golden)
+
+
+def test_a_published_directory_loads_without_its_code(weights, tmp_path):
+    source, golden = publish(tmp_path / "source", weights), load("hub")[0]
+    model = load_whole(source)
+    check_outputs(model, golden)
+    model.save_pretrained(tmp_path / "saved")
+    check_outputs(load_whole(tmp_path / "saved"), golden)
+    base, loading = AutoModel.from_pretrained(source, output_loading_info=True)
+    assert not any(loading.values()), loading
+    check_outputs(base, golden)
+    heads = {
+        "AutoModelForQuestionAnswering": {"qa_outputs"},
+        "AutoModelForSequenceClassification": {"mlp", "classifier"},
+        "AutoModelForTokenClassification": {"dense", "classifier"},
+    }
+    for auto_class, new in heads.items():
+        model, loading = getattr(transformers, auto_class).from_pretrained(source, output_loading_info=True)
+        assert {name.split(".")[0] for name in loading.pop("missing_keys")} == new
+        assert not any(loading.values()), loading
+        check_outputs(model.base_model, golden)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**VARIANTS["paper"], "score_normalization": "max", "eps": 1e-6},
+        {
+            "residual_gain": False,
+            "compressor_residual": False,
+            "bidirectional_ranker": True,
+            "classifier_dropout": 0.1,
+        },
+        {"final_norm": True, "tie_word_embeddings": False, "layer_pattern": "static-then-dynamic"},
+        {"compressor": False, "k": 1},
+        {"compressor": False, "layer_pattern": "all-dynamic"},
+    ],
+)
+def test_what_we_save_ourselves(fields, tmp_path):
+    model, ids = tiny_model(**fields), torch.arange(22).view(2, 11)
+    model.save_pretrained(tmp_path / "saved")
+    report = convert(tmp_path / "saved", tmp_path / "model", progress=False)
+    assert notes_of(report) == []
+    converted = load_whole(tmp_path / "model")
+    assert converted.config.to_dict().items() >= (TINY | fields).items()
+    with torch.no_grad():
+        torch.testing.assert_close(converted(ids).logits, model(ids).logits)
+
+
+def test_dtype(weights, tmp_path):
+    source = publish(tmp_path / "source", weights)
+    assert convert(source, tmp_path / "model", dtype="bfloat16", progress=False).dtype == "bfloat16"
+    written = load_file(tmp_path / "model/model.safetensors")
+    assert all(torch.equal(written[name], x.bfloat16()) for name, x in weights.items())
+    assert load_whole(tmp_path / "model").dtype == torch.bfloat16
+
+
+# --- recognition ---
+
+
+def test_formats_are_told_apart(weights, tmp_path):
+    with safe_open(FOLDER / "avey_released.safetensors", "pt") as file:
+        causal = {name.removeprefix("weights."): file.get_tensor(name) for name in file.keys() if "weights." in name}
+    (tmp_path / "sizes.json").write_text(json.dumps({"chunk_size": 8}))
+    save(tmp_path / "causal.pth", causal)
+    convert(tmp_path / "causal.pth", tmp_path / "causal", config=tmp_path / "sizes.json", progress=False)
+    assert recognise(tmp_path / "causal").format == "avey"
+    assert recognise(save(tmp_path / "hub.pth", weights)).format == "avey-b-hub"
+    assert recognise(save(tmp_path / "paper.pth", load("paper")[1])).format == "avey-b-paper"
+    transformer = {
+        "model.embed_tokens.weight": torch.zeros(3, 2),
+        "model.layers.0.mlp.up_proj.weight": torch.zeros(3, 2),
+    }
+    with pytest.raises(ConversionError, match=r"no format that is known here\. Supported .*; Avey-B, the paper's"):
+        recognise(save(tmp_path / "transformer.pth", transformer))
+
+
+@pytest.mark.parametrize(("layout", "model_type"), [("hub", "avey"), ("paper", "rwkv6")])
+def test_a_configuration_of_another_model(layout, model_type, tmp_path):
+    source = save(tmp_path / "trained.pth", load(layout)[1])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConversionError, match=f"for the model type '{model_type}', the tensors are 'avey-b'"):
+        convert(source, tmp_path / "model", config=tmp_path / "config.json", progress=False)
+
+
+@pytest.mark.parametrize("pattern", LAYER_PATTERNS)
+def test_the_pattern_of_the_layers(pattern, tmp_path):
+    source = save(tmp_path / "trained.pth", state_dict(tiny_model(layer_pattern=pattern)))
+    assert recognise(source).sizes["layer_pattern"] == pattern
+
+
+def test_patterns_that_are_the_same_of_few_layers(tmp_path):
+    source = save(tmp_path / "trained.pth", state_dict(tiny_model(n_layers=2)))
+    assert recognise(source).sizes["layer_pattern"] == "interleaved"
+    (tmp_path / "pattern.json").write_text(json.dumps({"layer_pattern": "single-dynamic-tail"}))
+    report = convert(source, tmp_path / "model", config=tmp_path / "pattern.json", progress=False)
+    assert report.config.layer_pattern == "single-dynamic-tail" and notes_of(report) == []
+
+
+def test_a_pattern_that_the_tensors_contradict(weights, tmp_path):
+    report = convert(
+        publish(tmp_path / "source", weights, layer_pattern="all-static"), tmp_path / "model", progress=False
+    )
+    assert notes_of(report) == [
+        "the configuration's `layer_pattern` of all-static was replaced by the tensors' interleaved"
+    ]
+    weights["layers.3.spatial_proj"] = weights.pop("layers.2.spatial_proj")
+    with pytest.raises(ConversionError) as error:
+        recognise(publish(tmp_path / "damaged", weights))
+    assert str(error.value) == (
+        "The tensors are not those of the model type avey-b with the layer pattern interleaved; "
+        "missing: layers.2.spatial_proj; unexpected: layers.3.spatial_proj."
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"k": 2}, (4, 2)),
+        ({"chunk_size": 6}, (6, 1)),
+        ({}, "has 12 rows; give `chunk_size` or `k` in a configuration file"),
+        ({"chunk_size": 12}, "has 12 rows, which contradicts the configuration's `chunk_size` of 12"),
+        ({"chunk_size": 3, "k": 2}, "has 12 rows, which contradicts .* `chunk_size` of 3 and `k` of 2"),
+        ({"k": 2, "compressor": True}, r"missing: ranker\.down_proj\.$"),
+    ],
+)
+@pytest.mark.parametrize("pattern", ["interleaved-dynamic-first", "all-dynamic"])
+def test_windows_that_are_not_compressed(pattern, fields, expected, tmp_path):
+    source = save(tmp_path / "trained.pth", state_dict(tiny_model(compressor=False, layer_pattern=pattern)))
+    (tmp_path / "sizes.json").write_text(json.dumps({"compressor": False} | fields))
+
+    def converted(name):
+        return convert(source, tmp_path / name, config=tmp_path / "sizes.json", progress=False)
+
+    if pattern == "all-dynamic" and "compressor" not in fields:
+        if len(fields) < 2:
+            expected = r"^No tensor tells the rows of a window; give `chunk_size` and `k` in a configuration file\.$"
+        else:  # nothing contradicts them
+            expected = (3, 2)
+    if isinstance(expected, str):
+        with pytest.raises(ConversionError, match=expected):
+            converted("model")
+    else:
+        config = converted("model").config
+        assert (config.chunk_size, config.k) == expected and not config.compressor
+
+
+# --- refusal ---
+
+
+def test_sizes_that_the_tensors_replace(weights, tmp_path):
+    source = publish(tmp_path / "source", weights, n_layers=7, k=3, chunk_size=32, compressor=False, hidden_size=64)
+    report = convert(source, tmp_path / "model", progress=False)
+    assert notes_of(report) == [
+        "the configuration's `n_layers` of 7 was replaced by the tensors' 4",
+        "the configuration's `chunk_size` of 32 was replaced by the tensors' 16",
+        "the configuration's `k` of 3 was replaced by the tensors' 2",
+        "the configuration's `compressor` of False was replaced by the tensors' True",
+    ]
+    check_outputs(load_whole(tmp_path / "model"), load("hub")[0])
+
+
+def test_fields_that_only_the_configuration_tells(weights, tmp_path):
+    told = {"hidden_act": "relu2", "similarity_norm": "sum", "score_normalization": "max", "eps": 1e-6}
+    source = publish(tmp_path / "hub", weights, **told)
+    assert convert(source, tmp_path / "model", progress=False).config.to_dict().items() >= told.items()
+    other = {"hidden_act": "gelu", "similarity_norm": "l1"}
+    source = publish(tmp_path / "paper", load("paper")[1], "paper", **other)
+    assert convert(source, tmp_path / "other", progress=False).config.to_dict().items() >= other.items()
+    source = publish(tmp_path / "wrong", weights, hidden_act="tanh")
+    with pytest.raises(
+        ConversionError, match="The configuration is not valid: .*`hidden_act` must be one of gelu, relu2"
+    ):
+        convert(source, tmp_path / "wrong model", progress=False)
+
+
+@each_layout
+def test_one_error_lists_all_that_does_not_fit(layout, tmp_path):
+    weights = load(layout)[1]
+    layer, norm, inner = {"hub": ("layers", "norm", ""), "paper": ("base_avey_model.layers", "rms_norm", "ctxt.")}[
+        layout
+    ]
+    matrix = {"hub": "layers.2.spatial_proj", "paper": f"{layer}.2.ctxt.contextualizer.spatial_proj"}[layout]
+    del weights[f"{layer}.2.{inner}enricher.bias"]
+    weights[f"{layer}.1.{norm}.bias"] = torch.zeros(32)
+    weights[matrix] = torch.zeros(16, 15)
+    weights[f"{layer}.3.{inner}fuser.weight"] = torch.zeros(32, 96, dtype=torch.int8)
+    with pytest.raises(ConversionError) as error:
+        recognise(publish(tmp_path / "source", weights, layout))
+    assert str(error.value) == (
+        f"The tensors are not those of the model type avey-b; missing: layers.2.enricher.bias; "
+        f"unexpected: {layer}.1.{norm}.bias; of the wrong shape: {matrix} (shape (16, 15), expected (16, 16)), "
+        f"{layer}.3.{inner}fuser.weight (dtype I8, expected a floating one)."
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["embed.weight", "ranker.down_proj", "layers.0.enricher.weight", "layers.0.fuser.weight", "layers.0.spatial_proj"],
+)
+@pytest.mark.parametrize("fault", ["missing", "no axis", "one row"])
+def test_a_tensor_that_is_not_there_or_no_matrix(name, fault, weights, tmp_path):
+    x = weights.pop(name)
+    message = rf"missing: {name}\.$"
+    if fault != "missing":
+        weights[name] = torch.zeros(()) if fault == "no axis" else x[:1]
+        message = r"of the wrong shape: .* \(shape" if "down_proj" in name else rf"{name} \(shape"
+    path = publish(tmp_path / "source", weights)
+    if (name, fault) == ("embed.weight", "one row"):  # a vocabulary of 1 is one
+        assert recognise(path).sizes["vocab_size"] == 1
+        return
+    with pytest.raises(ConversionError, match=f"not those of the model type avey-b.*{message}"):
+        recognise(path)
+
+
+@pytest.mark.parametrize(("layout", "name"), [("hub", "layers.1.alpha"), ("paper", "ln_f.weight")])
+def test_a_tensor_of_the_variant_is_missing(layout, name, tmp_path):
+    weights = load(layout)[1]
+    del weights[name]
+    with pytest.raises(ConversionError, match=f"model type avey-b; missing: {name}"):
+        recognise(publish(tmp_path / "source", weights, layout))
+
+
+def test_the_model_alone_of_the_paper(tmp_path):
+    """Its norm belongs to the head, so that the configuration must tell that it is not there."""
+    golden, weights, _ = load("paper")
+    weights = {name.removeprefix("base_avey_model."): x for name, x in weights.items() if name != "ln_f.weight"}
+    convert(publish(tmp_path / "source", weights, "paper", final_norm=False), tmp_path / "model", progress=False)
+    check_outputs(AutoModel.from_pretrained(tmp_path / "model"), golden)
+
+
+def test_a_classifier(tmp_path):
+    """Only the masked language model is converted; what is left over is told."""
+    tiny_model("AutoModelForTokenClassification").save_pretrained(tmp_path / "ours")
+    left = r"unexpected: classifier\.bias, classifier\.weight, dense\.bias, dense\.weight\.$"
+    with pytest.raises(ConversionError, match=left):
+        recognise(tmp_path / "ours")
+    weights = {f"avey_model.{name}": x for name, x in load("paper")[1].items()}
+    weights |= {"classifier.weight": torch.zeros(2, 32), "classifier.bias": torch.zeros(2)}
+    with pytest.raises(ConversionError, match=r"unexpected: classifier\.weight, classifier\.bias\.$"):
+        recognise(save(tmp_path / "theirs.pth", weights))
+
+
+def test_a_head_of_its_own(weights, tmp_path):
+    weights["lm_head.weight"] = torch.randn(101, 32)
+    with pytest.raises(ConversionError, match=r"but embed\.weight and lm_head\.weight differ"):
+        convert(publish(tmp_path / "tied", weights), tmp_path / "model", progress=False)
+    source = publish(tmp_path / "untied", weights, tie_word_embeddings=False)
+    convert(source, tmp_path / "model", progress=False)
+    assert torch.equal(load_whole(tmp_path / "model").lm_head.weight, weights["lm_head.weight"])
+    weights["model.embed.weight"] = weights["embed.weight"].clone()
+    with pytest.raises(ConversionError, match=r"embed\.weight are the same tensor, embed\.weight"):
+        recognise(publish(tmp_path / "twice", weights))
+
+
+# --- tokenizers ---
+
+
+def test_the_tokenizer_beside_the_weights_is_copied(weights, tmp_path, capsys):
+    source = publish(tmp_path / "source", weights, sep_token_id=77)
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(fields | {"mask_token_id": None}))  # as we write it ourselves
+    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    tokenizer = write_byte_level_bpe(source, **special)
+    tokenizer.add_special_tokens(list(special.values()))
+    tokenizer.save(str(source / "tokenizer.json"))
+    ids = {f"{name}_id": tokenizer.token_to_id(token) for name, token in special.items()}
+    assert cli.main(["convert", str(source), str(tmp_path / "model")]) == 0
+    text = capsys.readouterr().out
+    assert "4 layers of 32, splits of 16, each read with 2 others, vocabulary 101." in text
+    assert f"Tokenizer: copied from {source}." in text
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    # What the configuration tells itself is left as it is.
+    expected = ids | {"sep_token_id": 77, "bos_token_id": tokenizer.token_to_id(END)}
+    assert {name: getattr(config, name) for name in expected} == expected
+    copied = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert copied(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids
+    assert copied.mask_token_id == ids["mask_token_id"]
+
+
+def test_a_causal_model_gets_no_ids_that_it_does_not_know(tmp_path):
+    config = subquad.AveyConfig(vocab_size=30, d_embed=8, n_blocks=1, chunk_size=4, k=2)
+    subquad.AveyForCausalLM(config).save_pretrained(tmp_path / "source")
+    write_byte_level_bpe(tmp_path / "source", cls_token=END)
+    config = convert(tmp_path / "source", tmp_path / "model", progress=False).config
+    assert config.eos_token_id == 0 and not hasattr(config, "cls_token_id")
+
+
+# --- info ---
+
+
+@each_layout
+@pytest.mark.parametrize("source", ["directory", "file"])
+def test_info(source, layout, tmp_path, capsys):
+    weights = {name: x.bfloat16() for name, x in load(layout)[1].items()}
+    path = save(tmp_path / "x.pth", weights) if source == "file" else publish(tmp_path / "source", weights, layout)
+    assert cli.main(["info", str(path), "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert (info["model_type"], info["dtype"], info["num_hidden_layers"]) == ("avey-b", "bfloat16", 4)
+    assert info["parameters"] == sum(x.numel() for x in weights.values()) == info["weight_bytes"] / 2
+    # Compressor 48 rows to one; enricher d -> 4 d, fuser 3 d -> d; d channels of 16 rows, twice where dynamic; head.
+    assert info["inference_flops"] == 2 * 48 * 32 + 4 * 2 * 7 * 32**2 + (2 + 2 * 2) * 2 * 16 * 32 + 2 * 101 * 32
+
+
+def test_info_of_windows_that_are_not_compressed(tmp_path, capsys):
+    tiny_model(compressor=False).save_pretrained(tmp_path)
+    assert cli.main(["info", str(tmp_path), "--json"]) == 0
+    # The three splits of a window, each of whose rows reads 12, for one.
+    row = 4 * 2 * (16 * 8 + 12 * 8) + (2 + 2 * 2) * 2 * 12 * 4
+    assert json.loads(capsys.readouterr().out)["inference_flops"] == 3 * row + 2 * 30 * 8
