@@ -132,7 +132,9 @@ def test_windows_of_which_a_program_keeps_a_part(backend):
     features, options = make(1, 300, 32, 16, torch.bfloat16)
     assert_close_to_reference(features, options, 8e-3, backend)
     expected = dynamic_mixing(features, **options, backend="eager")
-    torch.testing.assert_close(dynamic_mixing(features, **options, inplace=True, backend=backend), expected, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(
+        dynamic_mixing(features, **options, inplace=True, backend=backend), expected, rtol=2e-2, atol=1e-3
+    )
 
 
 @NORMALIZATIONS
@@ -451,7 +453,7 @@ def test_eager_takes_over(monkeypatch, backend):
         ({"backend": "cuda"}, "backend='cuda': `dynamic_mixing` has eager, reference, triton"),
         (
             {"features": torch.zeros(40, 7, 2).transpose(0, 2), "inplace": True},
-            r"`inplace=True`: the values of a row must lie side by side, each row in its own place; got strides \(1, 2, 14\)",
+            r"`inplace=True`: the values of a row must lie side by side, .*; got strides \(1, 2, 14\)",
         ),
         (
             {"features": torch.zeros(1, 7, 40).expand(2, -1, -1), "inplace": True},

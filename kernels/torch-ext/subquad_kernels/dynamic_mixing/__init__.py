@@ -27,9 +27,7 @@ def _mix(out, features, width, normalization, eps, backend):
 
 
 @torch.library.custom_op("subquad_kernels::dynamic_mixing", mutates_args=())
-def _dynamic_mixing(
-    features: torch.Tensor, width: int, normalization: str, eps: float, backend: str
-) -> torch.Tensor:
+def _dynamic_mixing(features: torch.Tensor, width: int, normalization: str, eps: float, backend: str) -> torch.Tensor:
     out = features.new_empty(*features.shape[:2], features.shape[2] - width)
     _mix(out[..., :width], features, width, normalization, eps, backend)
     out[..., width:] = features[..., 2 * width :]
@@ -123,8 +121,8 @@ def dynamic_mixing(
         out (W, C, F - width) in the dtype of the features; with `inplace` it is features[..., width:].
 
     Raises:
-        ValueError: where a shape, a dtype or an option does not fit, or the features cannot be written in place, before
-            any work.
+        ValueError: where a shape, a dtype or an option does not fit, or the features cannot be written in place,
+            before any work.
     """
     _check(features, width, normalization, eps, inplace)
     backend = choose_backend("dynamic_mixing", backend, BACKENDS, features)

@@ -1,8 +1,8 @@
 """
 The dynamic layer in plain torch, for any device.
 
-A few windows at a time, and of those a block of rows at a time, which reads all rows: the cosines that exist at once are
-a tile of bounded size. The backward pass computes them again.
+A few windows at a time, and of those a block of rows at a time, which reads all rows: the cosines that exist at once
+are a tile of bounded size. The backward pass computes them again.
 """
 
 import math
@@ -50,10 +50,12 @@ def _finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.clamp(-largest, largest).to(dtype)
 
 
-def dynamic_mixing_eager(out: torch.Tensor, features: torch.Tensor, width: int, normalization: str, eps: float) -> None:
+def dynamic_mixing_eager(
+    out: torch.Tensor, features: torch.Tensor, width: int, normalization: str, eps: float
+) -> None:
     """
-    Writes gate * (weights @ rows) to `out` (W, C, width), which may be the gate; products in the dtype of the features.
-    The other arguments are those of [`subquad_kernels.dynamic_mixing`].
+    Writes gate * (weights @ rows) to `out` (W, C, width), which may be the gate; products in the dtype of the
+    features. The other arguments are those of [`subquad_kernels.dynamic_mixing`].
     """
     for part, x, y, scale in _pieces(features[..., :width], normalization, eps):
         for rows in _blocks(features.shape[1]):
@@ -77,7 +79,7 @@ def dynamic_mixing_eager_backward(
             grads[part, rows, width : 2 * width] = grad_out * (narrow @ x)
             grad_mixed = (grad_out * features[part, rows, width : 2 * width]).to(x.dtype)
             grad_x += narrow.mT @ grad_mixed
-            # Of the weights, and then of the cosines, times the scales of the keys: without these float16 would overflow.
+            # Of the weights, then of the cosines, times the scales of the keys: without these float16 would overflow.
             slopes = (grad_mixed @ y.mT).to(scale.dtype)
             dots = (weights * (slopes / scale.mT)).sum(-1, keepdim=True)
             if normalization == "l1":

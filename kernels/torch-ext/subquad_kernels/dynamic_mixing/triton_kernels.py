@@ -3,11 +3,11 @@ The dynamic layer as Triton kernels.
 
 A program owns a block of rows of a window. First it makes the cosines of its rows with all, KEYS at a time, which it
 keeps on the chip, in the dtype of the features; then it multiplies them with all rows, a few columns at a time. No
-weight, and no gradient of one, is ever in memory. What it keeps is for GROUPS * KEYS rows: in longer windows it takes as
-many at a time, and adds up in memory, in `partial`, what these give.
+weight, and no gradient of one, is ever in memory. It keeps those of GROUPS * KEYS rows: of longer windows it takes as
+many at a time, and adds up in `partial`, in memory, what they give.
 
 The products of this second step are subtracted, of cosines with the opposite sign. Added, Triton would chain them into
-one sum, and lay out all but the last one so that half of the warps repeat what the others do.
+one sum, and lay out all but the last so that half of the warps repeat what the others do.
 
 With n for 1 / norm, S for the cosines, r for what a row of them is divided by, g for the gradient times the gate,
 
@@ -84,7 +84,7 @@ def _mix_kernel(
     L1: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """gate * (weights @ rows) of a block of rows, which may overwrite the gate. Given g, writes 1 / r and t / r too."""
+    """gate * (weights @ rows) of a block of rows, which may overwrite the gate. Given g, also 1 / r and t / r."""
     blocks = tl.cdiv(C, ROWS)
     rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     window = (tl.program_id(0) // blocks).to(tl.int64)
