@@ -1,9 +1,10 @@
-"""A small byte-level BPE of the kind that Avey's models are published with."""
+"""Small byte-level BPEs of the kinds that Avey's and Avey-B's models are published with."""
 
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 
 END = "<|endoftext|>"
@@ -27,3 +28,24 @@ def write_byte_level_bpe(directory: Path, vocabulary: int = 300, **config) -> To
     fields = {name: value for name, value in fields.items() if value is not None}
     (directory / "tokenizer_config.json").write_text(json.dumps(fields))
     return tokenizer
+
+
+def encoder_tokenizer(text: str = TEXT, vocabulary: int = 300) -> PreTrainedTokenizerFast:
+    """A text becomes [CLS] text [SEP], a pair [CLS] text [SEP] text [SEP]; [MASK] takes the space before it along."""
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[*names.values(), AddedToken("[MASK]", lstrip=True, special=True)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([text] * 3, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[(token, backend.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]", **names)

@@ -43,18 +43,31 @@ ARCHITECTURES = {
             "AutoModelForSequenceClassification": "AveyForSequenceClassification",
         },
     ),
+    "avey-b": (
+        "subquad.models.avey_b",
+        "AveyBConfig",
+        {
+            "AutoModel": "AveyBModel",
+            "AutoModelForMaskedLM": "AveyBForMaskedLM",
+            "AutoModelForQuestionAnswering": "AveyBForQuestionAnswering",
+            "AutoModelForSequenceClassification": "AveyBForSequenceClassification",
+            "AutoModelForTokenClassification": "AveyBForTokenClassification",
+        },
+    ),
 }
 
 _EXPORTS = {
     "AveyCache": "subquad.cache",
     "RecurrentCache": "subquad.cache",
     "PRESETS": "subquad.presets",
+    "QuestionAnsweringPipeline": "subquad.question_answering",
     "embedded_model": "subquad.info",
     "preset_config": "subquad.presets",
 }
-for _model_type, (_folder, _config, _heads) in ARCHITECTURES.items():
-    _EXPORTS[_config] = f"{_folder}.configuration_{_model_type}"
-    _EXPORTS.update(dict.fromkeys(_heads.values(), f"{_folder}.modeling_{_model_type}"))
+for _folder, _config, _heads in ARCHITECTURES.values():
+    _name = _folder.rpartition(".")[2]
+    _EXPORTS[_config] = f"{_folder}.configuration_{_name}"
+    _EXPORTS.update(dict.fromkeys(_heads.values(), f"{_folder}.modeling_{_name}"))
 
 __all__ = ["ARCHITECTURES", "__version__", *_EXPORTS]
 
@@ -72,8 +85,9 @@ def __dir__():
 # Registration waits until transformers has imported its Auto classes, because making it do so would take as long as
 # importing torch does.
 _AUTO = "transformers.models.auto."
-# The Auto classes may be imported from within one of these, which the model classes need: they wait until it is
-# complete.
+_PIPELINES = "transformers.pipelines"
+# The Auto classes may be imported from within one of these, which the model classes and our pipeline need: they wait
+# until it is complete.
 _BASES = (
     "transformers.cache_utils",
     "transformers.generation.utils",
@@ -109,7 +123,10 @@ def _register_models() -> None:
     names = {
         "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
         "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
         "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     }
     for model_type, (_, config, heads) in ARCHITECTURES.items():
         for auto_class, head in heads.items():
@@ -117,10 +134,26 @@ def _register_models() -> None:
             names[auto_class][model_type] = head
 
 
+def _register_pipelines() -> None:
+    from transformers import pipelines
+    from transformers.models.auto.modeling_auto import AutoModelForQuestionAnswering
+
+    task, tasks = "question-answering", pipelines.PIPELINE_REGISTRY.supported_tasks
+    if task in tasks:
+        return
+    # Not by `register_pipeline`, which marks the class as a repository's own code: saving would copy it beside the
+    # model, and loading would ask for `trust_remote_code`.
+    pipeline = __getattr__("QuestionAnsweringPipeline")
+    tasks[task] = {"impl": pipeline, "pt": (AutoModelForQuestionAnswering,), "default": {}, "type": "text"}
+    # Newer versions refuse the name before they look for it.
+    getattr(pipelines, "REMOVED_TASKS", {}).pop(task, None)
+
+
 _PENDING = {
     f"{_AUTO}configuration_auto": _register_configurations,
     f"{_AUTO}tokenization_auto": _register_tokenizers,
     f"{_AUTO}modeling_auto": _register_models,
+    _PIPELINES: _register_pipelines,
 }
 
 
@@ -133,7 +166,7 @@ def _register_what_can_be(finished: str | None = None) -> None:
 
     for name in list(_PENDING):
         bases_ready = all(base not in sys.modules or ready(base) for base in _BASES)
-        if ready(name) and (bases_ready or not name.endswith("modeling_auto")):
+        if ready(name) and (bases_ready or not name.endswith(("modeling_auto", _PIPELINES))):
             register = _PENDING.pop(name, None)  # None where another thread was quicker
             if register is not None:
                 register()
