@@ -1,7 +1,10 @@
-"""The example that trains finch-abc: corpus, checker and a run of three steps."""
+"""The examples: the corpus of tunes, its checker, and runs of a few steps."""
 
+import importlib
 import json
 import random
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from abc_check import AbcError, find_fault, is_valid_tune, parse_length, parse_tune  # noqa: E402
-from abc_corpus import load_corpus, normalise, passages, plain_key, plain_title, transpose  # noqa: E402
+from abc_corpus import Corpus, load_corpus, normalise, passages, plain_key, plain_title, transpose  # noqa: E402
 
 
 HEADER = "X:1\nT:The Test\nM:6/8\nL:1/8\nK:G\n"
@@ -183,3 +186,131 @@ def test_three_steps_give_a_directory_that_loads(tmp_path):
         "finch-abc-checkpoint.pt",
         "finch-abc-samples.abc",
     ]
+
+
+TINY = ["--d-embed=32", "--n-layers=2", "--chunk-size=16", "--k=2", "--length=128", "--lr=1e-2", "--threads=1"]
+
+
+def run_example(name, capsys, monkeypatch, *arguments):
+    """Runs an example in this process, where torch has been imported; returns what it prints."""
+    import torch
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    capsys.readouterr()
+    importlib.import_module(name).main()
+    torch.set_num_threads(threads)
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    """A directory of the kind that examples/train_avey_b_mlm.py leaves, without any training."""
+    import torch
+
+    from subquad import AveyBConfig, AveyBForMaskedLM
+
+    torch.manual_seed(0)
+    tokenizer = importlib.import_module("train_avey_b_mlm").train_tokenizer([HEADER + BODY], 300)
+    config = AveyBConfig(vocab_size=len(tokenizer), d_embed=32, n_layers=2, chunk_size=16, k=2)
+    AveyBForMaskedLM(config).save_pretrained(tmp_path / "encoder")
+    tokenizer.save_pretrained(tmp_path / "encoder")
+    return tmp_path / "encoder"
+
+
+def test_masked_language_model(tmp_path, capsys, monkeypatch):
+    from transformers import Trainer, pipeline
+
+    def train(output, *arguments):
+        arguments = ["--output", output, *TINY, "--folders", "miscFolk", *arguments]
+        out = run_example("train_avey_b_mlm", capsys, monkeypatch, *arguments)
+        numbers = re.findall(r"held out, (?:before|after) training: loss ([\d.]+) .*, ([\d.]+)% told right", out)
+        return [tuple(map(float, pair)) for pair in numbers], out
+
+    output = tmp_path / "avey-b-abc"
+    first, _ = train(output, "--steps", 6, "--checkpoint-every", 4)
+    assert train(tmp_path / "again", "--steps", 6)[0] == first  # the seed decides weights, order and masks
+    assert train(tmp_path / "other", "--steps", 6, "--seed", 1)[0] != first
+    steps, step = [], Trainer.training_step
+    monkeypatch.setattr(Trainer, "training_step", lambda *args, **kwargs: steps.append(1) or step(*args, **kwargs))
+    shutil.rmtree(tmp_path / "avey-b-abc-checkpoints" / "checkpoint-6")
+    resumed, out = train(output, "--steps", 6, "--checkpoint-every", 4, "--resume")
+    assert len(steps) == 2 and resumed[1][0] == pytest.approx(first[1][0], abs=0.05)  # some masks are others
+    (before, _), (after, _) = first
+    assert after < before - 0.1
+
+    assert {path.name for path in output.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    text, hidden = re.search(r"\n\n(X:1\n.*)\n\[MASK\] was '(.*?)'; ", out, re.DOTALL).groups()
+    assert hidden and "[MASK]" in text
+    best = pipeline("fill-mask", model=str(output), device="cpu")(text)[0]
+    score = re.search(rf"^ +([\d.]+)%  {re.escape(repr(best['token_str']))}$", out, re.MULTILINE)[1]
+    assert float(score) == pytest.approx(100 * best["score"], abs=0.2)
+    config = json.loads((output / "config.json").read_text())
+    assert config["model_type"] == "avey-b" and config["d_embed"] == 32 and config["mask_token_id"] == 4
+
+
+def test_masked_language_model_of_any_text(encoder, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "text.txt"
+    documents = [f"Document {i} is about number {i}…\nand its line." for i in range(30)]
+    path.write_text("\n\n \n\n".join(documents), encoding="utf-8")
+    module = importlib.import_module("train_avey_b_mlm")
+    train, held_out = module.load_documents(path, [])
+    assert sorted(train + held_out) == sorted(documents) and len(held_out) == 2
+    tokenizer = module.train_tokenizer(documents, 300)
+    rows = module.pack(tokenizer, documents, 64)
+    ids = [token for row in rows for token in row["input_ids"]]
+    assert {len(row["input_ids"]) for row in rows[:-1]} == {64} and 0 < len(rows[-1]["input_ids"]) <= 64
+    assert tokenizer.decode(ids) == "".join(f"[CLS]{document}[SEP]" for document in documents)
+    hidden, word = module.hide_a_token(tokenizer, documents[0])
+    assert hidden.replace("[MASK]", word) == documents[0] and hidden.count("[MASK]") == 1
+
+    out = run_example(
+        *("train_avey_b_mlm", capsys, monkeypatch, "--output", tmp_path / "out", "--text", path, "--steps", 1),
+        *(*TINY, "--tokenizer", encoder),
+    )
+    assert "28 documents in" in out and "2 in 1 held out" in out
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == (encoder / "tokenizer.json").read_text()
+    path.write_text("alone", encoding="utf-8")
+    with pytest.raises(SystemExit, match="two documents"):
+        module.load_documents(path, [])
+    with pytest.raises(SystemExit, match="--vocabulary must be at least 261"):
+        module.train_tokenizer(documents, 260)
+
+
+def test_published_sizes(monkeypatch):
+    from subquad import PRESETS
+
+    module = importlib.import_module("train_avey_b_mlm")
+    monkeypatch.setattr(sys, "argv", ["train", "--output=out", "--preset=avey-b-large", "--k=5"])
+    arguments = vars(module.parse_arguments())
+    expected = {**PRESETS["avey-b-large"][1], "chunk_size": 256, "k": 5, "length": 2048, "lr": 2.5e-4}
+    assert {name: arguments[name] for name in expected} == expected
+
+
+def test_retrieval(corpus, encoder, tmp_path, capsys, monkeypatch):
+    from sentence_transformers import SentenceTransformer
+
+    importlib.import_module("retrieve")
+
+    def metrics(out):
+        numbers = re.findall(r"recall@1 ([\d.]+)%, recall@10 ([\d.]+)%, NDCG@10 ([\d.]+)", out)
+        return [tuple(map(float, row)) for row in numbers]
+
+    monkeypatch.setattr("retrieve.load_corpus", lambda folders: Corpus(corpus.train[:300], corpus.validation, {}))
+    shared = ["--threads", 1]
+    out = run_example(
+        *("retrieve", capsys, monkeypatch, *shared, "--model", encoder, "--output", tmp_path / "tunes"),
+        *("--steps", 30, "--lr", 1e-2),
+    )
+    assert f"{len(corpus.validation)} lines of held-out tunes" in out
+    before, after = metrics(out)
+    assert before[2] + 0.03 < after[2] and after[0] <= 100 * after[2] <= after[1]
+    # What was saved is what was measured.
+    query = "GAG GAB|ded dBG|BAB AFD|EFE E2D|"
+    arguments = [*shared, "--model", tmp_path / "tunes", "--steps", 0, "--query", query, "--top-k", 3]
+    out = run_example("retrieve", capsys, monkeypatch, *arguments)
+    assert metrics(out) == [after]
+    scores = [float(score) for score in re.findall(r"^  (-?[\d.]+)  ", out.split(query)[1], re.MULTILINE)]
+    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+    model = SentenceTransformer(str(tmp_path / "tunes"), device="cpu")
+    assert model.encode([query]).shape == (1, 32)
