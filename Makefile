@@ -19,6 +19,7 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python kernels/benchmarks/wkv.py --out build/bench $(ARGS)
 	$(BIN)/python kernels/benchmarks/avey.py --out build/bench $(ARGS)
+	$(BIN)/python kernels/benchmarks/avey_b.py --out build/bench $(ARGS)
 	$(BIN)/python kernels/benchmarks/models.py $(ARGS)
 	$(BIN)/python tokenizers/benchmarks/rwkv_world.py $(ARGS)
 

@@ -34,14 +34,16 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from measuring import (
     OURS,
+    Check,
     Results,
+    add_options,
+    captured,
     ceilings,
     extra_mebibytes,
     median_milliseconds,
@@ -301,8 +303,13 @@ def embeddings(splits: int, size: int, width: int, dtype: torch.dtype, device: s
     return (x + 0.5 * topics[:, :, :1].cumsum(1) / splits**0.5).to(dtype)
 
 
-def ranking_errors(splits: torch.Tensor, queries: torch.Tensor, compared: str, backend: str) -> dict[str, float]:
-    """Of scores, weights and, of the weights, gradients; infinite where other splits are chosen."""
+def ranking_errors(
+    splits: torch.Tensor, queries: torch.Tensor, compared: str, backend: str, k: int = 8, **how: str
+) -> dict[str, float]:
+    """
+    Of scores, weights and, of the weights, gradients; infinite where other splits are chosen. In `how`: order and
+    normalization.
+    """
     count = splits.shape[1]
     last = queries.shape[1] == 1
     number = torch.arange(count, device=splits.device)[-queries.shape[1] :][None]
@@ -318,14 +325,14 @@ def ranking_errors(splits: torch.Tensor, queries: torch.Tensor, compared: str, b
     if compared == PLAIN or last:
         return errors
 
-    k = min(8, count)
+    k = min(k, count)
     torch.manual_seed(0)
     grad = torch.randn(1, count, k - 1, device=splits.device)
 
     def run(splits, backend):
         leaf = splits.detach().requires_grad_()
         given = scores.to(torch.promote_types(splits.dtype, torch.float32))
-        index, weights, _ = split_ranker(leaf, leaf, k, number, scores=given, backend=backend)
+        index, weights, _ = split_ranker(leaf, leaf, k, number, scores=given, backend=backend, **how)
         return index, weights.detach(), *torch.autograd.grad(weights, leaf, grad.to(weights))
 
     (index, *found), (expected_index, *expected) = run(splits, backend), run(splits.double(), "reference")
@@ -370,22 +377,10 @@ def model_errors(config, length: int, dtype: torch.dtype, device: str) -> dict[s
 
 def check(results: Results, options) -> bool:
     """Whether every error is below its tolerance; one row a case."""
-    wrong, count, device = [], 0, options.device
-
-    def judge(what: str, row: dict[str, Any], tolerance: float, errors: dict[str, float]) -> None:
-        nonlocal count
-        count += 1
-        judged = {name: error for name, error in errors.items() if not name.startswith("(")}
-        worst = max(judged, key=lambda name: math.inf if math.isnan(judged[name]) else judged[name])
-        every = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-        note = f"largest error {judged[worst]:.1e} ({worst}) of {tolerance:.0e} allowed; {every}"
-        results.add({"part": "check", "what": what, "implementation": OURS, **row, "note": note})
-        if not judged[worst] < tolerance:
-            wrong.append(f"{what}, {row}: {note}")
-
+    cases, device = Check(results), options.device
     for shape, compared in mixing_cases(options):
         what = f"contextualizer, {shape.queries} of {shape.context} rows"
-        judge(what, shape.row, TOLERANCES[shape.dtype], mixing_errors(shape, compared, options.check_backend))
+        cases.judge(what, shape.row, TOLERANCES[shape.dtype], mixing_errors(shape, compared, options.check_backend))
 
     sizes = [(5, 8, 24, "reference")]
     if not options.small_check:
@@ -395,43 +390,30 @@ def check(results: Results, options) -> bool:
         row = {"batch": 1, "length": splits * size, "size": width, "dtype": str(dtype).removeprefix("torch.")}
         for what, queries in (("all splits", x), ("last split", x[:, -1:]), ("one token", x[:, -1:, -1:])):
             errors = ranking_errors(x, queries, compared, options.check_backend)
-            judge(f"split_ranker, {what}", row, SCORE_TOLERANCES[dtype], errors)
+            cases.judge(f"split_ranker, {what}", row, SCORE_TOLERANCES[dtype], errors)
 
     for dtype, tolerance in MODEL_TOLERANCES.items():
         config, length = options.small_config, 11 * options.small_config.chunk_size - 3
         row = {"batch": 2, "length": length, "size": config.d_embed, "dtype": str(dtype).removeprefix("torch.")}
-        judge(f"model of {config.n_blocks} blocks", row, tolerance, model_errors(config, length, dtype, device))
+        errors = model_errors(config, length, dtype, device)
+        cases.judge(f"model of {config.n_blocks} blocks", row, tolerance, errors)
         if device != "cpu" and not options.quick:
             config = options.config
             row["size"] = config.d_embed
-            judge(f"model of {config.n_blocks} blocks", row, tolerance, model_errors(config, length, dtype, device))
-    results.bar.clear()
-    print(f"check, {options.check_backend} against float64: {len(wrong)} of {count} cases wrong", *wrong, sep="\n  ")
-    return not wrong
+            errors = model_errors(config, length, dtype, device)
+            cases.judge(f"model of {config.n_blocks} blocks", row, tolerance, errors)
+    return cases.passed(f"{options.check_backend} against float64")
 
 
 # The operators.
 
 
-def captured(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A CUDA graph of it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
-
-
 def measure_call(
-    options, function: Callable, inputs: list[dict[str, Any]], moved: float, operations: float, **how: bool
+    options, function: Callable, inputs: list[dict[str, Any]], moved: float, operations: float, **how: Any
 ) -> dict[str, Any]:
     """
     Fields of a row for `function(**inputs)`, which takes the inputs in turn. In `how`: `training`, forward and
-    backward; `graph`, in a CUDA graph; `once`, a single time.
+    backward; `graph`, in a CUDA graph; `once`, a single time; `most`, how many times at most.
     """
     turns, device = itertools.cycle(inputs), options.device
     if how.get("training"):
@@ -455,7 +437,7 @@ def measure_call(
         replay = captured(lambda: [call() for _ in inputs])
         milliseconds = median_milliseconds(replay, device, options.seconds, options.least) / len(inputs)
     else:
-        milliseconds = median_milliseconds(call, device, options.seconds, options.least)
+        milliseconds = median_milliseconds(call, device, options.seconds, options.least, how.get("most", 200))
     measured = {"milliseconds": milliseconds, "floor_milliseconds": floor(options, operations, moved)}
     if not how.get("graph") and not how.get("once"):
         measured["MiB"] = extra_mebibytes(call, device)
@@ -562,6 +544,36 @@ def with_rate(milliseconds: float, tokens: int, floor: float) -> dict[str, Any]:
     return {"milliseconds": milliseconds, "tokens_per_second": rate, "floor_milliseconds": floor}
 
 
+def measure_steps_of_training(
+    options, model: nn.Module, loss_of: Callable, tokens: int, floor: float, batch: tuple[torch.Tensor, ...]
+) -> dict[str, Any]:
+    """Fields of a row for steps of AdamW on so many tokens, whose loss is loss_of(*batch)."""
+    device, losses = options.device, []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    autocast = torch.autocast(device, torch.bfloat16) if device != "cpu" else contextlib.nullcontext()
+
+    def step():
+        with autocast:
+            loss = loss_of(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    start = time.perf_counter()
+    step()
+    losses[0].item()
+    first = time.perf_counter() - start
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    milliseconds = median_milliseconds(step, device, 8 * options.seconds, options.least)
+    measured = with_rate(milliseconds, tokens, floor)
+    if device != "cpu":
+        measured["MiB"] = torch.cuda.max_memory_allocated() / 2**20
+    note = f"first step {first:.1f} s, loss {losses[0].item():.3f}, then {losses[-1].item():.3f}"
+    return {**measured, "note": note}
+
+
 def measure_training(results: Results, options) -> None:
     config, (batch, length), device = options.train_config, options.train_shape, options.device
 
@@ -574,31 +586,9 @@ def measure_training(results: Results, options) -> None:
         loss_of = (lambda ids: trained(input_ids=ids, labels=ids).loss) if name == OURS else trained.loss
         if compiled:
             loss_of = torch.compile(loss_of, fullgraph=True, dynamic=False)
-        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4, fused=True)
-        ids, losses = random_ids(config, device, batch, length), []
-        autocast = torch.autocast(device, torch.bfloat16) if device != "cpu" else contextlib.nullcontext()
-
-        def step():
-            with autocast:
-                loss = loss_of(ids)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-
-        start = time.perf_counter()
-        step()
-        losses[0].item()
-        first = time.perf_counter() - start
-        if device != "cpu":
-            torch.cuda.reset_peak_memory_stats()
-        milliseconds = median_milliseconds(step, device, 8 * options.seconds, options.least)
+        ids = random_ids(config, device, batch, length)
         work = 3 * batch * products(config, length)[0] - 2 * batch * products(config, length)[1]
-        measured = with_rate(milliseconds, ids.numel(), work / options.multiplied)
-        if device != "cpu":
-            measured["MiB"] = torch.cuda.max_memory_allocated() / 2**20
-        note = f"first step {first:.1f} s, loss {losses[0].item():.3f}, then {losses[-1].item():.3f}"
-        return {**measured, "note": note}
+        return measure_steps_of_training(options, trained, loss_of, ids.numel(), work / options.multiplied, (ids,))
 
     for compiled in (False, True) if options.compiles else (False,):
         for name in (OURS, PLAIN):
@@ -737,18 +727,22 @@ def measure_prompts(results: Results, options) -> None:
 # The report.
 
 
+def write_report(results: Results, options, name: str, title: str, rates: str, text: str) -> None:
+    if options.out is not None:
+        report = {"versions": title, "ceilings": rates, "rows": results.rows}
+        write_atomically(options.out / f"{name}.json", lambda path: path.write_text(json.dumps(report, indent=1)))
+        text = f"```\n{title}\n{rates}\n{text}\n```\n"
+        write_atomically(options.out / f"{name}.md", lambda path: path.write_text(text, encoding="utf-8"))
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     from subquad import AveyConfig
     from subquad.presets import preset_config
 
-    default = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    add("--out", type=Path, metavar="DIR", help="where avey.csv (after every row), avey.json and avey.md are written")
-    add("--minutes", type=float, default=8, help="no measurement begins after that long (default: 8)")
-    add("--seconds", type=float, default=0.5, help="how long each median takes (default: 0.5)")
-    add("--device", choices=("cpu", "cuda"), default=default, help=f"default: {default} here")
+    add_options(parser, "avey.csv (after every row), avey.json and avey.md", minutes=8)
     add("--lengths", type=int, nargs="+", help="tokens of contexts and prompts")
     add(
         "--compile",
@@ -757,7 +751,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         dest="compiles",
         help="whether to measure under torch.compile too (default: on a GPU)",
     )
-    add("--quick", action="store_true", help="tiny sizes, each measured once: shows that all parts run")
     options = parser.parse_args(arguments)
 
     options.least = 1 if options.quick else 3
@@ -832,11 +825,7 @@ def run(options: argparse.Namespace) -> None:
     results.bar.close()
     table = results.table()
     print(table)
-    if options.out is not None:
-        report = {"versions": title, "ceilings": rates, "rows": results.rows}
-        write_atomically(options.out / "avey.json", lambda path: path.write_text(json.dumps(report, indent=1)))
-        text = f"```\n{title}\n{rates}\n{table}\n```\n"
-        write_atomically(options.out / "avey.md", lambda path: path.write_text(text, encoding="utf-8"))
+    write_report(results, options, "avey", title, rates, table)
     results.exit(options.minutes)
 
 

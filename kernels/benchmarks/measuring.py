@@ -22,7 +22,8 @@ from tqdm import tqdm
 
 FIELDS = (
     *("part", "what", "implementation", "batch", "heads", "size", "length", "dtype"),
-    *("milliseconds", "MiB", "tokens_per_second", "floor_milliseconds", "teraflops", "note", "versions"),
+    *("milliseconds", "MiB", "tokens_per_second", "floor_milliseconds", "teraflops", "gigabytes_per_second"),
+    *("note", "versions"),
 )
 # What makes two rows comparable.
 SHAPE = ("part", "what", "batch", "heads", "size", "length", "dtype")
@@ -63,6 +64,19 @@ def median_milliseconds(
     function()
     estimate = timings(function, device, 1)[0]
     return statistics.median(timings(function, device, min(max(int(seconds * 1e3 / estimate), least), most)))
+
+
+def captured(function: Callable[[], Any]) -> Callable[[], Any]:
+    """A CUDA graph of it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
 
 
 def wall_milliseconds(function: Callable[[], Any], device: str) -> float:
@@ -152,6 +166,17 @@ def versions(device: str) -> str:
             continue
     found.append(f"{torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name())
     return ", ".join(found)
+
+
+def add_options(parser: argparse.ArgumentParser, files: str, minutes: float) -> None:
+    """What every benchmark is asked for, which writes such files."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add = parser.add_argument
+    add("--out", type=Path, metavar="DIR", help=f"where {files} are written")
+    add("--minutes", type=float, default=minutes, help=f"no measurement begins after that long (default: {minutes})")
+    add("--seconds", type=float, default=0.5, help="how long each median takes (default: 0.5)")
+    add("--device", choices=("cpu", "cuda"), default=device, help=f"default: {device} here")
+    add("--quick", action="store_true", help="tiny sizes, each measured once: shows that all parts run")
 
 
 def run_afresh(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
@@ -252,6 +277,8 @@ class Results:
                         cell += f" [{value / reached if rates else value * reached:.3g}]"
                     if field == "milliseconds" and row.get("teraflops"):
                         cell += f" {row['teraflops']:.3g} TFLOP/s"
+                    if field == "milliseconds" and row.get("gigabytes_per_second"):
+                        cell += f" {row['gigabytes_per_second']:.3g} GB/s"
                     cells.append(cell)
                 if cells:
                     lines.append(f"{first['what']:<31} {shape:<9} {unit:<8} " + ", ".join(cells))
@@ -266,3 +293,27 @@ class Results:
             print(f"{self.skipped} measurements did not begin within {minutes:g} minutes")
         if self.failed:
             raise SystemExit(1)
+
+
+class Check:
+    """Cases of a check, whose errors are judged by a tolerance; one row a case."""
+
+    def __init__(self, results: Results):
+        self.results, self.wrong, self.count = results, [], 0
+
+    def judge(self, what: str, row: dict[str, Any], tolerance: float, errors: dict[str, float]) -> None:
+        """Errors by name; those whose name begins with a bracket are only told."""
+        self.count += 1
+        judged = {name: error for name, error in errors.items() if not name.startswith("(")}
+        worst = max(judged, key=lambda name: math.inf if math.isnan(judged[name]) else judged[name])
+        every = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+        note = f"largest error {judged[worst]:.1e} ({worst}) of {tolerance:.0e} allowed; {every}"
+        self.results.add({"part": "check", "what": what, "implementation": OURS, **row, "note": note})
+        if not judged[worst] < tolerance:
+            self.wrong.append(f"{what}, {row}: {note}")
+
+    def passed(self, what: str) -> bool:
+        """Prints what was found; whether nothing is wrong."""
+        self.results.bar.clear()
+        print(f"check, {what}: {len(self.wrong)} of {self.count} cases wrong", *self.wrong, sep="\n  ")
+        return not self.wrong

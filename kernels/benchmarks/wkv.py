@@ -33,7 +33,10 @@ import torch
 import torch.nn.functional as F
 from measuring import (
     OURS,
+    Check,
     Results,
+    add_options,
+    captured,
     ceilings,
     extra_mebibytes,
     median_milliseconds,
@@ -143,21 +146,11 @@ def errors_of(shape: Shape, bounds: tuple[int, ...] | None, backend: str) -> dic
 
 def check(results: Results, device: str, backend: str, quick: bool) -> bool:
     """Whether every error is below its tolerance; one row a case."""
-    wrong, count = [], 0
+    judged = Check(results)
     for shape, bounds in cases(device, quick):
         what = ("static " if shape.static else "") + ("packed" if bounds else "rows")
-        count += 1
-        errors = errors_of(shape, bounds, backend)
-        worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-        note = f"largest error {errors[worst]:.1e} ({worst})"
-        results.add({"part": "check", "what": what, "implementation": OURS, **shape.row, "note": note})
-        if not errors[worst] < TOLERANCES[shape.dtype]:
-            wrong.append(f"{what}, {shape}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
-    results.bar.clear()
-    print(
-        f"check, {backend} against the recurrence in float64: {len(wrong)} of {count} cases wrong", *wrong, sep="\n  "
-    )
-    return not wrong
+        judged.judge(what, shape.row, TOLERANCES[shape.dtype], errors_of(shape, bounds, backend))
+    return judged.passed(f"{backend} against the recurrence in float64")
 
 
 # The operator.
@@ -298,17 +291,7 @@ def measure_step(name: str, graph: bool, shape: Shape, options, fla) -> dict[str
             else:
                 fla.fused_recurrent_rwkv6(*one.values(), scale=1.0, initial_state=state, output_final_state=True)
 
-    call = steps
-    if graph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            steps()
-        torch.cuda.current_stream().wait_stream(side)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            steps()
-        call = captured.replay
+    call = captured(steps) if graph else steps
     milliseconds = median_milliseconds(call, shape.device, options.seconds, options.least) / sets
     moved = size_of(*inputs[0][0].values()) + out_size + 2 * state_size
     return {"milliseconds": milliseconds, "floor_milliseconds": moved / options.copied}
@@ -366,14 +349,10 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    default = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, help="default: all on a GPU, operator on a CPU")
-    add("--out", type=Path, metavar="DIR", help="where wkv.csv (after every row) and wkv.png are written")
-    add("--minutes", type=float, default=9, help="no measurement begins after that long (default: 9)")
-    add("--seconds", type=float, default=0.5, help="how long each median takes (default: 0.5)")
-    add("--device", choices=("cpu", "cuda"), default=default, help=f"default: {default} here")
+    add_options(parser, "wkv.csv (after every row) and wkv.png", minutes=9)
     add("--heads", type=int, help="default: 64 on a GPU, 8 on a CPU")
     add("--head-size", type=int, default=64, help="default: 64")
     add("--batches", type=int, nargs="+", help="default: 8 and 1 on a GPU, 1 on a CPU")
@@ -383,7 +362,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         nargs="+",
         help="default: 1024, 4096, 16384 (batch 1: 65536) on a GPU, 1 to 4096 on a CPU",
     )
-    add("--quick", action="store_true", help="tiny sizes, each measured once: shows that all parts run")
     options = parser.parse_args(arguments)
 
     options.least = 1 if options.quick else 3

@@ -1,4 +1,4 @@
-"""The benchmarks of WKV and of Avey: that every part runs, and what they write."""
+"""The benchmarks of WKV, Avey and Avey-B: that every part runs, and what they write."""
 
 import csv
 import importlib.util
@@ -25,7 +25,7 @@ def load(monkeypatch, script):
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     yield module
-    for name in ("measuring", "models", "wkv"):
+    for name in ("measuring", "models", "wkv", "avey"):
         sys.modules.pop(name, None)
 
 
@@ -37,6 +37,11 @@ def benchmark(monkeypatch):
 @pytest.fixture
 def avey(monkeypatch):
     yield from load(monkeypatch, "avey")
+
+
+@pytest.fixture
+def avey_b(monkeypatch):
+    yield from load(monkeypatch, "avey_b")
 
 
 def rows_of(folder, name="wkv.csv"):
@@ -185,3 +190,109 @@ def test_operations_are_counted(avey):
     assert avey.products(config, 24, last_only=True)[1] == 2 * width * 8 * 8 * 2
     assert avey.mixing(4, 4, 16) == 2 * 2 * 16 * (1 + 2 + 3 + 4)
     assert avey.mixing(4, 1, 16) == 2 * 2 * 16 * 4
+
+
+# Avey-B.
+
+
+def test_every_part_of_avey_b_is_measured(avey_b, tmp_path, capsys):
+    avey_b.main(["--quick", "--device", "cpu", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path, "avey_b.csv")
+    assert {row["part"] for row in rows} == set(avey_b.PARTS)
+    assert not [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory"))]
+    for row in rows:
+        assert row["part"] == "check" or float(row["milliseconds"]) > 0
+    found = {(row["what"], row["implementation"]) for row in rows}
+    both = ("static 16 forward", "static 16 fwd+bwd", "dynamic 16 forward", "dynamic 16 fwd+bwd")
+    both += ("static layer 32", "dynamic layer 32", "encoder 32", "training")
+    assert found >= {(what, name) for what in both for name in ("subquad", "plain")}
+    assert {row["length"] for row in rows if row["implementation"] == "ModernBERT"} == {"8", "40"}
+    losses = {row["note"].partition("loss ")[2].split(",")[0] for row in rows if row["what"] == "training"}
+    assert len(losses) == 1  # both begin with the same weights
+    files = {"avey_b.csv", "avey_b.json", "avey_b.md"}
+    if importlib.util.find_spec("matplotlib"):
+        files.add("avey_b.png")
+        (tmp_path / "avey_b.png").unlink()
+        avey_b.main(["--quick", "--device", "cpu", "--plot", str(tmp_path / "avey_b.json")])
+        assert (tmp_path / "avey_b.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == files
+    printed = capsys.readouterr().out
+    assert "ms in all" in printed and "power laws" in printed
+
+
+@pytest.mark.parametrize("wrong", ["dynamic_mixing", "static_mixing", "inplace"])
+def test_a_wrong_kernel_of_avey_b_is_not_measured(avey_b, tmp_path, monkeypatch, wrong):
+    name = "static_mixing" if wrong == "inplace" else wrong
+    right = getattr(avey_b, name)
+
+    def other(*args, inplace=False, backend="auto", **kwargs):
+        if wrong == "inplace":  # the right result, in a place of its own
+            return right(*args, backend=backend, **kwargs)
+        out = right(*args, inplace=inplace, backend=backend, **kwargs)
+        return out if backend == "reference" else out * 1.001
+
+    monkeypatch.setattr(avey_b, name, other)
+    with pytest.raises(SystemExit) as error:
+        avey_b.main(["--quick", "--device", "cpu", "--parts", "check", "encode", "--out", str(tmp_path)])
+    assert error.value.code == 1
+    assert {row["part"] for row in rows_of(tmp_path, "avey_b.csv")} == {"check"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["hub", "paper"])
+def test_plain_avey_b_is_the_published_model(avey_b, variant):
+    from subquad import AveyBConfig
+
+    with safe_open(Path(__file__).parents[1] / "golden" / f"avey_b_{variant}.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        fields = json.loads(file.metadata()["config"])
+    plain = avey_b.PlainAveyB(AveyBConfig(**fields, **(avey_b.PAPER if variant == "paper" else {})))
+    weights = {}
+    for name, x in tensors.items():
+        if name.startswith("weights."):
+            name = name.removeprefix("weights.").removeprefix("base_avey_model.").replace("embeddings", "embed")
+            weights[name.replace("ctxt.", "").replace("contextualizer.", "").replace("rms_norm", "norm")] = x
+    plain.load_state_dict(weights)
+    torch.testing.assert_close(plain.logits(tensors["input_ids"]), tensors["logits"], atol=1e-4, rtol=0)
+
+
+def encoded(implementation, length, tokens_per_second, batch=8):
+    milliseconds = batch * length / tokens_per_second * 1e3
+    row = {"part": "encode", "implementation": implementation, "batch": batch, "length": length}
+    return {**row, "milliseconds": milliseconds, "tokens_per_second": tokens_per_second}
+
+
+def test_targets_and_power_laws(avey_b):
+    rows = [encoded("subquad", n, 300 * n**-0.5) for n in (128, 512, 2048)]
+    rows += [encoded("subquad", 32768, 40.0), encoded("ModernBERT", 128, 20.0), encoded("plain, compiled", 128, 30.0)]
+    rows += [
+        encoded("subquad", 98304, 35.0),
+        {"part": "encode", "implementation": "ModernBERT", "note": "out of memory"},
+    ]
+    rows += [
+        encoded("ModernBERT", 32768, 20.0),
+        encoded("subquad", 98304, 34.0, 1),
+        encoded("ModernBERT", 98304, 8.5, 1),
+    ]
+    rows += [encoded("subquad, graph", 128, 60.0), encoded("ModernBERT, graph", 128, 61.0)]
+    lines = avey_b.targets(rows, 8)
+    assert lines[1] == (
+        "128 tokens: 1.33 times ModernBERT, at least 1: met; 0.88 times plain, compiled, at least 1.3: missed"
+    )
+    assert "32,768 tokens: 2.00 times ModernBERT, at least 3.4: missed; no figure of plain, compiled" in lines
+    assert "98,304 tokens: 4.00 times ModernBERT (batch 1), at least 3.4: met; no figure of plain, compiled" in lines
+    assert lines[-1] == "128 tokens: 0.98 times ModernBERT, graph, at least 1: missed"
+    (line,) = avey_b.power_laws(rows[:3], 8)[1:]
+    assert line == "subquad: from 128 tokens on alpha 0.50, beta 1.50; over all alpha 0.50, beta 1.50"
+
+
+def test_operations_of_avey_b_are_counted(avey_b):
+    from subquad import AveyBConfig
+
+    config = AveyBConfig(vocab_size=64, d_embed=32, n_layers=2, chunk_size=8, k=1)
+    layers = 2 * 2 * (32 * 128 + (128 - 32) * 32) * 8 + 2 * 8 * 8 * 32 * 2 + 8 * 9 * 32
+    compressor = 2 * 8 * 8 * 32
+    assert avey_b.products(config, 8) == (layers + compressor, 0)
+    assert avey_b.products(config, 3) == avey_b.products(config, 8)
+    ranker = 2 * 8 * 8 * 32 * (1 + 2)
+    assert avey_b.products(config, 24) == (3 * layers + 5 * compressor + ranker, ranker)
