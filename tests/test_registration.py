@@ -11,15 +11,19 @@ import subquad
 
 
 USE = """
-import warnings
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+import transformers, subquad
 RWKV = {"hidden_size": 32, "head_size": 8, "num_hidden_layers": 1}
-FIELDS = {"rwkv5": RWKV, "rwkv6": RWKV, "avey": {"d_embed": 32, "n_blocks": 1, "chunk_size": 4, "k": 2}}
-for model_type, fields in FIELDS.items():
-    config = AutoConfig.for_model(model_type, vocab_size=10, **fields)
-    for auto in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
-        model = auto.from_config(config)
-        assert type(model).__module__ == f"subquad.models.{model_type}.modeling_{model_type}", type(model)
+FIELDS = {
+    "rwkv5": RWKV,
+    "rwkv6": RWKV,
+    "avey": {"d_embed": 32, "n_blocks": 1, "chunk_size": 4, "k": 2},
+    "avey-b": {"d_embed": 32, "n_layers": 1, "chunk_size": 4},
+}
+for model_type, (folder, _, heads) in subquad.ARCHITECTURES.items():
+    config = transformers.AutoConfig.for_model(model_type, vocab_size=10, **FIELDS[model_type])
+    for auto, head in heads.items():
+        model = getattr(transformers, auto).from_config(config)
+        assert type(model) is getattr(subquad, head) and type(model).__module__.startswith(folder), type(model)
 """
 
 # flash-linear-attention registers the same model type, in this way.
@@ -53,8 +57,7 @@ def run(code: str) -> subprocess.CompletedProcess:
         "import subquad; import peft",
         "from subquad import Rwkv6ForCausalLM",
         "from subquad.models.rwkv5.modeling_rwkv5 import Rwkv5ForCausalLM",
-        "from subquad import AveyForCausalLM",
-        "from subquad.models.avey.modeling_avey import AveyForCausalLM",
+        "from subquad.models.avey_b.modeling_avey_b import AveyBModel",
         "from subquad.cache import RecurrentCache",
         # Asking where a module is does not import it.
         "import subquad, importlib.util as u; u.find_spec('transformers.models.auto.modeling_auto')",

@@ -1,4 +1,4 @@
-"""The ranker of Avey and Avey-B: which splits of the sequence the current one is read with, and how much each of them weighs."""
+"""The ranker of Avey and Avey-B: which splits the current one is read with, and how much each of them weighs."""
 
 import torch
 import torch.nn.functional as F

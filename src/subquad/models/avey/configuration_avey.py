@@ -60,8 +60,8 @@ class AveyConfig(PreTrainedConfig):
         """Refuses sizes that do not fit together, before any tensor is made."""
         if hasattr(self, "n_layers"):
             raise ValueError(
-                f"`n_layers` ({self.n_layers}) is a field of Avey-B, whose files call themselves `avey` in the paper's "
-                "layout; `subquad convert` makes a model of them."
+                f"`n_layers` ({self.n_layers}) is a field of Avey-B, whose files call themselves `avey` in the layout "
+                "of its paper; `subquad convert` makes a model of them."
             )
         for name in ("vocab_size", "d_embed", "n_blocks", "expansion_factor", "chunk_size", "k"):
             if getattr(self, name) < 1:
