@@ -244,7 +244,9 @@ def candidates(model, tokenizer, question, context, max_answer_len, **cutting):
         with torch.no_grad():
             outputs = model(**{name: torch.tensor([values[piece]]) for name, values in encoding.items()})
         start, end = outputs.start_logits[0].tolist(), outputs.end_logits[0].tolist()
-        empty = min(empty, start[0] + end[0])
+        ids = encoding["input_ids"][piece]
+        place = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
+        empty = min(empty, start[place] + end[place])
         # Tokens with their characters, without white space.
         tokens = {}
         for i, (begin, stop) in enumerate(offsets[piece]):
@@ -274,11 +276,13 @@ def assert_exact(results, answers, empty=None):
     assert len({(result["start"], result["end"]) for result in results}) == len(results)
 
 
-def watch(model, lengths: list[int]):
-    """Collects the length of every row that the model reads."""
+def watch(model, lengths: list[int], rows: list[dict] | None = None):
+    """Collects the length of every row that the model reads, and the rows."""
 
     def look(module, arguments, inputs):
         lengths.append(inputs["input_ids"].shape[1])
+        if rows is not None:
+            rows.append(inputs)
 
     return model.register_forward_pre_hook(look, with_kwargs=True)
 
@@ -306,8 +310,9 @@ def test_answers_are_those_of_a_search_through_all(qa, max_answer_len, impossibl
         assert close(qa(question=QUESTION, context=context, **options), results[0])
 
 
-def test_a_long_passage_is_read_at_once(qa):
+def test_a_long_passage_is_read_at_once(qa, monkeypatch):
     lengths = []
+    monkeypatch.setattr(qa.tokenizer, "model_max_length", 512)  # the tokenizer was made for another model
     hook = watch(qa.model, lengths)
     context = " ".join(TEXTS) * 25
     results = qa(question=QUESTION, context=context, top_k=20)
@@ -339,6 +344,8 @@ def test_one_question_for_several_passages(qa):
     assert qa(question=[QUESTION, "Is it?"], context=TEXTS[0])[0] == expected[0]
     assert qa([{"question": QUESTION, "context": TEXTS[0]}]) == expected[:1]
     assert qa([]) == []
+    # More than one answer is a list, also where there is only one.
+    assert [a["answer"] for a in qa(question=QUESTION, context=" a", top_k=9)] == ["a"]
 
 
 CONTEXT = "The Ätomium, after all, is in Brüssels; thé Eiffel Tower is ELSEWHERE, and neither is hére or there."
@@ -388,16 +395,23 @@ def test_pieces_never_overrun(kind, positions, tokenizer_limit, expected):
     assert len(lengths) == 1 + -(-(tokens - room) // (room - room // 2))
 
 
-def test_padding_to_one_length(qa):
-    lengths = []
-    hook = watch(qa.model, lengths)
+@sides
+def test_padding_to_one_length(qa, monkeypatch, padding_side):
+    monkeypatch.setattr(qa.tokenizer, "padding_side", padding_side)
+    lengths, rows = [], []
+    hook = watch(qa.model, lengths, rows)
     options = {"max_seq_len": 64, "top_k": 5}
     expected = [qa(question=QUESTION, context=text, **options) for text in TEXTS]
     assert len(set(lengths)) > 3
     lengths.clear()
+    rows.clear()
     assert close([qa(question=QUESTION, context=text, padding="max_length", **options) for text in TEXTS], expected)
     hook.remove()
     assert set(lengths) == {64}
+    for row in rows:
+        padding = row["attention_mask"][0] == 0
+        assert torch.equal(padding, row["input_ids"][0] == qa.tokenizer.pad_token_id)
+        assert not padding[-1 if padding_side == "left" else 0]
 
 
 @pytest.mark.parametrize(
@@ -453,12 +467,21 @@ def test_wrong_models_and_tokenizers(tokenizer, tmp_path):
 
     with pytest.raises(ValueError, match="`tokenizer` must be a fast one.*got RwkvWorldTokenizer"):
         QuestionAnsweringPipeline(model=model, tokenizer=RwkvWorldTokenizer())
-    # A tokenizer without special tokens has no [CLS] either: the first token stands for "no answer".
+
+
+def test_no_answer_where_there_is_no_cls_token_or_elsewhere(tmp_path):
+    model = tiny("ForQuestionAnswering", encoder_tokenizer())
     write_byte_level_bpe(tmp_path)
-    bare = AutoTokenizer.from_pretrained(tmp_path)
-    qa = QuestionAnsweringPipeline(model=model, tokenizer=bare, device="cpu")
-    answers, empty = candidates(model, bare, QUESTION, TEXT, 15)
-    assert_exact(qa(question=QUESTION, context=TEXT, top_k=50, handle_impossible_answer=True), answers, empty)
+    bare, last = AutoTokenizer.from_pretrained(tmp_path), encoder_tokenizer()
+    last.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A [SEP] [CLS]", pair="$A [SEP] $B [SEP] [CLS]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
+    for tokenizer in (bare, last):
+        qa = pipeline("question-answering", model=model, tokenizer=tokenizer, device="cpu")
+        answers, empty = candidates(model, tokenizer, QUESTION, TEXT, 15)
+        results = qa(question=QUESTION, context=TEXT, top_k=100_000, handle_impossible_answer=True)
+        assert_exact(results, answers, empty)
+        assert len(results) == len(answers) + 1
 
 
 def test_characters_of_tokens():

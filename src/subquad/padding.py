@@ -14,8 +14,13 @@ import torch
 
 
 def can_look_at(x: torch.Tensor) -> bool:
-    """Whether Python may branch on the values of a tensor: not while a graph is traced, nor where there are none."""
-    return not torch.compiler.is_compiling() and x.device.type != "meta"
+    """
+    Whether Python may branch on the values of a tensor: not while a graph is traced or captured, nor where there are
+    none.
+    """
+    if torch.compiler.is_compiling() or x.device.type == "meta":
+        return False
+    return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def last_token(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

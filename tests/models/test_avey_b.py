@@ -357,7 +357,7 @@ def rows_seen(model):
 def test_few_rows_at_a_time(variant, monkeypatch):
     model, ids = tiny(variant), random_ids(2, 70)
     expected = model(ids, output_hidden_states=True)
-    monkeypatch.setattr(modeling_avey_b, "MAX_ROWS", 80)
+    monkeypatch.setattr(modeling_avey_b, "MAX_ROWS_OF_CPU", 80)
     seen = rows_seen(model)
     out = model(ids, output_hidden_states=True)
     assert sum(seen) == 18 * model.config.context_size
@@ -383,7 +383,7 @@ def test_a_text_of_more_than_96k_tokens():
     seen, ids = rows_seen(model), random_ids(1, 98_304 + 1_000)
     out = model.model(ids).last_hidden_state[0]
     assert out.isfinite().all()
-    assert max(seen) == modeling_avey_b.MAX_ROWS
+    assert max(seen) == modeling_avey_b.MAX_ROWS_OF_CPU
     assert sum(seen) == 388 * 256
     x = F.pad(model.model.embed.weight[ids[0]], (0, 0, 0, -ids.shape[1] % 256)).unflatten(0, (-1, 256))
     model, x = model.double(), x.double()

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from ..backend import without_autocast
+from ..linear import linear
 
 
 # maxsim compares so many tokens with so many others at a time.
@@ -20,12 +21,15 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 def _scores(queries: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
     """MaxSim of unit vectors: all of queries (B, T, Q, D) with splits (B, T or 1, M, S, D): (B, T, M)."""
     batch, current, size, _ = queries.shape
-    if splits.shape[1] != current:
-        queries = queries.flatten(1, 2)[:, None]
-    similarity = queries @ splits.flatten(2, 3).mT
+    if splits.shape[1] == current:
+        similarity = queries @ splits.flatten(2, 3).mT
+    else:
+        rows = zip(queries.flatten(1, 2), splits[:, 0].flatten(1, 2), strict=True)
+        similarity = torch.stack([linear(query, split) for query, split in rows])
     return similarity.view(batch, current, size, *splits.shape[2:4]).amax(-1).sum(2)
 
 
+@torch.no_grad()
 def maxsim_eager(
     queries: torch.Tensor, splits: torch.Tensor, number: torch.Tensor, first: torch.Tensor | None
 ) -> torch.Tensor:

@@ -24,8 +24,9 @@ from ...padding import Tokens, can_look_at
 from .configuration_avey_b import AveyBConfig
 
 
-# Rows that go through the layers at a time where no gradient is needed, so that memory does not grow with the text.
-MAX_ROWS = 2**15
+# Rows that go through the layers at a time where no gradient is needed, so that memory does not grow with the text; on
+# a CPU few, whose memory is used again and not mapped anew for every layer.
+MAX_ROWS, MAX_ROWS_OF_CPU = 2**15, 2**11
 
 
 @dataclass
@@ -209,7 +210,8 @@ class AveyBModel(AveyBPreTrainedModel):
         size, layers = self.config.chunk_size, self.layers[: self.config.num_hidden_layers]
         states: list[list[torch.Tensor]] = [[] for _ in range(len(layers) + 1)]
         splits, retrieved = text.splits.flatten(0, 1), self.ranker.retrieve(text)
-        step = splits.shape[0] if torch.is_grad_enabled() else max(MAX_ROWS // self.config.context_size, 1)
+        rows = MAX_ROWS_OF_CPU if x.device.type == "cpu" else MAX_ROWS
+        step = splits.shape[0] if torch.is_grad_enabled() else max(rows // self.config.context_size, 1)
         for current, index, weights in zip(*(x.split(step) for x in (splits, *retrieved)), strict=True):
             x = self.ranker(current, splits[index] * weights[..., None, None].to(splits.dtype))
             for layer, inputs in zip(layers, states[:-1], strict=True):
