@@ -36,11 +36,12 @@ from subquad import AveyBConfig, AveyBModel
 WARMUP = 0.1  # section 5.1: the learning rate rises over a tenth of the steps, then falls linearly
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The description as it is written, and the defaults."""
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Find a tune by a few bars of it, in whatever key.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, help="directory of an encoder and its tokenizer; a new tiny encoder otherwise")
     add("--output", type=Path, help="directory to save the trained encoder to, for SentenceTransformer(...)")
@@ -48,11 +49,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
     add("--steps", type=int, default=250, help="training steps; 0 measures only")
     add("--batch-size", type=int, default=32, help="pairs in a step")
-    add("--lr", type=float, default=3e-3, help="peak of the learning rate")
+    add("--lr", type=float, default=4e-3, help="peak of the learning rate")
     add("--top-k", type=int, default=5, help="tunes to print for a query")
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     add("--seed", type=int, default=0, help="seed of weights, pairs and keys")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.model is not None and not arguments.model.is_dir():
+        parser.error(f"--model: there is no directory {arguments.model}")
+    return arguments
 
 
 def music(tune: str) -> str:
@@ -74,7 +78,7 @@ def load_encoder(path: Path | None, tunes: list[str]) -> SentenceTransformer:
         return SentenceTransformer(str(path))
     with tempfile.TemporaryDirectory() as new:
         if path is None:
-            tokenizer = train_tokenizer([music(tune) for tune in tunes], vocabulary=768)
+            tokenizer = train_tokenizer([music(tune) for tune in tunes], SIZES["tiny"]["vocabulary"])
             sizes = {name: SIZES["tiny"][name] for name in ("d_embed", "n_layers", "chunk_size", "k")}
             AveyBModel(AveyBConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(new)
             tokenizer.save_pretrained(new)

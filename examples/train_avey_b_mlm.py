@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 from pathlib import Path
 
 import torch
@@ -39,28 +40,31 @@ from subquad import PRESETS, AveyBConfig, AveyBForMaskedLM
 
 
 # Appendix B: the published sizes read batches of 512K tokens.
+TINY = {"d_embed": 128, "n_layers": 4, "chunk_size": 64, "k": 3, "vocabulary": 768}
+PUBLISHED = {"chunk_size": 256, "k": 3, "vocabulary": 50368, "length": 2048, "batch_size": 256}
 SIZES = {
-    "tiny": {"d_embed": 128, "n_layers": 4, "chunk_size": 64, "k": 3, "length": 512, "batch_size": 4, "lr": 4e-3},
-    "avey-b-base": {"chunk_size": 256, "k": 3, "length": 2048, "batch_size": 256, "lr": 5e-4},
-    "avey-b-large": {"chunk_size": 256, "k": 3, "length": 2048, "batch_size": 256, "lr": 2.5e-4},
+    "tiny": TINY | {"length": 512, "batch_size": 4, "lr": 4e-3},
+    "avey-b-base": PUBLISHED | PRESETS["avey-b-base"][1] | {"lr": 5e-4},
+    "avey-b-large": PUBLISHED | PRESETS["avey-b-large"][1] | {"lr": 2.5e-4},
 }
 MASKED = 0.2
 HELD_OUT = 20  # of so many documents of a text, one is held out
 SPECIAL = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The description as it is written, and the defaults."""
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train an Avey-B encoder on masked language modelling.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="directory for the model; checkpoints lie beside it")
     add("--text", type=Path, help="a UTF-8 text to train on, documents separated by blank lines; tunes otherwise")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus, where there is no --text")
     add("--tokenizer", help="directory of a tokenizer with [CLS], [SEP], [PAD] and [MASK]; one is trained otherwise")
-    add("--vocabulary", type=int, default=768, help="tokens of the tokenizer that is trained")
     add("--preset", choices=SIZES, default="tiny", help="size; the options below change single numbers of it")
+    add("--vocabulary", type=int, default=argparse.SUPPRESS, help="most tokens of the tokenizer that is trained")
     add("--d-embed", type=int, default=argparse.SUPPRESS, help="width of an embedding")
     add("--n-layers", type=int, default=argparse.SUPPRESS, help="number of layers")
     add("--chunk-size", type=int, default=argparse.SUPPRESS, help="tokens of a split")
@@ -76,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     add("--seed", type=int, default=0, help="seed of weights, order and masks")
     arguments = parser.parse_args()
-    for name, value in (SIZES[arguments.preset] | PRESETS.get(arguments.preset, ("", {}))[1]).items():
+    for name, value in SIZES[arguments.preset].items():
         vars(arguments).setdefault(name, value)
     if arguments.batch_size % arguments.accumulate:
         parser.error(f"--accumulate must divide the batch size, {arguments.batch_size}")
@@ -88,7 +92,7 @@ def load_documents(path: Path | None, folders: list[str]) -> tuple[list[str], li
     if path is None:
         corpus = load_corpus(tuple(folders))
         return corpus.train, corpus.validation
-    documents = [text.strip() for text in path.read_text(encoding="utf-8").split("\n\n") if text.strip()]
+    documents = re.split(r"\n\s*\n", path.read_text(encoding="utf-8").strip())
     if len(documents) < 2:
         raise SystemExit(f"--text: {path} must have two documents or more, separated by a blank line.")
     random.Random(0).shuffle(documents)  # the same half for every seed
@@ -197,6 +201,7 @@ def main() -> None:
             weight_decay=0.01,
             max_grad_norm=1.0,
             bf16=arguments.bf16,
+            use_cpu=not torch.accelerator.is_available(),
             dataloader_pin_memory=torch.cuda.is_available(),
             logging_steps=50,
             save_steps=arguments.checkpoint_every,

@@ -461,6 +461,10 @@ def test_wrong_models_and_tokenizers(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="`model` must have a question answering head.*AveyBModel"):
         qa(question=QUESTION, context=TEXT)
     model = tiny("ForQuestionAnswering", tokenizer)
+    torch.nn.init.constant_(model.qa_outputs.bias, float("nan"))
+    qa = QuestionAnsweringPipeline(model=model, tokenizer=tokenizer, device="cpu")
+    with pytest.raises(ValueError, match="`model` gave logits that are not numbers"):
+        qa(question=QUESTION, context=TEXT)
     with pytest.raises(ValueError, match="`tokenizer` must be a fast one.*got none"):
         QuestionAnsweringPipeline(model=model)
     from subquad_tokenizers import RwkvWorldTokenizer
@@ -543,7 +547,7 @@ def test_a_trained_model_finds_numbers_in_longer_passages(tokenizer):
 
     model = tiny("ForQuestionAnswering", tokenizer).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(60):
+    for _ in range(120):
         texts, numbers = zip(*(passage(int(generator.integers(5, 30))) for _ in range(16)), strict=True)
         batch = tokenizer([QUESTION] * 16, list(texts), padding=True, return_tensors="pt")
         begins = [text.index(number) for text, number in zip(texts, numbers, strict=True)]

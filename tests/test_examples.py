@@ -252,7 +252,7 @@ def test_masked_language_model(tmp_path, capsys, monkeypatch):
 def test_masked_language_model_of_any_text(encoder, tmp_path, capsys, monkeypatch):
     path = tmp_path / "text.txt"
     documents = [f"Document {i} is about number {i}…\nand its line." for i in range(30)]
-    path.write_text("\n\n \n\n".join(documents), encoding="utf-8")
+    path.write_text("\n\n \n".join(documents) + "\n\n", encoding="utf-8")
     module = importlib.import_module("train_avey_b_mlm")
     train, held_out = module.load_documents(path, [])
     assert sorted(train + held_out) == sorted(documents) and len(held_out) == 2

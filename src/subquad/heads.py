@@ -77,9 +77,9 @@ def embed(
         raise ValueError(f"`input_ids` must be int64 or int32, got {x.dtype}.")
     # One token was most likely chosen by the model itself; looking at it would make a GPU wait.
     if can_look_at(x) and (x.device.type == "cpu" or x.shape[1] > 1):
-        low, high = torch.aminmax(x)
+        low, high = torch.stack(torch.aminmax(x)).tolist()  # one wait for a GPU, not two
         if low < 0 or high >= config.vocab_size:
-            wrong = int(low) if low < 0 else int(high)
+            wrong = low if low < 0 else high
             raise ValueError(f"`input_ids` holds {wrong}, but `vocab_size` is {config.vocab_size}.")
     return embeddings(input_ids)
 

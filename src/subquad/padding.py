@@ -92,11 +92,12 @@ class Tokens:
         # A GPU would have to wait at every step of a decoding loop, were the mask of a single token looked at.
         if not can_look_at(mask) or (self.length == 1 and device.type != "cpu"):
             return mask
-        if bool(mask.all()):
-            return None
         begins = torch.nn.functional.pad(mask, (1, 0))
         texts = (~begins[:, :-1] & begins[:, 1:]).sum(1)
-        if bool((texts > 1).any()):
+        full, holes = torch.stack((mask.all(), (texts > 1).any())).tolist()  # one wait for a GPU, not two
+        if full:
+            return None
+        if holes:
             row = int(texts.argmax())
             raise ValueError(
                 f"`attention_mask` has a hole in row {row}: padding may only stand before or after a text."

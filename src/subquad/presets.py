@@ -25,7 +25,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "avey-0.1b": ("avey", {"d_embed": 768, "n_blocks": 26}),
     "avey-0.5b": ("avey", {"d_embed": 768, "n_blocks": 104}),
     "avey-1.5b": ("avey", {"d_embed": 2048, "n_blocks": 48}),
-    # Table 3 of "Avey-B".
+    # The published models of "Avey-B"; its table 3 has their numbers of parameters.
     "avey-b-base": ("avey-b", {"d_embed": 768, "n_layers": 30}),
     "avey-b-large": ("avey-b", {"d_embed": 1024, "n_layers": 46}),
     # Section 10.1 of "Eagle and Finch": bytes of ABC notation.

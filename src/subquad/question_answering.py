@@ -291,6 +291,8 @@ class QuestionAnsweringPipeline(ChunkPipeline):
 
         logits = np.append(logits, no_answer) if handle_impossible_answer else logits.reshape(-1)
         best = logits.max()
+        if np.isnan(best):
+            raise ValueError("`model` gave logits that are not numbers (NaN).")
         if best == -np.inf:
             raise ValueError(f"`max_answer_len` {max_answer_len} leaves no answer: it takes more tokens to spell one.")
         scores = np.exp(logits - best)

@@ -333,7 +333,7 @@ def test_pooling_is_the_mean_of_real_tokens():
     ids, mask = padded([random_ids(5), random_ids(11)], "right")
     states = model.model(ids, mask).last_hidden_state
     mean = torch.stack([states[0, :5].mean(0), states[1].mean(0)])
-    torch.testing.assert_close(model(ids, mask).logits, model.classifier(model.mlp(mean)))
+    torch.testing.assert_close(model(ids, mask).logits, model.classifier(mean))
 
 
 def test_question_answering_refuses_packed_documents():
@@ -403,8 +403,86 @@ def test_compiled(variant, inputs):
         ids, options["attention_mask"] = padded([random_ids(40), random_ids(13)], "left")
     elif inputs == "packed":
         ids, options["cu_seqlens"] = random_ids(1, 40), torch.tensor([0, 13, 14, 40])
+    torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(ids, **options).logits, model(ids, **options).logits, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_compiled_calls_of_many_lengths(monkeypatch):
+    model, graphs = tiny().model, []
+    monkeypatch.setattr(modeling_avey_b, "MAX_ROWS_OF_CPU", 24)
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    for length in (50, 70, 90, 150):
+        ids = random_ids(2, length)
+        torch.testing.assert_close(compiled(ids)[0], model(ids)[0], atol=1e-4, rtol=1e-4)
+    assert len(graphs) <= 2
+
+
+@torch.no_grad()
+def test_exported():
+    model = tiny().model
+    ids, mask = padded([random_ids(40), random_ids(13)], "left")
+    sizes = {name: {0: torch.export.Dim.DYNAMIC} for name in ("input_ids", "attention_mask")}
+    exported = torch.export.export(model, (), {"input_ids": ids, "attention_mask": mask}, dynamic_shapes=sizes)
+    for batch in (1, 2, 3):
+        ids, mask = padded([random_ids(n, seed=n) for n in (40, 13, 9)[:batch]], "right")
+        found = exported.module()(input_ids=ids, attention_mask=mask)[0]
+        torch.testing.assert_close(found, model(ids, mask)[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", ["padded", "packed"])
+def test_texts_stay_apart(batch):
+    """Whatever is in one text, numbers that are none included, no other text reads any of it."""
+    model, rows = tiny().model, [random_ids(20), random_ids(9)]
+    if batch == "padded":
+        ids, options = padded(rows, "left")
+        options, second = {"attention_mask": options}, slice(20 + 11, None)
+    else:
+        ids, options, second = torch.cat(rows)[None], {"cu_seqlens": torch.tensor([0, 20, 29])}, slice(20, None)
+    x = model.embed(ids)
+    x.view(-1, x.shape[-1])[3] = torch.nan
+    states = model(inputs_embeds=x, **options)[0].flatten(0, 1)
+    assert not states[:20].isfinite().all()
+    torch.testing.assert_close(states[second], model(rows[1][None])[0][0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_short_texts_rank_nothing(monkeypatch):
+    model = tiny().model
+    ids, mask = padded([random_ids(8), random_ids(5), random_ids(1)], "right")
+    expected = model(ids, mask)[0]
+    monkeypatch.setattr(modeling_avey_b, "split_ranker", lambda *_, **__: pytest.fail("there is nothing to rank"))
+    assert torch.equal(model(ids, mask)[0], expected)
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+def test_adapters_with_their_heads(auto_class, tmp_path):
+    """What is trained beside an adapter is saved with it."""
+    from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+
+    task = {"Sequence": "SEQ_CLS", "Token": "TOKEN_CLS", "Question": "QUESTION_ANS"}
+    task = next((TaskType(task[name]) for name in task if name in auto_class), None)
+    ids = random_ids(2, 20)
+    tiny().model.save_pretrained(tmp_path / "base")
+
+    def base(seed):  # the head is made anew each time
+        torch.manual_seed(seed)
+        return model_class("avey-b", auto_class).from_pretrained(tmp_path / "base")
+
+    adapted = get_peft_model(base(0), LoraConfig(target_modules=["enricher", "fuser"], task_type=task))
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert auto_class == "AutoModelForMaskedLM" or any("lora" not in name for name in trained)
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(base(1), tmp_path / "adapter")
+    torch.testing.assert_close(loaded.eval()(input_ids=ids)[0], adapted.eval()(input_ids=ids)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -428,7 +506,7 @@ def test_low_precision(variant, dtype):
         ({"chunk_size": 0}, "`chunk_size` must be at least 1, got 0"),
         ({"k": 0}, "`k` must be at least 1, got 0"),
         ({"context_proportion": 0.0}, "`context_proportion` must be above 0 and at most 1.*, got 0.0"),
-        ({"eps": 0.0}, "`eps` must be above 0, got 0.0"),
+        ({"eps": 0.0}, "`eps` must be at least 1e-20 and finite, got 0.0"),
         ({"classifier_dropout": 1.0}, "`classifier_dropout` must be from 0 to below 1, got 1.0"),
         ({"hidden_act": "relu"}, "`hidden_act` must be one of gelu, relu2, got 'relu'"),
         ({"similarity_norm": "softmax"}, "`similarity_norm` must be one of l1, sum, got 'softmax'"),

@@ -21,11 +21,13 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 def _scores(queries: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
     """MaxSim of unit vectors: all of queries (B, T, Q, D) with splits (B, T or 1, M, S, D): (B, T, M)."""
     batch, current, size, _ = queries.shape
-    if splits.shape[1] == current:
-        similarity = queries @ splits.flatten(2, 3).mT
-    else:
-        rows = zip(queries.flatten(1, 2), splits[:, 0].flatten(1, 2), strict=True)
+    if splits.shape[1] != current:
+        queries = queries.flatten(1, 2)[:, None]
+    if queries.device.type == "cpu" and queries.shape[1] == splits.shape[1] == 1:
+        rows = zip(queries[:, 0], splits[:, 0].flatten(1, 2), strict=True)
         similarity = torch.stack([linear(query, split) for query, split in rows])
+    else:
+        similarity = queries @ splits.flatten(2, 3).mT
     return similarity.view(batch, current, size, *splits.shape[2:4]).amax(-1).sum(2)
 
 

@@ -1,5 +1,7 @@
 """Configuration of Avey-B."""
 
+import math
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
@@ -115,8 +117,8 @@ class AveyBConfig(PreTrainedConfig):
                 f"`context_proportion` must be above 0 and at most 1, and make a tail of at least 2 of the {features} "
                 f"features (`expansion_factor` times `d_embed`), got {share}."
             )
-        if not self.eps > 0:
-            raise ValueError(f"`eps` must be above 0, got {self.eps}.")
+        if not 1e-20 <= self.eps < math.inf:
+            raise ValueError(f"`eps` must be at least 1e-20 and finite, got {self.eps}.")
         if not 0 <= self.classifier_dropout < 1:
             raise ValueError(f"`classifier_dropout` must be from 0 to below 1, got {self.classifier_dropout}.")
         for name, choices in CHOICES.items():

@@ -41,12 +41,14 @@ class Text:
             None where the tokens lie as they do in the batch.
         first, end: number of the split that begins the text of each split, and of the one after its last, (1, splits);
             0 and the number of splits where None.
+        longest: splits of the longest text, or more while a graph is traced.
     """
 
     splits: torch.Tensor
     place: torch.Tensor | None
     first: torch.Tensor | None
     end: torch.Tensor | None
+    longest: int
 
 
 class AveyBRanker(nn.Module):
@@ -66,7 +68,7 @@ class AveyBRanker(nn.Module):
         """
         config, splits = self.config, text.splits
         texts, number = splits.shape[0], torch.arange(splits.shape[1], device=splits.device)[None]
-        most = min(config.k, splits.shape[1] - 1)
+        most = min(config.k, text.longest - 1)
         if most < 1:
             return number.new_zeros(texts * splits.shape[1], 0), splits.new_zeros(texts * splits.shape[1], 0)
         scores = None
@@ -80,7 +82,8 @@ class AveyBRanker(nn.Module):
             order="score",
             scores=scores,
         )
-        index = index.clamp_min(0) + splits.shape[1] * torch.arange(texts, device=splits.device)[:, None, None]
+        index = index.where(index >= 0, number[..., None])  # its own one, so that no text reads another's
+        index = index + splits.shape[1] * torch.arange(texts, device=splits.device)[:, None, None]
         return index.flatten(0, 1), weights.flatten(0, 1)
 
     def forward(self, current: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -211,14 +214,16 @@ class AveyBModel(AveyBPreTrainedModel):
         states: list[list[torch.Tensor]] = [[] for _ in range(len(layers) + 1)]
         splits, retrieved = text.splits.flatten(0, 1), self.ranker.retrieve(text)
         rows = MAX_ROWS_OF_CPU if x.device.type == "cpu" else MAX_ROWS
-        step = splits.shape[0] if torch.is_grad_enabled() else max(rows // self.config.context_size, 1)
+        # A graph that is traced would hold the layers once for each step.
+        whole = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        step = splits.shape[0] if whole else max(rows // self.config.context_size, 1)
         for current, index, weights in zip(*(x.split(step) for x in (splits, *retrieved)), strict=True):
             x = self.ranker(current, splits[index] * weights[..., None, None].to(splits.dtype))
             for layer, inputs in zip(layers, states[:-1], strict=True):
                 if output_hidden_states:
-                    inputs.append(x[:, -size:])
+                    inputs.append(x[:, -size:].contiguous())
                 x = layer(x)
-            states[-1].append(x[:, -size:])
+            states[-1].append(x[:, -size:].contiguous())
 
         hidden_states = []
         for parts in states if output_hidden_states else states[-1:]:
@@ -235,7 +240,8 @@ class AveyBModel(AveyBPreTrainedModel):
 
     def _read(self, x: torch.Tensor) -> Text:
         size = self.config.chunk_size
-        return Text(F.pad(x, (0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size)), None, None, None)
+        splits = F.pad(x, (0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
+        return Text(splits, None, None, None, splits.shape[1])
 
     def _read_ragged(self, x: torch.Tensor, tokens: Tokens) -> Text:
         """Lays the rows without their padding, or the packed documents, behind one another."""
@@ -250,20 +256,21 @@ class AveyBModel(AveyBPreTrainedModel):
             lengths = borders.diff()
             document = torch.searchsorted(borders[1:], step, right=True)
             offset = step - borders[document]
-        ends = (-(-lengths // size)).cumsum(0)  # in splits
-        begins = F.pad(ends[:-1], (1, 0))
+        numbers = -(-lengths // size)  # in splits
+        ends = numbers.cumsum(0)
+        begins = ends - numbers
 
         # While a graph is traced, as many splits as there are at most, whatever the lengths.
-        splits = (x.shape[0] + lengths.shape[0] * (size - 1)) // size
+        splits, longest = (x.shape[0] + lengths.shape[0] * (size - 1)) // size, -(-tokens.length // size)
         if can_look_at(ends):
-            splits = max(int(ends[-1]), 1)
+            splits, longest = torch.stack((ends[-1], numbers.max())).clamp_min(1).tolist()
         place = begins[document] * size + offset
         if tokens.mask is not None:
             place = place.where(tokens.mask.flatten(), splits * size)
         laid = x.new_zeros(splits * size + 1, x.shape[1]).index_copy(0, place, x)[:-1]
         number = torch.arange(splits, device=device)
         document = torch.searchsorted(ends, number, right=True).clamp_max(lengths.shape[0] - 1)
-        return Text(laid.view(1, splits, size, -1), place, begins[None, document], ends[None, document])
+        return Text(laid.view(1, splits, size, -1), place, begins[None, document], ends[None, document], longest)
 
 
 class AveyBForMaskedLM(AveyBPreTrainedModel):
@@ -318,11 +325,12 @@ class AveyBForSequenceClassification(AveyBPreTrainedModel):
         self.num_labels = config.num_labels
         width = config.d_embed
         self.model = AveyBModel(config)
-        self.mlp = nn.Sequential(
-            *(Linear(width, 2 * width), nn.GELU(), Linear(2 * width, 2 * width), nn.GELU(), Linear(2 * width, width))
+        # All of it under the one name by which PEFT knows what is to be trained beside an adapter.
+        self.classifier = nn.Sequential(
+            *(Linear(width, 2 * width), nn.GELU(), Linear(2 * width, 2 * width), nn.GELU(), Linear(2 * width, width)),
+            nn.Dropout(config.classifier_dropout),
+            Linear(width, config.num_labels),
         )
-        self.dropout = nn.Dropout(config.classifier_dropout)
-        self.classifier = Linear(width, config.num_labels)
         self.post_init()
 
     @can_return_tuple
@@ -338,14 +346,14 @@ class AveyBForSequenceClassification(AveyBPreTrainedModel):
         """
         Args:
             labels: (batch) class ids, or targets of a regression, or (batch, classes) of a multi-label problem
-                (`config.problem_type`). Other arguments: see [`AveyBModel`].
+                (`config.problem_type`). `position_ids` have no influence. Other arguments: see [`AveyBModel`].
 
         Returns:
             loss where `labels` are given, logits (batch, `num_labels`), hidden_states.
         """
         if kwargs.get("cu_seqlens") is not None or kwargs.get("cu_seq_lens_q") is not None:
             raise ValueError("`cu_seqlens`: a classifier reads one text a row, not packed documents.")
-        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        outputs = self.model(input_ids, attention_mask, None, inputs_embeds, **kwargs)
         x = outputs.last_hidden_state
         total = x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))  # padding is zero
         if attention_mask is None:
@@ -353,7 +361,7 @@ class AveyBForSequenceClassification(AveyBPreTrainedModel):
         else:
             real = (attention_mask[:, -x.shape[1] :] != 0).sum(1, keepdim=True)
             mean = total / real.clamp_min(1).to(x.device)
-        logits = self.classifier(self.dropout(self.mlp(mean.to(x.dtype))))
+        logits = self.classifier(mean.to(x.dtype))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
@@ -367,9 +375,10 @@ class AveyBForTokenClassification(AveyBPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = AveyBModel(config)
-        self.dense = Linear(config.d_embed, config.d_embed)
-        self.dropout = nn.Dropout(config.classifier_dropout)
-        self.classifier = Linear(config.d_embed, config.num_labels)
+        self.classifier = nn.Sequential(
+            *(Linear(config.d_embed, config.d_embed), nn.Tanh(), nn.Dropout(config.classifier_dropout)),
+            Linear(config.d_embed, config.num_labels),
+        )
         self.post_init()
 
     @can_return_tuple
@@ -390,7 +399,7 @@ class AveyBForTokenClassification(AveyBPreTrainedModel):
             loss where `labels` are given, logits (batch, length, `num_labels`), hidden_states.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
-        logits = self.classifier(self.dropout(torch.tanh(self.dense(outputs.last_hidden_state))))
+        logits = self.classifier(outputs.last_hidden_state)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
@@ -419,8 +428,8 @@ class AveyBForQuestionAnswering(AveyBPreTrainedModel):
     ) -> QuestionAnsweringModelOutput:
         """
         Args:
-            start_positions, end_positions: (batch) the first and the last token of the answer. Other arguments: see
-                [`AveyBModel`].
+            start_positions, end_positions: (batch) the first and the last token of the answer. `position_ids` have no
+                influence. Other arguments: see [`AveyBModel`].
 
         Returns:
             loss where both positions are given, start_logits and end_logits (batch, length), the lowest number of
@@ -428,7 +437,7 @@ class AveyBForQuestionAnswering(AveyBPreTrainedModel):
         """
         if kwargs.get("cu_seqlens") is not None or kwargs.get("cu_seq_lens_q") is not None:
             raise ValueError("`cu_seqlens`: an answer is looked for in one text a row, not in packed documents.")
-        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        outputs = self.model(input_ids, attention_mask, None, inputs_embeds, **kwargs)
         logits = self.qa_outputs(outputs.last_hidden_state)
         if attention_mask is not None:
             padding = (attention_mask[:, -logits.shape[1] :] == 0)[..., None].to(logits.device)
