@@ -172,7 +172,7 @@ def convert(
         token_ids = {name: chosen.token_ids[name] for name in untold}
         model_config = _build_config(known, dict(given) | token_ids, plan.sizes, main_dtype)
         generation_config = None
-        if "AutoModelForCausalLM" in _heads(known):
+        if subquad.lm_auto_class(known.model_type) == "AutoModelForCausalLM":
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
             notes += generation_notes
 
@@ -241,14 +241,8 @@ def _config_class(known: Format) -> type[PreTrainedConfig]:
     return getattr(subquad, subquad.ARCHITECTURES[known.model_type][1])
 
 
-def _heads(known: Format) -> dict[str, str]:
-    """The model's classes by the Auto classes they stand behind; an encoder has none for causal language models."""
-    return subquad.ARCHITECTURES[known.model_type][2]
-
-
 def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, Any], dtype: str) -> PreTrainedConfig:
-    heads = _heads(known)
-    architecture = heads.get("AutoModelForCausalLM") or heads["AutoModelForMaskedLM"]
+    architecture = subquad.ARCHITECTURES[known.model_type][2][subquad.lm_auto_class(known.model_type)]
     # `hidden_size` may stand beside `d_embed`, and would go before it.
     dropped = {
         *DROPPED_FIELDS,

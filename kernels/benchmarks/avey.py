@@ -735,6 +735,41 @@ def write_report(results: Results, options, name: str, title: str, rates: str, t
         write_atomically(options.out / f"{name}.md", lambda path: path.write_text(text, encoding="utf-8"))
 
 
+def add_compile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        dest="compiles",
+        help="whether to measure under torch.compile too (default: on a GPU)",
+    )
+
+
+def settle(options: argparse.Namespace) -> None:
+    """What follows from the device and from `--quick`, whatever is measured."""
+    on_gpu = options.device == "cuda"
+    options.least = 1 if options.quick else 3
+    options.seconds = 0 if options.quick else options.seconds
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+    options.check_backend = "triton" if on_gpu or interpreted else "eager"
+    options.small_check = options.quick or (interpreted and not on_gpu)
+    # The interpreter does not know how to multiply bfloat16.
+    options.check_dtypes = list(TOLERANCES) if on_gpu or not interpreted else [torch.float32]
+    options.compiles = on_gpu if options.compiles is None else options.compiles
+    options.dtype = torch.bfloat16 if on_gpu else torch.float32
+    options.dtype_name = str(options.dtype).removeprefix("torch.")
+
+
+def measure_ceilings(options: argparse.Namespace) -> str:
+    """Puts the rates that floors are made of into the options, and tells them."""
+    options.copied, options.multiplied = ceilings(options.device, options.quick)
+    if options.device == "cpu":
+        options.multiplied = max(options.multiplied, linear_rate())
+    rates = f"copies {options.copied / 1e9:.3g} TB/s, multiplies {options.multiplied / 1e9:.3g} TFLOP/s"
+    print(rates)
+    return rates
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     from subquad import AveyConfig
     from subquad.presets import preset_config
@@ -744,26 +779,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     add_options(parser, "avey.csv (after every row), avey.json and avey.md", minutes=8)
     add("--lengths", type=int, nargs="+", help="tokens of contexts and prompts")
-    add(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        dest="compiles",
-        help="whether to measure under torch.compile too (default: on a GPU)",
-    )
+    add_compile(parser)
     options = parser.parse_args(arguments)
 
-    options.least = 1 if options.quick else 3
-    options.seconds = 0 if options.quick else options.seconds
+    settle(options)
     on_gpu, quick = options.device == "cuda", options.quick
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-    options.check_backend = "triton" if on_gpu or interpreted else "eager"
-    options.small_check = quick or (interpreted and not on_gpu)
-    # The interpreter does not know how to multiply bfloat16.
-    options.check_dtypes = list(TOLERANCES) if on_gpu or not interpreted else [torch.float32]
-    options.compiles = on_gpu if options.compiles is None else options.compiles
-    options.dtype = torch.bfloat16 if on_gpu else torch.float32
-    options.dtype_name = str(options.dtype).removeprefix("torch.")
 
     tiny = AveyConfig(vocab_size=64, d_embed=32, n_blocks=2, chunk_size=8, k=4)
     small = AveyConfig(vocab_size=4096, d_embed=256, n_blocks=4)
@@ -808,11 +828,7 @@ def run(options: argparse.Namespace) -> None:
 
     rates = ""
     if set(options.parts) - {"check"}:
-        options.copied, options.multiplied = ceilings(options.device, options.quick)
-        if options.device == "cpu":
-            options.multiplied = max(options.multiplied, linear_rate())
-        rates = f"copies {options.copied / 1e9:.3g} TB/s, multiplies {options.multiplied / 1e9:.3g} TFLOP/s"
-        print(rates)
+        rates = measure_ceilings(options)
     # The short ones first.
     for part, measure in (
         ("ttft", measure_prompts),

@@ -28,11 +28,9 @@ memory is measured once more with a batch of one.
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,14 +44,16 @@ from avey import (
     PLAIN,
     SCORE_TOLERANCES,
     TOLERANCES,
+    add_compile,
     embeddings,
     floor,
-    linear_rate,
     measure_call,
+    measure_ceilings,
     measure_steps_of_training,
     plain_scores,
     random_ids,
     ranking_errors,
+    settle,
     unit,
     with_rate,
     write_report,
@@ -64,7 +64,6 @@ from measuring import (
     Results,
     add_options,
     captured,
-    ceilings,
     median_milliseconds,
     poisoned,
     relative_error,
@@ -742,27 +741,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--preset", choices=PRESETS, default=PRESETS[0], help=f"default: {PRESETS[0]}")
     add("--batch", type=int, help="texts that are encoded at a time; default: 8 on a GPU, 1 on a CPU")
     add("--lengths", type=int, nargs="+", help="tokens of the texts that are encoded")
-    add(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        dest="compiles",
-        help="whether to measure under torch.compile too (default: on a GPU)",
-    )
+    add_compile(parser)
     add("--plot", type=Path, metavar="JSON", help="measure nothing: make the plot of an avey_b.json, beside it")
     options = parser.parse_args(arguments)
 
-    options.least = 1 if options.quick else 3
-    options.seconds = 0 if options.quick else options.seconds
+    settle(options)
     on_gpu, quick = options.device == "cuda", options.quick
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-    options.check_backend = "triton" if on_gpu or interpreted else "eager"
-    options.small_check = quick or (interpreted and not on_gpu)
-    # The interpreter does not know how to multiply bfloat16.
-    options.check_dtypes = list(TOLERANCES) if on_gpu or not interpreted else [torch.float32]
-    options.compiles = on_gpu if options.compiles is None else options.compiles
-    options.dtype = torch.bfloat16 if on_gpu else torch.float32
-    options.dtype_name = str(options.dtype).removeprefix("torch.")
 
     tiny = AveyBConfig(vocab_size=64, d_embed=32, n_layers=2, chunk_size=8)
     small = AveyBConfig(vocab_size=4096, d_embed=256, n_layers=4)
@@ -809,11 +793,7 @@ def run(options: argparse.Namespace) -> None:
 
     rates, profiles = "", []
     if set(options.parts) - {"check"}:
-        options.copied, options.multiplied = ceilings(options.device, options.quick)
-        if options.device == "cpu":
-            options.multiplied = max(options.multiplied, linear_rate())
-        rates = f"copies {options.copied / 1e9:.3g} TB/s, multiplies {options.multiplied / 1e9:.3g} TFLOP/s"
-        print(rates)
+        rates = measure_ceilings(options)
     if "train" in options.parts:
         measure_training(results, options)
     if "operators" in options.parts:

@@ -72,6 +72,12 @@ for _folder, _config, _heads in ARCHITECTURES.values():
 __all__ = ["ARCHITECTURES", "__version__", *_EXPORTS]
 
 
+def lm_auto_class(model_type: str) -> str:
+    """Name of the Auto class of an architecture's language model: a causal one, or the masked one of an encoder."""
+    causal = "AutoModelForCausalLM"
+    return causal if causal in ARCHITECTURES[model_type][2] else "AutoModelForMaskedLM"
+
+
 def __getattr__(name: str):
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -373,13 +373,13 @@ def _generate(args: argparse.Namespace) -> None:
 def _refuse_encoder(name: str, path) -> None:
     from transformers import PreTrainedConfig
 
-    from . import ARCHITECTURES
+    from . import ARCHITECTURES, lm_auto_class
 
     fields = {}
     with suppress(OSError, ValueError):  # loading the tokenizer or the model says what is wrong
         fields, _ = PreTrainedConfig.get_config_dict(path)
     model_type = fields.get("model_type")
-    if model_type in ARCHITECTURES and "AutoModelForCausalLM" not in ARCHITECTURES[model_type][2]:
+    if model_type in ARCHITECTURES and lm_auto_class(model_type) == "AutoModelForMaskedLM":
         raise UsageError(f"{name} is an encoder, of type {model_type}: it does not generate text.")
 
 

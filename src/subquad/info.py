@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import ARCHITECTURES
+from . import lm_auto_class
 from .presets import PRESETS, preset_config
 
 
@@ -166,12 +166,10 @@ def _bits(dtype: str) -> int:
 
 def _count_on_meta(config) -> int:
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    import transformers
 
-    is_encoder = "AutoModelForCausalLM" not in ARCHITECTURES[config.model_type][2]
-    auto_class = AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM
     with torch.device("meta"):
-        model = auto_class.from_config(config, trust_remote_code=False)
+        model = getattr(transformers, lm_auto_class(config.model_type)).from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 import subquad_kernels.backend
 from subquad_kernels import static_mixing
-from subquad_kernels.static_mixing import _static_mixing, _static_mixing_backward, _static_mixing_inplace
+from subquad_kernels.static_mixing import _static_mixing, _static_mixing_, _static_mixing_backward
 
 
 BACKENDS = ("eager", triton)
@@ -266,7 +266,7 @@ def test_opcheck(backend):
     torch.library.opcheck(_static_mixing, (*differentiable(inputs).values(), 24, backend))
     grad = torch.ones(2, 5, 56, device=DEVICE)
     torch.library.opcheck(_static_mixing_backward, (grad, *inputs.values(), 24, backend))
-    torch.library.opcheck(_static_mixing_inplace, (*inputs.values(), 24, backend))
+    torch.library.opcheck(_static_mixing_, (*inputs.values(), 24, backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -309,7 +309,7 @@ def test_eager_takes_over(monkeypatch):
         _static_mixing(*inputs.values(), 24, "auto")
     assert_close_to_reference(inputs, 1e-5, lambda features, v, width: _static_mixing(features, v, width, "auto"))
     expected = static_mixing(**inputs, width=24, backend="eager")
-    _static_mixing_inplace(*inputs.values(), 24, "auto")
+    _static_mixing_(*inputs.values(), 24, "auto")
     assert torch.equal(inputs["features"][..., 24:], expected)
 
 

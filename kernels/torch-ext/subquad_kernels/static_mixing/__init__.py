@@ -71,12 +71,12 @@ def _backward(ctx, grad):
 _static_mixing.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("subquad_kernels::static_mixing_inplace", mutates_args=("features",))
-def _static_mixing_inplace(features: torch.Tensor, v: torch.Tensor, width: int, backend: str) -> None:
+@torch.library.custom_op("subquad_kernels::static_mixing_", mutates_args=("features",))
+def _static_mixing_(features: torch.Tensor, v: torch.Tensor, width: int, backend: str) -> None:
     _mix(features, v, width, features[..., width : 2 * width], backend)
 
 
-@_static_mixing_inplace.register_fake
+@_static_mixing_.register_fake
 def _(features, v, width, backend):
     return None
 
@@ -120,7 +120,7 @@ def static_mixing(
         if backend == "reference":
             features[..., width:] = static_mixing_reference(features, v, width)
         else:
-            _static_mixing_inplace(features, v, width, backend)
+            _static_mixing_(features, v, width, backend)
         return features[..., width:]
     if backend == "reference":
         return static_mixing_reference(features, v, width).to(features.dtype)
