@@ -42,7 +42,9 @@ def source_of(kernel, arguments: dict) -> tuple[ASTSource, dict]:
             options[name] = x
             continue
         place = (names.index(name),)
-        if kernel.params[place[0]].is_constexpr or x is None or (type(x) is int and x == 1):
+        parameter = kernel.params[place[0]]
+        special = type(x) is int and not parameter.do_not_specialize
+        if parameter.is_constexpr or x is None or (special and x == 1):
             signature[name], constants[place] = "constexpr", x
         elif isinstance(x, torch.Tensor):
             signature[name], attributes[place] = f"*{TYPES[x.dtype]}", [["tt.divisibility", 16]]
@@ -50,7 +52,7 @@ def source_of(kernel, arguments: dict) -> tuple[ASTSource, dict]:
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if x < 2**31 else "i64"
-            if x % 16 == 0:
+            if special and x % 16 == 0:
                 attributes[place] = [["tt.divisibility", 16]]
     return ASTSource(kernel, {name: signature[name] for name in names}, constants, attributes), options
 
@@ -78,6 +80,8 @@ def launches() -> None:
     from subquad_kernels.contextualizer import triton_kernels as contextualizer
     from subquad_kernels.dynamic_mixing import triton_kernels as dynamic_mixing
     from subquad_kernels.group_norm_gate import triton_kernels as group_norm_gate
+    from subquad_kernels.slot_memory import triton_kernels as slot_memory
+    from subquad_kernels.slot_routing import triton_kernels as slot_routing
     from subquad_kernels.split_ranker import triton_kernels as split_ranker
     from subquad_kernels.static_mixing import triton_kernels as static_mixing
     from subquad_kernels.token_shift import triton_kernels as token_shift
@@ -119,6 +123,29 @@ def launches() -> None:
         dynamic_mixing.dynamic_mixing_triton(out[..., :width], *arguments)
         dynamic_mixing.dynamic_mixing_triton_backward(out, *arguments)
 
+    def run_slot_routing(dtype, slots, topk, score, per_slot=False, biased=False):
+        logits, bias = empty(1, 4096, 4, slots, dtype=dtype), empty(4, slots, dtype=dtype) if biased else None
+        inputs = logits, empty(*logits.shape[: 4 if per_slot else 3]), topk, bias, score, 1.0
+        slot_routing.slot_routing_triton(*inputs)
+        slot_routing.slot_routing_triton_backward(empty(*logits.shape), *inputs)
+
+    def run_slot_memory(
+        dtype, batch, length, key=256, value=256, slots=256, documents=None, state=False, backward=True
+    ):
+        q, k, v = (empty(batch, length, 4, size, dtype=dtype) for size in (key, key, value))
+        log_f, memory = empty(batch, length, 4, slots), empty(documents or batch, 4, slots, key + value)
+        cu_seqlens = empty(documents + 1, dtype=torch.int64) if documents else None
+        inputs = q, k, v, log_f, memory if state else None, cu_seqlens
+        slot_memory.slot_memory_triton(*inputs)
+        slot_memory.slot_memory_triton_state(*inputs[1:])
+        if backward:
+            slot_memory.slot_memory_triton_backward(v, memory, *inputs, log_f)
+
+    def run_slot_memory_step(dtype):
+        token, log_f, memory = empty(8, 4, 256, dtype=dtype), empty(8, 4, 256), empty(8, 4, 256, 512)
+        for state in (None, memory):
+            slot_memory.slot_memory_triton_step(token, token, token, log_f, state, memory)
+
     walk, segments = 512, 4  # heads
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         run_wkv(dtype, walk)
@@ -152,9 +179,14 @@ def launches() -> None:
             split_ranker.maxsim_triton(splits, splits, number, None)
             split_ranker.maxsim_triton(splits, splits, number, number)
         run_contextualizer(dtype, 1, 512, 512, 768, backward=False)
+        run_slot_memory(dtype, 8, 2048, backward=dtype != torch.float16)
+        run_slot_memory_step(dtype)
     run_contextualizer(torch.bfloat16, 256, 512, 512, 768)
     run_contextualizer(torch.bfloat16, 256, 448, 50, 100)
     run_contextualizer(torch.float32, 256, 64, 64, 768)
+    run_slot_memory(torch.bfloat16, 1, 65536, state=True)
+    run_slot_memory(torch.bfloat16, 1, 2048, key=100, value=48, slots=40, documents=4, state=True)
+    run_slot_memory(torch.bfloat16, 8, 2048, key=128, value=128, slots=512)
     run_static_mixing(torch.bfloat16, 256, 768, 3072)
     run_static_mixing(torch.bfloat16, 250, 100, 403)
     run_static_mixing(torch.float32, 256, 768, 3072)
@@ -163,6 +195,11 @@ def launches() -> None:
     run_dynamic_mixing(torch.bfloat16, 250, 100, 403, "l1")
     run_dynamic_mixing(torch.float32, 256, 768, 3072, "sum")
     run_dynamic_mixing(torch.float32, 1024, 768, 3072, "l1")
+    run_slot_routing(torch.bfloat16, 256, 32, "sigmoid")
+    run_slot_routing(torch.float32, 256, 32, "sigmoid", biased=True)
+    run_slot_routing(torch.float32, 64, 64, "sigmoid")
+    run_slot_routing(torch.float16, 16, 5, "softmax", per_slot=True)
+    run_slot_routing(torch.float32, 1000, 64, "softmax", per_slot=True)
     run_wkv(torch.bfloat16, walk, decay_dtype=torch.bfloat16)
     run_wkv(torch.bfloat16, walk, packed=True)
     run_wkv(torch.bfloat16, segments, packed=True)

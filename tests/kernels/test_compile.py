@@ -17,6 +17,16 @@ HEAVY = (
     *("_output_kernel", "_gradient_kernel", "_segment_kernel"),
     *("_mix_kernel", "_row_gradient_kernel", "_weight_gradient_kernel"),
 )
+# Of slot_memory, by the dtype of its products.
+SLOT_MEMORY = (
+    *("_walk_kernel", "_slots_kernel", "_features_kernel", "_decay_kernel"),
+    *("_far_slots_kernel", "_far_pairs_kernel"),
+)
+SLOT_MEMORY_SPILLED = {
+    "sm_80": {"bf16": 64, "fp32": 1152},
+    "sm_90": {"bf16": 0, "fp32": 128},
+    "gfx942": {"bf16": 0, "fp32": 0},
+}
 LIMITS = {
     "sm_80": {"shared": 163 * 1024, "registers": 255, "spilled": 1280},
     "sm_90": {"shared": 227 * 1024, "registers": 255, "spilled": 704},
@@ -39,10 +49,14 @@ def test_every_variant_compiles(target, tmp_path):
     assert "_maxsim_kernel" in kernels
     assert {"_mix_kernel", "_sum_kernel", "_row_gradient_kernel", "_weight_gradient_kernel"} < kernels
     assert {"_static_product_kernel", "_static_weight_kernel"} < kernels
+    assert {*SLOT_MEMORY, "_decay_sum_kernel", "_softmax_kernel", "_step_kernel", "_join_kernel"} < kernels
+    assert {"_routing_kernel", "_routing_gradient_kernel"} < kernels
     for result in results:
         limits = LIMITS[target]
         if result["kernel"] in ("_mix_kernel", "_weight_gradient_kernel") and result["constants"]["EVEN"] == "True":
             limits = {**limits, "spilled": 128}
+        elif result["kernel"] in SLOT_MEMORY:
+            limits = {**limits, "spilled": SLOT_MEMORY_SPILLED[target][result["constants"]["DOT"]]}
         elif result["kernel"] not in HEAVY:
             limits = {**limits, "spilled": 0}
         assert all(result[name] <= limit for name, limit in limits.items()), result

@@ -4,6 +4,8 @@ from .contextualizer import contextualizer
 from .dynamic_mixing import dynamic_mixing
 from .group_norm_gate import group_norm_gate
 from .linear import linear
+from .slot_memory import slot_memory, slot_memory_state
+from .slot_routing import slot_routing
 from .split_ranker import maxsim, split_ranker
 from .static_mixing import static_mixing
 from .token_shift import token_shift
@@ -17,6 +19,9 @@ __all__ = [
     "group_norm_gate",
     "linear",
     "maxsim",
+    "slot_memory",
+    "slot_memory_state",
+    "slot_routing",
     "split_ranker",
     "static_mixing",
     "token_shift",

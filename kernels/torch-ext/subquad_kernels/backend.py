@@ -111,6 +111,21 @@ def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
+def of_widest(*tensors: torch.Tensor | None) -> torch.Tensor:
+    """One of the tensors, of float64 if any is: where and in what the operator computes."""
+    return next((x for x in tensors if x is not None and x.dtype == torch.float64), tensors[0])
+
+
+def widest(*tensors: torch.Tensor | None) -> torch.dtype:
+    """The dtype that plain torch computes in: float32, or float64 where one of the inputs is."""
+    return torch.promote_types(of_widest(*tensors).dtype, torch.float32)
+
+
+def cast(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors in that dtype."""
+    return [None if x is None else x.to(dtype) for x in tensors]
+
+
 def multiprocessors(x: torch.Tensor) -> int:
     """How many programs of a kernel the device of x runs side by side, at one to a multiprocessor."""
     if x.device.type == "cuda":

@@ -2,7 +2,8 @@
 
 import torch
 
-from ..backend import choose_backend, dispatch, without_autocast
+from ..backend import cast, choose_backend, dispatch, of_widest, widest, without_autocast
+from ..checks import check_inplace, check_sequences, check_tensors, count_documents, needs_gradient
 from ..group_norm_gate import check as check_gate
 from ..group_norm_gate import group_norm_gate
 from ..group_norm_gate.eager import group_norm_gate_eager
@@ -12,20 +13,6 @@ from .reference import wkv_reference
 
 
 BACKENDS = ("eager", "reference", "triton")
-
-
-def _of_widest(*tensors: torch.Tensor | None) -> torch.Tensor:
-    """One of the tensors, of float64 if any is: where and in what the operator computes."""
-    return next((x for x in tensors if x is not None and x.dtype == torch.float64), tensors[0])
-
-
-def _widest(*tensors: torch.Tensor | None) -> torch.dtype:
-    """The dtype that plain torch computes in: float32, or float64 where one of the inputs is."""
-    return torch.promote_types(_of_widest(*tensors).dtype, torch.float32)
-
-
-def _cast(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    return [None if x is None else x.to(dtype) for x in tensors]
 
 
 @torch.library.custom_op("subquad_kernels::wkv", mutates_args=())
@@ -47,7 +34,7 @@ def _wkv(
         return wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype)
 
     def eager():
-        inputs = _cast(_widest(r, k, v, log_w, u, initial_state), r, k, v, log_w, u, initial_state)
+        inputs = cast(widest(r, k, v, log_w, u, initial_state), r, k, v, log_w, u, initial_state)
         with without_autocast(k):
             out, state = wkv_chunked(*inputs, cu_seqlens)
         return out.to(out_dtype).contiguous(), state.contiguous()
@@ -59,7 +46,7 @@ def _wkv(
 def _(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype, backend):
     batch, _, heads, key_size = k.shape
     documents = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = v.new_empty(documents, heads, key_size, v.shape[-1], dtype=_widest(r, k, v, log_w, u, initial_state))
+    state = v.new_empty(documents, heads, key_size, v.shape[-1], dtype=widest(r, k, v, log_w, u, initial_state))
     return v.new_empty(v.shape, dtype=out_dtype), state
 
 
@@ -85,7 +72,7 @@ def _wkv_backward(
         return wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens, masks)
 
     def eager():
-        inputs = _cast(_widest(*given), grad_out, grad_state, r, k, v, log_w, u, initial_state)
+        inputs = cast(widest(*given), grad_out, grad_state, r, k, v, log_w, u, initial_state)
         with without_autocast(k):
             return wkv_chunked_backward(*inputs, cu_seqlens)
 
@@ -137,7 +124,7 @@ def _wkv_step(
     def eager():
         before = new_state if state is None else state
         with without_autocast(k):
-            out, after = wkv_step(*_cast(torch.float32, r, k, v, log_w, u, before))
+            out, after = wkv_step(*cast(torch.float32, r, k, v, log_w, u, before))
             new_state.copy_(after)
             if gate is not None:
                 out = group_norm_gate_eager(out, gate, weight, bias, eps).view(v.shape)
@@ -196,7 +183,7 @@ def wkv(
             an assertion on the device, so that nothing waits for it.)
     """
     _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace)
-    backend = choose_backend("wkv", backend, BACKENDS, _of_widest(r, k, v, log_w, u, initial_state))
+    backend = choose_backend("wkv", backend, BACKENDS, of_widest(r, k, v, log_w, u, initial_state))
     return _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype or v.dtype, backend)
 
 
@@ -234,11 +221,11 @@ def gated_wkv(
     """
     _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace)
     check_gate(v, gate, weight, bias)
-    backend = choose_backend("wkv", backend, BACKENDS, _of_widest(r, k, v, log_w, u, initial_state))
+    backend = choose_backend("wkv", backend, BACKENDS, of_widest(r, k, v, log_w, u, initial_state))
     if _one_step(r, k, v, log_w, u, initial_state, cu_seqlens, gate, weight, bias) and backend in ("auto", "triton"):
         out, state = _step(r, k, v, log_w, u, initial_state, inplace, gate.dtype, backend, gate, weight, bias, eps)
         return out.flatten(-2), state
-    out_dtype = _widest(r, k, v, log_w, u, initial_state)
+    out_dtype = widest(r, k, v, log_w, u, initial_state)
     out, state = _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype, backend)
     return group_norm_gate(out, gate, weight, bias, eps, backend=backend), state
 
@@ -247,8 +234,7 @@ def _one_step(r, k, v, log_w, u, initial_state, cu_seqlens, *more):
     """Whether this is a decoding step: one token, and no gradient asked for."""
     if k.shape[1] > 1 or cu_seqlens is not None:
         return False
-    tensors = (r, k, v, log_w, u, initial_state, *more)
-    return not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors)
+    return not needs_gradient(r, k, v, log_w, u, initial_state, *more)
 
 
 def _step(r, k, v, log_w, u, state, inplace, out_dtype, backend, gate=None, weight=None, bias=None, eps=0.0):
@@ -275,8 +261,8 @@ def _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype, backe
     elif backend == "eager" and (k.shape[1] > 1 or cu_seqlens is not None):
         out, state = _wkv(r, k, v, log_w, u, initial_state, cu_seqlens, None, out_dtype, backend)
     else:
-        dtype = _widest(r, k, v, log_w, u, initial_state)
-        r, k, v, log_w, u, before = _cast(dtype, r, k, v, log_w, u, initial_state)
+        dtype = widest(r, k, v, log_w, u, initial_state)
+        r, k, v, log_w, u, before = cast(dtype, r, k, v, log_w, u, initial_state)
         with without_autocast(k):
             if backend == "reference":
                 out, state = wkv_reference(r, k, v, log_w, u, before, cu_seqlens)
@@ -298,9 +284,7 @@ def wkv_state(
 
 
 def _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace):
-    for name, x in (("k", k), ("v", v)):
-        if x.dim() != 4 or x.shape[1] == 0:
-            raise ValueError(f"`{name}` must be (batch, length >= 1, heads, size), got {tuple(x.shape)}.")
+    check_sequences(k=k, v=v)
     batch, length, heads, key_size = k.shape
     expected = {
         "r": (r, (batch, length, heads, key_size)),
@@ -308,27 +292,9 @@ def _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace):
         "log_w": (log_w, (heads, key_size) if log_w.dim() == 2 else (batch, length, heads, key_size)),
         "u": (u, (heads, key_size)),
     }
-    documents = batch
-    if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 2:
-            raise ValueError(
-                f"`cu_seqlens` must be int32 or int64 of shape (documents + 1,), got {cu_seqlens.dtype} "
-                f"{tuple(cu_seqlens.shape)}."
-            )
-        if batch != 1:
-            raise ValueError(f"`cu_seqlens` describes one packed row, got a batch of {batch}.")
-        documents = cu_seqlens.shape[0] - 1
+    documents = count_documents(cu_seqlens, batch)
     if initial_state is not None:
         expected["initial_state"] = (initial_state, (documents, heads, key_size, v.shape[-1]))
-    for name, (x, shape) in expected.items():
-        if tuple(x.shape) != tuple(shape):
-            raise ValueError(f"`{name}` must have shape {tuple(shape)}, got {tuple(x.shape)}.")
-        if not x.is_floating_point():
-            raise ValueError(f"`{name}` must be floating point, got {x.dtype}.")
-        if x.device != k.device:
-            raise ValueError(f"`{name}` is on {x.device}, `k` on {k.device}.")
+    check_tensors(expected, k)
     if inplace:
-        if initial_state is None or initial_state.dtype != torch.float32 or not initial_state.is_contiguous():
-            raise ValueError("`inplace` needs a float32, contiguous `initial_state` to write the state to.")
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (r, k, v, log_w, u, initial_state)):
-            raise ValueError("`inplace` overwrites a state that the backward pass needs: call it under no_grad.")
+        check_inplace(initial_state, r, k, v, log_w, u)

@@ -4,7 +4,7 @@ WKV as Triton kernels.
 A program owns one head of one segment of a sequence and walks the segment's chunks with the state on chip. Where there
 are enough heads a segment is the whole sequence; where there are few, a sequence is cut into several segments, and two
 light kernels find the state that enters each: `_segment_kernel` what a segment adds to a state and how it decays one,
-`_pass_kernel` the states, from segment to segment.
+`_pass_kernel` (segments.py) the states, from segment to segment.
 
 Inside a chunk the token pairs are covered by halving, as in eager.py. At the level of blocks of b tokens, X holds r
 where a token lies in the right block of its pair and k where it lies in the left, decayed to the border between the
@@ -19,12 +19,8 @@ import triton
 import triton.language as tl
 
 from ..backend import contiguous, launch, multiprocessors
+from ..segments import Segments, decayed, dot, exp, operands, program, tokens
 from .masks import operand_dtype
-
-
-@triton.jit
-def _dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    return tl.dot(a.to(DOT), b.to(DOT), input_precision=PRECISION)
 
 
 @triton.jit
@@ -38,24 +34,11 @@ def _sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
     if DOT == tl.bfloat16 and x.dtype != tl.bfloat16:
         x = x.to(tl.float32)
         head = x.to(tl.bfloat16).to(tl.float32)
-        return _dot(mask, head, DOT, PRECISION) + _dot(mask, x - head, DOT, PRECISION)
+        return dot(mask, head, DOT, PRECISION) + dot(mask, x - head, DOT, PRECISION)
     if DOT == tl.float32 and x.dtype == tl.float32 and PRECISION != "ieee":
         head = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 keeps
-        return _dot(mask, head, DOT, "tf32") + _dot(mask, x - head, DOT, "tf32")
-    return _dot(mask, x, DOT, PRECISION)
-
-
-@triton.jit
-def _exp(x):
-    return tl.exp2(x * 1.4426950408889634)  # one instruction; exp would look after denormals
-
-
-@triton.jit
-def _decayed(state, total):
-    """state * exp(total). Of a long memory next to nothing is taken away each time; a factor would round that off."""
-    series = total * (1 + total * (1 / 2 + total * (1 / 6 + total * (1 / 24))))
-    change = tl.where(total > -0.0625, series, _exp(total) - 1)
-    return state + state * change[:, None]
+        return dot(mask, head, DOT, "tf32") + dot(mask, x - head, DOT, "tf32")
+    return dot(mask, x, DOT, PRECISION)
 
 
 # Where the masks of masks.py are.
@@ -80,23 +63,6 @@ def _pairs(ts, block: tl.constexpr, REVERSE: tl.constexpr):
     """Which pairs of a token that reads (rows) and one that is read (columns) a level covers; in bits, which fold."""
     same = (ts & -(2 * block))[:, None] == (ts & -(2 * block))[None, :]
     return same & _reads(ts, block, REVERSE)[:, None] & _reads(ts, block, not REVERSE)[None, :]
-
-
-@triton.jit
-def _program(H, TILES):
-    """Tile of the values, head, segment."""
-    program = tl.program_id(0)
-    return program % TILES, program // TILES % H, program // TILES // H
-
-
-@triton.jit
-def _tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED: tl.constexpr):
-    """The first token of a segment, and the one after its last."""
-    if PACKED:
-        return tl.load(borders + 2 * segment), tl.load(borders + 2 * segment + 1)
-    row = (segment // SEGMENTS).to(tl.int64) * T
-    begin = segment % SEGMENTS * SEGMENT
-    return row + begin, row + tl.minimum(begin + SEGMENT, T)
 
 
 @triton.jit
@@ -143,8 +109,8 @@ def _segment_kernel(
     to `states` what the segment adds to a state, and to `totals` its summed log decay. REVERSE walks from the last
     token to the first, as the gradient of the state does: x is r then, otherwise k.
     """
-    tile, head, segment = _program(H, TILES)
-    begin, stop = _tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
+    tile, head, segment = program(H, TILES)
+    begin, stop = tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
     ts, ks, vs = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     keys, values = ts[:, None] * (H * K) + ks[None, :], ts[:, None] * (H * V) + vs[None, :]
     cells, in_state = ks[:, None] * V + vs[None, :], (ks < K)[:, None] & (vs < V)[None, :]
@@ -171,53 +137,11 @@ def _segment_kernel(
         decay = _sum_where(mask, w, DOT, PRECISION)
         chunk_total = tl.sum(w.to(tl.float32), 0)
         total += chunk_total
-        x_chunk = x_chunk.to(tl.float32) * _exp(decay)
-        state = _decayed(state, chunk_total) + _dot(tl.trans(x_chunk), y_chunk, DOT, PRECISION)
+        x_chunk = x_chunk.to(tl.float32) * exp(decay)
+        state = decayed(state, chunk_total) + dot(tl.trans(x_chunk), y_chunk, DOT, PRECISION)
     if not STORE:
         tl.store(states + here + cells, state, mask=in_state)
         tl.store(totals + (segment.to(tl.int64) * H + head) * K + ks, total, mask=ks < K)
-
-
-@triton.jit
-def _pass_kernel(
-    states,
-    totals,
-    initial,
-    final,
-    firsts,
-    SEGMENTS,
-    H,
-    TILES,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REVERSE: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-):
-    """Turns what each segment adds into the state that enters it, in place, and writes the state that leaves all."""
-    tile, head, sequence = _program(H, TILES)
-    cells = tile * BLOCK + tl.arange(0, BLOCK)
-    there = cells < K * V
-    here = (sequence.to(tl.int64) * H + head) * (K * V)
-    state = tl.zeros((BLOCK,), tl.float32)
-    if HAS_STATE:
-        state = tl.load(initial + here + cells, mask=there, other=0.0)
-    if PACKED:
-        first, last = tl.load(firsts + sequence), tl.load(firsts + sequence + 1)
-    else:
-        first = sequence.to(tl.int64) * SEGMENTS
-        last = first + SEGMENTS
-    for n in range((last - first).to(tl.int32)):
-        segment = first + n
-        if REVERSE:
-            segment = last - 1 - n
-        place = (segment * H + head) * (K * V)
-        added = tl.load(states + place + cells, mask=there, other=0.0)
-        total = tl.load(totals + (segment * H + head) * K + cells // V, mask=there, other=0.0)
-        tl.store(states + place + cells, state, mask=there)
-        state = state * _exp(total) + added
-    tl.store(final + here + cells, state, mask=there)
 
 
 @triton.jit
@@ -257,8 +181,8 @@ def _output_kernel(
     gradient of v, which is the same recurrence from the last token to the first, r being k, k being r, v the gradient
     of out and the state its gradient; the states that enter the chunks go to `chunk_states`.
     """
-    tile, head, segment = _program(H, TILES)
-    begin, stop = _tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
+    tile, head, segment = program(H, TILES)
+    begin, stop = tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
     t16, ts, ks, vs = tl.arange(0, 16), tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     near = (tl.arange(0, C // 16) * 16)[:, None, None] + t16[None, :, None]
     keys = near * (H * K) + ks[None, None, :]
@@ -287,15 +211,15 @@ def _output_kernel(
         w_near = _load_decay(log_w, first, head, keys, in_keys, ks, H, K, STATIC)
 
         now = (t16[:, None] == t16[None, :])[None]
-        scores = tl.where(now, _dot(r_near * bonus[None, None, :], _transpose(k_near), DOT, PRECISION), 0.0)
+        scores = tl.where(now, dot(r_near * bonus[None, None, :], _transpose(k_near), DOT, PRECISION), 0.0)
         for level in tl.static_range(4):
             x = tl.where(_reads(t16, 1 << level, REVERSE)[None, :, None], r_near, k_near)
             if level > 0:
                 mask = _mask(masks, TO_BORDER + level - 1, near, near_columns, C)
-                x *= _exp(_sum_where(mask, w_near, DOT, PRECISION))
+                x *= exp(_sum_where(mask, w_near, DOT, PRECISION))
             pairs = _pairs(t16, 1 << level, REVERSE)[None]
-            scores = tl.where(pairs, _dot(x, _transpose(x), DOT, PRECISION), scores)
-        y = tl.reshape(_dot(scores, v_near, DOT, PRECISION), (C, BV))
+            scores = tl.where(pairs, dot(x, _transpose(x), DOT, PRECISION), scores)
+        y = tl.reshape(dot(scores, v_near, DOT, PRECISION), (C, BV))
 
         r_chunk, k_chunk = tl.reshape(r_near, (C, BK)), tl.reshape(k_near, (C, BK))
         v_chunk, w = tl.reshape(v_near, (C, BV)), tl.reshape(w_near, (C, BK))
@@ -304,18 +228,18 @@ def _output_kernel(
             for level in tl.static_range(4, LEVELS):
                 x = tl.where(_reads(ts, 1 << level, REVERSE)[:, None], r_chunk, k_chunk)
                 mask = _mask(masks, TO_BORDER + level - 1, ts[:, None], ts[None, :], C)
-                x *= _exp(_sum_where(mask, w, DOT, PRECISION))
-                scores = tl.where(_pairs(ts, 1 << level, REVERSE), _dot(x, _transpose(x), DOT, PRECISION), scores)
-            y += _dot(scores, v_chunk, DOT, PRECISION)
+                x *= exp(_sum_where(mask, w, DOT, PRECISION))
+                scores = tl.where(_pairs(ts, 1 << level, REVERSE), dot(x, _transpose(x), DOT, PRECISION), scores)
+            y += dot(scores, v_chunk, DOT, PRECISION)
         mask = _mask(masks, FUTURE if REVERSE else PAST, ts[:, None], ts[None, :], C)
-        r_chunk *= _exp(_sum_where(mask, w, DOT, PRECISION))
-        y += _dot(r_chunk, state, DOT, PRECISION)
+        r_chunk *= exp(_sum_where(mask, w, DOT, PRECISION))
+        y += dot(r_chunk, state, DOT, PRECISION)
         y = tl.reshape(y, (C // 16, 16, BV)).to(out.dtype.element_ty)
         tl.store(out + (first * H + head) * V + values, y, mask=in_values)
 
         mask = _mask(masks, PAST if REVERSE else FUTURE, ts[:, None], ts[None, :], C)
-        k_chunk *= _exp(_sum_where(mask, w, DOT, PRECISION))
-        state = _decayed(state, tl.sum(w.to(tl.float32), 0)) + _dot(_transpose(k_chunk), v_chunk, DOT, PRECISION)
+        k_chunk *= exp(_sum_where(mask, w, DOT, PRECISION))
+        state = decayed(state, tl.sum(w.to(tl.float32), 0)) + dot(_transpose(k_chunk), v_chunk, DOT, PRECISION)
     if STORE:
         tl.store(final + here + cells, state, mask=in_state)
 
@@ -356,8 +280,8 @@ def _gradient_kernel(
     The gradients of r, k, log_w and u in one tile of a segment's keys, from the states that enter the chunks and the
     gradients of those that leave them.
     """
-    tile, head, segment = _program(H, TILES)
-    begin, stop = _tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
+    tile, head, segment = program(H, TILES)
+    begin, stop = tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
     ts, ks, vs = tl.arange(0, C), tile * BK + tl.arange(0, BK), tl.arange(0, BV)
     keys, values = ts[:, None] * (H * K) + ks[None, :], ts[:, None] * (H * V) + vs[None, :]
     rows, columns = ts[:, None], ts[None, :]
@@ -383,26 +307,26 @@ def _gradient_kernel(
             cells = place + ks[None, :] * V + start + vs[:, None]
             state = tl.load(chunk_states + cells, mask=in_v, other=0.0)
             grad_state = tl.load(chunk_grads + cells, mask=in_v, other=0.0)
-            grad_scores += _dot(g_chunk, tl.trans(v_chunk), DOT, PRECISION)
-            grad_r += _dot(g_chunk, state, DOT, PRECISION)
-            grad_k += _dot(v_chunk, grad_state, DOT, PRECISION)
+            grad_scores += dot(g_chunk, tl.trans(v_chunk), DOT, PRECISION)
+            grad_r += dot(g_chunk, state, DOT, PRECISION)
+            grad_k += dot(v_chunk, grad_state, DOT, PRECISION)
             both = state.to(tl.float32) * grad_state.to(tl.float32)
-            grad_total += _dot(tl.full((C, BV), 1.0, tl.float32), both, DOT, PRECISION)
+            grad_total += dot(tl.full((C, BV), 1.0, tl.float32), both, DOT, PRECISION)
 
         r_chunk = tl.load(r + (first * H + head) * K + keys, mask=in_keys, other=0.0).to(tl.float32)
         k_chunk = tl.load(k + (first * H + head) * K + keys, mask=in_keys, other=0.0).to(tl.float32)
         w = _load_decay(log_w, first, head, keys, in_keys, ks, H, K, STATIC)
         past, future = _mask(masks, PAST, rows, columns, C), _mask(masks, FUTURE, rows, columns, C)
-        grad_r *= _exp(_sum_where(past, w, DOT, PRECISION))
-        grad_k *= _exp(_sum_where(future, w, DOT, PRECISION))
-        grad_w = grad_total * _exp(_sum_where(tl.full((C, C), 1.0, tl.float32), w, DOT, PRECISION))
-        grad_w += _dot(future, r_chunk * grad_r, DOT, PRECISION) + _dot(past, k_chunk * grad_k, DOT, PRECISION)
+        grad_r *= exp(_sum_where(past, w, DOT, PRECISION))
+        grad_k *= exp(_sum_where(future, w, DOT, PRECISION))
+        grad_w = grad_total * exp(_sum_where(tl.full((C, C), 1.0, tl.float32), w, DOT, PRECISION))
+        grad_w += dot(future, r_chunk * grad_r, DOT, PRECISION) + dot(past, k_chunk * grad_k, DOT, PRECISION)
 
         grad_now = tl.where(rows == columns, grad_scores, 0.0)
-        now_k = _dot(grad_now, k_chunk, DOT, PRECISION)
+        now_k = dot(grad_now, k_chunk, DOT, PRECISION)
         grad_bonus += r_chunk * now_k
         grad_r += bonus * now_k
-        grad_k += bonus * _dot(grad_now, r_chunk, DOT, PRECISION)
+        grad_k += bonus * dot(grad_now, r_chunk, DOT, PRECISION)
         # The scores' gradient is mirrored: it leads from r to k and from k to r.
         grad_scores = tl.where(rows > columns, grad_scores, tl.trans(grad_scores))
         for level in tl.static_range(LEVELS):
@@ -410,13 +334,13 @@ def _gradient_kernel(
             x = tl.where(right, r_chunk, k_chunk)
             if level > 0:
                 mask = _mask(masks, TO_BORDER + level - 1, rows, columns, C)
-                factor = _exp(_sum_where(mask, w, DOT, PRECISION))
+                factor = exp(_sum_where(mask, w, DOT, PRECISION))
                 x *= factor
             pairs = _pairs(ts, 1 << level, False) | _pairs(ts, 1 << level, True)
-            grad_x = _dot(tl.where(pairs, grad_scores, 0.0), x, DOT, PRECISION)
+            grad_x = dot(tl.where(pairs, grad_scores, 0.0), x, DOT, PRECISION)
             if level > 0:
                 mask = _mask(masks, TO_BORDER + LEVELS - 1 + level - 1, rows, columns, C)
-                grad_w += _dot(mask, x * grad_x, DOT, PRECISION)
+                grad_w += dot(mask, x * grad_x, DOT, PRECISION)
                 grad_x *= factor
             grad_r += tl.where(right, grad_x, 0.0)
             grad_k += tl.where(right, 0.0, grad_x)
@@ -469,7 +393,7 @@ def _decode_kernel(
 
     s = tl.load(state + program * (K * V) + cells, mask=in_state, other=0.0)
     y = tl.sum(receptance[:, None] * s, 0) + tl.sum(receptance * bonus * key, 0) * value
-    s = _exp(w)[:, None] * s + key[:, None] * value[None, :]
+    s = exp(w)[:, None] * s + key[:, None] * value[None, :]
     tl.store(new_state + program * (K * V) + cells, s, mask=in_state)
     if GATED:
         y -= tl.sum(y, 0) / V
@@ -482,31 +406,21 @@ def _decode_kernel(
     tl.store(out + program * V + vs, y.to(out.dtype.element_ty), mask=in_v)
 
 
-# Operands of the products, by the dtype of r, k and v. float16 could hold neither scores nor states.
-OPERANDS = {
-    torch.bfloat16: (tl.bfloat16, "ieee"),
-    torch.float16: (tl.float32, "tf32"),
-    torch.float32: (tl.float32, "tf32x3"),
-}
 # Below this many tokens a segment is not worth the passes that find the state that enters it.
 MIN_SEGMENT = 512
 
 
-class _Plan:
+class _Plan(Segments):
     """How the work is cut into programs."""
 
     def __init__(self, r, k, v, log_w, cu_seqlens, masks):
         batch, length, heads, key_size = k.shape
         value_size = v.shape[-1]
         self.chunk = masks.shape[-1]
-        dot, precision = OPERANDS[operand_dtype(r, k, v)]
-        if torch.version.hip is not None:
-            precision = "ieee"  # of AMD's GPUs few know tf32
         block_k, block_v = (max(16, triton.next_power_of_2(x)) for x in (key_size, value_size))
         block_v = min(block_v, 64)
         self.tiles, self.key_block = triton.cdiv(value_size, block_v), min(block_k, 64)
         self.heads, self.key_size, self.value_size = heads, key_size, value_size
-        self.sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.state_shape = (heads, key_size, value_size)
         self.constants = {
             "K": key_size,
@@ -514,44 +428,16 @@ class _Plan:
             "C": self.chunk,
             "BK": block_k,
             "BV": block_v,
-            "DOT": dot,
-            "PRECISION": precision,
+            **operands(operand_dtype(r, k, v)),
             "STATIC": log_w.dim() == 2,
             "PACKED": cu_seqlens is not None,
             "num_warps": 4 if block_k * block_v <= 4096 else 8,
         }
 
-        # Two programs fit on a multiprocessor. Documents may differ in length, so their number says little.
+        # Two programs fit on a multiprocessor.
         programs, wanted = batch * heads * self.tiles, 4 * multiprocessors(k)
-        segment = triton.cdiv(triton.cdiv(length * programs, wanted), self.chunk) * self.chunk
-        self.segment = max(segment, MIN_SEGMENT)
-        if self.segment >= length or (cu_seqlens is None and 2 * programs >= wanted):
-            self.segment = length
-        self.whole = self.segment == length
-        self.per_sequence = triton.cdiv(length, self.segment)
-        self.segments = self.sequences * self.per_sequence
-        self.borders = self.firsts = None
-        if cu_seqlens is not None:
-            self._find_documents(cu_seqlens, length)
-        self.chunks = batch * length // self.chunk + self.segments + 1
+        super().__init__(batch, length, self.chunk, programs, wanted, MIN_SEGMENT, cu_seqlens)
         self.geometry = (masks, self.borders, length, self.segment, self.per_sequence, heads)
-
-    def _find_documents(self, cu_seqlens, length):
-        # A kernel must not leave the tensors, whatever the borders are; and nothing here waits for the device.
-        bounds = cu_seqlens.long().clamp(0, length).cummax(0).values
-        rises = (bounds == cu_seqlens).all() & (bounds[0] == 0) & (bounds[-1] == length)
-        torch._assert_async(rises, f"`cu_seqlens` must rise from 0 to {length}.")
-        if self.whole:
-            self.borders = torch.stack((bounds[:-1], bounds[1:]), dim=1)
-            return
-        self.segments = length // self.segment + self.sequences  # at most; some of the last may be empty
-        counts = ((bounds.diff() + self.segment - 1) // self.segment).clamp(min=1)
-        self.firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        n = torch.arange(self.segments, device=bounds.device)
-        document = torch.searchsorted(self.firsts[1:], n, right=True).clamp(max=self.sequences - 1)
-        stop = bounds[document + 1]
-        begin = torch.minimum(bounds[document] + (n - self.firsts[document]) * self.segment, stop)
-        self.borders = torch.stack((begin, torch.minimum(begin + self.segment, stop)), dim=1)
 
     def launch(self, kernel, *arguments, tiles, **constants):
         grid = (self.segments * self.heads * tiles,)
@@ -566,18 +452,7 @@ class _Plan:
         final = x.new_empty(self.sequences, *self.state_shape, dtype=torch.float32)
         flags = {"REVERSE": reverse, "HAS_STATE": False, "STORE": False}
         self.launch(_segment_kernel, x, y, log_w, states, totals, None, tiles=self.tiles, **flags)
-        tiles = triton.cdiv(self.key_size * self.value_size, 1024)
-        launch(
-            _pass_kernel,
-            (self.sequences * self.heads * tiles,),
-            *(states, totals, initial, final, self.firsts, self.per_sequence, self.heads, tiles),
-            K=self.key_size,
-            V=self.value_size,
-            BLOCK=1024,
-            REVERSE=reverse,
-            PACKED=self.constants["PACKED"],
-            HAS_STATE=initial is not None,
-        )
+        launch(*self.passing(states, totals, initial, final, reverse))
         return states, final
 
     def output(self, r, k, v, log_w, u, states, out, final, chunk_states):

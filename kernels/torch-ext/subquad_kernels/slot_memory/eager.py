@@ -1,0 +1,247 @@
+"""
+The slot memory in plain torch, parallel over time, for any device.
+
+Two passes of gated linear attention, whose decays and writes are the same: the first reads the keys of the slots with
+q and finds their logits, the second reads their values with the softmax of the logits.
+
+As in the plain torch of [`subquad_kernels.wkv`], the token pairs of a chunk are covered by halving, and every factor
+is the exponential of a sum of log decays, never of a difference. A token reads what it has written itself: what it
+reads with is decayed from the start of its block up to its own decay, what it writes after that to the block's end.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from ..wkv.eager import _halves, _Layout
+
+
+# Stands for -inf, which sums and products would turn into NaN; its exponential is 0 as well.
+LOG_ZERO = -1e4
+
+
+def slot_memory_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_f: torch.Tensor,
+    state: torch.Tensor,
+    new_state: torch.Tensor,
+) -> torch.Tensor:
+    """
+    One token: q, k (B, H, K), v (B, H, V), log_f (B, H, M), state (B, H, M, K + V). The state after it is written to
+    `new_state`, which may be `state`.
+    """
+    written = torch.cat((k, v), -1).unsqueeze(-2)
+    # state + p (written - state): one pass over the state, which leaves a row as it is where p is 0.
+    torch.lerp(state, written, -log_f.expm1().unsqueeze(-1), out=new_state)
+    slot_keys, slot_values = new_state.split((k.shape[-1], v.shape[-1]), -1)
+    z = q.unsqueeze(-2) @ slot_keys.mT
+    return (z.softmax(-1) @ slot_values).squeeze(-2)
+
+
+def _decays(log_f):
+    """The decay of every block of 1, 2, 4, ... C tokens, (..., C / block, M) each."""
+    totals = [log_f]
+    while totals[-1].shape[-2] > 1:
+        totals.append(totals[-1].unflatten(-2, (-1, 2)).sum(-2))
+    return [total.exp() for total in totals]
+
+
+def _pairs(decays):
+    """For every size of blocks below that of a chunk: (level, size, decay of left blocks, decay of right blocks)."""
+    for level, decay in enumerate(decays[:-1]):
+        left, right = decay.unflatten(-2, (-1, 2)).unsqueeze(-2).unbind(-3)
+        yield level, 1 << level, left, right
+
+
+def _pairs_down(decays):
+    """The largest blocks first."""
+    return reversed(list(_pairs(decays)))
+
+
+def _between(x, block):
+    """Of (..., C, C) the rows of right blocks in the columns of the left ones, (..., C / 2 / block, block, block)."""
+    x = x.unflatten(-1, (-1, 2, block)).unflatten(-4, (-1, 2, block))
+    return x[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _diagonal(x):
+    return x.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+
+
+def _writes(p, decays):
+    """p of left blocks, decayed to their end, for every size; p decayed to the end of the chunk."""
+    levels, p = [], p.clone()
+    for _, block, _, right in _pairs(decays):
+        p_left = _halves(p, block)[0]
+        levels.append(p_left.clone())
+        p_left.mul_(right)
+    return levels, p
+
+
+def _reads(x, decays):
+    """x of right blocks, decayed from their start, for every size; x decayed from the start of the chunk."""
+    levels, x = [], x * decays[0]
+    for _, block, left, _ in _pairs(decays):
+        x_right = _halves(x, block)[1]
+        levels.append(x_right.clone())
+        x_right.mul_(left)
+    return levels, x
+
+
+def _read(found, scores, p, writes, decays):
+    """
+    For every token and slot, what the tokens up to it wrote, each as often as `scores` (..., C, C) says. `found`, what
+    a token finds in the state that enters its chunk, is overwritten.
+    """
+    for level, block, left, _ in _pairs_down(decays):
+        _halves(found, block)[1].mul_(left).add_(_between(scores, block) @ writes[level])
+    return found.mul_(decays[0]).addcmul_(_diagonal(scores), p)
+
+
+def _weights(x, p, reads, writes, decays):
+    """What the write of a token (column) counts where another reads with x (row), over all slots, (..., C, C)."""
+    weights = torch.diag_embed((x * p).sum(-1))
+    for level, block, _, _ in _pairs(decays):
+        _between(weights, block).copy_(reads[level] @ writes[level].mT)
+    return weights
+
+
+def _prepare(tensors, log_f, cu_seqlens):
+    layout = _Layout(log_f.shape[1], cu_seqlens, log_f.device)
+    *tensors, log_f = (layout.to_chunks(x) for x in (*tensors, log_f.clamp_min(LOG_ZERO)))
+    return layout, tensors, -log_f.expm1(), _decays(log_f)
+
+
+def _enter(layout, decay, p, written, initial_state, leaving) -> Iterator[torch.Tensor]:
+    """The state that enters each chunk; the states that leave the sequences are added to the list `leaving`."""
+    n = 0
+    for sequence, chunks in enumerate(layout.chunks):
+        if initial_state is None:
+            state = p.new_zeros(*p.shape[:2], p.shape[-1], written.shape[-1])
+        else:
+            state = initial_state if layout.place is None else initial_state[sequence : sequence + 1]
+        for _ in range(chunks):
+            yield state
+            state = torch.addcmul(p[:, :, n].mT @ written[:, :, n], decay[:, :, n], state)
+            n += 1
+        leaving.append(state)
+
+
+def _split(state, k, v):
+    return (None, None) if state is None else state.split((k.shape[-1], v.shape[-1]), -1)
+
+
+def slot_state_chunked(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_f: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The state alone."""
+    layout, (written,), p, decays = _prepare((torch.cat((k, v), -1),), log_f, None)
+    leaving = []
+    for _ in _enter(layout, decays[-1].mT, _writes(p, decays)[1], written, initial_state, leaving):
+        pass
+    return leaving[0]
+
+
+def slot_memory_chunked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_f: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Arguments and the first two results are those of [`subquad_kernels.slot_memory`], the third is the logits of the
+    slots, (B, T, H, M). All floating inputs have one dtype.
+    """
+    layout, (q, k, v), p, decays = _prepare((q, k, v), log_f, cu_seqlens)
+    writes, p_chunk = _writes(p, decays)
+    keys, values = _split(initial_state, k, v)
+
+    def through_state(x, written, state, transposed):
+        # One chunk after the other, so that the states need not exist all at once.
+        leaving, found = [], []
+        for n, entering in enumerate(_enter(layout, decays[-1].mT, p_chunk, written, state, leaving)):
+            found.append(x[:, :, n] @ (entering.mT if transposed else entering))
+        return torch.stack(found, 2), torch.cat(leaving)
+
+    found, keys = through_state(q, k, keys, True)
+    z = _read(found, q @ k.mT, p, writes, decays)
+    s = z.softmax(-1)
+    reads, s_chunk = _reads(s, decays)
+    out, values = through_state(s_chunk, v, values, False)
+    out += _weights(s, p, reads, writes, decays) @ v
+    return layout.from_chunks(out), torch.cat((keys, values), -1), layout.from_chunks(z)
+
+
+def _form_backward(layout, a, b, x, p, decays, writes, p_chunk, initial_state, grad_state):
+    """
+    Both passes are one form, the sum of a_t · b_τ times the sum over slots of x_t p_τ and the decays between, over the
+    tokens τ <= t. Its gradients of a, b, x, p, the log decays (but not by way of p) and the initial state.
+    """
+    (reads, x_chunk), scores, decay = _reads(x, decays), a @ b.mT, decays[-1].mT
+    states = list(_enter(layout, decay, p_chunk, b, initial_state, []))
+    n = len(states)
+    da, db, dx, dp, dtotal = ([None] * n for _ in range(5))
+    # The gradient of the state walks from the last chunk of each sequence to its first.
+    grad_initial = [None] * len(layout.chunks)
+    for sequence in reversed(range(len(layout.chunks))):
+        grad = grad_state if layout.place is None else grad_state[sequence : sequence + 1]
+        for _ in range(layout.chunks[sequence]):
+            n -= 1
+            state, reading = states.pop(), x_chunk[:, :, n]
+            da[n], dx[n] = reading @ state, a[:, :, n] @ state.mT
+            db[n], dp[n] = p_chunk[:, :, n] @ grad, b[:, :, n] @ grad.mT
+            dtotal[n] = (state * grad).sum(-1)
+            grad = torch.addcmul(reading.mT @ a[:, :, n], decay[:, :, n], grad)
+        grad_initial[sequence] = grad
+    da, db, dx, dp, dtotal = (torch.stack(chunks, 2) for chunks in (da, db, dx, dp, dtotal))
+    dtotal = dtotal.unsqueeze(-2) * decays[-1]
+
+    weights = _weights(x, p, reads, writes, decays)
+    da += weights @ b
+    db += weights.mT @ a
+    # dx is decayed from the start of a block and dp to its end, and dtotal the gradient of its summed log decay.
+    for level, block, left, right in _pairs_down(decays):
+        x_right, p_left, between = _halves(dx, block)[1], _halves(dp, block)[0], _between(scores, block)
+        dleft = left * (x_right * reads[level]).sum(-2, keepdim=True)
+        dright = right * (p_left * writes[level]).sum(-2, keepdim=True)
+        dtotal = (dtotal[..., None, None, :] + torch.stack((dleft, dright), -3)).flatten(-4, -2)
+        x_right.mul_(left).add_(between @ writes[level])
+        p_left.mul_(right).add_(between.mT @ reads[level])
+    dx *= decays[0]
+    dtotal.addcmul_(dx, x)
+    own = _diagonal(scores)
+    return da, db, dx.addcmul_(own, p), dp.addcmul_(own, x), dtotal, torch.cat(grad_initial)
+
+
+def slot_memory_chunked_backward(
+    grad_out: torch.Tensor,
+    grad_state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_f: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    logits: torch.Tensor,
+) -> list[torch.Tensor]:
+    """
+    Gradients of q, k, v, log_f and, where it is given, initial_state. What the forward pass computed is computed
+    again, except for the logits.
+    """
+    layout, (q, k, v, g, z), p, decays = _prepare((q, k, v, grad_out, logits), log_f, cu_seqlens)
+    (keys, values), (grad_keys, grad_values) = (_split(x, k, v) for x in (initial_state, grad_state))
+    shared = p, decays, *_writes(p, decays)
+    s = z.softmax(-1)
+    _, dv, ds, dp, dlog_f, grad_values = _form_backward(layout, g, v, s, *shared, values, grad_values)
+    dz = s * (ds - (s * ds).sum(-1, keepdim=True))
+    dq, dk, _, dp_k, dlog_f_k, grad_keys = _form_backward(layout, q, k, dz, *shared, keys, grad_keys)
+    dlog_f += dlog_f_k - decays[0] * (dp + dp_k)
+    grads = [layout.from_chunks(x) for x in (dq, dk, dv, dlog_f)]
+    return grads if initial_state is None else [*grads, torch.cat((grad_keys, grad_values), -1)]

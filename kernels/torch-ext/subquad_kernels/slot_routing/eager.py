@@ -1,0 +1,62 @@
+"""The router of Raven in plain torch."""
+
+import torch
+
+
+def _scores(logits: torch.Tensor, score: str) -> torch.Tensor:
+    if score == "sigmoid":
+        return torch.sigmoid(logits)
+    # Zeros where every slot is masked off; elsewhere the sum is at least 1.
+    largest = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
+    weights = torch.exp(logits - largest)
+    return weights / weights.sum(-1, keepdim=True).clamp_min(1.0)
+
+
+def _chosen(ranked: torch.Tensor, topk: int) -> torch.Tensor:
+    """Where the `topk` largest values of each row are; of equal ones the first."""
+    last = ranked.topk(topk, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = ranked > last, ranked == last
+    room = topk - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))
+
+
+def _route(
+    logits: torch.Tensor, topk: int, bias: torch.Tensor | None, score: str, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """m and r."""
+    m = _scores(logits, score)
+    kept = m
+    if topk < logits.shape[-1]:
+        kept = torch.where(_chosen(logits if bias is None else m + bias, topk), m, 0.0)
+    if score == "sigmoid":
+        return m, kept / (scale * (kept.sum(-1, keepdim=True) + 1e-9))
+    return m, kept / scale
+
+
+def slot_routing_eager(
+    logits: torch.Tensor, log_decay: torch.Tensor, topk: int, bias: torch.Tensor | None, score: str, scale: float
+) -> torch.Tensor:
+    """The tensors are of one dtype, float32 or float64; otherwise as [`subquad_kernels.slot_routing`]."""
+    r = _route(logits, topk, bias, score, scale)[1]
+    return r * (log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1))
+
+
+def slot_routing_eager_backward(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    log_decay: torch.Tensor,
+    topk: int,
+    bias: torch.Tensor | None,
+    score: str,
+    scale: float,
+) -> list[torch.Tensor]:
+    """Gradients of the logits and of log_decay."""
+    m, r = _route(logits, topk, bias, score, scale)
+    grad_r = grad * (log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1))
+    total = (grad_r * r).sum(-1, keepdim=True)
+    if score == "sigmoid":
+        grad_logits = r * (1.0 - m) * (grad_r - scale * total)
+    else:
+        grad_logits = grad_r * r - m * total
+    grad_decay = grad * r
+    return [grad_logits, grad_decay if log_decay.dim() == 4 else grad_decay.sum(-1)]

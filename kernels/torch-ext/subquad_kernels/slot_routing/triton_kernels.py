@@ -1,0 +1,148 @@
+"""
+The router of Raven as Triton kernels: every logit is read once, and log_f, or a gradient, written once.
+
+A program is one warp, with whole rows in its registers: no sum over the slots passes through shared memory. The K-th
+largest value of a row is the largest number that at least K values reach, and is found one bit after the other. The
+backward pass chooses again rather than keep what was chosen.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backend import contiguous, launch
+
+
+# How many leading bits of a float32 tell apart the values that it can have where it comes from that dtype.
+BITS = {torch.bfloat16: 16, torch.float16: 19}
+
+
+@triton.jit
+def _rows(rows, slots, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The program's rows, where their slots are, and which of both there are."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slot = tl.arange(0, BLOCK)
+    return row, row[:, None] * slots + slot[None, :], (row < rows)[:, None] & (slot < slots)[None, :]
+
+
+@triton.jit
+def _largest(x, slots, topk, BITS: tl.constexpr):
+    """Where the `topk` largest of each row are, of equal ones the first; there are `slots` in a row."""
+    ROWS: tl.constexpr = x.shape[0]
+    BLOCK: tl.constexpr = x.shape[1]
+    # Unsigned integers in the order of the numbers, and 0, which is no number's, behind the last slot.
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
+    bits = tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    keys = tl.where((tl.arange(0, BLOCK) < slots)[None, :], bits, 0) >> (32 - BITS)
+    bit = tl.full((ROWS,), 1 << (BITS - 1), tl.uint32)
+    last = tl.zeros((ROWS,), tl.uint32)
+    for _ in range(BITS):
+        higher = last | bit
+        last = tl.where(tl.sum((keys >= higher[:, None]).to(tl.int32), 1) >= topk, higher, last)
+        bit = bit >> 1
+    above = keys > last[:, None]
+    equal = (keys == last[:, None]).to(tl.int32)
+    room = topk - tl.sum(above.to(tl.int32), 1)
+    return above | ((equal > 0) & (tl.cumsum(equal, 1) <= room[:, None]))
+
+
+@triton.jit
+def _route(
+    logits, bias, row, places, mask, heads, slots, topk, scale,
+    SOFTMAX: tl.constexpr, ALL: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """m and r."""
+    x = tl.load(logits + places, mask=mask, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        # Zeros where every slot is masked off; elsewhere the sum is at least 1.
+        m = tl.exp(x - tl.maximum(tl.max(x, 1), -3.4e38)[:, None])
+        m = m / tl.maximum(tl.sum(m, 1), 1.0)[:, None]
+    else:
+        m = 1.0 / (1.0 + tl.exp(-x))
+    kept = m
+    if not ALL:
+        if bias is not None:
+            slot = tl.arange(0, x.shape[1])
+            x = m + tl.load(bias + (row % heads)[:, None] * slots + slot[None, :], mask=mask, other=0.0).to(tl.float32)
+        kept = tl.where(_largest(x, slots, topk, BITS), m, 0.0)
+    if SOFTMAX:
+        r = kept / scale
+    else:
+        r = kept / (scale * (tl.sum(kept, 1) + 1e-9))[:, None]
+    return m, r
+
+
+@triton.jit
+def _decay(log_decay, row, rows, places, mask, A_SLOT: tl.constexpr):
+    if A_SLOT:
+        return tl.load(log_decay + places, mask=mask, other=0.0).to(tl.float32)
+    else:
+        return tl.load(log_decay + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _routing_kernel(
+    logits, log_decay, bias, out, rows, heads, slots, topk, scale,
+    SOFTMAX: tl.constexpr, ALL: tl.constexpr, BITS: tl.constexpr, A_SLOT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, places, mask = _rows(rows, slots, ROWS, BLOCK)
+    r = _route(logits, bias, row, places, mask, heads, slots, topk, scale, SOFTMAX, ALL, BITS)[1]
+    tl.store(out + places, r * _decay(log_decay, row, rows, places, mask, A_SLOT), mask=mask)
+
+
+@triton.jit
+def _routing_gradient_kernel(
+    logits, log_decay, bias, grad, grad_logits, grad_decay, rows, heads, slots, topk, scale,
+    SOFTMAX: tl.constexpr, ALL: tl.constexpr, BITS: tl.constexpr, A_SLOT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, places, mask = _rows(rows, slots, ROWS, BLOCK)
+    m, r = _route(logits, bias, row, places, mask, heads, slots, topk, scale, SOFTMAX, ALL, BITS)
+    g = tl.load(grad + places, mask=mask, other=0.0).to(tl.float32)
+    if A_SLOT:
+        tl.store(grad_decay + places, (g * r).to(grad_decay.dtype.element_ty), mask=mask)
+    else:
+        tl.store(grad_decay + row, tl.sum(g * r, 1).to(grad_decay.dtype.element_ty), mask=row < rows)
+    g *= _decay(log_decay, row, rows, places, mask, A_SLOT)
+    total = tl.sum(g * r, 1)[:, None]
+    if SOFTMAX:
+        grad_x = g * r - m * total
+    else:
+        grad_x = r * (1.0 - m) * (g - scale * total)
+    tl.store(grad_logits + places, grad_x.to(grad_logits.dtype.element_ty), mask=mask)
+
+
+def _launch(kernel, logits, log_decay, topk, bias, score, scale, *others):
+    heads, slots = logits.shape[2:]
+    rows = logits.numel() // slots
+    block = triton.next_power_of_2(slots)
+    block_rows = min(max(512 // block, 1), 8)
+    launch(
+        kernel,
+        (triton.cdiv(rows, block_rows),),
+        *(logits, log_decay, bias, *others, rows, heads, slots, topk, scale),
+        SOFTMAX=score == "softmax",
+        ALL=topk == slots,
+        BITS=BITS.get(logits.dtype, 32) if bias is None else 32,
+        A_SLOT=log_decay.dim() == 4,
+        ROWS=block_rows,
+        BLOCK=block,
+        num_warps=1,
+    )
+
+
+def slot_routing_triton(logits, log_decay, topk, bias, score, scale):
+    """Arguments, shapes and result are those of [`subquad_kernels.slot_routing`]."""
+    logits, log_decay, bias = contiguous(logits, log_decay, bias)
+    out = logits.new_empty(logits.shape, dtype=torch.float32)
+    _launch(_routing_kernel, logits, log_decay, topk, bias, score, scale, out)
+    return out
+
+
+def slot_routing_triton_backward(grad, logits, log_decay, topk, bias, score, scale):
+    """Gradients of the logits and of log_decay."""
+    grad, logits, log_decay, bias = contiguous(grad, logits, log_decay, bias)
+    grads = [torch.empty_like(logits), torch.empty_like(log_decay)]
+    _launch(_routing_gradient_kernel, logits, log_decay, topk, bias, score, scale, grad, *grads)
+    return grads
