@@ -23,6 +23,17 @@ CAUSAL = {
         "lora_rank_decay": 8,
     },
     "avey": {"d_embed": 48, "n_blocks": 3, "chunk_size": 8, "k": 4},
+    # A hybrid: attention over a window between two slot memories.
+    "raven": {
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_heads": 3,
+        "num_slots": 12,
+        "topk": 5,
+        "use_output_gate": True,
+        "intermediate_size": 64,
+        "attn": {"layers": [1], "num_heads": 3, "num_kv_heads": 1, "window_size": 9, "qkv_bias": True},
+    },
 }
 
 RWKV = ("rwkv5", "rwkv6")
@@ -38,11 +49,15 @@ each_rwkv = pytest.mark.parametrize("model_type", RWKV)
 LINEAR = {name: ["key", "value", "receptance", "gate", "output"] for name in RWKV} | {
     name: ["enricher", "fuser"] for name in ("avey", "avey-b")
 }
+LINEAR["raven"] = ["q_proj", "k_proj", "v_proj", "o_proj", "r_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def tiny_config(model_type: str, **fields):
     config_class = getattr(subquad, subquad.ARCHITECTURES[model_type][1])
-    return config_class(**{"vocab_size": VOCABULARY, **(CAUSAL | ENCODERS)[model_type], **fields})
+    fields = {"vocab_size": VOCABULARY, **(CAUSAL | ENCODERS)[model_type], **fields}
+    if fields.get("num_hidden_layers") == 1 and "attn" in fields:
+        fields["attn"] = None
+    return config_class(**fields)
 
 
 def lm_class(model_type: str) -> str:
@@ -76,7 +91,7 @@ def assert_same_states(cache, expected) -> None:
         assert layer.states.keys() == layer_expected.states.keys()
         for name, state in layer.states.items():
             state, other = (x.movedim(1, -1) if x.dim() > 1 else x for x in (state, layer_expected.states[name]))
-            if name in ("embeddings", "sums"):
+            if name in ("embeddings", "sums", "keys", "values"):
                 room = max(state.shape[-1], other.shape[-1])
                 state, other = (torch.nn.functional.pad(x, (0, room - x.shape[-1])) for x in (state, other))
             torch.testing.assert_close(state, other, atol=1e-4, rtol=1e-4)

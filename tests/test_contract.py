@@ -281,7 +281,8 @@ def test_crop_to_nothing(model_type):
 
 @each_causal
 def test_record_is_bounded(model_type):
-    model, ids = tiny_model(model_type), random_ids(1, 1500)
+    # In float64: over a long text rounding might make a router choose another slot.
+    model, ids = tiny_model(model_type).double(), random_ids(1, 1500)
     cache = model.new_cache()
     cache.activate_past_recording()
     with torch.no_grad():
@@ -291,7 +292,7 @@ def test_record_is_bounded(model_type):
         for layer in cache.layers:
             for record in layer.records.values():
                 assert 256 <= record.tokens <= 512
-                assert all(x.untyped_storage().nbytes() <= 513 * x[0, 0].numel() * 4 for x in record.updates)
+                assert all(x.untyped_storage().nbytes() <= 513 * x[0, 0].numel() * x.element_size() for x in record.updates)
         cache.crop(-250)
         expected = model(ids[:, :1250]).past_key_values
     assert_same_states(cache, expected)
@@ -374,6 +375,9 @@ def test_state_size(model_type):
     c = model.config
     if model_type == "avey":  # the embeddings, with room for 1, 1 and 32 splits, their scores, and the length
         assert sizes == [n * (c.chunk_size * c.d_embed + 1) + 1 for n in (1, 1, 32)]
+    elif model_type == "raven":  # two slot memories, and keys and values of one head in a window
+        slots = c.num_heads * c.num_slots * (c.head_k_dim + c.head_v_dim)
+        assert set(sizes) == {2 * slots + 2 * c.attn["window_size"] * c.hidden_size // c.attn["num_heads"]}
     else:
         assert set(sizes) == {c.num_hidden_layers * (2 * c.hidden_size + c.attention_hidden_size * c.head_size)}
 
@@ -439,7 +443,7 @@ def test_packed_documents_in_several_rows(model_type):
 
 @each_causal
 def test_gradients_of_packed_documents(model_type):
-    model, lengths = tiny_model(model_type), (5, 66)
+    model, lengths = tiny_model(model_type).double(), (5, 66)
     documents = [random_ids(1, n, seed=n) for n in lengths]
 
     def grads(**inputs):
@@ -450,7 +454,7 @@ def test_gradients_of_packed_documents(model_type):
     alone = [sum(pair) for pair in zip(*(grads(input_ids=x) for x in documents), strict=True)]
     packed = grads(input_ids=torch.cat(documents, 1), cu_seqlens=torch.tensor([0, 5, 71]))
     for grad, expected in zip(packed, alone, strict=True):
-        torch.testing.assert_close(grad, expected, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(grad, expected, atol=1e-6, rtol=1e-6)
 
 
 # 6. Gradients.
@@ -465,6 +469,7 @@ def test_gradient_checkpointing(model_type, backend, monkeypatch):
 
     def grads():
         model.zero_grad()
+        torch.manual_seed(0)  # of what noise a router has in training
         model(ids, labels=ids).loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
@@ -536,6 +541,7 @@ def test_compiled_training(model_type):
 
     def grads(model):
         model.zero_grad()
+        torch.manual_seed(0)
         model(ids, attention_mask=mask, labels=ids).loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
@@ -578,7 +584,7 @@ def test_low_precision(model_type, dtype, tmp_path):
     assert out.logits.dtype == dtype
     error = (out.logits.float() - expected.logits).norm() / expected.logits.norm()
     assert error < (0.1 if dtype == torch.bfloat16 else 0.02)
-    sums = {"avey": "sums"}.get(model_type, "wkv")
+    sums = {"avey": "sums", "raven": "slots"}.get(model_type, "wkv")
     assert {layer.states[sums].dtype for layer in out.past_key_values.layers if sums in layer.states} == {
         torch.float32
     }
@@ -654,7 +660,7 @@ def test_foreign_caches(model_type, tmp_path):
         ValueError, match=f"`past_key_values` is the cache of another model: `model_type` '{other_type}'"
     ):
         other = tiny_config(other_type)
-        other.chunk_size = 8
+        other.chunk_size, other.attention_specs = 8, []
         model(ids, past_key_values=cache_class(other))
     with pytest.raises(ValueError, match="`num_hidden_layers` 4, not 3"):
         model(ids, past_key_values=cache_class(deeper))

@@ -54,10 +54,20 @@ ARCHITECTURES = {
             "AutoModelForTokenClassification": "AveyBForTokenClassification",
         },
     ),
+    "raven": (
+        "subquad.models.raven",
+        "RavenConfig",
+        {
+            "AutoModel": "RavenModel",
+            "AutoModelForCausalLM": "RavenForCausalLM",
+            "AutoModelForSequenceClassification": "RavenForSequenceClassification",
+        },
+    ),
 }
 
 _EXPORTS = {
     "AveyCache": "subquad.cache",
+    "RavenCache": "subquad.cache",
     "RecurrentCache": "subquad.cache",
     "PRESETS": "subquad.presets",
     "QuestionAnsweringPipeline": "subquad.question_answering",

@@ -91,7 +91,11 @@ class RecurrentLayer:
     def overwrites(self, name: str) -> bool:
         """Whether an operator may itself write the new state over the old one."""
         held = self.states.get(name)
-        return self.static and held is not None and held.dtype == torch.float32 and not torch.is_grad_enabled()
+        if held is None or held.dtype != torch.float32 or self.record_past:
+            return False
+        if torch.compiler.is_compiling() and not self.static:  # whether it was made in inference mode cannot be asked
+            return False
+        return not _is_shared(held)
 
     def write(self, name: str, state: torch.Tensor) -> None:
         """Sets a state and records nothing; in place, where the layer is static and holds a tensor that fits."""
@@ -267,7 +271,8 @@ class RecurrentCache(Cache):
         Raises:
             ValueError: where the number is positive or more tokens than were recorded. Nothing has changed then.
         """
-        recorded = min((layer.recorded_tokens for layer in self.layers), default=0)
+        # A layer that only grows has no record: what it keeps of every token tells what it was before.
+        recorded = min((layer.recorded_tokens for layer in self.layers if layer.records), default=0)
         if tokens_to_remove > 0:
             raise ValueError(f"`tokens_to_remove` must be 0 or negative (tokens to forget), got {tokens_to_remove}.")
         if -tokens_to_remove > recorded:
@@ -355,65 +360,59 @@ def _is_shared(state: torch.Tensor) -> bool:
     return state.is_inference() and not torch.is_inference_mode_enabled()
 
 
-class AveyCache(RecurrentCache):
+class GrowingCache(RecurrentCache):
     """
-    What Avey keeps of a text. It grows with the text: the ranker may retrieve any earlier split, so the embeddings of
-    all tokens are kept. The blocks keep nothing of it, because the weights of retrieved splits change with every
-    token; but what they make of the rows that stand for missing splits is computed once, so that a cache belongs to
-    the weights of the model that filled it.
+    A cache that keeps something of every token of a text, so that it grows with the text.
 
-    The states, in the one layer that there is:
-
-    - `embeddings` (batch, room, d_embed): the tokens of each row from its first place on, then zeros. The room is a
-      whole number of splits and doubles when it is used up.
-    - `lengths` (batch): number of tokens of each row, padding left out.
-    - `sums` (batch, room / chunk_size), float32: MaxSim scores of the split that holds a row's last token against
-      every earlier one; zero where there is none.
+    What is kept lies in states (batch, room, ...) by the place of each token in its row, padding left out, and is zero
+    beyond; `lengths` (batch), of the last layer, has the number of tokens of each row. The room is a whole number of
+    `unit` tokens and doubles when it is used up.
 
     Args:
         config: configuration of the model that the cache is for.
         static: see [`RecurrentCache`].
-        max_cache_len: number of tokens that a static cache has room for, rounded up to whole splits; padding and
+        max_cache_len: number of tokens that a static cache has room for, rounded up to whole units; padding and
             documents that have ended count too. Where None, `generate` sets it, or else the first call.
     """
 
+    # Tokens of a unit of room.
+    unit: int = 64
+    # Names of the states that grow, and how many tokens have one entry.
+    growing: dict[str, int] = {}
+
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         super().__init__(config, static)
-        self.layers = self.layers[-1:]
-        self.chunk_size = config.chunk_size
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"`max_cache_len` must be at least 1, got {max_cache_len}.")
-        self._limit = max_cache_len and self._whole_splits(max_cache_len)
-        # What the blocks make of the zero rows that stand for splits that a short text lacks: the same for every text.
-        self.zero_rows: list[torch.Tensor] | None = None
-
-    @property
-    def num_elements(self) -> int:
-        return sum(state.numel() for state in self.after_blocks.states.values())
+        self._limit = max_cache_len and self._whole_units(max_cache_len)
 
     def lengths(self, x: torch.Tensor) -> torch.Tensor:
         """Number of tokens of each row of the batch x (batch, ...), padding left out: int64 (batch)."""
         lengths = self.after_blocks.get("lengths")
         return torch.zeros(x.shape[0], dtype=torch.long, device=x.device) if lengths is None else lengths
 
+    def _grown(self) -> list[tuple[RecurrentLayer, str, int]]:
+        """Layer, name and tokens of an entry of every state that grows."""
+        states = [(layer, name, tokens) for layer in self.layers for name, tokens in self.growing.items()]
+        return [(layer, name, tokens) for layer, name, tokens in states if name in layer.states]
+
     @property
     def _room(self) -> int:
-        embeddings = self.after_blocks.states.get("embeddings")
-        return 0 if embeddings is None else embeddings.shape[1]
+        return max([0, *(layer.states[name].shape[1] * tokens for layer, name, tokens in self._grown())])
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Number of tokens that a static cache has room for; -1 where there is no limit."""
-        return self._room or self._limit or -1 if self.after_blocks.static else -1
+        return self._room or self._limit or -1 if self.after_blocks.static and self.growing else -1
 
-    def _whole_splits(self, tokens: int) -> int:
-        return -(-tokens // self.chunk_size) * self.chunk_size
+    def _whole_units(self, tokens: int) -> int:
+        return -(-tokens // self.unit) * self.unit
 
     def reserve(self, tokens: int) -> None:
-        if not self.after_blocks.static:
+        if not self.after_blocks.static or not self.growing:
             return
         room = self._room or self._limit
         if room is None:
-            self._limit = self._whole_splits(tokens)
+            self._limit = self._whole_units(tokens)
         elif tokens > room:
             raise ValueError(
                 f"`past_key_values` is static, with a `max_cache_len` of {room} tokens; {tokens} would be kept."
@@ -435,63 +434,46 @@ class AveyCache(RecurrentCache):
             return room
         if static:
             return self._limit
-        room = self.chunk_size
+        room = self.unit
         while room < needed:
             room *= 2
         return room
 
-    def append(self, x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    def append(
+        self, layer: RecurrentLayer, name: str, x: torch.Tensor, place: torch.Tensor, room: int
+    ) -> torch.Tensor:
         """
-        Keeps the embeddings x (batch, tokens, d_embed), zero where a token is padding, at the places (batch or 1,
-        tokens) of their rows. Returns all embeddings, (batch, room, d_embed).
+        Keeps x (batch, tokens, ...), zero where a token is padding, at the places (batch or 1, tokens) of their rows.
+        Returns what is kept of all tokens, (batch, room, ...).
         """
-        room, held = self.room_for(x.shape[1]), self.after_blocks.get("embeddings")
+        held = layer.get(name)
         if held is None:
-            held = x.new_zeros(x.shape[0], room, x.shape[2])
+            held = x.new_zeros(x.shape[0], room, *x.shape[2:])
         elif held.shape[1] < room:
-            held = torch.nn.functional.pad(held, (0, 0, 0, room - held.shape[1]))
-        place = place.clamp_min(0)[..., None].expand_as(x)  # of padding, which adds zero, any will do
+            held = torch.nn.functional.pad(held, (0, 0) * (x.dim() - 2) + (0, room - held.shape[1]))
+        place = place.clamp_min(0)  # of padding, which adds zero, any will do
+        place = place.view(*place.shape, *[1] * (x.dim() - 2)).expand_as(x)
         x = x.to(held.dtype)
         # In place, because a long text is not copied for every token, unless a backward pass may need what was before.
         held = held.scatter_add(1, place, x) if _is_shared(held) else held.scatter_add_(1, place, x)
-        self.after_blocks.write("embeddings", held)
+        layer.write(name, held)
         return held
-
-    def rank(self, scores: torch.Tensor) -> None:
-        """Keeps the scores (batch, splits) of the split that holds each row's last token; -inf is no candidate."""
-        room = self.after_blocks.states["embeddings"].shape[1] // self.chunk_size
-        sums = scores.detach().masked_fill(scores.isneginf(), 0.0)
-        self.after_blocks.write("sums", torch.nn.functional.pad(sums, (0, room - sums.shape[1])))
 
     def count(self, real: torch.Tensor) -> None:
         """Counts the tokens of a call, (batch, tokens), of which some may be padding."""
         lengths = _add_tokens(self.after_blocks.get("lengths"), real)
         self.after_blocks.update("lengths", lengths, _add_tokens, real)
-        self.advance(real.shape[1])
-
-    def restart(self, embeddings: torch.Tensor, lengths: torch.Tensor, tokens: int) -> None:
-        """Takes the place of what was kept, after a call of so many tokens in which documents began."""
-        self.after_blocks.write("embeddings", embeddings)
-        self.after_blocks.write("lengths", lengths)
-        self.advance(tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        layer = self.after_blocks
-        if "lengths" not in layer.states:
-            layer.states.clear()
-            return
-        lengths, embeddings = layer.states["lengths"], layer.states["embeddings"]
-        kept = torch.arange(embeddings.shape[1], device=lengths.device) < lengths[:, None]
-        layer.states["embeddings"] = embeddings = embeddings * kept[..., None]
-        splits = embeddings.unflatten(1, (-1, self.chunk_size))
-        number = (lengths[:, None] - 1).clamp_min(0) // self.chunk_size
-        current = splits[torch.arange(len(splits), device=lengths.device)[:, None], number]
-        self.rank(maxsim(current, splits, number)[:, 0])
-
-    def reset(self) -> None:
-        super().reset()
-        self.zero_rows = None
+        lengths = self.after_blocks.states.get("lengths")
+        for layer, name, tokens in self._grown():
+            if lengths is None:
+                del layer.states[name]
+            elif tokens == 1:
+                state = layer.states[name]
+                kept = torch.arange(state.shape[1], device=state.device) < lengths.to(state.device)[:, None]
+                layer.states[name] = state * kept.view(*kept.shape, *[1] * (state.dim() - 2))
 
     @classmethod
     def load(
@@ -501,7 +483,7 @@ class AveyCache(RecurrentCache):
         device: str = "cpu",
         static: bool = False,
         max_cache_len: int | None = None,
-    ) -> "AveyCache":
+    ) -> "GrowingCache":
         """As [`RecurrentCache.load`]; a static cache has room for `max_cache_len` tokens, or as much as was saved."""
         saved = super().load(path, config, device)
         if not static:
@@ -509,11 +491,149 @@ class AveyCache(RecurrentCache):
         cache = cls(config, True, max_cache_len or saved._room or None)
         cache.reserve(saved.get_seq_length())
         more = max(cache._limit - saved._room, 0) if saved._room else 0
-        for name, state in saved.after_blocks.states.items():
-            room = {"embeddings": (0, 0, 0, more), "sums": (0, more // cache.chunk_size)}.get(name)
-            cache.after_blocks.write(name, torch.nn.functional.pad(state, room) if room else state)
+        for layer, from_file in zip(cache.layers, saved.layers, strict=True):
+            for name, state in from_file.states.items():
+                if name in cache.growing:
+                    room = more // cache.growing[name]
+                    state = torch.nn.functional.pad(state, (0, 0) * (state.dim() - 2) + (0, room))
+                layer.write(name, state)
         cache.seen_tokens += saved.get_seq_length()
         cache._move_count(device)
+        return cache
+
+
+class AveyCache(GrowingCache):
+    """
+    What Avey keeps of a text. It grows with the text: the ranker may retrieve any earlier split, so the embeddings of
+    all tokens are kept. The blocks keep nothing of it, because the weights of retrieved splits change with every
+    token; but what they make of the rows that stand for missing splits is computed once, so that a cache belongs to
+    the weights of the model that filled it.
+
+    The states, in the one layer that there is:
+
+    - `embeddings` (batch, room, d_embed): the tokens of each row from its first place on, then zeros.
+    - `lengths` (batch): number of tokens of each row, padding left out.
+    - `sums` (batch, room / chunk_size), float32: MaxSim scores of the split that holds a row's last token against
+      every earlier one; zero where there is none.
+
+    Args:
+        config, static, max_cache_len: see [`GrowingCache`]; a unit of room is a split.
+    """
+
+    def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
+        self.unit = config.chunk_size
+        self.growing = {"embeddings": 1, "sums": config.chunk_size}
+        super().__init__(config, static, max_cache_len)
+        self.layers = self.layers[-1:]
+        # What the blocks make of the zero rows that stand for splits that a short text lacks: the same for every text.
+        self.zero_rows: list[torch.Tensor] | None = None
+
+    @property
+    def num_elements(self) -> int:
+        return sum(state.numel() for state in self.after_blocks.states.values())
+
+    def rank(self, scores: torch.Tensor) -> None:
+        """Keeps the scores (batch, splits) of the split that holds each row's last token; -inf is no candidate."""
+        room = self.after_blocks.states["embeddings"].shape[1] // self.unit
+        sums = scores.detach().masked_fill(scores.isneginf(), 0.0)
+        self.after_blocks.write("sums", torch.nn.functional.pad(sums, (0, room - sums.shape[1])))
+
+    def restart(self, embeddings: torch.Tensor, lengths: torch.Tensor, tokens: int) -> None:
+        """Takes the place of what was kept, after a call of so many tokens in which documents began."""
+        self.after_blocks.write("embeddings", embeddings)
+        self.after_blocks.write("lengths", lengths)
+        self.advance(tokens)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        states = self.after_blocks.states
+        if "embeddings" not in states:
+            return
+        lengths, splits = states["lengths"], states["embeddings"].unflatten(1, (-1, self.unit))
+        number = (lengths[:, None] - 1).clamp_min(0) // self.unit
+        current = splits[torch.arange(len(splits), device=lengths.device)[:, None], number]
+        self.rank(maxsim(current, splits, number)[:, 0])
+
+    def reset(self) -> None:
+        super().reset()
+        self.zero_rows = None
+
+
+def at_places(
+    held: torch.Tensor, x: torch.Tensor, wanted: torch.Tensor, place: torch.Tensor, real: torch.Tensor
+) -> torch.Tensor:
+    """
+    What lies at the places `wanted` (batch, n) of each row: `held` (batch, n, ...), or where a call has brought it, x
+    (batch, tokens, ...) at the places `place` (batch, tokens), which never fall; `real` tells which tokens count.
+    """
+    before = place[:, :1] + 1 - real[:, :1].long()  # tokens that the row had
+    brought = (wanted >= before) & (wanted <= place[:, -1:])
+    index = torch.searchsorted(place.contiguous(), wanted.contiguous()).clamp_max(
+        x.shape[1] - 1
+    )  # the first is no padding
+    brought, index = (y.view(*y.shape, *[1] * (x.dim() - 2)) for y in (brought, index))
+    return torch.where(brought, x.gather(1, index.expand(-1, -1, *x.shape[2:])).to(held.dtype), held)
+
+
+def ring_state(
+    ring: torch.Tensor | None, x: torch.Tensor, place: torch.Tensor, real: torch.Tensor, window: int
+) -> torch.Tensor:
+    """
+    The last tokens of each row, (batch, window, ...), one of place p at p % window and zeros where there is none,
+    after the tokens x (batch, tokens, ...) of [`at_places`].
+    """
+    last = place[:, -1:]
+    if ring is None:
+        ring = x.new_zeros(x.shape[0], window, *x.shape[2:])
+    return at_places(ring, x, last - (last - torch.arange(window, device=x.device)) % window, place, real)
+
+
+class RavenCache(GrowingCache):
+    """
+    What Raven keeps of a text: of a slot memory `slots` (batch, heads, slots, size of a key and a value), in float32;
+    of attention over a window the `window_keys` and `window_values` (batch, window, heads, size) of the last tokens,
+    those of place p at p % window. These do not grow with the text; the `keys` and `values` (batch, room, heads, size)
+    of attention without a window do, a token's being at its place.
+
+    Args:
+        config, static, max_cache_len: see [`GrowingCache`]; without a layer that grows there is no limit.
+    """
+
+    def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
+        if any(spec["window_size"] is None for spec in config.attention_specs):
+            self.growing = {"keys": 1, "values": 1}
+        super().__init__(config, static, max_cache_len)
+        # Whether every row is known to have as many tokens as were read.
+        self.even = True
+
+    def restart(
+        self, layer: RecurrentLayer, name: str, x: torch.Tensor, place: torch.Tensor, real: torch.Tensor
+    ) -> None:
+        """Keeps of packed documents each row's last, the tokens x (batch, tokens, ...) of [`at_places`]."""
+        held, wanted = layer.get(name), torch.arange(self.room_for(x.shape[1]), device=x.device)[None]
+        if held is None:
+            held = x.new_zeros(x.shape[0], wanted.shape[1], *x.shape[2:])
+        held = torch.nn.functional.pad(held, (0, 0) * (x.dim() - 2) + (0, wanted.shape[1] - held.shape[1]))
+        held = at_places(held, x, wanted.expand(x.shape[0], -1), place, real)
+        beyond = (wanted > place[:, -1:]).view(x.shape[0], -1, *[1] * (x.dim() - 2))
+        layer.write(name, held.masked_fill(beyond, 0.0))
+
+    def finish(self, place: torch.Tensor, real: torch.Tensor, packed: bool) -> None:
+        """Counts the tokens of a call, whose places are those of [`at_places`]."""
+        if packed:
+            self.after_blocks.write("lengths", place[:, -1] + 1)
+        else:
+            self.count(real)
+        self.advance(real.shape[1])
+
+    def reset(self) -> None:
+        super().reset()
+        self.even = True
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, config: PreTrainedConfig, *args, **kwargs) -> "RavenCache":
+        cache = super().load(path, config, *args, **kwargs)
+        cache.even = False
         return cache
 
 
@@ -544,6 +664,7 @@ def check_cache(
 def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
     """What two models must have in common for one's states to fit the other."""
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "head_size", "chunk_size")
+    names += ("num_slots", "key_dim", "value_dim", "attn")
     return {name: getattr(config, name, None) for name in names}
 
 

@@ -290,7 +290,8 @@ class AveyModel(AveyPreTrainedModel):
         if cache is not None:
             fresh = fresh and not cache.is_initialized
             place = cache.lengths(x)[:, None] + place
-            embeddings = cache.append(x, place).to(x.dtype)
+            room = cache.room_for(x.shape[1])
+            embeddings = cache.append(cache.after_blocks, "embeddings", x, place, room).to(x.dtype)
         else:
             embeddings = F.pad(x, (0, 0, 0, -x.shape[1] % size))
             if not fresh:
@@ -409,6 +410,7 @@ class AveyModel(AveyPreTrainedModel):
             if text.first is None:
                 real = tokens.mask
                 cache.count(torch.ones_like(text.place, dtype=torch.bool) if real is None else real)
+                cache.advance(text.place.shape[1])
         return index, weights
 
     def _groups(self, selection: Selection) -> dict[int, torch.Tensor]:

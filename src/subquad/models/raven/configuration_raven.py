@@ -1,0 +1,228 @@
+"""Configuration of Raven."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+CHOICES = {
+    "router": ("raven", "gsa", "swa"),
+    "router_type": ("lin", "mlp"),
+    "router_score": ("sigmoid", "softmax"),
+    "decay_type": ("Mamba2", "GLA"),
+    "feature_map": ("swish", "relu"),
+    "hidden_act": ("swish", "silu"),
+}
+# Fields of `attn`, and what they are where it lacks them; None: it must have them.
+ATTENTION = {
+    "layers": None,
+    "num_heads": None,
+    "num_kv_heads": None,
+    "window_size": None,
+    "qkv_bias": False,
+    "use_rope": True,
+    "rope_theta": 10000.0,
+}
+
+
+@strict
+class RavenConfig(PreTrainedConfig):
+    r"""
+    Configuration of a Raven model ("Raven: High-Recall Sequence Modeling with Sparse Memory Routing"). The names are
+    those of the published `config.json` files, of which some spell `expand_k` and `expand_v` as `exapnd_k` and
+    `exapnd_v`.
+
+    Args:
+        vocab_size: number of token ids.
+        hidden_size: width of the model, d.
+        num_hidden_layers: number of blocks.
+        num_heads: heads of a block, each with a memory of its own.
+        num_kv_heads: heads of keys, values and routers, each shared by `num_heads / num_kv_heads` heads of queries;
+            `num_heads` where None.
+        num_slots: slots of a head's memory, M; the size of a head's keys where None.
+        topk: slots that a token is written to, K.
+        expand_k: width of all heads' queries (and keys), in widths of the model.
+        expand_v: width of all heads' values, in widths of the model.
+        feature_map: what queries and keys pass through: `"swish"` (SiLU) or `"relu"`.
+        use_output_gate: whether a head's output is normalised by itself and gated (section 6.1).
+        decay_type: `"Mamba2"`, a decay for each head (equation 19), or `"GLA"`, one for each slot.
+        gate_logit_normalizer: what the log decays of `"GLA"` are divided by, the temperature.
+        router: which slots a token is written to (table 1). `"raven"`: the `topk` that the learned router chooses;
+            `"gsa"`: all of them, as in Gated Slot Attention, with the decay of `"GLA"`; `"swa"`: one after the other,
+            each being overwritten, as in sliding window attention over `num_slots` tokens.
+        router_type: `"lin"`, a linear projection, or `"mlp"`, two with a GELU between them (section 6.2.3).
+        router_score: `"sigmoid"` (equation 20) or `"softmax"` (equation 22).
+        router_scale: what the router's weights are divided by, the paper's alpha: 1 at 400M, 4 at 800M.
+        bias_rmm: whether a bias takes part in the choice of slots, not in their weights; training leaves it alone.
+        add_gumbel_noise: whether training adds Gumbel noise to the router's logits (equation 23).
+        use_rope, rope_theta: rotary embeddings of the queries and keys of slot memories.
+        attn: layers that are softmax attention in place of slot memories, None where there are none: `layers` (their
+            numbers), `num_heads`, `num_kv_heads`, `window_size` (None: no limit), `qkv_bias`, `use_rope` (False:
+            NoPE), `rope_theta`; or a list of such dictionaries.
+        hidden_ratio, intermediate_size: width of the MLP; where None, two thirds of `hidden_ratio * hidden_size`,
+            rounded up to a multiple of 256.
+        hidden_act: `"swish"`, the activation of values, outputs, gates and MLP.
+        norm_eps: epsilon of every norm.
+        initializer_range: standard deviation of the weights of a new model.
+    """
+
+    model_type = "raven"
+    attribute_map = {"num_attention_heads": "num_heads"}
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    num_hidden_layers: int = 24
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    num_slots: int | None = 64
+    topk: int = 32
+    expand_k: float | int = 1
+    expand_v: float | int = 1
+    feature_map: str = "swish"
+    use_output_gate: bool = False
+    decay_type: str = "Mamba2"
+    gate_logit_normalizer: float | int = 8
+    router: str = "raven"
+    router_type: str = "lin"
+    router_score: str = "sigmoid"
+    router_scale: float | int = 1
+    bias_rmm: bool = False
+    add_gumbel_noise: bool = True
+    use_rope: bool = False
+    rope_theta: float | int = 10000.0
+    attn: dict[str, Any] | list[dict[str, Any]] | None = None
+    hidden_ratio: float | int | None = 4
+    intermediate_size: int | None = None
+    hidden_act: str = "swish"
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs):
+        for name in ("expand_k", "expand_v"):
+            misspelled = f"exapnd_{name[-1]}"
+            if misspelled in kwargs:
+                value = kwargs.pop(misspelled)
+                if getattr(self, name) not in (1, value):
+                    raise ValueError(f"`{name}` ({getattr(self, name)}) and `{misspelled}` ({value}) differ.")
+                setattr(self, name, value)
+        if self.num_kv_heads is None:
+            self.num_kv_heads = self.num_heads
+        if self.num_slots is None and self.num_heads > 0:
+            self.num_slots = self.head_k_dim
+            self.topk = min(self.topk, self.num_slots)
+        if self.intermediate_size is None and self.hidden_ratio is not None:
+            self.intermediate_size = -(-int(self.hidden_size * self.hidden_ratio * 2 / 3) // 256) * 256
+        if isinstance(self.attn, dict):
+            self.attn = _complete(self.attn)
+        elif self.attn is not None:
+            self.attn = [_complete(spec) for spec in self.attn]
+        super().__post_init__(**kwargs)
+
+    @property
+    def key_dim(self) -> int:
+        """Width of the queries of all heads."""
+        return round(self.hidden_size * self.expand_k)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of the values that all heads put out."""
+        return round(self.hidden_size * self.expand_v)
+
+    @property
+    def head_k_dim(self) -> int:
+        """Width of a head's queries and keys."""
+        return self.key_dim // self.num_heads
+
+    @property
+    def head_v_dim(self) -> int:
+        """Width of a head's values."""
+        return self.value_dim // self.num_heads
+
+    def attention(self, layer_idx: int) -> dict[str, Any] | None:
+        """The entry of `attn` for a layer that is softmax attention, None for a slot memory."""
+        return next((spec for spec in self.attention_specs if layer_idx in spec["layers"]), None)
+
+    @property
+    def attention_specs(self) -> list[dict[str, Any]]:
+        """The entries of `attn`."""
+        return [self.attn] if isinstance(self.attn, dict) else self.attn or []
+
+    def validate_architecture(self):
+        """Refuses sizes and variants that do not fit together, before any tensor is made."""
+        for name in (
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "num_kv_heads", "num_slots", "topk"),
+            *("intermediate_size",),
+        ):
+            if (getattr(self, name) or 0) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+        for name in ("router_scale", "gate_logit_normalizer", "norm_eps", "rope_theta"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}.")
+        if self.topk > self.num_slots:
+            raise ValueError(f"`topk` must be at most `num_slots` ({self.num_slots}), got {self.topk}.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"`num_heads` ({self.num_heads}) must be a multiple of `num_kv_heads` ({self.num_kv_heads})."
+            )
+        for name in ("expand_k", "expand_v"):
+            width = self.hidden_size * getattr(self, name)
+            if abs(width - round(width)) > 1e-6 or round(width) < 1 or round(width) % self.num_heads:
+                raise ValueError(
+                    f"`{name}` ({getattr(self, name)}) times `hidden_size` ({self.hidden_size}) must be a multiple of "
+                    f"`num_heads` ({self.num_heads})."
+                )
+        if self.use_rope and self.head_k_dim % 2:
+            raise ValueError(f"`use_rope` needs heads of an even size, got {self.head_k_dim}.")
+        if self.router == "gsa" and self.decay_type != "GLA":
+            raise ValueError(f"`router` 'gsa' needs `decay_type` 'GLA', got {self.decay_type!r}.")
+        if getattr(self, "attnres_block_size", None) is not None:
+            raise ValueError(f"`attnres_block_size` must be None, got {self.attnres_block_size}.")
+        taken = set()
+        for spec in self.attention_specs:
+            self._validate_attention(spec)
+            if twice := taken.intersection(spec["layers"]):
+                raise ValueError(f"`attn` has layer {min(twice)} twice.")
+            taken.update(spec["layers"])
+
+    def _validate_attention(self, spec: dict[str, Any]):
+        if unknown := sorted(set(spec) - set(ATTENTION)):
+            raise ValueError(f"`attn` may have {', '.join(ATTENTION)}; got {', '.join(unknown)}.")
+        layers, heads, kv_heads = (spec[name] for name in ("layers", "num_heads", "num_kv_heads"))
+        if not isinstance(layers, list | tuple) or any(
+            type(i) is not int or not 0 <= i < self.num_hidden_layers for i in layers
+        ):
+            raise ValueError(
+                f"`attn['layers']` must be a list of numbers from 0 to {self.num_hidden_layers - 1}, got {layers}."
+            )
+        if not isinstance(heads, int) or heads < 1 or self.hidden_size % heads:
+            raise ValueError(f"`attn['num_heads']` must divide `hidden_size` ({self.hidden_size}), got {heads}.")
+        if not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"`attn['num_kv_heads']` must divide `attn['num_heads']` ({heads}), got {kv_heads}.")
+        window = spec["window_size"]
+        if window is not None and (not isinstance(window, int) or window < 1):
+            raise ValueError(f"`attn['window_size']` must be at least 1, or None, got {window}.")
+        if spec["use_rope"] and self.hidden_size // heads % 2:
+            raise ValueError(f"`attn['use_rope']` needs heads of an even size, got {self.hidden_size // heads}.")
+        if not spec["rope_theta"] > 0:
+            raise ValueError(f"`attn['rope_theta']` must be above 0, got {spec['rope_theta']}.")
+
+
+def _complete(spec: dict[str, Any]) -> dict[str, Any]:
+    """An entry of `attn` with every field."""
+    spec = {**ATTENTION, **spec}
+    if spec["num_kv_heads"] is None:
+        spec["num_kv_heads"] = spec["num_heads"]
+    return spec
+
+
+__all__ = ["RavenConfig"]
