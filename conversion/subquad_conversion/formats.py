@@ -33,7 +33,7 @@ class Plan:
         notes: what had to be assumed, for the user to read.
     """
 
-    sizes: dict[str, int | float | str]
+    sizes: dict[str, Any]
     tensors: list[PlannedTensor]
     twins: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -87,6 +87,6 @@ class Recognised:
     format: str
     title: str
     model_type: str
-    sizes: dict[str, int | float | str]
+    sizes: dict[str, Any]
     parameters: int
     dtype: str

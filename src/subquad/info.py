@@ -53,22 +53,31 @@ class ModelInfo:
     because rows that nothing reads are not computed. Of Avey-B they are those of the matrix products for a token of a
     full split: compressor, enricher, mixing (a dynamic layer's twice a static one's) and fuser of every layer, and the
     head. Not counted are the ranker, at most 2 d_embed for every earlier token, and what is done element by element.
+    Of Raven they are those of the matrix products of all layers and the head, and of every head of a slot memory, with
+    e the sizes of a key and a value together, 2 e num_slots for reading it and 3 e for each row that is written: topk
+    of them, with the router "gsa" all, with "swa" one. Softmax attention adds 4 hidden_size a layer for every token of
+    its window, as if that were full. Not counted is what it reads without a window: as much for every token of the
+    text.
 
     Attributes:
         source: `preset`, or the path that was read.
         dtype: the dtype that most weights are stored in, None for a preset.
         weight_bytes: size of the weights, None for a preset.
-        state_elements: numbers kept between two tokens, however long the text is. None of Avey-B, an encoder.
-        state_bytes: their size: float32 for the wkv state, the model's dtype (a preset and weights that are no floats:
-            float32) for the two shifts.
-        state_elements_per_token: numbers kept of every token of the text: Avey keeps its embedding. Not counted are
-            one score for every chunk_size tokens, and the room that a cache has for tokens to come.
+        state_elements: numbers kept between two tokens, however long the text is. Of Raven the slots' keys and values,
+            and those of the tokens in a window of softmax attention. None of Avey, and of Avey-B, an encoder.
+        state_bytes: their size: float32 for the wkv state and the slots, the model's dtype (a preset and weights that
+            are no floats: float32) for the two shifts and for softmax attention.
+        state_elements_per_token: numbers kept of every token of the text: Avey keeps its embedding, Raven's softmax
+            attention without a window a key and a value. Not counted are Avey's one score for every chunk_size tokens,
+            and the room that a cache has for tokens to come.
         state_bytes_per_token: their size, in the model's dtype (float32 as above).
         inference_flops: Eagle and Finch: equations (24) and (28), 2 parameters + 6 elements of the wkv state. Avey:
             one more token, for which the whole window is computed anew. Avey-B: a token's share of the forward pass.
+            Raven: one more token.
         training_flops: Eagle and Finch: equations (26) and (29), three times that. Avey: three times a token's share
             of the forward pass, k rows, because the chunk_size tokens of a split have one window. Avey-B: three times
-            the forward pass.
+            the forward pass. Raven: three times the inference, the recurrence as it is written; that training computes
+            it in chunks, with products within a chunk, is not counted.
     """
 
     name: str
@@ -189,6 +198,13 @@ def _info(name, source, config, parameters: int, dtype: str | None, weight_bytes
     elif config.model_type == "avey-b":
         inference = _avey_b_flops(config)
         training = 3 * inference
+    elif config.model_type == "raven":
+        slots, window, growing = _raven_state(config)
+        state, state_bytes = slots + window, 4 * slots + bits * window // 8
+        if growing:
+            growth, growth_bytes = growing, bits * growing // 8
+        inference = _raven_flops(config)
+        training = 3 * inference
     return ModelInfo(
         name=name,
         source=source,
@@ -232,6 +248,47 @@ def _avey_b_flops(config) -> int:
     compressor = 2 * (config.k + 1) * config.chunk_size * config.d_embed if config.compressor else 0
     # Without a compressor the layers compute the whole window for the tokens of one split.
     return compressor + row * (rows // config.chunk_size) + 2 * config.vocab_size * config.d_embed
+
+
+def _raven_state(config) -> tuple[int, int, int]:
+    """Elements of all slots, of all windows of softmax attention, and of every token of the text."""
+    memory = config.num_heads * config.num_slots * (config.head_k_dim + config.head_v_dim)
+    slots = window = growing = 0
+    for spec in map(config.attention, range(config.num_hidden_layers)):
+        if spec is None:
+            slots += memory
+            continue
+        token = 2 * spec["num_kv_heads"] * (config.hidden_size // spec["num_heads"])
+        if spec["window_size"] is None:
+            growing += token
+        else:
+            window += spec["window_size"] * token
+    return slots, window, growing
+
+
+def _raven_flops(config) -> int:
+    """Of one token, as [`ModelInfo`] has them."""
+    d, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+    entry = config.head_k_dim + config.head_v_dim
+    router = decay = 0
+    if config.router == "raven":
+        router = kv_heads * config.num_slots * d + (d * d if config.router_type == "mlp" else 0)
+    if config.router != "swa":
+        decay = kv_heads * d * (config.num_slots if config.decay_type == "GLA" else 1)
+    # Queries and output, keys and values.
+    weights = d * (heads + kv_heads) * entry + router + decay + (d * config.value_dim if config.use_output_gate else 0)
+    written = {"raven": config.topk, "gsa": config.num_slots, "swa": 1}[config.router]
+    memory = 2 * weights + heads * entry * (2 * config.num_slots + 3 * written)
+
+    flops = 2 * config.vocab_size * d
+    for spec in map(config.attention, range(config.num_hidden_layers)):
+        flops += 2 * 3 * d * config.intermediate_size
+        if spec is None:
+            flops += memory
+        else:
+            shared = spec["num_heads"] // spec["num_kv_heads"]
+            flops += 2 * (2 * d * d + 2 * d * (d // shared)) + 4 * d * (spec["window_size"] or 0)
+    return flops
 
 
 __all__ = ["ModelInfo", "UnknownModelError", "describe", "embedded_model"]

@@ -28,6 +28,20 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     # The published models of "Avey-B"; its table 3 has their numbers of parameters.
     "avey-b-base": ("avey-b", {"d_embed": 768, "n_layers": 30}),
     "avey-b-large": ("avey-b", {"d_embed": 1024, "n_layers": 46}),
+    # Table 2 of "Raven: High-Recall Sequence Modeling with Sparse Memory Routing". The sizes of the larger one are
+    # derived: the paper has only the numbers of parameters, of Raven and of SWA, and the size of the state.
+    "raven-0.4b": ("raven", {"hidden_size": 1024, "num_hidden_layers": 24, "num_slots": 256, "use_output_gate": True}),
+    "raven-0.8b": (
+        "raven",
+        {
+            "hidden_size": 1536,
+            "num_hidden_layers": 21,
+            "num_heads": 6,
+            "num_slots": 256,
+            "use_output_gate": True,
+            "router_scale": 4,
+        },
+    ),
     # Section 10.1 of "Eagle and Finch": bytes of ABC notation.
     "eagle-music": (
         "rwkv5",

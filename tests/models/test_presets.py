@@ -1,4 +1,4 @@
-"""The published sizes of Avey and Avey-B; those of Eagle and Finch are held against a table in `test_rwkv.py`."""
+"""The published sizes of Avey, Avey-B and Raven; a table in `test_rwkv.py` has those of Eagle and Finch."""
 
 import pytest
 import torch
@@ -48,3 +48,36 @@ def test_published_sizes_of_avey_b(preset):
     layer = d + (m * d + m) + (3 * m // 4 * d + d) + 1
     static, compressor = 256 * 256, 256 * 4 * 256
     assert parameters == 50368 * d + compressor + config.n_layers * layer + config.n_layers // 2 * static
+
+
+# Table 2 of the paper: parameters and elements of state in millions; ours are counted, and below by formula.
+TABLE_2 = {"raven-0.4b": (424, 12.5, 424_316_096), "raven-0.8b": (792, 16.5, 792_212_988)}
+
+
+def count(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("preset", TABLE_2)
+def test_published_sizes_of_raven(preset):
+    config = subquad.preset_config(preset)
+    published, state, parameters = TABLE_2[preset]
+    assert count(config) == parameters
+    assert round(parameters / 1e6) == published
+
+    d, heads, layers = config.hidden_size, config.num_heads, config.num_hidden_layers
+    # The MLP has 8 d / 3 channels, rounded up to a multiple of 256.
+    mlp = 3 * d * {1024: 2816, 1536: 4096}[d]
+    # Queries, keys, values, gate and output; router; decay; the norms of queries, keys and outputs.
+    memory = 5 * d * d + heads * 256 * d + heads * (d + 2) + 3 * d // heads
+    assert parameters == 2 * 32000 * d + layers * (memory + mlp + 2 * d) + d
+    elements = 2 * heads * 256 * (d // heads) * layers
+    assert elements / 1e6 == pytest.approx(state, rel=1e-2)
+
+
+def test_the_derived_sizes_of_raven():
+    """They are those of sliding window attention in the paper, too: 693M without router, decay and gate."""
+    fields = {**subquad.PRESETS["raven-0.8b"][1], "router": "swa", "use_output_gate": False}
+    assert round(count(subquad.RavenConfig(**fields)) / 1e6) == 693
