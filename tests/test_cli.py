@@ -172,6 +172,32 @@ def test_info_of_avey_b(preset, parameters, inference, training, capsys):
     assert "heads" not in text and "state" not in text
 
 
+RAVEN = [
+    ("raven-0.4b", "12,582,912 elements, 50.33 MB", "4.24e+08", "8.13e+08", "2.44e+09"),
+    ("raven-0.8b", "16,515,072 elements, 66.06 MB", "7.92e+08", "1.53e+09", "4.58e+09"),
+]
+
+
+@pytest.mark.parametrize(("preset", "state", "parameters", "inference", "training"), RAVEN)
+def test_info_of_raven(preset, state, parameters, inference, training, capsys):
+    assert cli.main(["info", preset, "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    d, layers, heads = (info[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    assert (d, layers, heads) == {"raven-0.4b": (1024, 24, 4), "raven-0.8b": (1536, 21, 6)}[preset]
+    # A layer's 256 slots have a key and a value of d channels, in all heads.
+    assert info["state_elements"] == layers * 2 * 256 * d == info["state_bytes"] / 4
+    assert info["state_elements_per_token"] is info["state_bytes_per_token"] is None
+    # Queries, keys, values, gate, output; decay, router; MLP; 256 slots are read, and 32 are changed.
+    mlp = {1024: 2816, 1536: 4096}[d]
+    weights = 5 * d * d + (heads + heads * 256) * d + 3 * mlp * d
+    assert info["inference_flops"] == 2 * (layers * weights + 32000 * d) + layers * 2 * d * (2 * 256 + 3 * 32)
+    assert info["training_flops"] == 3 * info["inference_flops"]
+    assert cli.main(["info", preset]) == 0
+    text = capsys.readouterr().out
+    for number in (parameters, f"state         {state}\n", f"{inference} FLOPs", f"{training} FLOPs"):
+        assert number in text
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_info_of_a_directory(dtype, directory, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))

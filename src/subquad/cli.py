@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error (also SUBQUAD_DEBUG=1)")
-    for add in (_add_generate, _add_convert, _add_info):
+    for add in (_add_generate, _add_convert, _add_info, _add_inspect_memory):
         add(commands, common)
     return parser
 
@@ -124,12 +124,7 @@ def _add_generate(commands, common) -> None:
     command.add_argument(
         "--chat", action="store_true", help="ask with the model's chat template, print the answer only"
     )
-    command.add_argument(
-        "--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the weights (default: as stored)"
-    )
-    command.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)"
-    )
+    _add_dtype_and_device(command)
 
 
 def _add_convert(commands, common) -> None:
@@ -141,10 +136,10 @@ def _add_convert(commands, common) -> None:
         """\
         Convert a checkpoint into a directory that `from_pretrained` loads.
 
-        SOURCE is a trainer's .pth file (RWKV-5.2, RWKV-6.0, Avey or Avey-B) or a Hub model of type rwkv5, rwkv6, avey
-        or avey-b: its directory, or the model.safetensors or pytorch_model.bin in it, with the configuration and the
-        tokenizer beside it. What it is shows in the names and shapes of its tensors. Nothing in SOURCE is ever
-        executed, and DEST appears complete or not at all.
+        SOURCE is a trainer's .pth file (RWKV-5.2, RWKV-6.0, Avey, Avey-B or Raven) or a Hub model of type rwkv5,
+        rwkv6, avey, avey-b or raven: its directory, or the model.safetensors or pytorch_model.bin in it, with the
+        configuration and the tokenizer beside it. What it is shows in the names and shapes of its tensors. Nothing in
+        SOURCE is ever executed, and DEST appears complete or not at all.
 
         examples:
           subquad convert RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth ./finch-1b6
@@ -197,7 +192,8 @@ def _add_info(commands, common) -> None:
 
         NAME is a preset, an embedded model, a model directory, or a checkpoint that `subquad convert` reads. FLOPs
         are counted as in appendix E of the paper "Eagle and Finch" (arXiv:2404.05892); Avey's are those of the matrix
-        products of a full window, Avey-B's those for a token of a full split.
+        products of a full window, Avey-B's those for a token of a full split, Raven's those of the matrix products and
+        the slot memories.
 
         examples:
           subquad info finch-1.6b
@@ -207,6 +203,73 @@ def _add_info(commands, common) -> None:
     )
     command.add_argument("name", metavar="NAME", help="preset or path")
     command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_inspect_memory(commands, common) -> None:
+    command = _add_command(
+        commands,
+        common,
+        "inspect-memory",
+        "show what the slots of a Raven hold after a text",
+        """\
+        Show what the slot memories of a Raven hold after a text (section 7 of the paper "Raven").
+
+        Into DIR go
+          effective_lengths.png  of every slot, the part of the tokens that were written to it (figures 5 and 8)
+          layer00-head00.png     and so on: slots by tokens, how much of a token a slot holds at the end (figures 6
+                                 and 7); with --mark, red slots hold marked tokens only, green ones only others, blue
+                                 ones both
+          memory.json            the same numbers: `memories` lists, for each layer and head, the `effective_lengths`,
+                                 `weight` (sum of what it holds), `marked_weight` and `kinds` of every slot, and its
+                                 `holdings`, tokens (positions) with their weights, but for those below `floor`
+
+        A table of the effective lengths, divided by that of the text, is printed: their median, the length that 90%
+        do not exceed, and the number of slots that hold marked tokens only.
+
+        examples:
+          subquad inspect-memory "The password is 1378. Now tell me the password =" --model ./raven --out memory \\
+              --mark 1378
+          subquad inspect-memory - --model ./raven --out memory --layers 0,11,23 --heads 0 --force < book.txt
+        """,
+        _inspect_memory,
+    )
+    command.add_argument("prompt", metavar="PROMPT", help="the text; `-` reads it from standard input as it is")
+    command.add_argument("--model", required=True, metavar="MODEL", help="a model directory, or a model on the Hub")
+    command.add_argument(
+        "--out", required=True, metavar="DIR", help="directory of the figures; made where there is none"
+    )
+    command.add_argument(
+        "--mark",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="mark the tokens that overlap with TEXT, wherever the prompt has it; may be given again",
+    )
+    command.add_argument(
+        "--layers",
+        type=_layers,
+        metavar="N,N,...",
+        help="numbers of slot memories, or all (default: the first, the middle and the last)",
+    )
+    command.add_argument("--heads", type=_numbers, metavar="N,N,...", help="numbers of heads (default: all)")
+    command.add_argument(
+        "--threshold",
+        type=_majority,
+        default=0.9,
+        metavar="SHARE",
+        help="share of a slot's weights from which it counts as holding marked (or other) tokens only (default: 0.9)",
+    )
+    command.add_argument("--force", action="store_true", help="replace files of an earlier call")
+    _add_dtype_and_device(command)
+
+
+def _add_dtype_and_device(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the weights (default: as stored)"
+    )
+    command.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)"
+    )
 
 
 def _convert(args: argparse.Namespace) -> None:
@@ -229,6 +292,10 @@ def _convert(args: argparse.Namespace) -> None:
         sizes.append(f"windows of {config.k} splits of {config.chunk_size}")
     elif config.model_type == "avey-b":
         sizes.append(f"splits of {config.chunk_size}, each read with {config.k} others")
+    elif config.model_type == "raven":
+        sizes.append(f"{config.num_heads} heads of {config.head_k_dim} with {config.num_slots} slots")
+        if attention := sum(len(spec["layers"]) for spec in config.attention_specs):
+            sizes.append(f"softmax attention in {attention} of the layers")
     else:
         sizes.append(f"{config.num_attention_heads} heads of {config.head_size}")
     print(f"Recognised {report.recognised.title}: {', '.join(sizes)}, vocabulary {config.vocab_size:,}.")
@@ -279,7 +346,7 @@ def _info(args: argparse.Namespace) -> None:
     state = info.state_elements and f"{info.state_elements:,} elements, {_bytes(info.state_bytes)}"
     if info.state_elements_per_token:
         growth = f"{info.state_elements_per_token:,} elements, {_bytes(info.state_bytes_per_token)}"
-        state = f"{growth} a token of the text"
+        state = f"{state} and {growth} a token of the text" if state else f"{growth} a token of the text"
     rows = {
         "architecture": info.model_type,
         "parameters": f"{info.parameters:,} ({info.parameters:.2e})",
@@ -299,45 +366,24 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from .info import embedded_model
-    from .presets import PRESETS
-
     if args.greedy and not (args.temperature is args.top_p is args.top_k is None):
         raise UsageError("--greedy does not sample: leave out --temperature, --top-p and --top-k.")
-    path = embedded_model(args.model)
-    if path is None and not os.path.isdir(args.model):
-        if args.model in PRESETS:
-            raise UsageError(f"{args.model} is a preset, sizes without weights; --model needs a trained model.")
-        if os.path.isfile(args.model):
-            raise UsageError(f"{args.model} is a file; `subquad convert` makes a model directory of it.")
-        if "/" not in args.model:
-            raise UsageError(
-                f"{args.model!r} is neither an embedded model, nor a directory, nor an OWNER/NAME on the Hub."
-            )
+    path = _model_path(args.model)
     prompt = args.prompt
     if prompt is None:
         if args.model != DEFAULT_MODEL or args.chat:
             raise UsageError("there is no PROMPT; give a text, or - to read it from standard input.")
         prompt = ABC_HEADER
-    try:
-        if prompt == "-":
-            prompt = sys.stdin.read()
-        prompt.encode()  # bytes of an argument that are not UTF-8 arrive as lone surrogates
-    except UnicodeError as error:
-        raise UsageError("the prompt is not UTF-8.") from error
+    prompt = _read_prompt(prompt)
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    _refuse_encoder(args.model, path or args.model)
-    try:
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=device).item()  # fails on `meta`, which holds nothing
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise UsageError(f"device {args.device!r} cannot be used: {_one_line(error)}") from error
-    tokenizer = AutoTokenizer.from_pretrained(path or args.model, trust_remote_code=False)
+    _refuse_encoder(args.model, path)
+    device = _usable_device(args.device)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if args.chat:
         if tokenizer.chat_template is None:
             raise UsageError(f"{args.model} has no chat template; leave out --chat.")
@@ -353,7 +399,7 @@ def _generate(args: argparse.Namespace) -> None:
         ids = torch.tensor([[tokenizer.bos_token_id]])
     ids = ids.to(device)
 
-    model = AutoModelForCausalLM.from_pretrained(path or args.model, dtype=args.dtype, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, trust_remote_code=False)
     model = model.to(device).eval()
     options = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     if args.seed is not None:
@@ -368,6 +414,80 @@ def _generate(args: argparse.Namespace) -> None:
         streamer=_character_streamer(tokenizer, skip_prompt=args.chat),
         **{name: value for name, value in options.items() if value is not None},
     )
+
+
+def _inspect_memory(args: argparse.Namespace) -> None:
+    path = _model_path(args.model)
+    prompt = _read_prompt(args.prompt)
+
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+    from transformers.utils import logging
+
+    from . import inspect_memory as inspection
+
+    inspection.require_matplotlib()
+    logging.disable_progress_bar()
+    model_type = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+    if model_type != "raven":
+        raise UsageError(f"{args.model} is of type {model_type}: only a model of type raven has slot memories.")
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    try:  # all that can be wrong, before the weights are loaded
+        layers = inspection.choose_layers(config, args.layers)
+        heads = inspection.choose_heads(config, args.heads)
+        inspection.read_prompt(tokenizer, prompt, args.mark)
+        inspection.check_directory(args.out, inspection.file_names(layers, heads), args.force)
+    except ValueError as error:
+        raise UsageError(error) from error
+    device = _usable_device(args.device)
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, trust_remote_code=False).to(device)
+    report = inspection.inspect_memory(
+        model, tokenizer, prompt, layers=layers, heads=heads, mark=args.mark, threshold=args.threshold
+    )
+    with _signals_raise():
+        files = inspection.save(report, args.out, args.force)
+    marked = f", {int(report.marked.sum())} of them marked" if args.mark else ""
+    print(f"{len(report.ids):,} tokens{marked}; effective lengths as parts of that:")
+    print(report.table())
+    print(f"Wrote {', '.join(files)} to {args.out}.")
+
+
+def _model_path(name: str):
+    """Where a model that generates is found: a directory, or its name on the Hub."""
+    from .info import embedded_model
+    from .presets import PRESETS
+
+    path = embedded_model(name)
+    if path is None and not os.path.isdir(name):
+        if name in PRESETS:
+            raise UsageError(f"{name} is a preset, sizes without weights; --model needs a trained model.")
+        if os.path.isfile(name):
+            raise UsageError(f"{name} is a file; `subquad convert` makes a model directory of it.")
+        if "/" not in name:
+            raise UsageError(f"{name!r} is neither an embedded model, nor a directory, nor an OWNER/NAME on the Hub.")
+    return path or name
+
+
+def _read_prompt(prompt: str) -> str:
+    try:
+        if prompt == "-":
+            prompt = sys.stdin.read()
+        prompt.encode()  # bytes of an argument that are not UTF-8 arrive as lone surrogates
+    except UnicodeError as error:
+        raise UsageError("the prompt is not UTF-8.") from error
+    return prompt
+
+
+def _usable_device(name: str | None):
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=device).item()  # fails on `meta`, which holds nothing
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise UsageError(f"device {name!r} cannot be used: {_one_line(error)}") from error
+    return device
 
 
 def _refuse_encoder(name: str, path) -> None:
@@ -441,6 +561,17 @@ def _seed(text: str) -> int:
     return int(text)
 
 
+def _numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"must be whole numbers from 0 on with commas between them, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _layers(text: str) -> list[int] | str:
+    return text if text == "all" else _numbers(text)
+
+
 def _float(text: str) -> float:
     try:
         return float(text)
@@ -459,6 +590,12 @@ def _positive_float(text: str) -> float:
 def _probability(text: str) -> float:
     if not 0 < _float(text) <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
+    return float(text)
+
+
+def _majority(text: str) -> float:
+    if not 0.5 < _float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0.5 and at most 1, got {text!r}")
     return float(text)
 
 
@@ -486,7 +623,7 @@ def _one_line(error: Exception) -> str:
         text = f"{text} {line.strip()}".lstrip()
         if not text.endswith(":"):
             break
-    expected = isinstance(error, ValueError | OSError | UsageError)
+    expected = isinstance(error, ValueError | OSError | UsageError | ImportError)
     return (text or type(error).__name__) if expected else f"{type(error).__name__}: {text}"
 
 
