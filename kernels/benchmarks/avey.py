@@ -26,11 +26,8 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import itertools
-import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -42,24 +39,28 @@ from measuring import (
     OURS,
     Check,
     Results,
+    add_compile,
     add_options,
-    captured,
-    ceilings,
     extra_mebibytes,
+    floor,
+    measure_call,
+    measure_ceilings,
     median_milliseconds,
     poisoned,
     relative_error,
     resident_mebibytes,
     run_afresh,
     sets_beyond_cache,
+    settle,
     size_of,
     timings,
     versions,
-    write_atomically,
+    with_rate,
+    write_report,
 )
 from torch import nn
 
-from subquad_kernels import contextualizer, linear, maxsim, split_ranker
+from subquad_kernels import contextualizer, maxsim, split_ranker
 
 
 PARTS = ("check", "operators", "train", "decode", "ttft")
@@ -206,17 +207,6 @@ def products(config, length: int, last_only: bool = False) -> tuple[int, int]:
 def mixing(context: int, queries: int, width: int) -> int:
     """Operations of the contextualizer on a window: the two products, on and below the diagonal."""
     return 2 * width * (context * (context + 1) - (context - queries) * (context - queries + 1))
-
-
-@torch.no_grad()
-def linear_rate() -> float:
-    """Operations a millisecond of a linear layer's product, for which there may be a quicker library."""
-    a, b = torch.randn(2, 512, 512)
-    return 2 * 512**3 / median_milliseconds(lambda: linear(a, b), least=5)
-
-
-def floor(options, operations: float, moved: float) -> float:
-    return max(operations / options.multiplied, moved / options.copied)
 
 
 # The check.
@@ -408,42 +398,6 @@ def check(results: Results, options) -> bool:
 # The operators.
 
 
-def measure_call(
-    options, function: Callable, inputs: list[dict[str, Any]], moved: float, operations: float, **how: Any
-) -> dict[str, Any]:
-    """
-    Fields of a row for `function(**inputs)`, which takes the inputs in turn. In `how`: `training`, forward and
-    backward; `graph`, in a CUDA graph; `once`, a single time; `most`, how many times at most.
-    """
-    turns, device = itertools.cycle(inputs), options.device
-    if how.get("training"):
-        with torch.no_grad():
-            grad = torch.randn_like(function(**inputs[0]))
-        for x in itertools.chain.from_iterable(one.values() for one in inputs):
-            x.requires_grad_()
-
-        def call():
-            leaves = next(turns)
-            return torch.autograd.grad(function(**leaves), list(leaves.values()), grad)
-    else:
-
-        @torch.no_grad()
-        def call():
-            return function(**next(turns))
-
-    if how.get("once"):
-        milliseconds = median_milliseconds(call, device, 0, 1, warm_up=False)
-    elif how.get("graph"):
-        replay = captured(lambda: [call() for _ in inputs])
-        milliseconds = median_milliseconds(replay, device, options.seconds, options.least) / len(inputs)
-    else:
-        milliseconds = median_milliseconds(call, device, options.seconds, options.least, how.get("most", 200))
-    measured = {"milliseconds": milliseconds, "floor_milliseconds": floor(options, operations, moved)}
-    if not how.get("graph") and not how.get("once"):
-        measured["MiB"] = extra_mebibytes(call, device)
-    return measured
-
-
 def measure_contextualizer(results: Results, options) -> None:
     def rows_of(shape: Mixing, what: str, names: tuple[str, ...], **how: bool) -> None:
         def measure(name):
@@ -537,11 +491,6 @@ def measure_maxsim(results: Results, options) -> None:
 
 
 # The model.
-
-
-def with_rate(milliseconds: float, tokens: int, floor: float) -> dict[str, Any]:
-    rate = tokens / milliseconds * 1e3
-    return {"milliseconds": milliseconds, "tokens_per_second": rate, "floor_milliseconds": floor}
 
 
 def measure_steps_of_training(
@@ -725,49 +674,6 @@ def measure_prompts(results: Results, options) -> None:
 
 
 # The report.
-
-
-def write_report(results: Results, options, name: str, title: str, rates: str, text: str) -> None:
-    if options.out is not None:
-        report = {"versions": title, "ceilings": rates, "rows": results.rows}
-        write_atomically(options.out / f"{name}.json", lambda path: path.write_text(json.dumps(report, indent=1)))
-        text = f"```\n{title}\n{rates}\n{text}\n```\n"
-        write_atomically(options.out / f"{name}.md", lambda path: path.write_text(text, encoding="utf-8"))
-
-
-def add_compile(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        dest="compiles",
-        help="whether to measure under torch.compile too (default: on a GPU)",
-    )
-
-
-def settle(options: argparse.Namespace) -> None:
-    """What follows from the device and from `--quick`, whatever is measured."""
-    on_gpu = options.device == "cuda"
-    options.least = 1 if options.quick else 3
-    options.seconds = 0 if options.quick else options.seconds
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-    options.check_backend = "triton" if on_gpu or interpreted else "eager"
-    options.small_check = options.quick or (interpreted and not on_gpu)
-    # The interpreter does not know how to multiply bfloat16.
-    options.check_dtypes = list(TOLERANCES) if on_gpu or not interpreted else [torch.float32]
-    options.compiles = on_gpu if options.compiles is None else options.compiles
-    options.dtype = torch.bfloat16 if on_gpu else torch.float32
-    options.dtype_name = str(options.dtype).removeprefix("torch.")
-
-
-def measure_ceilings(options: argparse.Namespace) -> str:
-    """Puts the rates that floors are made of into the options, and tells them."""
-    options.copied, options.multiplied = ceilings(options.device, options.quick)
-    if options.device == "cpu":
-        options.multiplied = max(options.multiplied, linear_rate())
-    rates = f"copies {options.copied / 1e9:.3g} TB/s, multiplies {options.multiplied / 1e9:.3g} TFLOP/s"
-    print(rates)
-    return rates
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -3,8 +3,11 @@
 import argparse
 import csv
 import gc
+import importlib
 import importlib.metadata
+import importlib.util
 import itertools
+import json
 import math
 import os
 import statistics
@@ -127,6 +130,45 @@ def ceilings(device: str, quick: bool) -> tuple[float, float]:
     return copied, 2 * width**3 / median_milliseconds(lambda: a @ b, device, least=5)
 
 
+@torch.no_grad()
+def linear_rate() -> float:
+    """Operations a millisecond of a linear layer's product, for which there may be a quicker library."""
+    from subquad_kernels import linear
+
+    a, b = torch.randn(2, 512, 512)
+    return 2 * 512**3 / median_milliseconds(lambda: linear(a, b), least=5)
+
+
+def measure_ceilings(options: argparse.Namespace) -> str:
+    """Puts the rates that floors are made of into the options, and tells them."""
+    options.copied, options.multiplied = ceilings(options.device, options.quick)
+    if options.device == "cpu":
+        options.multiplied = max(options.multiplied, linear_rate())
+    rates = f"copies {options.copied / 1e9:.3g} TB/s, multiplies {options.multiplied / 1e9:.3g} TFLOP/s"
+    print(rates)
+    return rates
+
+
+def floor(options, operations: float, moved: float) -> float:
+    return max(operations / options.multiplied, moved / options.copied)
+
+
+def with_rate(milliseconds: float, tokens: int, floor: float) -> dict[str, Any]:
+    rate = tokens / milliseconds * 1e3
+    return {"milliseconds": milliseconds, "tokens_per_second": rate, "floor_milliseconds": floor}
+
+
+def load_fla(module: str, device: str):
+    """A module of flash-linear-attention, or None."""
+    if device == "cpu":
+        return None
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # more than ImportError: its import asks Triton for a driver
+        print(f"flash-linear-attention is left out: {type(error).__name__}: {error}")
+        return None
+
+
 def size_of(*tensors: torch.Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
@@ -137,6 +179,42 @@ def sets_beyond_cache(size: int, device: str) -> int:
         return 2
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
     return max(1, math.ceil(4 * cache / size))
+
+
+def measure_call(
+    options, function: Callable, inputs: list[dict[str, Any]], moved: float, operations: float, **how: Any
+) -> dict[str, Any]:
+    """
+    Fields of a row for `function(**inputs)`, which takes the inputs in turn. In `how`: `training`, forward and
+    backward; `graph`, in a CUDA graph; `once`, a single time; `most`, how many times at most.
+    """
+    turns, device = itertools.cycle(inputs), options.device
+    if how.get("training"):
+        with torch.no_grad():
+            grad = torch.randn_like(function(**inputs[0]))
+        for x in itertools.chain.from_iterable(one.values() for one in inputs):
+            x.requires_grad_()
+
+        def call():
+            leaves = next(turns)
+            return torch.autograd.grad(function(**leaves), list(leaves.values()), grad)
+    else:
+
+        @torch.no_grad()
+        def call():
+            return function(**next(turns))
+
+    if how.get("once"):
+        milliseconds = median_milliseconds(call, device, 0, 1, warm_up=False)
+    elif how.get("graph"):
+        replay = captured(lambda: [call() for _ in inputs])
+        milliseconds = median_milliseconds(replay, device, options.seconds, options.least) / len(inputs)
+    else:
+        milliseconds = median_milliseconds(call, device, options.seconds, options.least, how.get("most", 200))
+    measured = {"milliseconds": milliseconds, "floor_milliseconds": floor(options, operations, moved)}
+    if not how.get("graph") and not how.get("once"):
+        measured["MiB"] = extra_mebibytes(call, device)
+    return measured
 
 
 def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
@@ -177,6 +255,33 @@ def add_options(parser: argparse.ArgumentParser, files: str, minutes: float) -> 
     add("--seconds", type=float, default=0.5, help="how long each median takes (default: 0.5)")
     add("--device", choices=("cpu", "cuda"), default=device, help=f"default: {device} here")
     add("--quick", action="store_true", help="tiny sizes, each measured once: shows that all parts run")
+
+
+def add_compile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        dest="compiles",
+        help="whether to measure under torch.compile too (default: on a GPU)",
+    )
+
+
+def settle(options: argparse.Namespace) -> None:
+    """What follows from the device and from `--quick`, whatever is measured."""
+    on_gpu = options.device == "cuda"
+    options.least = 1 if options.quick else 3
+    options.seconds = 0 if options.quick else options.seconds
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+    options.backend = "triton" if on_gpu else "eager"
+    options.check_backend = "triton" if on_gpu or interpreted else "eager"
+    options.small_check = options.quick or (interpreted and not on_gpu)
+    # The interpreter does not know how to multiply bfloat16.
+    options.check_dtypes = [torch.float32, torch.bfloat16] if on_gpu or not interpreted else [torch.float32]
+    if "compiles" in options and options.compiles is None:
+        options.compiles = on_gpu
+    options.dtype = torch.bfloat16 if on_gpu else torch.float32
+    options.dtype_name = str(options.dtype).removeprefix("torch.")
 
 
 def run_afresh(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
@@ -293,6 +398,14 @@ class Results:
             print(f"{self.skipped} measurements did not begin within {minutes:g} minutes")
         if self.failed:
             raise SystemExit(1)
+
+
+def write_report(results: Results, options, name: str, title: str, rates: str, text: str) -> None:
+    if options.out is not None:
+        report = {"versions": title, "ceilings": rates, "rows": results.rows}
+        write_atomically(options.out / f"{name}.json", lambda path: path.write_text(json.dumps(report, indent=1)))
+        text = f"```\n{title}\n{rates}\n{text}\n```\n"
+        write_atomically(options.out / f"{name}.md", lambda path: path.write_text(text, encoding="utf-8"))
 
 
 class Check:

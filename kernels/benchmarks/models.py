@@ -5,7 +5,8 @@ Two comparisons on the CPU, on random weights:
   - prefill through Finch (12 layers, width 512), parallel over time, against the same model stepping the recurrence;
   - prefill and `generate` through Eagle and Finch (12 layers, width 768) against the PyPI package `rwkv` (strategy
     "cpu fp32"), both on the same trainer checkpoint, which `subquad convert` converts.
-On a GPU, Finch 1.6B beside that of flash-linear-attention is a part of wkv.py, which calls `measure_finch`.
+Finch 1.6B and Raven 0.4B on a GPU, beside those of flash-linear-attention, are parts of wkv.py and raven.py, which
+call `measure_models`.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import OURS, Results, median_milliseconds, wall_milliseconds
+from measuring import OURS, Results, median_milliseconds, wall_milliseconds, with_rate
 
 
 os.environ["RWKV_JIT_ON"] = "0"
@@ -160,13 +161,13 @@ def finches(quick: bool, with_fla: bool) -> dict[str, Callable[[], torch.nn.Modu
     return {OURS: lambda: Rwkv6ForCausalLM(config), **({"fla": fla} if with_fla else {})}
 
 
-class Finch:
+class CausalModel:
     """What is measured of a model; every method returns fields of a row."""
 
     def __init__(self, options):
         self.options, self.device = options, options.device
-        self.dtype = torch.bfloat16 if self.device != "cpu" else torch.float32
-        self.texts = {}
+        self.dtype = options.dtype
+        self.texts, self.logits = {}, None
 
     def make(self, make: Callable[[], torch.nn.Module]) -> dict[str, Any]:
         def build():
@@ -188,31 +189,28 @@ class Finch:
         generator = torch.Generator(self.device).manual_seed(0)
         return torch.randint(1, self.model.config.vocab_size, shape, generator=generator, device=self.device)
 
-    def with_rate(self, milliseconds: float, tokens: int, floor: float) -> dict[str, Any]:
-        rate = tokens / milliseconds * 1e3
-        return {"milliseconds": milliseconds, "tokens_per_second": rate, "floor_milliseconds": floor}
-
     @torch.no_grad()
     def prefill(self, batch: int, length: int) -> dict[str, Any]:
         ids, options = self.ids(batch, length), self.options
 
         def call():
-            return self.model(input_ids=ids, logits_to_keep=1, use_cache=True).logits
+            self.logits = self.model(input_ids=ids, logits_to_keep=1, use_cache=True).logits
 
         milliseconds = median_milliseconds(call, self.device, 2 * options.seconds, options.least)
-        return self.with_rate(milliseconds, ids.numel(), 2 * self.parameters * ids.numel() / options.multiplied)
+        return with_rate(milliseconds, ids.numel(), 2 * self.parameters * ids.numel() / options.multiplied)
 
-    def training(self, batch: int, length: int) -> dict[str, Any]:
-        """Forward, backward and a step of the optimiser; the memory is all that is held, weights included."""
+    def training(self, batch: int, length: int, optimize: bool) -> dict[str, Any]:
+        """Forward, backward and a step of AdamW, or without; the memory is all that is held, weights included."""
         ids, options = self.ids(batch, length), self.options
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True) if optimize else None
         losses = []
 
         def step():
             loss = self.model(input_ids=ids, labels=ids).loss
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            if optimizer is not None:
+                optimizer.step()
+            self.model.zero_grad()
             losses.append(loss.detach())
 
         self.model.train()
@@ -222,10 +220,11 @@ class Finch:
             milliseconds = median_milliseconds(step, self.device, 4 * options.seconds, options.least)
         finally:
             self.model.eval().zero_grad()
-        measured = self.with_rate(milliseconds, ids.numel(), 6 * self.parameters * ids.numel() / options.multiplied)
+        measured = with_rate(milliseconds, ids.numel(), 6 * self.parameters * ids.numel() / options.multiplied)
         if self.device != "cpu":
             measured["MiB"] = torch.cuda.max_memory_allocated() / 2**20
-        return {**measured, "note": f"loss {losses[0].item():.3f}, then {losses[-1].item():.3f}"}
+        then = f", then {losses[-1].item():.3f}" if optimize else ""
+        return {**measured, "note": f"loss {losses[0].item():.3f}{then}"}
 
     def generate(self, batch: int, tokens: int, static: bool, first: bool = False) -> dict[str, Any]:
         """Greedy; `first` is the call that compiles, where the cache is static."""
@@ -246,7 +245,7 @@ class Finch:
         seconds = 10 * self.options.seconds
         milliseconds = median_milliseconds(call, self.device, seconds, least=1, most=5, warm_up=False)
         step = self.parameters * self.dtype.itemsize / self.options.copied
-        measured = self.with_rate(milliseconds, batch * tokens, tokens * step)
+        measured = with_rate(milliseconds, batch * tokens, tokens * step)
         if self.texts.keys() >= {(batch, True), (batch, False)}:
             pair = self.texts[batch, True], self.texts[batch, False]
             common = min(32, *(text.shape[1] for text in pair))
@@ -255,29 +254,45 @@ class Finch:
         return measured
 
 
-def measure_finch(results: Results, options, with_fla: bool) -> None:
-    """Rows of prefill, training and `generate`; `options` are those of wkv.py."""
-    quick = options.quick
-    batch, length, batches = (2, 64, (1, 2)) if quick else (4, 4096, (1, 32))
-    for name, make in finches(quick, with_fla).items():
-        finch = Finch(options)
+def measure_models(
+    results: Results,
+    options,
+    models: dict[str, Callable[[], torch.nn.Module]],
+    batch: int,
+    length: int,
+    batches: tuple[int, ...],
+    tokens: int,
+    training: str = "",
+) -> dict[str, torch.Tensor | None]:
+    """
+    Rows of `generate`, by size of batch, of prefill, and of training where that has a name, for models of several
+    implementations; ours also compiles its steps where `options.compiles`. Returns the logits after the prefill, None
+    where that failed.
+    """
+    found = {}
+    for name, make in models.items():
+        model = CausalModel(options)
 
-        def measure(what, batch, length, function, name=name, dtype=finch.dtype):
+        def measure(what, batch, length, function, name=name):
             row = {"part": "models", "what": what, "implementation": name, "batch": batch, "length": length}
-            return results.measure({**row, "dtype": str(dtype).removeprefix("torch.")}, function)
+            return results.measure({**row, "dtype": options.dtype_name}, function)
 
-        if not measure("random weights", None, None, lambda finch=finch, make=make: finch.make(make)):
+        if not measure("random weights", None, None, lambda model=model, make=make: model.make(make)):
             continue
-        measure("prefill", batch, length, lambda finch=finch: finch.prefill(batch, length))
-        measure("training", batch, length, lambda finch=finch: finch.training(batch, length))
-        ways = [("generate", False)] if name != OURS else [("generate", True), ("generate, not compiled", False)]
+        ways = [("generate", False)]
+        if name == OURS:
+            ways = [("generate", True)] * options.compiles + [("generate, not compiled", False)]
         for what, static in ways:
             for rows in batches:
-                tokens = 8 if quick else 256 if static else 128
                 arguments = rows, tokens, static
                 if static:
-                    measure(f"first {what}", rows, tokens, lambda f=finch, a=arguments: f.generate(*a, first=True))
-                measure(what, rows, tokens, lambda f=finch, a=arguments: f.generate(*a))
+                    measure(f"first {what}", rows, tokens, lambda m=model, a=arguments: m.generate(*a, first=True))
+                measure(what, rows, tokens, lambda m=model, a=arguments: m.generate(*a))
+        measure("prefill", batch, length, lambda m=model: m.prefill(batch, length))
+        if training:
+            measure(training, batch, length, lambda m=model: m.training(batch, length, training == "training"))
+        found[name] = model.logits
+    return found
 
 
 def main() -> None:

@@ -20,11 +20,8 @@ and a large matrix product reach in the same run. Memory is the peak beyond the 
 import argparse
 import dataclasses
 import importlib
-import importlib.metadata
-import importlib.util
 import itertools
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,13 +34,15 @@ from measuring import (
     Results,
     add_options,
     captured,
-    ceilings,
     extra_mebibytes,
+    load_fla,
+    measure_ceilings,
     median_milliseconds,
     poisoned,
     relative_error,
     run_afresh,
     sets_beyond_cache,
+    settle,
     size_of,
     versions,
     wall_milliseconds,
@@ -154,17 +153,6 @@ def check(results: Results, device: str, backend: str, quick: bool) -> bool:
 
 
 # The operator.
-
-
-def load_fla(device: str):
-    """The operators of flash-linear-attention, or None."""
-    if device == "cpu":
-        return None
-    try:
-        return importlib.import_module("fla.ops.rwkv6")
-    except Exception as error:  # more than ImportError: its import asks Triton for a driver
-        print(f"flash-linear-attention is left out: {type(error).__name__}: {error}")
-        return None
 
 
 def flash_attention(r, k, v, log_w, u):
@@ -364,21 +352,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
 
-    options.least = 1 if options.quick else 3
-    options.seconds = 0 if options.quick else options.seconds
+    settle(options)
+    options.compiles = True  # what `generate` has compiled belongs to the model
     on_gpu = options.device == "cuda"
     options.parts = options.parts or (PARTS if on_gpu else ("operator",))
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-    options.backend = "triton" if on_gpu else "eager"
-    options.check_backend = "triton" if on_gpu or interpreted else "eager"
     heads = options.heads or (64 if on_gpu and not options.quick else 8)
     batches = options.batches or ([8, 1] if on_gpu and not options.quick else [1])
     lengths = options.lengths or ([1024, 4096, 16384, 65536] if on_gpu else [1, 64, 256, 1024, 4096])
     if options.quick:
         lengths = options.lengths or [1, 256]
-    dtype = torch.bfloat16 if on_gpu else torch.float32
     options.shapes = [
-        Shape(batch, length, heads, options.head_size, dtype, options.device)
+        Shape(batch, length, heads, options.head_size, options.dtype, options.device)
         for batch in batches
         for length in lengths
         if options.lengths or batch == 1 or length <= 16384
@@ -405,9 +389,8 @@ def run(options: argparse.Namespace) -> None:
         raise SystemExit(1)
 
     if set(options.parts) - {"check"}:
-        options.copied, options.multiplied = ceilings(options.device, options.quick)
-        print(f"copies {options.copied / 1e9:.3g} TB/s, multiplies {options.multiplied / 1e9:.3g} TFLOP/s")
-        fla = load_fla(options.device)
+        measure_ceilings(options)
+        fla = load_fla("fla.ops.rwkv6", options.device)
         if "operator" in options.parts:
             measure_operators(results, options, fla)
             if options.out is not None:
@@ -415,9 +398,11 @@ def run(options: argparse.Namespace) -> None:
         if "decode" in options.parts:
             measure_steps(results, options, fla)
         if "models" in options.parts:
-            from models import measure_finch
+            from models import finches, measure_models
 
-            measure_finch(results, options, with_fla=fla is not None)
+            batch, length, batches, tokens = (2, 64, (1, 2), 8) if options.quick else (4, 4096, (1, 32), 128)
+            models = finches(options.quick, with_fla=fla is not None)
+            measure_models(results, options, models, batch, length, batches, tokens, "training")
     results.bar.close()
     print(results.table())
     results.exit(options.minutes)

@@ -1,10 +1,11 @@
-"""The benchmarks of WKV, Avey and Avey-B: that every part runs, and what they write."""
+"""The benchmarks of WKV, Avey, Avey-B and Raven: that every part runs, and what they write."""
 
 import csv
 import importlib.util
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,6 +45,11 @@ def avey_b(monkeypatch):
     yield from load(monkeypatch, "avey_b")
 
 
+@pytest.fixture
+def raven(monkeypatch):
+    yield from load(monkeypatch, "raven")
+
+
 def rows_of(folder, name="wkv.csv"):
     with open(folder / name, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
@@ -65,7 +71,7 @@ def small_finch():
 
 def test_every_part_is_measured(benchmark, tmp_path, monkeypatch, capsys):
     fla = SimpleNamespace(chunk_rwkv6=without_scale(wkv), fused_recurrent_rwkv6=without_scale(wkv))
-    monkeypatch.setattr(benchmark, "load_fla", lambda device: fla)
+    monkeypatch.setattr(benchmark, "load_fla", lambda module, device: fla)
     monkeypatch.setattr("models.finches", lambda quick, with_fla: {"subquad": small_finch, "fla": small_finch})
     benchmark.main(["--quick", "--device", "cpu", "--parts", *benchmark.PARTS, "--out", str(tmp_path)])
     rows = rows_of(tmp_path)
@@ -296,3 +302,124 @@ def test_operations_of_avey_b_are_counted(avey_b):
     assert avey_b.products(config, 3) == avey_b.products(config, 8)
     ranker = 2 * 8 * 8 * 32 * (1 + 2)
     assert avey_b.products(config, 24) == (3 * layers + 5 * compressor + ranker, ranker)
+
+
+# Raven.
+
+
+FLA = """
+import torch
+
+from subquad_kernels import slot_memory
+
+def operator(q, k, v, s, g, *, scale, initial_state=None, output_final_state):
+    assert scale == 1.0 and s.shape == g.shape
+    if initial_state is not None:
+        keys, values = initial_state
+        initial_state = torch.cat((keys.mT, values), -1)
+    out, state = slot_memory(q, k, v, g, initial_state)
+    return out + 0 * s.sum(), (state[..., :k.shape[-1]].mT, state[..., k.shape[-1]:])
+
+chunk_gsa = fused_recurrent_gsa = operator
+"""
+
+
+@pytest.fixture
+def fla(tmp_path, monkeypatch):
+    """Stands for flash-linear-attention, in the processes that a benchmark starts too."""
+    folder = tmp_path / "site"
+    for module, text in {"ops/gsa": FLA, "models/raven": "from subquad import RavenConfig, RavenForCausalLM"}.items():
+        path = folder / "fla" / f"{module}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
+    yield importlib.import_module("fla.ops.gsa")
+    for name in [name for name in sys.modules if name.split(".")[0] == "fla"]:
+        del sys.modules[name]
+
+
+def test_every_part_of_raven_is_measured(raven, fla, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(raven, "load_fla", lambda module, device: importlib.import_module(module))
+    raven.main(["--quick", "--device", "cpu", "--parts", *raven.PARTS, "--out", str(tmp_path / "out")])
+    rows = rows_of(tmp_path / "out", "raven.csv")
+    assert {row["part"] for row in rows} == set(raven.PARTS)
+    assert not [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory"))]
+    found = {(row["what"], row["implementation"]) for row in rows}
+    both = ("first forward+backward", "forward", "forward+backward", "against float64", "step", "prefill")
+    assert found >= {(what, name) for what in both for name in ("subquad", "fla")}
+    assert found >= {("generate, not compiled", "subquad"), ("generate", "fla")}
+    assert found >= {("router forward+backward", name) for name in ("subquad", "torch")}
+    errors = [row["note"].split()[2:] for row in rows if row["what"] == "against float64"]
+    assert len(errors) == 2 and all(float(x.rstrip(",")) < 1e-5 for row in errors for x in row[1::2])
+    (same,) = (row["note"] for row in rows if row["implementation"] == "logits")
+    assert same == "those of fla differ by 0.0e+00"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"raven.csv", "raven.json", "raven.md"}
+    assert "fla" in capsys.readouterr().out
+
+
+def test_raven_beside_the_recurrence(raven, tmp_path):
+    raven.main(["--quick", "--device", "cpu", "--parts", "operator", "decode", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path, "raven.csv")
+    assert not [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory"))]
+    found = {(row["what"], row["implementation"]) for row in rows}
+    assert found >= {(what, name) for what in ("forward", "step") for name in ("subquad", "recurrence")}
+
+
+@pytest.mark.parametrize("wrong", ["slot_memory", "slot_routing", "inplace"])
+def test_a_wrong_kernel_of_raven_is_not_measured(raven, tmp_path, monkeypatch, wrong):
+    name = "slot_memory" if wrong == "inplace" else wrong
+    right = getattr(raven, name)
+
+    def other(*args, backend="auto", **kwargs):
+        if wrong == "inplace":  # the right result, in a place of its own
+            return right(*args, backend=backend, **{**kwargs, "inplace": False})
+        results = right(*args, backend=backend, **kwargs)
+        if backend == "reference":
+            return results
+        return results * 1.001 if wrong == "slot_routing" else (results[0] * 1.001, results[1])
+
+    monkeypatch.setattr(raven, name, other)
+    with pytest.raises(SystemExit) as error:
+        raven.main(["--quick", "--device", "cpu", "--parts", "check", "decode", "--out", str(tmp_path)])
+    assert error.value.code == 1
+    assert {row["part"] for row in rows_of(tmp_path, "raven.csv")} == {"check"}
+
+
+def test_a_peer_that_takes_too_long_or_fails(raven, tmp_path, monkeypatch):
+    """The rest is measured."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys, time\nif 'subquad' in sys.argv: sys.exit('no such GPU')\ntime.sleep(60)")
+    monkeypatch.setattr(raven, "__file__", str(script))
+    monkeypatch.setattr(raven, "PATIENCE", 0)
+    options = raven.parse(["--quick", "--device", "cpu"])
+    results = raven.Results(None, "cpu", 60, "versions")
+    raven.measure_first_call(results, "fla", options)
+    monkeypatch.setattr(raven, "PATIENCE", 60)
+    raven.measure_first_call(results, "subquad", options)
+    with raven.within(0.1):
+        results.measure({"part": "operator", "what": "forward", "implementation": "fla"}, lambda: time.sleep(60))
+    notes = ["not done after 1 s", "failed: RuntimeError: no such GPU", "failed: TimeoutError: the time is up"]
+    assert [row["note"] for row in results.rows] == notes
+    assert results.failed == 1
+    results.bar.close()
+
+
+def test_targets_of_raven(raven):
+    def row(part, what, name, milliseconds):
+        shape = {"batch": 8, "length": 2048}
+        return {"part": part, "what": what, "implementation": name, "milliseconds": milliseconds, **shape}
+
+    rows = [row("first", "first forward+backward", "subquad", 20100.0), row("operator", "forward", "subquad", 0.5)]
+    rows += [row("operator", "forward", "fla", 1.0), row("operator", "forward+backward", "subquad", 7.0)]
+    rows += [row("operator", "forward+backward", "fla", 10.0), row("models", "generate", "subquad", 10.0)]
+    rows += [row("models", "generate", "fla", 100.0), row("models", "generate, not compiled", "subquad", 50.0)]
+    assert raven.targets(rows) == [
+        "targets on an H200",
+        "first forward+backward, 8 x 2048: 20.1 s, at most 20: missed",
+        "forward, 8 x 2048: 0.50 of fla's time, at most 0.6: met",
+        "forward+backward, 8 x 2048: 0.70 of fla's time, at most 0.6: missed",
+        "generate, 8 x 2048: 10.0 times fla's tokens/s, at least 10: met",
+    ]
+    rows[2] = {**rows[2], "milliseconds": None, "note": "failed: ValueError: no"}
+    assert raven.targets(rows)[2] == "forward, 8 x 2048: no figure of fla"
