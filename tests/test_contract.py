@@ -292,7 +292,9 @@ def test_record_is_bounded(model_type):
         for layer in cache.layers:
             for record in layer.records.values():
                 assert 256 <= record.tokens <= 512
-                assert all(x.untyped_storage().nbytes() <= 513 * x[0, 0].numel() * x.element_size() for x in record.updates)
+                assert all(
+                    x.untyped_storage().nbytes() <= 513 * x[0, 0].numel() * x.element_size() for x in record.updates
+                )
         cache.crop(-250)
         expected = model(ids[:, :1250]).past_key_values
     assert_same_states(cache, expected)
@@ -660,7 +662,7 @@ def test_foreign_caches(model_type, tmp_path):
         ValueError, match=f"`past_key_values` is the cache of another model: `model_type` '{other_type}'"
     ):
         other = tiny_config(other_type)
-        other.chunk_size, other.attention_specs = 8, []
+        other.chunk_size = 8
         model(ids, past_key_values=cache_class(other))
     with pytest.raises(ValueError, match="`num_hidden_layers` 4, not 3"):
         model(ids, past_key_values=cache_class(deeper))

@@ -1,6 +1,7 @@
 """The state of a recurrent model, behind the cache interface of transformers."""
 
 import copy
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -30,6 +31,11 @@ def _static(x: torch.Tensor) -> torch.Tensor:
         x = x.detach().clone(memory_format=torch.contiguous_format)
     torch._dynamo.mark_static_address(x)
     return x
+
+
+def _is_inference(x: torch.Tensor) -> bool:
+    """Whether x was made in inference mode, where that can be asked."""
+    return not torch.compiler.is_compiling() and x.is_inference()
 
 
 @dataclass
@@ -71,6 +77,8 @@ class RecurrentLayer:
     records: dict[str, _Record] = field(default_factory=dict, repr=False)
     record_past: bool = False
     static: bool = False
+    # Names of states that were read with gradients enabled: a graph may hold them, whether they require any or not.
+    lent: set[str] = field(default_factory=set, repr=False)
 
     # What transformers asks of a cache layer.
     is_croppable = True
@@ -84,18 +92,32 @@ class RecurrentLayer:
     def get(self, name: str) -> torch.Tensor | None:
         """The state of that name; None before the first token, or zeros, which mean the same."""
         state = self.states.get(name)
-        if state is not None and self.static and torch.is_grad_enabled():
+        if state is not None and torch.is_grad_enabled() and (self.static or _is_inference(state)):
             return state.clone()  # the backward pass may need it after it was overwritten
         return state
 
     def overwrites(self, name: str) -> bool:
         """Whether an operator may itself write the new state over the old one."""
         held = self.states.get(name)
-        if held is None or held.dtype != torch.float32 or self.record_past:
+        if held is None or held.dtype != torch.float32 or not held.is_contiguous():
             return False
         if torch.compiler.is_compiling() and not self.static:  # whether it was made in inference mode cannot be asked
             return False
-        return not _is_shared(held)
+        return not self.record_past and self.may_change(name, held)
+
+    def may_change(self, name: str, held: torch.Tensor) -> bool:
+        """Whether a state, as [`~RecurrentLayer.get`] returned it, may be written in place: no graph needs it."""
+        if torch.is_grad_enabled() or held.requires_grad or name in self.lent:
+            return False
+        return not _is_inference(held) or torch.is_inference_mode_enabled()
+
+    def lend(self, name: str, state: torch.Tensor) -> None:
+        """Sets a state, recording nothing, that this call goes on to read."""
+        self.write(name, state)
+        if torch.is_grad_enabled():
+            self.lent.add(name)
+        else:
+            self.lent.discard(name)
 
     def write(self, name: str, state: torch.Tensor) -> None:
         """Sets a state and records nothing; in place, where the layer is static and holds a tensor that fits."""
@@ -139,7 +161,7 @@ class RecurrentLayer:
 
     def clone(self) -> "RecurrentLayer":
         other = copy.copy(self)
-        other.states = {}
+        other.states, other.lent = {}, set()
         for name, state in self.states.items():
             other.write(name, state if self.static else state.clone())
         other.records = {name: record.map(torch.clone) for name, record in self.records.items()}
@@ -351,15 +373,6 @@ def _add_tokens(lengths: torch.Tensor | None, real: torch.Tensor) -> torch.Tenso
     return real.sum(1) if lengths is None else lengths + real.sum(1)
 
 
-def _is_shared(state: torch.Tensor) -> bool:
-    """Whether a state must not be written in place: a graph may hold it, or it was made in inference mode."""
-    if torch.is_grad_enabled() or state.requires_grad:
-        return True
-    if torch.compiler.is_compiling():  # neither can be asked
-        return False
-    return state.is_inference() and not torch.is_inference_mode_enabled()
-
-
 class GrowingCache(RecurrentCache):
     """
     A cache that keeps something of every token of a text, so that it grows with the text.
@@ -455,8 +468,8 @@ class GrowingCache(RecurrentCache):
         place = place.view(*place.shape, *[1] * (x.dim() - 2)).expand_as(x)
         x = x.to(held.dtype)
         # In place, because a long text is not copied for every token, unless a backward pass may need what was before.
-        held = held.scatter_add(1, place, x) if _is_shared(held) else held.scatter_add_(1, place, x)
-        layer.write(name, held)
+        held = held.scatter_add_(1, place, x) if layer.may_change(name, held) else held.scatter_add(1, place, x)
+        layer.lend(name, held)
         return held
 
     def count(self, real: torch.Tensor) -> None:
@@ -489,8 +502,9 @@ class GrowingCache(RecurrentCache):
         if not static:
             return saved
         cache = cls(config, True, max_cache_len or saved._room or None)
-        cache.reserve(saved.get_seq_length())
-        more = max(cache._limit - saved._room, 0) if saved._room else 0
+        if saved._room:
+            cache.reserve(saved.get_seq_length())
+        more = max((cache._limit or 0) - saved._room, 0) if saved._room else 0
         for layer, from_file in zip(cache.layers, saved.layers, strict=True):
             for name, state in from_file.states.items():
                 if name in cache.growing:
@@ -600,11 +614,27 @@ class RavenCache(GrowingCache):
     """
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
-        if any(spec["window_size"] is None for spec in config.attention_specs):
+        if any(spec["window_size"] is None for spec in getattr(config, "attention_specs", ())):
             self.growing = {"keys": 1, "values": 1}
         super().__init__(config, static, max_cache_len)
         # Whether every row is known to have as many tokens as were read.
         self.even = True
+
+    def turn(
+        self, layer: RecurrentLayer, name: str, x: torch.Tensor, place: torch.Tensor, real: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        """Puts the tokens x (batch, tokens, ...) of [`at_places`] into a ring; returns it, (batch, window, ...)."""
+        held, replay = layer.get(name), functools.partial(ring_state, window=window)
+        if held is None or x.shape[1] > 1:
+            ring = replay(held, x, place, real)
+        else:  # one row changes
+            index = (place % window).view(-1, *[1] * (x.dim() - 1)).expand_as(x)
+            row = torch.where(real.view(-1, *[1] * (x.dim() - 1)), x.to(held.dtype), held.gather(1, index))
+            inplace = not layer.record_past and layer.may_change(name, held)
+            ring = held.scatter_(1, index, row) if inplace else held.scatter(1, index, row)
+        layer.update(name, ring, replay, x, place, real)
+        layer.lend(name, ring)
+        return ring
 
     def restart(
         self, layer: RecurrentLayer, name: str, x: torch.Tensor, place: torch.Tensor, real: torch.Tensor
@@ -664,7 +694,7 @@ def check_cache(
 def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
     """What two models must have in common for one's states to fit the other."""
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "head_size", "chunk_size")
-    names += ("num_slots", "key_dim", "value_dim", "attn")
+    names += ("num_slots", "key_dim", "value_dim", "attention_specs")
     return {name: getattr(config, name, None) for name in names}
 
 

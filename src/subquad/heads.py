@@ -89,6 +89,10 @@ class RecurrentModelMixin:
 
     cache_class: type[RecurrentCache] = RecurrentCache
 
+    def __init__(self, config: PreTrainedConfig, *args, **kwargs):
+        config.validate_architecture()  # its fields may have been set since it was made
+        super().__init__(config, *args, **kwargs)
+
     def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RecurrentCache:
         """
         An empty cache for this model.

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors import safe_open
 from transformers import AttentionInterface
 
-from subquad import RavenConfig, RavenForCausalLM
+from subquad import RavenCache, RavenConfig, RavenForCausalLM
 from subquad.models.raven.modeling_raven import RavenAttention, RavenSlotMemory
 
 
@@ -246,6 +246,27 @@ def test_compiled_decoding_of_variants(variant, padded):
     assert_same_states(cache, expected)
 
 
+@torch.no_grad()
+def test_caches_of_variants(variant, tmp_path):
+    contract.test_cache_operations("raven", tmp_path)
+    (tmp_path / "cache.safetensors").unlink()
+    # Rows of different lengths, saved, loaded, and one token more.
+    model = tiny_model("raven")
+    rows = [random_ids(n, seed=n) for n in (12, 5)]
+    ids, mask = contract.padded(rows, "left")
+    model(ids, attention_mask=mask, past_key_values=(cache := model.new_cache()))
+    cache.save(tmp_path / "cache.safetensors")
+    token = random_ids(2, 1, seed=1)
+    expected = [model(torch.cat((row, new))[None]).logits[0, -1] for row, new in zip(rows, token, strict=True)]
+    for static in (False, True):
+        loaded = RavenCache.load(tmp_path / "cache.safetensors", model.config, static=static)
+        out = model(token, past_key_values=loaded).logits[:, 0]
+        torch.testing.assert_close(out, torch.stack(expected), atol=1e-4, rtol=1e-4)
+    model.new_cache().save(tmp_path / "empty.safetensors")
+    empty = RavenCache.load(tmp_path / "empty.safetensors", model.config, static=True)
+    torch.testing.assert_close(model(ids[:1], past_key_values=empty).logits, model(ids[:1]).logits)
+
+
 def test_compiled_training_of_variants(variant):
     torch.compiler.reset()
     contract.test_compiled_training("raven")
@@ -277,6 +298,70 @@ def test_steps_write_the_memory_in_place():
     written.scatter_(2, routes[0].view(2, 3, 12).topk(5).indices, True)
     changed = (slots != before).any(-1)
     assert torch.equal(changed, written)  # and not a bit of the others
+
+
+def test_states_that_a_graph_holds_are_not_overwritten():
+    for fields in ({}, FULL):
+        model, ids = tiny_model("raven", **fields), random_ids(1, 12)
+        model.requires_grad_(False)
+        model.model.layers[1].attn.q_proj.weight.requires_grad_(True)
+        cache = model(ids[:, :8]).past_key_values
+        loss = model(ids[:, 8:10], past_key_values=cache).logits.sum()
+        with torch.no_grad():
+            model(ids[:, 10:11], past_key_values=cache)
+            logits = model(ids[:, 11:], past_key_values=cache).logits
+        loss.backward()
+        assert model.model.layers[1].attn.q_proj.weight.grad.abs().sum() > 0
+        torch.testing.assert_close(logits, model(ids).logits[:, 11:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_made_in_inference_mode_and_gradients():
+    for fields in ({}, FULL):
+        model, ids = tiny_model("raven", **fields), random_ids(1, 9)
+        with torch.inference_mode():
+            cache = model(ids).past_key_values
+        model(ids, past_key_values=cache).logits.sum().backward()
+
+
+@torch.no_grad()
+def test_what_does_not_fit_changes_nothing():
+    model, ids = tiny_model("raven", **FULL), random_ids(1, 90)
+    cache = model.new_cache(static=True, max_cache_len=64)
+    model(ids[:, :10], past_key_values=cache)
+    before = cache.clone()
+    for inputs in ({}, {"cu_seqlens": torch.tensor([0, 30, 80])}):
+        with pytest.raises(ValueError, match="`max_cache_len` of 64 tokens; 90 would"):
+            model(ids[:, 10:], past_key_values=cache, **inputs)
+        assert_same_states(cache, before)
+        assert cache.get_seq_length() == 10
+
+
+@torch.no_grad()
+def test_angles_do_not_depend_on_the_default_dtype():
+    model, ids = tiny_model("raven"), random_ids(1, 300)
+    expected = model(ids).logits
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        logits = model(ids).logits
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(logits, expected)
+
+
+def test_export_of_any_length():
+    model = tiny_model("raven").eval()
+    length = torch.export.Dim("length", min=2, max=1024)
+    with torch.no_grad():
+        program = torch.export.export(
+            model,
+            (),
+            {"input_ids": random_ids(1, 12), "use_cache": False},
+            dynamic_shapes={"input_ids": {1: length}, "use_cache": None},
+        )
+        for n in (5, 9, 40):
+            ids = random_ids(1, n)
+            out = program.module()(input_ids=ids, use_cache=False).logits
+            torch.testing.assert_close(out, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 # Noise in training.
@@ -402,6 +487,23 @@ def test_sizes():
     ]  # fmt: skip
 
 
+def test_fields_that_are_set_later(tmp_path):
+    tiny_model("raven", **PURE).save_pretrained(tmp_path)
+    spec = {"layers": (1,), "num_heads": 3}
+    model = RavenForCausalLM.from_pretrained(tmp_path, attn=spec)
+    assert isinstance(model.model.layers[1].attn, RavenAttention)
+    assert model.config.attn == {**model.config.attn, "layers": [1], "num_kv_heads": 3, "window_size": None}
+    cache = model(random_ids(1, 3)).past_key_values
+    cache.save(tmp_path / "cache.safetensors")
+    RavenCache.load(tmp_path / "cache.safetensors", tiny_config("raven", attn=[spec]))
+    with pytest.raises(ValueError, match=r"`topk` must be at most `num_slots` \(12\), got 999"):
+        RavenForCausalLM.from_pretrained(tmp_path, topk=999)
+    assert RavenForCausalLM.from_pretrained(tmp_path, num_kv_heads=None).config.num_kv_heads == 3
+    assert tiny_config("raven", num_key_value_heads=1).num_kv_heads == 1
+    assert tiny_config("raven", router="swa", topk=32).topk == 32
+    assert tiny_model("raven", attn={"layers": [], "num_heads": 3}).new_cache(static=True).get_max_length() == -1
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -415,11 +517,19 @@ def test_sizes():
         ({"router": "gsa"}, "`router` 'gsa' needs `decay_type` 'GLA', got 'Mamba2'"),
         ({"router_type": "linear"}, "`router_type` must be one of lin, mlp, got 'linear'"),
         ({"router_score": "tanh"}, "`router_score` must be one of sigmoid, softmax, got 'tanh'"),
-        ({"router_scale": 0}, "`router_scale` must be above 0, got 0"),
+        ({"router_scale": 0}, "`router_scale` must be above 0 and finite, got 0"),
         ({"decay_type": "mamba"}, "`decay_type` must be one of Mamba2, GLA, got 'mamba'"),
         ({"feature_map": "t2r"}, "`feature_map` must be one of swish, relu, got 't2r'"),
         ({"hidden_act": "gelu"}, "`hidden_act` must be one of swish, silu, got 'gelu'"),
-        ({"attnres_block_size": 2}, "`attnres_block_size` must be None, got 2"),
+        ({"attnres_block_size": 2}, "`attnres_block_size` is not supported, got 2"),
+        ({"use_short_conv": True}, "`use_short_conv` is not supported, got True"),
+        ({"expand_k": float("inf")}, r"`expand_k` \(inf\) times"),
+        ({"router_scale": float("inf")}, "`router_scale` must be above 0 and finite, got inf"),
+        ({"attn": {"num_heads": 3}}, r"`attn\['layers'\]` must be a list .* got None"),
+        ({"attn": {"layers": [1], "num_heads": True}}, r"`attn\['num_heads'\]` must divide .* got True"),
+        ({"attn": {"layers": [1], "num_heads": 3, "use_rope": "no"}}, r"`attn\['use_rope'\]` must be true or false"),
+        ({"attn": {"layers": [1], "num_heads": 3, "rope_theta": None}}, r"`attn\['rope_theta'\]` must be above 0"),
+        ({"attn": {"layers": [1, 1], "num_heads": 3}}, "`attn` has layer 1 twice"),
         ({"attn": {"layers": [3], "num_heads": 3}}, r"must be a list of numbers from 0 to 2, got \[3\]"),
         ({"attn": {"layers": [1], "num_heads": 5}}, r"`attn\['num_heads'\]` must divide `hidden_size` \(48\), got 5"),
         ({"attn": {"layers": [1]}}, r"`attn\['num_heads'\]` must divide .* got None"),

@@ -1,5 +1,6 @@
 """Configuration of Raven."""
 
+import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -68,7 +69,7 @@ class RavenConfig(PreTrainedConfig):
     """
 
     model_type = "raven"
-    attribute_map = {"num_attention_heads": "num_heads"}
+    attribute_map = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
     keys_to_ignore_at_inference = ["past_key_values"]
 
     vocab_size: int = 32000
@@ -112,6 +113,11 @@ class RavenConfig(PreTrainedConfig):
                 if getattr(self, name) not in (1, value):
                     raise ValueError(f"`{name}` ({getattr(self, name)}) and `{misspelled}` ({value}) differ.")
                 setattr(self, name, value)
+        self._complete()
+        super().__post_init__(**kwargs)
+
+    def _complete(self) -> None:
+        """Gives a value to what depends on other fields."""
         if self.num_kv_heads is None:
             self.num_kv_heads = self.num_heads
         if self.num_slots is None and self.num_heads > 0:
@@ -123,7 +129,6 @@ class RavenConfig(PreTrainedConfig):
             self.attn = _complete(self.attn)
         elif self.attn is not None:
             self.attn = [_complete(spec) for spec in self.attn]
-        super().__post_init__(**kwargs)
 
     @property
     def key_dim(self) -> int:
@@ -151,75 +156,87 @@ class RavenConfig(PreTrainedConfig):
 
     @property
     def attention_specs(self) -> list[dict[str, Any]]:
-        """The entries of `attn`."""
-        return [self.attn] if isinstance(self.attn, dict) else self.attn or []
+        """The entries of `attn` that have layers."""
+        specs = [self.attn] if isinstance(self.attn, dict) else self.attn or []
+        return [spec for spec in specs if spec["layers"] != []]
 
     def validate_architecture(self):
         """Refuses sizes and variants that do not fit together, before any tensor is made."""
-        for name in (
-            *("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "num_kv_heads", "num_slots", "topk"),
-            *("intermediate_size",),
-        ):
+        for name in ("hidden_size", "num_hidden_layers", "num_heads", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        for name in ("expand_k", "expand_v"):
+            width = self.hidden_size * getattr(self, name)
+            if not 0 < width < math.inf or abs(width - round(width)) > 1e-6 or round(width) % self.num_heads:
+                raise ValueError(
+                    f"`{name}` ({getattr(self, name)}) times `hidden_size` ({self.hidden_size}) must be a multiple of "
+                    f"`num_heads` ({self.num_heads})."
+                )
+        self._complete()
+        for name in ("num_kv_heads", "num_slots", "topk", "intermediate_size"):
             if (getattr(self, name) or 0) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
         for name in ("router_scale", "gate_logit_normalizer", "norm_eps", "rope_theta"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}.")
-        if self.topk > self.num_slots:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"`{name}` must be above 0 and finite, got {getattr(self, name)}.")
+        if self.router == "raven" and self.topk > self.num_slots:
             raise ValueError(f"`topk` must be at most `num_slots` ({self.num_slots}), got {self.topk}.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"`num_heads` ({self.num_heads}) must be a multiple of `num_kv_heads` ({self.num_kv_heads})."
             )
-        for name in ("expand_k", "expand_v"):
-            width = self.hidden_size * getattr(self, name)
-            if abs(width - round(width)) > 1e-6 or round(width) < 1 or round(width) % self.num_heads:
-                raise ValueError(
-                    f"`{name}` ({getattr(self, name)}) times `hidden_size` ({self.hidden_size}) must be a multiple of "
-                    f"`num_heads` ({self.num_heads})."
-                )
         if self.use_rope and self.head_k_dim % 2:
             raise ValueError(f"`use_rope` needs heads of an even size, got {self.head_k_dim}.")
         if self.router == "gsa" and self.decay_type != "GLA":
             raise ValueError(f"`router` 'gsa' needs `decay_type` 'GLA', got {self.decay_type!r}.")
-        if getattr(self, "attnres_block_size", None) is not None:
-            raise ValueError(f"`attnres_block_size` must be None, got {self.attnres_block_size}.")
-        taken = set()
+        for name in ("attnres_block_size", "use_short_conv"):  # of flash-linear-attention, other models
+            if getattr(self, name, None):
+                raise ValueError(f"`{name}` is not supported, got {getattr(self, name)}.")
+        taken = []
         for spec in self.attention_specs:
             self._validate_attention(spec)
-            if twice := taken.intersection(spec["layers"]):
-                raise ValueError(f"`attn` has layer {min(twice)} twice.")
-            taken.update(spec["layers"])
+            taken += spec["layers"]
+        for layer in taken:
+            if taken.count(layer) > 1:
+                raise ValueError(f"`attn` has layer {layer} twice.")
 
     def _validate_attention(self, spec: dict[str, Any]):
         if unknown := sorted(set(spec) - set(ATTENTION)):
             raise ValueError(f"`attn` may have {', '.join(ATTENTION)}; got {', '.join(unknown)}.")
-        layers, heads, kv_heads = (spec[name] for name in ("layers", "num_heads", "num_kv_heads"))
-        if not isinstance(layers, list | tuple) or any(
+        layers, heads, kv_heads, window = (
+            spec[name] for name in ("layers", "num_heads", "num_kv_heads", "window_size")
+        )
+        if not isinstance(layers, list) or any(
             type(i) is not int or not 0 <= i < self.num_hidden_layers for i in layers
         ):
             raise ValueError(
                 f"`attn['layers']` must be a list of numbers from 0 to {self.num_hidden_layers - 1}, got {layers}."
             )
-        if not isinstance(heads, int) or heads < 1 or self.hidden_size % heads:
+        if type(heads) is not int or heads < 1 or self.hidden_size % heads:
             raise ValueError(f"`attn['num_heads']` must divide `hidden_size` ({self.hidden_size}), got {heads}.")
-        if not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads:
+        if type(kv_heads) is not int or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"`attn['num_kv_heads']` must divide `attn['num_heads']` ({heads}), got {kv_heads}.")
-        window = spec["window_size"]
-        if window is not None and (not isinstance(window, int) or window < 1):
+        if window is not None and (type(window) is not int or window < 1):
             raise ValueError(f"`attn['window_size']` must be at least 1, or None, got {window}.")
-        if spec["use_rope"] and self.hidden_size // heads % 2:
-            raise ValueError(f"`attn['use_rope']` needs heads of an even size, got {self.hidden_size // heads}.")
-        if not spec["rope_theta"] > 0:
-            raise ValueError(f"`attn['rope_theta']` must be above 0, got {spec['rope_theta']}.")
+        for name in ("qkv_bias", "use_rope"):
+            if type(spec[name]) is not bool:
+                raise ValueError(f"`attn[{name!r}]` must be true or false, got {spec[name]!r}.")
+        if spec["use_rope"]:
+            if self.hidden_size // heads % 2:
+                raise ValueError(f"`attn['use_rope']` needs heads of an even size, got {self.hidden_size // heads}.")
+            theta = spec["rope_theta"]
+            if type(theta) not in (int, float) or not 0 < theta < math.inf:
+                raise ValueError(f"`attn['rope_theta']` must be above 0 and finite, got {theta!r}.")
 
 
 def _complete(spec: dict[str, Any]) -> dict[str, Any]:
     """An entry of `attn` with every field."""
     spec = {**ATTENTION, **spec}
+    if isinstance(spec["layers"], tuple):
+        spec["layers"] = list(spec["layers"])
     if spec["num_kv_heads"] is None:
         spec["num_kv_heads"] = spec["num_heads"]
     return spec

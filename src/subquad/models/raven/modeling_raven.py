@@ -1,7 +1,6 @@
 """Raven ("High-Recall Sequence Modeling with Sparse Memory Routing"): memory, attention, block, model, heads."""
 
 import dataclasses
-import functools
 import math
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from subquad_kernels import slot_memory, slot_memory_state, slot_routing
 
-from ...cache import RavenCache, RecurrentLayer, ring_state
+from ...cache import RavenCache, RecurrentLayer
 from ...heads import (
     CausalLMHead,
     Linear,
@@ -87,7 +86,7 @@ class Call:
 
     def add_rotation(self, size: int, theta: float) -> None:
         """Finds the angles of rotary embeddings of heads of that size."""
-        frequencies = theta ** (torch.arange(0, size, 2, device=self.place.device) / -size)
+        frequencies = theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=self.place.device) / -size)
         angles = (self.place[..., None] * frequencies)[:, :, None]
         self.rotations[size, theta] = angles.cos(), angles.sin()
 
@@ -203,48 +202,50 @@ class Reach(NamedTuple):
 
 def find_reach(call: Call, window: int | None, cache: RavenCache | None, flash: bool) -> Reach:
     """What the tokens of a call attend to; `flash` tells whether by flash attention, which takes no masks."""
-    (batch, length), place, device = call.place.shape, call.place, call.place.device
-    packed = call.document is not None
+    packed, padded = call.document is not None, call.tokens.mask is not None
+    alike = not (packed or padded or flash) and (cache is None or cache.even)
+    rows = 1 if alike else call.tokens.batch  # one row stands for all where they are alike
+    place, kept, length, device = call.place[:rows], call.kept[:rows], call.tokens.length, call.place.device
     own, held, room = True, None, 0
-    before = torch.zeros(batch, 0, dtype=torch.long, device=device)  # places of the keys that are not the call's
+    before = torch.zeros(rows, 0, dtype=torch.long, device=device)  # places of the keys that are not the call's
     real = before.bool()
     if cache is not None and not packed and (window is None or length == 1):
         own = False
         if window is None:
             room = cache.room_for(length)
             room = room if cache.is_compileable else min(room, cache.get_seq_length() + length)
-            before = torch.arange(room, device=device).expand(batch, -1)
+            before = torch.arange(room, device=device).expand(rows, -1)
         else:
             before = place - (place - torch.arange(window, device=device)) % window
         real = (before >= 0) & (before <= place[:, -1:])
     elif cache is not None and cache.is_initialized:
-        lengths = cache.lengths(place)[:, None]
+        lengths = cache.lengths(call.place)[:rows, None]
         if window is None:
             room = cache.room_for(0) if cache.is_compileable else cache.get_seq_length()
-            before = torch.arange(room, device=device).expand(batch, -1)
+            before = torch.arange(room, device=device).expand(rows, -1)
             real = before < lengths
         else:
             before = lengths - window + torch.arange(window, device=device)
             held, real = before % window, before >= 0
 
     # No mask is needed where every token attends to all keys up to its own, and none is missing.
-    if own:
-        causal = before.shape[1] == 0 and (window is None or flash or length <= window)
+    if own:  # while a graph is traced, it would be one of few lengths
+        short = window is None or flash or (not torch.compiler.is_compiling() and length <= window)
+        causal = before.shape[1] == 0 and short
     else:
         causal = window is None and not cache.is_compileable and cache.even
         causal = causal and room == cache.get_seq_length() + length and length in (1, room)
     mask = varlen = None
-    if packed or call.tokens.mask is not None or not causal:
-        here = torch.ones_like(call.kept) if packed else call.kept
+    if packed or padded or not causal:
+        here = torch.ones_like(kept) if packed else kept
         if own:
             before, real = torch.cat((before, place), 1), torch.cat((real, here), 1)
         if flash:
             varlen = _find_varlen(call.tokens, here, real)
         else:
-            distance = place[:, :, None] - before[:, None]
-            mask = real[:, None] & (distance >= 0)
+            mask = real[:, None] & (before[:, None] <= place[:, :, None])
             if window is not None:
-                mask &= distance < window
+                mask &= before[:, None] > place[:, :, None] - window
             if packed:
                 first = torch.zeros_like(before[:, : before.shape[1] - length])
                 mask &= call.document[:, :, None] == torch.cat((first, call.document), 1)[:, None]
@@ -317,12 +318,10 @@ class RavenAttention(nn.Module):
             cache.restart(state, name, x, call.kept_place, call.kept)
             return read
         name, read = f"window_{name}", x
-        held = state.get(name)
         if reach.held is not None:
-            read = torch.cat((held.gather(1, reach.held[..., None, None].expand(-1, -1, *x.shape[2:])), x), dim=1)
-        replay = functools.partial(ring_state, window=self.window)
-        ring = replay(held, x, call.kept_place, call.kept)
-        state.update(name, ring, replay, x, call.kept_place, call.kept)
+            index = reach.held[..., None, None].expand(x.shape[0], -1, *x.shape[2:])
+            read = torch.cat((state.get(name).gather(1, index), x), dim=1)
+        ring = cache.turn(state, name, x, call.kept_place, call.kept, self.window)
         return read if reach.own else ring
 
     def forward(self, x: torch.Tensor, call: Call, cache: RavenCache | None, state: RecurrentLayer | None):
@@ -504,6 +503,8 @@ class RavenModel(RavenPreTrainedModel):
     def _read(self, x: torch.Tensor, tokens: Tokens, cache: RavenCache | None) -> Call:
         """What the layers have to know of the tokens of a call."""
         config = self.config
+        if cache is not None and cache.growing:
+            cache.room_for(x.shape[1])  # or an error, before anything has changed
         lengths = torch.zeros(x.shape[0], dtype=torch.long, device=x.device) if cache is None else cache.lengths(x)
         call, flash = Call.of(tokens, lengths), is_flash_attention_requested(config)
         if cache is not None and (tokens.mask is not None or tokens.starts is not None):
