@@ -84,6 +84,8 @@ def launches() -> None:
     from subquad_kernels.slot_routing import triton_kernels as slot_routing
     from subquad_kernels.split_ranker import triton_kernels as split_ranker
     from subquad_kernels.static_mixing import triton_kernels as static_mixing
+    from subquad_kernels.timestep_decay_norm import _strip
+    from subquad_kernels.timestep_decay_norm import triton_kernels as timestep_decay_norm
     from subquad_kernels.token_shift import triton_kernels as token_shift
     from subquad_kernels.wkv import triton_kernels as wkv
     from subquad_kernels.wkv.masks import masks_for
@@ -146,6 +148,21 @@ def launches() -> None:
         for state in (None, memory):
             slot_memory.slot_memory_triton_step(token, token, token, log_f, state, memory)
 
+    def run_timestep_decay_norm(dtype, length, width, groups, given=True, affine=True):
+        x, weight = empty(2, length, width, dtype=dtype), empty(width, dtype=dtype) if affine else None
+        state, starts, real = None, None, None
+        if given:
+            state, starts, real = empty(2, 3, groups), *(empty(n, length, dtype=torch.bool) for n in (1, 2))
+        numbers = groups, 0.999, 0.9999
+        inputs, strip = (x, weight, weight, state), _strip(width, groups)
+        _, final, entering = timestep_decay_norm.timestep_decay_norm_triton(
+            *inputs, starts, real, *numbers, 1e-5, strip
+        )
+        timestep_decay_norm.timestep_decay_norm_triton_state(x, state, starts, real, *numbers, strip)
+        timestep_decay_norm.timestep_decay_norm_triton_backward(
+            x, final, *inputs, entering, starts, real, *numbers, 1e-5, strip
+        )
+
     walk, segments = 512, 4  # heads
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         run_wkv(dtype, walk)
@@ -181,6 +198,12 @@ def launches() -> None:
         run_contextualizer(dtype, 1, 512, 512, 768, backward=False)
         run_slot_memory(dtype, 8, 2048, backward=dtype != torch.float16)
         run_slot_memory_step(dtype)
+        run_timestep_decay_norm(dtype, 4096, 4096, 64)
+    run_timestep_decay_norm(torch.bfloat16, 4096, 2048, 64, given=False)
+    run_timestep_decay_norm(torch.bfloat16, 1, 4096, 64)
+    run_timestep_decay_norm(torch.bfloat16, 4096, 4096, 1, given=False)
+    run_timestep_decay_norm(torch.bfloat16, 50, 960, 10, affine=False)
+    run_timestep_decay_norm(torch.bfloat16, 4096, 256, 256, given=False)
     run_contextualizer(torch.bfloat16, 256, 512, 512, 768)
     run_contextualizer(torch.bfloat16, 256, 448, 50, 100)
     run_contextualizer(torch.float32, 256, 64, 64, 768)
@@ -203,7 +226,7 @@ def launches() -> None:
     run_wkv(torch.bfloat16, walk, decay_dtype=torch.bfloat16)
     run_wkv(torch.bfloat16, walk, packed=True)
     run_wkv(torch.bfloat16, segments, packed=True)
-    for key, value in ((8, 8), (32, 32), (100, 48), (128, 128)):
+    for key, value in ((100, 48), (128, 128)):
         run_wkv(torch.bfloat16, walk, key, value)
 
 

@@ -204,11 +204,17 @@ def test_dtypes(dtype, tolerance, length):
         assert_equal_to_recurrence(inputs, tolerance, backend="eager")
 
 
-@EACH
+SIZES = [(1, 1, 1), (3, 5, 2), (24, 16, 40), (16, 32, 64), (8, 130, 17), (70, 8, 5), (16, 16, 512)]
+
+
 @pytest.mark.parametrize(
-    ("key", "value", "slots"), [(1, 1, 1), (3, 5, 2), (24, 16, 40), (16, 32, 64), (8, 130, 17), (70, 8, 5)]
+    ("backend", "key", "value", "slots"),
+    [
+        *(("eager", *sizes) for sizes in (*SIZES, (512, 16, 16), (16, 512, 16), (256, 256, 256))),
+        *(pytest.param("triton", *sizes, marks=TRITON) for sizes in SIZES),
+    ],
 )
-def test_sizes(key, value, slots, backend):
+def test_sizes(backend, key, value, slots):
     inputs = make(1, 40, heads=1, key=key, value=value, slots=slots)
     inputs["q"] *= min(1, 4 / key**0.5)
     assert_equal_to_recurrence(inputs, 1e-5, backend=backend)
