@@ -1,4 +1,5 @@
-"""Triton's interpreter, with bfloat16 as a GPU computes it: rounded to nearest even, and multiplied as numbers."""
+"""Triton's interpreter, with bfloat16 as a GPU computes it, rounded to nearest even and multiplied as numbers, and
+with scans whose spans double, as a GPU's do: its own take an element at a time."""
 
 import numpy as np
 
@@ -28,4 +29,16 @@ def repair() -> None:
         a, b = (to_float32(x.data) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))
         return handle(np.matmul(a, b, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
+    def scan(self, inputs):
+        data, axis, step = [x.handle.data for x in inputs], self.axis, 1
+        place = np.arange(data[0].shape[axis]).reshape([-1 if n == axis else 1 for n in range(data[0].ndim)])
+        while step < place.size:
+            pairs = [*(np.roll(x, step, axis) for x in data), *data]
+            pairs = [self.to_tensor(x, like.dtype) for x, like in zip(pairs, (*inputs, *inputs), strict=True)]
+            joined = self.combine_fn.fn(*pairs)
+            data = [np.where(place < step, x, new.handle.data) for x, new in zip(data, joined, strict=True)]
+            step *= 2
+        return [self.to_tensor(x, like.dtype) for x, like in zip(data, inputs, strict=True)]
+
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
+    interpreter.ScanOps.generic_scan = scan

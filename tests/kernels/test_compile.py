@@ -51,6 +51,7 @@ def test_every_variant_compiles(target, tmp_path):
     assert {"_static_product_kernel", "_static_weight_kernel"} < kernels
     assert {*SLOT_MEMORY, "_decay_sum_kernel", "_softmax_kernel", "_step_kernel", "_join_kernel"} < kernels
     assert {"_routing_kernel", "_routing_gradient_kernel"} < kernels
+    assert {"_added_kernel", "_added_gradient_kernel"} < kernels
     for result in results:
         limits = LIMITS[target]
         if result["kernel"] in ("_mix_kernel", "_weight_gradient_kernel") and result["constants"]["EVEN"] == "True":

@@ -8,6 +8,7 @@ from .slot_memory import slot_memory, slot_memory_state
 from .slot_routing import slot_routing
 from .split_ranker import maxsim, split_ranker
 from .static_mixing import static_mixing
+from .timestep_decay_norm import timestep_decay_norm, timestep_decay_norm_state
 from .token_shift import token_shift
 from .wkv import gated_wkv, wkv, wkv_state
 
@@ -24,6 +25,8 @@ __all__ = [
     "slot_routing",
     "split_ranker",
     "static_mixing",
+    "timestep_decay_norm",
+    "timestep_decay_norm_state",
     "token_shift",
     "wkv",
     "wkv_state",
