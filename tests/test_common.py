@@ -71,7 +71,9 @@ def test_base_model_in_a_head_and_back(model_type, tmp_path):
     torch.testing.assert_close(base(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
     base.save_pretrained(tmp_path / "base")
     again, info = load(model_type, tmp_path / "base", output_loading_info=True)
-    assert set(info["missing_keys"]) == (set() if model.config.tie_word_embeddings else {f"{model.lm_head_name}.weight"})
+    assert set(info["missing_keys"]) == (
+        set() if model.config.tie_word_embeddings else {f"{model.lm_head_name}.weight"}
+    )
     torch.testing.assert_close(again.base_model(ids).last_hidden_state, base(ids).last_hidden_state)
 
 

@@ -317,7 +317,7 @@ def test_fields_that_are_not_valid(weights, tmp_path):
         [
             ({"topk": 33}, r"`topk` must be at most `num_slots` \(32\), got 33"),
             ({"feature_map": "t2r"}, "`feature_map` must be one of swish, relu, got 't2r'"),
-            ({"attnres_block_size": 2}, "`attnres_block_size` must be None, got 2"),
+            ({"attnres_block_size": 2}, "`attnres_block_size` is not supported, got 2"),
         ]
     ):
         source = publish(tmp_path / f"source-{i}", weights, **fields)

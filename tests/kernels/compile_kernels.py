@@ -77,6 +77,7 @@ def resources(compiled, target: GPUTarget) -> dict:
 
 def launches() -> None:
     """Calls the operators in the variants that the models or their users ask for."""
+    from subquad_kernels.cema import triton_kernels as cema
     from subquad_kernels.contextualizer import triton_kernels as contextualizer
     from subquad_kernels.dynamic_mixing import triton_kernels as dynamic_mixing
     from subquad_kernels.group_norm_gate import triton_kernels as group_norm_gate
@@ -163,10 +164,21 @@ def launches() -> None:
             x, final, *inputs, entering, starts, real, *numbers, 1e-5, strip
         )
 
+    def run_cema(dtype, batch, length, width, size, more=False):
+        x, state = empty(batch, length, width, dtype=dtype), empty(batch, width, size, 2)
+        parameters = empty(width, size), empty(width, size), empty(width), empty(width, size, 2)
+        flags = [empty(batch, length, dtype=torch.bool) if more else None for _ in range(2)]
+        inputs = x, *parameters, state if more else None, *flags
+        cema.cema_triton(*inputs)
+        cema.cema_triton_backward(x, state, *inputs)
+        flags = [empty(batch, dtype=torch.bool) if more else None for _ in range(2)]
+        cema.cema_triton_step(x[:, 0], *parameters, state, state, *flags)
+
     walk, segments = 512, 4  # heads
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         run_wkv(dtype, walk)
-        run_wkv(dtype, segments, static=True)
+        if dtype != torch.float16:
+            run_wkv(dtype, segments, static=True)
         for batch in (1, 64):
             tokens = [empty(batch, 32, 64, dtype=dtype) for _ in range(3)]
             state, gate, weight = (
@@ -223,6 +235,8 @@ def launches() -> None:
     run_slot_routing(torch.float32, 64, 64, "sigmoid")
     run_slot_routing(torch.float16, 16, 5, "softmax", per_slot=True)
     run_slot_routing(torch.float32, 1000, 64, "softmax", per_slot=True)
+    run_cema(torch.bfloat16, 1, 32768, 4096, 16, more=True)
+    run_cema(torch.float32, 8, 4096, 1000, 4)
     run_wkv(torch.bfloat16, walk, decay_dtype=torch.bfloat16)
     run_wkv(torch.bfloat16, walk, packed=True)
     run_wkv(torch.bfloat16, segments, packed=True)

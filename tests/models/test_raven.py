@@ -221,7 +221,11 @@ def test_decoding_of_variants(variant, tmp_path):
     contract.test_state_does_not_hold_the_sequence("raven")
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("variant", "padded"),
+    [("pure", True), ("full", False), ("full", True), ("both", True), ("swa", True)],
+    indirect=["variant"],
+)
 def test_compiled_decoding_of_variants(variant, padded):
     model, ids = tiny_model("raven"), random_ids(2, 12)
     mask = torch.ones(2, 12, dtype=torch.long)
@@ -267,6 +271,7 @@ def test_caches_of_variants(variant, tmp_path):
     torch.testing.assert_close(model(ids[:1], past_key_values=empty).logits, model(ids[:1]).logits)
 
 
+@pytest.mark.parametrize("variant", ["full", "both"], indirect=True)
 def test_compiled_training_of_variants(variant):
     torch.compiler.reset()
     contract.test_compiled_training("raven")

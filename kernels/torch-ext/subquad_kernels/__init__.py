@@ -1,5 +1,6 @@
 """Operators of sub-quadratic language models: one folder an operator, torch alone required."""
 
+from .cema import cema, cema_state
 from .contextualizer import contextualizer
 from .dynamic_mixing import dynamic_mixing
 from .group_norm_gate import group_norm_gate
@@ -14,6 +15,8 @@ from .wkv import gated_wkv, wkv, wkv_state
 
 
 __all__ = [
+    "cema",
+    "cema_state",
     "contextualizer",
     "dynamic_mixing",
     "gated_wkv",

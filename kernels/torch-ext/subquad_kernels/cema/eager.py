@@ -1,0 +1,299 @@
+"""
+The complex moving average in plain torch, parallel over time, for any device.
+
+Nothing in the recurrence depends on the data, so that the output of a chunk of C tokens is a product with a Toeplitz
+matrix a channel, K[t - s] = Re sum_n gamma a q^(t - s), plus what its N states give, and the states go from chunk to
+chunk by q^C. Documents begin a chunk of their own, and padding is left out, so that every chunk but the last of a
+document is full and one set of matrices serves all. The last chunk of a row, which may be short, is moved to the
+chunk's end to make the state that leaves.
+
+The powers of q are taken in float64, where the device has it: rounded once, they do not let a long memory drift.
+"""
+
+import math
+
+import torch
+
+
+CHUNK_SIZE = 32
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def _rates(alpha, delta, theta):
+    """a, d, sigmoid(theta), and the angles that it scales."""
+    a, d, share = (x.to(_wide(x)).sigmoid() for x in (alpha, delta, theta.unsqueeze(-1)))
+    size = alpha.shape[1]
+    return a, d, share, torch.arange(1, size + 1, device=alpha.device, dtype=a.dtype) * (2 * math.pi / size)
+
+
+def cema_step(
+    x: torch.Tensor,
+    alpha: torch.Tensor,
+    delta: torch.Tensor,
+    theta: torch.Tensor,
+    gamma: torch.Tensor,
+    state: torch.Tensor | None,
+    starts: torch.Tensor | None = None,
+    real: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token: x (B, D), state (B, D, N, 2), starts and real (B); the results have the dtype of x."""
+    a, d, share, angle = _rates(alpha, delta, theta)
+    modulus, angle = 1 - a * d, angle * share
+    if state is None:
+        state = x.new_zeros(x.shape[0], *gamma.shape)
+    if starts is not None:
+        state = state.masked_fill(starts.view(-1, 1, 1, 1), 0.0)
+    if real is not None:
+        x = x.masked_fill(~real.unsqueeze(-1), 0.0)
+    (re, im), cos, sin = state.to(a.dtype).unbind(-1), modulus * angle.cos(), modulus * angle.sin()
+    after = torch.stack((cos * re - sin * im + a * x.unsqueeze(-1), cos * im + sin * re), dim=-1).to(x.dtype)
+    out = (after * torch.stack((gamma[..., 0], -gamma[..., 1]), dim=-1)).sum((-2, -1))
+    if real is not None:
+        after = torch.where(real.view(-1, 1, 1, 1), after, state)
+        out = out.masked_fill(~real.unsqueeze(-1), 0.0)
+    return out, after
+
+
+class _Layout:
+    """
+    How rows lie in chunks: (B, T, D) <-> (D, B, n, C), gaps filled with zeros.
+
+    Attributes:
+        fresh: where the state that enters a chunk is cleared, (B, n), or None.
+        last: the last chunk of every row, (B).
+        count: the number of its tokens, (B).
+        cleared: the rows that end with a document without tokens, (B), or None.
+    """
+
+    def __init__(self, x: torch.Tensor, starts: torch.Tensor | None, real: torch.Tensor | None):
+        self.batch, self.length, self.width = x.shape
+        self.chunk = chunk = min(CHUNK_SIZE, 1 << (self.length - 1).bit_length())
+        self.place = self.fresh = self.cleared = None
+        rows = torch.arange(self.batch, device=x.device)
+        if starts is None and real is None:
+            self.chunks = -(-self.length // chunk)
+            self.last = torch.full_like(rows, self.chunks - 1)
+            self.count = torch.full_like(rows, self.length - (self.chunks - 1) * chunk)
+            return
+        if real is None:
+            real = torch.ones(self.batch, self.length, dtype=torch.bool, device=x.device)
+        number = real.cumsum(1)  # of a token among those of its row, from 1
+        document = torch.zeros_like(number)
+        if starts is not None:
+            document = starts.expand_as(real).cumsum(1)
+            before = torch.where(starts, number - real.long(), 0).cummax(1).values
+            number = number - before
+        begins = real & ((number - 1) % chunk == 0)
+        at = begins.cumsum(1) - 1
+        self.chunks = max(int(at.max()) + 1, 1)
+        self.last = at[:, -1].clamp(min=0)
+        place = at * chunk + (number - 1) % chunk
+        size = self.chunks * chunk
+        # One more place a row takes the padding.
+        self.place = (torch.where(real, place, size) + rows[:, None] * (size + 1)).flatten()
+        self.count = torch.where(real, place + 1 - self.last[:, None] * chunk, 0).amax(1).clamp(min=0)
+        if starts is not None:
+            first = begins & (number == 1) & (document > 0)
+            fresh = torch.zeros(self.batch, self.chunks + 1, dtype=torch.bool, device=x.device)
+            self.fresh = fresh.scatter(1, torch.where(first, at, self.chunks), True)[:, :-1]
+            self.cleared = torch.where(real, document, 0).amax(1) < document[:, -1]
+
+    def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
+        size = self.chunks * self.chunk
+        if self.place is not None:
+            filled = x.new_zeros(self.batch * (size + 1), self.width).index_copy_(0, self.place, x.flatten(0, 1))
+            x = filled.unflatten(0, (self.batch, -1))[:, :-1]
+        elif size > self.length:
+            x = torch.nn.functional.pad(x, (0, 0, 0, size - self.length))
+        x = x.flatten(0, 1).t().contiguous()
+        return x.view(self.width, self.batch, self.chunks, self.chunk)
+
+    def from_chunks(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.reshape(self.width, -1).t()
+        if self.place is None:
+            return x.unflatten(0, (self.batch, -1))[:, : self.length]
+        x = torch.nn.functional.pad(x.unflatten(0, (self.batch, -1)), (0, 0, 0, 1)).flatten(0, 1)
+        return x.index_select(0, self.place).view(self.batch, self.length, self.width)
+
+    def of_last(self, x: torch.Tensor) -> torch.Tensor:
+        """(D, B, n, .) -> (D, B, .), of every row's last chunk."""
+        return x.gather(2, self._last(x)).squeeze(2)
+
+    def add_to_last(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        return x.scatter_add_(2, self._last(x), added.unsqueeze(2))
+
+    def _last(self, x):
+        return self.last.view(1, -1, 1, 1).expand(x.shape[0], -1, 1, x.shape[-1])
+
+    def moved(self, x: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """(D, B, C), the tokens of a row's last chunk moved to the chunk's end, or back; the gap goes round."""
+        gap = (self.chunk - self.count) * (-1 if back else 1)
+        source = (torch.arange(self.chunk, device=x.device) - gap.unsqueeze(1)) % self.chunk
+        return x.gather(2, source.expand_as(x))
+
+
+class _Tables:
+    """The matrices of a channel, from powers of q that are rounded once."""
+
+    def __init__(self, alpha, delta, theta, gamma, chunk, dtype):
+        self.chunk, self.size = chunk, alpha.shape[1]
+        self.rates = _rates(alpha, delta, theta)
+        a, d, share, angle = self.rates
+        self.q = step = torch.polar(1 - a * d, angle * share)
+        powers = torch.ones_like(step).unsqueeze(-1)
+        while powers.shape[-1] < chunk:
+            powers = torch.cat((powers, powers * step.unsqueeze(-1)), dim=-1)
+            step = step * step
+        gamma = torch.view_as_complex(gamma.to(a.dtype).contiguous())
+        kernel = ((gamma * a).unsqueeze(1) @ powers).squeeze(1).real.to(dtype)
+        self.complex = torch.complex(kernel, kernel).dtype
+        # q^0 ... q^C (D, N, C + 1), and the rest in the dtype of the products.
+        self.powers = torch.cat((powers, step.unsqueeze(-1)), dim=-1).to(self.complex)
+        self.a, self.gamma = a.to(dtype), gamma.to(self.complex)
+
+        # From tokens (D, C, .) to outputs and to the state that leaves; from the state that enters to outputs.
+        toeplitz = torch.nn.functional.pad(kernel, (chunk - 1, 0)).unfold(1, chunk, 1).flip(1)
+        self.to_state = self._pairs((self.powers[..., :-1] * self.a.unsqueeze(-1)).flip(-1)).transpose(1, 2)
+        self.from_token = torch.cat((toeplitz, self.to_state), dim=2)
+        self.from_state = self._pairs((self.powers[..., 1:] * self.gamma.unsqueeze(-1)).conj())
+
+    @staticmethod
+    def _pairs(x: torch.Tensor) -> torch.Tensor:
+        """(D, N, C) complex -> (D, 2N, C) real."""
+        return torch.view_as_real(x.resolve_conj()).transpose(2, 3).flatten(1, 2)
+
+    def to_complex(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., 2N) real -> (..., N) complex."""
+        return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+
+    def to_powers(self, x: torch.Tensor) -> torch.Tensor:
+        """(D, C, 2N) real -> (D, N, C) complex."""
+        return self.to_complex(x).transpose(1, 2)
+
+    def gradients(self, weights, to_state, from_state, decays):
+        """
+        Gradients of alpha, delta, theta, gamma from those of the matrices and those of the powers of q, which `decays`
+        (D, N, C + 1) has conjugated.
+        """
+        chunk = self.chunk
+        # Lags lie on diagonals: a skewed view has them in columns.
+        skewed = torch.nn.functional.pad(weights.flip(1), (0, chunk)).flatten(1)[:, :-chunk]
+        kernel = skewed.view(-1, chunk, 2 * chunk - 1)[..., chunk - 1 :].sum(1).unsqueeze(1)
+        a, gamma = self.a.unsqueeze(-1), self.gamma.unsqueeze(-1)
+        of_input = gamma * kernel + self.to_powers(to_state).conj().flip(-1)
+        of_output = self.to_powers(from_state.transpose(1, 2))
+        grad_a = (self.powers[..., :-1] * of_input).sum(-1).real
+        grad_gamma = (self.powers[..., :-1] * (a * kernel)).sum(-1) + (self.powers[..., 1:] * of_output).sum(-1)
+        decays[..., :-1] += a * of_input
+        decays[..., 1:] += gamma * of_output
+        lags = torch.arange(1, chunk + 1, device=a.device)
+        grad_q = (self.powers[..., :-1] * (lags * decays[..., 1:])).sum(-1)
+
+        a, d, share, angle = self.rates
+        grad_modulus = (grad_q * torch.polar(torch.ones_like(d), angle * share)).real
+        grad_angle = -(grad_q * self.q).imag
+        return [
+            (grad_a - d * grad_modulus) * a * (1 - a),
+            -grad_modulus * a * d * (1 - d),
+            (grad_angle * angle).sum(1) * (share * (1 - share)).squeeze(1),
+            torch.view_as_real(grad_gamma.conj().resolve_conj()),
+        ]
+
+
+def _enter(layout, tables, added, initial_state):
+    """The states that enter each chunk, (D, B, n, N), from what each adds to one."""
+    state = torch.zeros_like(added[:, :, 0])
+    if initial_state is not None:
+        state = torch.view_as_complex(initial_state.contiguous()).transpose(0, 1)
+    decay, entering = tables.powers[..., -1].unsqueeze(1), torch.empty_like(added)
+    for n in range(layout.chunks):
+        if layout.fresh is not None:
+            state = state.masked_fill(layout.fresh[:, n, None], 0.0)
+        entering[:, :, n] = state
+        if n + 1 < layout.chunks:
+            state = torch.addcmul(added[:, :, n], decay, state)
+    return entering
+
+
+def _decays_of_last(layout, tables):
+    """What is left of the state that enters a row's last chunk, (D, B, N)."""
+    return tables.powers[..., layout.count].transpose(1, 2)
+
+
+def cema_chunked(
+    x: torch.Tensor,
+    alpha: torch.Tensor,
+    delta: torch.Tensor,
+    theta: torch.Tensor,
+    gamma: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    real: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments, shapes and results are those of [`subquad_kernels.cema`]; x and the state have one dtype."""
+    layout = _Layout(x, starts, real)
+    tables = _Tables(alpha, delta, theta, gamma, layout.chunk, x.dtype)
+    x = layout.to_chunks(x)
+    out, added = (x.flatten(1, 2) @ tables.from_token).split((layout.chunk, 2 * tables.size), dim=2)
+    entering = _enter(layout, tables, tables.to_complex(added).view(*x.shape[:3], -1), initial_state)
+    state = tables.to_complex(layout.moved(layout.of_last(x)) @ tables.to_state)
+    state += _decays_of_last(layout, tables) * layout.of_last(entering)
+    if layout.cleared is not None:
+        state = state.masked_fill(layout.cleared.unsqueeze(1), 0.0)
+    out = torch.baddbmm(out, torch.view_as_real(entering).view(*out.shape[:2], -1), tables.from_state)
+    return layout.from_chunks(out), torch.view_as_real(state.transpose(0, 1))
+
+
+def cema_chunked_backward(
+    grad_out: torch.Tensor,
+    grad_state: torch.Tensor,
+    x: torch.Tensor,
+    alpha: torch.Tensor,
+    delta: torch.Tensor,
+    theta: torch.Tensor,
+    gamma: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    real: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """
+    Gradients of x, alpha, delta, theta, gamma and, where it is given, initial_state. What the forward pass computed is
+    computed again, so that only its inputs are kept between the two.
+    """
+    layout = _Layout(x, starts, real)
+    tables = _Tables(alpha, delta, theta, gamma, layout.chunk, x.dtype)
+    x, g = layout.to_chunks(x), layout.to_chunks(grad_out).flatten(1, 2)
+    added = tables.to_complex(x.flatten(1, 2) @ tables.to_state).view(*x.shape[:3], -1)
+    entering = _enter(layout, tables, added, initial_state)
+    grad_state = torch.view_as_complex(grad_state.contiguous()).transpose(0, 1)
+    if layout.cleared is not None:
+        grad_state = grad_state.masked_fill(layout.cleared.unsqueeze(1), 0.0)
+
+    # Gradients of the states that enter, and from the last chunk to the first of those that leave.
+    read = tables.to_complex(g @ tables.from_state.mT).view(added.shape)
+    layout.add_to_last(read, _decays_of_last(layout, tables).conj() * grad_state)
+    grad, leaving = torch.zeros_like(read[:, :, 0]), torch.empty_like(read)
+    decay = tables.powers[..., -1].unsqueeze(1).conj().resolve_conj()
+    for n in reversed(range(layout.chunks)):
+        leaving[:, :, n] = grad
+        grad = torch.addcmul(read[:, :, n], decay, grad)
+        if layout.fresh is not None:
+            grad = grad.masked_fill(layout.fresh[:, n, None], 0.0)
+
+    both = torch.cat((g, torch.view_as_real(leaving).view(*g.shape[:2], -1)), dim=2)
+    grad_x = (both @ tables.from_token.mT).view(x.shape)
+    grad_weights, grad_to_state = (x.flatten(1, 2).mT @ both).split((layout.chunk, 2 * tables.size), dim=2)
+    grad_from_state = torch.view_as_real(entering).view(*g.shape[:2], -1).mT @ g
+
+    pairs = torch.view_as_real(grad_state.resolve_conj()).flatten(2)
+    layout.add_to_last(grad_x, layout.moved(pairs @ tables.to_state.mT, back=True))
+    grad_to_state = grad_to_state + layout.moved(layout.of_last(x)).mT @ pairs
+
+    decays = torch.zeros_like(tables.powers)
+    decays[..., -1] = (entering * leaving.conj()).sum((1, 2))
+    decays.index_add_(2, layout.count, (layout.of_last(entering) * grad_state.conj()).transpose(1, 2))
+    grads = [layout.from_chunks(grad_x), *tables.gradients(grad_weights, grad_to_state, grad_from_state, decays)]
+    return grads if initial_state is None else [*grads, torch.view_as_real(grad.transpose(0, 1))]

@@ -1,0 +1,734 @@
+"""
+The complex moving average as Triton kernels.
+
+A thread has a channel and all its states in registers and walks the tokens of a segment: nothing passes between
+threads, x is read and out written once, and the states are enough independent sums to keep a processor busy. While it
+is at AHEAD tokens, the next ones are on their way. Where there are few channels a row is cut into segments, and two
+light passes find the state that enters each.
+
+The gradient of the state is the same walk from the last token to the first, with gamma in the place of a. It makes the
+gradients of x and of the factor a of x. Those of gamma and q come from a walk forward that takes dh/dq along with h.
+No state is ever written but those that enter the segments.
+
+q is rounded to float32. What that does to a state in CHUNK steps is undone at the start of each chunk: a long memory
+does not drift.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backend import contiguous, launch, multiprocessors
+from ..segments import Segments, tokens
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _cos_sin(turns):
+    """Of a float64 angle in whole turns; at most an eighth of one is left to the series."""
+    turns -= tl.floor(turns + 0.5)
+    quarter = tl.floor(4 * turns + 0.5)
+    x = (turns - quarter / 4) * 6.283185307179586
+    y = x * x
+    cos, sin = 1 - y * (1 / 182), 1 - y * (1 / 210)
+    for i in tl.static_range(6):
+        cos = 1 - y * cos * (1 / ((12 - 2 * i) * (11 - 2 * i)))
+        sin = 1 - y * sin * (1 / ((13 - 2 * i) * (12 - 2 * i)))
+    sin *= x
+    swap = (quarter == 1) | (quarter == -1)
+    first, second = tl.where(swap, sin, cos), tl.where(swap, cos, sin)
+    return tl.where((quarter == 0) | (quarter == -1), first, -first), tl.where(
+        (quarter == 0) | (quarter == 1), second, -second
+    )
+
+
+@triton.jit
+def _rates(alpha, delta, theta, cells, channels, n, mask, N: tl.constexpr):
+    """a, d, the share of a turn that theta chooses, and n / N, in float64."""
+    a = _sigmoid(tl.load(alpha + cells, mask=mask, other=0.0).to(tl.float32).to(tl.float64))
+    d = _sigmoid(tl.load(delta + cells, mask=mask, other=0.0).to(tl.float32).to(tl.float64))
+    share = _sigmoid(tl.load(theta + channels, mask=mask, other=0.0).to(tl.float32).to(tl.float64))
+    return a, d, share, (n + 1).to(tl.float64) / N
+
+
+# Rows of what `_coefficients_kernel` makes, (7, N, D); DRIFT undoes a chunk's rounding of q.
+Q: tl.constexpr = tl.constexpr(0)
+A: tl.constexpr = tl.constexpr(2)
+GAMMA: tl.constexpr = tl.constexpr(3)
+DRIFT: tl.constexpr = tl.constexpr(5)
+
+
+@triton.jit
+def _coefficients_kernel(
+    alpha, delta, theta, gamma, coefficients, D, N: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = here < N * D
+    n, channels = here // D, here % D
+    cells = channels * N + n
+    a, d, share, part = _rates(alpha, delta, theta, cells, channels, n, mask, N)
+    modulus = 1 - a * d
+    cos, sin = _cos_sin(part * share)
+    re, im = (modulus * cos).to(tl.float32), (modulus * sin).to(tl.float32)
+    lost_re, lost_im = modulus * cos - re, modulus * sin - im
+    scale = CHUNK / tl.maximum(modulus * modulus, 1e-30)
+    tl.store(coefficients + Q * N * D + here, re, mask=mask)
+    tl.store(coefficients + (Q + 1) * N * D + here, im, mask=mask)
+    tl.store(coefficients + A * N * D + here, a.to(tl.float32), mask=mask)
+    gamma_re = tl.load(gamma + 2 * cells, mask=mask, other=0.0).to(tl.float32)
+    gamma_im = tl.load(gamma + 2 * cells + 1, mask=mask, other=0.0).to(tl.float32)
+    tl.store(coefficients + GAMMA * N * D + here, gamma_re, mask=mask)
+    tl.store(coefficients + (GAMMA + 1) * N * D + here, gamma_im, mask=mask)
+    drift_re = (lost_re * re + lost_im * im) * scale
+    drift_im = (lost_im * re - lost_re * im) * scale
+    tl.store(coefficients + DRIFT * N * D + here, drift_re.to(tl.float32), mask=mask)
+    tl.store(coefficients + (DRIFT + 1) * N * D + here, drift_im.to(tl.float32), mask=mask)
+
+
+@triton.jit
+def _each(pointers, stride, mask, N: tl.constexpr):
+    loaded = ()
+    for n in tl.static_range(N):
+        loaded += (tl.load(pointers + n * stride, mask=mask, other=0.0),)
+    return loaded
+
+
+@triton.jit
+def _coefficients(coefficients, row, size, D, channels, mask, N: tl.constexpr):
+    """One row of the coefficients, from the state that `coefficients` points to, for states in threads."""
+    return _each(coefficients + row * size + channels, D, mask, N)
+
+
+@triton.jit
+def _zeros(BLOCK: tl.constexpr, N: tl.constexpr):
+    zeros = ()
+    for _ in tl.static_range(N):
+        zeros += (tl.zeros((BLOCK,), tl.float32),)
+    return zeros
+
+
+@triton.jit
+def _product(a_re, a_im, b_re, b_im, N: tl.constexpr):
+    re, im = (), ()
+    for n in tl.static_range(N):
+        re += (a_re[n] * b_re[n] - a_im[n] * b_im[n],)
+        im += (a_re[n] * b_im[n] + a_im[n] * b_re[n],)
+    return re, im
+
+
+@triton.jit
+def _times(factor, x, N: tl.constexpr):
+    scaled = ()
+    for n in tl.static_range(N):
+        scaled += (factor * x[n],)
+    return scaled
+
+
+@triton.jit
+def _undrifted(drift_re, drift_im, share, re, im, N: tl.constexpr):
+    """The states times 1 + drift, for the share of a chunk's tokens that are real."""
+    new_re, new_im = (), ()
+    for n in tl.static_range(N):
+        new_re += (re[n] + share * (drift_re[n] * re[n] - drift_im[n] * im[n]),)
+        new_im += (im[n] + share * (drift_re[n] * im[n] + drift_im[n] * re[n]),)
+    return new_re, new_im
+
+
+@triton.jit
+def _chunk_flags(starts, real, first, first_start, length, CHUNK: tl.constexpr):
+    """How many of a chunk's tokens are real, and 1 where a document begins at one, otherwise 0."""
+    ts = tl.arange(0, CHUNK)
+    count, begins = length, 0
+    if real is not None:
+        count = tl.sum(tl.load(real + first + ts, mask=ts < length, other=0).to(tl.int32), 0)
+    if starts is not None:
+        begins = tl.max(tl.load(starts + first_start + ts, mask=ts < length, other=0).to(tl.int32), 0)
+    return count, begins
+
+
+@triton.jit
+def _token_flags(starts, real, t, start, count, begins, length):
+    """Whether a document begins at a token, and whether it is real; seldom is there anything to look at."""
+    is_start, is_real = False, True
+    if starts is not None:
+        is_start = tl.load(starts + start, mask=begins > 0, other=0)
+    if real is not None:
+        is_real = tl.load(real + t, mask=count < length, other=1)
+    return is_start, is_real
+
+
+@triton.jit
+def _load_block(x, s, begin, stop, D, channels, mask, AHEAD: tl.constexpr, REVERSE: tl.constexpr):
+    """The tokens from the s-th of a segment on, in the order of the walk."""
+    loaded = ()
+    for i in tl.static_range(AHEAD):
+        t = stop - 1 - (s + i) if REVERSE else begin + s + i
+        there = tl.where(s + i < stop - begin, mask, False)
+        loaded += (tl.load(x + t * D + channels, mask=there, other=0.0),)
+    return loaded
+
+
+@triton.jit
+def _step(
+    x,
+    y,
+    h_re,
+    h_im,
+    sums,
+    q_re,
+    q_im,
+    a,
+    gamma_re,
+    gamma_im,
+    is_start,
+    is_real,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    REVERSE: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """One token of the walk: the states after it, the sums, and what comes out."""
+    plus, minus = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    if is_start and not REVERSE:
+        h_re, h_im = _zeros(BLOCK, N), _zeros(BLOCK, N)
+    if is_real:
+        new_re, new_im, new_sums = (), (), ()
+        for n in tl.static_range(N):
+            if REVERSE:
+                re, im = h_re[n] + gamma_re[n] * x, h_im[n] + gamma_im[n] * x
+                plus += a[n] * re
+                new_sums += (sums[n] + re * y if SUMS else sums[n],)
+                new_re += (q_re[n] * re - q_im[n] * im,)
+                new_im += (q_re[n] * im + q_im[n] * re,)
+            else:
+                re = q_re[n] * h_re[n] - q_im[n] * h_im[n] + a[n] * x
+                im = q_re[n] * h_im[n] + q_im[n] * h_re[n]
+                plus += gamma_re[n] * re
+                minus += gamma_im[n] * im
+                new_sums += (sums[n],)
+                new_re += (re,)
+                new_im += (im,)
+        h_re, h_im, sums = new_re, new_im, new_sums
+    if is_start and REVERSE:
+        h_re, h_im = _zeros(BLOCK, N), _zeros(BLOCK, N)
+    return h_re, h_im, sums, plus - minus
+
+
+@triton.jit(do_not_specialize=["T", "SEGMENT", "SEGMENTS"])  # which differ from text to text
+def _average_kernel(
+    x,
+    y,
+    coefficients,
+    states,
+    out,
+    final,
+    steps,
+    grad_a,
+    starts,
+    real,
+    starts_stride,
+    T,
+    SEGMENT,
+    SEGMENTS,
+    D,
+    TILES,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """
+    A segment from the states that enter it (zeros where None) to `out`, to those that leave, `final`, and to `steps`:
+    how often it decays a state, -1 where it clears it; each where it is given. REVERSE: x is the gradient of out, out
+    that of x, y is x, the states are gradients of states, and `grad_a` (segments, N, D) takes that of the factor a.
+    """
+    tile, segment = tl.program_id(0) % TILES, tl.program_id(0) // TILES
+    begin, stop = tokens(None, segment, T, SEGMENT, SEGMENTS, False)
+    row = (segment // SEGMENTS).to(tl.int64)
+    shift = row * (starts_stride - T)  # from a token to its place in `starts`
+    channels = tile * BLOCK + tl.arange(0, BLOCK)
+    mask = channels < D
+    size = N * D
+    q_re = _coefficients(coefficients, Q, size, D, channels, mask, N)
+    q_im = _coefficients(coefficients, Q + 1, size, D, channels, mask, N)
+    a = _coefficients(coefficients, A, size, D, channels, mask, N)
+    gamma_re = _coefficients(coefficients, GAMMA, size, D, channels, mask, N)
+    gamma_im = _coefficients(coefficients, GAMMA + 1, size, D, channels, mask, N)
+    here = (segment.to(tl.int64) * D + channels) * (2 * N)
+    h_re, h_im, sums = _zeros(BLOCK, N), _zeros(BLOCK, N), _zeros(BLOCK, N)
+    if states is not None:
+        h_re = _each(states + here, 2, mask, N)
+        h_im = _times(-1 if REVERSE else 1, _each(states + here + 1, 2, mask, N), N)
+    SUMS: tl.constexpr = grad_a is not None
+
+    ahead = _load_block(x, 0, begin, stop, D, channels, mask, AHEAD, REVERSE)
+    ahead_y = ahead
+    if SUMS:
+        ahead_y = _load_block(y, 0, begin, stop, D, channels, mask, AHEAD, REVERSE)
+    decays, cleared = 0, 0
+    total = (stop - begin).to(tl.int32)
+    for before in range(0, total, CHUNK):
+        length = tl.minimum(total - before, CHUNK)
+        first = stop - before - length if REVERSE else begin + before
+        count, begins = _chunk_flags(starts, real, first, first + shift, length, CHUNK)
+        decays += count
+        cleared = tl.maximum(cleared, begins)
+        drift_re = _coefficients(coefficients, DRIFT, size, D, channels, mask, N)
+        drift_im = _coefficients(coefficients, DRIFT + 1, size, D, channels, mask, N)
+        h_re, h_im = _undrifted(drift_re, drift_im, count.to(tl.float32) / CHUNK, h_re, h_im, N)
+        even = before + length // AHEAD * AHEAD
+        for s in range(before, even, AHEAD):
+            now, now_y = ahead, ahead_y
+            ahead = _load_block(x, s + AHEAD, begin, stop, D, channels, mask, AHEAD, REVERSE)
+            if SUMS:
+                ahead_y = _load_block(y, s + AHEAD, begin, stop, D, channels, mask, AHEAD, REVERSE)
+            for i in tl.static_range(AHEAD):
+                t = stop - 1 - (s + i) if REVERSE else begin + s + i
+                is_start, is_real = _token_flags(starts, real, t, t + shift, count, begins, length)
+                h_re, h_im, sums, result = _step(
+                    now[i].to(tl.float32),
+                    now_y[i].to(tl.float32),
+                    *(h_re, h_im, sums, q_re, q_im, a, gamma_re, gamma_im, is_start, is_real),
+                    *(BLOCK, N, REVERSE, SUMS),
+                )
+                if out is not None:
+                    tl.store(out + t * D + channels, result.to(out.dtype.element_ty), mask=mask)
+        for s in range(even, before + length):
+            t = stop - 1 - s if REVERSE else begin + s
+            now_x = tl.load(x + t * D + channels, mask=mask, other=0.0).to(tl.float32)
+            now_y = now_x
+            if SUMS:
+                now_y = tl.load(y + t * D + channels, mask=mask, other=0.0).to(tl.float32)
+            is_start, is_real = _token_flags(starts, real, t, t + shift, count, begins, length)
+            h_re, h_im, sums, result = _step(
+                *(now_x, now_y, h_re, h_im, sums, q_re, q_im, a, gamma_re, gamma_im, is_start, is_real),
+                *(BLOCK, N, REVERSE, SUMS),
+            )
+            if out is not None:
+                tl.store(out + t * D + channels, result.to(out.dtype.element_ty), mask=mask)
+
+    if final is not None:
+        h_im = _times(-1 if REVERSE else 1, h_im, N)
+        for n in tl.static_range(N):
+            tl.store(final + here + 2 * n, h_re[n], mask=mask)
+            tl.store(final + here + 2 * n + 1, h_im[n], mask=mask)
+    if SUMS:
+        for n in tl.static_range(N):
+            tl.store(grad_a + (segment.to(tl.int64) * N + n) * D + channels, sums[n], mask=mask)
+    if steps is not None:
+        tl.store(steps + segment, tl.where(cleared > 0, -1, decays))
+
+
+@triton.jit
+def _carry_kernel(
+    states,
+    steps,
+    alpha,
+    delta,
+    theta,
+    initial,
+    final,
+    SEGMENTS,
+    D,
+    TILES,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """Turns what each segment adds into the state that enters it, in place, and writes the state that leaves all."""
+    tile, row = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
+    cells = tile * BLOCK + tl.arange(0, BLOCK)
+    mask = cells < N * D
+    a, d, share, part = _rates(alpha, delta, theta, cells, cells // N, cells % N, mask, N)
+    log_modulus = tl.log(tl.maximum(1 - a * d, 1e-30))
+    turns = part * share
+    here = (row * N * D + cells) * 2
+    re, im = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    if initial is not None:
+        re, im = tl.load(initial + here, mask=mask, other=0.0), tl.load(initial + here + 1, mask=mask, other=0.0)
+    for i in range(SEGMENTS):
+        segment = row * SEGMENTS + (SEGMENTS - 1 - i if REVERSE else i)
+        times = tl.load(steps + segment)
+        power = tl.where(times < 0, 0.0, tl.exp(times * log_modulus))
+        cos, sin = _cos_sin(times * turns)
+        q_re, q_im = (power * cos).to(tl.float32), (power * sin).to(tl.float32) * (-1 if REVERSE else 1)
+        place = states + (segment * N * D + cells) * 2
+        added_re, added_im = tl.load(place, mask=mask, other=0.0), tl.load(place + 1, mask=mask, other=0.0)
+        tl.store(place, re, mask=mask)
+        tl.store(place + 1, im, mask=mask)
+        re, im = q_re * re - q_im * im + added_re, q_re * im + q_im * re + added_im
+    tl.store(final + here, re, mask=mask)
+    tl.store(final + here + 1, im, mask=mask)
+
+
+@triton.jit
+def _gradient_step(
+    x,
+    g,
+    h_re,
+    h_im,
+    p_re,
+    p_im,
+    sum_h_re,
+    sum_h_im,
+    sum_p_re,
+    sum_p_im,
+    q_re,
+    q_im,
+    a,
+    is_start,
+    is_real,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One token: h, p = dh/dq, and the sums of either times the gradient of out."""
+    if is_start:
+        h_re, h_im, p_re, p_im = _zeros(BLOCK, N), _zeros(BLOCK, N), _zeros(BLOCK, N), _zeros(BLOCK, N)
+    if is_real:
+        new_h_re, new_h_im, new_p_re, new_p_im = (), (), (), ()
+        new_sum_h_re, new_sum_h_im, new_sum_p_re, new_sum_p_im = (), (), (), ()
+        for n in tl.static_range(N):
+            new_p_re += (q_re[n] * p_re[n] - q_im[n] * p_im[n] + h_re[n],)
+            new_p_im += (q_re[n] * p_im[n] + q_im[n] * p_re[n] + h_im[n],)
+            new_h_re += (q_re[n] * h_re[n] - q_im[n] * h_im[n] + a[n] * x,)
+            new_h_im += (q_re[n] * h_im[n] + q_im[n] * h_re[n],)
+            new_sum_p_re += (sum_p_re[n] + g * new_p_re[n],)
+            new_sum_p_im += (sum_p_im[n] + g * new_p_im[n],)
+            new_sum_h_re += (sum_h_re[n] + g * new_h_re[n],)
+            new_sum_h_im += (sum_h_im[n] + g * new_h_im[n],)
+        h_re, h_im, p_re, p_im = new_h_re, new_h_im, new_p_re, new_p_im
+        sum_h_re, sum_h_im, sum_p_re, sum_p_im = new_sum_h_re, new_sum_h_im, new_sum_p_re, new_sum_p_im
+    return h_re, h_im, p_re, p_im, sum_h_re, sum_h_im, sum_p_re, sum_p_im
+
+
+@triton.jit(do_not_specialize=["T", "SEGMENT", "SEGMENTS"])  # which differ from text to text
+def _rate_gradient_kernel(
+    g,
+    x,
+    coefficients,
+    states,
+    grad_states,
+    grads,
+    PLANE,
+    starts,
+    real,
+    starts_stride,
+    T,
+    SEGMENT,
+    SEGMENTS,
+    D,
+    TILES,
+    N: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """
+    What a segment adds to the gradients of gamma and q, conjugated, in PART of the N states: `grads` (4, segments, N,
+    D). `states` enter the segment (zeros where None), `grad_states` are the gradients of those that leave it.
+    """
+    tile, part = tl.program_id(0) % TILES, tl.program_id(0) // TILES % (N // PART) * PART
+    segment = tl.program_id(0) // TILES // (N // PART)
+    begin, stop = tokens(None, segment, T, SEGMENT, SEGMENTS, False)
+    row = (segment // SEGMENTS).to(tl.int64)
+    shift = row * (starts_stride - T)
+    channels = tile * BLOCK + tl.arange(0, BLOCK)
+    mask = channels < D
+    size = N * D
+    coefficients += part * D
+    q_re = _coefficients(coefficients, Q, size, D, channels, mask, PART)
+    q_im = _coefficients(coefficients, Q + 1, size, D, channels, mask, PART)
+    a = _coefficients(coefficients, A, size, D, channels, mask, PART)
+    here = ((segment.to(tl.int64) * D + channels) * N + part) * 2
+    if states is not None:
+        h_re = _each(states + here, 2, mask, PART)
+        h_im = _each(states + here + 1, 2, mask, PART)
+    else:
+        h_re, h_im = _zeros(BLOCK, PART), _zeros(BLOCK, PART)
+    p_re, p_im = _zeros(BLOCK, PART), _zeros(BLOCK, PART)  # dh/dq
+    sum_h_re, sum_h_im = _zeros(BLOCK, PART), _zeros(BLOCK, PART)
+    sum_p_re, sum_p_im = _zeros(BLOCK, PART), _zeros(BLOCK, PART)
+
+    ahead_x = _load_block(x, 0, begin, stop, D, channels, mask, AHEAD, False)
+    ahead_g = _load_block(g, 0, begin, stop, D, channels, mask, AHEAD, False)
+    total = (stop - begin).to(tl.int32)
+    for before in range(0, total, CHUNK):
+        length = tl.minimum(total - before, CHUNK)
+        first = begin + before
+        count, begins = _chunk_flags(starts, real, first, first + shift, length, CHUNK)
+        drift_re = _coefficients(coefficients, DRIFT, size, D, channels, mask, PART)
+        drift_im = _coefficients(coefficients, DRIFT + 1, size, D, channels, mask, PART)
+        h_re, h_im = _undrifted(drift_re, drift_im, count.to(tl.float32) / CHUNK, h_re, h_im, PART)
+        p_re, p_im = _undrifted(drift_re, drift_im, count.to(tl.float32) / CHUNK, p_re, p_im, PART)
+        even = before + length // AHEAD * AHEAD
+        for s in range(before, even, AHEAD):
+            now_x, now_g = ahead_x, ahead_g
+            ahead_x = _load_block(x, s + AHEAD, begin, stop, D, channels, mask, AHEAD, False)
+            ahead_g = _load_block(g, s + AHEAD, begin, stop, D, channels, mask, AHEAD, False)
+            for i in tl.static_range(AHEAD):
+                t = begin + s + i
+                is_start, is_real = _token_flags(starts, real, t, t + shift, count, begins, length)
+                h_re, h_im, p_re, p_im, sum_h_re, sum_h_im, sum_p_re, sum_p_im = _gradient_step(
+                    now_x[i].to(tl.float32),
+                    now_g[i].to(tl.float32),
+                    *(h_re, h_im, p_re, p_im, sum_h_re, sum_h_im, sum_p_re, sum_p_im),
+                    *(q_re, q_im, a, is_start, is_real, BLOCK, PART),
+                )
+        for s in range(even, before + length):
+            t = begin + s
+            one_x = tl.load(x + t * D + channels, mask=mask, other=0.0).to(tl.float32)
+            one_g = tl.load(g + t * D + channels, mask=mask, other=0.0).to(tl.float32)
+            is_start, is_real = _token_flags(starts, real, t, t + shift, count, begins, length)
+            h_re, h_im, p_re, p_im, sum_h_re, sum_h_im, sum_p_re, sum_p_im = _gradient_step(
+                *(one_x, one_g, h_re, h_im, p_re, p_im, sum_h_re, sum_h_im, sum_p_re, sum_p_im),
+                *(q_re, q_im, a, is_start, is_real, BLOCK, PART),
+            )
+
+    gamma_re = _coefficients(coefficients, GAMMA, size, D, channels, mask, PART)
+    gamma_im = _coefficients(coefficients, GAMMA + 1, size, D, channels, mask, PART)
+    q_re, q_im = _product(gamma_re, gamma_im, sum_p_re, sum_p_im, PART)
+    grad_re = _each(grad_states + here, 2, mask, PART)
+    grad_im = _times(-1, _each(grad_states + here + 1, 2, mask, PART), PART)
+    p_re, p_im = _product(grad_re, grad_im, p_re, p_im, PART)
+    plane = tl.cast(PLANE, tl.int64)
+    for n in tl.static_range(PART):
+        place = grads + (segment.to(tl.int64) * N + part + n) * D + channels
+        tl.store(place, sum_h_re[n], mask=mask)
+        tl.store(place + plane, sum_h_im[n], mask=mask)
+        tl.store(place + 2 * plane, q_re[n] + p_re[n], mask=mask)
+        tl.store(place + 3 * plane, q_im[n] + p_im[n], mask=mask)
+
+
+@triton.jit
+def _parameter_kernel(
+    sums,
+    alpha,
+    delta,
+    theta,
+    grad_alpha,
+    grad_delta,
+    grad_theta,
+    grad_gamma,
+    SEGMENTS,
+    D,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradients of the parameters from those of a, gamma and q, of which every segment has a part: `sums`."""
+    channels = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    n = tl.arange(0, BLOCK_N)[None, :]
+    mask = (channels < D) & (n < N)
+    cells = channels * N + n
+    place, stride = sums + n * D + channels, tl.cast(N * D, tl.int64)
+    plane = SEGMENTS * stride
+    grads = ()
+    for i in tl.static_range(5):
+        total = tl.zeros((BLOCK, BLOCK_N), tl.float32)
+        for segment in range(SEGMENTS):
+            total += tl.load(place + i * plane + segment * stride, mask=mask, other=0.0)
+        grads += (total,)
+    a, d, share, part = _rates(alpha, delta, theta, cells, channels, n, mask, N)
+    modulus = 1 - a * d
+    cos, sin = _cos_sin(part * share)
+    of_modulus = grads[3] * cos - grads[4] * sin
+    of_turns = -6.283185307179586 * modulus * (grads[3] * sin + grads[4] * cos)
+    of_alpha = (grads[0] - d * of_modulus) * a * (1 - a)
+    of_delta = -of_modulus * a * d * (1 - d)
+    of_theta = tl.sum(of_turns * part * share * (1 - share), 1)
+    tl.store(grad_alpha + cells, of_alpha.to(tl.float32).to(grad_alpha.dtype.element_ty), mask=mask)
+    tl.store(grad_delta + cells, of_delta.to(tl.float32).to(grad_delta.dtype.element_ty), mask=mask)
+    tl.store(grad_gamma + 2 * cells, grads[1].to(grad_gamma.dtype.element_ty), mask=mask)
+    tl.store(grad_gamma + 2 * cells + 1, (-grads[2]).to(grad_gamma.dtype.element_ty), mask=mask)
+    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(grad_theta + channels, of_theta.to(tl.float32).to(grad_theta.dtype.element_ty), mask=channels < D)
+
+
+@triton.jit
+def _average_step_kernel(
+    x,
+    alpha,
+    delta,
+    theta,
+    gamma,
+    state,
+    new_state,
+    out,
+    starts,
+    real,
+    starts_stride,
+    B,
+    D,
+    TILES,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One token of a block of channels, in up to ROWS rows. q is not rounded: its product is float64."""
+    tile, first = tl.program_id(0) % TILES, tl.program_id(0) // TILES * ROWS
+    one = tile * BLOCK + tl.arange(0, BLOCK)
+    channels, n = one[:, None], tl.arange(0, BLOCK_N)[None, :]
+    mask = (channels < D) & (n < N)
+    cells = channels * N + n
+    a, d, share, part = _rates(alpha, delta, theta, cells, channels, n, mask, N)
+    cos, sin = _cos_sin(part * share)
+    q_re, q_im = (1 - a * d) * cos, (1 - a * d) * sin
+    gamma_re = tl.load(gamma + 2 * cells, mask=mask, other=0.0).to(tl.float32)
+    gamma_im = tl.load(gamma + 2 * cells + 1, mask=mask, other=0.0).to(tl.float32)
+    for row in range(first, tl.minimum(first + ROWS, B)):
+        row = tl.cast(row, tl.int64)
+        here = (row * D * N + cells) * 2
+        before_re = tl.load(state + here, mask=mask, other=0.0)
+        before_im = tl.load(state + here + 1, mask=mask, other=0.0)
+        if starts is not None:
+            is_start = tl.load(starts + row * starts_stride)
+            before_re, before_im = tl.where(is_start, 0.0, before_re), tl.where(is_start, 0.0, before_im)
+        now = tl.load(x + row * D + channels, mask=channels < D, other=0.0).to(tl.float32)
+        re = (q_re * before_re - q_im * before_im + a * now).to(tl.float32)
+        im = (q_re * before_im + q_im * before_re).to(tl.float32)
+        result = tl.sum(gamma_re * re - gamma_im * im, 1)
+        if real is not None:
+            is_real = tl.load(real + row)
+            re, im = tl.where(is_real, re, before_re), tl.where(is_real, im, before_im)
+            result = tl.where(is_real, result, 0.0)
+        tl.store(new_state + here, re, mask=mask)
+        tl.store(new_state + here + 1, im, mask=mask)
+        tl.store(out + row * D + one, result.to(out.dtype.element_ty), mask=one < D)
+
+
+# Below this many tokens a segment is not worth the passes that find the state that enters it.
+MIN_SEGMENT = 512
+
+
+class _Plan(Segments):
+    """How the work is cut into programs, and what q is in every channel."""
+
+    def __init__(self, x, alpha, delta, theta, gamma, starts, real):
+        batch, length, self.width = x.shape
+        self.size = alpha.shape[1]
+        # A thread has a channel; three programs of its 64 on every multiprocessor hide what a token waits for.
+        self.walking = {"BLOCK": 64, "CHUNK": 64, "AHEAD": 4, "num_warps": 2 if torch.version.hip is None else 1}
+        self.tiles = triton.cdiv(self.width, 64)
+        super().__init__(batch, length, 64, batch * self.tiles, 3 * multiprocessors(x), MIN_SEGMENT)
+        stride = 0 if starts is None or starts.shape[0] == 1 else length
+        flags = starts, real, stride
+        self.geometry = (*flags, length, self.segment, self.per_sequence, self.width, self.tiles)
+        self.parameters = alpha, delta, theta
+        self.coefficients = x.new_empty(7, self.size, self.width, dtype=torch.float32)
+        launch(
+            _coefficients_kernel,
+            (triton.cdiv(self.size * self.width, 128),),
+            *(*self.parameters, gamma, self.coefficients, self.width),
+            N=self.size,
+            CHUNK=64,
+            BLOCK=128,
+        )
+
+    def states(self, x, number):
+        return x.new_empty(number, self.width, self.size, 2, dtype=torch.float32)
+
+    def walk(self, x, y, states, out, final, steps, grad_a, reverse):
+        launch(
+            _average_kernel,
+            (self.segments * self.tiles,),
+            *(x, y, self.coefficients, states, out, final, steps, grad_a, *self.geometry),
+            N=self.size,
+            REVERSE=reverse,
+            **self.walking,
+        )
+
+    def entering(self, x, initial, reverse):
+        """The states that enter the segments, and the one that leaves each row; in reverse, their gradients."""
+        if self.whole:
+            return initial, None
+        states, final = self.states(x, self.segments), self.states(x, self.sequences)
+        steps = x.new_empty(self.segments, dtype=torch.int32)
+        self.walk(x, None, None, None, states, steps, None, reverse)
+        tiles = triton.cdiv(self.size * self.width, 128)
+        launch(
+            _carry_kernel,
+            (self.sequences * tiles,),
+            *(states, steps, *self.parameters, initial, final, self.per_sequence, self.width, tiles),
+            N=self.size,
+            BLOCK=128,
+            REVERSE=reverse,
+        )
+        return states, final
+
+
+def cema_triton(x, alpha, delta, theta, gamma, initial_state, starts, real):
+    """Arguments, shapes and results are those of [`subquad_kernels.cema`]."""
+    x, alpha, delta, theta, gamma, starts, real = contiguous(x, alpha, delta, theta, gamma, starts, real)
+    if initial_state is not None:
+        initial_state = initial_state.float().contiguous()
+    plan = _Plan(x, alpha, delta, theta, gamma, starts, real)
+    states, final = plan.entering(x, initial_state, reverse=False)
+    out, leaving = torch.empty_like(x), plan.states(x, plan.sequences) if final is None else None
+    plan.walk(x, None, states, out, leaving, None, None, reverse=False)
+    return out, leaving if final is None else final
+
+
+def cema_triton_backward(grad_out, grad_state, x, alpha, delta, theta, gamma, initial_state, starts, real):
+    """Gradients of x, alpha, delta, theta, gamma and, where it is given, initial_state."""
+    grad_out, x, alpha, delta, theta, gamma = contiguous(grad_out, x, alpha, delta, theta, gamma)
+    starts, real = contiguous(starts, real)
+    grad_state = grad_state.float().contiguous()
+    if initial_state is not None:
+        initial_state = initial_state.float().contiguous()
+    plan = _Plan(x, alpha, delta, theta, gamma, starts, real)
+    states, _ = plan.entering(x, initial_state, reverse=False)
+    grad_states, grad_initial = plan.entering(grad_out, grad_state, reverse=True)
+    leaving = plan.states(x, plan.sequences) if plan.whole else None
+
+    sums = x.new_empty(5, plan.segments, plan.size, plan.width, dtype=torch.float32)
+    grad_x = torch.empty_like(x)
+    plan.walk(grad_out, x, grad_states, grad_x, leaving, None, sums[0], reverse=True)
+    part = max(n for n in range(1, 9) if plan.size % n == 0)
+    launch(
+        _rate_gradient_kernel,
+        (plan.segments * plan.size // part * plan.tiles,),
+        *(grad_out, x, plan.coefficients, states, grad_states, sums[1:], sums[0].numel(), *plan.geometry),
+        N=plan.size,
+        PART=part,
+        **plan.walking,
+    )
+    grads = [torch.empty_like(parameter) for parameter in (alpha, delta, theta, gamma)]
+    launch(
+        _parameter_kernel,
+        (triton.cdiv(plan.width, 16),),
+        *(sums, alpha, delta, theta, *grads, plan.segments, plan.width),
+        N=plan.size,
+        BLOCK_N=triton.next_power_of_2(plan.size),
+        BLOCK=16,
+    )
+    grads = [grad_x, *grads]
+    return grads if initial_state is None else [*grads, leaving if plan.whole else grad_initial]
+
+
+def cema_triton_step(x, alpha, delta, theta, gamma, state, new_state, starts, real):
+    """
+    One token: x (B, D), starts (B or 1) and real (B), state (B, D, N, 2) in float32; where that is None, `new_state`
+    holds it. Writes the state after the token to `new_state`; returns out (B, D).
+    """
+    x, alpha, delta, theta, gamma, starts, real = contiguous(x, alpha, delta, theta, gamma, starts, real)
+    batch, width = x.shape
+    out = torch.empty_like(x)
+    tiles, rows = triton.cdiv(width, 16), 8
+    launch(
+        _average_step_kernel,
+        (tiles * triton.cdiv(batch, rows),),
+        *(x, alpha, delta, theta, gamma, new_state if state is None else state, new_state, out, starts, real),
+        *(0 if starts is None or len(starts) == 1 else 1, batch, width, tiles),
+        N=alpha.shape[1],
+        BLOCK_N=triton.next_power_of_2(alpha.shape[1]),
+        BLOCK=16,
+        ROWS=rows,
+    )
+    return out
