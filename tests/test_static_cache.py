@@ -70,8 +70,9 @@ def both_caches(model, ids):
 
 
 @each_causal
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("rows", "padding"), [(1, 0), (1, 4), (3, 0), (3, 4)])
+@pytest.mark.parametrize(
+    ("tied", "rows", "padding"), [(False, 1, 0), (False, 1, 4), (False, 3, 0), (False, 3, 4), (True, 3, 4)]
+)
 def test_compiled_generation(model_type, tied, rows, padding, graphs):
     model, config = tiny_model(model_type, tie_word_embeddings=tied), compiling(graphs)
     for choice in ({}, {"do_sample": True, "top_k": 0}):

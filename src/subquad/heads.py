@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file
 from subquad_kernels import linear
 
 from .cache import RecurrentCache, check_cache
-from .padding import Tokens, can_look_at
+from .padding import Tokens, can_look_at, last_token
 
 
 logger = logging.get_logger(__name__)
@@ -153,6 +153,18 @@ class RecurrentModelMixin:
         elif use_cache:
             past_key_values = self.new_cache()
         return x, tokens, past_key_values, use_cache
+
+    @staticmethod
+    def fill_output(x: torch.Tensor, tokens: Tokens, past_key_values: RecurrentCache | None) -> torch.Tensor:
+        """
+        The output of all blocks, (batch, length, width), in which padding repeats the last real token before it, also
+        where an earlier call read that; it is zero where there is none.
+        """
+        if past_key_values is None:
+            return tokens.fill(x, None)
+        x = tokens.fill(x, past_key_values.after_blocks.get("output"))
+        past_key_values.after_blocks.update("output", last_token(None, x), last_token, x)
+        return x
 
     def _without_cache_if_checkpointing(self, use_cache: bool, past_key_values: RecurrentCache | None):
         """

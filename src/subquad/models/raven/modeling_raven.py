@@ -26,7 +26,7 @@ from ...heads import (
     RecurrentModelMixin,
     SequenceClassificationHead,
 )
-from ...padding import Tokens, last_token
+from ...padding import Tokens
 from .configuration_raven import RavenConfig
 
 
@@ -486,11 +486,8 @@ class RavenModel(RavenPreTrainedModel):
                 hidden_states += (x,)
         x = self.norm(x)
 
-        if past_key_values is None:
-            x = tokens.fill(x, None)
-        else:
-            x = tokens.fill(x, past_key_values.after_blocks.get("output"))
-            past_key_values.after_blocks.update("output", last_token(None, x), last_token, x)
+        x = self.fill_output(x, tokens, past_key_values)
+        if past_key_values is not None:
             past_key_values.finish(call.kept_place, call.kept, packed=call.document is not None)
         if output_hidden_states:
             hidden_states = (*hidden_states[:-1], x)

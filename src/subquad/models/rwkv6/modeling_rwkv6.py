@@ -260,11 +260,8 @@ class Rwkv6Model(Rwkv6PreTrainedModel):
                 hidden_states += (x,)
         x = self.ln_out(x)
 
-        if past_key_values is None:
-            x = tokens.fill(x, None)
-        else:
-            x = tokens.fill(x, past_key_values.after_blocks.get("output"))
-            past_key_values.after_blocks.update("output", last_token(None, x), last_token, x)
+        x = self.fill_output(x, tokens, past_key_values)
+        if past_key_values is not None:
             past_key_values.advance(x.shape[1])
         if output_hidden_states:
             hidden_states = (*hidden_states[:-1], x)
