@@ -38,6 +38,16 @@ def _is_inference(x: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and x.is_inference()
 
 
+def _with_room(x: torch.Tensor, more: int) -> torch.Tensor:
+    """x (batch, room, ...) with zeros for so many entries more."""
+    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, more))
+
+
+def _of_entries(flags: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What is told of each entry, (batch, n), with as many dimensions as x (batch, n, ...)."""
+    return flags.view(*flags.shape, *[1] * (x.dim() - 2))
+
+
 @dataclass
 class _Record:
     """What rebuilds one state: its value before the recorded tokens and what each of them contributed."""
@@ -111,9 +121,8 @@ class RecurrentLayer:
             return False
         return not _is_inference(held) or torch.is_inference_mode_enabled()
 
-    def lend(self, name: str, state: torch.Tensor) -> None:
-        """Sets a state, recording nothing, that this call goes on to read."""
-        self.write(name, state)
+    def lend(self, name: str) -> None:
+        """Remembers whether a graph may hold the state, which was just set, and which this call goes on to read."""
         if torch.is_grad_enabled():
             self.lent.add(name)
         else:
@@ -463,13 +472,13 @@ class GrowingCache(RecurrentCache):
         if held is None:
             held = x.new_zeros(x.shape[0], room, *x.shape[2:])
         elif held.shape[1] < room:
-            held = torch.nn.functional.pad(held, (0, 0) * (x.dim() - 2) + (0, room - held.shape[1]))
-        place = place.clamp_min(0)  # of padding, which adds zero, any will do
-        place = place.view(*place.shape, *[1] * (x.dim() - 2)).expand_as(x)
+            held = _with_room(held, room - held.shape[1])
+        place = _of_entries(place.clamp_min(0), x).expand_as(x)  # of padding, which adds zero, any will do
         x = x.to(held.dtype)
         # In place, because a long text is not copied for every token, unless a backward pass may need what was before.
         held = held.scatter_add_(1, place, x) if layer.may_change(name, held) else held.scatter_add(1, place, x)
-        layer.lend(name, held)
+        layer.write(name, held)
+        layer.lend(name)
         return held
 
     def count(self, real: torch.Tensor) -> None:
@@ -486,7 +495,7 @@ class GrowingCache(RecurrentCache):
             elif tokens == 1:
                 state = layer.states[name]
                 kept = torch.arange(state.shape[1], device=state.device) < lengths.to(state.device)[:, None]
-                layer.states[name] = state * kept.view(*kept.shape, *[1] * (state.dim() - 2))
+                layer.states[name] = state * _of_entries(kept, state)
 
     @classmethod
     def load(
@@ -508,8 +517,7 @@ class GrowingCache(RecurrentCache):
         for layer, from_file in zip(cache.layers, saved.layers, strict=True):
             for name, state in from_file.states.items():
                 if name in cache.growing:
-                    room = more // cache.growing[name]
-                    state = torch.nn.functional.pad(state, (0, 0) * (state.dim() - 2) + (0, room))
+                    state = _with_room(state, more // cache.growing[name])
                 layer.write(name, state)
         cache.seen_tokens += saved.get_seq_length()
         cache._move_count(device)
@@ -582,11 +590,9 @@ def at_places(
     """
     before = place[:, :1] + 1 - real[:, :1].long()  # tokens that the row had
     brought = (wanted >= before) & (wanted <= place[:, -1:])
-    index = torch.searchsorted(place.contiguous(), wanted.contiguous()).clamp_max(
-        x.shape[1] - 1
-    )  # the first is no padding
-    brought, index = (y.view(*y.shape, *[1] * (x.dim() - 2)) for y in (brought, index))
-    return torch.where(brought, x.gather(1, index.expand(-1, -1, *x.shape[2:])).to(held.dtype), held)
+    index = torch.searchsorted(place.contiguous(), wanted.contiguous())  # of equal places the first is no padding
+    index = _of_entries(index.clamp_max(x.shape[1] - 1), x).expand(-1, -1, *x.shape[2:])
+    return torch.where(_of_entries(brought, x), x.gather(1, index).to(held.dtype), held)
 
 
 def ring_state(
@@ -628,12 +634,12 @@ class RavenCache(GrowingCache):
         if held is None or x.shape[1] > 1:
             ring = replay(held, x, place, real)
         else:  # one row changes
-            index = (place % window).view(-1, *[1] * (x.dim() - 1)).expand_as(x)
-            row = torch.where(real.view(-1, *[1] * (x.dim() - 1)), x.to(held.dtype), held.gather(1, index))
+            index = _of_entries(place % window, x).expand_as(x)
+            row = torch.where(_of_entries(real, x), x.to(held.dtype), held.gather(1, index))
             inplace = not layer.record_past and layer.may_change(name, held)
             ring = held.scatter_(1, index, row) if inplace else held.scatter(1, index, row)
         layer.update(name, ring, replay, x, place, real)
-        layer.lend(name, ring)
+        layer.lend(name)
         return ring
 
     def restart(
@@ -643,10 +649,9 @@ class RavenCache(GrowingCache):
         held, wanted = layer.get(name), torch.arange(self.room_for(x.shape[1]), device=x.device)[None]
         if held is None:
             held = x.new_zeros(x.shape[0], wanted.shape[1], *x.shape[2:])
-        held = torch.nn.functional.pad(held, (0, 0) * (x.dim() - 2) + (0, wanted.shape[1] - held.shape[1]))
+        held = _with_room(held, wanted.shape[1] - held.shape[1])
         held = at_places(held, x, wanted.expand(x.shape[0], -1), place, real)
-        beyond = (wanted > place[:, -1:]).view(x.shape[0], -1, *[1] * (x.dim() - 2))
-        layer.write(name, held.masked_fill(beyond, 0.0))
+        layer.write(name, held.masked_fill(_of_entries(wanted > place[:, -1:], x), 0.0))
 
     def finish(self, place: torch.Tensor, real: torch.Tensor, packed: bool) -> None:
         """Counts the tokens of a call, whose places are those of [`at_places`]."""

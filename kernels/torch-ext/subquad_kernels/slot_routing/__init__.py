@@ -4,26 +4,13 @@ import math
 
 import torch
 
-from ..backend import choose_backend, dispatch
+from ..backend import cast, choose_backend, dispatch, of_widest, widest
 from .eager import slot_routing_eager, slot_routing_eager_backward
 from .reference import slot_routing_reference
 
 
 BACKENDS = ("eager", "reference", "triton")
 SCORES = ("sigmoid", "softmax")
-
-
-def _of_widest(*tensors: torch.Tensor | None) -> torch.Tensor:
-    return next((x for x in tensors if x is not None and x.dtype == torch.float64), tensors[0])
-
-
-def _widest(*tensors: torch.Tensor | None) -> torch.dtype:
-    """What plain torch computes in: float32, or float64 where one of the inputs is."""
-    return torch.promote_types(_of_widest(*tensors).dtype, torch.float32)
-
-
-def _cast(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    return [None if x is None else x.to(dtype) for x in tensors]
 
 
 @torch.library.custom_op("subquad_kernels::slot_routing", mutates_args=())
@@ -42,7 +29,7 @@ def _slot_routing(
         return slot_routing_triton(logits, log_decay, topk, bias, score, scale)
 
     def eager():
-        x, a, b = _cast(_widest(logits, log_decay, bias), logits, log_decay, bias)
+        x, a, b = cast(widest(logits, log_decay, bias), logits, log_decay, bias)
         return slot_routing_eager(x, a, topk, b, score, scale).contiguous()
 
     return dispatch("slot_routing", backend, logits, triton, eager)
@@ -50,7 +37,7 @@ def _slot_routing(
 
 @_slot_routing.register_fake
 def _(logits, log_decay, topk, bias, score, scale, backend):
-    return logits.new_empty(logits.shape, dtype=_widest(logits, log_decay, bias))
+    return logits.new_empty(logits.shape, dtype=widest(logits, log_decay, bias))
 
 
 @torch.library.custom_op("subquad_kernels::slot_routing_backward", mutates_args=())
@@ -70,7 +57,7 @@ def _slot_routing_backward(
         return slot_routing_triton_backward(grad, logits, log_decay, topk, bias, score, scale)
 
     def eager():
-        x, a, b = _cast(grad.dtype, logits, log_decay, bias)
+        x, a, b = cast(grad.dtype, logits, log_decay, bias)
         return slot_routing_eager_backward(grad, x, a, topk, b, score, scale)
 
     grads = dispatch("slot_routing", backend, logits, triton, eager)
@@ -136,9 +123,9 @@ def slot_routing(
     """
     _check(logits, log_decay, topk, bias, score, scale)
     scale = float(scale)
-    backend = choose_backend("slot_routing", backend, BACKENDS, _of_widest(logits, log_decay, bias))
+    backend = choose_backend("slot_routing", backend, BACKENDS, of_widest(logits, log_decay, bias))
     if backend == "reference":
-        x, a, b = _cast(_widest(logits, log_decay, bias), logits, log_decay, bias)
+        x, a, b = cast(widest(logits, log_decay, bias), logits, log_decay, bias)
         return slot_routing_reference(x, a, topk, b, score, scale)
     return _slot_routing(logits, log_decay, topk, bias, score, scale, backend)
 
