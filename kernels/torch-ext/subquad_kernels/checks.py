@@ -24,15 +24,19 @@ def check_sequences(**tensors: torch.Tensor) -> None:
             raise ValueError(f"`{name}` must be (batch, length >= 1, heads, size), got {tuple(x.shape)}.")
 
 
-def check_tensors(expected: dict[str, tuple[torch.Tensor, tuple[int, ...]]], k: torch.Tensor) -> None:
-    """Each has its shape, is floating point, and lies where k does."""
+def check_tensors(
+    expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]], first: str, beside: torch.Tensor
+) -> None:
+    """Each that is given has its shape, is floating point, and lies where the argument called `first` does."""
     for name, (x, shape) in expected.items():
+        if x is None:
+            continue
         if tuple(x.shape) != tuple(shape):
             raise ValueError(f"`{name}` must have shape {tuple(shape)}, got {tuple(x.shape)}.")
         if not x.is_floating_point():
             raise ValueError(f"`{name}` must be floating point, got {x.dtype}.")
-        if x.device != k.device:
-            raise ValueError(f"`{name}` is on {x.device}, `k` on {k.device}.")
+        if x.device != beside.device:
+            raise ValueError(f"`{name}` is on {x.device}, `{first}` on {beside.device}.")
 
 
 def check_inplace(initial_state: torch.Tensor | None, *others: torch.Tensor) -> None:

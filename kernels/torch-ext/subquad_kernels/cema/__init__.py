@@ -3,7 +3,7 @@
 import torch
 
 from ..backend import cast, choose_backend, dispatch, of_widest, widest, without_autocast
-from ..checks import check_inplace, needs_gradient
+from ..checks import check_inplace, check_tensors, needs_gradient
 from .eager import cema_chunked, cema_chunked_backward, cema_step
 from .reference import cema_reference
 
@@ -233,17 +233,15 @@ def _check(x, alpha, delta, theta, gamma, initial_state, starts, real, inplace):
         "theta": (theta, (width,)),
         "gamma": (gamma, (*shape, 2)),
         "initial_state": (initial_state, (batch, *shape, 2)),
-        "starts": (starts, (rows, length)),
-        "real": (real, (batch, length)),
     }
-    for name, (tensor, shape) in expected.items():
+    check_tensors(expected, "x", x)
+    for name, tensor, shape in (("starts", starts, (rows, length)), ("real", real, (batch, length))):
         if tensor is None:
             continue
         if tuple(tensor.shape) != shape:
             raise ValueError(f"`{name}` must have shape {shape}, got {tuple(tensor.shape)}.")
-        flags = name in ("starts", "real")
-        if tensor.dtype != torch.bool if flags else not tensor.is_floating_point():
-            raise ValueError(f"`{name}` must be {'bool' if flags else 'floating point'}, got {tensor.dtype}.")
+        if tensor.dtype != torch.bool:
+            raise ValueError(f"`{name}` must be bool, got {tensor.dtype}.")
         if tensor.device != x.device:
             raise ValueError(f"`{name}` is on {tensor.device}, `x` on {x.device}.")
     if inplace:

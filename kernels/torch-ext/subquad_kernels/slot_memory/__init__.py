@@ -258,4 +258,4 @@ def _check(q, k, v, log_f, initial_state, cu_seqlens):
     documents = count_documents(cu_seqlens, batch)
     if initial_state is not None:
         expected["initial_state"] = (initial_state, (documents, heads, slots, key_size + value_size))
-    check_tensors(expected, k)
+    check_tensors(expected, "k", k)

@@ -3,7 +3,7 @@
 import torch
 
 from ..backend import cast, choose_backend, dispatch, of_widest, widest, without_autocast
-from ..checks import check_inplace, needs_gradient
+from ..checks import check_inplace, check_tensors, needs_gradient
 from .eager import timestep_decay_norm_eager, timestep_decay_norm_eager_backward, timestep_decay_norm_step
 from .reference import timestep_decay_norm_reference
 
@@ -308,20 +308,13 @@ def _check(x, weight, bias, initial_state, starts, real, groups, beta1, beta2):
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
         if not 0 <= beta < 1:
             raise ValueError(f"`{name}` must be from 0 to below 1, got {beta}.")
-    for name, tensor, shape in (
-        ("x", x, x.shape),
-        ("weight", weight, (width,)),
-        ("bias", bias, (width,)),
-        ("initial_state", initial_state, (batch, 3, groups)),
-    ):
-        if tensor is None:
-            continue
-        if tensor.shape != shape:
-            raise ValueError(f"`{name}` must have shape {tuple(shape)}, got {tuple(tensor.shape)}.")
-        if not tensor.is_floating_point():
-            raise ValueError(f"`{name}` must be floating point, got {tensor.dtype}.")
-        if tensor.device != x.device:
-            raise ValueError(f"`{name}` is on {tensor.device}, `x` on {x.device}.")
+    expected = {
+        "x": (x, (batch, length, width)),
+        "weight": (weight, (width,)),
+        "bias": (bias, (width,)),
+        "initial_state": (initial_state, (batch, 3, groups)),
+    }
+    check_tensors(expected, "x", x)
     for name, tensor, rows in (("starts", starts, (batch, 1)), ("real", real, (batch,))):
         if tensor is None:
             continue

@@ -295,6 +295,6 @@ def _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace):
     documents = count_documents(cu_seqlens, batch)
     if initial_state is not None:
         expected["initial_state"] = (initial_state, (documents, heads, key_size, v.shape[-1]))
-    check_tensors(expected, k)
+    check_tensors(expected, "k", k)
     if inplace:
         check_inplace(initial_state, r, k, v, log_w, u)
