@@ -63,10 +63,20 @@ ARCHITECTURES = {
             "AutoModelForSequenceClassification": "RavenForSequenceClassification",
         },
     ),
+    "gecko": (
+        "subquad.models.gecko",
+        "GeckoConfig",
+        {
+            "AutoModel": "GeckoModel",
+            "AutoModelForCausalLM": "GeckoForCausalLM",
+            "AutoModelForSequenceClassification": "GeckoForSequenceClassification",
+        },
+    ),
 }
 
 _EXPORTS = {
     "AveyCache": "subquad.cache",
+    "GeckoCache": "subquad.cache",
     "RavenCache": "subquad.cache",
     "RecurrentCache": "subquad.cache",
     "PRESETS": "subquad.presets",

@@ -48,19 +48,22 @@ def _of_entries(flags: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return flags.view(*flags.shape, *[1] * (x.dim() - 2))
 
 
+States = dict[str, torch.Tensor | None]
+
+
 @dataclass
 class _Record:
-    """What rebuilds one state: its value before the recorded tokens and what each of them contributed."""
+    """What rebuilds states: their values before the recorded tokens and what each of these contributed."""
 
-    replay: Callable[..., torch.Tensor]
-    before: torch.Tensor | None
+    replay: Callable[..., States]
+    before: States
     updates: tuple[torch.Tensor, ...]
 
     @property
     def tokens(self) -> int:
         return self.updates[0].shape[1]
 
-    def state_after(self, tokens: int) -> torch.Tensor | None:
+    def states_after(self, tokens: int) -> States:
         if tokens == 0:
             return self.before
         return self.replay(self.before, *(x[:, :tokens] for x in self.updates))
@@ -71,12 +74,16 @@ class _Record:
     def shorten(self) -> None:
         """Gives up the oldest tokens once there are twice as many as need be kept."""
         if self.tokens > 2 * MAX_RECORDED:
-            self.before = self.state_after(self.tokens - MAX_RECORDED)
+            self.before = self.states_after(self.tokens - MAX_RECORDED)
             self.updates = tuple(x[:, -MAX_RECORDED:].clone() for x in self.updates)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "_Record":
-        before = None if self.before is None else function(self.before)
+        before = {name: None if state is None else function(state) for name, state in self.before.items()}
         return _Record(self.replay, before, tuple(function(x) for x in self.updates))
+
+
+def _replay_one(name: str, replay: Callable[..., torch.Tensor], before: States, *updates: torch.Tensor) -> States:
+    return {name: replay(before[name], *updates)}
 
 
 @dataclass(eq=False)
@@ -152,15 +159,23 @@ class RecurrentLayer:
                 what an earlier one was and from what the tokens since then contributed.
             updates: those contributions, (batch, tokens, ...) each. They are kept only while the past is recorded.
         """
+        self.update_together({name: state}, functools.partial(_replay_one, name, replay), *updates)
+
+    def update_together(
+        self, states: dict[str, torch.Tensor], replay: Callable[..., States], *updates: torch.Tensor
+    ) -> None:
+        """As [`~RecurrentLayer.update`], of states that need each other: `replay(states, *updates) -> states`."""
         if not self.record_past:
             self.records.clear()
         else:
-            if name in self.records:
-                self.records[name].extend(updates)
+            key = next(iter(states))
+            if key in self.records:
+                self.records[key].extend(updates)
             else:
-                self.records[name] = _Record(replay, self.states.get(name), updates)
-            self.records[name].shorten()
-        self.write(name, state)
+                self.records[key] = _Record(replay, {name: self.states.get(name) for name in states}, updates)
+            self.records[key].shorten()
+        for name, state in states.items():
+            self.write(name, state)
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Puts `function(tensor)` in the place of every tensor."""
@@ -181,12 +196,12 @@ class RecurrentLayer:
         self.record_past, self.static = True, False
 
     def crop(self, tokens_to_remove: int) -> None:
-        for name, record in self.records.items() if tokens_to_remove else ():
-            state = record.state_after(record.tokens + tokens_to_remove)
-            if state is None:
-                del self.states[name]
-            else:
-                self.states[name] = state
+        for record in self.records.values() if tokens_to_remove else ():
+            for name, state in record.states_after(record.tokens + tokens_to_remove).items():
+                if state is None:
+                    del self.states[name]
+                else:
+                    self.states[name] = state
         self.records.clear()
 
     @property
@@ -486,6 +501,14 @@ class GrowingCache(RecurrentCache):
         lengths = _add_tokens(self.after_blocks.get("lengths"), real)
         self.after_blocks.update("lengths", lengths, _add_tokens, real)
 
+    def finish(self, place: torch.Tensor, real: torch.Tensor, packed: bool) -> None:
+        """Counts the tokens of a call, whose places are those of [`at_places`]."""
+        if packed:
+            self.after_blocks.write("lengths", place[:, -1] + 1)
+        else:
+            self.count(real)
+        self.advance(real.shape[1])
+
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         lengths = self.after_blocks.states.get("lengths")
@@ -605,7 +628,10 @@ def ring_state(
     last = place[:, -1:]
     if ring is None:
         ring = x.new_zeros(x.shape[0], window, *x.shape[2:])
-    return at_places(ring, x, last - (last - torch.arange(window, device=x.device)) % window, place, real)
+    elif ring.shape[1] < window:  # which it was too small to turn in
+        ring = _with_room(ring, window - ring.shape[1])
+    wanted = last - (last - torch.arange(window, device=x.device)) % window
+    return at_places(ring, x, wanted, place, real).masked_fill(_of_entries(wanted < 0, x), 0)
 
 
 class RavenCache(GrowingCache):
@@ -653,14 +679,6 @@ class RavenCache(GrowingCache):
         held = at_places(held, x, wanted.expand(x.shape[0], -1), place, real)
         layer.write(name, held.masked_fill(_of_entries(wanted > place[:, -1:], x), 0.0))
 
-    def finish(self, place: torch.Tensor, real: torch.Tensor, packed: bool) -> None:
-        """Counts the tokens of a call, whose places are those of [`at_places`]."""
-        if packed:
-            self.after_blocks.write("lengths", place[:, -1] + 1)
-        else:
-            self.count(real)
-        self.advance(real.shape[1])
-
     def reset(self) -> None:
         super().reset()
         self.even = True
@@ -670,6 +688,77 @@ class RavenCache(GrowingCache):
         cache = super().load(path, config, *args, **kwargs)
         cache.even = False
         return cache
+
+
+class GeckoCache(GrowingCache):
+    """
+    What Gecko keeps of a text, whose size does not depend on its length. In each block, the moments `timenorm` (batch,
+    3, groups) and CEMA's state `cema` (batch, model_dim, cema_ndim, 2), the `memory` (batch, heads, key size, value
+    size) and its log-normaliser `normalizer` (batch, heads, key size), in float32; and of the tokens of at most two
+    chunks, one of place p at p % (2 * chunk_size), `keys`, `values` and `memory_keys` (batch, heads, tokens, size).
+    After the blocks, the moments of the final norm, and where a begin token may begin documents, `begins` (batch, 2 *
+    chunk_size), where the document of each of those tokens begins.
+
+    Args:
+        config, static: see [`RecurrentCache`].
+    """
+
+    def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
+        super().__init__(config, static, max_cache_len)
+        self.window = 2 * config.chunk_size
+
+    def ring_size(self, tokens: int) -> int:
+        """How many tokens' keys and values there is room for, once `tokens` more are read."""
+        layer, size = self.after_blocks, self.unit
+        if layer.static or layer.record_past:
+            return self.window
+        while size < self.window and size < self.seen_tokens + tokens:
+            size *= 2
+        return min(size, self.window)
+
+    @property
+    def held_tokens(self) -> int:
+        """How many tokens' keys and values there is room for now."""
+        return self.layers[0].states["keys"].shape[2]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is known to have been read."""
+        if not self.is_initialized:
+            return True
+        return (isinstance(self.seen_tokens, int) or can_look_at(self.seen_tokens)) and self.get_seq_length() == 0
+
+    def keep(
+        self,
+        layer: RecurrentLayer,
+        rows: dict[str, torch.Tensor],
+        states: dict[str, torch.Tensor],
+        place: torch.Tensor,
+        real: torch.Tensor,
+        replay: Callable[..., States],
+        *updates: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """
+        Puts the tokens (batch, heads, tokens, size) of [`at_places`] into their rings, which are returned, and sets
+        states that depend on them; `replay` takes the rows, their tokens second, then `place`, `real` and `updates`.
+        """
+        size, rings = self.ring_size(place.shape[1]), {}
+        for name, x in rows.items():
+            held = layer.get(name)
+            if held is not None and x.shape[2] == 1 and held.shape[2] == size:  # one token changes
+                index = (place % size)[:, None, :, None].expand_as(x)
+                row = torch.where(real[:, None, :, None], x.to(held.dtype), held.gather(2, index))
+                inplace = not layer.record_past and layer.may_change(name, held)
+                rings[name] = held.scatter_(2, index, row) if inplace else held.scatter(2, index, row)
+            else:
+                held = None if held is None else held.transpose(1, 2)
+                ring = ring_state(held, x.transpose(1, 2), place, real, size)
+                rings[name] = ring.transpose(1, 2).contiguous()
+        contributions = (*(x.transpose(1, 2) for x in rows.values()), place, real, *updates)
+        layer.update_together({**rings, **states}, replay, *contributions)
+        for name in rings:
+            layer.lend(name)
+        return rings
 
 
 def check_cache(
@@ -699,7 +788,7 @@ def check_cache(
 def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
     """What two models must have in common for one's states to fit the other."""
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "head_size", "chunk_size")
-    names += ("num_slots", "key_dim", "value_dim", "attention_specs")
+    names += ("num_slots", "key_dim", "value_dim", "attention_specs", "z_dim", "cema_ndim", "timenorm_num_groups")
     return {name: getattr(config, name, None) for name in names}
 
 

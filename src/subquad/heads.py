@@ -278,10 +278,10 @@ class CausalLMHead:
     lm_head_name: str
 
     def get_output_embeddings(self) -> nn.Module:
-        return getattr(self, self.lm_head_name)
+        return self.get_submodule(self.lm_head_name)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        setattr(self, self.lm_head_name, new_embeddings)
+        self.set_submodule(self.lm_head_name, new_embeddings)
 
     @can_return_tuple
     def forward(

@@ -8,9 +8,12 @@ before.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+from torch.utils._pytree import tree_map
 
 
 def can_look_at(x: torch.Tensor) -> bool:
@@ -26,6 +29,12 @@ def can_look_at(x: torch.Tensor) -> bool:
 def last_token(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """The token shift's state after the tokens x (batch, tokens, width), whatever it was before."""
     return x[:, -1].clone()
+
+
+def shift(x: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+    """Every row of x (batch, length, ...) moved to the left by so many tokens (batch), round and round."""
+    source = (torch.arange(x.shape[1], device=x.device) + shifts[:, None]) % x.shape[1]
+    return x.gather(1, source.view(*source.shape, *[1] * (x.dim() - 2)).expand_as(x))
 
 
 class Tokens:
@@ -145,6 +154,17 @@ class Tokens:
         rows = begins.sum(1).cumsum(0).tolist()
         self.first, self.last = [0, *rows[:-1]], [n - 1 for n in rows]
 
+    def shifts(self) -> torch.Tensor | None:
+        """Number of padding tokens before the text of each row, (batch); None where there can be none."""
+        if self.mask is None or self.length == 1:
+            return None
+        shifts = self.mask.int().argmax(1)
+        return None if can_look_at(shifts) and not shifts.any() else shifts
+
+    def shifted(self, shifts: torch.Tensor) -> "Tokens":
+        """The same tokens, where every row begins with its text."""
+        return Tokens(self.batch, self.length, self.mask.device, shift(self.mask, shifts))
+
     def fill(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """
         What padding reads is what the last real token before it read.
@@ -186,3 +206,53 @@ class Tokens:
             state = entering
         out, state = operator(*inputs, *weights, state, cu_seqlens=self.cu_seqlens)
         return out.view(self.batch, self.length, *out.shape[2:]), state[self.last]
+
+
+AnyCall = TypeVar("AnyCall", bound="Call")
+
+
+@dataclasses.dataclass
+class Call:
+    """
+    The tokens of a call, and where they lie in their documents (without packed documents, a row is one).
+
+    Attributes:
+        tokens: which are real, and where documents begin.
+        place: of each token in its document, from 0 on, (batch, length); of padding that of the last token before it,
+            -1 where there is none.
+        document: number of each token's document in its row, where documents are packed, (batch, length). The first,
+            0, continues the cache.
+        kept, kept_place: which tokens the cache may keep, those of every row's last document, and their places,
+            (batch, length), which never fall: -1 before that document begins.
+    """
+
+    tokens: Tokens
+    place: torch.Tensor
+    document: torch.Tensor | None
+    kept: torch.Tensor
+    kept_place: torch.Tensor
+
+    @classmethod
+    def of(cls: type[AnyCall], tokens: Tokens, lengths: torch.Tensor) -> AnyCall:
+        """The tokens that follow `lengths` (batch) earlier ones of their rows."""
+        lengths, document = lengths[:, None], None
+        steps = torch.arange(tokens.length, device=lengths.device).expand(tokens.batch, -1)
+        kept = torch.ones_like(steps, dtype=torch.bool) if tokens.mask is None else tokens.mask
+        place = lengths + (steps if tokens.mask is None else kept.long().cumsum(1) - 1)
+        kept_place = place
+        if tokens.starts is not None:
+            starts = tokens.starts.expand(tokens.batch, -1)
+            document = starts.long().cumsum(1)
+            place = steps - torch.where(starts, steps, 0).cummax(1).values + lengths * (document == 0)
+            kept = document == document[:, -1:]
+            kept_place = place.where(kept, -1)
+        return cls(tokens, place, document, kept, kept_place.contiguous())
+
+    def to(self: AnyCall, device: torch.device, non_blocking: bool = False) -> AnyCall:
+        """A copy on another device, for models whose layers lie on several."""
+
+        def move(x):
+            return x.to(device, non_blocking=non_blocking) if isinstance(x, torch.Tensor | Tokens) else x
+
+        fields = {field.name: tree_map(move, getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return type(self)(**fields)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -26,7 +25,7 @@ from ...heads import (
     RecurrentModelMixin,
     SequenceClassificationHead,
 )
-from ...padding import Tokens
+from ...padding import Call, Tokens
 from .configuration_raven import RavenConfig
 
 
@@ -36,53 +35,17 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclasses.dataclass
-class Call:
+class RavenCall(Call):
     """
-    The tokens of a call, and where they lie in their documents (without packed documents, a row is one).
+    What all layers have to know of the tokens of a call.
 
     Attributes:
-        tokens: which are real, and where documents begin.
-        place: of each token in its document, from 0 on, (batch, length); of padding that of the last token before it,
-            -1 where there is none.
-        document: number of each token's document in its row, where documents are packed, (batch, length). The first,
-            0, continues the cache.
-        kept, kept_place: which tokens the cache may keep, those of every row's last document, and their places,
-            (batch, length), which never fall: -1 before that document begins.
         reaches: of attention layers, by their window.
         rotations: cosines and sines of rotary embeddings, by size of a head and theta.
     """
 
-    tokens: Tokens
-    place: torch.Tensor
-    document: torch.Tensor | None
-    kept: torch.Tensor
-    kept_place: torch.Tensor
     reaches: dict[int | None, "Reach"] = dataclasses.field(default_factory=dict)
     rotations: dict[tuple[int, float], tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, tokens: Tokens, lengths: torch.Tensor) -> "Call":
-        """The tokens that follow `lengths` (batch) earlier ones of their rows."""
-        lengths, document = lengths[:, None], None
-        steps = torch.arange(tokens.length, device=lengths.device).expand(tokens.batch, -1)
-        kept = torch.ones_like(steps, dtype=torch.bool) if tokens.mask is None else tokens.mask
-        place = lengths + (steps if tokens.mask is None else kept.long().cumsum(1) - 1)
-        kept_place = place
-        if tokens.starts is not None:
-            starts = tokens.starts.expand(tokens.batch, -1)
-            document = starts.long().cumsum(1)
-            place = steps - torch.where(starts, steps, 0).cummax(1).values + lengths * (document == 0)
-            kept = document == document[:, -1:]
-            kept_place = place.where(kept, -1)
-        return cls(tokens, place, document, kept, kept_place.contiguous())
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Call":
-        """A copy on another device, for models whose layers lie on several."""
-
-        def move(x):
-            return x.to(device, non_blocking=non_blocking) if isinstance(x, torch.Tensor | Tokens) else x
-
-        return Call(**{field.name: tree_map(move, getattr(self, field.name)) for field in dataclasses.fields(self)})
 
     def add_rotation(self, size: int, theta: float) -> None:
         """Finds the angles of rotary embeddings of heads of that size."""
@@ -157,7 +120,7 @@ class RavenSlotMemory(nn.Module):
         bias = self.r_bias if config.bias_rmm else None
         return slot_routing(m, a, config.topk, bias=bias, score=config.router_score, scale=config.router_scale)
 
-    def forward(self, x: torch.Tensor, call: Call, cache: RavenCache | None, state: RecurrentLayer | None):
+    def forward(self, x: torch.Tensor, call: RavenCall, cache: RavenCache | None, state: RecurrentLayer | None):
         config, tokens = self.config, call.tokens
         q = self.q_norm(self.feature_map(self.q_proj(x).unflatten(-1, (-1, config.head_k_dim))))
         k = self.k_norm(self.feature_map(self.k_proj(x).unflatten(-1, (-1, config.head_k_dim))))
@@ -200,7 +163,7 @@ class Reach(NamedTuple):
     varlen: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None
 
 
-def find_reach(call: Call, window: int | None, cache: RavenCache | None, flash: bool) -> Reach:
+def find_reach(call: RavenCall, window: int | None, cache: RavenCache | None, flash: bool) -> Reach:
     """What the tokens of a call attend to; `flash` tells whether by flash attention, which takes no masks."""
     packed, padded = call.document is not None, call.tokens.mask is not None
     alike = not (packed or padded or flash) and (cache is None or cache.even)
@@ -305,7 +268,9 @@ class RavenAttention(nn.Module):
         self.v_proj = Linear(config.hidden_size, key_dim, bias=spec["qkv_bias"])
         self.o_proj = Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def remember(self, name: str, x: torch.Tensor, call: Call, cache: RavenCache | None, state: RecurrentLayer | None):
+    def remember(
+        self, name: str, x: torch.Tensor, call: RavenCall, cache: RavenCache | None, state: RecurrentLayer | None
+    ):
         """Puts keys or values, (batch, length, heads, size), into the cache; returns those that the call reads."""
         if cache is None:
             return x
@@ -324,7 +289,7 @@ class RavenAttention(nn.Module):
         ring = cache.turn(state, name, x, call.kept_place, call.kept, self.window)
         return read if reach.own else ring
 
-    def forward(self, x: torch.Tensor, call: Call, cache: RavenCache | None, state: RecurrentLayer | None):
+    def forward(self, x: torch.Tensor, call: RavenCall, cache: RavenCache | None, state: RecurrentLayer | None):
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.theta is not None:
             q, k = call.rotate(q, self.theta), call.rotate(k, self.theta)
@@ -380,7 +345,7 @@ class RavenBlock(GradientCheckpointingLayer):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = RavenMLP(config)
 
-    def forward(self, x: torch.Tensor, call: Call, past_key_values: RavenCache | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, call: RavenCall, past_key_values: RavenCache | None = None) -> torch.Tensor:
         state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         x = x + self.attn(self.attn_norm(x), call, past_key_values, state)
         return x + self.mlp(self.mlp_norm(x))
@@ -497,13 +462,13 @@ class RavenModel(RavenPreTrainedModel):
             hidden_states=hidden_states,
         )
 
-    def _read(self, x: torch.Tensor, tokens: Tokens, cache: RavenCache | None) -> Call:
+    def _read(self, x: torch.Tensor, tokens: Tokens, cache: RavenCache | None) -> RavenCall:
         """What the layers have to know of the tokens of a call."""
         config = self.config
         if cache is not None and cache.growing:
             cache.room_for(x.shape[1])  # or an error, before anything has changed
         lengths = torch.zeros(x.shape[0], dtype=torch.long, device=x.device) if cache is None else cache.lengths(x)
-        call, flash = Call.of(tokens, lengths), is_flash_attention_requested(config)
+        call, flash = RavenCall.of(tokens, lengths), is_flash_attention_requested(config)
         if cache is not None and (tokens.mask is not None or tokens.starts is not None):
             cache.even = False
         for spec in config.attention_specs:

@@ -1,0 +1,122 @@
+"""Configuration of Gecko."""
+
+import math
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+@strict
+class GeckoConfig(PreTrainedConfig):
+    r"""
+    Configuration of a Gecko model ("GECKO: An Efficient Neural Architecture Inherently Processing Sequences with
+    Arbitrary Lengths"). The names are those of the authors' code, the defaults those of their 7B model.
+
+    Args:
+        vocab_size: number of token ids.
+        model_dim: width of the model, d.
+        num_layers: number of blocks.
+        num_heads: heads of the attention and of the working memory.
+        z_dim: width of the shared representation of all heads, z, which queries and keys are made from.
+        value_dim: width of the values of all heads, v.
+        ffn_hidden_dim: width of the feed-forward network.
+        cema_ndim: complex numbers that CEMA keeps of each dimension, h (equation 1).
+        chunk_size: tokens of a chunk, c: a token attends to its chunk and to the one before.
+        timenorm_num_groups: groups of channels that have a mean and a variance in timestep decay normalization.
+        timenorm_beta1, timenorm_beta2: decays of their averages (equation 11).
+        layernorm_num_groups: groups of channels that are normalised by themselves before the feed-forward network.
+        norm_affine: whether the norms have weights and biases.
+        norm_eps: epsilon of every norm.
+        two_hop_residual: whether the feed-forward network's output is added to the block's input, not to what
+            attention made of it.
+        rope_base: base of the rotary embeddings.
+        num_rope_heads: how many of the first heads have rotary embeddings; all where None.
+        swiglu: whether the feed-forward network is gated.
+        rescale_nffn: whether its output has a learned factor for each channel.
+        scale_emb: whether embeddings are multiplied by the square root of `model_dim`.
+        share_emb: whether the head has the weights of the embeddings; also as `tie_word_embeddings`.
+        dropout: of the embeddings and of what either half of a block adds.
+        hidden_dropout: of what CEMA puts out, of the gated attention, and of the hidden layer of the feed-forward
+            network.
+        attention_dropout: of the attention's weights.
+        document_boundaries: whether every `bos_token_id` begins a new document, which sees nothing of those before.
+    """
+
+    model_type = "gecko"
+    attribute_map = {
+        "hidden_size": "model_dim",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "intermediate_size": "ffn_hidden_dim",
+        "tie_word_embeddings": "share_emb",
+    }
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 32000
+    model_dim: int = 4096
+    num_layers: int = 32
+    num_heads: int = 4
+    z_dim: int = 1024
+    value_dim: int = 8192
+    ffn_hidden_dim: int = 8192
+    cema_ndim: int = 16
+    chunk_size: int = 2048
+    timenorm_num_groups: int = 64
+    timenorm_beta1: float | int = 0.999
+    timenorm_beta2: float | int = 0.9999
+    layernorm_num_groups: int = 1
+    norm_affine: bool = True
+    norm_eps: float = 1e-5
+    two_hop_residual: bool = False
+    rope_base: float | int = 500000
+    num_rope_heads: int | None = None
+    swiglu: bool = True
+    rescale_nffn: bool = False
+    scale_emb: bool = False
+    share_emb: bool = False
+    dropout: float | int = 0.0
+    hidden_dropout: float | int = 0.0
+    attention_dropout: float | int = 0.0
+    document_boundaries: bool = True
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    pad_token_id: int | None = None
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs):
+        if self.num_rope_heads is None:
+            self.num_rope_heads = self.num_heads
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        """Refuses sizes that do not fit together, before any tensor is made."""
+        sizes = ("vocab_size", "model_dim", "num_layers", "num_heads", "z_dim", "value_dim", "ffn_hidden_dim")
+        for name in (*sizes, "cema_ndim", "chunk_size", "timenorm_num_groups", "layernorm_num_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        for name, divisor in (
+            ("z_dim", "num_heads"),
+            ("value_dim", "num_heads"),
+            ("model_dim", "timenorm_num_groups"),
+            ("model_dim", "layernorm_num_groups"),
+        ):
+            if getattr(self, name) % getattr(self, divisor):
+                raise ValueError(
+                    f"`{name}` ({getattr(self, name)}) must be a multiple of `{divisor}` ({getattr(self, divisor)})."
+                )
+        if not 0 <= self.num_rope_heads <= self.num_heads:
+            raise ValueError(f"`num_rope_heads` must be from 0 to {self.num_heads}, got {self.num_rope_heads}.")
+        if self.num_rope_heads and self.z_dim // self.num_heads % 2:
+            raise ValueError(f"Rotary embeddings need heads of an even size, got {self.z_dim // self.num_heads}.")
+        for name in ("timenorm_beta1", "timenorm_beta2", "dropout", "hidden_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be from 0 to below 1, got {getattr(self, name)}.")
+        for name in ("norm_eps", "rope_base"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"`{name}` must be above 0 and finite, got {getattr(self, name)}.")
+        outputs = getattr(self, "output_size", -1)  # of the authors' code
+        if outputs not in (-1, self.vocab_size):
+            raise ValueError(f"`output_size` must be `vocab_size` ({self.vocab_size}) or -1, got {outputs}.")
+
+
+__all__ = ["GeckoConfig"]

@@ -1,0 +1,607 @@
+"""Gecko ("An Efficient Neural Architecture Inherently Processing Sequences with Arbitrary Lengths")."""
+
+import dataclasses
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import can_return_tuple
+
+from subquad_kernels import (
+    cema,
+    chunk_attention,
+    chunk_attention_step,
+    timestep_decay_norm,
+    timestep_decay_norm_state,
+    working_memory,
+)
+
+from ...cache import GeckoCache, RecurrentLayer, States, ring_state
+from ...heads import (
+    CausalLMHead,
+    Linear,
+    RecurrentGenerationMixin,
+    RecurrentModelMixin,
+    SequenceClassificationHead,
+)
+from ...padding import Call, Tokens, can_look_at, shift
+from .configuration_gecko import GeckoConfig
+
+
+@dataclasses.dataclass
+class GeckoCall(Call):
+    """
+    What all layers have to know of the tokens of a call. Every row begins with its text.
+
+    Attributes:
+        cos, sin: of rotary embeddings, (batch or 1, length, 1, size of a head / 2).
+        starts: which tokens begin a document, (batch, length); None where none does.
+        real: which tokens are no padding, (batch, length); None where none is.
+        forgets: what [`subquad_kernels.working_memory`] calls `begins`, of the chunk that leaves attention at a token,
+            (batch, length); of tokens at which none does it means nothing.
+        one: whether this is one token, which reads the rings of a cache as they are.
+        held: where in the rings the tokens lie that are read before the call's, in their order, (batch, held); None
+            where there are none.
+        first: of the keys that are read, the first that a token attends to, (batch, length).
+        aligned: whether chunks begin at multiples of their size.
+        seen: of one token, which keys of a ring it attends to, (batch, ring).
+        leaving, begins, reads: see [`subquad_kernels.working_memory`].
+    """
+
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    real: torch.Tensor | None = None
+    forgets: torch.Tensor | None = None
+    one: bool = False
+    held: torch.Tensor | None = None
+    first: torch.Tensor | None = None
+    aligned: bool = False
+    seen: torch.Tensor | None = None
+    leaving: torch.Tensor | None = None
+    begins: torch.Tensor | None = None
+    reads: torch.Tensor | None = None
+
+    @property
+    def flags(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`starts` and `real`, in full."""
+        starts = torch.zeros_like(self.kept) if self.starts is None else self.starts
+        return starts, self.kept if self.real is None else self.real
+
+    def rotate(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        """Rotary embeddings of the first heads of x (batch, length, heads, size), by pairs of neighbours."""
+        if heads == 0:
+            return x
+        left, right = x[:, :, :heads].unflatten(-1, (-1, 2)).unbind(-1)
+        pairs = left * self.cos - right * self.sin, left * self.sin + right * self.cos
+        rotated = torch.stack(pairs, dim=-1).flatten(-2).to(x.dtype)
+        return rotated if heads == x.shape[2] else torch.cat((rotated, x[:, :, heads:]), dim=2)
+
+
+def find_leaving(
+    place: torch.Tensor, real: torch.Tensor, forgets: torch.Tensor, held: int, size: int, most: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    The chunks of `size` tokens that leave attention while the tokens at these places (batch, length) are read, behind
+    `held` earlier ones; there are at most `most`. Returns where each begins and where its document does, (batch,
+    most), and how many have left once a token is read, (batch, length).
+    """
+    leaves = (place % size == 0) & (place >= 2 * size) & real
+    number = leaves.cumsum(1)
+    index = torch.where(leaves, number - 1, most)
+    steps = torch.arange(place.shape[1], device=place.device).expand_as(place)
+    leaving = torch.full_like(place[:, :1], -1).expand(-1, most + 1).scatter(1, index, steps + held - 2 * size)
+    begins = torch.zeros_like(leaving).scatter(1, index, forgets)
+    return leaving[:, :most].contiguous(), begins[:, :most].contiguous(), number
+
+
+def ring_order(lengths: torch.Tensor, ring: int) -> torch.Tensor:
+    """Where in a ring the last tokens of texts of such lengths (batch, 1) lie, the oldest first: (batch, ring)."""
+    return (lengths + torch.arange(ring, device=lengths.device)) % ring
+
+
+def _behind(held: torch.Tensor, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """x (batch, heads, length, size) behind what a ring holds, in that order."""
+    held = held.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    return torch.cat((held, x.to(held.dtype)), dim=2)
+
+
+def replay_memory(
+    size: int,
+    before: States,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    memory_keys: torch.Tensor,
+    place: torch.Tensor,
+    real: torch.Tensor,
+    forgets: torch.Tensor,
+) -> States:
+    """What a block's rings and its memory are after these tokens, of chunks of that size."""
+    rows, rings = {"keys": keys, "values": values, "memory_keys": memory_keys}, {}
+    for name, x in rows.items():
+        held = None if before[name] is None else before[name].transpose(1, 2)
+        rings[name] = ring_state(held, x, place, real, 2 * size).transpose(1, 2).contiguous()
+        rows[name] = x.transpose(1, 2)
+        if held is not None:
+            order = ring_order(place[:, :1] + 1 - real[:, :1].long(), held.shape[1])
+            rows[name] = _behind(before[name], rows[name], order)
+    length = place.shape[1]
+    held = rows["keys"].shape[2] - length
+    leaving, begins, _ = find_leaving(place, real, forgets, held, size, -(-length // size))
+    unread, nothing = memory_keys.transpose(1, 2), torch.full_like(place, -1)
+    memory = before["memory"], before["normalizer"], leaving, begins, nothing
+    _, memory, normalizer = working_memory(unread, rows["memory_keys"], rows["values"], *memory, size)
+    return {**rings, "memory": memory, "normalizer": normalizer}
+
+
+def replay_cema(weights: tuple[torch.Tensor, ...], before: torch.Tensor | None, x, starts, real) -> torch.Tensor:
+    """CEMA's state after the tokens x, (batch, length, model_dim)."""
+    return cema(x, *weights, before, starts=starts, real=real)[1]
+
+
+def replay_norm(groups: int, betas: tuple[float, float], before: torch.Tensor | None, x, starts, real) -> torch.Tensor:
+    """The moments after the tokens x, (batch, length, model_dim)."""
+    return timestep_decay_norm_state(before, x, groups, *betas, starts=starts, real=real)
+
+
+class GeckoTimestepDecayNorm(nn.Module):
+    """Section 3.1: normalised by decayed averages of means and variances. The weight is stored minus one."""
+
+    def __init__(self, config: GeckoConfig):
+        super().__init__()
+        self.groups, self.eps = config.timenorm_num_groups, config.norm_eps
+        self.betas = float(config.timenorm_beta1), float(config.timenorm_beta2)
+        for name in ("weight", "bias"):
+            self.register_parameter(name, nn.Parameter(torch.empty(config.model_dim)) if config.norm_affine else None)
+
+    def forward(self, x: torch.Tensor, call: GeckoCall, state: RecurrentLayer | None) -> torch.Tensor:
+        before, inplace = (None, False) if state is None else (state.get("timenorm"), state.overwrites("timenorm"))
+        out, after = timestep_decay_norm(
+            *(x, self.weight, self.bias, self.groups, *self.betas, self.eps, before),
+            starts=call.starts,
+            real=call.real,
+            inplace=inplace,
+        )
+        if state is not None:
+            state.update("timenorm", after, functools.partial(replay_norm, self.groups, self.betas), x, *call.flags)
+        return out
+
+
+class GeckoCEMA(nn.Module):
+    """Section 2.1: the complex, damped moving average of every channel."""
+
+    def __init__(self, config: GeckoConfig):
+        super().__init__()
+        shape = config.model_dim, config.cema_ndim
+        self.alpha = nn.Parameter(torch.empty(shape))
+        self.delta = nn.Parameter(torch.empty(shape))
+        self.theta = nn.Parameter(torch.empty(config.model_dim))
+        self.gamma = nn.Parameter(torch.empty(*shape, 2))
+
+    def forward(self, x: torch.Tensor, call: GeckoCall, state: RecurrentLayer | None) -> torch.Tensor:
+        weights = self.alpha, self.delta, self.theta, self.gamma
+        before, inplace = (None, False) if state is None else (state.get("cema"), state.overwrites("cema"))
+        out, after = cema(x, *weights, before, starts=call.starts, real=call.real, inplace=inplace)
+        if state is not None:
+            state.update("cema", after, functools.partial(replay_cema, weights), x, *call.flags)
+        return out
+
+
+class GeckoRMSNorm(nn.Module):
+    """The weight is stored minus one."""
+
+    def __init__(self, config: GeckoConfig):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.register_parameter("weight", nn.Parameter(torch.empty(config.model_dim)) if config.norm_affine else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], None if self.weight is None else self.weight + 1, self.eps)
+
+
+class GeckoLayerNorm(nn.Module):
+    """Of groups of channels; the weight is stored minus one."""
+
+    def __init__(self, config: GeckoConfig):
+        super().__init__()
+        self.groups, self.eps = config.layernorm_num_groups, config.norm_eps
+        for name in ("weight", "bias"):
+            self.register_parameter(name, nn.Parameter(torch.empty(config.model_dim)) if config.norm_affine else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = None if self.weight is None else self.weight + 1
+        return F.group_norm(x.flatten(0, 1), self.groups, weight, self.bias, self.eps).view(x.shape)
+
+
+class GeckoMega(nn.Module):
+    """The first half of a block: moving average, sliding chunk attention, working memory."""
+
+    def __init__(self, config: GeckoConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        d, z, v = config.model_dim, config.z_dim, config.value_dim
+        self.timenorm = GeckoTimestepDecayNorm(config)
+        self.cema = GeckoCEMA(config)
+        self.rmsnorm = GeckoRMSNorm(config)
+        self.wz = Linear(d, z)
+        self.wv = Linear(d, v)
+        self.wr = Linear(d, v)
+        self.wh1 = Linear(d, d)
+        self.wh2 = Linear(v, d, bias=False)
+        self.gamma = nn.Parameter(torch.empty(4, z))
+        self.beta = nn.Parameter(torch.empty(4, z))
+
+    def share(self, m: torch.Tensor, call: GeckoCall) -> list[torch.Tensor]:
+        """Equations 6-8, 25, 26: q, k and those of the memory, (batch, heads, length, size) each."""
+        config = self.config
+        z = self.wz(m).unflatten(-1, (config.num_heads, -1))
+        z = F.rms_norm(z, z.shape[-1:], eps=config.norm_eps)
+        gamma, beta = (w.unflatten(-1, z.shape[2:]) for w in ((self.gamma + 1) * z.shape[-1] ** -0.5, self.beta))
+        q, k, q_m, k_m = ((z * gamma[i] + beta[i]).to(z.dtype) for i in range(4))
+        q, k = call.rotate(q, config.num_rope_heads), call.rotate(k, config.num_rope_heads)
+        return [x.transpose(1, 2) for x in (q, k, q_m, k_m)]
+
+    def recall(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_m: torch.Tensor,
+        k_m: torch.Tensor,
+        call: GeckoCall,
+        cache: GeckoCache | None,
+        state: RecurrentLayer | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Sections 3.2 and 3.3: what attention over the chunk and the one before it, and what the memory of all chunks
+        before these, tell a token; (batch, heads, length, size of a value) each.
+        """
+        config, rows = self.config, {"keys": k, "values": v, "memory_keys": k_m}
+        read, memory, normalizer, inplace = rows, None, None, False
+        if state is not None:
+            memory, normalizer = state.get("memory"), state.get("normalizer")
+            inplace = call.one and memory is not None and state.overwrites("memory")
+            if call.one and memory is not None:
+                read = {name: state.get(name) for name in rows}
+            elif call.held is not None:
+                read = {name: _behind(state.get(name), x, call.held) for name, x in rows.items()}
+
+        remembered = torch.zeros_like(v)
+        if state is not None or call.leaving.shape[1]:
+            remembered, memory, normalizer = working_memory(
+                *(q_m, read["memory_keys"], read["values"], memory, normalizer),
+                *(call.leaving, call.begins, call.reads, config.chunk_size),
+                inplace=inplace,
+            )
+        if state is not None:
+            if call.document is not None:  # of a last document that is short
+                short = (call.kept_place[:, -1] < 2 * config.chunk_size)[:, None, None]
+                memory, normalizer = memory.masked_fill(short[..., None], 0.0), normalizer.masked_fill(short, 0.0)
+            states = {"memory": memory, "normalizer": normalizer}
+            replay = functools.partial(replay_memory, config.chunk_size)
+            rings = cache.keep(state, rows, states, call.kept_place, call.kept, replay, call.forgets)
+            if call.one:
+                attended = chunk_attention_step(q, rings["keys"].to(q.dtype), rings["values"].to(v.dtype), call.seen)
+                return attended, remembered
+        dropout = config.attention_dropout if self.training else 0.0
+        attended = chunk_attention(
+            *(q, read["keys"], read["values"], call.first, config.chunk_size),
+            aligned=call.aligned,
+            dropout_p=dropout,
+        )
+        return attended, remembered
+
+    def forward(
+        self, x: torch.Tensor, call: GeckoCall, cache: GeckoCache | None, state: RecurrentLayer | None
+    ) -> torch.Tensor:
+        config, training = self.config, self.training
+        t = self.timenorm(x, call, state)
+        m = F.dropout(self.rmsnorm(self.cema(t, call, state) + t), config.hidden_dropout, training)
+        q, k, q_m, k_m = self.share(m, call)
+        v = F.silu(self.wv(t)).unflatten(-1, (config.num_heads, -1)).transpose(1, 2)
+        r = F.silu(self.wr(m))
+        attended, remembered = (
+            y.transpose(1, 2).flatten(2) for y in self.recall(q, k, v, q_m, k_m, call, cache, state)
+        )
+        out = F.dropout(attended * r + remembered, config.hidden_dropout, training)
+        return x + F.dropout(self.wh1(m) + self.wh2(out), config.dropout, training)
+
+
+class GeckoNFFN(nn.Module):
+    """The second half of a block: the normalised feed-forward network."""
+
+    def __init__(self, config: GeckoConfig, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        d, hidden = config.model_dim, config.ffn_hidden_dim
+        self.norm = GeckoLayerNorm(config)
+        self.fc1 = Linear(d, hidden, bias=False)
+        if config.swiglu:
+            self.fc3 = Linear(d, hidden, bias=False)
+        self.fc2 = Linear(hidden, d, bias=False)
+        self.register_parameter("alpha", nn.Parameter(torch.empty(d)) if config.rescale_nffn else None)
+
+    def forward(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """y (batch, length, model_dim) is what the block made of x, its input."""
+        config = self.config
+        n = self.norm(y)
+        hidden = F.silu(self.fc1(n)) * self.fc3(n) if config.swiglu else F.silu(self.fc1(n))
+        out = F.dropout(
+            self.fc2(F.dropout(hidden, config.hidden_dropout, self.training)), config.dropout, self.training
+        )
+        if self.alpha is not None:
+            out = out * self.alpha
+        return out + (x if config.two_hop_residual else y)
+
+
+class GeckoBlock(GradientCheckpointingLayer):
+    def __init__(self, config: GeckoConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.mega = GeckoMega(config, layer_idx)
+        self.nffn = GeckoNFFN(config, layer_idx)
+
+    def forward(self, x: torch.Tensor, call: GeckoCall, past_key_values: GeckoCache | None = None) -> torch.Tensor:
+        state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        return self.nffn(self.mega(x, call, past_key_values, state), x)
+
+
+class GeckoPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
+    config: GeckoConfig
+    config_class = GeckoConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["GeckoBlock"]
+    _can_compile_fullgraph = True
+    _skip_keys_device_placement = "past_key_values"
+    # Buffers of the authors' code: of angles that the configuration tells, and of a beginning that is always zero.
+    _keys_to_ignore_on_load_unexpected = [r"rope\.freqs", r"norm\.prior_(count|mean|var)"]
+    cache_class = GeckoCache
+
+    def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> GeckoCache:
+        """An empty [`GeckoCache`] for this model, which has room for any number of tokens."""
+        return GeckoCache(self.config, static)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        config = self.config
+        if isinstance(module, nn.Embedding | GeckoHead):
+            init.normal_(module.weight, std=config.model_dim**-0.5)
+        elif isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=(3 * module.in_features) ** -0.5)  # He's, for a slope of √5
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, GeckoTimestepDecayNorm | GeckoLayerNorm | GeckoRMSNorm):
+            for parameter in module.parameters():
+                init.zeros_(parameter)
+        elif isinstance(module, GeckoCEMA):
+            d, n = module.alpha.shape
+            init.normal_(module.alpha, std=0.2)
+            init.normal_(module.delta, std=0.2)
+            frequencies = torch.exp(torch.arange(1, d + 1) * (-math.log(d) / d))
+            init.copy_(module.theta, frequencies.logit()[torch.randperm(d)].to(module.theta))
+            init.normal_(module.gamma, std=n**-0.5)
+            init.zeros_(module.gamma[..., 1])
+        elif isinstance(module, GeckoMega):
+            init.zeros_(module.gamma)
+            init.zeros_(module.beta)
+        elif isinstance(module, GeckoNFFN) and module.alpha is not None:
+            init.constant_(module.alpha, 0.1 * 0.5**module.layer_idx)
+
+
+class GeckoModel(GeckoPreTrainedModel):
+    """The blocks of Gecko, without a head."""
+
+    def __init__(self, config: GeckoConfig):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.model_dim)
+        self.layers = nn.ModuleList(GeckoBlock(config, layer_idx) for layer_idx in range(config.num_layers))
+        self.output = nn.ModuleDict({"final_norm": GeckoTimestepDecayNorm(config)})
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed
+
+    def set_input_embeddings(self, new_embeddings: nn.Embedding) -> None:
+        self.embed = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: GeckoCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: (batch, length) token ids. Where `config.document_boundaries`, each `bos_token_id` begins a new
+                document; chunks go on as if it had not.
+            attention_mask: (batch, length), 0 where a token is padding, before or after a row's text; with a cache it
+                may also cover the tokens of earlier calls.
+            position_ids: (batch, length); read only to find where packed documents begin (a position that does not
+                follow on the one before), and not while a graph is traced: `torch.compile` and export need
+                `cu_seqlens`. They have no other influence: rotary embeddings and chunks count a document's own tokens.
+            past_key_values: the state after earlier tokens, updated in place.
+            inputs_embeds: (batch, length, model_dim), in place of `input_ids`. What equals the embedding of
+                `bos_token_id` begins a document.
+            use_cache: whether to return the state; `config.use_cache` where None, but not in training.
+            cu_seqlens: (documents + 1), the borders of documents packed into one row; also as `cu_seq_lens_q`.
+
+        Returns:
+            last_hidden_state (batch, length, model_dim), where padding after a text repeats its last token and padding
+            before it is zero; past_key_values; hidden_states (embeddings and the output of every block, the last one
+            normalised).
+
+        Raises:
+            ValueError: before any work, where an argument does not fit; the message names it.
+        """
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        x, tokens, past_key_values, use_cache = self.read_inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
+        )
+        bos = self._find_bos(input_ids, inputs_embeds)
+        if self.config.scale_emb:
+            x = x * self.config.model_dim**0.5
+        x = F.dropout(x, self.config.dropout, self.training)
+        shifts, moved = tokens.shifts(), tokens
+        if shifts is not None:
+            x, moved = shift(x, shifts), tokens.shifted(shifts)
+            bos = None if bos is None else shift(bos, shifts)
+        call = self._read(x, moved, bos, past_key_values)
+
+        hidden_states = (x,) if output_hidden_states else None
+        for layer in self.layers[: self.config.num_layers]:
+            x = layer(x, call, past_key_values=past_key_values)
+            if output_hidden_states:
+                hidden_states += (x,)
+        x = self.output["final_norm"](x, call, None if past_key_values is None else past_key_values.after_blocks)
+
+        if shifts is not None:
+            x = shift(x, -shifts)
+            hidden_states = hidden_states and tuple(shift(h, -shifts) for h in hidden_states)
+        x = self.fill_output(x, tokens, past_key_values)
+        if past_key_values is not None:
+            past_key_values.finish(call.kept_place, call.kept, packed=call.document is not None)
+        if output_hidden_states:
+            hidden_states = (*hidden_states[:-1], x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=hidden_states,
+        )
+
+    def _find_bos(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor | None:
+        """Which tokens are begin tokens that begin a document, (batch, length); None where there can be none."""
+        bos = self.config.bos_token_id
+        if not self.config.document_boundaries or bos is None:
+            return None
+        if input_ids is not None:
+            return input_ids == bos
+        embedding = self.embed(torch.tensor([bos], device=inputs_embeds.device))
+        return (inputs_embeds == embedding.to(inputs_embeds)).all(-1)
+
+    def _read(self, x: torch.Tensor, tokens: Tokens, bos: torch.Tensor | None, cache: GeckoCache | None) -> GeckoCall:
+        """What the layers have to know of the tokens of a call, of which `bos` (batch, length) are begin tokens."""
+        size, length = self.config.chunk_size, tokens.length
+        steps = torch.arange(length, device=x.device)
+        lengths = torch.zeros_like(steps[:1]).expand(x.shape[0]) if cache is None else cache.lengths(x)
+        call, fresh = GeckoCall.of(tokens, lengths), cache is None or cache.is_empty
+        call.real, place = tokens.mask, call.place
+        if tokens.mask is not None:  # padding, which follows a text, lies where that would go on
+            place = lengths[:, None] + steps
+            bos = None if bos is None else bos & tokens.mask
+        elif fresh and tokens.starts is None and bos is None:
+            place = place[:1]  # one row stands for all
+        begin, call.forgets = self._find_documents(call, bos, place, None if fresh else cache)
+        if bos is not None and cache is not None:
+            update = functools.partial(ring_state, window=2 * size)
+            held = None if fresh else cache.after_blocks.get("begins")
+            now = update(held, begin, call.kept_place, call.kept)
+            cache.after_blocks.update("begins", now, update, begin, call.kept_place, call.kept)
+
+        call.one = cache is not None and length == 1 and tokens.starts is None
+        held = 0 if fresh or call.one else cache.held_tokens
+        most = max((length - 1) // size - 1, 0) if fresh else -(-length // size)
+        real = torch.ones_like(call.kept) if tokens.mask is None else tokens.mask
+        leaving = find_leaving(place.expand_as(real), real, call.forgets, held, size, most)
+        call.leaving, call.begins, number = leaving
+        remembers = (place >= 2 * size) & (begin < (place // size - 1) * size) & real
+        call.reads = torch.where(remembers, number, -1)
+
+        seen_from = torch.maximum((place // size - 1) * size, begin)
+        if call.one:
+            # The chunk that leaves a ring begins where the token goes.
+            call.leaving = torch.where(call.leaving == -2 * size, place % (2 * size), -1)
+            ring = torch.arange(cache.ring_size(1), device=x.device)
+            call.seen = place - (place - ring) % len(ring) >= seen_from
+        else:
+            call.held = ring_order(lengths[:, None], held) if held else None
+            call.first = held + steps - (place - seen_from)
+            call.aligned = fresh and tokens.starts is None
+
+        if self.config.num_rope_heads:
+            pairs = self.config.z_dim // self.config.num_heads // 2
+            # In float32 the angles of a long text would be wrong by tenths.
+            wide = torch.float32 if x.device.type == "mps" else torch.float64
+            frequencies = self.config.rope_base ** (torch.arange(pairs, dtype=wide, device=x.device) / -pairs)
+            angles = (place[..., None] * frequencies)[:, :, None]
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            call.cos, call.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return call
+
+    def _find_documents(
+        self, call: GeckoCall, bos: torch.Tensor | None, place: torch.Tensor, cache: GeckoCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Where the document of each token begins, and what `GeckoCall.forgets` says; sets `GeckoCall.starts`. The cache
+        is None where it is empty.
+        """
+        size, window, tokens = self.config.chunk_size, 2 * self.config.chunk_size, call.tokens
+        starts = None if tokens.starts is None else tokens.starts.expand(tokens.batch, -1)
+        if bos is None:
+            call.starts = starts
+            return torch.zeros_like(place), (window - place).clamp_min(-1).expand_as(call.place)
+
+        steps, held = torch.arange(tokens.length, device=place.device), None
+        begin = torch.zeros_like(place)
+        if cache is not None:
+            held = cache.after_blocks.get("begins")
+            begin = held.gather(1, (place[:, :1] - 1) % window).where(place[:, :1] > 0, 0).expand_as(place)
+        last = torch.where(bos, steps, -1).cummax(1).values
+        begin = torch.where(last < 0, begin, place - (steps - last))
+        if starts is not None:  # by a border, or by a begin token after it
+            begin = begin.masked_fill(torch.where(starts, steps, -1).cummax(1).values > last, 0)
+            call.starts = bos | starts
+        elif bos.device.type != "cpu" or not can_look_at(bos) or bool((bos & (place > 0)).any()):
+            call.starts = bos
+
+        around, source = begin, steps - size - 1  # the last token of the chunk that leaves
+        if held is not None:
+            around = torch.cat((held.gather(1, ring_order(place[:, :1], window)), begin), dim=1)
+            source = source + window
+        forgets = around[:, source.clamp_min(0)] - place + window
+        return begin, forgets.clamp_min(-1)
+
+
+class GeckoHead(Linear):
+    """From the last hidden state to logits."""
+
+
+class GeckoForCausalLM(CausalLMHead, GeckoPreTrainedModel, RecurrentGenerationMixin):
+    """Gecko with the head that predicts the next token."""
+
+    lm_head_name = "output.output"
+    _tied_weights_keys = {"output.output.weight": "model.embed.weight"}
+
+    def __init__(self, config: GeckoConfig):
+        super().__init__(config)
+        self.model = GeckoModel(config)
+        self.output = nn.ModuleDict({"output": GeckoHead(config.model_dim, config.vocab_size, bias=False)})
+        self.post_init()
+
+
+class GeckoForSequenceClassification(SequenceClassificationHead, GeckoPreTrainedModel):
+    """Gecko with a linear classifier on the last token."""
+
+    def __init__(self, config: GeckoConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = GeckoModel(config)
+        self.score = Linear(config.model_dim, config.num_labels, bias=False)
+        self.post_init()
+
+
+__all__ = ["GeckoForCausalLM", "GeckoForSequenceClassification", "GeckoModel", "GeckoPreTrainedModel"]
