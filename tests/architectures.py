@@ -34,6 +34,19 @@ CAUSAL = {
         "intermediate_size": 64,
         "attn": {"layers": [1], "num_heads": 3, "num_kv_heads": 1, "window_size": 9, "qkv_bias": True},
     },
+    # One of the ids is the begin token, which begins documents.
+    "gecko": {
+        "model_dim": 48,
+        "num_layers": 3,
+        "num_heads": 3,
+        "z_dim": 24,
+        "value_dim": 72,
+        "ffn_hidden_dim": 64,
+        "cema_ndim": 4,
+        "chunk_size": 8,
+        "timenorm_num_groups": 4,
+        "num_rope_heads": 2,
+    },
 }
 
 RWKV = ("rwkv5", "rwkv6")
@@ -49,6 +62,7 @@ each_rwkv = pytest.mark.parametrize("model_type", RWKV)
 LINEAR = {name: ["key", "value", "receptance", "gate", "output"] for name in RWKV} | {
     name: ["enricher", "fuser"] for name in ("avey", "avey-b")
 }
+LINEAR["gecko"] = ["wz", "wv", "wr", "wh1", "wh2", "fc1", "fc2", "fc3"]
 LINEAR["raven"] = ["q_proj", "k_proj", "v_proj", "o_proj", "r_proj", "gate_proj", "up_proj", "down_proj"]
 
 

@@ -267,7 +267,7 @@ def test_an_adapter_directory_loads_as_a_model(model_type, tmp_path):
 def test_adapters_on_embeddings(model_type):
     from peft import get_peft_model
 
-    ids, name = random_ids(1, 9), {"avey": "wte", "avey-b": "embed"}.get(model_type, "embeddings")
+    ids, name = random_ids(1, 9), {"avey": "wte", "avey-b": "embed", "gecko": "embed"}.get(model_type, "embeddings")
     expected = tiny_model(model_type)(ids).logits
     for options in (
         {"target_modules": [name]},

@@ -380,6 +380,10 @@ def test_state_size(model_type):
     elif model_type == "raven":  # two slot memories, and keys and values of one head in a window
         slots = c.num_heads * c.num_slots * (c.head_k_dim + c.head_v_dim)
         assert set(sizes) == {2 * slots + 2 * c.attn["window_size"] * c.hidden_size // c.attn["num_heads"]}
+    elif model_type == "gecko":  # moments, CEMA, two chunks, the memory and its normalizer
+        moments, ema = 3 * c.timenorm_num_groups, 2 * c.model_dim * c.cema_ndim
+        chunks, memory = 2 * c.chunk_size * (2 * c.z_dim + c.value_dim), c.z_dim * c.value_dim // c.num_heads + c.z_dim
+        assert set(sizes) == {c.num_layers * (moments + ema + chunks + memory)}
     else:
         assert set(sizes) == {c.num_hidden_layers * (2 * c.hidden_size + c.attention_hidden_size * c.head_size)}
 
@@ -587,10 +591,10 @@ def test_low_precision(model_type, dtype, tmp_path):
     assert out.logits.dtype == dtype
     error = (out.logits.float() - expected.logits).norm() / expected.logits.norm()
     assert error < (0.1 if dtype == torch.bfloat16 else 0.02)
-    sums = {"avey": "sums", "raven": "slots"}.get(model_type, "wkv")
-    assert {layer.states[sums].dtype for layer in out.past_key_values.layers if sums in layer.states} == {
-        torch.float32
-    }
+    sums = {"avey": ["sums"], "raven": ["slots"], "gecko": ["timenorm", "cema", "memory", "normalizer"]}
+    for name in sums.get(model_type, ["wkv"]):
+        states = [layer.states[name] for layer in out.past_key_values.layers if name in layer.states]
+        assert {state.dtype for state in states} == {torch.float32}
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     alone = low(ids[:1, 7:]).logits
