@@ -1,6 +1,7 @@
 """Operators of sub-quadratic language models: one folder an operator, torch alone required."""
 
 from .cema import cema, cema_state
+from .chunk_attention import chunk_attention, chunk_attention_step
 from .contextualizer import contextualizer
 from .dynamic_mixing import dynamic_mixing
 from .group_norm_gate import group_norm_gate
@@ -12,11 +13,14 @@ from .static_mixing import static_mixing
 from .timestep_decay_norm import timestep_decay_norm, timestep_decay_norm_state
 from .token_shift import token_shift
 from .wkv import gated_wkv, wkv, wkv_state
+from .working_memory import working_memory
 
 
 __all__ = [
     "cema",
     "cema_state",
+    "chunk_attention",
+    "chunk_attention_step",
     "contextualizer",
     "dynamic_mixing",
     "gated_wkv",
@@ -33,4 +37,5 @@ __all__ = [
     "token_shift",
     "wkv",
     "wkv_state",
+    "working_memory",
 ]

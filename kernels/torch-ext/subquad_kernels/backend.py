@@ -38,6 +38,7 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
     Args:
         operator: name of the operator, for the error.
         backend: `"auto"` or a member of `available`; the environment variable `SUBQUAD_BACKEND` overrides `"auto"`.
+            As it speaks of all operators, `triton` there means eager to one that has no kernels.
         available: the implementations that the operator has.
         x: a tensor on the device, and of the widest dtype, that the operator will compute with.
 
@@ -50,6 +51,8 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
     source = "backend"
     if backend == "auto" and os.environ.get("SUBQUAD_BACKEND"):
         backend, source = os.environ["SUBQUAD_BACKEND"], "SUBQUAD_BACKEND"
+        if backend == "triton" and "triton" not in available:
+            backend = "eager"
     if backend == "auto":
         return "auto" if x.device.type == "cuda" and x.dtype != torch.float64 else "eager"
     if backend not in available:

@@ -1,0 +1,170 @@
+"""Chunk attention: causal attention to the chunk before and to one's own, of Gecko."""
+
+import torch
+
+from ..backend import cast, choose_backend, widest, without_autocast
+from ..checks import check_tensors
+from .eager import chunk_attention_blocks, chunk_attention_blocks_backward, chunk_attention_masked
+from .reference import chunk_attention_reference
+
+
+BACKENDS = ("eager", "reference")
+
+
+@torch.library.custom_op("subquad_kernels::chunk_attention", mutates_args=())
+def _chunk_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, chunk_size: int, aligned: bool
+) -> torch.Tensor:
+    with without_autocast(v):
+        return chunk_attention_blocks(q, k, v, first, chunk_size, aligned)
+
+
+@_chunk_attention.register_fake
+def _(q, k, v, first, chunk_size, aligned):
+    return v.new_empty(*q.shape[:3], v.shape[3])
+
+
+@torch.library.custom_op("subquad_kernels::chunk_attention_backward", mutates_args=())
+def _chunk_attention_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: torch.Tensor,
+    chunk_size: int,
+    aligned: bool,
+) -> list[torch.Tensor]:
+    with without_autocast(v):
+        return chunk_attention_blocks_backward(grad_out, q, k, v, first, chunk_size, aligned)
+
+
+@_chunk_attention_backward.register_fake
+def _(grad_out, q, k, v, first, chunk_size, aligned):
+    return [x.new_empty(x.shape) for x in (q, k, v)]
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.chunk_size, ctx.aligned = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, grad_out):
+    grads = _chunk_attention_backward(grad_out, *ctx.saved_tensors, ctx.chunk_size, ctx.aligned)
+    return *grads, None, None, None
+
+
+_chunk_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def chunk_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: torch.Tensor,
+    chunk_size: int,
+    *,
+    aligned: bool = False,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """
+    Sliding chunk attention (section 3.2 and equation 13 of "Gecko"): a token sees the chunk before its own, and its
+    own up to itself. Scores are not scaled.
+
+        out_t = sum_j softmax_j(q_t · k_j) v_j,    first_t <= j <= S + t
+
+    The first S keys and values are of earlier calls. Products are in the dtype of v, to which q and k are cast, the
+    softmax in float32 (float64); autocast changes nothing. The backward pass keeps the inputs alone and computes the
+    weights again, unless there is dropout. There is no Triton kernel: values are several times as large as keys, which
+    leaves nearly all of the time to plain matrix products.
+
+    Args:
+        q: query, (B, H, T, K), T at least 1.
+        k: key, (B, H, S + T, K).
+        v: value, (B, H, S + T, V).
+        first: the first key that a token sees, int64 (B, T) or (1, T): at most S + t and of the last 2 chunk_size
+            up to it.
+        chunk_size: tokens of a chunk, C.
+        aligned: whether the first token begins a chunk (then C divides S), and none sees beyond the chunk before its
+            own: fewer scores are computed.
+        dropout_p: how likely a weight is dropped.
+        backend: `"auto"`, `"eager"` (plain torch) or `"reference"`.
+
+    Returns:
+        out (B, H, T, V) in the dtype of v.
+
+    Raises:
+        ValueError: where a shape or a dtype does not fit, before any work. (Wrong values of `first` are found by an
+            assertion on the device, so that nothing waits for it.)
+    """
+    _check(q, k, v, first, chunk_size, aligned, dropout_p)
+    chosen = choose_backend("chunk_attention", backend, BACKENDS, v)
+    if chosen == "reference":
+        with without_autocast(v):
+            return chunk_attention_reference(*cast(widest(v), q, k, v), first, dropout_p).to(v.dtype)
+    q, k = cast(v.dtype, q, k)
+    if dropout_p:
+        with without_autocast(v):
+            return chunk_attention_blocks(q, k, v, first, chunk_size, aligned, dropout_p)
+    return _chunk_attention(q, k, v, first, chunk_size, aligned)
+
+
+def chunk_attention_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """
+    [`chunk_attention`] of a single token to keys in any order, as a ring buffer holds them.
+
+    Args:
+        q: query, (B, H, 1, K).
+        k: key, (B, H, W, K).
+        v: value, (B, H, W, V).
+        mask: bool (B, W) or (1, W), True where the token sees a key, as it does at least once.
+
+    Returns:
+        out (B, H, 1, V) in the dtype of v.
+
+    Raises:
+        ValueError: where a shape or a dtype does not fit, before any work.
+    """
+    _check_tensors(q, k, v)
+    if q.shape[2] != 1:
+        raise ValueError(f"`q` must be of a single token, got {tuple(q.shape)}.")
+    _check_rows("mask", mask, torch.bool, q, k.shape[2])
+    with without_autocast(v):
+        return chunk_attention_masked(*cast(v.dtype, q, k), v, mask)
+
+
+def _check(q, k, v, first, chunk_size, aligned, dropout_p):
+    _check_tensors(q, k, v)
+    _check_rows("first", first, torch.int64, q, q.shape[2])
+    if chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}.")
+    before = k.shape[2] - q.shape[2]
+    if before < 0:
+        raise ValueError(f"`k` must have a key for each of the {q.shape[2]} queries, got {k.shape[2]}.")
+    if aligned and before % chunk_size:
+        raise ValueError(f"`aligned` needs whole chunks of {chunk_size} keys before the queries, got {before} keys.")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"`dropout_p` must be between 0 and 1, got {dropout_p}.")
+
+
+def _check_tensors(q, k, v):
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or x.shape[2] == 0:
+            raise ValueError(f"`{name}` must be (batch, heads, length >= 1, size), got {tuple(x.shape)}.")
+    batch, heads, _, key_size = q.shape
+    keys = k.shape[2]
+    expected = {
+        "q": (q, q.shape),
+        "k": (k, (batch, heads, keys, key_size)),
+        "v": (v, (batch, heads, keys, v.shape[3])),
+    }
+    check_tensors(expected, "q", q)
+
+
+def _check_rows(name, x, dtype, q, size):
+    if x.dim() != 2 or x.shape[0] not in (1, q.shape[0]) or x.shape[1] != size or x.dtype != dtype:
+        raise ValueError(
+            f"`{name}` must be {dtype} of shape {(q.shape[0], size)} or {(1, size)}, got {x.dtype} {tuple(x.shape)}."
+        )
+    if x.device != q.device:
+        raise ValueError(f"`{name}` is on {x.device}, `q` on {q.device}.")

@@ -1,0 +1,193 @@
+"""
+The working memory in plain torch, for any device.
+
+What a chunk does to the memory is linear in it, M + r (U - G M - M), and U, G and the logarithm w of its denominator
+are products over the tokens of that chunk alone: they are found for all chunks at once, the memory then goes from one
+to the next, and what is read of each of its versions is one product again. The tokens of a chunk, and those that read
+one version, are laid out side by side, in slots; a slot without a token holds zeros.
+"""
+
+import torch
+
+from ..backend import widest
+
+
+def _take(x: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What x (B, H, ., D) holds at `places` (B, n), zeros where those are negative: (B, H, n, D)."""
+    rows, heads = (torch.arange(size, device=x.device) for size in x.shape[:2])
+    taken = x[rows[:, None, None], heads[:, None], places.clamp(min=0).unsqueeze(1)].to(dtype)
+    return taken.masked_fill_((places < 0)[:, None, :, None], 0.0)
+
+
+def _inverse(places: torch.Tensor, size: int) -> torch.Tensor:
+    """Of (B, n), numbers below `size` or -1: where in a row each number stands, -1 where nowhere, (B, size)."""
+    numbers = torch.arange(places.shape[1], device=places.device).expand_as(places)
+    found = places.new_full((places.shape[0], size + 1), -1)  # the last takes what has no place
+    return found.scatter_(1, torch.where(places < 0, size, places), numbers)[:, :-1]
+
+
+def _softmax_backward(grad, y, dim):
+    return y * (grad - (grad * y).sum(dim, keepdim=True))
+
+
+def _chunks(k, v, leaving, begins, chunk_size, dtype):
+    """
+    Of the chunks that are absorbed: the tokens that count (B, N C), their values (B, H, N, C, V), the softmax of their
+    keys over the chunk and over the features (B, H, N, C, K), and the log denominator of the first (B, H, N, K).
+    """
+    offsets = torch.arange(chunk_size, device=k.device)
+    counted = (leaving >= 0).unsqueeze(-1) & (offsets >= begins.unsqueeze(-1))
+    places = torch.where(counted, leaving.unsqueeze(-1) + offsets, -1).flatten(1)
+    keys, values = (_take(x, places, dtype).unflatten(2, (*leaving.shape[1:], chunk_size)) for x in (k, v))
+    scores = keys.masked_fill(~counted[:, None, ..., None], -torch.inf)
+    w = scores.logsumexp(-2).masked_fill_((leaving < 0)[:, None, :, None], 0.0)
+    return places, values, (scores - w.unsqueeze(-2)).exp(), keys.softmax(-1), w
+
+
+def _absorb(memory, normalizer, u, g, w, absorbs, forgets):
+    """
+    One absorption: memory (B, H, K, V), normalizer and w (B, H, K), absorbs and forgets (B, 1, 1). Returns both states
+    after it and how much of the memory was replaced, r (B, H, K).
+    """
+    memory = memory.masked_fill(forgets.unsqueeze(-1), 0.0)
+    normalizer = normalizer.masked_fill(forgets, -torch.inf)
+    r = (w - normalizer).sigmoid().masked_fill_(~absorbs, 0.0)
+    memory = torch.addcmul(memory, r.unsqueeze(-1), u - g @ memory - memory)
+    return memory, torch.where(absorbs, torch.logaddexp(normalizer, w), normalizer), r
+
+
+def _masks(leaving, begins):
+    """Which absorptions take place, and which forget the memory first, (B, 1, N, 1)."""
+    absorbs = (leaving >= 0)[:, None, :, None]
+    return absorbs, absorbs & (begins >= 0)[:, None, :, None]
+
+
+def _absorb_all(memory, normalizer, u, g, w, absorbs, forgets):
+    """Both states after the last absorption, the versions of the memory (B, H, N + 1, K, V), r of each absorption."""
+    versions, rates = [memory], []
+    for n in range(w.shape[2]):
+        inputs = (x[:, :, n] for x in (u, g, w, absorbs, forgets))
+        memory, normalizer, r = _absorb(memory, normalizer, *inputs)
+        versions.append(memory)
+        rates.append(r)
+    return memory, normalizer, torch.stack(versions, 2), rates
+
+
+def _states(q, v, memory, normalizer, dtype):
+    """Copies in that dtype."""
+    if memory is None:
+        shape = *q.shape[:2], q.shape[-1]
+        return v.new_zeros(*shape, v.shape[-1], dtype=dtype), v.new_zeros(shape, dtype=dtype)
+    return memory.to(dtype, copy=True), normalizer.to(dtype, copy=True)
+
+
+def _readers(reads, versions, chunk_size):
+    """The slot in which each token reads, (B, T), -1 where it reads nothing, and the token of each slot."""
+    size = min(reads.shape[1], chunk_size)
+    tokens = torch.arange(reads.shape[1], device=reads.device).expand_as(reads)
+    changes = reads.diff(dim=1, prepend=reads[:, :1]) != 0
+    first = torch.where(changes, tokens, 0).cummax(1).values
+    slots = torch.where(reads < 0, -1, reads * size + tokens - first)
+    return slots, _inverse(slots, versions * size)
+
+
+def working_memory_chunked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    memory: torch.Tensor | None,
+    normalizer: torch.Tensor | None,
+    leaving: torch.Tensor,
+    begins: torch.Tensor,
+    reads: torch.Tensor,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Arguments and results are those of [`subquad_kernels.working_memory`], out in the dtype of the states."""
+    dtype = widest(q, k, v, memory, normalizer)
+    _, values, p, f, w = _chunks(k, v, leaving, begins, chunk_size, dtype)
+    states = _states(q, v, memory, normalizer, dtype)
+    memory, normalizer, versions, _ = _absorb_all(*states, p.mT @ values, p.mT @ f, w, *_masks(leaving, begins))
+    slots, tokens = _readers(reads, versions.shape[2], chunk_size)
+    weights = _take(q, tokens, dtype).softmax(-1).unflatten(2, (versions.shape[2], -1))
+    out = _take((weights @ versions).flatten(2, 3), slots, dtype)
+    return out, memory, normalizer
+
+
+def working_memory_chunked_backward(
+    grad_out: torch.Tensor,
+    grad_memory: torch.Tensor,
+    grad_normalizer: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    memory: torch.Tensor | None,
+    normalizer: torch.Tensor | None,
+    leaving: torch.Tensor,
+    begins: torch.Tensor,
+    reads: torch.Tensor,
+    chunk_size: int,
+) -> list[torch.Tensor]:
+    """
+    Gradients of q, k, v and, where they are given, memory and normalizer. What the forward pass computed is computed
+    again.
+    """
+    dtype = widest(q, k, v, memory, normalizer)
+    places, values, p, f, w = _chunks(k, v, leaving, begins, chunk_size, dtype)
+    u, g = p.mT @ values, p.mT @ f
+    absorbs, forgets = _masks(leaving, begins)
+    *_, versions, rates = _absorb_all(*_states(q, v, memory, normalizer, dtype), u, g, w, absorbs, forgets)
+
+    slots, tokens = _readers(reads, versions.shape[2], chunk_size)
+    weights = _take(q, tokens, dtype).softmax(-1).unflatten(2, (versions.shape[2], -1))
+    grad = _take(grad_out, tokens, dtype).unflatten(2, (versions.shape[2], -1))
+    dq = _softmax_backward(grad @ versions.mT, weights, -1)
+    grads = [_take(dq.flatten(2, 3), slots, dtype)]
+    dversions = weights.mT @ grad
+
+    dm, dz = grad_memory.to(dtype) + dversions[:, :, -1], grad_normalizer.to(dtype, copy=True)
+    du, dg, dw = (torch.empty_like(x) for x in (u, g, w))
+    for n in reversed(range(w.shape[2])):
+        forgotten, r = forgets[:, :, n].unsqueeze(-1), rates[n]
+        before = versions[:, :, n].masked_fill(forgotten, 0.0)
+        change = u[:, :, n] - g[:, :, n] @ before - before
+        written = r.unsqueeze(-1) * dm
+        by_rate = (1 - r) * (written * change).sum(-1)
+        du[:, :, n], dg[:, :, n], dw[:, :, n] = written, -written @ before.mT, by_rate + r * dz
+        dm = (dm - written - g[:, :, n].mT @ written).masked_fill_(forgotten, 0.0) + dversions[:, :, n]
+        dz = (1 - r) * dz - by_rate
+
+    if w.shape[2]:
+        dp, df = values @ du.mT + f @ dg.mT, p @ dg
+        dk = _softmax_backward(dp, p, -2) + p * dw.unsqueeze(-2) + _softmax_backward(df, f, -1)
+        slots = _inverse(places, k.shape[2])
+        grads += [_take(x.flatten(2, 3), slots, dtype) for x in (dk, p @ du)]
+    else:
+        grads += [torch.zeros_like(k), torch.zeros_like(v)]
+    return grads if memory is None else [*grads, dm, dz]
+
+
+def working_memory_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    memory: torch.Tensor,
+    normalizer: torch.Tensor,
+    leaving: torch.Tensor,
+    begins: torch.Tensor,
+    reads: torch.Tensor,
+    chunk_size: int,
+) -> torch.Tensor:
+    """
+    One token and at most one chunk a row, q (B, H, 1, K), leaving, begins and reads (B, 1): the states, in float32,
+    are changed in place. On the CPU only the rows that absorb a chunk work for it.
+    """
+    weights = q.float().softmax(-1)
+    out = weights @ memory
+    on_cpu = leaving.device.type == "cpu"  # of a GPU the answer would have to be waited for
+    rows = (leaving[:, 0] >= 0).nonzero()[:, 0] if on_cpu else slice(None)
+    if not on_cpu or len(rows):
+        _, values, p, f, w = _chunks(k[rows], v[rows], leaving[rows], begins[rows], chunk_size, torch.float32)
+        chunk = (x[:, :, 0] for x in (p.mT @ values, p.mT @ f, w, *_masks(leaving[rows], begins[rows])))
+        memory[rows], normalizer[rows], _ = _absorb(memory[rows], normalizer[rows], *chunk)
+        out = torch.where((reads == 1)[:, None, :, None], weights @ memory, out)
+    return out.masked_fill_((reads < 0)[:, None, :, None], 0.0)
