@@ -198,6 +198,34 @@ def test_info_of_raven(preset, state, parameters, inference, training, capsys):
         assert number in text
 
 
+GECKO = [
+    ("gecko-1b", "353,381,568 elements, 1.414 GB", "1.30e+09", "3.10e+09", "9.29e+09"),
+    ("gecko-7b", "1,413,519,552 elements, 5.654 GB", "7.39e+09", "1.73e+10", "5.20e+10"),
+]
+
+
+@pytest.mark.parametrize(("preset", "state", "parameters", "inference", "training"), GECKO)
+def test_info_of_gecko(preset, state, parameters, inference, training, capsys):
+    assert cli.main(["info", preset, "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    d, layers, heads = (info[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    assert (d, layers, heads) == {"gecko-1b": (2048, 16, 2), "gecko-7b": (4096, 32, 4)}[preset]
+    z, v, norm = d // 4, 2 * d, 3 * 64
+    # Moments, CEMA, keys, memory keys and values of two chunks of 2,048, memories of all heads; moments at the end.
+    layer = norm + 2 * 16 * d + 4096 * (2 * z + v) + heads * (z // heads) * (v // heads + 1)
+    assert info["state_elements"] == layers * layer + norm == info["state_bytes"] / 4
+    assert info["state_elements_per_token"] is info["state_bytes_per_token"] is None
+    # Projections, outputs and network; keys and values of two chunks; memories read, corrected and written; CEMA.
+    weights = d * (z + 2 * v + d) + v * d + 3 * d * {2048: 6144, 4096: 8192}[d]
+    layer = 2 * weights + 2 * 4096 * (z + v) + heads * 3 * 2 * (z // heads) * (v // heads) + 12 * 16 * d
+    assert info["inference_flops"] == layers * layer + 2 * {2048: 50304, 4096: 32000}[d] * d
+    assert info["training_flops"] == 3 * info["inference_flops"]
+    assert cli.main(["info", preset]) == 0
+    text = capsys.readouterr().out
+    for number in (parameters, f"state         {state}\n", f"{inference} FLOPs", f"{training} FLOPs"):
+        assert number in text
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_info_of_a_directory(dtype, directory, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))

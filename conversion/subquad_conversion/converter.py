@@ -147,6 +147,7 @@ def convert(
 
         plan = known.plan(checkpoint.tensors, given)
         _check_twins(checkpoint, plan.twins)
+        _check_zeros(checkpoint, plan.zeros)
         notes = plan.notes + _contradictions(given, plan)
         chosen = choose_tokenizer(
             tokenizer if isinstance(tokenizer, str) else Path(tokenizer),
@@ -226,6 +227,13 @@ def _check_twins(checkpoint: Checkpoint, twins: list[tuple[str, str]]) -> None:
         infos = {checkpoint.tensors[name] for name in pair}
         if len(infos) > 1 or not torch.equal(*map(checkpoint.read, pair)):
             raise ConversionError(f"`tie_word_embeddings` is set, but {' and '.join(pair)} differ.")
+
+
+def _check_zeros(checkpoint: Checkpoint, zeros: list[str]) -> None:
+    for name in zeros:
+        values = checkpoint.read(name).flatten()
+        if len(others := values[values != 0]):
+            raise ConversionError(f"{name} holds {others[0].item():g}; only zeros are supported there.")
 
 
 def _contradictions(given: Mapping[str, Any], plan: Plan) -> list[str]:

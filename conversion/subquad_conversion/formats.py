@@ -31,12 +31,14 @@ class Plan:
         twins: pairs of source names of which only the first is written, because the configuration calls them one
             tensor. Whether they are equal is not in a plan's power to know.
         notes: what had to be assumed, for the user to read.
+        zeros: source names of what is not written because it is zero. Whether it is, a plan cannot know either.
     """
 
     sizes: dict[str, Any]
     tensors: list[PlannedTensor]
     twins: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    zeros: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

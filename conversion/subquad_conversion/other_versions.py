@@ -40,4 +40,5 @@ REFUSALS = (
     Refusal(
         "part of a larger model such as VisualRWKV (names carry a `rwkv.` or `vit.` prefix)", _is_inside_another_model
     ),
+    Refusal("Megalodon", lambda tensors: _ends(tensors, ".mega.cema.omega")),
 )

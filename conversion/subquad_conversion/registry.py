@@ -2,7 +2,7 @@
 
 import re
 
-from . import avey, avey_b, raven, rwkv5_hub, rwkv5_trainer, rwkv6_hub, rwkv6_trainer
+from . import avey, avey_b, gecko, raven, rwkv5_hub, rwkv5_trainer, rwkv6_hub, rwkv6_trainer
 from .checkpoint import Checkpoint
 from .errors import ConversionError
 from .formats import Format
@@ -18,6 +18,7 @@ FORMATS: tuple[Format, ...] = (
     avey_b.HUB_FORMAT,
     avey_b.PAPER_FORMAT,
     raven.FORMAT,
+    gecko.FORMAT,
 )
 
 # DistributedDataParallel and torch.compile put these before every name.

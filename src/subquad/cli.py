@@ -136,10 +136,10 @@ def _add_convert(commands, common) -> None:
         """\
         Convert a checkpoint into a directory that `from_pretrained` loads.
 
-        SOURCE is a trainer's .pth file (RWKV-5.2, RWKV-6.0, Avey, Avey-B or Raven) or a Hub model of type rwkv5,
-        rwkv6, avey, avey-b or raven: its directory, or the model.safetensors or pytorch_model.bin in it, with the
-        configuration and the tokenizer beside it. What it is shows in the names and shapes of its tensors. Nothing in
-        SOURCE is ever executed, and DEST appears complete or not at all.
+        SOURCE is a trainer's .pth file (RWKV-5.2, RWKV-6.0, Avey, Avey-B, Raven or Gecko) or a Hub model of type
+        rwkv5, rwkv6, avey, avey-b, raven or gecko: its directory, or the model.safetensors or pytorch_model.bin in it,
+        with the configuration and the tokenizer beside it. What it is shows in the names and shapes of its tensors.
+        Nothing in SOURCE is ever executed, and DEST appears complete or not at all.
 
         examples:
           subquad convert RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth ./finch-1b6
@@ -192,8 +192,8 @@ def _add_info(commands, common) -> None:
 
         NAME is a preset, an embedded model, a model directory, or a checkpoint that `subquad convert` reads. FLOPs
         are counted as in appendix E of the paper "Eagle and Finch" (arXiv:2404.05892); Avey's are those of the matrix
-        products of a full window, Avey-B's those for a token of a full split, Raven's those of the matrix products and
-        the slot memories.
+        products of a full window, Avey-B's those for a token of a full split, Raven's and Gecko's those of the matrix
+        products, full windows of attention and the memories.
 
         examples:
           subquad info finch-1.6b
@@ -296,6 +296,8 @@ def _convert(args: argparse.Namespace) -> None:
         sizes.append(f"{config.num_heads} heads of {config.head_k_dim} with {config.num_slots} slots")
         if attention := sum(len(spec["layers"]) for spec in config.attention_specs):
             sizes.append(f"softmax attention in {attention} of the layers")
+    elif config.model_type == "gecko":
+        sizes.append(f"{config.num_heads} heads, chunks of {config.chunk_size}")
     else:
         sizes.append(f"{config.num_attention_heads} heads of {config.head_size}")
     print(f"Recognised {report.recognised.title}: {', '.join(sizes)}, vocabulary {config.vocab_size:,}.")

@@ -57,27 +57,32 @@ class ModelInfo:
     e the sizes of a key and a value together, 2 e num_slots for reading it and 3 e for each row that is written: topk
     of them, with the router "gsa" all, with "swa" one. Softmax attention adds 4 hidden_size a layer for every token of
     its window, as if that were full. Not counted is what it reads without a window: as much for every token of the
-    text.
+    text. Of Gecko they are those of the matrix products of all layers and the head, and in each layer 2 (z_dim +
+    value_dim) for every token of two chunks, as if attention read both in full; 6 z_dim value_dim / num_heads for
+    reading the working memory and for a token's share of what its chunk changes there; and 12 for each complex number
+    of CEMA's state.
 
     Attributes:
         source: `preset`, or the path that was read.
         dtype: the dtype that most weights are stored in, None for a preset.
         weight_bytes: size of the weights, None for a preset.
         state_elements: numbers kept between two tokens, however long the text is. Of Raven the slots' keys and values,
-            and those of the tokens in a window of softmax attention. None of Avey, and of Avey-B, an encoder.
-        state_bytes: their size: float32 for the wkv state and the slots, the model's dtype (a preset and weights that
-            are no floats: float32) for the two shifts and for softmax attention.
+            and those of the tokens in a window of softmax attention. Of Gecko the norms' moments, CEMA's state, the
+            working memory with its normaliser, and the keys, memory keys and values of two chunks; not counted is
+            where the document of each of these tokens begins. None of Avey, and of Avey-B, an encoder.
+        state_bytes: their size: float32 for the wkv state, the slots and of Gecko all but keys and values, the model's
+            dtype (a preset and weights that are no floats: float32) for the two shifts and for softmax attention.
         state_elements_per_token: numbers kept of every token of the text: Avey keeps its embedding, Raven's softmax
             attention without a window a key and a value. Not counted are Avey's one score for every chunk_size tokens,
             and the room that a cache has for tokens to come.
         state_bytes_per_token: their size, in the model's dtype (float32 as above).
         inference_flops: Eagle and Finch: equations (24) and (28), 2 parameters + 6 elements of the wkv state. Avey:
             one more token, for which the whole window is computed anew. Avey-B: a token's share of the forward pass.
-            Raven: one more token.
+            Raven, Gecko: one more token.
         training_flops: Eagle and Finch: equations (26) and (29), three times that. Avey: three times a token's share
             of the forward pass, k rows, because the chunk_size tokens of a split have one window. Avey-B: three times
-            the forward pass. Raven: three times the inference, the recurrence as it is written; that training computes
-            it in chunks, with products within a chunk, is not counted.
+            the forward pass. Raven, Gecko: three times the inference, the recurrence as it is written; that training
+            computes it in chunks, with products within a chunk, is not counted.
     """
 
     name: str
@@ -205,6 +210,11 @@ def _info(name, source, config, parameters: int, dtype: str | None, weight_bytes
             growth, growth_bytes = growing, bits * growing // 8
         inference = _raven_flops(config)
         training = 3 * inference
+    elif config.model_type == "gecko":
+        recurrent, window = _gecko_state(config)
+        state, state_bytes = recurrent + window, 4 * recurrent + bits * window // 8
+        inference = _gecko_flops(config)
+        training = 3 * inference
     return ModelInfo(
         name=name,
         source=source,
@@ -289,6 +299,23 @@ def _raven_flops(config) -> int:
             shared = spec["num_heads"] // spec["num_kv_heads"]
             flops += 2 * (2 * d * d + 2 * d * (d // shared)) + 4 * d * (spec["window_size"] or 0)
     return flops
+
+
+def _gecko_state(config) -> tuple[int, int]:
+    """Elements of all that is updated with every token or chunk, and of the keys and values of two chunks."""
+    moments = 3 * config.timenorm_num_groups
+    memory = config.z_dim * (config.value_dim // config.num_heads + 1)
+    recurrent = config.num_layers * (moments + 2 * config.model_dim * config.cema_ndim + memory) + moments
+    return recurrent, config.num_layers * 2 * config.chunk_size * (2 * config.z_dim + config.value_dim)
+
+
+def _gecko_flops(config) -> int:
+    """Of one token, as [`ModelInfo`] has them."""
+    d, z, v = config.model_dim, config.z_dim, config.value_dim
+    weights = d * (z + 2 * v + d) + v * d + (3 if config.swiglu else 2) * d * config.ffn_hidden_dim
+    attention = 2 * (z + v) * 2 * config.chunk_size
+    memory, average = 6 * z * v // config.num_heads, 12 * d * config.cema_ndim
+    return config.num_layers * (2 * weights + attention + memory + average) + 2 * config.vocab_size * d
 
 
 __all__ = ["ModelInfo", "UnknownModelError", "describe", "embedded_model"]

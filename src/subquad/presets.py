@@ -42,6 +42,26 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             "router_scale": 4,
         },
     ),
+    # Section 4.1 of "GECKO" has depth, width, chunk and vocabulary of the larger one, the authors' code the rest. The
+    # smaller one is derived: the paper has its depth, width, vocabulary and 1.3B parameters. In both z_dim is d / 4,
+    # value_dim 2 d, and a head has 256 channels of z_dim; for ffn_hidden_dim 3 d is the multiple of d with which the
+    # parameters, heads not tied, come closest. Its tokenizer is OLMo's, in which 50279 ends a text; the authors' code
+    # adds the token that begins one.
+    "gecko-1b": (
+        "gecko",
+        {
+            "model_dim": 2048,
+            "num_layers": 16,
+            "num_heads": 2,
+            "z_dim": 512,
+            "value_dim": 4096,
+            "ffn_hidden_dim": 6144,
+            "vocab_size": 50304,
+            "bos_token_id": 50280,
+            "eos_token_id": 50279,
+        },
+    ),
+    "gecko-7b": ("gecko", {}),
     # Section 10.1 of "Eagle and Finch": bytes of ABC notation.
     "eagle-music": (
         "rwkv5",

@@ -1,4 +1,4 @@
-"""The published sizes of Avey, Avey-B and Raven; a table in `test_rwkv.py` has those of Eagle and Finch."""
+"""The published sizes of Avey, Avey-B, Raven and Gecko; a table in `test_rwkv.py` has those of Eagle and Finch."""
 
 import pytest
 import torch
@@ -81,3 +81,31 @@ def test_the_derived_sizes_of_raven():
     """They are those of sliding window attention in the paper, too: 693M without router, decay and gate."""
     fields = {**subquad.PRESETS["raven-0.8b"][1], "router": "swa", "use_output_gate": False}
     assert round(count(subquad.RavenConfig(**fields)) / 1e6) == 693
+
+
+# Section 4.1 of the paper: blocks, width and vocabulary, and the parameters as table 1 writes them. Ours are counted.
+SECTION_4_1 = {"gecko-1b": (16, 2048, 50304, 1.3e9, 1_299_099_648), "gecko-7b": (32, 4096, 32000, 7e9, 7_385_817_088)}
+
+
+@pytest.mark.parametrize("preset", SECTION_4_1)
+def test_published_sizes_of_gecko(preset):
+    config = subquad.preset_config(preset)
+    layers, d, vocabulary, published, parameters = SECTION_4_1[preset]
+    assert (config.num_layers, config.model_dim, config.vocab_size) == (layers, d, vocabulary)
+    assert config.z_dim // config.num_heads == 256
+    assert count(config) == parameters
+    assert parameters == pytest.approx(published, rel=6e-2)
+
+    z, v, n = d // 4, 2 * d, 16
+    # Projections and outputs with biases, all but one; CEMA; what makes queries and keys of the shared representation.
+    mega = d * (z + 2 * v + d) + z + 2 * v + d + v * d + d * (4 * n + 1) + 8 * z
+    # Two norms have weights and biases, one has weights only.
+    assert parameters == 2 * vocabulary * d + layers * (mega + 3 * d * config.ffn_hidden_dim + 5 * d) + 2 * d
+
+
+def test_the_derived_sizes_of_gecko():
+    """No other multiple of the width comes as close to 1.3B parameters."""
+    fields = subquad.PRESETS["gecko-1b"][1]
+    d = fields["model_dim"]
+    distance = {k: abs(count(subquad.GeckoConfig(**fields | {"ffn_hidden_dim": k * d})) - 1.3e9) for k in (2, 3, 4)}
+    assert min(distance, key=distance.get) * d == fields["ffn_hidden_dim"]

@@ -1,0 +1,398 @@
+"""Gecko's files: recognised by their tensors, refused where damaged, converted to what the authors' code computes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from byte_level_bpe import TEXT, write_byte_level_bpe
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from subquad import GeckoConfig, GeckoForCausalLM, cli
+from subquad_conversion import ConversionError, convert, recognise
+
+
+FOLDER = Path(__file__).parents[1] / "golden"
+TINY = {
+    "vocab_size": 30,
+    "model_dim": 16,
+    "num_layers": 3,
+    "num_heads": 2,
+    "z_dim": 8,
+    "value_dim": 12,
+    "ffn_hidden_dim": 20,
+    "cema_ndim": 3,
+    "chunk_size": 4,
+    "timenorm_num_groups": 4,
+}
+# What no weight tells, and no model can do without.
+UNTOLD = {name: TINY[name] for name in ("num_heads", "chunk_size", "timenorm_num_groups")}
+
+
+def load(name="gecko"):
+    """Tokens and logits, a state dict, and the fields of the configuration."""
+    file = FOLDER / f"{name}.safetensors"
+    with safe_open(file, "pt") as content:
+        metadata = content.metadata()
+    golden = load_file(file)
+    weights = {name.removeprefix("weights."): x for name, x in golden.items() if name.startswith("weights.")}
+    fields = {name: json.loads(metadata[name].lower()) for name in ("document_boundaries", "bos_token_id")}
+    return golden, weights, json.loads(metadata["config"]) | fields
+
+
+@pytest.fixture
+def weights():
+    return load()[1]
+
+
+def save(path, tensors):
+    if path.suffix == ".safetensors":
+        save_file(tensors, path)
+    else:
+        torch.save(tensors, path)
+    return path
+
+
+def write_config(directory, **fields):
+    path = directory / "config.json"
+    path.write_text(json.dumps(fields))
+    return path
+
+
+def tiny_model(**fields):
+    """A model in which no parameter is zero or constant."""
+    torch.manual_seed(0)
+    model = GeckoForCausalLM(GeckoConfig(**TINY | fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def as_trained(model):
+    """The state dict of such a model in the authors' code, buffers included."""
+    config = model.config
+    weights = {name.removeprefix("model."): x for name, x in model.state_dict().items()}
+    norms = [f"layers.{i}.mega.timenorm" for i in range(config.num_layers)]
+    for norm in [*norms, "output.final_norm"]:
+        weights[f"{norm}.prior_count"] = torch.tensor(0)
+        weights |= {f"{norm}.prior_{name}": torch.zeros(config.timenorm_num_groups) for name in ("mean", "var")}
+    pairs = config.z_dim // config.num_heads // 2
+    return weights | {"rope.freqs": config.rope_base ** (torch.arange(pairs) / -pairs)}
+
+
+def load_whole(directory):
+    model, loading = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(loading.values()), loading
+    return model
+
+
+def check_same(model, expected):
+    ids = torch.arange(28).view(2, 14)  # one of which begins a document
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits)
+
+
+def notes_of(report):
+    return [note for note in report.notes if "tokenizer" not in note]
+
+
+# --- from the authors' files to what they compute ---
+
+
+@pytest.mark.parametrize("variant", ["gecko", "gecko_documents"])
+@pytest.mark.parametrize("source", [".pth", ".pt", ".bin", ".safetensors", "directory", "no buffers"])
+def test_logits_equal_those_of_the_authors_code(source, variant, tmp_path, capsys):
+    golden, weights, fields = load(variant)
+    expected = {
+        name if name == "output.output.weight" else f"model.{name}": x
+        for name, x in weights.items()
+        if "prior_" not in name and name != "rope.freqs"
+    }
+    options = []
+    if source == "directory":
+        path = save(tmp_path / "model.safetensors", weights).parent
+        write_config(path, **fields)
+    else:
+        if source == "no buffers":
+            weights = {name: x for name, x in weights.items() if "prior_" not in name and name != "rope.freqs"}
+        path = save(tmp_path / f"trained{source if source.startswith('.') else '.pth'}", weights)
+        options = ["--config", str(write_config(tmp_path, **fields))]
+    assert cli.main(["convert", str(path), str(tmp_path / "model"), *options]) == 0
+    text = capsys.readouterr().out
+    assert "Recognised Gecko, published model or training checkpoint: 3 layers of 32, 2 heads, chunks of 8, " in text
+    assert [line for line in text.splitlines() if line.startswith("Note")] == [
+        "Note: no tokenizer was written: none is known for gecko and a vocabulary of 53."
+    ]
+    written = json.loads((tmp_path / "model/config.json").read_text())
+    assert written.items() >= (fields | {"model_type": "gecko", "num_rope_heads": 2}).items()
+    found = load_file(tmp_path / "model/model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(x, expected[name]) for name, x in found.items())
+    with torch.no_grad():
+        logits = load_whole(tmp_path / "model")(golden["input_ids"]).logits
+    assert (logits - golden["logits"]).abs().max() < 1e-4
+
+
+VARIANTS = [
+    {"swiglu": False, "two_hop_residual": True, "num_rope_heads": 1},
+    {"rescale_nffn": True, "scale_emb": True, "layernorm_num_groups": 2, "rope_base": 100.0, "norm_eps": 1e-3},
+    {"norm_affine": False, "num_rope_heads": 0, "document_boundaries": False},
+    {"share_emb": True, "timenorm_beta1": 0.9, "timenorm_beta2": 0.95},
+]
+
+
+@pytest.mark.parametrize("fields", VARIANTS)
+@pytest.mark.parametrize("told", [True, False])
+def test_what_we_save_ourselves(fields, told, tmp_path):
+    """Also with no more of its configuration than no tensor tells."""
+    model = tiny_model(**fields)
+    model.save_pretrained(tmp_path / "saved")
+    config = None
+    if not told:
+        untold = {name: x for name, x in fields.items() if name not in ("swiglu", "rescale_nffn", "norm_affine")}
+        config = write_config(tmp_path, **UNTOLD | untold)
+    report = convert(tmp_path / "saved", tmp_path / "model", config=config, progress=False)
+    assert bool(notes_of(report)) is not told
+    converted = load_whole(tmp_path / "model")
+    assert converted.config.to_diff_dict() == model.config.to_diff_dict()
+    check_same(converted, model)
+
+
+def test_tied_heads(tmp_path):
+    """The authors' code saves both names."""
+    model = tiny_model(share_emb=True)
+    weights = as_trained(model)
+    source = save(tmp_path / "trained.pth", weights)
+    for i, tied in enumerate(("share_emb", "tie_word_embeddings")):
+        config = write_config(tmp_path, **UNTOLD, **{tied: True})
+        convert(source, tmp_path / f"model-{i}", config=config, progress=False)
+        assert "output.output.weight" not in load_file(tmp_path / f"model-{i}/model.safetensors")
+        check_same(load_whole(tmp_path / f"model-{i}"), model)
+    weights["output.output.weight"] = weights["embed.weight"] + 1
+    with pytest.raises(ConversionError, match=r"but embed\.weight and output\.output\.weight differ"):
+        convert(save(source, weights), tmp_path / "model", config=config, progress=False)
+    del weights["output.output.weight"]
+    with pytest.raises(ConversionError, match=r"type gecko; missing: output\.output\.weight\.$"):
+        recognise(save(source, weights))
+
+
+def test_dtype_and_tokenizer(tmp_path, capsys):
+    source = tmp_path / "source"
+    tiny_model().save_pretrained(source)
+    expected = write_byte_level_bpe(source).encode(TEXT).ids
+    assert cli.main(["convert", str(source), str(tmp_path / "model"), "--dtype", "bfloat16"]) == 0
+    text = capsys.readouterr().out
+    assert "3 layers of 16, 2 heads, chunks of 4, vocabulary 30." in text
+    assert f"Tokenizer: copied from {source}." in text
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")(TEXT)["input_ids"] == expected
+    written, stored = (load_file(path / "model.safetensors") for path in (tmp_path / "model", source))
+    assert all(torch.equal(written[name], x.bfloat16()) for name, x in stored.items())
+
+
+# --- what the tensors tell, and what they do not ---
+
+
+def test_sizes_that_the_tensors_replace(tmp_path):
+    told = {name: size * 2 for name, size in TINY.items() if name != "chunk_size"}
+    told |= {"swiglu": False, "norm_affine": False, "rescale_nffn": False}
+    replaced = TINY | {"swiglu": True, "norm_affine": True, "rescale_nffn": True}
+    model = tiny_model(rescale_nffn=True)
+    source = save(tmp_path / "trained.pth", as_trained(model))
+    config = write_config(tmp_path, **model.config.to_dict() | told)
+    report = convert(source, tmp_path / "model", config=config, progress=False)
+    assert set(notes_of(report)) == {
+        f"the configuration's `{name}` of {value} was replaced by the tensors' {replaced[name]}"
+        for name, value in told.items()
+    }
+    check_same(load_whole(tmp_path / "model"), model)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "fields", "untold"),
+    [
+        (False, {}, "`num_heads`, nor `chunk_size`, nor `timenorm_num_groups`"),
+        (False, {"chunk_size": 4, "timenorm_num_groups": None}, "`num_heads`, nor `timenorm_num_groups`"),
+        (True, {}, "`chunk_size`"),
+    ],
+)
+def test_what_a_configuration_must_tell(buffers, fields, untold, tmp_path):
+    model = tiny_model()
+    source = save(tmp_path / "trained.pth", as_trained(model) if buffers else model.state_dict())
+    with pytest.raises(ConversionError) as error:
+        convert(source, tmp_path / "model", config=write_config(tmp_path, **fields), progress=False)
+    assert str(error.value) == f"No tensor tells {untold}; give it in a configuration file."
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_is_assumed(tmp_path):
+    model = tiny_model()
+    source = save(tmp_path / "trained.pth", as_trained(model))
+    config = write_config(tmp_path, chunk_size=4, norm_eps=1e-5, num_rope_heads=None)
+    report = convert(source, tmp_path / "model", config=config, progress=False)
+    assert notes_of(report) == [
+        "what the source does not tell was assumed: `timenorm_beta1` 0.999, `timenorm_beta2` 0.9999, "
+        "`layernorm_num_groups` 1, `two_hop_residual` False, `rope_base` 500000, `scale_emb` False, "
+        "`document_boundaries` True"
+    ]
+    check_same(load_whole(tmp_path / "model"), model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "mega"}, "for the model type 'mega', the tensors are 'gecko'"),
+        ({"num_heads": 3}, r"The configuration is not valid: .*`z_dim` \(8\) must be a multiple of `num_heads` \(3\)"),
+        ({"chunk_size": "4"}, "The configuration is not valid: .*chunk_size"),
+        ({"output_size": 29}, r"The configuration is not valid: .*`output_size` must be `vocab_size` \(30\) or -1"),
+    ],
+)
+def test_a_configuration_that_does_not_fit(fields, message, tmp_path):
+    source = save(tmp_path / "trained.pth", tiny_model().state_dict())
+    with pytest.raises(ConversionError, match=message):
+        convert(source, tmp_path / "model", config=write_config(tmp_path, **UNTOLD | fields), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "held"),
+    [
+        ("layers.1.mega.timenorm.prior_count", torch.tensor(512), "512"),
+        ("output.final_norm.prior_mean", torch.tensor([0.0, 0.0, -0.25, 1.0]), "-0.25"),
+        ("layers.0.mega.timenorm.prior_var", torch.full((4,), torch.nan), "nan"),
+    ],
+)
+def test_norms_that_do_not_begin_from_nothing(name, value, held, weights, tmp_path):
+    source = save(tmp_path / "trained.pth", weights | {name: value})
+    with pytest.raises(ConversionError) as error:
+        convert(source, tmp_path / "model", config=write_config(tmp_path, **load()[2]), progress=False)
+    assert str(error.value) == f"{name} holds {held}; only zeros are supported there."
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("rope.freqs", (3,), r"^rope\.freqs has the shape \(3,\), which fits no heads of `z_dim` 16\.$"),
+        ("rope.freqs", (128, 4), r"rope\.freqs has the shape \(128, 4\), which fits no heads"),
+        ("rope.freqs", (0,), r"rope\.freqs has the shape \(0,\), which fits no heads"),
+        ("output.final_norm.prior_mean", (8,), r"^Norms begin .* \(4,\), output\.final_norm\.prior_mean \(8,\)\.$"),
+        ("layers.0.mega.timenorm.prior_var", (), r"^Norms begin .*, layers\.0\.mega\.timenorm\.prior_var \(\)"),
+    ],
+)
+def test_buffers_that_tell_nothing(name, shape, message, weights, tmp_path):
+    with pytest.raises(ConversionError, match=message):
+        recognise(save(tmp_path / "trained.pth", weights | {name: torch.zeros(shape)}))
+
+
+# --- refusal ---
+
+
+def test_one_error_lists_all_that_does_not_fit(tmp_path):
+    weights = as_trained(tiny_model(rescale_nffn=True))
+    del weights["layers.2.nffn.alpha"], weights["layers.1.mega.rmsnorm.weight"]
+    weights["layers.0.mega.wh2.bias"] = torch.zeros(16)
+    weights["layers.1.mega.gamma"] = torch.zeros(2, 8)
+    weights["layers.2.nffn.fc3.weight"] = torch.zeros(20, 16, dtype=torch.int8)
+    with pytest.raises(ConversionError) as error:
+        recognise(save(tmp_path / "trained.pth", weights))
+    assert str(error.value) == (
+        "The tensors are not those of the model type gecko; "
+        "missing: model.layers.1.mega.rmsnorm.weight, model.layers.2.nffn.alpha; "
+        "unexpected: layers.0.mega.wh2.bias; "
+        "of the wrong shape: layers.1.mega.gamma (shape (2, 8), expected (4, 8)), "
+        "layers.2.nffn.fc3.weight (dtype int8, expected a floating one)."
+    )
+
+
+@pytest.mark.parametrize("fault", ["missing", "no axis", "one row"])
+def test_every_tensor_matters(fault, tmp_path):
+    """A file without one of them, or with one of another shape, is refused by its name."""
+    whole, path = tiny_model(rescale_nffn=True).state_dict(), tmp_path / "model.safetensors"
+    for name in whole:
+        weights = dict(whole)
+        if fault == "missing":
+            del weights[name]
+        else:
+            weights[name] = torch.zeros(()) if fault == "no axis" else weights[name][:1].clone()
+        with pytest.raises(ConversionError) as error:
+            recognise(save(path, weights))
+        kind = "missing" if fault == "missing" else "of the wrong shape"
+        assert f"not those of the model type gecko; {kind}: " in str(error.value)
+        assert fault == "one row" or name in str(error.value)
+
+
+def test_a_layer_of_which_only_buffers_are_left(weights, tmp_path):
+    weights = {name: x for name, x in weights.items() if not name.startswith("layers.2.") or "prior_" in name}
+    with pytest.raises(ConversionError, match=r"missing: model\.layers\.2\.mega\.timenorm\.weight, "):
+        recognise(save(tmp_path / "trained.pth", weights))
+
+
+def test_a_stray_layer_does_not_ask_for_millions_of_tensors(weights, tmp_path):
+    weights["layers.99999999.mega.gamma"] = torch.zeros(4, 16)
+    with pytest.raises(ConversionError, match=r"missing: .* and \d+ more") as error:
+        recognise(save(tmp_path / "trained.pth", weights))
+    assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize("kept", [0, 8, 0.5, 0.999])
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_truncated_file(suffix, kept, weights, tmp_path):
+    source = save(tmp_path / f"trained{suffix}", weights)
+    whole = source.read_bytes()
+    source.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
+    with pytest.raises(ConversionError, match=source.name):
+        convert(source, tmp_path / "model", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
+def test_a_training_state(weights, tmp_path):
+    source = save(tmp_path / "state.pt", {"model": weights, "step": 1})
+    with pytest.raises(ConversionError, match="It is a training state: save its 'model' entry to a file of its own"):
+        recognise(source)
+
+
+def test_megalodon(weights, tmp_path):
+    weights["layers.0.mega.cema.omega"] = torch.zeros(32, 1)
+    with pytest.raises(ConversionError, match=r"this is Megalodon, which is not supported\. Supported .*; Gecko, "):
+        recognise(save(tmp_path / "trained.pth", weights))
+
+
+# --- info ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_info(dtype, tmp_path, capsys):
+    model = tiny_model().to(dtype)
+    model.save_pretrained(tmp_path)
+    assert cli.main(["info", str(tmp_path), "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert (info["model_type"], info["dtype"]) == ("gecko", str(dtype).removeprefix("torch."))
+    assert (info["num_hidden_layers"], info["hidden_size"]) == (3, 16)
+    assert (info["num_attention_heads"], info["vocab_size"]) == (2, 30)
+    assert info["parameters"] == sum(x.numel() for x in model.parameters()) == info["weight_bytes"] / dtype.itemsize
+    # What is kept of a text that is longer than two chunks.
+    with torch.no_grad():
+        cache = model(torch.arange(4, 24)[None], use_cache=True).past_key_values
+    others = ("begins", "lengths", "output")
+    states = [x for layer in cache.layers for name, x in layer.states.items() if name not in others]
+    assert info["state_elements"] == sum(x.numel() for x in states)
+    assert info["state_bytes"] == sum(x.nbytes for x in states)
+    assert info["state_elements_per_token"] is info["state_bytes_per_token"] is None
+    # z 16 -> 8, values and gate 16 -> 12, outputs 16 -> 16 and 12 -> 16, network.
+    weights = 16 * 8 + 2 * 16 * 12 + 16 * 16 + 12 * 16 + 3 * 16 * 20
+    # Two heads of 4 and 6 channels read 8 keys and values; their memories are read, and changed by a delta rule; CEMA.
+    layer = 2 * weights + 2 * 8 * 2 * (4 + 6) + 2 * 3 * 2 * 4 * 6 + 12 * 16 * 3
+    assert info["inference_flops"] == 3 * layer + 2 * 16 * 30
+    assert info["training_flops"] == 3 * info["inference_flops"]
+
+
+def test_info_of_a_file_needs_its_configuration(weights, tmp_path, capsys):
+    source = save(tmp_path / "model.safetensors", weights)
+    assert cli.main(["info", str(source)]) == 1
+    assert "No tensor tells `chunk_size`; give it in a configuration file." in capsys.readouterr().err
+    write_config(tmp_path, chunk_size=8)
+    assert cli.main(["info", str(source), "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert (info["model_type"], info["num_attention_heads"]) == ("gecko", 2)
+    assert info["state_elements"] == 3 * (3 * 4 + 2 * 32 * 4 + 16 * 25 + 16 * (2 * 16 + 48)) + 3 * 4
