@@ -76,6 +76,7 @@ ARCHITECTURES = {
 
 _EXPORTS = {
     "AveyCache": "subquad.cache",
+    "ContextParallelCache": "subquad.context_parallel",
     "GeckoCache": "subquad.cache",
     "RavenCache": "subquad.cache",
     "RecurrentCache": "subquad.cache",
@@ -83,6 +84,7 @@ _EXPORTS = {
     "QuestionAnsweringPipeline": "subquad.question_answering",
     "embedded_model": "subquad.info",
     "preset_config": "subquad.presets",
+    "split_text": "subquad.context_parallel",
 }
 for _folder, _config, _heads in ARCHITECTURES.values():
     _name = _folder.rpartition(".")[2]

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from subquad_kernels import maxsim
 
-from .padding import can_look_at
+from .padding import Tokens, can_look_at
 
 
 # How many of the last tokens can be taken back while the past is recorded: far more than any draft is long.
@@ -289,6 +289,14 @@ class RecurrentCache(Cache):
         Raises:
             ValueError: where there is no such room.
         """
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """
+        Raises:
+            ValueError: where the tokens of a call cannot be read after what was.
+        """
+        if tokens.cu_seqlens is not None and any(layer.record_past for layer in self.layers):
+            raise ValueError("Packed documents cannot be read while `past_key_values` records the past.")
 
     def advance(self, tokens: int) -> None:
         """Counts the tokens of a call, after every block has read them."""
@@ -760,17 +768,20 @@ class GeckoCache(GrowingCache):
             layer.lend(name)
         return rings
 
+    def hand_on(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        """Called with what a block makes, (batch, length, model_dim), once its states are set; returns it."""
+        return x
+
 
 def check_cache(
     past_key_values: Any,
     config: PreTrainedConfig,
-    batch: int,
-    packed: bool,
+    tokens: Tokens,
     cache_class: type[RecurrentCache],
 ) -> None:
     """
     Raises:
-        ValueError: where a cache is not one of this model, or not of this batch, or records what cannot be replayed.
+        ValueError: where a cache is not one of this model, or not of this batch, or cannot go on with these tokens.
     """
     if not isinstance(past_key_values, cache_class):
         raise ValueError(
@@ -779,10 +790,9 @@ def check_cache(
         )
     _check_sizes("`past_key_values`", past_key_values.sizes, _sizes(config))
     held = past_key_values.batch_size
-    if held not in (-1, batch):
-        raise ValueError(f"`past_key_values` holds the state of {held} sequences, the input has {batch}.")
-    if packed and any(layer.record_past for layer in past_key_values.layers):
-        raise ValueError("Packed documents cannot be read while `past_key_values` records the past.")
+    if held not in (-1, tokens.batch):
+        raise ValueError(f"`past_key_values` holds the state of {held} sequences, the input has {tokens.batch}.")
+    past_key_values.check_tokens(tokens)
 
 
 def _sizes(config: PreTrainedConfig) -> dict[str, Any]:

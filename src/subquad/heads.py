@@ -148,8 +148,7 @@ class RecurrentModelMixin:
         x = embed(self.get_input_embeddings(), self.config, input_ids, inputs_embeds)
         tokens = Tokens(*x.shape[:2], x.device, attention_mask, position_ids, cu_seqlens)
         if past_key_values is not None:
-            packed = tokens.cu_seqlens is not None
-            check_cache(past_key_values, self.config, x.shape[0], packed, self.cache_class)
+            check_cache(past_key_values, self.config, tokens, self.cache_class)
         elif use_cache:
             past_key_values = self.new_cache()
         return x, tokens, past_key_values, use_cache

@@ -24,8 +24,9 @@ class GeckoConfig(PreTrainedConfig):
         chunk_size: tokens of a chunk, c: a token attends to its chunk and to the one before.
         timenorm_num_groups: groups of channels that have a mean and a variance in timestep decay normalization.
         timenorm_beta1, timenorm_beta2: decays of their averages (equation 11).
-        layernorm_num_groups: groups of channels that are normalised by themselves before the feed-forward network.
-        norm_affine: whether the norms have weights and biases.
+        layernorm_num_groups: groups of channels that the other norms, after CEMA and before the feed-forward network,
+            normalise by themselves.
+        norm_affine: whether these have weights (and biases).
         norm_eps: epsilon of every norm.
         two_hop_residual: whether the feed-forward network's output is added to the block's input, not to what
             attention made of it.

@@ -157,8 +157,8 @@ class GeckoTimestepDecayNorm(nn.Module):
         super().__init__()
         self.groups, self.eps = config.timenorm_num_groups, config.norm_eps
         self.betas = float(config.timenorm_beta1), float(config.timenorm_beta2)
-        for name in ("weight", "bias"):
-            self.register_parameter(name, nn.Parameter(torch.empty(config.model_dim)) if config.norm_affine else None)
+        self.weight = nn.Parameter(torch.empty(config.model_dim))
+        self.bias = nn.Parameter(torch.empty(config.model_dim))
 
     def forward(self, x: torch.Tensor, call: GeckoCall, state: RecurrentLayer | None) -> torch.Tensor:
         before, inplace = (None, False) if state is None else (state.get("timenorm"), state.overwrites("timenorm"))
@@ -194,15 +194,21 @@ class GeckoCEMA(nn.Module):
 
 
 class GeckoRMSNorm(nn.Module):
-    """The weight is stored minus one."""
+    """Of groups of channels; the weight is stored minus one."""
 
     def __init__(self, config: GeckoConfig):
         super().__init__()
-        self.eps = config.norm_eps
-        self.register_parameter("weight", nn.Parameter(torch.empty(config.model_dim)) if config.norm_affine else None)
+        self.groups, self.eps = config.layernorm_num_groups, config.norm_eps
+        weight = nn.Parameter(torch.empty(config.model_dim)) if config.norm_affine else None
+        self.register_parameter("weight", weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], None if self.weight is None else self.weight + 1, self.eps)
+        x = x.unflatten(-1, (self.groups, -1))
+        weight = None if self.weight is None else (self.weight + 1).view(x.shape[2:])
+        if self.groups == 1:
+            return F.rms_norm(x, x.shape[2:], weight, self.eps).flatten(2)
+        x = F.rms_norm(x, x.shape[3:], eps=self.eps)
+        return (x if weight is None else x * weight).flatten(2)
 
 
 class GeckoLayerNorm(nn.Module):
@@ -349,7 +355,8 @@ class GeckoBlock(GradientCheckpointingLayer):
 
     def forward(self, x: torch.Tensor, call: GeckoCall, past_key_values: GeckoCache | None = None) -> torch.Tensor:
         state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        return self.nffn(self.mega(x, call, past_key_values, state), x)
+        out = self.nffn(self.mega(x, call, past_key_values, state), x)
+        return out if past_key_values is None else past_key_values.hand_on(out, self.layer_idx)
 
 
 class GeckoPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
@@ -468,6 +475,8 @@ class GeckoModel(GeckoPreTrainedModel):
             if output_hidden_states:
                 hidden_states += (x,)
         x = self.output["final_norm"](x, call, None if past_key_values is None else past_key_values.after_blocks)
+        if past_key_values is not None:
+            x = past_key_values.hand_on(x, -1)
 
         if shifts is not None:
             x = shift(x, -shifts)
