@@ -70,9 +70,7 @@ def both_caches(model, ids):
 
 
 @each_causal
-@pytest.mark.parametrize(
-    ("tied", "rows", "padding"), [(False, 1, 0), (False, 1, 4), (False, 3, 0), (False, 3, 4), (True, 3, 4)]
-)
+@pytest.mark.parametrize(("tied", "rows", "padding"), [(False, 1, 0), (False, 1, 4), (False, 3, 4), (True, 3, 0)])
 def test_compiled_generation(model_type, tied, rows, padding, graphs):
     model, config = tiny_model(model_type, tie_word_embeddings=tied), compiling(graphs)
     for choice in ({}, {"do_sample": True, "top_k": 0}):
@@ -86,23 +84,11 @@ def test_compiled_generation(model_type, tied, rows, padding, graphs):
 
 
 @each_causal
-@TRITON
-def test_compiled_generation_with_kernels(model_type, graphs, monkeypatch):
-    model, options = tiny_model(model_type), {**prompts(2, 4), **GREEDY, "max_new_tokens": 4}
-    expected = model.generate(**options)
-    monkeypatch.setenv("SUBQUAD_BACKEND", "triton")
-    assert torch.equal(model.generate(**options, **compiling(graphs)), expected)
-    assert len(graphs) == 1
-
-
-@each_causal
 @pytest.mark.parametrize(
-    ("chunk_size", "backend_name"), [(None, "eager"), (7, "eager"), pytest.param(None, "triton", marks=TRITON)]
+    ("chunk_size", "backend_name", "steps"), [(7, "eager", 3), pytest.param(None, "triton", 1, marks=TRITON)]
 )
-def test_only_static_inputs_are_written(model_type, chunk_size, backend_name, graphs, monkeypatch):
+def test_only_static_inputs_are_written(model_type, chunk_size, backend_name, steps, graphs, monkeypatch):
     """Or else CUDA graphs would be skipped: see `check_for_mutation` in torch/_inductor/cudagraph_utils.py."""
-
-    monkeypatch.setenv("SUBQUAD_BACKEND", backend_name)
 
     def compile_graph(graph, inputs):
         places = graph.graph.find_nodes(op="placeholder")
@@ -114,13 +100,13 @@ def test_only_static_inputs_are_written(model_type, chunk_size, backend_name, gr
     def backend(graph, inputs):
         return aot_autograd(fw_compiler=compile_graph, keep_inference_input_mutations=True)(graph, inputs)
 
-    layers = 1 if backend_name == "triton" else 3  # the interpreter is slow
-    model = tiny_model(model_type, num_hidden_layers=layers)
-    options = {**prompts(3, 4, length=18), **GREEDY, "prefill_chunk_size": chunk_size}
-    out = model.generate(**options, **compiling(graphs, backend=backend), max_new_tokens=6)
-    assert torch.equal(out, model.generate(**options, max_new_tokens=6))
-    assert graphs
-    _, cache = both_caches(model, options["input_ids"])
+    model = tiny_model(model_type, num_hidden_layers=2)
+    options = {**prompts(2, 4, length=18 if chunk_size else 9), **GREEDY, "max_new_tokens": 4}
+    expected, (_, cache) = model.generate(**options), both_caches(model, options["input_ids"])
+    monkeypatch.setenv("SUBQUAD_BACKEND", backend_name)
+    config = compiling(graphs, backend=backend)
+    assert torch.equal(model.generate(**options, **config, prefill_chunk_size=chunk_size), expected)
+    assert len(graphs) == steps  # a whole chunk, the rest, and one token; or one token alone
     states = sum(len(layer.states) for layer in cache.layers) + 1  # and the number of tokens
     for written, static in graphs:
         assert len(written) == states
@@ -149,7 +135,7 @@ def test_nothing_is_left_on_the_cpu(model_type):
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 def test_inductor(graphs):
-    model, options = tiny_model("rwkv6"), {**prompts(3, 4), **GREEDY, "max_new_tokens": 20}
+    model, options = tiny_model("rwkv6", num_hidden_layers=1), {**prompts(3, 4), **GREEDY, "max_new_tokens": 20}
     config = compiling(graphs, backend="inductor", mode="reduce-overhead")
     assert torch.equal(model.generate(**options, **config), model.generate(**options))
 
@@ -176,7 +162,8 @@ def test_compiled_continuation(model_type, graphs):
 @each_causal
 @pytest.mark.parametrize("padding", [0, 4])
 def test_compiled_chunks(model_type, padding, graphs):
-    model, options = tiny_model(model_type), {**prompts(3, padding, length=18), **GREEDY, "max_new_tokens": 6}
+    model = tiny_model(model_type, num_hidden_layers=2)
+    options = {**prompts(3, padding, length=18), **GREEDY, "max_new_tokens": 6}
     expected, config = model.generate(**options), compiling(graphs)
     for _ in range(2):
         assert torch.equal(model.generate(**options, **config, prefill_chunk_size=7), expected)
