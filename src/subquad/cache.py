@@ -729,13 +729,6 @@ class GeckoCache(GrowingCache):
         """How many tokens' keys and values there is room for now."""
         return self.layers[0].states["keys"].shape[2]
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is known to have been read."""
-        if not self.is_initialized:
-            return True
-        return (isinstance(self.seen_tokens, int) or can_look_at(self.seen_tokens)) and self.get_seq_length() == 0
-
     def keep(
         self,
         layer: RecurrentLayer,

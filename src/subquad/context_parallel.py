@@ -132,14 +132,12 @@ class _AfterBlocks(_Layer):
 
     def __init__(self, link: _Link, shapes: dict[str, tuple[int, ...]], window: int):
         super().__init__(link, shapes)
-        self.window, self.begins = window, None
+        self.window = window
 
     def get(self, name: str) -> torch.Tensor | None:
         if name != "begins":
             return super().get(name)
-        if self.begins is None:
-            (self.begins,) = self.link.receive(-1, self.x.new_empty(len(self.x), self.window, dtype=torch.long))
-        return self.begins
+        return self.link.receive(-1, self.x.new_empty(len(self.x), self.window, dtype=torch.long))[0]
 
     def update_together(
         self, states: dict[str, torch.Tensor], replay: Callable[..., States], *updates: torch.Tensor
@@ -214,8 +212,8 @@ class ContextParallelCache(GeckoCache):
         return self.window
 
     @property
-    def is_empty(self) -> bool:
-        return self.link.is_first
+    def is_initialized(self) -> bool:
+        return not self.link.is_first
 
     def hand_on(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         return self.layers[layer].hand_on(x)

@@ -507,18 +507,18 @@ class GeckoModel(GeckoPreTrainedModel):
         size, length = self.config.chunk_size, tokens.length
         steps = torch.arange(length, device=x.device)
         lengths = torch.zeros_like(steps[:1]).expand(x.shape[0]) if cache is None else cache.lengths(x)
-        call, fresh = GeckoCall.of(tokens, lengths), cache is None or cache.is_empty
+        call, fresh = GeckoCall.of(tokens, lengths), cache is None or not cache.is_initialized
         call.real, place = tokens.mask, call.place
         if tokens.mask is not None:  # padding, which follows a text, lies where that would go on
             place = lengths[:, None] + steps
             bos = None if bos is None else bos & tokens.mask
         elif fresh and tokens.starts is None and bos is None:
             place = place[:1]  # one row stands for all
-        begin, call.forgets = self._find_documents(call, bos, place, None if fresh else cache)
+        held_begins = None if fresh or bos is None else cache.after_blocks.get("begins")
+        call.starts, begin, call.forgets = self._find_documents(call, bos, place, held_begins)
         if bos is not None and cache is not None:
             update = functools.partial(ring_state, window=2 * size)
-            held = None if fresh else cache.after_blocks.get("begins")
-            now = update(held, begin, call.kept_place, call.kept)
+            now = update(held_begins, begin, call.kept_place, call.kept)
             cache.after_blocks.update("begins", now, update, begin, call.kept_place, call.kept)
 
         call.one = cache is not None and length == 1 and tokens.starts is None
@@ -552,37 +552,34 @@ class GeckoModel(GeckoPreTrainedModel):
         return call
 
     def _find_documents(
-        self, call: GeckoCall, bos: torch.Tensor | None, place: torch.Tensor, cache: GeckoCache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, call: GeckoCall, bos: torch.Tensor | None, place: torch.Tensor, held: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """
-        Where the document of each token begins, and what `GeckoCall.forgets` says; sets `GeckoCall.starts`. The cache
-        is None where it is empty.
+        `GeckoCall.starts`, the place where the document of each token begins, and `GeckoCall.forgets`. A cache has
+        `held` (batch, 2 * chunk_size) where those of earlier tokens begin; None where there are none.
         """
         size, window, tokens = self.config.chunk_size, 2 * self.config.chunk_size, call.tokens
         starts = None if tokens.starts is None else tokens.starts.expand(tokens.batch, -1)
         if bos is None:
-            call.starts = starts
-            return torch.zeros_like(place), (window - place).clamp_min(-1).expand_as(call.place)
+            return starts, torch.zeros_like(place), (window - place).clamp_min(-1).expand_as(call.place)
 
-        steps, held = torch.arange(tokens.length, device=place.device), None
-        begin = torch.zeros_like(place)
-        if cache is not None:
-            held = cache.after_blocks.get("begins")
+        steps, begin = torch.arange(tokens.length, device=place.device), torch.zeros_like(place)
+        if held is not None:
             begin = held.gather(1, (place[:, :1] - 1) % window).where(place[:, :1] > 0, 0).expand_as(place)
         last = torch.where(bos, steps, -1).cummax(1).values
         begin = torch.where(last < 0, begin, place - (steps - last))
         if starts is not None:  # by a border, or by a begin token after it
             begin = begin.masked_fill(torch.where(starts, steps, -1).cummax(1).values > last, 0)
-            call.starts = bos | starts
+            starts = bos | starts
         elif bos.device.type != "cpu" or not can_look_at(bos) or bool((bos & (place > 0)).any()):
-            call.starts = bos
+            starts = bos
 
         around, source = begin, steps - size - 1  # the last token of the chunk that leaves
         if held is not None:
             around = torch.cat((held.gather(1, ring_order(place[:, :1], window)), begin), dim=1)
             source = source + window
         forgets = around[:, source.clamp_min(0)] - place + window
-        return begin, forgets.clamp_min(-1)
+        return starts, begin, forgets.clamp_min(-1)
 
 
 class GeckoHead(Linear):
