@@ -720,6 +720,8 @@ class GeckoCache(GrowingCache):
         layer, size = self.after_blocks, self.unit
         if layer.static or layer.record_past:
             return self.window
+        if "keys" in self.layers[0].states:
+            size = max(size, self.held_tokens)
         while size < self.window and size < self.seen_tokens + tokens:
             size *= 2
         return min(size, self.window)
@@ -791,7 +793,8 @@ def check_cache(
 def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
     """What two models must have in common for one's states to fit the other."""
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "head_size", "chunk_size")
-    names += ("num_slots", "key_dim", "value_dim", "attention_specs", "z_dim", "cema_ndim", "timenorm_num_groups")
+    names += ("num_slots", "key_dim", "value_dim", "attention_specs")
+    names += ("z_dim", "cema_ndim", "timenorm_num_groups", "boundary_token_id")
     return {name: getattr(config, name, None) for name in names}
 
 

@@ -19,9 +19,12 @@ def _strip(width: int, groups: int) -> int:
 
 
 def _shape_of_entering(x, groups):
-    """Of the statistics that enter every strip but the first."""
+    """
+    Of the statistics that enter every strip but the first. There is room for two strips more, because a size that may
+    be 0 or 1 would tie an exported program to the lengths of its example.
+    """
     strip = _strip(x.shape[-1], groups)
-    return x.shape[0], (x.shape[1] + strip - 1) // strip - 1, 3, groups
+    return x.shape[0], (x.shape[1] + strip - 1) // strip + 1, 3, groups
 
 
 @torch.library.custom_op("subquad_kernels::timestep_decay_norm", mutates_args=())

@@ -84,13 +84,16 @@ class GeckoConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     use_cache: bool = True
 
-    def __post_init__(self, **kwargs):
-        if self.num_rope_heads is None:
-            self.num_rope_heads = self.num_heads
-        super().__post_init__(**kwargs)
+    @property
+    def boundary_token_id(self) -> int | None:
+        """The token that begins a document; None where none does."""
+        bos = self.bos_token_id
+        return bos if self.document_boundaries and bos is not None and 0 <= bos < self.vocab_size else None
 
     def validate_architecture(self):
         """Refuses sizes that do not fit together, before any tensor is made."""
+        if self.num_rope_heads is None:
+            self.num_rope_heads = self.num_heads
         sizes = ("vocab_size", "model_dim", "num_layers", "num_heads", "z_dim", "value_dim", "ffn_hidden_dim")
         for name in (*sizes, "cema_ndim", "chunk_size", "timenorm_num_groups", "layernorm_num_groups"):
             if getattr(self, name) < 1:

@@ -379,7 +379,8 @@ class GeckoPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         config = self.config
         if isinstance(module, nn.Embedding | GeckoHead):
-            init.normal_(module.weight, std=config.model_dim**-0.5)
+            std = config.model_dim**-0.5
+            init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
         elif isinstance(module, nn.Linear):
             init.normal_(module.weight, std=(3 * module.in_features) ** -0.5)  # He's, for a slope of √5
             if module.bias is not None:
@@ -494,8 +495,8 @@ class GeckoModel(GeckoPreTrainedModel):
 
     def _find_bos(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor | None:
         """Which tokens are begin tokens that begin a document, (batch, length); None where there can be none."""
-        bos = self.config.bos_token_id
-        if not self.config.document_boundaries or bos is None:
+        bos = self.config.boundary_token_id
+        if bos is None:
             return None
         if input_ids is not None:
             return input_ids == bos
@@ -521,9 +522,12 @@ class GeckoModel(GeckoPreTrainedModel):
             now = update(held_begins, begin, call.kept_place, call.kept)
             cache.after_blocks.update("begins", now, update, begin, call.kept_place, call.kept)
 
-        call.one = cache is not None and length == 1 and tokens.starts is None
+        drops = self.training and self.config.attention_dropout > 0
+        call.one = cache is not None and length == 1 and tokens.starts is None and not drops
         held = 0 if fresh or call.one else cache.held_tokens
         most = max((length - 1) // size - 1, 0) if fresh else -(-length // size)
+        if torch.compiler.is_exporting():  # a size of 0 or 1 would tie the program to the lengths of its example
+            most = length // size + 2
         real = torch.ones_like(call.kept) if tokens.mask is None else tokens.mask
         leaving = find_leaving(place.expand_as(real), real, call.forgets, held, size, most)
         call.leaving, call.begins, number = leaving
@@ -565,7 +569,7 @@ class GeckoModel(GeckoPreTrainedModel):
 
         steps, begin = torch.arange(tokens.length, device=place.device), torch.zeros_like(place)
         if held is not None:
-            begin = held.gather(1, (place[:, :1] - 1) % window).where(place[:, :1] > 0, 0).expand_as(place)
+            begin = held.gather(1, (place[:, :1] - 1) % window).expand_as(place)
         last = torch.where(bos, steps, -1).cummax(1).values
         begin = torch.where(last < 0, begin, place - (steps - last))
         if starts is not None:  # by a border, or by a begin token after it
