@@ -423,15 +423,15 @@ def timestep_decay_norm_triton(
 ):
     """
     Arguments, shapes and result are those of [`subquad_kernels.timestep_decay_norm`], and the state that enters every
-    strip but the first, in a tensor (B, strips + 1, 3, groups) that has room for two more. The last state is written to
-    `final`, where that is given; of a single strip it may be `initial_state`.
+    strip but the first, in a tensor (B, strips + 1, 3, groups) that has room for two more. The last state is written
+    to `final`, where that is given; of a single strip it may be `initial_state`.
     """
     x, weight, bias, initial_state, starts, real = contiguous(x, weight, bias, initial_state, starts, real)
     plan = _Plan(x, starts, real, groups, beta1, beta2, strip)
     out = torch.empty_like(x)
     if final is None:
         final = x.new_empty(x.shape[0], 3, groups, dtype=torch.float32)
-    entering = x.new_empty(x.shape[0], plan.strips + 1, 3, groups, dtype=torch.float32)
+    entering = x.new_zeros(x.shape[0], plan.strips + 1, 3, groups, dtype=torch.float32)
     if plan.strips > 1:
         plan.pass_on(plan.find_added(x), initial_state, entering, final, reverse=False)
     plan.launch(
