@@ -90,6 +90,7 @@ def launches() -> None:
     from subquad_kernels.token_shift import triton_kernels as token_shift
     from subquad_kernels.wkv import triton_kernels as wkv
     from subquad_kernels.wkv.masks import masks_for
+    from subquad_kernels.working_memory import triton_kernels as working_memory
 
     def empty(*shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -101,19 +102,20 @@ def launches() -> None:
         cu_seqlens = empty(5, dtype=torch.int64) if packed else None
         masks = masks_for(r, k, v)
         inputs = r, k, v, log_w, u
-        if key == 64 and decay_dtype == torch.float32 and not packed:
+        if dtype == torch.bfloat16 and key == 64 and not packed:
             wkv.wkv_triton(*inputs, None, cu_seqlens, masks, torch.float32)
         wkv.wkv_triton(*inputs, state, cu_seqlens, masks, torch.float32)
         wkv.wkv_triton_backward(empty(*v.shape), state, *inputs, state, cu_seqlens, masks)
 
-    def run_contextualizer(dtype, windows, rows, queries, width, gated=True, backward=True):
+    def run_contextualizer(dtype, windows, rows, queries, width, backward=True):
         wide, v = empty(windows, rows, 4 * width, dtype=dtype), empty(1024, 1024)[:512, :512]
-        z, gate = wide[..., :width], wide[:, rows - queries :, width : 2 * width] if gated else None
+        z, gate = wide[..., :width], wide[:, rows - queries :, width : 2 * width]
         prefix = empty(512, width, dtype=dtype) if rows < 512 else None
-        contextualizer.contextualizer_triton(z, v, gate, prefix, queries)
-        if backward:
+        if backward:  # which mixes as well, for the gradient of the gate
             grad = empty(windows, queries, width, dtype=dtype)
             contextualizer.contextualizer_triton_backward(grad, z, v, gate, prefix, queries)
+        else:
+            contextualizer.contextualizer_triton(z, v, gate, prefix, queries)
 
     def run_static_mixing(dtype, context, width, features):
         x, grad = empty(64, context, features, dtype=dtype), empty(64, context, features - width, dtype=dtype)
@@ -175,11 +177,34 @@ def launches() -> None:
         flags = [empty(batch, dtype=torch.bool) if more else None for _ in range(2)]
         cema.cema_triton_step(x[:, 0], *parameters, state, state, *flags)
 
+    def run_working_memory(dtype, length, chunk_size, key=256, value=2048, more=True):
+        q, k, v = (empty(2, 4, length, size, dtype=dtype) for size in (key, key, value))
+        states, chunks = (empty(2, 4, key, value), empty(2, 4, key)), length // chunk_size
+        leaving, reads = (empty(2, size, dtype=torch.int64) for size in (chunks, length))
+        inputs = q, k, v, *(states if more else (None, None)), leaving, leaving, reads, chunk_size
+        working_memory.working_memory_triton(*inputs)
+        if more:
+            working_memory.working_memory_triton_backward(v, *states, *inputs)
+        one = [x[:, :1] for x in (leaving, leaving, reads)]
+        working_memory.working_memory_triton_step(q[:, :, :1], k, v, *states, *one, chunk_size)
+
     walk, segments = 512, 4  # heads
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         run_wkv(dtype, walk)
         if dtype != torch.float16:
             run_wkv(dtype, segments, static=True)
+        for size in (768, 2048):
+            splits, number = empty(4, 128, 64, size, dtype=dtype), empty(1, 128, dtype=torch.int64)
+            token, one = empty(4, 1, 1, size, dtype=dtype), empty(4, 1, dtype=torch.int64)
+            split_ranker.maxsim_triton(token, splits, one, None)
+            split_ranker.maxsim_triton(splits, splits, number, None)
+            split_ranker.maxsim_triton(splits, splits, number, number)
+        run_contextualizer(dtype, 1, 512, 512, 768, backward=False)
+        slots = 512 if dtype == torch.bfloat16 else 256
+        run_slot_memory(dtype, 8, 2048, slots=slots, backward=dtype != torch.float16)
+        if dtype == torch.float16:
+            continue  # what has no products only reads and writes it, as it does bfloat16
+
         for batch in (1, 64):
             tokens = [empty(batch, 32, 64, dtype=dtype) for _ in range(3)]
             state, gate, weight = (
@@ -202,17 +227,8 @@ def launches() -> None:
         heads, weight = empty(4, 512, 32, 64), empty(2048, dtype=dtype)
         group_norm_gate.group_norm_gate_triton(heads, x, weight, weight, 1e-5)
         group_norm_gate.group_norm_gate_triton_backward(x, heads, x, weight, weight, 1e-5)
-        for size in (768, 2048):
-            splits, number = empty(4, 128, 64, size, dtype=dtype), empty(1, 128, dtype=torch.int64)
-            token, one = empty(4, 1, 1, size, dtype=dtype), empty(4, 1, dtype=torch.int64)
-            split_ranker.maxsim_triton(token, splits, one, None)
-            split_ranker.maxsim_triton(splits, splits, number, None)
-            split_ranker.maxsim_triton(splits, splits, number, number)
-        run_contextualizer(dtype, 1, 512, 512, 768, backward=False)
-        run_slot_memory(dtype, 8, 2048, backward=dtype != torch.float16)
         run_slot_memory_step(dtype)
         run_timestep_decay_norm(dtype, 4096, 4096, 64)
-    run_timestep_decay_norm(torch.bfloat16, 4096, 2048, 64, given=False)
     run_timestep_decay_norm(torch.bfloat16, 1, 4096, 64)
     run_timestep_decay_norm(torch.bfloat16, 4096, 4096, 1, given=False)
     run_timestep_decay_norm(torch.bfloat16, 50, 960, 10, affine=False)
@@ -222,14 +238,12 @@ def launches() -> None:
     run_contextualizer(torch.float32, 256, 64, 64, 768)
     run_slot_memory(torch.bfloat16, 1, 65536, state=True)
     run_slot_memory(torch.bfloat16, 1, 2048, key=100, value=48, slots=40, documents=4, state=True)
-    run_slot_memory(torch.bfloat16, 8, 2048, key=128, value=128, slots=512)
     run_static_mixing(torch.bfloat16, 256, 768, 3072)
     run_static_mixing(torch.bfloat16, 250, 100, 403)
     run_static_mixing(torch.float32, 256, 768, 3072)
     run_dynamic_mixing(torch.bfloat16, 256, 768, 3072, "l1")
     run_dynamic_mixing(torch.bfloat16, 1024, 768, 3072, "sum")
     run_dynamic_mixing(torch.bfloat16, 250, 100, 403, "l1")
-    run_dynamic_mixing(torch.float32, 256, 768, 3072, "sum")
     run_dynamic_mixing(torch.float32, 1024, 768, 3072, "l1")
     run_slot_routing(torch.bfloat16, 256, 32, "sigmoid")
     run_slot_routing(torch.float32, 256, 32, "sigmoid", biased=True)
@@ -238,11 +252,12 @@ def launches() -> None:
     run_slot_routing(torch.float32, 1000, 64, "softmax", per_slot=True)
     run_cema(torch.bfloat16, 8, 4096, 2048, 16)
     run_cema(torch.float32, 1, 32768, 1000, 4, more=True)
-    run_wkv(torch.bfloat16, walk, decay_dtype=torch.bfloat16)
-    run_wkv(torch.bfloat16, walk, packed=True)
     run_wkv(torch.bfloat16, segments, packed=True)
-    for key, value in ((100, 48), (128, 128)):
-        run_wkv(torch.bfloat16, walk, key, value)
+    run_wkv(torch.bfloat16, walk, 100, 48, decay_dtype=torch.bfloat16)
+    run_wkv(torch.bfloat16, walk, 128, 128)
+    run_working_memory(torch.bfloat16, 32768, 2048)
+    run_working_memory(torch.float32, 4096, 2048)
+    run_working_memory(torch.float16, 100, 16, key=20, value=70, more=False)
 
 
 def main() -> None:

@@ -55,6 +55,9 @@ def test_every_variant_compiles(target, tmp_path):
     assert {"_routing_kernel", "_routing_gradient_kernel"} < kernels
     assert {"_coefficients_kernel", "_average_kernel", "_carry_kernel", "_rate_gradient_kernel"} < kernels
     assert {"_parameter_kernel", "_average_step_kernel"} < kernels
+    assert {"_absorb_kernel", "_absorb_gradient_kernel", "_normalizer_gradient_kernel", "_readers_kernel"} < kernels
+    assert {"_log_sum_kernel", "_weights_kernel", "_weights_gradient_kernel", "_memory_step_kernel"} < kernels
+    assert {"_product_kernel", "_rows_kernel"} < kernels
     assert {"_added_kernel", "_added_gradient_kernel"} < kernels
     for result in results:
         limits = LIMITS[target]

@@ -4,12 +4,22 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import subprocess
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+# Of the operators in torch's registry: another copy of this code in the same process has its own.
+_NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0])
+
+
+def custom_op(name: str, **options: Any) -> Callable[[Callable], Any]:
+    """`torch.library.custom_op`, in the namespace of this copy of the package."""
+    return torch.library.custom_op(f"{_NAMESPACE}::{name}", **options)
 
 
 class KernelError(RuntimeError):

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import cast, choose_backend, dispatch, of_widest, widest, without_autocast
+from ..backend import cast, choose_backend, custom_op, dispatch, of_widest, widest, without_autocast
 from ..checks import check_inplace, check_tensors, needs_gradient
 from .eager import cema_chunked, cema_chunked_backward, cema_step
 from .reference import cema_reference
@@ -11,7 +11,7 @@ from .reference import cema_reference
 BACKENDS = ("eager", "reference", "triton")
 
 
-@torch.library.custom_op("subquad_kernels::cema", mutates_args=())
+@custom_op("cema", mutates_args=())
 def _cema(
     x: torch.Tensor,
     alpha: torch.Tensor,
@@ -43,7 +43,7 @@ def _(x, alpha, delta, theta, gamma, initial_state, starts, real, backend):
     return x.new_empty(x.shape), x.new_empty(x.shape[0], *gamma.shape, dtype=dtype)
 
 
-@torch.library.custom_op("subquad_kernels::cema_backward", mutates_args=())
+@custom_op("cema_backward", mutates_args=())
 def _cema_backward(
     grad_out: torch.Tensor,
     grad_state: torch.Tensor,
@@ -92,7 +92,7 @@ def _backward(ctx, grad_out, grad_state):
 _cema.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("subquad_kernels::cema_step", mutates_args=("new_state",))
+@custom_op("cema_step", mutates_args=("new_state",))
 def _cema_step(
     x: torch.Tensor,
     alpha: torch.Tensor,

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import cast, choose_backend, widest, without_autocast
+from ..backend import cast, choose_backend, custom_op, widest, without_autocast
 from ..checks import check_tensors
 from .eager import chunk_attention_blocks, chunk_attention_blocks_backward, chunk_attention_masked
 from .reference import chunk_attention_reference
@@ -11,7 +11,7 @@ from .reference import chunk_attention_reference
 BACKENDS = ("eager", "reference")
 
 
-@torch.library.custom_op("subquad_kernels::chunk_attention", mutates_args=())
+@custom_op("chunk_attention", mutates_args=())
 def _chunk_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, chunk_size: int, aligned: bool
 ) -> torch.Tensor:
@@ -24,7 +24,7 @@ def _(q, k, v, first, chunk_size, aligned):
     return v.new_empty(*q.shape[:3], v.shape[3])
 
 
-@torch.library.custom_op("subquad_kernels::chunk_attention_backward", mutates_args=())
+@custom_op("chunk_attention_backward", mutates_args=())
 def _chunk_attention_backward(
     grad_out: torch.Tensor,
     q: torch.Tensor,

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import choose_backend, dispatch, without_autocast
+from ..backend import choose_backend, custom_op, dispatch, without_autocast
 from .eager import contextualizer_eager, contextualizer_eager_backward
 from .reference import contextualizer_reference
 
@@ -10,7 +10,7 @@ from .reference import contextualizer_reference
 BACKENDS = ("eager", "reference", "triton")
 
 
-@torch.library.custom_op("subquad_kernels::contextualizer", mutates_args=())
+@custom_op("contextualizer", mutates_args=())
 def _contextualizer(
     z: torch.Tensor,
     v: torch.Tensor,
@@ -36,7 +36,7 @@ def _(z, v, gate, prefix, queries, backend):
     return z.new_empty(z.shape[0], queries, z.shape[2])
 
 
-@torch.library.custom_op("subquad_kernels::contextualizer_backward", mutates_args=())
+@custom_op("contextualizer_backward", mutates_args=())
 def _contextualizer_backward(
     grad: torch.Tensor,
     z: torch.Tensor,

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ..backend import choose_backend, dispatch, without_autocast
+from ..backend import choose_backend, custom_op, dispatch, without_autocast
 from .eager import dynamic_mixing_eager, dynamic_mixing_eager_backward
 from .reference import dynamic_mixing_reference
 
@@ -26,7 +26,7 @@ def _mix(out, features, width, normalization, eps, backend):
     dispatch("dynamic_mixing", backend, features, triton, eager)
 
 
-@torch.library.custom_op("subquad_kernels::dynamic_mixing", mutates_args=())
+@custom_op("dynamic_mixing", mutates_args=())
 def _dynamic_mixing(features: torch.Tensor, width: int, normalization: str, eps: float, backend: str) -> torch.Tensor:
     out = features.new_empty(*features.shape[:2], features.shape[2] - width)
     _mix(out[..., :width], features, width, normalization, eps, backend)
@@ -39,7 +39,7 @@ def _(features, width, normalization, eps, backend):
     return features.new_empty(*features.shape[:2], features.shape[2] - width)
 
 
-@torch.library.custom_op("subquad_kernels::dynamic_mixing_", mutates_args=("features",))
+@custom_op("dynamic_mixing_", mutates_args=("features",))
 def _dynamic_mixing_(features: torch.Tensor, width: int, normalization: str, eps: float, backend: str) -> None:
     _mix(features[..., width : 2 * width], features, width, normalization, eps, backend)
 
@@ -49,7 +49,7 @@ def _(features, width, normalization, eps, backend):
     return None
 
 
-@torch.library.custom_op("subquad_kernels::dynamic_mixing_backward", mutates_args=())
+@custom_op("dynamic_mixing_backward", mutates_args=())
 def _dynamic_mixing_backward(
     grad: torch.Tensor, features: torch.Tensor, width: int, normalization: str, eps: float, backend: str
 ) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import choose_backend, dispatch
+from ..backend import choose_backend, custom_op, dispatch
 from .eager import group_norm_gate_eager, group_norm_gate_eager_backward
 from .reference import group_norm_gate_reference
 
@@ -10,7 +10,7 @@ from .reference import group_norm_gate_reference
 BACKENDS = ("eager", "reference", "triton")
 
 
-@torch.library.custom_op("subquad_kernels::group_norm_gate", mutates_args=())
+@custom_op("group_norm_gate", mutates_args=())
 def _group_norm_gate(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, backend: str
 ) -> torch.Tensor:
@@ -30,7 +30,7 @@ def _(x, gate, weight, bias, eps, backend):
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("subquad_kernels::group_norm_gate_backward", mutates_args=())
+@custom_op("group_norm_gate_backward", mutates_args=())
 def _group_norm_gate_backward(
     grad: torch.Tensor,
     x: torch.Tensor,

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import cast, choose_backend, dispatch, of_widest, widest, without_autocast
+from ..backend import cast, choose_backend, custom_op, dispatch, of_widest, widest, without_autocast
 from ..checks import check_inplace, check_sequences, check_tensors, count_documents, needs_gradient
 from .eager import slot_memory_chunked, slot_memory_chunked_backward, slot_memory_step, slot_state_chunked
 from .reference import slot_memory_reference
@@ -11,7 +11,7 @@ from .reference import slot_memory_reference
 BACKENDS = ("eager", "reference", "triton")
 
 
-@torch.library.custom_op("subquad_kernels::slot_memory", mutates_args=())
+@custom_op("slot_memory", mutates_args=())
 def _slot_memory(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -46,7 +46,7 @@ def _(q, k, v, log_f, initial_state, cu_seqlens, backend):
     return v.new_empty(v.shape), state, log_f.new_empty(log_f.shape, dtype=dtype)
 
 
-@torch.library.custom_op("subquad_kernels::slot_memory_backward", mutates_args=())
+@custom_op("slot_memory_backward", mutates_args=())
 def _slot_memory_backward(
     grad_out: torch.Tensor,
     grad_state: torch.Tensor,
@@ -95,7 +95,7 @@ def _backward(ctx, grad_out, grad_state, _):
 _slot_memory.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("subquad_kernels::slot_memory_step", mutates_args=("new_state",))
+@custom_op("slot_memory_step", mutates_args=("new_state",))
 def _slot_memory_step(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -126,7 +126,7 @@ def _(q, k, v, log_f, state, new_state, backend):
     return v.new_empty(v.shape)
 
 
-@torch.library.custom_op("subquad_kernels::slot_memory_state", mutates_args=())
+@custom_op("slot_memory_state", mutates_args=())
 def _slot_memory_state(
     state: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor, backend: str
 ) -> torch.Tensor:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ..backend import cast, choose_backend, dispatch, of_widest, widest
+from ..backend import cast, choose_backend, custom_op, dispatch, of_widest, widest
 from .eager import slot_routing_eager, slot_routing_eager_backward
 from .reference import slot_routing_reference
 
@@ -13,7 +13,7 @@ BACKENDS = ("eager", "reference", "triton")
 SCORES = ("sigmoid", "softmax")
 
 
-@torch.library.custom_op("subquad_kernels::slot_routing", mutates_args=())
+@custom_op("slot_routing", mutates_args=())
 def _slot_routing(
     logits: torch.Tensor,
     log_decay: torch.Tensor,
@@ -40,7 +40,7 @@ def _(logits, log_decay, topk, bias, score, scale, backend):
     return logits.new_empty(logits.shape, dtype=widest(logits, log_decay, bias))
 
 
-@torch.library.custom_op("subquad_kernels::slot_routing_backward", mutates_args=())
+@custom_op("slot_routing_backward", mutates_args=())
 def _slot_routing_backward(
     grad: torch.Tensor,
     logits: torch.Tensor,

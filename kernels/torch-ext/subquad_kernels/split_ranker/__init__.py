@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from ..backend import choose_backend, dispatch, without_autocast
+from ..backend import choose_backend, custom_op, dispatch, without_autocast
 from .eager import choose, maxsim_eager, normalize, scores_of
 from .reference import maxsim_reference, split_ranker_reference
 
@@ -18,7 +18,7 @@ def _dtype(x):
 
 
 # Not for Triton alone: eager looks at values and loops over chunks, neither of which belongs into a graph.
-@torch.library.custom_op("subquad_kernels::maxsim", mutates_args=())
+@custom_op("maxsim", mutates_args=())
 def _maxsim(
     queries: torch.Tensor, splits: torch.Tensor, number: torch.Tensor, first: torch.Tensor | None, backend: str
 ) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import choose_backend, dispatch, without_autocast
+from ..backend import choose_backend, custom_op, dispatch, without_autocast
 from .eager import static_mixing_eager, static_mixing_eager_backward
 from .reference import static_mixing_reference
 
@@ -25,7 +25,7 @@ def _mix(features, v, width, out, backend):
     dispatch("static_mixing", backend, features, triton, eager)
 
 
-@torch.library.custom_op("subquad_kernels::static_mixing", mutates_args=())
+@custom_op("static_mixing", mutates_args=())
 def _static_mixing(features: torch.Tensor, v: torch.Tensor, width: int, backend: str) -> torch.Tensor:
     out = features.new_empty(*features.shape[:2], features.shape[2] - width)
     _mix(features, v, width, out[..., :width], backend)
@@ -38,7 +38,7 @@ def _(features, v, width, backend):
     return features.new_empty(*features.shape[:2], features.shape[2] - width)
 
 
-@torch.library.custom_op("subquad_kernels::static_mixing_backward", mutates_args=())
+@custom_op("static_mixing_backward", mutates_args=())
 def _static_mixing_backward(
     grad: torch.Tensor, features: torch.Tensor, v: torch.Tensor, width: int, backend: str
 ) -> list[torch.Tensor]:
@@ -71,7 +71,7 @@ def _backward(ctx, grad):
 _static_mixing.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("subquad_kernels::static_mixing_", mutates_args=("features",))
+@custom_op("static_mixing_", mutates_args=("features",))
 def _static_mixing_(features: torch.Tensor, v: torch.Tensor, width: int, backend: str) -> None:
     _mix(features, v, width, features[..., width : 2 * width], backend)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import cast, choose_backend, dispatch, of_widest, widest, without_autocast
+from ..backend import cast, choose_backend, custom_op, dispatch, of_widest, widest, without_autocast
 from ..checks import check_inplace, check_tensors, needs_gradient
 from .eager import timestep_decay_norm_eager, timestep_decay_norm_eager_backward, timestep_decay_norm_step
 from .reference import timestep_decay_norm_reference
@@ -27,7 +27,7 @@ def _shape_of_entering(x, groups):
     return x.shape[0], (x.shape[1] + strip - 1) // strip + 1, 3, groups
 
 
-@torch.library.custom_op("subquad_kernels::timestep_decay_norm", mutates_args=())
+@custom_op("timestep_decay_norm", mutates_args=())
 def _timestep_decay_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -66,7 +66,7 @@ def _(x, weight, bias, initial_state, starts, real, groups, beta1, beta2, eps, b
     return x.new_empty(x.shape), state, x.new_empty(_shape_of_entering(x, groups), dtype=dtype)
 
 
-@torch.library.custom_op("subquad_kernels::timestep_decay_norm_backward", mutates_args=())
+@custom_op("timestep_decay_norm_backward", mutates_args=())
 def _timestep_decay_norm_backward(
     grad: torch.Tensor,
     grad_state: torch.Tensor,
@@ -123,7 +123,7 @@ def _backward(ctx, grad, grad_state, _):
 _timestep_decay_norm.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("subquad_kernels::timestep_decay_norm_step", mutates_args=("new_state",))
+@custom_op("timestep_decay_norm_step", mutates_args=("new_state",))
 def _timestep_decay_norm_step(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -162,7 +162,7 @@ def _(x, weight, bias, state, new_state, starts, real, groups, beta1, beta2, eps
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("subquad_kernels::timestep_decay_norm_state", mutates_args=())
+@custom_op("timestep_decay_norm_state", mutates_args=())
 def _timestep_decay_norm_state(
     x: torch.Tensor,
     state: torch.Tensor | None,

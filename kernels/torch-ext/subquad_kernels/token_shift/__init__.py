@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import choose_backend, dispatch
+from ..backend import choose_backend, custom_op, dispatch
 from .eager import token_shift_eager, token_shift_eager_backward
 from .reference import token_shift_reference
 
@@ -10,7 +10,7 @@ from .reference import token_shift_reference
 BACKENDS = ("eager", "reference", "triton")
 
 
-@torch.library.custom_op("subquad_kernels::token_shift", mutates_args=())
+@custom_op("token_shift", mutates_args=())
 def _token_shift(
     x: torch.Tensor,
     state: torch.Tensor | None,
@@ -35,7 +35,7 @@ def _(x, state, mu, offset, starts, backend):
     return x.new_empty(mu.shape[0], *x.shape)
 
 
-@torch.library.custom_op("subquad_kernels::token_shift_backward", mutates_args=())
+@custom_op("token_shift_backward", mutates_args=())
 def _token_shift_backward(
     grad: torch.Tensor,
     x: torch.Tensor,

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import cast, choose_backend, dispatch, of_widest, widest, without_autocast
+from ..backend import cast, choose_backend, custom_op, dispatch, of_widest, widest, without_autocast
 from ..checks import check_inplace, check_sequences, check_tensors, count_documents, needs_gradient
 from ..group_norm_gate import check as check_gate
 from ..group_norm_gate import group_norm_gate
@@ -15,7 +15,7 @@ from .reference import wkv_reference
 BACKENDS = ("eager", "reference", "triton")
 
 
-@torch.library.custom_op("subquad_kernels::wkv", mutates_args=())
+@custom_op("wkv", mutates_args=())
 def _wkv(
     r: torch.Tensor,
     k: torch.Tensor,
@@ -50,7 +50,7 @@ def _(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype, backend):
     return v.new_empty(v.shape, dtype=out_dtype), state
 
 
-@torch.library.custom_op("subquad_kernels::wkv_backward", mutates_args=())
+@custom_op("wkv_backward", mutates_args=())
 def _wkv_backward(
     grad_out: torch.Tensor,
     grad_state: torch.Tensor,
@@ -98,7 +98,7 @@ def _backward(ctx, grad_out, grad_state):
 _wkv.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("subquad_kernels::wkv_step", mutates_args=("new_state",))
+@custom_op("wkv_step", mutates_args=("new_state",))
 def _wkv_step(
     r: torch.Tensor,
     k: torch.Tensor,

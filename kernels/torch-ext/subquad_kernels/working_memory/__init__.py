@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import cast, choose_backend, dispatch, of_widest, widest, without_autocast
+from ..backend import cast, choose_backend, custom_op, dispatch, of_widest, widest, without_autocast
 from ..checks import check_tensors, needs_gradient
 from .eager import working_memory_chunked, working_memory_chunked_backward, working_memory_step
 from .reference import working_memory_reference
@@ -11,7 +11,7 @@ from .reference import working_memory_reference
 BACKENDS = ("eager", "reference", "triton")
 
 
-@torch.library.custom_op("subquad_kernels::working_memory", mutates_args=())
+@custom_op("working_memory", mutates_args=())
 def _working_memory(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -48,7 +48,7 @@ def _(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size, backend):
     return v.new_empty(*q.shape[:-1], v.shape[-1]), *states
 
 
-@torch.library.custom_op("subquad_kernels::working_memory_backward", mutates_args=())
+@custom_op("working_memory_backward", mutates_args=())
 def _working_memory_backward(
     grad_out: torch.Tensor,
     grad_memory: torch.Tensor,
@@ -100,7 +100,7 @@ def _backward(ctx, *grads):
 _working_memory.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("subquad_kernels::working_memory_step", mutates_args=("memory", "normalizer"))
+@custom_op("working_memory_step", mutates_args=("memory", "normalizer"))
 def _working_memory_step(
     q: torch.Tensor,
     k: torch.Tensor,

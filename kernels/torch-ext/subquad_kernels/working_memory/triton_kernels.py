@@ -1,0 +1,833 @@
+"""
+The working memory as Triton kernels.
+
+What a chunk does to the memory is linear in it, M' = M + r ⊙ (U - G M - M), so that U = Pᵀ V and G = Pᵀ F, with P and
+F the softmax of the chunk's keys over its tokens and over the features, are found for all chunks side by side. Only
+`_absorb_kernel` goes from chunk to chunk, with all rows of some columns of the memory on chip, and stores every
+version of it; `_absorb_gradient_kernel` goes back with the gradient of the memory.
+
+All products over tokens are of two kinds, each over ranges of tokens that belong to one matrix: `_product_kernel` sums
+over the tokens of a range, AᵀX, and `_rows_kernel` multiplies each token with the matrix of its range, A M. A range is
+the tokens of a chunk that count, or those that read one version of the memory. Nothing outside of one is read.
+
+The operands of products, versions of the memory among them, are kept in the precision of the products.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backend import launch, without_autocast
+from ..segments import dot, exp, operands, program
+
+
+# These differ from call to call, and no kernel gains from knowing them.
+GEOMETRY = ["N", "LENGTH", "BLOCKS"]
+# Below every key; its exponential is 0, and so is that of its difference from any.
+LOWEST: tl.constexpr = tl.constexpr(-1e38)
+
+
+@triton.jit
+def _place(H, N, TILES):
+    """Tile, row and head of this program, its range among those of all rows, and among those of all heads."""
+    tile, head, place = program(H, TILES)
+    row = (place // N).to(tl.int64)
+    return tile, row, head.to(tl.int64), place, (row * H + head) * N + place % N
+
+
+@triton.jit
+def _range(starts, more, place, C, LENGTH, READS: tl.constexpr):
+    """
+    The first token of a range, and the one after its last. With READS they are what `_readers_kernel` found, else
+    `starts` and `more` are `leaving` and `begins`; the range of a chunk that is not absorbed is empty.
+    """
+    start, second = tl.load(starts + place), tl.load(more + place)
+    if READS:
+        return start, second
+    return start + tl.maximum(second, 0), tl.where(start < 0, start, tl.minimum(start + C, LENGTH))
+
+
+@triton.jit
+def _load(x, ts, columns, rows, STRIDE, SIZE):
+    """Of the tokens from x on, those of numbers ts, zeros from `rows` on."""
+    mask = (ts < rows)[:, None] & (columns < SIZE)[None, :]
+    return tl.load(x + ts[:, None] * STRIDE + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(x, value, ts, columns, rows, SIZE):
+    mask = (ts < rows)[:, None] & (columns < SIZE)[None, :]
+    tl.store(x + ts[:, None] * SIZE + columns[None, :], value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _absorbed(normalizer, log_sum, forgotten):
+    """The normalizer after a chunk, and the share of the memory that the chunk takes."""
+    before = tl.where(forgotten, -float("inf"), normalizer)
+    top = tl.maximum(before, log_sum)
+    after = top + tl.log(exp(before - top) + exp(log_sum - top))
+    return after, exp(log_sum - after)
+
+
+@triton.jit(do_not_specialize=["T", "VERSIONS", "BLOCKS"])
+def _readers_kernel(reads, firsts, stops, T, VERSIONS, BLOCKS, BT: tl.constexpr):
+    """Which tokens read each version of the memory; they stand side by side."""
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    ts = tl.program_id(0) % BLOCKS * BT + tl.arange(0, BT)
+    reads += row * T
+    version = tl.load(reads + ts, mask=ts < T, other=-1)
+    before = tl.load(reads + ts - 1, mask=(ts > 0) & (ts < T), other=-1)
+    after = tl.load(reads + ts + 1, mask=ts + 1 < T, other=-1)
+    reader = (version >= 0) & (version < VERSIONS)
+    tl.store(firsts + row * VERSIONS + version, ts.to(tl.int64), mask=reader & (before != version))
+    tl.store(stops + row * VERSIONS + version, ts.to(tl.int64) + 1, mask=reader & (after != version))
+
+
+@triton.jit(do_not_specialize=GEOMETRY)
+def _log_sum_kernel(
+    k,
+    KB,
+    KH,
+    KT,
+    leaving,
+    begins,
+    normalizer,
+    ratios,
+    log_sums,
+    N,
+    C,
+    LENGTH,
+    H,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """The log of the sum of exp(k) over a chunk; where `normalizer` is given (N = 1), what that then becomes."""
+    tile, row, head, place, cell = _place(H, N, tl.cdiv(K, BK))
+    first, stop = _range(leaving, begins, place, C, LENGTH, False)
+    rows = (stop - first).to(tl.int32)
+    if rows <= 0:
+        return
+    ts, ks = tl.arange(0, BT), tile * BK + tl.arange(0, BK)
+    k += row * KB + head * KH + first * KT
+    top = tl.full((BT, BK), LOWEST, tl.float32)
+    total = tl.zeros((BT, BK), tl.float32)
+    for start in range(0, rows, BT):  # each thread sums tokens of its own
+        x = _load(k + tl.cast(start, tl.int64) * KT, ts, ks, rows - start, KT, K).to(tl.float32)
+        x = tl.where((ts < rows - start)[:, None], x, LOWEST)
+        before, top = top, tl.maximum(top, x)
+        total = total * exp(before - top) + exp(x - top)
+    highest = tl.max(top, 0)
+    log_sum = highest + tl.log(tl.sum(total * exp(top - highest[None, :]), 0))
+    tl.store(log_sums + cell * K + ks, log_sum, mask=ks < K)
+    if normalizer is not None:
+        before = tl.load(normalizer + cell * K + ks, mask=ks < K, other=0.0)
+        after, ratio = _absorbed(before, log_sum, tl.load(begins + place) >= 0)
+        tl.store(normalizer + cell * K + ks, after, mask=ks < K)
+        tl.store(ratios + cell * K + ks, ratio, mask=ks < K)
+
+
+@triton.jit
+def _load_logits(x, ts, ks, rows, STRIDE, K):
+    return tl.where((ks < K)[None, :], _load(x, ts, ks, rows, STRIDE, K).to(tl.float32), -float("inf"))
+
+
+@triton.jit
+def _softmax_scale(x):
+    """The maximum over the features, and the sum of the exponentials of what is left when that is taken off."""
+    top = tl.max(x, 1)
+    return top, tl.sum(exp(x - top[:, None]), 1)
+
+
+@triton.jit
+def _softmax(x):
+    """Over the features."""
+    top, divisor = _softmax_scale(x)
+    return exp(x - top[:, None]) / divisor[:, None]
+
+
+@triton.jit(do_not_specialize=GEOMETRY)
+def _weights_kernel(
+    x,
+    XB,
+    XH,
+    XT,
+    log_sums,
+    over_tokens,
+    over_features,
+    starts,
+    more,
+    N,
+    C,
+    LENGTH,
+    BLOCKS,
+    H,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    READS: tl.constexpr,
+):
+    """The softmax of x over the features and, with `log_sums`, over the tokens of a chunk."""
+    block, row, head, place, cell = _place(H, N, BLOCKS)
+    first, stop = _range(starts, more, place, C, LENGTH, READS)
+    first += block * BT
+    rows = (stop - first).to(tl.int32)
+    if rows <= 0:
+        return
+    ts, ks = tl.arange(0, BT), tl.arange(0, BK)
+    z = _load_logits(x + row * XB + head * XH + first * XT, ts, ks, rows, XT, K)
+    here = ((row * H + head) * LENGTH + first) * K
+    _store(over_features + here, _softmax(z), ts, ks, rows, K)
+    if log_sums is not None:
+        log_sum = tl.load(log_sums + cell * K + ks, mask=ks < K, other=0.0)
+        _store(over_tokens + here, exp(z - log_sum[None, :]), ts, ks, rows, K)
+
+
+@triton.jit(do_not_specialize=GEOMETRY)
+def _weights_gradient_kernel(
+    over_features,
+    grad_features,
+    over_tokens,
+    grad_tokens,
+    shifts,
+    out,
+    starts,
+    more,
+    N,
+    C,
+    LENGTH,
+    BLOCKS,
+    H,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    READS: tl.constexpr,
+):
+    """The gradient of what `_weights_kernel` took; `shifts` is what the normalizer and the sum over tokens add."""
+    block, row, head, place, cell = _place(H, N, BLOCKS)
+    first, stop = _range(starts, more, place, C, LENGTH, READS)
+    first += block * BT
+    rows = (stop - first).to(tl.int32)
+    if rows <= 0:
+        return
+    ts, ks = tl.arange(0, BT), tl.arange(0, BK)
+    here = ((row * H + head) * LENGTH + first) * K
+    y = _load(over_features + here, ts, ks, rows, K, K).to(tl.float32)
+    grad = _load(grad_features + here, ts, ks, rows, K, K)
+    dx = y * (grad - tl.sum(y * grad, 1)[:, None])
+    if shifts is not None:
+        shift = tl.load(shifts + cell * K + ks, mask=ks < K, other=0.0)
+        grad = _load(grad_tokens + here, ts, ks, rows, K, K) + shift[None, :]
+        dx += _load(over_tokens + here, ts, ks, rows, K, K).to(tl.float32) * grad
+    _store(out + here, dx, ts, ks, rows, K)
+
+
+@triton.jit(do_not_specialize=GEOMETRY)
+def _product_kernel(
+    a,
+    x,
+    XB,
+    XH,
+    XT,
+    out,
+    starts,
+    more,
+    N,
+    C,
+    LENGTH,
+    H,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BW: tl.constexpr,
+    READS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """aᵀ x of every range: a (B, H, LENGTH, K), out (B, H, N, K, WIDTH)."""
+    COLUMNS: tl.constexpr = tl.cdiv(WIDTH, BW)
+    tile, row, head, place, cell = _place(H, N, tl.cdiv(K, BK) * COLUMNS)
+    first, stop = _range(starts, more, place, C, LENGTH, READS)
+    rows = (stop - first).to(tl.int32)
+    ts, ks, ws = tl.arange(0, BT), tile // COLUMNS * BK + tl.arange(0, BK), tile % COLUMNS * BW + tl.arange(0, BW)
+    a += ((row * H + head) * LENGTH + first) * K
+    x += row * XB + head * XH + first * XT
+    total = tl.zeros((BK, BW), tl.float32)
+    for start in tl.range(0, rows, BT, num_stages=STAGES):
+        before = tl.cast(start, tl.int64)
+        a_block = _load(a + before * K, ts, ks, rows - start, K, K)
+        x_block = _load(x + before * XT, ts, ws, rows - start, XT, WIDTH)
+        total += dot(tl.trans(a_block), x_block, DOT, PRECISION)
+    _store(out + cell * (K * WIDTH), total, ks, ws, K, WIDTH)
+
+
+@triton.jit(do_not_specialize=GEOMETRY)
+def _rows_kernel(
+    a,
+    AB,
+    AH,
+    AT,
+    matrices,
+    out,
+    starts,
+    more,
+    N,
+    C,
+    LENGTH,
+    BLOCKS,
+    H,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BT: tl.constexpr,
+    BS: tl.constexpr,
+    BW: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ADD: tl.constexpr,
+    READS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """
+    Tokens a (SIZE) of a range times its matrix (SIZE, WIDTH; TRANSPOSED: stored as (WIDTH, SIZE)), to `out`
+    (B, H, LENGTH, WIDTH) or, with ADD, onto it.
+    """
+    COLUMNS: tl.constexpr = tl.cdiv(WIDTH, BW)
+    tile, row, head, place, cell = _place(H, N, BLOCKS * COLUMNS)
+    first, stop = _range(starts, more, place, C, LENGTH, READS)
+    first += tile // COLUMNS * BT
+    rows = (stop - first).to(tl.int32)
+    if rows <= 0:
+        return
+    ts, ws = tl.arange(0, BT), tile % COLUMNS * BW + tl.arange(0, BW)
+    a += row * AB + head * AH + first * AT
+    matrices += cell * (SIZE * WIDTH)
+    total = tl.zeros((BT, BW), tl.float32)
+    for start in tl.range(0, SIZE, BS, num_stages=STAGES):
+        ss = start + tl.arange(0, BS)
+        a_block = _load(a, ts, ss, rows, AT, SIZE)
+        if TRANSPOSED:
+            matrix = tl.trans(_load(matrices, ws, ss, WIDTH, SIZE, SIZE))
+        else:
+            matrix = _load(matrices, ss, ws, SIZE, WIDTH, WIDTH)
+        total += dot(a_block, matrix, DOT, PRECISION)
+    out += ((row * H + head) * LENGTH + first) * WIDTH
+    if ADD:
+        total += _load(out, ts, ws, rows, WIDTH, WIDTH)
+    _store(out, total, ts, ws, rows, WIDTH)
+
+
+@triton.jit
+def _mixed(
+    gram,
+    x,
+    ks,
+    vs,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """gram x (TRANSPOSED: gramᵀ x) of columns of x that this program has just stored."""
+    tl.debug_barrier()
+    total = tl.zeros((BK, BV), tl.float32)
+    for start in range(0, K, BS):
+        ss = start + tl.arange(0, BS)
+        if TRANSPOSED:
+            block = tl.trans(_load(gram, ss, ks, K, K, K))
+        else:
+            block = _load(gram, ks, ss, K, K, K)
+        total += dot(block, _load(x, ss, vs, K, V, V), DOT, PRECISION)
+    return total
+
+
+@triton.jit(do_not_specialize=GEOMETRY)
+def _absorb_kernel(
+    memory,
+    normalizer,
+    log_sums,
+    gram,
+    added,
+    versions,
+    ratios,
+    final_memory,
+    final_normalizer,
+    leaving,
+    begins,
+    N,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    CHANGES: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """
+    All versions of some columns of the memory, and how much of it each chunk replaces. With CHANGES what it replaces
+    it by, U - G M - M, takes the place of U, `added`.
+    """
+    tile, head, row = program(H, tl.cdiv(V, BV))
+    ks, vs = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    cell = row.to(tl.int64) * H + head
+    once = tl.where(tile == 0, K, 0)  # one program stores what all of them find
+    m, z = tl.zeros((BK, BV), tl.float32), tl.zeros((BK,), tl.float32)
+    if memory is not None:
+        m = _load(memory + cell * (K * V), ks, vs, K, V, V)
+        z = tl.load(normalizer + cell * K + ks, mask=ks < K, other=0.0)
+    leaving += row.to(tl.int64) * N
+    begins += row.to(tl.int64) * N
+    log_sums += cell * N * K
+    ratios += cell * N * K
+    gram += cell * N * (K * K)
+    added += cell * N * (K * V)
+    versions += cell * (N + 1) * (K * V)
+    for n in range(N):
+        _store(versions, m, ks, vs, K, V)
+        if tl.load(leaving + n) >= 0:
+            forgotten = tl.load(begins + n) >= 0
+            z, ratio = _absorbed(z, tl.load(log_sums + ks, mask=ks < K, other=0.0), forgotten)
+            change = _load(added, ks, vs, K, V, V)
+            if forgotten:
+                m = tl.zeros((BK, BV), tl.float32)
+            else:
+                change -= m + _mixed(gram, versions, ks, vs, K, V, BK, BV, BS, False, DOT, PRECISION)
+            if CHANGES:
+                _store(added, change, ks, vs, K, V)
+            m += ratio[:, None] * change
+            tl.store(ratios + ks, ratio, mask=ks < once)
+        log_sums += K
+        ratios += K
+        gram += K * K
+        added += K * V
+        versions += K * V
+    _store(versions, m, ks, vs, K, V)
+    _store(final_memory + cell * (K * V), m, ks, vs, K, V)
+    tl.store(final_normalizer + cell * K + ks, z, mask=ks < once)
+
+
+@triton.jit(do_not_specialize=GEOMETRY)
+def _absorb_gradient_kernel(
+    grad_memory,
+    grad_versions,
+    gram,
+    changes,
+    versions,
+    ratios,
+    grad_added,
+    of_changes,
+    of_versions,
+    grad_initial,
+    leaving,
+    begins,
+    N,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """
+    The gradient of some columns of the memory, from the last version to the first, where it gets those of what was
+    read, `grad_versions`. The gradient of U is stored, and its products with what the memory was replaced by and with
+    what it was, summed over these columns: (B, H, N, tiles, K).
+    """
+    TILES: tl.constexpr = tl.cdiv(V, BV)
+    tile, head, row = program(H, TILES)
+    ks, vs = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    cell = row.to(tl.int64) * H + head
+    leaving += row.to(tl.int64) * N
+    begins += row.to(tl.int64) * N
+    grad_versions += cell * (N + 1) * (K * V)
+    versions += cell * (N + 1) * (K * V)
+    g = _load(grad_memory + cell * (K * V), ks, vs, K, V, V)
+    g += _load(grad_versions + tl.cast(N, tl.int64) * (K * V), ks, vs, K, V, V)
+    for i in range(N):
+        n = tl.cast(N - 1 - i, tl.int64)
+        if tl.load(leaving + n) >= 0:
+            ratio = tl.load(ratios + (cell * N + n) * K + ks, mask=ks < K, other=0.0)
+            x = ratio[:, None] * g
+            here = (cell * N + n) * (K * V)
+            _store(grad_added + here, x, ks, vs, K, V)
+            sums = ((cell * N + n) * TILES + tile) * K + ks
+            tl.store(of_changes + sums, tl.sum(x * _load(changes + here, ks, vs, K, V, V), 1), mask=ks < K)
+            of_version = tl.zeros((BK,), tl.float32)
+            if tl.load(begins + n) >= 0:
+                g = tl.zeros((BK, BV), tl.float32)
+            else:
+                of_version = tl.sum(x * _load(versions + n * (K * V), ks, vs, K, V, V), 1)
+                g -= x + _mixed(
+                    gram + (cell * N + n) * (K * K), grad_added + here, ks, vs, K, V, BK, BV, BS, True, DOT, PRECISION
+                )
+            tl.store(of_versions + sums, of_version, mask=ks < K)
+        g += _load(grad_versions + n * (K * V), ks, vs, K, V, V)
+    if grad_initial is not None:
+        _store(grad_initial + cell * (K * V), g, ks, vs, K, V)
+
+
+@triton.jit(do_not_specialize=GEOMETRY)
+def _normalizer_gradient_kernel(
+    grad_normalizer,
+    ratios,
+    of_changes,
+    of_versions,
+    shifts,
+    grad_initial,
+    leaving,
+    begins,
+    N,
+    H,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """
+    The gradient of the normalizer, from the last chunk to the first, and `shifts`, what it adds to the gradient of a
+    chunk's softmax over tokens, less the sum over the tokens of that softmax times its gradient.
+    """
+    tile, head, row = program(H, tl.cdiv(K, BK))
+    ts, ks = tl.arange(0, BT), tile * BK + tl.arange(0, BK)
+    cell = row.to(tl.int64) * H + head
+    leaving += row.to(tl.int64) * N
+    begins += row.to(tl.int64) * N
+    g = tl.load(grad_normalizer + cell * K + ks, mask=ks < K, other=0.0)
+    for i in range(N):
+        n = tl.cast(N - 1 - i, tl.int64)
+        if tl.load(leaving + n) >= 0:
+            here = (cell * N + n) * K
+            ratio = tl.load(ratios + here + ks, mask=ks < K, other=0.0)
+            g -= tl.sum(_load(of_changes + here * TILES, ts, ks, TILES, K, K), 0)
+            of_version = tl.sum(_load(of_versions + here * TILES, ts, ks, TILES, K, K), 0)
+            tl.store(shifts + here + ks, ratio * g - of_version, mask=ks < K)
+            g = tl.where(tl.load(begins + n) >= 0, 0.0, (1 - ratio) * g)
+    if grad_initial is not None:
+        tl.store(grad_initial + cell * K + ks, g, mask=ks < K)
+
+
+@triton.jit(do_not_specialize=GEOMETRY)
+def _memory_step_kernel(
+    q,
+    QB,
+    QH,
+    k,
+    KB,
+    KH,
+    KT,
+    v,
+    VB,
+    VH,
+    VT,
+    memory,
+    log_sums,
+    ratios,
+    leaving,
+    begins,
+    reads,
+    out,
+    C,
+    LENGTH,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One token, and at most one chunk, of some columns of the memory: in most steps they are only read."""
+    tile, head, row = program(H, tl.cdiv(V, BV))
+    row, head = row.to(tl.int64), head.to(tl.int64)
+    first, stop = _range(leaving, begins, row, C, LENGTH, False)
+    rows = (stop - first).to(tl.int32)
+    read = tl.load(reads + row)
+    ts, ks, vs = tl.arange(0, BT), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    cell = row * H + head
+    memory += cell * (K * V)
+    query = _load_logits(q + row * QB + head * QH, tl.arange(0, 1), ks, 1, 0, K)
+    weights = tl.reshape(_softmax(query), (BK, 1))
+    m = _load(memory, ks, vs, tl.where((read >= 0) | (rows > 0), K, 0), V, V)
+    y = tl.sum(weights * m, 0)
+    if rows > 0:
+        log_sum = tl.load(log_sums + cell * K + ks, mask=ks < K, other=0.0)
+        ratio = tl.load(ratios + cell * K + ks, mask=ks < K, other=0.0)
+        kept = tl.where(tl.load(begins + row) >= 0, 0, K)
+        k += row * KB + head * KH + first * KT
+        v += row * VB + head * VH + first * VT
+        total = tl.zeros((BK, BV), tl.float32)
+        for start in range(0, rows, BT):
+            before = tl.cast(start, tl.int64)
+            keys = _load_logits(k + before * KT, ts, ks, rows - start, KT, K)
+            top, divisor = _softmax_scale(keys)
+            change = _load(v + before * VT, ts, vs, rows - start, VT, V).to(tl.float32)
+            for start_k in range(0, kept, BS):
+                ss = start_k + tl.arange(0, BS)
+                part = _load_logits(k + before * KT, ts, ss, rows - start, KT, K)
+                part = exp(part - top[:, None]) / divisor[:, None]
+                change -= dot(part, _load(memory, ss, vs, K, V, V), DOT, PRECISION)
+            over_tokens = tl.where((ts < rows - start)[:, None], exp(keys - log_sum[None, :]), 0.0)
+            total += dot(tl.trans(over_tokens), change, DOT, PRECISION)
+        m = tl.where(kept > 0, m, 0.0)
+        m += ratio[:, None] * (total - m)
+        tl.debug_barrier()  # no thread still reads what another overwrites
+        _store(memory, m, ks, vs, K, V)
+        y = tl.where(read > 0, tl.sum(weights * m, 0), y)
+    y = tl.where(read < 0, 0.0, y)
+    tl.store(out + cell * V + vs, y.to(out.dtype.element_ty), mask=vs < V)
+
+
+def _block(size: int, most: int = 1 << 16) -> int:
+    """How much of something a program takes at once: a power of two, and no less than a product needs."""
+    return min(max(16, triton.next_power_of_2(size)), most)
+
+
+def _strided(x):
+    """A tensor (B, H, T, size) as a kernel reads it, and its strides."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x, *x.stride()[:3]
+
+
+def _products(q, k, v):
+    """What the products of these inputs are made of, and whether that is narrow."""
+    dtype = torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
+    return operands(dtype), dtype == torch.bfloat16
+
+
+def _columns(v, narrow):
+    """How a program takes columns of the memory, with all their rows."""
+    return {"V": v.shape[-1], "BV": _block(v.shape[-1], 32 if narrow else 16), "BS": 32, "num_warps": 8}
+
+
+class _Ranges(NamedTuple):
+    """Ranges of tokens: see `_range`."""
+
+    starts: torch.Tensor  # (B, N)
+    more: torch.Tensor
+    length: int  # of a row
+    reads: bool
+
+    def arguments(self, chunk_size):
+        return self.starts, self.more, self.starts.shape[1], chunk_size, self.length
+
+
+class _Plan:
+    """How the work is cut into programs."""
+
+    def __init__(self, q, k, v, leaving, begins, reads, chunk_size):
+        self.batch, self.heads, length, self.key_size = q.shape
+        self.value_size, self.chunk_size, self.chunks = v.shape[-1], chunk_size, leaving.shape[1]
+        self.like = v
+        self.products, narrow = _products(q, k, v)
+        hip = torch.version.hip is not None
+        # float32 takes twice the room, and three products for one.
+        self.dtype = torch.bfloat16 if narrow else torch.float32
+        self.tile = 128 if narrow else 64
+        self.depth = 64 if narrow else 32
+        self.pipeline = {"STAGES": 3 if narrow and not hip else 1, "num_warps": 4 if hip else 8}
+        self.of_keys = {"K": self.key_size, "BK": _block(self.key_size)}
+        self.of_columns = {**self.of_keys, **_columns(v, narrow), **self.products}
+        self.column_tiles = triton.cdiv(self.value_size, self.of_columns["BV"])
+
+        self.leaving, self.begins = leaving.contiguous(), begins.contiguous()
+        self.absorbed = _Ranges(self.leaving, self.begins, k.shape[2], False)
+        versions, reads = self.chunks + 1, reads.contiguous()
+        borders = reads.new_zeros(2, self.batch, versions)
+        blocks = triton.cdiv(length, 128)
+        launch(_readers_kernel, (self.batch * blocks,), reads, *borders, length, versions, blocks, BT=128)
+        self.reading = _Ranges(*borders, length, True)
+
+    def empty(self, *shape, dtype=torch.float32):
+        return self.like.new_empty(self.batch, self.heads, *shape, dtype=dtype)
+
+    def _launch(self, kernel, tiles, tensors, ranges, *, block=None, **constants):
+        """A program for each tile of each range and, with `block`, for each block of its tokens."""
+        numbers = ranges.arguments(self.chunk_size)
+        if block is not None:
+            blocks = triton.cdiv(min(self.chunk_size, ranges.length), block)
+            numbers, tiles, constants = (*numbers, blocks), tiles * blocks, {"BT": block, **constants}
+        grid = (ranges.starts.numel() * self.heads * tiles,)
+        launch(kernel, grid, *tensors, *numbers, self.heads, READS=ranges.reads, **constants)
+
+    def softmax(self, x, ranges, log_sums=None):
+        """The softmax over the features and, with `log_sums`, over the tokens of each chunk."""
+        over_features = self.empty(ranges.length, self.key_size, dtype=self.dtype)
+        over_tokens = None if log_sums is None else torch.empty_like(over_features)
+        tensors = *_strided(x), log_sums, over_tokens, over_features
+        self._launch(_weights_kernel, 1, tensors, ranges, block=16, **self.of_keys)
+        return over_features, over_tokens
+
+    def softmax_gradient(self, out, ranges, y, grad_y, over_tokens=None, grad_tokens=None, shifts=None):
+        tensors = y, grad_y, over_tokens, grad_tokens, shifts, out
+        self._launch(_weights_gradient_kernel, 1, tensors, ranges, block=16, **self.of_keys)
+
+    def product(self, a, x, ranges, dtype=torch.float32):
+        """aᵀ x of every range."""
+        width = x.shape[-1]
+        out = self.empty(ranges.starts.shape[1], self.key_size, width, dtype=dtype)
+        blocks = {"BT": self.depth, "BK": _block(self.key_size, self.tile), "BW": _block(width, self.tile)}
+        tiles = triton.cdiv(self.key_size, blocks["BK"]) * triton.cdiv(width, blocks["BW"])
+        sizes = {"K": self.key_size, "WIDTH": width, **blocks}
+        self._launch(_product_kernel, tiles, (a, *_strided(x), out), ranges, **sizes, **self.products, **self.pipeline)
+        return out
+
+    def rows(self, a, matrices, out, ranges, *, transposed=False, add=False):
+        """Each token of a times the matrix of its range, to `out`, or onto it."""
+        size, width = a.shape[-1], out.shape[-1]
+        blocks = {"BS": _block(size, self.depth), "BW": _block(width, self.tile)}
+        self._launch(
+            _rows_kernel,
+            triton.cdiv(width, blocks["BW"]),
+            (*_strided(a), matrices, out),
+            ranges,
+            block=_block(min(self.chunk_size, ranges.length), self.tile),
+            SIZE=size,
+            WIDTH=width,
+            TRANSPOSED=transposed,
+            ADD=add,
+            **blocks,
+            **self.products,
+            **self.pipeline,
+        )
+        return out
+
+    def _walk(self, kernel, tensors, **constants):
+        """From chunk to chunk with some columns of the memory."""
+        grid = (self.batch * self.heads * self.column_tiles,)
+        tensors = *tensors, self.leaving, self.begins
+        launch(kernel, grid, *tensors, self.chunks, self.heads, **self.of_columns, **constants)
+
+    def absorb(self, k, v, memory, normalizer, changes=False):
+        """
+        The states after the last chunk. Kept are both softmaxes of the keys, G, U (or, with `changes`, what each chunk
+        replaces the memory by), the versions of the memory, and how much of it each chunk replaces.
+        """
+        log_sums = self.empty(self.chunks, self.key_size)
+        _log_sums(k, self.absorbed, self.chunk_size, None, None, log_sums)
+        self.over_features, self.over_tokens = self.softmax(k, self.absorbed, log_sums)
+        self.gram = self.product(self.over_tokens, self.over_features, self.absorbed, self.dtype)
+        self.added = self.product(self.over_tokens, v, self.absorbed)
+        self.versions = self.empty(self.chunks + 1, self.key_size, self.value_size, dtype=self.dtype)
+        self.ratios = torch.empty_like(log_sums)
+        final = self.empty(self.key_size, self.value_size), self.empty(self.key_size)
+        tensors = memory, normalizer, log_sums, self.gram, self.added, self.versions, self.ratios, *final
+        self._walk(_absorb_kernel, tensors, CHANGES=changes)
+        return final
+
+    def absorb_backward(self, grad_memory, grad_normalizer, grad_versions, grad_initial):
+        """
+        The gradient of U, and what the normalizer adds to that of the keys, after [`absorb`] with `changes`; those of
+        the states go to `grad_initial`, where they are not None.
+        """
+        grad_added = self.empty(self.chunks, self.key_size, self.value_size, dtype=self.dtype)
+        of_changes, of_versions = (self.empty(self.chunks, self.column_tiles, self.key_size) for _ in range(2))
+        tensors = grad_memory, grad_versions, self.gram, self.added, self.versions, self.ratios
+        self._walk(_absorb_gradient_kernel, (*tensors, grad_added, of_changes, of_versions, grad_initial[0]))
+        shifts = torch.empty_like(self.ratios)
+        tensors = grad_normalizer, self.ratios, of_changes, of_versions, shifts, grad_initial[1]
+        launch(
+            _normalizer_gradient_kernel,
+            (self.batch * self.heads * triton.cdiv(self.key_size, 32),),
+            *(*tensors, self.leaving, self.begins, self.chunks, self.heads),
+            K=self.key_size,
+            TILES=self.column_tiles,
+            BT=triton.next_power_of_2(self.column_tiles),
+            BK=32,
+        )
+        return grad_added, shifts
+
+
+def _log_sums(k, ranges, chunk_size, normalizer, ratios, log_sums):
+    tensors = *_strided(k), ranges.starts, ranges.more, normalizer, ratios, log_sums
+    heads, key_size = log_sums.shape[1], log_sums.shape[-1]
+    grid = (ranges.starts.numel() * heads * triton.cdiv(key_size, 32),)
+    numbers = *ranges.arguments(chunk_size)[2:], heads
+    launch(_log_sum_kernel, grid, *tensors, *numbers, K=key_size, BT=64, BK=32, num_warps=8)
+
+
+def _states(*states):
+    return [None if x is None else x.float().contiguous() for x in states]
+
+
+def working_memory_triton(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
+    """Arguments, shapes and results are those of [`subquad_kernels.working_memory`]."""
+    plan = _Plan(q, k, v, leaving, begins, reads, chunk_size)
+    final = plan.absorb(k, v, *_states(memory, normalizer))
+    weights, _ = plan.softmax(q, plan.reading)
+    out = v.new_zeros(*q.shape[:-1], v.shape[-1])  # tokens that read nothing keep them
+    return plan.rows(weights, plan.versions, out, plan.reading), *final
+
+
+def working_memory_triton_backward(
+    grad_out, grad_memory, grad_normalizer, q, k, v, memory, normalizer, leaving, begins, reads, chunk_size
+):
+    """
+    Gradients of q, k, v and, where they are given, memory and normalizer. What the forward pass computed is computed
+    again.
+    """
+    plan = _Plan(q, k, v, leaving, begins, reads, chunk_size)
+    states, grads = _states(memory, normalizer), _states(grad_memory, grad_normalizer)
+    plan.absorb(k, v, *states, changes=True)
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+
+    weights, _ = plan.softmax(q, plan.reading)
+    grad_weights = torch.empty_like(weights, dtype=torch.float32)
+    plan.rows(grad_out, plan.versions, grad_weights, plan.reading, transposed=True)
+    plan.softmax_gradient(dq, plan.reading, weights, grad_weights)
+    grad_versions = plan.product(weights, grad_out, plan.reading)
+
+    grad_states = [None if x is None else torch.empty_like(x) for x in states]
+    du, shifts = plan.absorb_backward(*grads, grad_versions, grad_states)
+    with without_autocast(v):
+        dg = (du @ plan.versions[:, :, :-1].mT).neg_()
+    dg.masked_fill_((begins >= 0)[:, None, :, None, None], 0.0)
+    p, f = plan.over_tokens, plan.over_features
+    dp, df = (torch.empty_like(f, dtype=torch.float32) for _ in range(2))
+    plan.rows(p, du, dv, plan.absorbed)
+    plan.rows(p, dg, df, plan.absorbed)
+    plan.rows(v, du, dp, plan.absorbed, transposed=True)
+    plan.rows(f, dg, dp, plan.absorbed, transposed=True, add=True)
+    plan.softmax_gradient(dk, plan.absorbed, f, df, p, dp, shifts)
+    return [dq, dk, dv, *(x for x in grad_states if x is not None)]
+
+
+def working_memory_triton_step(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
+    """
+    One token and at most one chunk a row, q (B, H, 1, K), leaving, begins and reads (B, 1): the states, in float32,
+    are changed in place; returns out (B, H, 1, V). Where a row absorbs nothing is decided on the device.
+    """
+    batch, heads, _, key_size = q.shape
+    value_size = v.shape[-1]
+    leaving, begins, reads = leaving.contiguous(), begins.contiguous(), reads.contiguous()
+    log_sums = normalizer.new_empty(batch, heads, 1, key_size)
+    ratios = torch.empty_like(log_sums)
+    _log_sums(k, _Ranges(leaving, begins, k.shape[2], False), chunk_size, normalizer, ratios, log_sums)
+    out = v.new_empty(batch, heads, 1, value_size)
+    products, narrow = _products(q, k, v)
+    columns = _columns(v, narrow)
+    launch(
+        _memory_step_kernel,
+        (batch * heads * triton.cdiv(value_size, columns["BV"]),),
+        *(*_strided(q)[:3], *_strided(k), *_strided(v), memory, log_sums, ratios, leaving, begins, reads, out),
+        *(chunk_size, k.shape[2], heads),
+        K=key_size,
+        BK=_block(key_size),
+        BT=32,
+        **columns,
+        **products,
+    )
+    return out
