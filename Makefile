@@ -21,6 +21,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python kernels/benchmarks/avey.py --out build/bench $(ARGS)
 	$(BIN)/python kernels/benchmarks/avey_b.py --out build/bench $(ARGS)
 	$(BIN)/python kernels/benchmarks/raven.py --out build/bench $(ARGS)
+	$(BIN)/python kernels/benchmarks/gecko.py --out build/bench $(ARGS)
 	$(BIN)/python kernels/benchmarks/models.py $(ARGS)
 	$(BIN)/python tokenizers/benchmarks/rwkv_world.py $(ARGS)
 

@@ -1,7 +1,8 @@
-"""The benchmarks of WKV, Avey, Avey-B and Raven: that every part runs, and what they write."""
+"""The benchmarks of WKV, Avey, Avey-B, Raven and Gecko: that every part runs, and what they write."""
 
 import csv
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -26,7 +27,7 @@ def load(monkeypatch, script):
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     yield module
-    for name in ("measuring", "models", "wkv", "avey"):
+    for name in ("measuring", "models", "wkv", "avey", "raven", "gecko_operators"):
         sys.modules.pop(name, None)
 
 
@@ -48,6 +49,11 @@ def avey_b(monkeypatch):
 @pytest.fixture
 def raven(monkeypatch):
     yield from load(monkeypatch, "raven")
+
+
+@pytest.fixture
+def gecko(monkeypatch):
+    yield from load(monkeypatch, "gecko")
 
 
 def rows_of(folder, name="wkv.csv"):
@@ -423,3 +429,55 @@ def test_targets_of_raven(raven):
     ]
     rows[2] = {**rows[2], "milliseconds": None, "note": "failed: ValueError: no"}
     assert raven.targets(rows)[2] == "forward, 8 x 2048: no figure of fla"
+
+
+# Gecko.
+
+
+def test_every_part_of_gecko_is_measured(gecko, tmp_path, capsys):
+    gecko.main(["--quick", "--device", "cpu", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path, "gecko.csv")
+    assert {row["part"] for row in rows} == set(gecko.PARTS)
+    assert not [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory"))]
+    assert all(row["part"] == "check" or float(row["milliseconds"]) > 0 for row in rows)
+    found = {(row["what"], row["implementation"]) for row in rows}
+    for operator, name in itertools.product(gecko.OPERATORS, ("subquad", "plain")):
+        assert found >= {(f"{operator} {what}", name) for what in ("forward", "forward+backward", "step")}
+    assert found >= {(what, "subquad") for what in ("memory step, absorbs", "training", "training, checkpointed")}
+    states = {}
+    for row in rows:
+        if row["note"].startswith("state"):
+            states.setdefault((row["part"], row["batch"]), set()).add(row["note"])
+    assert [len(notes) for notes in states.values()] == [1, 1]  # however long the text
+    ends = [int(row["length"]) for row in rows if row["what"] == "long text, up to"]
+    assert ends == list(range(64, 513, 64))
+    assert {path.name for path in tmp_path.iterdir()} == {"gecko.csv", "gecko.json", "gecko.md"}
+    assert "0 of 13 cases wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["norm", "cema", "attention", "memory", "inplace"])
+def test_a_wrong_kernel_of_gecko_is_not_measured(gecko, tmp_path, monkeypatch, wrong):
+    right = gecko.ours
+
+    def other(operator, sizes, backend, **inputs):
+        if wrong == "inplace" and backend != "reference":  # the right result, in a place of its own
+            inputs = {name: x.clone() for name, x in inputs.items()}
+        results = right(operator, sizes, backend, **inputs)
+        return results if backend == "reference" or operator != wrong else (results[0] * 1.001, *results[1:])
+
+    monkeypatch.setattr(gecko, "ours", other)
+    with pytest.raises(SystemExit) as error:
+        gecko.main(["--quick", "--device", "cpu", "--parts", "check", "decode", "--out", str(tmp_path)])
+    assert error.value.code == 1
+    assert {row["part"] for row in rows_of(tmp_path, "gecko.csv")} == {"check"}
+
+
+def test_a_wrong_peer_of_gecko_is_not_measured(gecko, tmp_path, monkeypatch):
+    right = gecko.PLAIN_FORMS["norm"]
+    monkeypatch.setitem(gecko.PLAIN_FORMS, "norm", lambda *args, **inputs: right(*args, **inputs) * 1.001)
+    gecko.main(["--quick", "--device", "cpu", "--parts", "operator", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path, "gecko.csv")
+    failed = {(row["what"], row["implementation"]) for row in rows if row["note"].startswith("failed")}
+    assert failed == {(f"norm {what}", "plain") for what in ("forward", "forward+backward")}
+    with pytest.raises(SystemExit):
+        gecko.main(["--quick", "--device", "cpu", "--parts", "check", "--out", str(tmp_path)])
