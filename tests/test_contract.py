@@ -164,6 +164,9 @@ def test_assisted_decoding(model_type):
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(ids, **options)
     lookup = model.generate(ids, prompt_lookup_num_tokens=4, **options)
+    left = torch.nn.functional.pad(ids, (5, 0))
+    padded_lookup = model.generate(left, attention_mask=(left != 0).long(), prompt_lookup_num_tokens=4, **options)
+    assert torch.equal(padded_lookup[:, 5:], lookup)
     assert torch.equal(lookup, expected)
 
     # An assistant that is right, one that is nearly right, and one that knows nothing.
@@ -265,6 +268,33 @@ def test_crop(model_type, read):
             model(ids[:, :4], past_key_values=cache)
             cache.crop(-4)
             assert_same_states(cache, expected)
+
+
+@each_causal
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_crop_of_padded_calls(model_type, side):
+    model = tiny_model(model_type)
+    (first, mask), second = padded([random_ids(n, seed=n) for n in (21, 13)], side), random_ids(2, 20)
+    with torch.no_grad():
+
+        def read(*pieces):
+            cache = model.new_cache()
+            for ids, real in pieces:
+                model(ids, attention_mask=real, past_key_values=cache)
+            return cache
+
+        recorded = model.new_cache()
+        recorded.activate_past_recording()
+        model(first, attention_mask=mask, past_key_values=recorded)
+        model(second, past_key_values=recorded)
+        for removed in (3, 20, 24):
+            cache = recorded.clone()
+            cache.crop(-removed)
+            begun = first.shape[1] - max(removed - 20, 0)
+            pieces = [(first[:, :begun], mask[:, :begun])]
+            if removed < 20:
+                pieces.append((second[:, :-removed], None))
+            assert_same_states(cache, read(*pieces))
 
 
 @each_causal

@@ -405,13 +405,34 @@ def _add_tokens(lengths: torch.Tensor | None, real: torch.Tensor) -> torch.Tenso
     return real.sum(1) if lengths is None else lengths + real.sum(1)
 
 
-class GrowingCache(RecurrentCache):
+class CountingCache(RecurrentCache):
+    """A cache that knows the places of the tokens: `lengths` (batch), of the last layer, counts those of each row."""
+
+    def lengths(self, x: torch.Tensor) -> torch.Tensor:
+        """Number of tokens of each row of the batch x (batch, ...), padding left out: int64 (batch)."""
+        lengths = self.after_blocks.get("lengths")
+        return torch.zeros(x.shape[0], dtype=torch.long, device=x.device) if lengths is None else lengths
+
+    def count(self, real: torch.Tensor) -> None:
+        """Counts the tokens of a call, (batch, tokens), of which some may be padding."""
+        lengths = _add_tokens(self.after_blocks.get("lengths"), real)
+        self.after_blocks.update("lengths", lengths, _add_tokens, real)
+
+    def finish(self, place: torch.Tensor, real: torch.Tensor, packed: bool) -> None:
+        """Counts the tokens of a call, whose places are those of [`at_places`]."""
+        if packed:
+            self.after_blocks.write("lengths", place[:, -1] + 1)
+        else:
+            self.count(real)
+        self.advance(real.shape[1])
+
+
+class GrowingCache(CountingCache):
     """
     A cache that keeps something of every token of a text, so that it grows with the text.
 
     What is kept lies in states (batch, room, ...) by the place of each token in its row, padding left out, and is zero
-    beyond; `lengths` (batch), of the last layer, has the number of tokens of each row. The room is a whole number of
-    `unit` tokens and doubles when it is used up.
+    beyond. The room is a whole number of `unit` tokens and doubles when it is used up.
 
     Args:
         config: configuration of the model that the cache is for.
@@ -430,11 +451,6 @@ class GrowingCache(RecurrentCache):
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"`max_cache_len` must be at least 1, got {max_cache_len}.")
         self._limit = max_cache_len and self._whole_units(max_cache_len)
-
-    def lengths(self, x: torch.Tensor) -> torch.Tensor:
-        """Number of tokens of each row of the batch x (batch, ...), padding left out: int64 (batch)."""
-        lengths = self.after_blocks.get("lengths")
-        return torch.zeros(x.shape[0], dtype=torch.long, device=x.device) if lengths is None else lengths
 
     def _grown(self) -> list[tuple[RecurrentLayer, str, int]]:
         """Layer, name and tokens of an entry of every state that grows."""
@@ -503,19 +519,6 @@ class GrowingCache(RecurrentCache):
         layer.write(name, held)
         layer.lend(name)
         return held
-
-    def count(self, real: torch.Tensor) -> None:
-        """Counts the tokens of a call, (batch, tokens), of which some may be padding."""
-        lengths = _add_tokens(self.after_blocks.get("lengths"), real)
-        self.after_blocks.update("lengths", lengths, _add_tokens, real)
-
-    def finish(self, place: torch.Tensor, real: torch.Tensor, packed: bool) -> None:
-        """Counts the tokens of a call, whose places are those of [`at_places`]."""
-        if packed:
-            self.after_blocks.write("lengths", place[:, -1] + 1)
-        else:
-            self.count(real)
-        self.advance(real.shape[1])
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -642,6 +645,31 @@ def ring_state(
     return at_places(ring, x, wanted, place, real).masked_fill(_of_entries(wanted < 0, x), 0)
 
 
+def turned(
+    layer: RecurrentLayer,
+    name: str,
+    ring: torch.Tensor | None,
+    x: torch.Tensor,
+    place: torch.Tensor,
+    real: torch.Tensor,
+    window: int,
+    plain: bool,
+) -> torch.Tensor:
+    """
+    [`ring_state`], for which a layer's state of that name may be changed in place where nothing needs it any more. Of
+    few tokens only their rows change; `plain` tells that all of them are real.
+    """
+    few = plain and x.shape[1] <= window
+    if ring is None or ring.shape[1] < window or not (few or x.shape[1] == 1):
+        return ring_state(ring, x, place, real, window)
+    index = _of_entries(place % window, x).expand_as(x)
+    rows = x.to(ring.dtype)
+    if not plain:
+        rows = torch.where(_of_entries(real, x), rows, ring.gather(1, index))
+    inplace = not layer.record_past and layer.may_change(name, ring)
+    return ring.scatter_(1, index, rows) if inplace else ring.scatter(1, index, rows)
+
+
 class RavenCache(GrowingCache):
     """
     What Raven keeps of a text: of a slot memory `slots` (batch, heads, slots, size of a key and a value), in float32;
@@ -661,18 +689,18 @@ class RavenCache(GrowingCache):
         self.even = True
 
     def turn(
-        self, layer: RecurrentLayer, name: str, x: torch.Tensor, place: torch.Tensor, real: torch.Tensor, window: int
+        self,
+        layer: RecurrentLayer,
+        name: str,
+        x: torch.Tensor,
+        place: torch.Tensor,
+        real: torch.Tensor,
+        window: int,
+        plain: bool,
     ) -> torch.Tensor:
         """Puts the tokens x (batch, tokens, ...) of [`at_places`] into a ring; returns it, (batch, window, ...)."""
-        held, replay = layer.get(name), functools.partial(ring_state, window=window)
-        if held is None or x.shape[1] > 1:
-            ring = replay(held, x, place, real)
-        else:  # one row changes
-            index = _of_entries(place % window, x).expand_as(x)
-            row = torch.where(_of_entries(real, x), x.to(held.dtype), held.gather(1, index))
-            inplace = not layer.record_past and layer.may_change(name, held)
-            ring = held.scatter_(1, index, row) if inplace else held.scatter(1, index, row)
-        layer.update(name, ring, replay, x, place, real)
+        ring = turned(layer, name, layer.get(name), x, place, real, window, plain)
+        layer.update(name, ring, functools.partial(ring_state, window=window), x, place, real)
         layer.lend(name)
         return ring
 
@@ -698,7 +726,7 @@ class RavenCache(GrowingCache):
         return cache
 
 
-class GeckoCache(GrowingCache):
+class GeckoCache(CountingCache):
     """
     What Gecko keeps of a text, whose size does not depend on its length. In each block, the moments `timenorm` (batch,
     3, groups) and CEMA's state `cema` (batch, model_dim, cema_ndim, 2), the `memory` (batch, heads, key size, value
@@ -711,13 +739,13 @@ class GeckoCache(GrowingCache):
         config, static: see [`RecurrentCache`].
     """
 
-    def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
-        super().__init__(config, static, max_cache_len)
+    def __init__(self, config: PreTrainedConfig, static: bool = False):
+        super().__init__(config, static)
         self.window = 2 * config.chunk_size
 
     def ring_size(self, tokens: int) -> int:
         """How many tokens' keys and values there is room for, once `tokens` more are read."""
-        layer, size = self.after_blocks, self.unit
+        layer, size = self.after_blocks, 64
         if layer.static or layer.record_past:
             return self.window
         if "keys" in self.layers[0].states:
@@ -738,27 +766,21 @@ class GeckoCache(GrowingCache):
         states: dict[str, torch.Tensor],
         place: torch.Tensor,
         real: torch.Tensor,
+        plain: bool,
         replay: Callable[..., States],
         *updates: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """
-        Puts the tokens (batch, heads, tokens, size) of [`at_places`] into their rings, which are returned, and sets
-        states that depend on them; `replay` takes the rows, their tokens second, then `place`, `real` and `updates`.
+        Puts the tokens (batch, heads, tokens, size) of [`turned`] into their rings, which are returned, and sets
+        states that depend on them.
         """
         size, rings = self.ring_size(place.shape[1]), {}
         for name, x in rows.items():
             held = layer.get(name)
-            if held is not None and x.shape[2] == 1 and held.shape[2] == size:  # one token changes
-                index = (place % size)[:, None, :, None].expand_as(x)
-                row = torch.where(real[:, None, :, None], x.to(held.dtype), held.gather(2, index))
-                inplace = not layer.record_past and layer.may_change(name, held)
-                rings[name] = held.scatter_(2, index, row) if inplace else held.scatter(2, index, row)
-            else:
-                held = None if held is None else held.transpose(1, 2)
-                ring = ring_state(held, x.transpose(1, 2), place, real, size)
-                rings[name] = ring.transpose(1, 2).contiguous()
-        contributions = (*(x.transpose(1, 2) for x in rows.values()), place, real, *updates)
-        layer.update_together({**rings, **states}, replay, *contributions)
+            held = None if held is None else held.transpose(1, 2)
+            ring = turned(layer, name, held, x.transpose(1, 2), place, real, size, plain)
+            rings[name] = ring.transpose(1, 2).contiguous()
+        layer.update_together({**rings, **states}, replay, *updates)
         for name in rings:
             layer.lend(name)
         return rings

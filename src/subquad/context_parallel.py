@@ -13,6 +13,9 @@ from .cache import GeckoCache, RecurrentLayer, States
 from .padding import Tokens
 
 
+ONCE = "every forward pass needs a new ContextParallelCache."
+
+
 class _Link:
     """Sends to the neighbours in a process group and receives from them: the next (1) and the one before (-1)."""
 
@@ -160,6 +163,9 @@ class ContextParallelCache(GeckoCache):
     loss.backward()
     ```
 
+    The gradients are to be added up over the processes; what takes their mean instead, as DistributedDataParallel
+    does, needs the loss times the number of processes.
+
     Every forward pass needs a new one, and every process the same batch. Rows have neither padding nor borders of
     packed documents (begin tokens separate documents). Pieces may have any length. It does not go with gradient
     checkpointing, which reads a piece twice.
@@ -191,7 +197,7 @@ class ContextParallelCache(GeckoCache):
             given = "`attention_mask`" if tokens.cu_seqlens is None else "`cu_seqlens` or `position_ids`"
             raise ValueError(f"{given}: a text on several devices has no padding and no packed documents.")
         if self.seen_tokens:
-            raise ValueError("`past_key_values`: every forward pass needs a new ContextParallelCache.")
+            raise ValueError(f"`past_key_values`: {ONCE}")
 
     def lengths(self, x: torch.Tensor) -> torch.Tensor:
         """Number of tokens before this process's piece x (batch, length, model_dim): int64 (batch)."""
@@ -203,6 +209,9 @@ class ContextParallelCache(GeckoCache):
         if not self.link.is_last:
             self.link.send(1, lengths + x.shape[1])
         return lengths
+
+    def reset(self) -> None:
+        raise ValueError(f"`reset`: {ONCE}")
 
     def ring_size(self, tokens: int) -> int:
         return self.window

@@ -33,7 +33,7 @@ def last_token(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
 
 def shift(x: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
     """Every row of x (batch, length, ...) moved to the left by so many tokens (batch), round and round."""
-    source = (torch.arange(x.shape[1], device=x.device) + shifts[:, None]) % x.shape[1]
+    source = (torch.arange(x.shape[1], device=x.device) + shifts.to(x.device)[:, None]) % x.shape[1]
     return x.gather(1, source.view(*source.shape, *[1] * (x.dim() - 2)).expand_as(x))
 
 
@@ -176,7 +176,8 @@ class Tokens:
         if self._source is None:
             return x
         before = torch.zeros_like(x[:, 0]) if before is None else before
-        return torch.cat((before.unsqueeze(1), x), dim=1).gather(1, self._source.unsqueeze(-1).expand_as(x))
+        source = self._source.to(x.device)  # of a model on several devices, the last block's
+        return torch.cat((before.unsqueeze(1), x), dim=1).gather(1, source.unsqueeze(-1).expand_as(x))
 
     def erase(self, x: torch.Tensor) -> torch.Tensor:
         """Zero where a token is padding; x: (batch, length, ...)."""
@@ -231,6 +232,11 @@ class Call:
     document: torch.Tensor | None
     kept: torch.Tensor
     kept_place: torch.Tensor
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is neither padding nor a border of documents."""
+        return self.tokens.mask is None and self.document is None
 
     @classmethod
     def of(cls: type[AnyCall], tokens: Tokens, lengths: torch.Tensor) -> AnyCall:

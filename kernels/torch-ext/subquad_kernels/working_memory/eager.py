@@ -91,6 +91,15 @@ def _readers(reads, versions, chunk_size):
     return slots, _inverse(slots, versions * size)
 
 
+def _without_idle(leaving, begins, reads):
+    """On the CPU, which can look, no absorptions after the last that takes place in some row, or that is read."""
+    if leaving.device.type != "cpu":
+        return leaving, begins
+    used = (leaving >= 0).any(0).nonzero().flatten()
+    size = max(int(used[-1]) + 1 if len(used) else 0, int(reads.max()))
+    return leaving[:, :size], begins[:, :size]
+
+
 def working_memory_chunked(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -104,6 +113,7 @@ def working_memory_chunked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Arguments and results are those of [`subquad_kernels.working_memory`], out in the dtype of the states."""
     dtype = widest(q, k, v, memory, normalizer)
+    leaving, begins = _without_idle(leaving, begins, reads)
     _, values, p, f, w = _chunks(k, v, leaving, begins, chunk_size, dtype)
     states = _states(q, v, memory, normalizer, dtype)
     memory, normalizer, versions, _ = _absorb_all(*states, p.mT @ values, p.mT @ f, w, *_masks(leaving, begins))
@@ -132,6 +142,7 @@ def working_memory_chunked_backward(
     again.
     """
     dtype = widest(q, k, v, memory, normalizer)
+    leaving, begins = _without_idle(leaving, begins, reads)
     places, values, p, f, w = _chunks(k, v, leaving, begins, chunk_size, dtype)
     u, g = p.mT @ values, p.mT @ f
     absorbs, forgets = _masks(leaving, begins)
@@ -179,13 +190,14 @@ def working_memory_step(
 ) -> torch.Tensor:
     """
     One token and at most one chunk a row, q (B, H, 1, K), leaving, begins and reads (B, 1): the states, in float32,
-    are changed in place. On the CPU only the rows that absorb a chunk work for it.
+    are changed in place. Only the rows that absorb a chunk work for it, unless a graph is captured.
     """
     weights = q.float().softmax(-1)
     out = weights @ memory
-    on_cpu = leaving.device.type == "cpu"  # of a GPU the answer would have to be waited for
-    rows = (leaving[:, 0] >= 0).nonzero()[:, 0] if on_cpu else slice(None)
-    if not on_cpu or len(rows):
+    # The answer is worth waiting for, but cannot be while a graph is captured.
+    captured = leaving.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    rows = slice(None) if captured else (leaving[:, 0] >= 0).nonzero()[:, 0]
+    if captured or len(rows):
         _, values, p, f, w = _chunks(k[rows], v[rows], leaving[rows], begins[rows], chunk_size, torch.float32)
         chunk = (x[:, :, 0] for x in (p.mT @ values, p.mT @ f, w, *_masks(leaving[rows], begins[rows])))
         memory[rows], normalizer[rows], _ = _absorb(memory[rows], normalizer[rows], *chunk)

@@ -52,6 +52,8 @@ class GeckoCall(Call):
         aligned: whether chunks begin at multiples of their size.
         seen: of one token, which keys of a ring it attends to, (batch, ring).
         leaving, begins, reads: see [`subquad_kernels.working_memory`].
+        shifts: how far the rows were moved, (batch), see [`Tokens.shifts`]; None where they were not.
+        given_place, given_kept: `kept_place` and `kept` of the tokens where they were before that.
     """
 
     cos: torch.Tensor | None = None
@@ -67,12 +69,20 @@ class GeckoCall(Call):
     leaving: torch.Tensor | None = None
     begins: torch.Tensor | None = None
     reads: torch.Tensor | None = None
+    shifts: torch.Tensor | None = None
+    given_place: torch.Tensor | None = None
+    given_kept: torch.Tensor | None = None
 
-    @property
-    def flags(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`starts` and `real`, in full."""
+    def as_given(self, x: torch.Tensor) -> torch.Tensor:
+        """x (batch, length, ...) with the tokens where they were given: from there a cache takes them back."""
+        return x if self.shifts is None else shift(x, -self.shifts)
+
+    def records(self, state: RecurrentLayer, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the tokens contribute to a state that depends on x, `starts` and `real`, where that is recorded."""
+        if not state.record_past:
+            return ()
         starts = torch.zeros_like(self.kept) if self.starts is None else self.starts
-        return starts, self.kept if self.real is None else self.real
+        return self.as_given(x), self.as_given(starts), self.given_kept
 
     def rotate(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """Rotary embeddings of the first heads of x (batch, length, heads, size), by pairs of neighbours."""
@@ -109,7 +119,7 @@ def ring_order(lengths: torch.Tensor, ring: int) -> torch.Tensor:
 def _behind(held: torch.Tensor, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """x (batch, heads, length, size) behind what a ring holds, in that order."""
     held = held.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-    return torch.cat((held, x.to(held.dtype)), dim=2)
+    return torch.cat((held.to(x.dtype), x), dim=2)
 
 
 def replay_memory(
@@ -123,21 +133,28 @@ def replay_memory(
     forgets: torch.Tensor,
 ) -> States:
     """What a block's rings and its memory are after these tokens, of chunks of that size."""
-    rows, rings = {"keys": keys, "values": values, "memory_keys": memory_keys}, {}
+    rows = {"keys": keys, "values": values, "memory_keys": memory_keys}
+    rings = {
+        name: ring_state(None if before[name] is None else before[name].transpose(1, 2), x, place, real, 2 * size)
+        for name, x in rows.items()
+    }
+    lengths = place[:, :1] + 1 - real[:, :1].long()
+    # Chunks lie side by side: what is padding goes to the end.
+    order = real.int().argsort(dim=1, descending=True, stable=True)
+    place, real, forgets = (x.gather(1, order) for x in (place, real, forgets))
     for name, x in rows.items():
-        held = None if before[name] is None else before[name].transpose(1, 2)
-        rings[name] = ring_state(held, x, place, real, 2 * size).transpose(1, 2).contiguous()
-        rows[name] = x.transpose(1, 2)
-        if held is not None:
-            order = ring_order(place[:, :1] + 1 - real[:, :1].long(), held.shape[1])
-            rows[name] = _behind(before[name], rows[name], order)
+        x = x.gather(1, order[..., None, None].expand_as(x)).transpose(1, 2)
+        rows[name] = (
+            x if before[name] is None else _behind(before[name], x, ring_order(lengths, before[name].shape[2]))
+        )
     length = place.shape[1]
     held = rows["keys"].shape[2] - length
     leaving, begins, _ = find_leaving(place, real, forgets, held, size, -(-length // size))
     unread, nothing = memory_keys.transpose(1, 2), torch.full_like(place, -1)
-    memory = before["memory"], before["normalizer"], leaving, begins, nothing
-    _, memory, normalizer = working_memory(unread, rows["memory_keys"], rows["values"], *memory, size)
-    return {**rings, "memory": memory, "normalizer": normalizer}
+    states = before["memory"], before["normalizer"]
+    memory = working_memory(unread, rows["memory_keys"], rows["values"], *states, leaving, begins, nothing, size)
+    rings = {name: ring.transpose(1, 2).contiguous() for name, ring in rings.items()}
+    return {**rings, "memory": memory[1], "normalizer": memory[2]}
 
 
 def replay_cema(weights: tuple[torch.Tensor, ...], before: torch.Tensor | None, x, starts, real) -> torch.Tensor:
@@ -169,7 +186,8 @@ class GeckoTimestepDecayNorm(nn.Module):
             inplace=inplace,
         )
         if state is not None:
-            state.update("timenorm", after, functools.partial(replay_norm, self.groups, self.betas), x, *call.flags)
+            replay = functools.partial(replay_norm, self.groups, self.betas)
+            state.update("timenorm", after, replay, *call.records(state, x))
         return out
 
 
@@ -189,7 +207,7 @@ class GeckoCEMA(nn.Module):
         before, inplace = (None, False) if state is None else (state.get("cema"), state.overwrites("cema"))
         out, after = cema(x, *weights, before, starts=call.starts, real=call.real, inplace=inplace)
         if state is not None:
-            state.update("cema", after, functools.partial(replay_cema, weights), x, *call.flags)
+            state.update("cema", after, functools.partial(replay_cema, weights), *call.records(state, x))
         return out
 
 
@@ -204,11 +222,8 @@ class GeckoRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.unflatten(-1, (self.groups, -1))
-        weight = None if self.weight is None else (self.weight + 1).view(x.shape[2:])
-        if self.groups == 1:
-            return F.rms_norm(x, x.shape[2:], weight, self.eps).flatten(2)
-        x = F.rms_norm(x, x.shape[3:], eps=self.eps)
-        return (x if weight is None else x * weight).flatten(2)
+        x = F.rms_norm(x, x.shape[3:], eps=self.eps).flatten(2)
+        return x if self.weight is None else torch.addcmul(x, x, self.weight)  # 16 bits do not hold weight + 1
 
 
 class GeckoLayerNorm(nn.Module):
@@ -221,8 +236,8 @@ class GeckoLayerNorm(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(config.model_dim)) if config.norm_affine else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = None if self.weight is None else self.weight + 1
-        return F.group_norm(x.flatten(0, 1), self.groups, weight, self.bias, self.eps).view(x.shape)
+        x = F.group_norm(x.flatten(0, 1), self.groups, eps=self.eps).view(x.shape)
+        return x if self.weight is None else torch.addcmul(x + self.bias, x, self.weight)
 
 
 class GeckoMega(nn.Module):
@@ -289,12 +304,15 @@ class GeckoMega(nn.Module):
             if call.document is not None:  # of a last document that is short
                 short = (call.kept_place[:, -1] < 2 * config.chunk_size)[:, None, None]
                 memory, normalizer = memory.masked_fill(short[..., None], 0.0), normalizer.masked_fill(short, 0.0)
-            states = {"memory": memory, "normalizer": normalizer}
+            states, updates = {"memory": memory, "normalizer": normalizer}, ()
+            if state.record_past:
+                updates = *(call.as_given(x.transpose(1, 2)) for x in rows.values()), call.given_place
+                updates += call.given_kept, call.as_given(call.forgets)
             replay = functools.partial(replay_memory, config.chunk_size)
-            rings = cache.keep(state, rows, states, call.kept_place, call.kept, replay, call.forgets)
+            rings = cache.keep(state, rows, states, call.kept_place, call.kept, call.plain, replay, *updates)
             if call.one:
-                attended = chunk_attention_step(q, rings["keys"].to(q.dtype), rings["values"].to(v.dtype), call.seen)
-                return attended, remembered
+                attended = chunk_attention_step(q, rings["keys"], rings["values"].to(v.dtype), call.seen)
+                return attended, remembered.to(v.dtype)
         dropout = config.attention_dropout if self.training else 0.0
         attended = chunk_attention(
             *(q, read["keys"], read["values"], call.first, config.chunk_size),
@@ -394,8 +412,8 @@ class GeckoPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
             init.normal_(module.delta, std=0.2)
             frequencies = torch.exp(torch.arange(1, d + 1) * (-math.log(d) / d))
             init.copy_(module.theta, frequencies.logit()[torch.randperm(d)].to(module.theta))
-            init.normal_(module.gamma, std=n**-0.5)
-            init.zeros_(module.gamma[..., 1])
+            real = torch.randn(d, n, device=module.gamma.device) * n**-0.5
+            init.copy_(module.gamma, torch.stack((real, torch.zeros_like(real)), dim=-1))
         elif isinstance(module, GeckoMega):
             init.zeros_(module.gamma)
             init.zeros_(module.beta)
@@ -468,7 +486,7 @@ class GeckoModel(GeckoPreTrainedModel):
         if shifts is not None:
             x, moved = shift(x, shifts), tokens.shifted(shifts)
             bos = None if bos is None else shift(bos, shifts)
-        call = self._read(x, moved, bos, past_key_values)
+        call = self._read(x, moved, bos, past_key_values, None if shifts is None else (shifts, tokens))
 
         hidden_states = (x,) if output_hidden_states else None
         for layer in self.layers[: self.config.num_layers]:
@@ -484,7 +502,7 @@ class GeckoModel(GeckoPreTrainedModel):
             hidden_states = hidden_states and tuple(shift(h, -shifts) for h in hidden_states)
         x = self.fill_output(x, tokens, past_key_values)
         if past_key_values is not None:
-            past_key_values.finish(call.kept_place, call.kept, packed=call.document is not None)
+            past_key_values.finish(call.given_place, call.given_kept, packed=call.document is not None)
         if output_hidden_states:
             hidden_states = (*hidden_states[:-1], x)
         return BaseModelOutputWithPast(
@@ -500,16 +518,28 @@ class GeckoModel(GeckoPreTrainedModel):
             return None
         if input_ids is not None:
             return input_ids == bos
-        embedding = self.embed(torch.tensor([bos], device=inputs_embeds.device))
+        embedding = self.embed(torch.full((1,), bos, device=inputs_embeds.device))
         return (inputs_embeds == embedding.to(inputs_embeds)).all(-1)
 
-    def _read(self, x: torch.Tensor, tokens: Tokens, bos: torch.Tensor | None, cache: GeckoCache | None) -> GeckoCall:
-        """What the layers have to know of the tokens of a call, of which `bos` (batch, length) are begin tokens."""
+    def _read(
+        self,
+        x: torch.Tensor,
+        tokens: Tokens,
+        bos: torch.Tensor | None,
+        cache: GeckoCache | None,
+        given: tuple[torch.Tensor, Tokens] | None,
+    ) -> GeckoCall:
+        """
+        What the layers have to know of the tokens of a call, of which `bos` (batch, length) are begin tokens. Where
+        the rows were moved, `given` is how far, and the tokens before that.
+        """
         size, length = self.config.chunk_size, tokens.length
         steps = torch.arange(length, device=x.device)
         lengths = torch.zeros_like(steps[:1]).expand(x.shape[0]) if cache is None else cache.lengths(x)
         call, fresh = GeckoCall.of(tokens, lengths), cache is None or not cache.is_initialized
         call.real, place = tokens.mask, call.place
+        call.shifts, unmoved = (None, call) if given is None else (given[0], Call.of(given[1], lengths))
+        call.given_place, call.given_kept = unmoved.kept_place, unmoved.kept
         if tokens.mask is not None:  # padding, which follows a text, lies where that would go on
             place = lengths[:, None] + steps
             bos = None if bos is None else bos & tokens.mask
@@ -520,7 +550,8 @@ class GeckoModel(GeckoPreTrainedModel):
         if bos is not None and cache is not None:
             update = functools.partial(ring_state, window=2 * size)
             now = update(held_begins, begin, call.kept_place, call.kept)
-            cache.after_blocks.update("begins", now, update, begin, call.kept_place, call.kept)
+            recorded = call.as_given(begin), call.given_place, call.given_kept
+            cache.after_blocks.update("begins", now, update, *recorded)
 
         drops = self.training and self.config.attention_dropout > 0
         call.one = cache is not None and length == 1 and tokens.starts is None and not drops

@@ -286,7 +286,7 @@ class RavenAttention(nn.Module):
         if reach.held is not None:
             index = reach.held[..., None, None].expand(x.shape[0], -1, *x.shape[2:])
             read = torch.cat((state.get(name).gather(1, index), x), dim=1)
-        ring = cache.turn(state, name, x, call.kept_place, call.kept, self.window)
+        ring = cache.turn(state, name, x, call.kept_place, call.kept, self.window, call.plain)
         return read if reach.own else ring
 
     def forward(self, x: torch.Tensor, call: RavenCall, cache: RavenCache | None, state: RecurrentLayer | None):
