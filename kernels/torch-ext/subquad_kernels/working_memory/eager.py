@@ -12,8 +12,26 @@ import torch
 from ..backend import widest
 
 
+def _run(places: torch.Tensor) -> tuple[int, int, int] | None:
+    """
+    Where `places` (B, n) are one run of numbers, the same in every row, with nothing but -1 around it: how many of
+    these come before it, its first number, and its length. None where they are not, or where looking would wait.
+    """
+    if places.device.type != "cpu" or not places.numel() or not (places == places[:1]).all():
+        return None
+    there = (places[0] >= 0).nonzero().flatten()
+    if not len(there) or int(there[-1] - there[0]) + 1 != len(there):
+        return None
+    run = places[0, there]
+    return (int(there[0]), int(run[0]), len(run)) if (run.diff() == 1).all() else None
+
+
 def _take(x: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What x (B, H, ., D) holds at `places` (B, n), zeros where those are negative: (B, H, n, D)."""
+    if (run := _run(places)) is not None:  # as where chunks follow one another in one text
+        before, first, length = run
+        padding = 0, 0, before, places.shape[1] - before - length
+        return torch.nn.functional.pad(x[:, :, first : first + length].to(dtype), padding)
     rows, heads = (torch.arange(size, device=x.device) for size in x.shape[:2])
     taken = x[rows[:, None, None], heads[:, None], places.clamp(min=0).unsqueeze(1)].to(dtype)
     return taken.masked_fill_((places < 0)[:, None, :, None], 0.0)
