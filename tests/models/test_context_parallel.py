@@ -50,13 +50,16 @@ def work(rank, size, port, path):
         save_file(results, path)
 
     model, ids = tiny_model("gecko").eval(), split_text(text(83))["input_ids"]
+    past = ContextParallelCache(model.config)
     with torch.no_grad():
-        logits = model(ids, past_key_values=ContextParallelCache(model.config)).logits
+        logits = model(ids, past_key_values=past).logits
     dist.all_gather_object(pieces, logits)
     torch.testing.assert_close(torch.cat(pieces, 1), model(text(83)).logits, atol=1e-4, rtol=1e-4)
 
     with pytest.raises(ValueError, match="every forward pass needs a new ContextParallelCache"):
         model(ids, past_key_values=past)
+    with pytest.raises(ValueError, match="every forward pass needs a new ContextParallelCache"):
+        past.reset()
     mask = torch.ones_like(ids)
     mask[:, 0] = 0
     for refused in ({"attention_mask": mask}, {"position_ids": torch.zeros_like(ids)}):
@@ -76,4 +79,5 @@ def test_several_processes(size, tmp_path):
     found = load_file(tmp_path / "results.safetensors")
     for case, (length, fields) in enumerate(CASES):
         for name, x in read(length, fields).items():
-            torch.testing.assert_close(found[f"{case}.{name}"], x, atol=1e-9, rtol=1e-7)
+            tolerance = 1e-9 if name == "logits" else 1e-6  # transformers takes the loss in float32
+            torch.testing.assert_close(found[f"{case}.{name}"], x, atol=tolerance, rtol=tolerance)

@@ -1,5 +1,7 @@
 """Timestep decay normalization as the paper writes it, one step after the other: the oracle of every test."""
 
+import math
+
 import torch
 
 
@@ -25,6 +27,10 @@ def timestep_decay_norm_reference(
     m, v, n = initial_state.unbind(1)
     n = n.detach()
 
+    def share(beta):
+        """1 - β^n, of which a subtraction in float32 would leave three digits."""
+        return -torch.expm1(n * math.log(beta)) if beta else torch.ones_like(n)
+
     rows = []
     for t in range(length):
         if starts is not None:
@@ -38,8 +44,8 @@ def timestep_decay_norm_reference(
         n = n + counts
 
         seen = n > 0
-        corrected_m = torch.where(seen, m / torch.where(seen, 1 - beta1**n, 1.0), 0.0)
-        corrected_v = torch.where(seen, v / torch.where(seen, 1 - beta2**n, 1.0), 1.0)
+        corrected_m = torch.where(seen, m / torch.where(seen, share(beta1), 1.0), 0.0)
+        corrected_v = torch.where(seen, v / torch.where(seen, share(beta2), 1.0), 1.0)
         rows.append(((x_t - corrected_m[..., None]) / torch.sqrt(corrected_v + eps)[..., None]).flatten(1))
     out = torch.stack(rows, dim=1)
     if weight is not None:
