@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench kernels
 
 demo: $(VENV)/.installed
 	$(BIN)/subquad generate --seed 2
@@ -24,6 +24,10 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python kernels/benchmarks/gecko.py --out build/bench $(ARGS)
 	$(BIN)/python kernels/benchmarks/models.py $(ARGS)
 	$(BIN)/python tokenizers/benchmarks/rwkv_world.py $(ARGS)
+
+kernels:
+	rm -rf build/kernels
+	$(PYTHON) kernels/build_repository.py build/kernels
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,5 +1,6 @@
 """Operators of sub-quadratic language models: one folder an operator, torch alone required."""
 
+from . import layers as layers
 from .cema import cema, cema_state
 from .chunk_attention import chunk_attention, chunk_attention_step
 from .contextualizer import contextualizer

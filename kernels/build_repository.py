@@ -1,0 +1,60 @@
+"""
+Builds the Hub kernel repository of `build.toml`: a directory that `kernels.get_local_kernel` loads, and that can be
+uploaded as it is. Nothing is compiled, so the variants of all backends hold the same files. Needs Python 3.11.
+"""
+
+import argparse
+import base64
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import tomllib
+
+
+HERE = Path(__file__).resolve().parent
+
+
+def build(destination: Path) -> None:
+    """
+    Writes the repository into a new directory.
+
+    Raises:
+        FileExistsError: where there is something by that name.
+    """
+    general = tomllib.loads((HERE / "build.toml").read_text(encoding="utf-8"))["general"]
+    name = general["name"].replace("-", "_")
+    source = HERE / "torch-ext" / name
+    files = {path.relative_to(source).as_posix(): path.read_bytes() for path in sorted(source.rglob("*.py"))}
+    hashes = {file: hashlib.sha256(content).digest() for file, content in files.items()}
+    unique = hashlib.sha256(b"".join(file.encode() + value for file, value in hashes.items())).hexdigest()[:7]
+
+    destination.mkdir(parents=True)
+    for path in (HERE / "build.toml", HERE / "README.md", HERE.parent / "LICENSE", HERE.parent / "NOTICE"):
+        shutil.copyfile(path, destination / path.name)
+    for backend in general["backends"]:
+        variant = destination / "build" / f"torch-{backend}"
+        for file, content in files.items():
+            (variant / file).parent.mkdir(parents=True, exist_ok=True)
+            (variant / file).write_bytes(content)
+        metadata = {
+            # The name that the module is imported under, and the namespace of its operators in torch.
+            "id": f"_{name}_{backend}_{unique}",
+            "name": general["name"],
+            "version": general["version"],
+            "license": general["license"],
+            "python-depends": [],
+            "backend": {"type": backend},
+            "digest": {
+                "algorithm": "sha256",
+                "files": {file: base64.b64encode(value).decode() for file, value in hashes.items()},
+            },
+        }
+        (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("destination", type=Path, help="a directory that does not exist yet")
+    build(parser.parse_args().destination)
