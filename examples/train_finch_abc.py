@@ -30,10 +30,11 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from subquad import Rwkv6Config, Rwkv6ForCausalLM
+from subquad.cards import TEMPLATES
 from subquad_tokenizers import ByteTokenizer
 
 
-CARD = Path(__file__).resolve().parents[1] / "model_cards" / "finch_abc.md"
+CARD = TEMPLATES / "finch_abc.md"
 BOUNDARY = 0  # the id between two tunes
 IGNORED = -100
 WARMUP_STEPS = 10

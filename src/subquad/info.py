@@ -135,6 +135,36 @@ def describe(name_or_path: str) -> ModelInfo:
     )
 
 
+def labelled(info: ModelInfo) -> dict[str, str]:
+    """The numbers that a model has, as text, by what they are: what `subquad info` and a model card show."""
+    state = info.state_elements and f"{info.state_elements:,} elements, {format_bytes(info.state_bytes)}"
+    if info.state_elements_per_token:
+        growth = f"{info.state_elements_per_token:,} elements, {format_bytes(info.state_bytes_per_token)}"
+        state = f"{state} and {growth} a token of the text" if state else f"{growth} a token of the text"
+    texts = {
+        "architecture": info.model_type,
+        "parameters": f"{info.parameters:,} ({info.parameters:.2e})",
+        "layers": info.num_hidden_layers,
+        "hidden size": info.hidden_size,
+        "heads": info.num_attention_heads,
+        "vocabulary": info.vocab_size and f"{info.vocab_size:,}",
+        "weights": info.weight_bytes and f"{format_bytes(info.weight_bytes)} in {info.dtype}",
+        "state": state,
+        "inference": info.inference_flops and f"{info.inference_flops:.2e} FLOPs a token",
+        "training": info.training_flops and f"{info.training_flops:.2e} FLOPs a token",
+    }
+    return {label: str(text) for label, text in texts.items() if text is not None}
+
+
+def format_bytes(number: int) -> str:
+    size = float(number)
+    for unit in ("bytes", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} GB"
+
+
 def _describe_directory(name: str, path: Path) -> ModelInfo:
     from transformers import AutoConfig
 
@@ -318,4 +348,4 @@ def _gecko_flops(config) -> int:
     return config.num_layers * (2 * weights + attention + memory + average) + 2 * config.vocab_size * d
 
 
-__all__ = ["ModelInfo", "UnknownModelError", "describe", "embedded_model"]
+__all__ = ["ModelInfo", "UnknownModelError", "describe", "embedded_model", "format_bytes", "labelled"]
