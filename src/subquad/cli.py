@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error (also SUBQUAD_DEBUG=1)")
-    for add in (_add_generate, _add_convert, _add_info, _add_inspect_memory):
+    for add in (_add_generate, _add_convert, _add_info, _add_export, _add_push, _add_inspect_memory):
         add(commands, common)
     return parser
 
@@ -205,6 +205,73 @@ def _add_info(commands, common) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _add_export(commands, common) -> None:
+    command = _add_command(
+        commands,
+        common,
+        "export",
+        "make a repository that loads without subquad",
+        """\
+        Make a repository of a model directory that loads where subquad is not installed.
+
+        OUT gets the weights, the configuration, the tokenizer, a card (the README.md of MODEL_DIR, if it has one), the
+        licence and the code that they need, in files that lie beside one another, as transformers wants them. It loads
+        with `from_pretrained(OUT, trust_remote_code=True)` where there are transformers and torch; where subquad is
+        installed, without remote code. `subquad push` uploads the same.
+
+        examples:
+          subquad export ./my-finch ./my-finch-repository
+          subquad convert RWKV-x060-World-1B6-v2.1.pth ./finch && subquad export ./finch ./finch-repository
+        """,
+        _export,
+    )
+    command.add_argument(
+        "model_dir",
+        metavar="MODEL_DIR",
+        help="directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights",
+    )
+    command.add_argument("out", metavar="OUT", help="directory to make; it must not exist or be empty")
+
+
+def _add_push(commands, common) -> None:
+    command = _add_command(
+        commands,
+        common,
+        "push",
+        "upload a model to the Hub",
+        """\
+        Upload a model directory to the Hugging Face Hub.
+
+        The repository gets the weights, the configuration, the tokenizer, a card and the code that they need, so that
+        anybody loads it with `from_pretrained(REPO_ID, trust_remote_code=True)`; where subquad is installed, it loads
+        without remote code. All of it is one commit: an upload that breaks off changes nothing. The card is the
+        README.md of MODEL_DIR, else the one that the repository has, else a new one.
+
+        Log in with `hf auth login` first, or set HF_TOKEN.
+
+        examples:
+          subquad push ./my-finch my-finch --private
+          subquad push ./my-finch my-team/my-finch --revision step-4000 --message "After 4000 steps"
+          subquad push ./eagle-7b RWKV/v5-Eagle-7B-HF --create-pr
+        """,
+        _push,
+    )
+    command.add_argument(
+        "model_dir",
+        metavar="MODEL_DIR",
+        help="directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights",
+    )
+    command.add_argument(
+        "repo_id", metavar="REPO_ID", help="OWNER/NAME, or NAME of a repository of yours; made where there is none"
+    )
+    command.add_argument("--private", action="store_true", help="nobody else sees a new repository")
+    command.add_argument(
+        "--revision", metavar="BRANCH", help="branch to commit to, made where there is none (default: main)"
+    )
+    command.add_argument("--create-pr", action="store_true", help="open a pull request, also where you may not write")
+    command.add_argument("--message", metavar="TEXT", help="message of the commit (default: Upload model)")
+
+
 def _add_inspect_memory(commands, common) -> None:
     command = _add_command(
         commands,
@@ -275,6 +342,8 @@ def _add_dtype_and_device(command: argparse.ArgumentParser) -> None:
 def _convert(args: argparse.Namespace) -> None:
     from subquad_conversion import convert
 
+    from .info import format_bytes
+
     with _signals_raise():
         report = convert(
             args.source,
@@ -301,11 +370,54 @@ def _convert(args: argparse.Namespace) -> None:
     else:
         sizes.append(f"{config.num_attention_heads} heads of {config.head_size}")
     print(f"Recognised {report.recognised.title}: {', '.join(sizes)}, vocabulary {config.vocab_size:,}.")
-    print(f"Wrote {report.parameters:,} parameters, {_bytes(report.bytes)} in {report.dtype}, to {report.directory}:")
+    size = f"{report.parameters:,} parameters, {format_bytes(report.bytes)} in {report.dtype}"
+    print(f"Wrote {size}, to {report.directory}:")
     print(*(f"  {file}" for file in report.files), sep="\n")
     print(f"Tokenizer: {report.tokenizer or 'none'}.")
     for note in report.notes:
         print(f"Note: {note}.")
+
+
+def _export(args: argparse.Namespace) -> None:
+    from .hub import export
+
+    with _signals_raise():
+        files = export(args.model_dir, args.out)
+    print(f"Wrote {args.out}:")
+    print(*(f"  {file}" for file in files), sep="\n")
+    print(f"It loads with from_pretrained({args.out!r}, trust_remote_code=True).")
+
+
+def _push(args: argparse.Namespace) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import disable_progress_bars
+
+    from .push import push
+
+    if not os.path.isdir(args.model_dir):
+        raise UsageError(f"{args.model_dir} is no directory.")
+    if args.create_pr and args.revision:
+        raise UsageError("--create-pr opens a pull request against main: leave out --revision.")
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        with _signals_raise():
+            commit = push(
+                args.model_dir,
+                args.repo_id,
+                private=args.private or None,
+                revision=args.revision,
+                create_pr=args.create_pr,
+                commit_message=args.message,
+            )
+    except HFValidationError as error:
+        raise UsageError(error) from error
+    if commit.pr_url:
+        print(f"Opened the pull request {commit.pr_url}.")
+        return
+    branch = args.revision and f", revision={args.revision!r}"
+    print(f"Pushed to {commit.repo_url}: {commit}")
+    print(f"It loads with from_pretrained({commit.repo_url.repo_id!r}{branch or ''}, trust_remote_code=True).")
 
 
 @contextmanager
@@ -336,7 +448,7 @@ def _info(args: argparse.Namespace) -> None:
     import json
     from dataclasses import asdict
 
-    from .info import UnknownModelError, describe
+    from .info import UnknownModelError, describe, labelled
 
     try:
         info = describe(args.name)
@@ -345,26 +457,9 @@ def _info(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(asdict(info)))
         return
-    state = info.state_elements and f"{info.state_elements:,} elements, {_bytes(info.state_bytes)}"
-    if info.state_elements_per_token:
-        growth = f"{info.state_elements_per_token:,} elements, {_bytes(info.state_bytes_per_token)}"
-        state = f"{state} and {growth} a token of the text" if state else f"{growth} a token of the text"
-    rows = {
-        "architecture": info.model_type,
-        "parameters": f"{info.parameters:,} ({info.parameters:.2e})",
-        "layers": info.num_hidden_layers,
-        "hidden size": info.hidden_size,
-        "heads": info.num_attention_heads,
-        "vocabulary": info.vocab_size and f"{info.vocab_size:,}",
-        "weights": info.weight_bytes and f"{_bytes(info.weight_bytes)} in {info.dtype}",
-        "state": state,
-        "inference": info.inference_flops and f"{info.inference_flops:.2e} FLOPs a token",
-        "training": info.training_flops and f"{info.training_flops:.2e} FLOPs a token",
-    }
     print(info.name)
-    for label, value in rows.items():
-        if value is not None:
-            print(f"  {label:<13} {value}")
+    for label, text in labelled(info).items():
+        print(f"  {label:<13} {text}")
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -608,15 +703,6 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _bytes(number: int) -> str:
-    size = float(number)
-    for unit in ("bytes", "KB", "MB"):
-        if size < 1000:
-            return f"{size:.4g} {unit}"
-        size /= 1000
-    return f"{size:.4g} GB"
 
 
 def _one_line(error: Exception) -> str:

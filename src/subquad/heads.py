@@ -1,8 +1,10 @@
 """What every architecture shares: checks, loading, generation, and the heads."""
 
 import copy
+import glob
 import json
 import os
+from collections.abc import Callable
 
 import torch
 from safetensors import safe_open
@@ -10,9 +12,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation import GenerationMixin, GenerationMode
+from transformers.integrations import use_kernel_forward_from_hub
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
-from transformers.utils import can_return_tuple, find_adapter_config_file, logging
-from transformers.utils.hub import cached_file
+from transformers.utils import WEIGHTS_NAME, can_return_tuple, find_adapter_config_file, logging
+from transformers.utils.hub import cached_file, has_file
 
 from subquad_kernels import linear
 
@@ -84,7 +87,120 @@ def embed(
     return embeddings(input_ids)
 
 
-class RecurrentModelMixin:
+def replaceable(*operators: Callable) -> list[Callable]:
+    """
+    Operators that a model takes from a kernel repository where `use_kernels=True` asks for it and a mapping has their
+    names; the package's own otherwise, and where `kernels` is not installed.
+    """
+    return [use_kernel_forward_from_hub(operator.__name__)(operator) for operator in operators]
+
+
+class SafetensorsMixin:
+    """Mixin before `PreTrainedModel`: weights come from safetensors files only, as unpickling others may run code."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """
+        As in transformers, with `use_safetensors=True`.
+
+        Raises:
+            ValueError: where the weights are in files that `subquad convert` makes safetensors of.
+        """
+        path = pretrained_model_name_or_path
+        # transformers reads a file whatever `use_safetensors` says.
+        if path is not None and os.path.isfile(path) and not os.fspath(path).endswith(".safetensors"):
+            raise _needs_conversion(path, [path])
+        try:
+            return super().from_pretrained(path, *args, **kwargs | {"use_safetensors": True})
+        except OSError as error:
+            if path is not None and (files := _pickled_weights(path, kwargs)):
+                raise _needs_conversion(path, files) from error
+            raise
+
+
+def _pickled_weights(path: str | os.PathLike, kwargs: dict) -> list[str]:
+    """What a directory, or a repository on the Hub, has instead of safetensors files."""
+    if os.path.isdir(path):
+        directory = os.path.join(glob.escape(os.fspath(path)), kwargs.get("subfolder") or "")
+        return [file for name in ("pytorch_model*.bin", "*.pth") for file in glob.glob(os.path.join(directory, name))]
+    hub = {name: kwargs[name] for name in ("revision", "token", "cache_dir", "local_files_only") if name in kwargs}
+    return [os.path.join("DIRECTORY", WEIGHTS_NAME)] if has_file(path, WEIGHTS_NAME, **hub) else []
+
+
+def _needs_conversion(path: str | os.PathLike, files: list[str]) -> ValueError:
+    names = ", ".join(sorted(map(os.path.basename, files)))
+    source = files[0] if len(files) == 1 else os.path.dirname(files[0])
+    return ValueError(
+        f"{path}: the weights are in {names}, and only safetensors files are loaded, as unpickling others may run "
+        f"code. `subquad convert {source} OUT` makes a directory that loads."
+    )
+
+
+class SelfContainedMixin:
+    """Mixin before `PreTrainedModel`: what is pushed to the Hub loads where this package is not installed."""
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *args,
+        self_contained: bool = False,
+        push_to_hub: bool = False,
+        **kwargs,
+    ) -> None:
+        """
+        As in transformers. With `self_contained` the code that the model needs goes along: the directory loads with
+        `trust_remote_code=True` where this package is not installed, and without remote code where it is. What was
+        loaded from such a directory is always saved so, because its configuration names the code.
+        """
+        hub = {name: kwargs.pop(name) for name in _PUSH_ARGUMENTS if push_to_hub and name in kwargs}
+        super().save_pretrained(save_directory, *args, **kwargs)
+        self_contained = self_contained or getattr(self.config, "auto_map", None) is not None
+        if self_contained and not self._brings_its_code():
+            try:
+                from subquad.hub import add_model_code
+            except ImportError as error:
+                raise ImportError("`self_contained=True` needs the package subquad.") from error
+            add_model_code(save_directory)
+        if push_to_hub:
+            self.push_to_hub(hub.pop("repo_id", None) or os.path.basename(os.path.normpath(save_directory)), **hub)
+
+    def push_to_hub(self, repo_id: str, **kwargs):
+        """
+        As in transformers, with its arguments. The code that the model needs goes along, a card where there is none,
+        and the license of the code. The tokenizer has a `push_to_hub` of its own.
+
+        Returns:
+            the URL of the commit.
+        """
+        try:
+            from subquad.push import push_model
+        except ImportError:  # this file is a copy in a repository
+            return super().push_to_hub(repo_id, **kwargs)
+        if self._brings_its_code():
+            return super().push_to_hub(repo_id, **kwargs)
+        return push_model(self, repo_id, **kwargs)
+
+    def _brings_its_code(self) -> bool:
+        """
+        Whether transformers itself takes along the code, of a model that was loaded with it, or no model is saved, of
+        one with an adapter.
+        """
+        return self.is_remote_code() or getattr(self, "_hf_peft_config_loaded", False)
+
+
+_PUSH_ARGUMENTS = (
+    "repo_id",
+    "token",
+    "private",
+    "commit_message",
+    "commit_description",
+    "create_pr",
+    "revision",
+    "tags",
+)
+
+
+class RecurrentModelMixin(SafetensorsMixin, SelfContainedMixin):
     """What the base class of every model with a state adds to `PreTrainedModel`."""
 
     cache_class: type[RecurrentCache] = RecurrentCache

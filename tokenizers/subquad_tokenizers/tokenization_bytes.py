@@ -4,6 +4,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
+from .tokenization_base import SelfContainedMixin
+
 
 # Letters and signs of tune titles that have an obvious spelling in ASCII but no decomposition that leads to it.
 _SPELLINGS = {
@@ -36,7 +38,7 @@ VOCAB_SIZE = 128
 DOCUMENT_BOUNDARY = "\0"
 
 
-class ByteTokenizer(PreTrainedTokenizerFast):
+class ByteTokenizer(SelfContainedMixin, PreTrainedTokenizerFast):
     """
     Byte-level tokenizer with V = 128 tokens, for music in ABC notation (section 10.1 of "Eagle and Finch",
     arXiv:2404.05892). An id is the ASCII code of its character. Id 0, the character NUL, is the boundary between

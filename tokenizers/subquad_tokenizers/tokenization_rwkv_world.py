@@ -11,6 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from .greedy import GreedyEncoder
+from .tokenization_base import SelfContainedMixin
 from .vocabulary import (
     WORLD_VOCAB_FILE,
     WORLD_VOCAB_FILE_NAME,
@@ -72,7 +73,7 @@ def _find_vocabulary(vocab_file: str | None, name_or_path: str | None) -> str:
     return WORLD_VOCAB_FILE
 
 
-class RwkvWorldTokenizer(PreTrainedTokenizer):
+class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
     """
     RWKV World tokenizer in Python: greedy longest match over the bytes of the text.
 
@@ -222,7 +223,7 @@ class RwkvWorldTokenizer(PreTrainedTokenizer):
         return _save_vocabulary(self._encoder.tokens, save_directory, filename_prefix)
 
 
-class RwkvWorldTokenizerFast(PreTrainedTokenizerFast):
+class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
     """
     RWKV World tokenizer on the tokenizers library, with offsets and a `tokenizer.json` that needs nothing of this
     package.

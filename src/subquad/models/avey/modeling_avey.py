@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
@@ -23,9 +24,13 @@ from ...heads import (
     RecurrentModelMixin,
     ReluSquared,
     SequenceClassificationHead,
+    replaceable,
 )
 from ...padding import Tokens, can_look_at
 from .configuration_avey import AveyConfig
+
+
+contextualizer, split_ranker = replaceable(contextualizer, split_ranker)
 
 
 # Rows that go through the blocks at a time where no gradient is needed: a long text has too many windows for memory.
@@ -162,6 +167,7 @@ class AveyNeuralProcessor(nn.Module):
         return self.fuser(torch.cat((self.contextualizer(tail, gate, windows, last), head), dim=-1))  # equation 3
 
 
+@use_kernelized_func([contextualizer, split_ranker])
 class AveyBlock(GradientCheckpointingLayer):
     def __init__(self, config: AveyConfig, layer_idx: int):
         super().__init__()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -19,9 +20,12 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import dynamic_mixing, maxsim, split_ranker, static_mixing
 
-from ...heads import Linear, ReluSquared, embed
+from ...heads import Linear, ReluSquared, SafetensorsMixin, SelfContainedMixin, embed, replaceable
 from ...padding import Tokens, can_look_at
 from .configuration_avey_b import AveyBConfig
+
+
+dynamic_mixing, split_ranker, static_mixing = replaceable(dynamic_mixing, split_ranker, static_mixing)
 
 
 # Rows that go through the layers at a time where no gradient is needed, so that memory does not grow with the text; on
@@ -99,6 +103,7 @@ class AveyBRanker(nn.Module):
         return window + current if self.config.compressor_residual else window
 
 
+@use_kernelized_func([dynamic_mixing, split_ranker, static_mixing])
 class AveyBLayer(GradientCheckpointingLayer):
     """A layer of the neural processor (section 3.2), either static or dynamic (section 4.2)."""
 
@@ -127,7 +132,7 @@ class AveyBLayer(GradientCheckpointingLayer):
         return x + out if self.alpha is None else torch.addcmul(out, self.alpha, x)
 
 
-class AveyBPreTrainedModel(PreTrainedModel):
+class AveyBPreTrainedModel(SafetensorsMixin, SelfContainedMixin, PreTrainedModel):
     config: AveyBConfig
     config_class = AveyBConfig
     base_model_prefix = "model"

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
@@ -29,9 +30,15 @@ from ...heads import (
     RecurrentGenerationMixin,
     RecurrentModelMixin,
     SequenceClassificationHead,
+    replaceable,
 )
 from ...padding import Call, Tokens, can_look_at, shift
 from .configuration_gecko import GeckoConfig
+
+
+cema, chunk_attention, timestep_decay_norm, working_memory = replaceable(
+    cema, chunk_attention, timestep_decay_norm, working_memory
+)
 
 
 @dataclasses.dataclass
@@ -364,6 +371,7 @@ class GeckoNFFN(nn.Module):
         return out + (x if config.two_hop_residual else y)
 
 
+@use_kernelized_func([cema, chunk_attention, timestep_decay_norm, working_memory])
 class GeckoBlock(GradientCheckpointingLayer):
     def __init__(self, config: GeckoConfig, layer_idx: int):
         super().__init__()

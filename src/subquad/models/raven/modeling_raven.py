@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,9 +25,13 @@ from ...heads import (
     RecurrentGenerationMixin,
     RecurrentModelMixin,
     SequenceClassificationHead,
+    replaceable,
 )
 from ...padding import Call, Tokens
 from .configuration_raven import RavenConfig
+
+
+slot_memory, slot_routing = replaceable(slot_memory, slot_routing)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -335,6 +340,7 @@ class RavenMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+@use_kernelized_func([slot_memory, slot_routing])
 class RavenBlock(GradientCheckpointingLayer):
     def __init__(self, config: RavenConfig, layer_idx: int):
         super().__init__()

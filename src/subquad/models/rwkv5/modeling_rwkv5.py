@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
@@ -18,9 +19,13 @@ from ...heads import (
     RecurrentGenerationMixin,
     RecurrentModelMixin,
     SequenceClassificationHead,
+    replaceable,
 )
 from ...padding import Tokens, last_token
 from .configuration_rwkv5 import Rwkv5Config
+
+
+gated_wkv, token_shift = replaceable(gated_wkv, token_shift)
 
 
 class Rwkv5GatedRecurrence(nn.GroupNorm):
@@ -104,6 +109,7 @@ class Rwkv5ChannelMixing(nn.Module):
         return torch.sigmoid(self.receptance(x_r)) * v
 
 
+@use_kernelized_func([gated_wkv, token_shift])
 class Rwkv5Block(GradientCheckpointingLayer):
     def __init__(self, config: Rwkv5Config, layer_idx: int):
         super().__init__()

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
@@ -18,9 +19,13 @@ from ...heads import (
     RecurrentGenerationMixin,
     RecurrentModelMixin,
     SequenceClassificationHead,
+    replaceable,
 )
 from ...padding import Tokens, last_token
 from .configuration_rwkv6 import Rwkv6Config
+
+
+gated_wkv, token_shift = replaceable(gated_wkv, token_shift)
 
 
 class Rwkv6GatedRecurrence(nn.GroupNorm):
@@ -117,6 +122,7 @@ class Rwkv6ChannelMixing(nn.Module):
         return torch.sigmoid(self.receptance(x_r)) * v
 
 
+@use_kernelized_func([gated_wkv, token_shift])
 class Rwkv6Block(GradientCheckpointingLayer):
     def __init__(self, config: Rwkv6Config, layer_idx: int):
         super().__init__()

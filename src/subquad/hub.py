@@ -1,0 +1,303 @@
+"""
+Model repositories that load without this package: `from_pretrained(..., trust_remote_code=True)` finds the code beside
+the weights. It is the package's own, made flat by [`repository_code`].
+"""
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import ARCHITECTURES, __version__
+
+
+# Packages whose modules go along.
+OWN = ("subquad", "subquad_kernels", "subquad_tokenizers")
+# What may be missing where the code is loaded: transformers looks for all imports of a file except those in a `try`.
+OPTIONAL = ("triton",)
+# What a repository takes over of a model's weights: nothing that is pickled.
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+# Of tokenizers of this package: module, class in Python and fast class.
+WORLD = "tokenization_rwkv_world", "RwkvWorldTokenizer", "RwkvWorldTokenizerFast"
+TOKENIZERS = {
+    "ByteTokenizer": ("tokenization_bytes", None, "ByteTokenizer"),
+    "RwkvWorldTokenizer": WORLD,
+    "RwkvWorldTokenizerFast": WORLD,
+}
+HEADER = "# Part of subquad {version} (Apache-2.0), written there and made flat for a model repository.\n"
+LINE_LENGTH = 119
+
+
+def flat_name(module: str) -> str:
+    """The name in a repository, where all modules lie beside one another."""
+    package, _, last = module.rpartition(".")
+    # A tokenizer's modules keep their names, as they do where transformers itself saves them.
+    keeps = package == "subquad_tokenizers" or last.startswith(("configuration_", "modeling_"))
+    return last if keeps else module.replace(".", "_")
+
+
+@functools.cache
+def _source(module: str) -> tuple[Path, str, ast.Module]:
+    path = Path(importlib.util.find_spec(module).origin)
+    text = path.read_text(encoding="utf-8")
+    return path, text, ast.parse(text)
+
+
+def _target(node: ast.ImportFrom, module: str) -> str | None:
+    """The module that a statement in `module` imports from, if it is one of ours."""
+    name = node.module or ""
+    if node.level:
+        package = module if _source(module)[0].name == "__init__.py" else module.rpartition(".")[0]
+        name = importlib.util.resolve_name("." * node.level + name, package)
+    elif name.split(".")[0] == module.split(".")[0]:
+        return None  # a package that names itself means the one that is installed, if any
+    return name if name.split(".")[0] in OWN else None
+
+
+def _home(module: str, name: str) -> str:
+    """The module that has `name` where `module` has it from another, as the `__init__.py` of a package does."""
+    path, _, tree = _source(module)
+    for node in tree.body if path.name == "__init__.py" else ():
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            return _home(_target(node, module), name)
+    return module
+
+
+def _order(alias: ast.alias) -> tuple[int, str]:
+    """Constants, classes, functions."""
+    name = alias.name
+    return (0 if name.isupper() else 1 if name[:1].isupper() else 2), name.lower()
+
+
+def _statements(imported: dict[str, list[ast.alias]], indent: str) -> list[str]:
+    lines = []
+    for target, aliases in sorted(imported.items(), key=lambda item: flat_name(item[0])):
+        plain = [alias for alias in aliases if alias.asname is None]
+        # An import under another name has a line of its own.
+        for group in [[alias] for alias in aliases if alias.asname] + ([plain] if plain else []):
+            names = [ast.unparse(alias) for alias in sorted(group, key=_order)]
+            line = f"{indent}from .{flat_name(target)} import {', '.join(names)}"
+            if len(line) > LINE_LENGTH:
+                line = f"{line[: line.index(' import ')]} import (\n"
+                line += "".join(f"{indent}    {name},\n" for name in names) + f"{indent})"
+            lines.append(line)
+    return lines
+
+
+def _imported(node: ast.ImportFrom, module: str) -> dict[str, list[ast.alias]]:
+    imported: dict[str, list[ast.alias]] = {}
+    for alias in node.names:
+        imported.setdefault(_home(_target(node, module), alias.name), []).append(alias)
+    return imported
+
+
+def _is_optional(node: ast.stmt) -> bool:
+    names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+    return any(name and name.split(".")[0] in OPTIONAL for name in names)
+
+
+def _guards(nodes: list[ast.stmt], lines: list[str]) -> list[tuple[int, int, list[str]]]:
+    """Puts the imports of what may be missing into a `try`, those that follow one another into one."""
+    runs: list[tuple[int, int]] = []
+    for node in sorted(filter(_is_optional, nodes), key=lambda node: node.lineno):
+        first = runs.pop()[0] if runs and runs[-1][1] == node.lineno - 1 else node.lineno
+        runs.append((first, node.end_lineno))
+    edits = []
+    for first, last in runs:
+        inside = lines[first - 1 : last]
+        indent = inside[0][: len(inside[0]) - len(inside[0].lstrip())]
+        guarded = [f"{indent}try:", *(f"    {line}" for line in inside), f"{indent}except ImportError:"]
+        apart = ["", ""] if lines[first - 2].lstrip().startswith(("import ", "from ")) else []
+        edits.append((first, last, [*apart, *guarded, f"{indent}    raise"]))
+    return edits
+
+
+def flatten(module: str) -> tuple[str, set[str]]:
+    """The source of a module with every import of another of ours as of one beside it, and what it imports."""
+    _, text, tree = _source(module)
+    lines, found = text.splitlines(), set()
+    own = [node for node in tree.body if isinstance(node, ast.ImportFrom) and _target(node, module)]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    edits: list[tuple[int, int, list[str]]] = []  # first line, last line, what takes their place
+    for node in nodes:
+        indent = " " * node.col_offset
+        if isinstance(node, ast.ImportFrom) and _target(node, module):
+            imported = _imported(node, module)
+            found |= imported.keys()
+            if node not in own:
+                edits.append((node.lineno, node.end_lineno, _statements(imported, indent)))
+    edits += _guards(nodes, lines)
+    if own:
+        together: dict[str, list[ast.alias]] = {}
+        for node in own:
+            for target, aliases in _imported(node, module).items():
+                together.setdefault(target, []).extend(aliases)
+        edits.append((own[0].lineno, own[-1].end_lineno, _statements(together, "")))
+    for first, last, replacement in sorted(edits, reverse=True):
+        lines[first - 1 : last] = replacement
+    return HEADER.format(version=__version__) + "\n".join(lines) + "\n", found
+
+
+def repository_code(*modules: str) -> dict[str, str]:
+    """
+    The files that these modules need, by name: themselves and everything of ours that they import, however far.
+
+    Raises:
+        ValueError: where two modules would have one name.
+    """
+    files: dict[str, str] = {}
+    origin: dict[str, str] = {}
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        name = f"{flat_name(module)}.py"
+        if origin.setdefault(name, module) != module:
+            raise ValueError(f"{module} and {origin[name]} would both be {name}.")
+        if name not in files:
+            files[name], found = flatten(module)
+            waiting += found
+    return dict(sorted(files.items()))
+
+
+def _add_code(directory: Path, modules: Iterable[str], settings: str, auto_map: dict[str, Any]) -> None:
+    """Writes modules into a directory, and into its file of settings what the Auto classes find there."""
+    for name, text in repository_code(*modules).items():
+        (directory / name).write_text(text, encoding="utf-8")
+    path = directory / settings
+    fields = json.loads(path.read_text(encoding="utf-8")) | {"auto_map": auto_map}
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def add_model_code(directory: str | os.PathLike) -> None:
+    """
+    Makes a saved model load where this package is not installed: adds the code that it needs, and to `config.json`
+    where the Auto classes find it.
+
+    Raises:
+        ValueError: where the directory holds no model of an architecture of this package.
+    """
+    model_type = _model_type(Path(directory))
+    folder, config, heads = ARCHITECTURES[model_type]
+    name = folder.rpartition(".")[2]
+    auto_map = {"AutoConfig": f"configuration_{name}.{config}"}
+    auto_map |= {auto_class: f"modeling_{name}.{head}" for auto_class, head in heads.items()}
+    modules = f"{folder}.configuration_{name}", f"{folder}.modeling_{name}"
+    _add_code(Path(directory), modules, "config.json", auto_map)
+
+
+def _model_type(directory: Path) -> str:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} has no `config.json`: it is no model directory.")
+    model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise ValueError(f"{path}: `model_type` is {model_type!r}; known are {', '.join(ARCHITECTURES)}.")
+    return model_type
+
+
+def add_tokenizer_code(directory: str | os.PathLike) -> None:
+    """As [`add_model_code`], for a saved tokenizer; one that is no class of this package needs no code."""
+    path = Path(directory) / "tokenizer_config.json"
+    name = json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class")
+    if name in TOKENIZERS:
+        module, slow, fast = TOKENIZERS[name]
+        references = [None if cls is None else f"{module}.{cls}" for cls in (slow, fast)]
+        _add_code(Path(directory), [f"subquad_tokenizers.{module}"], path.name, {"AutoTokenizer": references})
+
+
+def export(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    *,
+    repo_id: str | None = None,
+    link_weights: bool = False,
+) -> list[str]:
+    """
+    Makes a repository of a model directory that loads with transformers and torch alone, `trust_remote_code=True`
+    given: weights, configuration, tokenizer and a card, and the code that they need. With this package installed, its
+    own classes load it. No code that lies in the model directory goes along.
+
+    Args:
+        source: a directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights.
+        destination: directory to make; it must not exist or be empty. It appears complete or not at all.
+        repo_id: what the example of a new card loads; by default the destination's name.
+        link_weights: makes symbolic links to the weights, where the system allows them, and no copies.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        ValueError: where the source is no model of this package or has no safetensors weights, or the destination is
+            occupied.
+    """
+    source, destination = Path(source), Path(destination)
+    _model_type(source)
+    weights = sorted(path for pattern in WEIGHTS for path in source.glob(pattern))
+    if not weights:
+        pickled = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in source.glob(pattern))
+        hint = f"; `subquad convert` reads {pickled[0]}" if pickled else ""
+        raise ValueError(f"{source} has no weights in safetensors{hint}.")
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ValueError(f"{destination} exists already and is not an empty directory.")
+
+    from transformers import AutoConfig
+
+    from .cards import base_model, model_card
+
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    partial = destination.with_name(f".{destination.name}-{secrets.token_hex(4)}.partial")
+    try:
+        partial.mkdir()
+        for path in weights:
+            (_link if link_weights else shutil.copyfile)(path, partial / path.name)
+        AutoConfig.from_pretrained(source).save_pretrained(partial)
+        add_model_code(partial)
+        if (source / "generation_config.json").is_file():
+            shutil.copyfile(source / "generation_config.json", partial / "generation_config.json")
+        _copy_tokenizer(source, partial)
+        (partial / "LICENSE").write_text(_license(), encoding="utf-8")
+        if (source / "README.md").is_file():
+            shutil.copyfile(source / "README.md", partial / "README.md")
+        else:
+            card = model_card(partial, repo_id=repo_id or destination.name, base_model=base_model(source))
+            card.save(partial / "README.md")
+        if destination.exists():
+            destination.rmdir()
+        partial.rename(destination)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return sorted(path.name for path in destination.iterdir())
+
+
+def _link(source: Path, destination: Path) -> None:
+    try:
+        destination.symlink_to(source.resolve())
+    except OSError:
+        shutil.copyfile(source, destination)
+
+
+def _copy_tokenizer(source: Path, destination: Path) -> None:
+    """The tokenizer of a model directory, if it has one, as the installed classes save it."""
+    if any((source / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(source).save_pretrained(destination)
+        add_tokenizer_code(destination)
+
+
+def _license() -> str:
+    """The licence of this package: of an installed one beside its metadata, else at the root of the clone."""
+    files = importlib.metadata.distribution("subquad").files or ()
+    found = [Path(file.locate()) for file in files if file.name == "LICENSE"]
+    found.append(Path(__file__).parents[2] / "LICENSE")
+    return next(path for path in found if path.is_file()).read_text(encoding="utf-8")
+
+
+__all__ = ["add_model_code", "add_tokenizer_code", "export", "repository_code"]

@@ -1,0 +1,199 @@
+"""Uploads of model repositories that load without this package, each as one commit."""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import __version__
+
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo, HfApi
+    from transformers import PreTrainedModel
+
+CARD = "README.md"
+# The weights that `from_pretrained` looks for: old ones must not stay beside new ones in another number of files.
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+# In the card that transformers makes where a tokenizer comes first, with not a word about the model.
+PLACEHOLDER = "# Model Card for Model ID"
+
+
+class PushError(OSError):
+    """The Hub refuses an upload or cannot be reached; the message says why."""
+
+
+def push(
+    source: str | os.PathLike,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+) -> "CommitInfo":
+    """
+    Uploads a model directory in the form that [`subquad.hub.export`] writes, in one commit. Whatever else the
+    repository has stays, but for the weights of another model. The card is the model directory's README.md, else the
+    one that the repository has, else a new one.
+
+    Args:
+        source: a directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights.
+        repo_id: owner and name of the repository, of yours where there is no owner. It is made where there is none.
+        private: whether a new repository is private; by default it is as the owner's settings have it.
+        token: of a user who may write to it; by default the one of `hf auth login` or of the variable HF_TOKEN.
+        revision: branch to commit to, made where there is none; by default main.
+        create_pr: open a pull request with the commit, which takes no right to write.
+        commit_message: by default "Upload model".
+
+    Returns:
+        the URL of the commit, with `repo_url`, `oid` and `pr_url` as attributes.
+
+    Raises:
+        ValueError: where the source cannot be exported, `repo_id` is no name of a repository, a revision is given for
+            a pull request, or the model is to be private and the repository is public.
+        PushError: where the token is missing or wrong, it may not write there, or the connection fails.
+    """
+    from huggingface_hub.utils import validate_repo_id
+
+    from .hub import export
+
+    if create_pr and revision not in (None, "main"):
+        raise ValueError(f"a pull request is opened against main, not against {revision}.")
+    validate_repo_id(repo_id)
+    api = _api(token)
+    with _explained(api, repo_id):  # before what takes long
+        user = api.whoami()["name"]
+        repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
+        if private and api.repo_exists(repo_id) and not api.model_info(repo_id).private:
+            raise ValueError(f"{repo_id} exists already and is public.")
+    with tempfile.TemporaryDirectory() as parent:
+        directory = Path(parent) / "repository"
+        export(source, directory, repo_id=repo_id, link_weights=True)
+        with _explained(api, repo_id):
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            return _upload(
+                api,
+                directory,
+                repo_id,
+                revision=revision,
+                create_pr=create_pr,
+                commit_message=commit_message,
+                own_card=(Path(source) / CARD).is_file(),
+            )
+
+
+def push_model(
+    model: "PreTrainedModel",
+    repo_id: str,
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    max_shard_size: int | str | None = "50GB",
+    tags: str | list[str] | None = None,
+) -> "CommitInfo":
+    """What `push_to_hub` of the models does: as that of transformers, in the form that loads without this package."""
+    from .hub import export
+
+    tags = [tags] if isinstance(tags, str) else tags or []
+    api = _api(token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    with tempfile.TemporaryDirectory() as parent:
+        source, directory = Path(parent) / "model", Path(parent) / "repository"
+        model.save_pretrained(source, max_shard_size=max_shard_size)
+        export(source, directory, repo_id=repo_id, link_weights=True)
+        return _upload(
+            api,
+            directory,
+            repo_id,
+            revision=revision,
+            create_pr=create_pr,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            tags=[*(model.model_tags or []), *tags],
+        )
+
+
+def _api(token: bool | str | None) -> "HfApi":
+    from huggingface_hub import HfApi
+
+    return HfApi(token=token, library_name="subquad", library_version=__version__)
+
+
+def _upload(
+    api: "HfApi",
+    directory: Path,
+    repo_id: str,
+    *,
+    revision: str | None,
+    create_pr: bool,
+    commit_message: str | None,
+    commit_description: str | None = None,
+    own_card: bool = False,
+    tags: list[str] | None = None,
+) -> "CommitInfo":
+    """All files of a directory as one commit. (`upload_folder` of huggingface_hub may make several.)"""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    if revision is not None and not revision.startswith("refs/pr/"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    there = api.list_repo_files(repo_id, revision=revision)
+    if CARD in there and not own_card:
+        old = Path(api.hf_hub_download(repo_id, CARD, revision=revision))
+        if PLACEHOLDER not in old.read_text(encoding="utf-8"):
+            shutil.copyfile(old, directory / CARD)
+    if tags:
+        _tag(directory / CARD, tags)
+    here = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+    old_weights = [name for name in there if WEIGHTS.fullmatch(name) and name not in here]
+    return api.create_commit(
+        repo_id,
+        [CommitOperationDelete(name) for name in old_weights]
+        + [CommitOperationAdd(name, path) for name, path in sorted(here.items())],
+        commit_message=commit_message or "Upload model",
+        commit_description=commit_description,
+        revision=revision,
+        create_pr=create_pr,
+    )
+
+
+def _tag(path: Path, tags: list[str]) -> None:
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(path)
+    card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
+    card.save(path)
+
+
+@contextmanager
+def _explained(api: "HfApi", repo_id: str) -> Iterator[None]:
+    """Makes the Hub's errors say what can be done about them."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
+
+    try:
+        yield
+    except LocalTokenNotFoundError as error:
+        raise PushError("there is no token: log in with `hf auth login`, or set HF_TOKEN.") from error
+    except HfHubHTTPError as error:
+        if error.response.status_code == 401:
+            message = "the Hub does not accept the token: log in with `hf auth login`, or set HF_TOKEN to a valid one."
+        elif error.response.status_code == 403:
+            said = f" ({error.server_message.rstrip('.')})" if error.server_message else ""
+            message = f"the token may not write to {repo_id}{said}."
+        else:
+            raise
+        raise PushError(message) from error
+    except HTTPError as error:
+        raise PushError(f"the connection to {api.endpoint} failed: {error}") from error
+    except RuntimeError as error:  # of the threads that upload large files
+        reason = error.__cause__ or error
+        raise PushError(f"the upload to {repo_id} broke off, and nothing was committed: {reason}") from error

@@ -1,0 +1,259 @@
+"""Repositories that load without this package."""
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import CAUSAL, ENCODERS, each_model, random_ids, tiny_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+import subquad
+from subquad import hub
+from subquad.cli import main
+from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer, RwkvWorldTokenizerFast
+
+
+TOKENIZERS = {"rwkv5": RwkvWorldTokenizer, "rwkv6": RwkvWorldTokenizerFast}
+OURS = ("subquad", "subquad_kernels", "subquad_tokenizers", "subquad_conversion")
+
+# Runs where only torch, transformers and what these need can be imported.
+ELSEWHERE = """
+import sys
+from importlib.util import find_spec
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+)
+
+assert not any(find_spec(name) for name in ("subquad", "subquad_kernels", "subquad_tokenizers"))
+results, ids = {}, load_file(sys.argv[1] + "/ids.safetensors")["ids"]
+for name in sys.argv[2:]:
+    path = f"{sys.argv[1]}/{name}"
+    encoder = name in ENCODERS
+    auto_class = AutoModelForMaskedLM if encoder else AutoModelForCausalLM
+    model = auto_class.from_pretrained(path, trust_remote_code=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    with torch.no_grad():
+        results[f"{name}.logits"] = model(ids).logits
+    if not encoder:
+        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        results[f"{name}.tokens"] = model.generate(ids, **options)
+        assert pipeline("text-generation", model, tokenizer=tokenizer)("A", max_new_tokens=2)
+    classifier = AutoModelForSequenceClassification.from_pretrained(f"{path}-classifier", trust_remote_code=True)
+    results[f"{name}.classes"] = classifier.eval()(ids).logits.detach()
+    results[f"{name}.encoded"] = torch.tensor(tokenizer("Hello 12").input_ids)
+    model.save_pretrained(f"{path}-again")  # and what is saved there loads again
+    with torch.no_grad():
+        again = auto_class.from_pretrained(f"{path}-again", trust_remote_code=True).eval()
+        assert torch.equal(again(ids).logits, results[f"{name}.logits"])
+save_file(results, sys.argv[1] + "/results.safetensors")
+"""
+
+
+def saved(model_type, path, auto_class=None):
+    """A tiny model, saved with its tokenizer."""
+    model = tiny_model(model_type, auto_class)
+    model.save_pretrained(path)
+    TOKENIZERS.get(model_type, ByteTokenizer)().save_pretrained(path)
+    return model
+
+
+@pytest.fixture(scope="module")
+def python_without_us(tmp_path_factory):
+    """The interpreter of a new environment that has what this one has, but no package of ours."""
+    path = tmp_path_factory.mktemp("environment")
+    venv.create(path, with_pip=False)
+    inside = sysconfig.get_path("purelib", vars={"base": str(path), "platbase": str(path)})
+    # Of a directory in a path file, its own path files are not read, and by these an editable package is found.
+    (Path(inside) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return path / "bin" / "python"
+
+
+def run(python, directory, script, *arguments):
+    """What a script prints, with an empty cache and no network."""
+    environment = {"HF_HOME": str(directory / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
+    command = [python, "-c", script, *arguments]
+    done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_where_nothing_of_ours_is_installed(tmp_path, python_without_us):
+    names = [*CAUSAL, *ENCODERS]
+    ids, expected = random_ids(2, 20), {}
+    for name in names:
+        model = saved(name, tmp_path / f"{name}-source")
+        hub.export(tmp_path / f"{name}-source", tmp_path / name)
+        classifier = saved(name, tmp_path / f"{name}-head", "AutoModelForSequenceClassification")
+        hub.export(tmp_path / f"{name}-head", tmp_path / f"{name}-classifier")
+        with torch.no_grad():
+            expected[f"{name}.logits"] = model(ids).logits
+            expected[f"{name}.classes"] = classifier(ids).logits
+        if name in CAUSAL:
+            options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+            expected[f"{name}.tokens"] = model.generate(ids, **options)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
+        expected[f"{name}.encoded"] = torch.tensor(tokenizer("Hello 12").input_ids)
+    save_file({"ids": ids}, tmp_path / "ids.safetensors")
+    script = f"ENCODERS = {list(ENCODERS)}\n{ELSEWHERE}"
+    run(python_without_us, tmp_path, script, tmp_path, *names)
+    torch.testing.assert_close(load_file(tmp_path / "results.safetensors"), expected, atol=1e-4, rtol=1e-4)
+
+
+@each_model
+def test_installed_classes_load_a_repository(model_type, tmp_path):
+    model, ids = saved(model_type, tmp_path / "source"), random_ids(2, 9)
+    hub.export(tmp_path / "source", tmp_path / "repository")
+    for trust in (None, False, True):
+        loaded = AutoModel.from_pretrained(tmp_path / "repository", trust_remote_code=trust)
+        assert type(loaded) is type(model.base_model)
+        torch.testing.assert_close(loaded(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
+        head = AutoModelForSequenceClassification.from_pretrained(tmp_path / "repository", trust_remote_code=trust)
+        assert type(head).__module__.startswith("subquad.")
+        if not trust:  # else transformers takes a repository's tokenizer even where it knows the class
+            tokenizer = AutoTokenizer.from_pretrained(tmp_path / "repository", trust_remote_code=trust)
+            assert type(tokenizer).__module__.startswith("subquad_tokenizers.")
+    # The two live side by side: a copy of the code, loaded by name, changes nothing about the package's operators.
+    config = AutoConfig.from_pretrained(tmp_path / "repository")
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    reference = config.auto_map["AutoModel"]
+    copy = get_class_from_dynamic_module(reference, tmp_path / "repository").from_pretrained(tmp_path / "repository")
+    assert not type(copy).__module__.startswith("subquad")
+    for one in (copy, loaded, copy):
+        torch.testing.assert_close(one.eval()(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
+        one.train()(ids).last_hidden_state.sum().backward()
+
+
+@each_model
+def test_code_of_a_repository(model_type, tmp_path):
+    folder = subquad.ARCHITECTURES[model_type][0]
+    name = folder.rpartition(".")[2]
+    modules = f"{folder}.configuration_{name}", f"{folder}.modeling_{name}"
+    files = hub.repository_code(*modules)
+    assert files == hub.repository_code(*reversed(modules))
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1
+                assert f"{node.module}.py" in files
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                imported = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+                inside_try = "push" in imported[0] or "hub" in imported[0]
+                assert inside_try or imported[0].split(".")[0] not in OURS
+    # As clean as the sources, by the same rules; those of Triton's files go by name.
+    settings = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(settings.replace("**/triton_kernels.py", "**/*triton_kernels.py"))
+    for command in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, tmp_path], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def test_the_readme_runs_as_printed(tmp_path, python_without_us, monkeypatch, capsys):
+    readme = (Path(__file__).parent.parent / "README.md").read_text().partition("## Share it")[2]
+    commands, code = re.findall(r"```\w*\n(.*?)```", readme, re.DOTALL)[:2]
+    export = shlex.split(commands.splitlines()[0])
+    (tmp_path / "finch-1b6").symlink_to(subquad.embedded_model("finch-abc"))  # which is there, and a Finch
+    monkeypatch.chdir(tmp_path)
+    assert export[0] == "subquad" and main(export[1:]) == 0
+    assert "Wrote ./finch-1b6-repository:" in capsys.readouterr().out
+    assert run(python_without_us, tmp_path, code).startswith("The Eiffel tower is in")
+
+
+def test_what_goes_along(tmp_path):
+    saved("rwkv6", tmp_path / "source")
+    (tmp_path / "source" / "modeling_old.py").write_text("raise SystemExit")
+    (tmp_path / "source" / "optimizer.pt").write_bytes(b"pickled")
+    (tmp_path / "source" / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
+    written = hub.export(tmp_path / "source", tmp_path / "repository")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "repository").iterdir()}
+    assert sorted(files) == written
+    code = {name for name in files if name.endswith(".py")}
+    assert set(files) - code == {
+        "LICENSE",
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "rwkv_vocab_v20230424.txt",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert "modeling_old.py" not in code
+    assert b"# Mine" in files["README.md"]
+    assert b"Apache License" in files["LICENSE"]
+    assert json.loads(files["config.json"])["auto_map"] == {
+        "AutoConfig": "configuration_rwkv6.Rwkv6Config",
+        "AutoModel": "modeling_rwkv6.Rwkv6Model",
+        "AutoModelForCausalLM": "modeling_rwkv6.Rwkv6ForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_rwkv6.Rwkv6ForSequenceClassification",
+    }
+    # Twice the same, also from what was written.
+    for source, name in (("source", "again"), ("repository", "from-it")):
+        hub.export(tmp_path / source, tmp_path / name)
+        assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == files
+
+
+@each_model
+def test_saving_with_the_code(model_type, tmp_path):
+    model = tiny_model(model_type)
+    model.save_pretrained(tmp_path / "plain")
+    assert not list((tmp_path / "plain").glob("*.py"))
+    assert "auto_map" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    model.save_pretrained(tmp_path / "saved", self_contained=True)
+    tokenizer = RwkvWorldTokenizerFast()
+    tokenizer.save_pretrained(tmp_path / "saved", self_contained=True)
+    hub.export(tmp_path / "saved", tmp_path / "exported")
+    # The same code both ways, but for what is written at the top.
+    for path in (tmp_path / "exported").glob("*.py"):
+        text = path.read_text().removeprefix(hub.HEADER.format(version=subquad.__version__))
+        assert (tmp_path / "saved" / path.name).read_text().endswith(text)
+    for name in ("config.json", "tokenizer_config.json"):
+        saved_map, exported_map = (
+            json.loads((tmp_path / folder / name).read_text())["auto_map"] for folder in ("saved", "exported")
+        )
+        assert saved_map.keys() == exported_map.keys()
+    # What was loaded from such a directory is saved as one.
+    AutoModel.from_pretrained(tmp_path / "exported").save_pretrained(tmp_path / "again")
+    AutoTokenizer.from_pretrained(tmp_path / "exported").save_pretrained(tmp_path / "again")
+    code = {path.name for path in (tmp_path / "exported").glob("*.py")}
+    assert {path.name for path in (tmp_path / "again").glob("*.py")} == code
+
+
+def test_refusals(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    saved("rwkv5", source)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "config.json").write_text('{"model_type": "rwkv5"}')
+    (tmp_path / "pickled" / "pytorch_model.bin").touch()
+    for directory, destination, message in (
+        (tmp_path / "nowhere", "new", "nowhere has no `config.json`"),
+        (tmp_path / "llama", "new", "`model_type` is 'llama'; known are rwkv5, rwkv6"),
+        (tmp_path / "pickled", "new", "no weights in safetensors; `subquad convert` reads pytorch_model.bin"),
+        (source, "taken", "taken exists already and is not an empty directory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hub.export(directory, tmp_path / destination)
+    monkeypatch.setattr(hub, "add_tokenizer_code", lambda directory: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hub.export(source, tmp_path / "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "taken", "llama", "pickled"}

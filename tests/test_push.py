@@ -1,0 +1,348 @@
+"""Uploads to a Hub on this machine, and what is downloaded from there."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from architectures import random_ids, tiny_model
+from hub_server import HubServer
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors.torch import load_file, save_file
+
+from subquad import cli, hub
+from subquad.push import PushError, push
+from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer, RwkvWorldTokenizerFast
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """A Hub, the client's one endpoint, and a user logged in there. Nothing else can be reached."""
+    from huggingface_hub import constants
+
+    with HubServer() as server:
+        for name, value in {
+            "ENDPOINT": server.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # made for the endpoint of its first call
+        monkeypatch.setenv("HF_TOKEN", "hf_user")
+        elsewhere, resolve = [], socket.getaddrinfo
+
+        def resolve_here(host, port, *args, **kwargs):
+            if host not in ("127.0.0.1", "localhost") or port != server.server_port:
+                elsewhere.append((host, port))
+                raise OSError(f"{host} is not the test's server")
+            return resolve(host, port, *args, **kwargs)
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolve_here)
+        yield server
+    huggingface_hub.close_session()
+    assert not elsewhere
+    assert not server.problems
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return saved(tiny_model("rwkv6"), tmp_path / "finch")
+
+
+def run(capsys, *arguments, code=0):
+    """Runs `subquad push`, and returns what it prints, of one that fails its one line of error."""
+    capsys.readouterr()
+    try:
+        assert cli.main(["push", *map(str, arguments)]) == code
+    except SystemExit as stop:
+        assert stop.code == code
+    out, err = capsys.readouterr()
+    if code:
+        assert not out
+        return err.splitlines()[-1].removeprefix("subquad push: error: ")
+    return out
+
+
+def saved(model, path, tokenizer=None):
+    model.save_pretrained(path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+    return path
+
+
+def test_a_push_is_one_commit_of_what_export_writes(server, directory, tmp_path, capsys):
+    ByteTokenizer().save_pretrained(directory)
+    out = run(capsys, directory, "user/finch", "--message", "First")
+    repository = server.repositories["user/finch"]
+    hub.export(directory, tmp_path / "exported")
+    exported = {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()}
+    assert repository.files.keys() - {".gitattributes"} == exported.keys()
+    assert {name for name in exported if repository.files[name] != exported[name]} == {"README.md"}
+    assert b'path = "user/finch"' in repository.files["README.md"]
+    assert [commit.title for commit in repository.commits] == ["initial commit", "First"]
+    assert repository.commits[-1].lfs == {"model.safetensors"}
+    assert not repository.private
+    assert f"{server.url}/user/finch/commit/{repository.commits[-1].oid}" in out
+    run(capsys, directory, "finch")  # of the user whose token it is; nothing has changed
+    assert len(repository.commits) == 2
+
+
+# Runs where no package of ours can be imported and nothing but the test's server can be reached.
+ELSEWHERE = """
+import os, sys, urllib.parse
+
+offline = "HF_HUB_OFFLINE" in os.environ
+port = urllib.parse.urlsplit(os.environ["HF_ENDPOINT"]).port
+here = [] if offline else [("127.0.0.1", port), ("localhost", port)]
+
+def watch(event, arguments):
+    if event == "socket.getaddrinfo" and arguments[:2] not in here:
+        print(f"{arguments[:2]} was asked for", file=sys.stderr, flush=True)
+        os._exit(70)  # an exception might be caught
+
+sys.addaudithook(watch)
+for name in ("subquad", "subquad_kernels", "subquad_tokenizers"):
+    sys.modules[name] = None
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+ids, results = load_file("ids.safetensors")["ids"], {}
+for repo_id in sys.argv[1:]:
+    auto_class = AutoModelForMaskedLM if "avey-b" in repo_id else AutoModelForCausalLM
+    model = auto_class.from_pretrained(repo_id, trust_remote_code=True).eval()
+    with torch.no_grad():
+        results[f"{repo_id} logits"] = model(ids).logits
+    tokenizer = AutoTokenizer.from_pretrained(repo_id, trust_remote_code=True)
+    results[f"{repo_id} ids"] = torch.tensor(tokenizer("Hello 12").input_ids)
+if not offline:  # what was loaded so takes its code along
+    model.push_to_hub("user/again")
+    tokenizer.push_to_hub("user/again")
+    again = auto_class.from_pretrained("user/again", trust_remote_code=True).eval()
+    assert torch.equal(again(ids).logits, results[f"{repo_id} logits"])
+    assert AutoTokenizer.from_pretrained("user/again", trust_remote_code=True)("Hello 12").input_ids
+save_file(results, "results.safetensors")
+"""
+
+
+def elsewhere(path, *repo_ids, **environment):
+    environment |= {"HF_HOME": str(path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-c", ELSEWHERE, *repo_ids]
+    done = subprocess.run(command, env=environment, cwd=path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return load_file(path / "results.safetensors")
+
+
+def test_what_was_pushed_loads_without_this_package(server, tmp_path, capsys):
+    """By the command and by `push_to_hub`, to public and private repositories, in one file of weights and several."""
+    ids, expected = random_ids(2, 20), {}
+    pushed = {
+        "user/finch": (tiny_model("rwkv6"), RwkvWorldTokenizerFast()),
+        "user/raven": (tiny_model("raven"), ByteTokenizer()),
+        "user/avey-b": (tiny_model("avey-b"), RwkvWorldTokenizer()),
+    }
+    for repo_id, (model, tokenizer) in pushed.items():
+        expected[f"{repo_id} logits"] = model(ids).logits.detach()
+        expected[f"{repo_id} ids"] = torch.tensor(tokenizer("Hello 12").input_ids)
+        if repo_id == "user/finch":
+            run(capsys, saved(model, tmp_path / "finch", tokenizer), repo_id)
+        else:
+            assert model.push_to_hub(repo_id, private=True, max_shard_size="50KB").startswith(server.url)
+            tokenizer.push_to_hub(repo_id)
+    assert sum(name.endswith(".safetensors") for name in server.repositories["user/raven"].files) > 1
+    assert server.repositories["user/raven"].private
+
+    save_file({"ids": ids}, tmp_path / "ids.safetensors")
+    server.break_downloads = 1
+    online = elsewhere(tmp_path, *pushed, HF_ENDPOINT=server.url, HF_TOKEN="hf_user")
+    assert not server.break_downloads
+    torch.testing.assert_close(online, expected, atol=1e-5, rtol=1e-5)
+    requests = len(server.requests)
+    offline = elsewhere(tmp_path, *pushed, HF_ENDPOINT=server.url, HF_HUB_OFFLINE="1")
+    assert len(server.requests) == requests
+    torch.testing.assert_close(offline, online, atol=0, rtol=0)
+
+    # With this package, its own classes load it, and none of that code.
+    model = transformers.AutoModelForCausalLM.from_pretrained("user/raven")
+    assert type(model) is type(pushed["user/raven"][0])
+    torch.testing.assert_close(model(ids).logits, expected["user/raven logits"])
+    assert type(transformers.AutoTokenizer.from_pretrained("user/raven")) is ByteTokenizer
+
+
+def test_to_a_branch(server, directory, capsys):
+    out = run(capsys, directory, "user/finch", "--revision", "step/4000", "--private")
+    repository = server.repositories["user/finch"]
+    assert "revision='step/4000'" in out
+    assert repository.private
+    assert repository.files.keys() == {".gitattributes"}
+    assert "model.safetensors" in repository.resolve("step/4000").files
+    tiny_model("rwkv6", seed=1).save_pretrained(directory)
+    run(capsys, directory, "user/finch", "--revision", "step/4000")
+    assert len(repository.refs["refs/heads/step/4000"]) == 3
+
+
+def test_as_a_pull_request(server, directory, capsys):
+    repository = server.repository("other/finch")
+    assert "may not write to other/finch" in run(capsys, directory, "other/finch", code=1)
+    out = run(capsys, directory, "other/finch", "--create-pr")
+    assert out == f"Opened the pull request {server.url}/other/finch/discussions/1.\n"
+    assert len(repository.commits) == 1
+    assert "model.safetensors" in repository.resolve("refs/pr/1").files
+
+
+def test_a_card_that_somebody_wrote_is_kept(server, directory, capsys):
+    def card():
+        return server.repositories["user/finch"].files["README.md"].decode()
+
+    RwkvWorldTokenizer().push_to_hub("user/finch")
+    assert "# Model Card for Model ID" in card()  # of transformers, which nobody wrote
+    run(capsys, directory, "user/finch")
+    assert card().count("# finch\n") == 1
+    written = "---\nlicense: mit\n---\n\n# The finch of a user\n"
+    server.repositories["user/finch"].files["README.md"] = written.encode()
+    run(capsys, directory, "user/finch", "--message", "Again")
+    assert card() == written
+    tiny_model("rwkv6").push_to_hub("user/finch", tags=["birds"])
+    assert ModelCard(card()).text == ModelCard(written).text
+    assert ModelCard(card()).data.to_dict() == {"license": "mit", "tags": ["birds"]}
+    (directory / "README.md").write_text("Mine.\n", encoding="utf-8")
+    run(capsys, directory, "user/finch")
+    assert card() == "Mine.\n"
+
+
+def test_old_weights_do_not_stay(server):
+    model, repository = tiny_model("rwkv6"), server.repository("user/finch")
+    repository.files["model-of-ours.safetensors"] = b""
+    for size, sharded in (("50KB", True), ("1GB", False), ("50KB", True)):
+        model.push_to_hub("user/finch", max_shard_size=size)
+        assert ("model.safetensors" in repository.files) != sharded
+        assert ("model.safetensors.index.json" in repository.files) == sharded
+        assert any(name.startswith("model-00001-of-") for name in repository.files) == sharded
+        assert "model-of-ours.safetensors" in repository.files
+
+
+def test_push_to_hub_of_a_model_is_that_of_transformers(server, monkeypatch):
+    model = tiny_model("rwkv5")
+    model.add_model_tags("eagle-tag")
+    commit = model.push_to_hub(
+        "eagle", commit_message="Message", commit_description="Description", tags="birds", private=True
+    )
+    repository = server.repositories["user/eagle"]
+    last = repository.commits[-1]
+    assert commit == f"{server.url}/user/eagle/commit/{last.oid}"
+    assert (last.title, last.description, repository.private) == ("Message", "Description", True)
+    assert {"eagle-tag", "birds"} < set(ModelCard(last.files["README.md"].decode()).data.tags)
+    opened = model.push_to_hub("user/eagle", create_pr=True, commit_message="Asks", max_shard_size="50KB")
+    assert opened.pr_url == f"{server.url}/user/eagle/discussions/1"
+    model.push_to_hub("user/eagle", revision="dev", token="hf_user", max_shard_size="60KB")
+    assert repository.refs.keys() == {"refs/heads/main", "refs/pr/1", "refs/heads/dev"}
+    with pytest.raises(HfHubHTTPError, match="Invalid credentials"):
+        model.push_to_hub("user/eagle", token="hf_wrong")
+    assert len(repository.commits) == 2
+
+
+def test_of_adapters_no_model_is_pushed(server):
+    peft = pytest.importorskip("peft")
+    model = tiny_model("rwkv6")
+    model.add_adapter(peft.LoraConfig(target_modules=["key"]))
+    model.push_to_hub("user/adapter")
+    expected = {".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert server.repositories["user/adapter"].files.keys() - {"generation_config.json"} == expected
+
+
+@pytest.mark.parametrize("tokenizer_class", [ByteTokenizer, RwkvWorldTokenizer, RwkvWorldTokenizerFast])
+def test_the_code_of_a_tokenizer_is_pushed_and_otherwise_not_saved(server, tmp_path, tokenizer_class):
+    tokenizer = tokenizer_class()
+    with pytest.raises(HfHubHTTPError):
+        tokenizer.push_to_hub("user/tokenizer", token="hf_wrong")
+    tokenizer.push_to_hub("user/tokenizer", commit_message="Words")
+    repository = server.repositories["user/tokenizer"]
+    assert repository.commits[-1].title == "Words"
+    tokenizer.save_pretrained(tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "contained", self_contained=True)
+    tokenizer.save_pretrained(tmp_path / "pushed", push_to_hub=True, repo_id="user/saved")
+    plain, contained, pushed = (set(os.listdir(tmp_path / name)) for name in ("plain", "contained", "pushed"))
+    assert {"tokenization_base.py", f"{tokenizer_class.__module__.rpartition('.')[2]}.py"} <= contained - plain
+    assert {Path(name).suffix for name in contained - plain} == {".py"}
+    assert contained == pushed
+    for files in (repository.files, server.repositories["user/saved"].files):
+        assert files.keys() - {".gitattributes", "README.md"} == contained
+    assert "auto_map" in json.loads(repository.files["tokenizer_config.json"])
+    assert "auto_map" not in json.loads((tmp_path / "plain" / "tokenizer_config.json").read_text())
+
+
+def test_an_upload_that_breaks_off_changes_nothing(server, directory, capsys, monkeypatch):
+    server.break_uploads = 1000
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # of the client, before it tries again
+    error = run(capsys, directory, "user/finch", code=1)
+    assert error.startswith("the upload to user/finch broke off, and nothing was committed: ")
+    repository = server.repositories["user/finch"]
+    assert repository.refs.keys() == {"refs/heads/main"}
+    assert len(repository.commits) == 1
+    assert not server.objects
+    server.break_uploads = 1
+    run(capsys, directory, "user/finch")
+    assert len(repository.commits) == 2
+
+
+def test_without_a_token_that_is_right(server, directory, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert run(capsys, directory, "user/finch", code=1).startswith("the Hub does not accept the token: log in")
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert run(capsys, directory, "user/finch", code=1).startswith("there is no token: log in")
+    with pytest.raises(PushError, match="does not accept the token"):
+        push(directory, "user/finch", token="hf_wrong")
+    assert not server.repositories
+
+
+def test_where_the_user_may_not_write(server, directory, capsys, monkeypatch):
+    assert 'under the namespace "other"' in run(capsys, directory, "other/finch", code=1)
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    assert "may not write to reader/finch" in run(capsys, directory, "finch", code=1)
+    assert not server.repositories
+
+
+def test_what_is_to_be_private_does_not_become_public(server, directory, capsys):
+    repository = server.repository("user/finch")
+    assert run(capsys, directory, "user/finch", "--private", code=1) == "user/finch exists already and is public."
+    assert len(repository.commits) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        (["{tmp}/none", "user/finch"], 2, "{tmp}/none is no directory."),
+        (["{tmp}", "user/finch"], 1, "{tmp} has no `config.json`"),
+        (["{finch}", "a/b/c"], 2, "Repo id must be in the form"),
+        (["{finch}", "user/finch", "--create-pr", "--revision", "dev"], 2, "--create-pr opens a pull request"),
+        (["{finch}"], 2, "the following arguments are required: REPO_ID"),
+    ],
+)
+def test_what_cannot_be_pushed(server, directory, tmp_path, capsys, arguments, code, error):
+    places = {"tmp": tmp_path, "finch": directory}
+    assert error.format(**places) in run(capsys, *(each.format(**places) for each in arguments), code=code)
+    assert not server.repositories
+
+
+def test_a_hub_that_cannot_be_reached(server, directory, capsys):
+    server.shutdown()
+    server.server_close()
+    assert run(capsys, directory, "user/finch", code=1).startswith(f"the connection to {server.url} failed: ")
+
+
+def test_the_help_shows_how(capsys):
+    out = run(capsys, "--help")
+    for word in ("--private", "--revision BRANCH", "--create-pr", "--message TEXT", "hf auth login", "examples:"):
+        assert word in out
