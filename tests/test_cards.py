@@ -183,11 +183,18 @@ def test_base_model(recorded, expected, repositories, tmp_path, monkeypatch):
     shutil.copytree(repositories / "rwkv6", tmp_path / "model")
     config = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(config | {"_name_or_path": recorded}))
+    (tmp_path / "model/README.md").unlink()
     assert cards.base_model(tmp_path / "model") == expected
-    assert cards.model_card(tmp_path / "model").data.base_model == expected
-    assert (
-        cards.model_card(tmp_path / "model", repo_id="someone/finch").data.base_model is None
-    )  # it is no base of itself
+
+    def base(directory, **known):
+        return cards.model_card(directory, base_model=cards.base_model(directory), **known).data.base_model
+
+    assert base(tmp_path / "model", repo_id="another/finch") == expected
+    assert base(tmp_path / "model", repo_id="someone/finch") is None  # it is no base of itself
+    # The configuration of an exported model names none, and its card does.
+    hub.export(tmp_path / "model", tmp_path / "exported")
+    assert base(tmp_path / "exported", repo_id="another/finch") == expected
+    assert cards.is_own_card(tmp_path / "exported")
 
 
 def test_readme_of_the_source_is_kept(tmp_path):
@@ -196,6 +203,28 @@ def test_readme_of_the_source_is_kept(tmp_path):
     (tmp_path / "source/README.md").write_bytes(readme.encode())
     hub.export(tmp_path / "source", tmp_path / "repository")
     assert (tmp_path / "repository/README.md").read_bytes() == readme.encode()
+
+
+def test_own_card_is_made_anew_for_another_name(tmp_path):
+    save(tmp_path / "source", "gecko", tokenizer=False)
+    hub.export(tmp_path / "source", tmp_path / "first")
+    assert not cards.is_own_card(tmp_path / "source")  # it has none
+    hub.export(tmp_path / "first", tmp_path / "second")
+    assert (tmp_path / "second/README.md").read_text() == str(cards.model_card(tmp_path / "second"))
+    (tmp_path / "second").rename(tmp_path / "third")
+    assert cards.is_own_card(tmp_path / "third")
+    ByteTokenizer().save_pretrained(tmp_path / "third")
+    assert cards.is_own_card(tmp_path / "third")
+    text = (tmp_path / "third/README.md").read_text()
+    for changed in (
+        text.replace("license: unknown", "license: mit"),
+        text.replace("- subquad\n", "- subquad\n- music\n"),
+        text + "One line.\n",
+        text.replace("A Gecko", "My Gecko"),
+        "",
+    ):
+        (tmp_path / "third/README.md").write_text(changed)
+        assert not cards.is_own_card(tmp_path / "third")
 
 
 @pytest.mark.parametrize("model_type", [None, "llama", "no-such"])

@@ -8,13 +8,23 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
 import torch
 from architectures import CAUSAL, ENCODERS, each_model, random_ids, tiny_model
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import subquad
 from subquad import hub
@@ -36,7 +46,8 @@ from transformers import (
     AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 )
 
-assert not any(find_spec(name) for name in ("subquad", "subquad_kernels", "subquad_tokenizers"))
+for name in ("subquad", "subquad_kernels", "subquad_tokenizers", "triton", "peft", "accelerate", "kernels"):
+    assert not find_spec(name), name
 results, ids = {}, load_file(sys.argv[1] + "/ids.safetensors")["ids"]
 for name in sys.argv[2:]:
     path = f"{sys.argv[1]}/{name}"
@@ -69,14 +80,32 @@ def saved(model_type, path, auto_class=None):
     return model
 
 
+def needed(*packages):
+    """The installed packages that these need, themselves included."""
+    found, waiting = {}, list(packages)
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in found:
+            continue
+        try:
+            found[name] = distribution(name)
+        except PackageNotFoundError:  # one that torch asks for where there is a GPU
+            continue
+        requirements = (Requirement(text) for text in found[name].requires or ())
+        waiting += [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return found.values()
+
+
 @pytest.fixture(scope="module")
-def python_without_us(tmp_path_factory):
-    """The interpreter of a new environment that has what this one has, but no package of ours."""
+def python_elsewhere(tmp_path_factory):
+    """The interpreter of a new environment that has torch and transformers alone, and what they need."""
     path = tmp_path_factory.mktemp("environment")
     venv.create(path, with_pip=False)
-    inside = sysconfig.get_path("purelib", vars={"base": str(path), "platbase": str(path)})
-    # Of a directory in a path file, its own path files are not read, and by these an editable package is found.
-    (Path(inside) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    inside = Path(sysconfig.get_path("purelib", vars={"base": str(path), "platbase": str(path)}))
+    for package in needed("torch", "transformers"):
+        for name in {file.parts[0] for file in package.files if file.parts[0] not in ("..", "__pycache__")}:
+            if not (inside / name).exists():
+                (inside / name).symlink_to(package.locate_file(name))
     return path / "bin" / "python"
 
 
@@ -89,7 +118,7 @@ def run(python, directory, script, *arguments):
     return done.stdout
 
 
-def test_where_nothing_of_ours_is_installed(tmp_path, python_without_us):
+def test_where_nothing_of_ours_is_installed(tmp_path, python_elsewhere):
     names = [*CAUSAL, *ENCODERS]
     ids, expected = random_ids(2, 20), {}
     for name in names:
@@ -107,7 +136,7 @@ def test_where_nothing_of_ours_is_installed(tmp_path, python_without_us):
         expected[f"{name}.encoded"] = torch.tensor(tokenizer("Hello 12").input_ids)
     save_file({"ids": ids}, tmp_path / "ids.safetensors")
     script = f"ENCODERS = {list(ENCODERS)}\n{ELSEWHERE}"
-    run(python_without_us, tmp_path, script, tmp_path, *names)
+    run(python_elsewhere, tmp_path, script, tmp_path, *names)
     torch.testing.assert_close(load_file(tmp_path / "results.safetensors"), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -126,8 +155,6 @@ def test_installed_classes_load_a_repository(model_type, tmp_path):
             assert type(tokenizer).__module__.startswith("subquad_tokenizers.")
     # The two live side by side: a copy of the code, loaded by name, changes nothing about the package's operators.
     config = AutoConfig.from_pretrained(tmp_path / "repository")
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
     reference = config.auto_map["AutoModel"]
     copy = get_class_from_dynamic_module(reference, tmp_path / "repository").from_pretrained(tmp_path / "repository")
     assert not type(copy).__module__.startswith("subquad")
@@ -151,7 +178,7 @@ def test_code_of_a_repository(model_type, tmp_path):
                 assert f"{node.module}.py" in files
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 imported = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
-                inside_try = "push" in imported[0] or "hub" in imported[0]
+                inside_try = imported[0] in ("subquad.hub", "subquad.push")
                 assert inside_try or imported[0].split(".")[0] not in OURS
     # As clean as the sources, by the same rules; those of Triton's files go by name.
     settings = (Path(__file__).parent.parent / "pyproject.toml").read_text()
@@ -163,7 +190,7 @@ def test_code_of_a_repository(model_type, tmp_path):
         assert done.returncode == 0, done.stdout
 
 
-def test_the_readme_runs_as_printed(tmp_path, python_without_us, monkeypatch, capsys):
+def test_the_readme_runs_as_printed(tmp_path, python_elsewhere, monkeypatch, capsys):
     readme = (Path(__file__).parent.parent / "README.md").read_text().partition("## Share it")[2]
     commands, code = re.findall(r"```\w*\n(.*?)```", readme, re.DOTALL)[:2]
     export = shlex.split(commands.splitlines()[0])
@@ -171,7 +198,7 @@ def test_the_readme_runs_as_printed(tmp_path, python_without_us, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     assert export[0] == "subquad" and main(export[1:]) == 0
     assert "Wrote ./finch-1b6-repository:" in capsys.readouterr().out
-    assert run(python_without_us, tmp_path, code).startswith("The Eiffel tower is in")
+    assert run(python_elsewhere, tmp_path, code).startswith("The Eiffel tower is in")
 
 
 def test_what_goes_along(tmp_path):
@@ -185,6 +212,7 @@ def test_what_goes_along(tmp_path):
     code = {name for name in files if name.endswith(".py")}
     assert set(files) - code == {
         "LICENSE",
+        "NOTICE",
         "README.md",
         "chat_template.jinja",
         "config.json",
@@ -219,15 +247,9 @@ def test_saving_with_the_code(model_type, tmp_path):
     tokenizer = RwkvWorldTokenizerFast()
     tokenizer.save_pretrained(tmp_path / "saved", self_contained=True)
     hub.export(tmp_path / "saved", tmp_path / "exported")
-    # The same code both ways, but for what is written at the top.
-    for path in (tmp_path / "exported").glob("*.py"):
-        text = path.read_text().removeprefix(hub.HEADER.format(version=subquad.__version__))
-        assert (tmp_path / "saved" / path.name).read_text().endswith(text)
-    for name in ("config.json", "tokenizer_config.json"):
-        saved_map, exported_map = (
-            json.loads((tmp_path / folder / name).read_text())["auto_map"] for folder in ("saved", "exported")
-        )
-        assert saved_map.keys() == exported_map.keys()
+    for path in (tmp_path / "exported").iterdir():  # the same both ways
+        if path.suffix == ".py" or path.name == "config.json":
+            assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes()
     # What was loaded from such a directory is saved as one.
     AutoModel.from_pretrained(tmp_path / "exported").save_pretrained(tmp_path / "again")
     AutoTokenizer.from_pretrained(tmp_path / "exported").save_pretrained(tmp_path / "again")
@@ -245,15 +267,53 @@ def test_refusals(tmp_path, monkeypatch):
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "config.json").write_text('{"model_type": "rwkv5"}')
     (tmp_path / "pickled" / "pytorch_model.bin").touch()
+    (tmp_path / "pickled" / "rng_state.pth").touch()
+    for name, text in (("broken", "{"), ("list", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    tiny_model("rwkv5").save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    next((tmp_path / "sharded").glob("model-00002*")).unlink()
     for directory, destination, message in (
         (tmp_path / "nowhere", "new", "nowhere has no `config.json`"),
         (tmp_path / "llama", "new", "`model_type` is 'llama'; known are rwkv5, rwkv6"),
         (tmp_path / "pickled", "new", "no weights in safetensors; `subquad convert` reads pytorch_model.bin"),
+        (tmp_path / "broken", "new", "config.json is no JSON: "),
+        (tmp_path / "list", "new", "config.json holds no JSON object"),
+        (tmp_path / "sharded", "new", "index.json names files that are not there: model-00002-of"),
         (source, "taken", "taken exists already and is not an empty directory"),
     ):
         with pytest.raises(ValueError, match=message):
             hub.export(directory, tmp_path / destination)
-    monkeypatch.setattr(hub, "add_tokenizer_code", lambda directory: 1 / 0)
+    before = {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr(hub, "_copy_tokenizer", lambda source, destination: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hub.export(source, tmp_path / "new")
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "taken", "llama", "pickled"}
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_code_of_others_stays_behind(tmp_path):
+    """That of a tokenizer which is no class of this package, and of pipelines; the name of a directory may be any."""
+    tiny_model("gecko").save_pretrained(tmp_path / "source")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=ByteTokenizer().backend_tokenizer)
+    tokenizer.save_pretrained(tmp_path / "source")
+    for name, field in (("tokenizer_config", "auto_map"), ("config", "custom_pipelines")):
+        path = tmp_path / "source" / f"{name}.json"
+        value = {"AutoTokenizer": ["tokenization_x.X", None]} if field == "auto_map" else {"x": {"impl": "x.X"}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    (tmp_path / "source" / "tokenization_x.py").write_text("raise SystemExit")
+    hub.export(tmp_path / "source", tmp_path / "modèle")
+    assert not (tmp_path / "modèle" / "tokenization_x.py").exists()
+    assert "auto_map" not in json.loads((tmp_path / "modèle" / "tokenizer_config.json").read_text())
+    assert "custom_pipelines" not in json.loads((tmp_path / "modèle" / "config.json").read_text())
+    assert AutoTokenizer.from_pretrained(tmp_path / "modèle", trust_remote_code=True)("a").input_ids == [97]
+    reference = json.loads((tmp_path / "modèle" / "config.json").read_text())["auto_map"]["AutoModel"]
+    copy = get_class_from_dynamic_module(reference, tmp_path / "modèle")
+    assert copy.from_pretrained(tmp_path / "modèle")(random_ids(1, 3)).last_hidden_state.shape == (1, 3, 48)
+
+
+def test_other_processes_save_nothing_more(tmp_path):
+    saved("rwkv6", tmp_path / "source")
+    hub.export(tmp_path / "source", tmp_path / "repository")
+    model = AutoModel.from_pretrained(tmp_path / "repository")
+    model.save_pretrained(tmp_path / "second", is_main_process=False)
+    assert not list((tmp_path / "second").glob("*.py"))

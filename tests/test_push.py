@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
 
 from subquad import cli, hub
-from subquad.push import PushError, push
+from subquad.push import PushError, push, push_model
 from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer, RwkvWorldTokenizerFast
 
 
@@ -221,6 +221,43 @@ def test_a_card_that_somebody_wrote_is_kept(server, directory, capsys):
     assert card() == "Mine.\n"
 
 
+@pytest.mark.parametrize("tokenizer_first", [True, False])
+def test_a_tokenizer_may_be_pushed_by_itself(server, tokenizer_first):
+    parts = [ByteTokenizer(), tiny_model("rwkv6")]
+    for part in parts if tokenizer_first else parts[::-1]:
+        part.push_to_hub("user/finch")
+    card = server.repositories["user/finch"].files["README.md"].decode()
+    assert ("AutoTokenizer.from_pretrained(path, trust_remote_code=True)" in card) == tokenizer_first
+    assert "AutoModelForCausalLM.from_pretrained(" in card
+    assert "No tokenizer" not in card
+
+
+@pytest.mark.parametrize("base", [None, "someone/finch", "user/finch"])
+def test_the_card_of_an_export_is_made_anew(server, directory, tmp_path, capsys, base):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"_name_or_path": base}))
+    hub.export(directory, tmp_path / "exported")
+    assert '"exported"' in (tmp_path / "exported/README.md").read_text()
+    run(capsys, tmp_path / "exported", "user/finch")
+    card = server.repositories["user/finch"].files["README.md"].decode()
+    assert '"user/finch"' in card and "exported" not in card
+    assert ModelCard(card).data.base_model == (None if base == "user/finch" else base)
+
+
+def test_a_model_that_is_saved_is_pushed_as_it_was_saved(server, tmp_path):
+    model, directory = tiny_model("rwkv6"), tmp_path / "model"
+    model.save_pretrained(directory, max_shard_size="50KB")
+    push_model(model, "finch", source=str(directory), tags=["birds"])
+    files = server.repositories["user/finch"].files
+    saved = {path.name: path.read_bytes() for path in directory.glob("*.safetensors*")}
+    assert len(saved) > 2
+    assert {name: data for name, data in files.items() if ".safetensors" in name} == saved
+    (directory / "README.md").write_text("Mine.\n", encoding="utf-8")
+    push_model(model, "finch", source=directory)
+    assert files.keys() == server.repositories["user/finch"].files.keys()
+    assert server.repositories["user/finch"].files["README.md"] == b"Mine.\n"
+
+
 def test_old_weights_do_not_stay(server):
     model, repository = tiny_model("rwkv6"), server.repository("user/finch")
     repository.files["model-of-ours.safetensors"] = b""
@@ -247,7 +284,7 @@ def test_push_to_hub_of_a_model_is_that_of_transformers(server, monkeypatch):
     assert opened.pr_url == f"{server.url}/user/eagle/discussions/1"
     model.push_to_hub("user/eagle", revision="dev", token="hf_user", max_shard_size="60KB")
     assert repository.refs.keys() == {"refs/heads/main", "refs/pr/1", "refs/heads/dev"}
-    with pytest.raises(HfHubHTTPError, match="Invalid credentials"):
+    with pytest.raises(HfHubHTTPError, match="Invalid user token"):
         model.push_to_hub("user/eagle", token="hf_wrong")
     assert len(repository.commits) == 2
 
@@ -317,7 +354,17 @@ def test_where_the_user_may_not_write(server, directory, capsys, monkeypatch):
 def test_what_is_to_be_private_does_not_become_public(server, directory, capsys):
     repository = server.repository("user/finch")
     assert run(capsys, directory, "user/finch", "--private", code=1) == "user/finch exists already and is public."
+    for repo_id in ("user/finch", "finch"):
+        with pytest.raises(ValueError, match="user/finch exists already and is public"):
+            tiny_model("rwkv6").push_to_hub(repo_id, private=True)
     assert len(repository.commits) == 1
+
+
+def test_a_pull_request_is_against_main(server, directory):
+    for send, what in ((push, directory), (push_model, tiny_model("rwkv6"))):
+        with pytest.raises(ValueError, match="opened against main, not against dev"):
+            send(what, "user/finch", create_pr=True, revision="dev")
+    assert not server.repositories
 
 
 @pytest.mark.parametrize(

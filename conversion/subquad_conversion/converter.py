@@ -1,11 +1,8 @@
 """From a checkpoint in any known format to a model directory."""
 
 import os
-import secrets
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 import subquad
 
 from .checkpoint import Checkpoint, open_checkpoint, read_json
+from .directories import check_free, new_directory
 from .errors import ConversionError
 from .formats import Format, Plan, Recognised
 from .registry import find_format
@@ -126,10 +124,7 @@ def convert(
     if head_size_divisor is not None and head_size_divisor < 1:
         raise ConversionError(f"`head_size_divisor` must be at least 1, got {head_size_divisor}.")
     shard_size = parse_size(max_shard_size)
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConversionError(f"{destination} exists already and is not an empty directory.")
-    if not (existing := _nearest(destination)).is_dir():
-        raise ConversionError(f"{destination} cannot be made, because {existing} is a file.")
+    check_free(destination)
 
     with open_checkpoint(source) as checkpoint:
         known = find_format(checkpoint)
@@ -177,7 +172,7 @@ def convert(
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
             notes += generation_notes
 
-        with _new_directory(destination, size) as directory:
+        with new_directory(destination, size) as directory:
             # Weights last: they take the time, and what else can fail fails before them.
             model_config.save_pretrained(directory)
             if generation_config is not None:
@@ -293,39 +288,3 @@ def _mend_sampling(generation: GenerationConfig) -> list[str]:
         generation.validate(strict=True)
         return [f"`do_sample` was set in the generation configuration, because it has {', '.join(sampling)}"]
     return []
-
-
-def _nearest(path: Path) -> Path:
-    """The path itself where it exists, else the first above it that does."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-@contextmanager
-def _new_directory(destination: Path, size: int) -> Iterator[Path]:
-    """A directory whose content becomes `destination`'s where the block succeeds, and vanishes where it does not."""
-    existing = _nearest(destination)
-    free = shutil.disk_usage(existing).free
-    if size > free:
-        raise ConversionError(f"The weights need {size:,} bytes; {existing} has {free:,} free.")
-    directory = existing / f".subquad-{secrets.token_hex(4)}.partial"
-    moved = []
-    try:
-        directory.mkdir()
-        yield directory
-        if existing == destination:
-            # Filled and not replaced: it may be a mount point, or have permissions of its own.
-            if any(path != directory for path in destination.iterdir()):
-                raise ConversionError(f"Something else was written to {destination} meanwhile.")
-            for path in sorted(directory.iterdir(), key=lambda path: path.name == "config.json"):
-                moved.append(path)
-                path.rename(destination / path.name)
-            directory.rmdir()
-        else:
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            directory.rename(destination)
-    except BaseException:
-        for path in moved:
-            with suppress(OSError):
-                (destination / path.name).rename(path)
-        shutil.rmtree(directory, ignore_errors=True)
-        raise

@@ -1,10 +1,10 @@
 """What every architecture shares: checks, loading, generation, and the heads."""
 
 import copy
-import glob
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -14,7 +14,13 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.integrations import use_kernel_forward_from_hub
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
-from transformers.utils import WEIGHTS_NAME, can_return_tuple, find_adapter_config_file, logging
+from transformers.utils import (
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    can_return_tuple,
+    find_adapter_config_file,
+    logging,
+)
 from transformers.utils.hub import cached_file, has_file
 
 from subquad_kernels import linear
@@ -89,8 +95,8 @@ def embed(
 
 def replaceable(*operators: Callable) -> list[Callable]:
     """
-    Operators that a model takes from a kernel repository where `use_kernels=True` asks for it and a mapping has their
-    names; the package's own otherwise, and where `kernels` is not installed.
+    Operators that the models of an architecture, all of them, take from a kernel repository once `use_kernels=True`
+    asks for it and a mapping has their names; the package's own otherwise, and where `kernels` is not installed.
     """
     return [use_kernel_forward_from_hub(operator.__name__)(operator) for operator in operators]
 
@@ -107,28 +113,43 @@ class SafetensorsMixin:
             ValueError: where the weights are in files that `subquad convert` makes safetensors of.
         """
         path = pretrained_model_name_or_path
-        # transformers reads a file whatever `use_safetensors` says.
+        # transformers reads a file whatever `use_safetensors` says, and asks the Hub to convert others on the spot.
         if path is not None and os.path.isfile(path) and not os.fspath(path).endswith(".safetensors"):
             raise _needs_conversion(path, [path])
-        try:
-            return super().from_pretrained(path, *args, **kwargs | {"use_safetensors": True})
-        except OSError as error:
-            if path is not None and (files := _pickled_weights(path, kwargs)):
-                raise _needs_conversion(path, files) from error
-            raise
+        if path is not None and (files := _instead_of_safetensors(path, kwargs)):
+            raise _needs_conversion(path, files)
+        return super().from_pretrained(path, *args, **kwargs | {"use_safetensors": True})
 
 
-def _pickled_weights(path: str | os.PathLike, kwargs: dict) -> list[str]:
-    """What a directory, or a repository on the Hub, has instead of safetensors files."""
+def pickled_weights(directory: str | os.PathLike) -> list[Path]:
+    """The files of a model's weights that are not safetensors, other than what a Trainer keeps beside them."""
+    files = (file for pattern in ("pytorch_model*.bin", "*.pth") for file in Path(directory).glob(pattern))
+    return sorted(file for file in files if not file.name.startswith("rng_state"))
+
+
+def _instead_of_safetensors(path: str | os.PathLike, kwargs: dict) -> list[Path]:
+    """What a directory, or a repository on the Hub, has for weights where it has none in safetensors."""
+    subfolder = kwargs.get("subfolder") or ""
     if os.path.isdir(path):
-        directory = os.path.join(glob.escape(os.fspath(path)), kwargs.get("subfolder") or "")
-        return [file for name in ("pytorch_model*.bin", "*.pth") for file in glob.glob(os.path.join(directory, name))]
-    hub = {name: kwargs[name] for name in ("revision", "token", "cache_dir", "local_files_only") if name in kwargs}
-    return [os.path.join("DIRECTORY", WEIGHTS_NAME)] if has_file(path, WEIGHTS_NAME, **hub) else []
+        directory = Path(path) / subfolder
+        return [] if any(directory.glob("*.safetensors*")) else pickled_weights(directory)
+    names = ("revision", "token", "cache_dir", "local_files_only")
+    hub = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+
+    def there(name):
+        return has_file(path, f"{subfolder}/{name}" if subfolder else name, **hub)
+
+    infix = f".{kwargs['variant']}" if kwargs.get("variant") else ""
+    try:
+        if there(f"model{infix}.safetensors") or there(f"model.safetensors.index{infix}.json"):
+            return []
+        return [Path("DIRECTORY") / name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if there(name)]
+    except (OSError, ValueError):  # transformers says what is wrong
+        return []
 
 
-def _needs_conversion(path: str | os.PathLike, files: list[str]) -> ValueError:
-    names = ", ".join(sorted(map(os.path.basename, files)))
+def _needs_conversion(path: str | os.PathLike, files: list[str | os.PathLike]) -> ValueError:
+    names = ", ".join(sorted(os.path.basename(file) for file in files))
     source = files[0] if len(files) == 1 else os.path.dirname(files[0])
     return ValueError(
         f"{path}: the weights are in {names}, and only safetensors files are loaded, as unpickling others may run "
@@ -142,27 +163,35 @@ class SelfContainedMixin:
     def save_pretrained(
         self,
         save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
         *args,
         self_contained: bool = False,
-        push_to_hub: bool = False,
         **kwargs,
     ) -> None:
         """
         As in transformers. With `self_contained` the code that the model needs goes along: the directory loads with
         `trust_remote_code=True` where this package is not installed, and without remote code where it is. What was
-        loaded from such a directory is always saved so, because its configuration names the code.
+        loaded from such a directory is always saved so, because its configuration names the code. Of a model with an
+        adapter the adapter alone is saved, as ever.
         """
-        hub = {name: kwargs.pop(name) for name in _PUSH_ARGUMENTS if push_to_hub and name in kwargs}
-        super().save_pretrained(save_directory, *args, **kwargs)
-        self_contained = self_contained or getattr(self.config, "auto_map", None) is not None
-        if self_contained and not self._brings_its_code():
+        if self._brings_its_code():
+            super().save_pretrained(save_directory, is_main_process, state_dict, push_to_hub, *args, **kwargs)
+            return
+        hub = {name: kwargs.pop(name) for name in _PUSH_ARGUMENTS if name in kwargs}
+        super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)
+        if not is_main_process:
+            return
+        if self_contained or getattr(self.config, "auto_map", None) is not None:
             try:
                 from subquad.hub import add_model_code
             except ImportError as error:
                 raise ImportError("`self_contained=True` needs the package subquad.") from error
             add_model_code(save_directory)
         if push_to_hub:
-            self.push_to_hub(hub.pop("repo_id", None) or os.path.basename(os.path.normpath(save_directory)), **hub)
+            repo_id = hub.pop("repo_id", None) or os.path.basename(os.path.normpath(save_directory))
+            self.push_to_hub(repo_id, source=save_directory, **hub)
 
     def push_to_hub(self, repo_id: str, **kwargs):
         """

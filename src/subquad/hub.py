@@ -5,42 +5,34 @@ the weights. It is the package's own, made flat by [`repository_code`].
 
 import ast
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
-import secrets
 import shutil
-from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from subquad_conversion.directories import check_free, new_directory
 
 from . import ARCHITECTURES, __version__
 
 
 # Packages whose modules go along.
-OWN = ("subquad", "subquad_kernels", "subquad_tokenizers")
+OWN = ("subquad", "subquad_kernels")
 # What may be missing where the code is loaded: transformers looks for all imports of a file except those in a `try`.
 OPTIONAL = ("triton",)
-# What a repository takes over of a model's weights: nothing that is pickled.
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-# Of tokenizers of this package: module, class in Python and fast class.
-WORLD = "tokenization_rwkv_world", "RwkvWorldTokenizer", "RwkvWorldTokenizerFast"
-TOKENIZERS = {
-    "ByteTokenizer": ("tokenization_bytes", None, "ByteTokenizer"),
-    "RwkvWorldTokenizer": WORLD,
-    "RwkvWorldTokenizerFast": WORLD,
-}
-HEADER = "# Part of subquad {version} (Apache-2.0), written there and made flat for a model repository.\n"
+# The digest is that of all files: by the first one transformers tells whether it has loaded the others.
+HEADER = "# Part of subquad {version} (Apache-2.0), written there and made flat for a model repository: {digest}\n"
 LINE_LENGTH = 119
 
 
 def flat_name(module: str) -> str:
     """The name in a repository, where all modules lie beside one another."""
-    package, _, last = module.rpartition(".")
-    # A tokenizer's modules keep their names, as they do where transformers itself saves them.
-    keeps = package == "subquad_tokenizers" or last.startswith(("configuration_", "modeling_"))
-    return last if keeps else module.replace(".", "_")
+    last = module.rpartition(".")[2]
+    return last if last.startswith(("configuration_", "modeling_")) else module.replace(".", "_")
 
 
 @functools.cache
@@ -66,7 +58,10 @@ def _home(module: str, name: str) -> str:
     path, _, tree = _source(module)
     for node in tree.body if path.name == "__init__.py" else ():
         if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
-            return _home(_target(node, module), name)
+            target = _target(node, module)
+            if target == module:
+                raise ValueError(f"{module}.{name} is a module: import from it what is needed.")
+            return _home(target, name)
     return module
 
 
@@ -122,7 +117,7 @@ def _guards(nodes: list[ast.stmt], lines: list[str]) -> list[tuple[int, int, lis
 def flatten(module: str) -> tuple[str, set[str]]:
     """The source of a module with every import of another of ours as of one beside it, and what it imports."""
     _, text, tree = _source(module)
-    lines, found = text.splitlines(), set()
+    lines, found = text.split("\n"), set()
     own = [node for node in tree.body if isinstance(node, ast.ImportFrom) and _target(node, module)]
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     edits: list[tuple[int, int, list[str]]] = []  # first line, last line, what takes their place
@@ -133,16 +128,22 @@ def flatten(module: str) -> tuple[str, set[str]]:
             found |= imported.keys()
             if node not in own:
                 edits.append((node.lineno, node.end_lineno, _statements(imported, indent)))
+        elif isinstance(node, ast.Import) and any(alias.name.split(".")[0] in OWN for alias in node.names):
+            raise ValueError(f"{module}, line {node.lineno}: import from a module what is needed.")
     edits += _guards(nodes, lines)
     if own:
         together: dict[str, list[ast.alias]] = {}
         for node in own:
             for target, aliases in _imported(node, module).items():
                 together.setdefault(target, []).extend(aliases)
-        edits.append((own[0].lineno, own[-1].end_lineno, _statements(together, "")))
+        first, last = own[0].lineno, own[-1].end_lineno
+        between = [line for line in range(first, last + 1) if lines[line - 1].strip()]
+        if {*between} - {line for node in own for line in range(node.lineno, node.end_lineno + 1)}:
+            raise ValueError(f"{module}: between its imports from this package there is something else.")
+        edits.append((first, last, _statements(together, "")))
     for first, last, replacement in sorted(edits, reverse=True):
         lines[first - 1 : last] = replacement
-    return HEADER.format(version=__version__) + "\n".join(lines) + "\n", found
+    return "\n".join(lines), found
 
 
 def repository_code(*modules: str) -> dict[str, str]:
@@ -163,60 +164,84 @@ def repository_code(*modules: str) -> dict[str, str]:
         if name not in files:
             files[name], found = flatten(module)
             waiting += found
-    return dict(sorted(files.items()))
+    digest = hashlib.sha256("\0".join(f"{name}\0{text}" for name, text in sorted(files.items())).encode()).hexdigest()
+    header = HEADER.format(version=__version__, digest=digest[:16])
+    return {name: header + text for name, text in sorted(files.items())}
 
 
-def _add_code(directory: Path, modules: Iterable[str], settings: str, auto_map: dict[str, Any]) -> None:
-    """Writes modules into a directory, and into its file of settings what the Auto classes find there."""
-    for name, text in repository_code(*modules).items():
-        (directory / name).write_text(text, encoding="utf-8")
-    path = directory / settings
-    fields = json.loads(path.read_text(encoding="utf-8")) | {"auto_map": auto_map}
-    path.write_text(json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}.") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no JSON object.")
+    return fields
+
+
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
+    _write(path, json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def add_model_code(directory: str | os.PathLike) -> None:
     """
-    Makes a saved model load where this package is not installed: adds the code that it needs, and to `config.json`
-    where the Auto classes find it.
+    Makes a saved model load where this package is not installed: adds the code that it needs, with its licence, and to
+    `config.json` where the Auto classes find it.
 
     Raises:
         ValueError: where the directory holds no model of an architecture of this package.
     """
-    model_type = _model_type(Path(directory))
-    folder, config, heads = ARCHITECTURES[model_type]
+    directory = Path(directory)
+    folder, config, heads = ARCHITECTURES[_model_type(directory)]
     name = folder.rpartition(".")[2]
     auto_map = {"AutoConfig": f"configuration_{name}.{config}"}
     auto_map |= {auto_class: f"modeling_{name}.{head}" for auto_class, head in heads.items()}
-    modules = f"{folder}.configuration_{name}", f"{folder}.modeling_{name}"
-    _add_code(Path(directory), modules, "config.json", auto_map)
+    for file, text in repository_code(f"{folder}.configuration_{name}", f"{folder}.modeling_{name}").items():
+        _write(directory / file, text)
+    for file in ("LICENSE", "NOTICE"):
+        if not (directory / file).exists():
+            _write(directory / file, _legal(file))
+    fields = _read_json(directory / "config.json") | {"auto_map": auto_map}
+    fields.pop("custom_pipelines", None)  # of code that does not go along
+    _write_json(directory / "config.json", fields)
 
 
 def _model_type(directory: Path) -> str:
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory} has no `config.json`: it is no model directory.")
-    model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    model_type = _read_json(path).get("model_type")
     if model_type not in ARCHITECTURES:
         raise ValueError(f"{path}: `model_type` is {model_type!r}; known are {', '.join(ARCHITECTURES)}.")
     return model_type
 
 
-def add_tokenizer_code(directory: str | os.PathLike) -> None:
-    """As [`add_model_code`], for a saved tokenizer; one that is no class of this package needs no code."""
-    path = Path(directory) / "tokenizer_config.json"
-    name = json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class")
-    if name in TOKENIZERS:
-        module, slow, fast = TOKENIZERS[name]
-        references = [None if cls is None else f"{module}.{cls}" for cls in (slow, fast)]
-        _add_code(Path(directory), [f"subquad_tokenizers.{module}"], path.name, {"AutoTokenizer": references})
+def _weights(directory: Path) -> list[Path]:
+    """The files of a model's weights, all of them there."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        from .heads import pickled_weights
+
+        pickled = pickled_weights(directory)
+        hint = f"; `subquad convert` reads {pickled[0].name}" if pickled else ""
+        raise ValueError(f"{directory} has no weights in safetensors{hint}.")
+    shards = sorted({*_read_json(index).get("weight_map", {}).values()})
+    missing = [name for name in shards if Path(name).name != name or not (directory / name).is_file()]
+    if missing or not shards:
+        raise ValueError(f"{index} names files that are not there: {', '.join(missing) or 'none at all'}.")
+    return [index, *(directory / name for name in shards)]
 
 
 def export(
     source: str | os.PathLike,
     destination: str | os.PathLike,
     *,
-    repo_id: str | None = None,
     link_weights: bool = False,
 ) -> list[str]:
     """
@@ -227,7 +252,6 @@ def export(
     Args:
         source: a directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights.
         destination: directory to make; it must not exist or be empty. It appears complete or not at all.
-        repo_id: what the example of a new card loads; by default the destination's name.
         link_weights: makes symbolic links to the weights, where the system allows them, and no copies.
 
     Returns:
@@ -237,43 +261,30 @@ def export(
         ValueError: where the source is no model of this package or has no safetensors weights, or the destination is
             occupied.
     """
-    source, destination = Path(source), Path(destination)
+    source, destination = Path(source).resolve(), Path(destination).resolve()
     _model_type(source)
-    weights = sorted(path for pattern in WEIGHTS for path in source.glob(pattern))
-    if not weights:
-        pickled = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in source.glob(pattern))
-        hint = f"; `subquad convert` reads {pickled[0]}" if pickled else ""
-        raise ValueError(f"{source} has no weights in safetensors{hint}.")
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ValueError(f"{destination} exists already and is not an empty directory.")
+    weights = _weights(source)
+    check_free(destination)
 
     from transformers import AutoConfig
 
-    from .cards import base_model, model_card
+    from .cards import base_model, is_own_card, model_card
 
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    partial = destination.with_name(f".{destination.name}-{secrets.token_hex(4)}.partial")
-    try:
-        partial.mkdir()
+    size = 0 if link_weights else sum(path.stat().st_size for path in weights)
+    with new_directory(destination, size) as partial:
         for path in weights:
             (_link if link_weights else shutil.copyfile)(path, partial / path.name)
-        AutoConfig.from_pretrained(source).save_pretrained(partial)
+        AutoConfig.from_pretrained(source, trust_remote_code=False).save_pretrained(partial)
         add_model_code(partial)
         if (source / "generation_config.json").is_file():
             shutil.copyfile(source / "generation_config.json", partial / "generation_config.json")
         _copy_tokenizer(source, partial)
-        (partial / "LICENSE").write_text(_license(), encoding="utf-8")
-        if (source / "README.md").is_file():
+        if (source / "README.md").is_file() and not is_own_card(source):
             shutil.copyfile(source / "README.md", partial / "README.md")
         else:
-            card = model_card(partial, repo_id=repo_id or destination.name, base_model=base_model(source))
+            card = model_card(partial, repo_id=destination.name, base_model=base_model(source))
             card.save(partial / "README.md")
-        if destination.exists():
-            destination.rmdir()
-        partial.rename(destination)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return sorted(path.name for path in destination.iterdir())
+    return sorted(path.relative_to(destination).as_posix() for path in destination.rglob("*") if path.is_file())
 
 
 def _link(source: Path, destination: Path) -> None:
@@ -284,20 +295,29 @@ def _link(source: Path, destination: Path) -> None:
 
 
 def _copy_tokenizer(source: Path, destination: Path) -> None:
-    """The tokenizer of a model directory, if it has one, as the installed classes save it."""
-    if any((source / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
-        from transformers import AutoTokenizer
+    """The tokenizer of a model directory, if it has one, as the installed classes save it; with its code, if ours."""
+    if not any((source / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+        return
+    from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(source).save_pretrained(destination)
-        add_tokenizer_code(destination)
+    from subquad_tokenizers.tokenization_base import SelfContainedMixin
+
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    ours = isinstance(tokenizer, SelfContainedMixin)
+    tokenizer.save_pretrained(destination, **({"self_contained": True} if ours else {}))
+    path = destination / "tokenizer_config.json"
+    fields = _read_json(path)
+    if not ours and fields.pop("auto_map", None):  # of code that does not go along
+        _write_json(path, fields)
 
 
-def _license() -> str:
-    """The licence of this package: of an installed one beside its metadata, else at the root of the clone."""
-    files = importlib.metadata.distribution("subquad").files or ()
-    found = [Path(file.locate()) for file in files if file.name == "LICENSE"]
-    found.append(Path(__file__).parents[2] / "LICENSE")
+def _legal(name: str) -> str:
+    """LICENSE or NOTICE of this package: of an installed one beside its metadata, else at the root of the clone."""
+    found = [Path(__file__).parents[2] / name]
+    with suppress(importlib.metadata.PackageNotFoundError):
+        files = importlib.metadata.distribution("subquad").files or ()
+        found = [*(Path(file.locate()) for file in files if file.name == name), *found]
     return next(path for path in found if path.is_file()).read_text(encoding="utf-8")
 
 
-__all__ = ["add_model_code", "add_tokenizer_code", "export", "repository_code"]
+__all__ = ["add_model_code", "export", "repository_code"]

@@ -39,8 +39,8 @@ def push(
 ) -> "CommitInfo":
     """
     Uploads a model directory in the form that [`subquad.hub.export`] writes, in one commit. Whatever else the
-    repository has stays, but for the weights of another model. The card is the model directory's README.md, else the
-    one that the repository has, else a new one.
+    repository has stays, but for the weights of another model. The card is the model directory's README.md, if
+    somebody wrote it, else the one that the repository has, else a new one.
 
     Args:
         source: a directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights.
@@ -59,32 +59,24 @@ def push(
             a pull request, or the model is to be private and the repository is public.
         PushError: where the token is missing or wrong, it may not write there, or the connection fails.
     """
-    from huggingface_hub.utils import validate_repo_id
-
     from .hub import export
 
-    if create_pr and revision not in (None, "main"):
-        raise ValueError(f"a pull request is opened against main, not against {revision}.")
-    validate_repo_id(repo_id)
     api = _api(token)
-    with _explained(api, repo_id):  # before what takes long
-        user = api.whoami()["name"]
-        repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
-        if private and api.repo_exists(repo_id) and not api.model_info(repo_id).private:
-            raise ValueError(f"{repo_id} exists already and is public.")
+    with _explained(api, repo_id):
+        repo_id = _target(api, repo_id, private=private, revision=revision, create_pr=create_pr)
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent) / "repository"
-        export(source, directory, repo_id=repo_id, link_weights=True)
+        export(source, directory, link_weights=True)
         with _explained(api, repo_id):
-            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            api.create_repo(repo_id, private=private, exist_ok=True)
             return _upload(
                 api,
+                Path(source),
                 directory,
                 repo_id,
                 revision=revision,
                 create_pr=create_pr,
                 commit_message=commit_message,
-                own_card=(Path(source) / CARD).is_file(),
             )
 
 
@@ -92,6 +84,7 @@ def push_model(
     model: "PreTrainedModel",
     repo_id: str,
     *,
+    source: str | os.PathLike | None = None,
     commit_message: str | None = None,
     commit_description: str | None = None,
     private: bool | None = None,
@@ -101,18 +94,31 @@ def push_model(
     max_shard_size: int | str | None = "50GB",
     tags: str | list[str] | None = None,
 ) -> "CommitInfo":
-    """What `push_to_hub` of the models does: as that of transformers, in the form that loads without this package."""
+    """
+    What `push_to_hub` of the models does: as that of transformers, in the form that loads without this package.
+
+    Args:
+        source: the directory that the model is saved in, with all else that [`push`] uploads of it; by default it is
+            saved for this, in files of at most `max_shard_size`.
+
+    Raises:
+        ValueError: as [`push`]; what the Hub refuses raises the errors of huggingface_hub.
+    """
     from .hub import export
 
     tags = [tags] if isinstance(tags, str) else tags or []
     api = _api(token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    repo_id = _target(api, repo_id, private=private, revision=revision, create_pr=create_pr)
+    api.create_repo(repo_id, private=private, exist_ok=True)
     with tempfile.TemporaryDirectory() as parent:
-        source, directory = Path(parent) / "model", Path(parent) / "repository"
-        model.save_pretrained(source, max_shard_size=max_shard_size)
-        export(source, directory, repo_id=repo_id, link_weights=True)
+        if source is None:
+            source = Path(parent) / "model"
+            model.save_pretrained(source, max_shard_size=max_shard_size)
+        directory = Path(parent) / "repository"
+        export(source, directory, link_weights=True)
         return _upload(
             api,
+            Path(source),
             directory,
             repo_id,
             revision=revision,
@@ -129,8 +135,23 @@ def _api(token: bool | str | None) -> "HfApi":
     return HfApi(token=token, library_name="subquad", library_version=__version__)
 
 
+def _target(api: "HfApi", repo_id: str, *, private: bool | None, revision: str | None, create_pr: bool) -> str:
+    """The full name of the repository. Refuses, before what takes long, what cannot be or would be public."""
+    from huggingface_hub.utils import validate_repo_id
+
+    if create_pr and revision not in (None, "main"):
+        raise ValueError(f"a pull request is opened against main, not against {revision}.")
+    validate_repo_id(repo_id)
+    user = api.whoami()["name"]
+    repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
+    if private and api.repo_exists(repo_id) and not api.model_info(repo_id).private:
+        raise ValueError(f"{repo_id} exists already and is public.")
+    return repo_id
+
+
 def _upload(
     api: "HfApi",
+    source: Path,
     directory: Path,
     repo_id: str,
     *,
@@ -138,19 +159,25 @@ def _upload(
     create_pr: bool,
     commit_message: str | None,
     commit_description: str | None = None,
-    own_card: bool = False,
     tags: list[str] | None = None,
 ) -> "CommitInfo":
-    """All files of a directory as one commit. (`upload_folder` of huggingface_hub may make several.)"""
+    """
+    All files of a directory that `source` was exported to, with the repository's card, as one commit. (`upload_folder`
+    of huggingface_hub may make several.)
+    """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    from .cards import is_own_card
 
     if revision is not None and not revision.startswith("refs/pr/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     there = api.list_repo_files(repo_id, revision=revision)
-    if CARD in there and not own_card:
-        old = Path(api.hf_hub_download(repo_id, CARD, revision=revision))
-        if PLACEHOLDER not in old.read_text(encoding="utf-8"):
+    if not (source / CARD).is_file() or is_own_card(source):
+        old = Path(api.hf_hub_download(repo_id, CARD, revision=revision)) if CARD in there else None
+        if old is not None and PLACEHOLDER not in old.read_text(encoding="utf-8"):
             shutil.copyfile(old, directory / CARD)
+        else:
+            _new_card(source, directory, repo_id, there)
     if tags:
         _tag(directory / CARD, tags)
     here = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
@@ -164,6 +191,15 @@ def _upload(
         revision=revision,
         create_pr=create_pr,
     )
+
+
+def _new_card(source: Path, directory: Path, repo_id: str, there: list[str]) -> None:
+    """A tokenizer that the repository has comes with the model as one in the directory does."""
+    from .cards import TOKENIZER_FILES, base_model, model_card
+
+    has_tokenizer = any(name in there or (directory / name).is_file() for name in TOKENIZER_FILES)
+    card = model_card(directory, repo_id=repo_id, has_tokenizer=has_tokenizer, base_model=base_model(source))
+    card.save(directory / CARD)
 
 
 def _tag(path: Path, tags: list[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 
 # Of the operators in torch's registry: another copy of this code in the same process has its own.
-_NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0])
+_NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0], flags=re.ASCII)
 
 
 def custom_op(name: str, **options: Any) -> Callable[[Callable], Any]:
