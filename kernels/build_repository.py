@@ -1,6 +1,6 @@
 """
 Builds the Hub kernel repository of `build.toml`: a directory that `kernels.get_local_kernel` loads, and that can be
-uploaded as it is. Nothing is compiled, so the variants of all backends hold the same files. Needs Python 3.11.
+uploaded as it is. Nothing is compiled, so the variants of all backends hold the same files.
 """
 
 import argparse
@@ -8,9 +8,8 @@ import base64
 import hashlib
 import json
 import shutil
+from configparser import ConfigParser
 from pathlib import Path
-
-import tomllib
 
 
 HERE = Path(__file__).resolve().parent
@@ -23,7 +22,9 @@ def build(destination: Path) -> None:
     Raises:
         FileExistsError: where there is something by that name.
     """
-    general = tomllib.loads((HERE / "build.toml").read_text(encoding="utf-8"))["general"]
+    settings = ConfigParser()  # Python 3.10 reads no TOML, and what stands there is JSON as well
+    settings.read(HERE / "build.toml", encoding="utf-8")
+    general = {name: json.loads(value) for name, value in settings["general"].items()}
     name = general["name"].replace("-", "_")
     source = HERE / "torch-ext" / name
     files = {path.relative_to(source).as_posix(): path.read_bytes() for path in sorted(source.rglob("*.py"))}

@@ -170,7 +170,7 @@ def test_what_is_known(repositories):
         ("someone/finch", "someone/finch"),
         ("./finch", None),
         ("runs/finch", None),
-        ("/home/someone/finch", None),
+        ("/data/someone/finch", None),
         ("out/runs/finch", None),
         ("finch", None),
         ("", None),

@@ -23,8 +23,6 @@ SOURCE = ROOT / "kernels" / "torch-ext" / "subquad_kernels"
 BUILD = ROOT / "kernels" / "build_repository.py"
 VARIANTS = ("torch-cpu", "torch-cuda", "torch-rocm")
 
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the build needs tomllib")
-
 
 def build(directory):
     subprocess.run([sys.executable, BUILD, directory], check=True)
