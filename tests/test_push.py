@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
 
-from subquad import cli, hub
+from subquad import cli, embedded_model, hub
 from subquad.push import PushError, push, push_model
 from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer, RwkvWorldTokenizerFast
 
@@ -94,6 +95,19 @@ def test_a_push_is_one_commit_of_what_export_writes(server, directory, tmp_path,
     assert f"{server.url}/user/finch/commit/{repository.commits[-1].oid}" in out
     run(capsys, directory, "finch")  # of the user whose token it is; nothing has changed
     assert len(repository.commits) == 2
+
+
+def test_the_readme_runs_as_printed(server, tmp_path, monkeypatch, capsys):
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8").partition("## Share it")[2]
+    command = shlex.split(readme.partition("```")[2].splitlines()[2])
+    assert command[:2] == ["subquad", "push"]
+    server.tokens["hf_user"] = (command[3].partition("/")[0], True)
+    (tmp_path / "finch-1b6").symlink_to(embedded_model("finch-abc"))  # which is there, and a Finch
+    monkeypatch.chdir(tmp_path)
+    run(capsys, *command[2:])
+    repository = server.repositories[command[3]]
+    assert repository.private
+    assert {"modeling_rwkv6.py", "model.safetensors", "tokenizer.json", "LICENSE", "NOTICE"} < repository.files.keys()
 
 
 # Runs where no package of ours can be imported and nothing but the test's server can be reached.

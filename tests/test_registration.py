@@ -1,6 +1,7 @@
 """`import subquad` makes the Auto classes know every architecture, whatever was imported before, and takes no time."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -150,3 +151,20 @@ def test_walls():
     """The operators need torch alone, the tokenizers never need torch."""
     run("import sys, subquad_kernels; assert not {'transformers', 'subquad', 'triton'} & set(sys.modules)")
     run("import sys, subquad_tokenizers; assert not {'torch', 'subquad'} & set(sys.modules)")
+
+
+def test_no_network():
+    """Neither importing the package nor loading what lies on the disk asks for any host."""
+    script = (
+        "import sys\n"
+        "def watch(event, arguments):\n"
+        "    assert event not in ('socket.getaddrinfo', 'socket.connect'), arguments\n"
+        "sys.addaudithook(watch)\n"
+        "import subquad\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "path = subquad.embedded_model('finch-abc')\n"
+        "AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
