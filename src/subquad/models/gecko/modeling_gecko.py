@@ -300,8 +300,9 @@ class GeckoMega(nn.Module):
             elif call.held is not None:
                 read = {name: _behind(state.get(name), x, call.held) for name, x in rows.items()}
 
-        remembered = torch.zeros_like(v)
-        if state is not None or call.leaving.shape[1]:
+        if state is None and call.leaving.shape[1] == 0:
+            remembered = torch.zeros_like(v)
+        else:
             remembered, memory, normalizer = working_memory(
                 *(q_m, read["memory_keys"], read["values"], memory, normalizer),
                 *(call.leaving, call.begins, call.reads, config.chunk_size),
@@ -313,8 +314,8 @@ class GeckoMega(nn.Module):
                 memory, normalizer = memory.masked_fill(short[..., None], 0.0), normalizer.masked_fill(short, 0.0)
             states, updates = {"memory": memory, "normalizer": normalizer}, ()
             if state.record_past:
-                updates = *(call.as_given(x.transpose(1, 2)) for x in rows.values()), call.given_place
-                updates += call.given_kept, call.as_given(call.forgets)
+                kept = [call.as_given(x.transpose(1, 2)) for x in rows.values()]
+                updates = *kept, call.given_place, call.given_kept, call.as_given(call.forgets)
             replay = functools.partial(replay_memory, config.chunk_size)
             rings = cache.keep(state, rows, states, call.kept_place, call.kept, call.plain, replay, *updates)
             if call.one:
