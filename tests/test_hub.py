@@ -46,7 +46,7 @@ from transformers import (
     AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 )
 
-for name in ("subquad", "subquad_kernels", "subquad_tokenizers", "triton", "peft", "accelerate", "kernels"):
+for name in ("subquad", "subquad_kernels", "subquad_tokenizers", "peft", "accelerate", "kernels"):
     assert not find_spec(name), name
 results, ids = {}, load_file(sys.argv[1] + "/ids.safetensors")["ids"]
 for name in sys.argv[2:]:
