@@ -111,9 +111,6 @@ class _Layer(RecurrentLayer):
             self.incoming = dict(zip(self.shapes, _Receive.apply(self.anchor(), self.link, *like), strict=True))
         return self.incoming.get(name)
 
-    def overwrites(self, name: str) -> bool:
-        return False
-
     def may_change(self, name: str, held: torch.Tensor) -> bool:
         return False
 

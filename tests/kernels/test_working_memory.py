@@ -218,7 +218,6 @@ def test_step(places, backend):
             assert torch.equal(state[kept], x[kept])
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU no row is waited for")
 def test_step_works_for_the_rows_that_absorb(monkeypatch):
     from subquad_kernels.working_memory import eager
 
