@@ -28,6 +28,12 @@ class AveyConfig(PreTrainedConfig):
     model_type = "avey"
     attribute_map = {"hidden_size": "d_embed", "num_hidden_layers": "n_blocks"}
     keys_to_ignore_at_inference = ["past_key_values"]
+    # Ranker and contextualizer compare whole embeddings: every process has them.
+    base_model_tp_plan = {
+        "wte": "embedding_rowwise",
+        "blocks.*.ctxt.enricher": "colwise_gather_output",
+        "blocks.*.ctxt.fuser": "rowwise_split_input",
+    }
 
     vocab_size: int = 50304
     d_embed: int = 768

@@ -63,6 +63,12 @@ class AveyBConfig(PreTrainedConfig):
 
     model_type = "avey-b"
     attribute_map = {"hidden_size": "d_embed", "num_hidden_layers": "n_layers"}
+    # Ranker and contextualizer compare whole embeddings: every process has them.
+    base_model_tp_plan = {
+        "embed": "embedding_rowwise",
+        "layers.*.enricher": "colwise_gather_output",
+        "layers.*.fuser": "rowwise_split_input",
+    }
 
     vocab_size: int = 50368
     d_embed: int = 768

@@ -5,6 +5,8 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...tensor_parallel import divides_heads, plan_heads
+
 
 @strict
 class GeckoConfig(PreTrainedConfig):
@@ -83,6 +85,21 @@ class GeckoConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     pad_token_id: int | None = None
     use_cache: bool = True
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """
+        How tensor parallel processes share the model: by heads, where their number divides that of the heads and these
+        are alike, all of them with rotary embeddings or none.
+        """
+        split = divides_heads(self, self.num_heads) and self.num_rope_heads in (0, self.num_heads)
+        return {
+            "embed": "embedding_rowwise",
+            **plan_heads("layers.*.mega", ("wz", "wv", "wr"), "wh2", {"gamma": "rowwise", "beta": "rowwise"}, split),
+            "layers.*.mega.wh1": "colwise_gather_output",
+            **{f"layers.*.nffn.{name}": "colwise" for name in (("fc1", "fc3") if self.swiglu else ("fc1",))},
+            "layers.*.nffn.fc2": "rowwise",
+        }
 
     @property
     def boundary_token_id(self) -> int | None:

@@ -33,6 +33,7 @@ from ...heads import (
     replaceable,
 )
 from ...padding import Call, Tokens, can_look_at, shift
+from ...tensor_parallel import own_part
 from .configuration_gecko import GeckoConfig
 
 
@@ -268,9 +269,10 @@ class GeckoMega(nn.Module):
     def share(self, m: torch.Tensor, call: GeckoCall) -> list[torch.Tensor]:
         """Equations 6-8, 25, 26: q, k and those of the memory, (batch, heads, length, size) each."""
         config = self.config
-        z = self.wz(m).unflatten(-1, (config.num_heads, -1))
+        z = self.wz(m).unflatten(-1, (-1, config.z_dim // config.num_heads))
         z = F.rms_norm(z, z.shape[-1:], eps=config.norm_eps)
-        gamma, beta = (w.unflatten(-1, z.shape[2:]) for w in ((self.gamma + 1) * z.shape[-1] ** -0.5, self.beta))
+        gamma, beta = (own_part(w).unflatten(-1, z.shape[2:]) for w in (self.gamma, self.beta))
+        gamma = (gamma + 1) * z.shape[-1] ** -0.5
         q, k, q_m, k_m = ((z * gamma[i] + beta[i]).to(z.dtype) for i in range(4))
         q, k = call.rotate(q, config.num_rope_heads), call.rotate(k, config.num_rope_heads)
         return [x.transpose(1, 2) for x in (q, k, q_m, k_m)]
@@ -336,7 +338,7 @@ class GeckoMega(nn.Module):
         t = self.timenorm(x, call, state)
         m = F.dropout(self.rmsnorm(self.cema(t, call, state) + t), config.hidden_dropout, training)
         q, k, q_m, k_m = self.share(m, call)
-        v = F.silu(self.wv(t)).unflatten(-1, (config.num_heads, -1)).transpose(1, 2)
+        v = F.silu(self.wv(t)).unflatten(-1, (-1, config.value_dim // config.num_heads)).transpose(1, 2)
         r = F.silu(self.wr(m))
         attended, remembered = (
             y.transpose(1, 2).flatten(2) for y in self.recall(q, k, v, q_m, k_m, call, cache, state)
@@ -634,6 +636,7 @@ class GeckoForCausalLM(CausalLMHead, GeckoPreTrainedModel, RecurrentGenerationMi
     """Gecko with the head that predicts the next token."""
 
     lm_head_name = "output.output"
+    _tp_plan = {"output.output": "colwise_gather_output"}
     _tied_weights_keys = {"output.output.weight": "model.embed.weight"}
 
     def __init__(self, config: GeckoConfig):

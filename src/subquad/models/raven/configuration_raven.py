@@ -6,6 +6,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...tensor_parallel import divides_heads, plan_heads
+
 
 CHOICES = {
     "router": ("raven", "gsa", "swa"),
@@ -129,6 +131,29 @@ class RavenConfig(PreTrainedConfig):
             self.attn = _complete(self.attn)
         elif self.attn is not None:
             self.attn = [_complete(spec) for spec in self.attn]
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """
+        How tensor parallel processes share the model: by heads, where their number divides that of the heads of every
+        layer and nothing reads all heads: outputs without a gate have one norm, a router of two layers is not split.
+        """
+        raven, lone = self.router == "raven", self.router != "raven" or self.router_type == "lin"
+        mamba, gla = (self.router != "swa" and self.decay_type == name for name in ("Mamba2", "GLA"))
+        into = {"q_proj": True, "k_proj": True, "v_proj": True, "o_gate_proj": self.use_output_gate}
+        into |= {"a_proj": mamba, "f_proj": gla, "r_proj": raven and lone}
+        own = {"A_log": mamba, "dt_bias": mamba, "r_bias": raven and self.bias_rmm}
+        parameters = {f"{name}_norm": "replicated_with_grad_allreduce" for name in "qko"}
+        parameters |= {name: "colwise" for name, there in own.items() if there}
+        heads = [spec[name] for spec in self.attention_specs for name in ("num_heads", "num_kv_heads")]
+        split = divides_heads(self, self.num_heads, self.num_kv_heads, *heads) and self.use_output_gate and lone
+        return {
+            "embeddings": "embedding_rowwise",
+            **plan_heads("layers.*.attn", [name for name in into if into[name]], "o_proj", parameters, split),
+            "layers.*.mlp.gate_proj": "colwise",
+            "layers.*.mlp.up_proj": "colwise",
+            "layers.*.mlp.down_proj": "rowwise",
+        }
 
     @property
     def key_dim(self) -> int:

@@ -3,6 +3,8 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...tensor_parallel import divides_heads, plan_heads
+
 
 @strict
 class Rwkv5Config(PreTrainedConfig):
@@ -30,6 +32,13 @@ class Rwkv5Config(PreTrainedConfig):
     model_type = "rwkv5"
     attribute_map = {"max_position_embeddings": "context_length", "head_dim": "head_size"}
     keys_to_ignore_at_inference = ["past_key_values"]
+    # What each head has beside its columns of the linear layers, see `plan_heads`.
+    _head_parameters = {
+        "time_decay": "colwise",
+        "time_faaaa": "colwise",
+        "ln_x.weight": "colwise",
+        "ln_x.bias": "colwise",
+    }
 
     vocab_size: int = 65536
     context_length: int = 4096
@@ -61,6 +70,18 @@ class Rwkv5Config(PreTrainedConfig):
         if self.intermediate_size is None:
             self.intermediate_size = int(self.hidden_size * 3.5) // 32 * 32
         super().__post_init__(**kwargs)
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How tensor parallel processes share the model: by heads, where their number divides that of the heads."""
+        into, split = ("receptance", "key", "value", "gate"), divides_heads(self, self.num_attention_heads)
+        return {
+            "embeddings": "embedding_rowwise",
+            **plan_heads("blocks.*.attention", into, "output", self._head_parameters, split),
+            "blocks.*.feed_forward.key": "colwise",
+            "blocks.*.feed_forward.value": "rowwise",
+            "blocks.*.feed_forward.receptance": "colwise_gather_output",
+        }
 
     def validate_architecture(self):
         """Refuses sizes that do not fit together, before any tensor is made."""

@@ -22,6 +22,7 @@ from ...heads import (
     replaceable,
 )
 from ...padding import Tokens, last_token
+from ...tensor_parallel import own_part
 from .configuration_rwkv5 import Rwkv5Config
 
 
@@ -35,17 +36,20 @@ class Rwkv5GatedRecurrence(nn.GroupNorm):
     """
 
     def forward(self, tokens: Tokens, r, k, v, gate, log_w, u, state: torch.Tensor | None, inplace: bool):
-        weights = (log_w, u, self.weight, self.bias, self.eps)
+        weights = (log_w, u, own_part(self.weight), own_part(self.bias), self.eps)
         return tokens.by_document(gated_wkv, (r, k, v, gate), weights, state, inplace)
 
 
 class Rwkv5TimeMixing(nn.Module):
     """Section 4.1.2: the linear attention, with a learned decay a channel."""
 
+    state_name, state_scale = "wkv", 100.0  # of state tuning: what numbers in a trained state are like
+
     def __init__(self, config: Rwkv5Config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
         self.num_heads, self.head_size = config.num_attention_heads, config.head_size
+        self.state_shape = self.num_heads, self.head_size, self.head_size
         width, inner = config.hidden_size, config.attention_hidden_size
 
         self.time_decay = nn.Parameter(torch.empty(self.num_heads, self.head_size))
@@ -69,17 +73,18 @@ class Rwkv5TimeMixing(nn.Module):
         # The published mu weighs the token itself, the operator's the one before it.
         x_r, x_k, x_v, x_g = token_shift(x, before, 1 - mix.squeeze(1).float(), starts=tokens.starts).unbind()
 
-        heads = (*x.shape[:2], self.num_heads, self.head_size)
+        heads = (*x.shape[:2], -1, self.head_size)
         r = self.receptance(x_r).view(heads)
         k = tokens.erase(self.key(x_k)).view(heads)
         v = self.value(x_v).view(heads)
         g = self.gate(x_g)
-        log_w = -self.time_decay.float().exp()  # equation 5
+        log_w = -own_part(self.time_decay).float().exp()  # equation 5
         if tokens.mask is not None:
             log_w = tokens.erase(log_w.expand(heads))  # padding neither adds to the state nor decays it
 
         inplace = state is not None and state.overwrites("wkv")
-        out, after = self.ln_x(tokens, r, k, v, g, log_w, self.time_faaaa, state and state.get("wkv"), inplace)
+        u = own_part(self.time_faaaa)
+        out, after = self.ln_x(tokens, r, k, v, g, log_w, u, state and state.get("wkv"), inplace)
         if state is not None:
             state.update("attention_shift", last_token(None, x), last_token, x)
             state.update("wkv", after, wkv_state, k, v, log_w.expand(heads))
@@ -267,6 +272,7 @@ class Rwkv5ForCausalLM(CausalLMHead, Rwkv5PreTrainedModel, RecurrentGenerationMi
     """Eagle with the head that predicts the next token."""
 
     lm_head_name = "head"
+    _tp_plan = {"head": "colwise_gather_output"}
     _tied_weights_keys = {"head.weight": "rwkv.embeddings.weight"}
 
     def __init__(self, config: Rwkv5Config):

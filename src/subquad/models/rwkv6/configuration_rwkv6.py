@@ -17,6 +17,7 @@ class Rwkv6Config(Rwkv5Config):
     """
 
     model_type = "rwkv6"
+    _head_parameters = {**Rwkv5Config._head_parameters, "time_decay": "rowwise", "time_decay_w2": "rowwise"}
 
     lora_rank_tokenshift: int = 32
     lora_rank_decay: int = 64

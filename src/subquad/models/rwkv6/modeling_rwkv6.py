@@ -22,6 +22,7 @@ from ...heads import (
     replaceable,
 )
 from ...padding import Tokens, last_token
+from ...tensor_parallel import own_part, times_own_columns
 from .configuration_rwkv6 import Rwkv6Config
 
 
@@ -35,17 +36,20 @@ class Rwkv6GatedRecurrence(nn.GroupNorm):
     """
 
     def forward(self, tokens: Tokens, r, k, v, gate, log_w, u, state: torch.Tensor | None, inplace: bool):
-        weights = (u, self.weight, self.bias, self.eps)
+        weights = (u, own_part(self.weight), own_part(self.bias), self.eps)
         return tokens.by_document(gated_wkv, (r, k, v, gate, log_w), weights, state, inplace)
 
 
 class Rwkv6TimeMixing(nn.Module):
     """Section 4.2.2: the linear attention, with a decay that depends on the data."""
 
+    state_name, state_scale = "wkv", 100.0  # of state tuning: what numbers in a trained state are like
+
     def __init__(self, config: Rwkv6Config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
         self.num_heads, self.head_size = config.num_attention_heads, config.head_size
+        self.state_shape = self.num_heads, self.head_size, self.head_size
         width, inner = config.hidden_size, config.attention_hidden_size
 
         self.time_maa_x = nn.Parameter(torch.empty(1, 1, width))
@@ -82,17 +86,19 @@ class Rwkv6TimeMixing(nn.Module):
         x = tokens.fill(x, before)
         x_w, x_k, x_v, x_r, x_g = self.ddlerp(x, before, tokens.starts)
 
-        heads = (*x.shape[:2], self.num_heads, self.head_size)
+        heads = (*x.shape[:2], -1, self.head_size)
         r = self.receptance(x_r).view(heads)
         k = tokens.erase(self.key(x_k)).view(heads)
         v = self.value(x_v).view(heads)
         g = self.gate(x_g)
         # Equations 17 and 18; padding neither adds to the state nor decays it.
-        d = self.time_decay.float() + torch.tanh(x_w @ self.time_decay_w1) @ self.time_decay_w2
+        d = times_own_columns(torch.tanh(x_w @ self.time_decay_w1), self.time_decay_w2)
+        d = own_part(self.time_decay).float() + d
         log_w = tokens.erase(-d.exp()).view(heads)
 
         inplace = state is not None and state.overwrites("wkv")
-        out, after = self.ln_x(tokens, r, k, v, g, log_w, self.time_faaaa, state and state.get("wkv"), inplace)
+        u = own_part(self.time_faaaa)
+        out, after = self.ln_x(tokens, r, k, v, g, log_w, u, state and state.get("wkv"), inplace)
         if state is not None:
             state.update("attention_shift", last_token(None, x), last_token, x)
             state.update("wkv", after, wkv_state, k, v, log_w)
@@ -282,6 +288,7 @@ class Rwkv6ForCausalLM(CausalLMHead, Rwkv6PreTrainedModel, RecurrentGenerationMi
     """Finch with the head that predicts the next token."""
 
     lm_head_name = "head"
+    _tp_plan = {"head": "colwise_gather_output"}
     _tied_weights_keys = {"head.weight": "rwkv.embeddings.weight"}
 
     def __init__(self, config: Rwkv6Config):

@@ -1,0 +1,51 @@
+"""
+What tensor parallelism needs beside transformers: plans that split heads, and the parts of parameters outside of
+linear layers. A process that has some of the heads has their parameters and their states alone.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedConfig
+
+
+def divides_heads(config: PreTrainedConfig, *heads: int) -> bool:
+    """Whether the processes that load a model can have equal numbers of these heads."""
+    processes = getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
+    return not any(number % processes for number in heads)
+
+
+def plan_heads(
+    module: str, into: Iterable[str], output: str, parameters: dict[str, str], split: bool
+) -> dict[str, str]:
+    """
+    The plan of a module that works on heads.
+
+    Args:
+        module: its name.
+        into: names in it of the linear layers that make the heads.
+        output: name of the linear layer that reads them all.
+        parameters: what else the heads have, and its style; of a parameter outside of linear layers "rowwise" splits
+            the last axis, "colwise" the one before it, or the only one.
+        split: whether each process has heads of its own. If not, only the linear layers are split, and every process
+            gets what all of them put out.
+    """
+    styles = ("colwise", "rowwise") if split else ("colwise_gather_output", "rowwise_split_input")
+    plan = {**dict.fromkeys(into, styles[0]), output: styles[1], **(parameters if split else {})}
+    return {f"{module}.{name}": style for name, style in plan.items()}
+
+
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that this process has: all of it where it is not split."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def times_own_columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight, or where the weight is split by its columns, the columns of that which this process has."""
+    if not hasattr(weight, "to_local"):
+        return x @ weight
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    # Every process has all of x, but its columns tell only a part of the gradient: what is needed is their sum.
+    x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
+    return x.to_local(grad_placements=[Partial()]) @ weight.to_local()
