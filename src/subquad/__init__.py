@@ -80,6 +80,7 @@ _EXPORTS = {
     "GeckoCache": "subquad.cache",
     "RavenCache": "subquad.cache",
     "RecurrentCache": "subquad.cache",
+    "StateTuningConfig": "subquad.state_tuning",
     "PRESETS": "subquad.presets",
     "QuestionAnsweringPipeline": "subquad.question_answering",
     "embedded_model": "subquad.info",
@@ -111,7 +112,7 @@ def __dir__():
 
 
 # Registration waits until transformers has imported its Auto classes, because making it do so would take as long as
-# importing torch does.
+# importing torch does; and until PEFT, if ever, has imported its tables.
 _AUTO = "transformers.models.auto."
 _PIPELINES = "transformers.pipelines"
 # The Auto classes may be imported from within one of these, which the model classes and our pipeline need: they wait
@@ -177,16 +178,28 @@ def _register_pipelines() -> None:
     getattr(pipelines, "REMOVED_TASKS", {}).pop(task, None)
 
 
+def _register_adapters() -> None:
+    from .adapters import register
+
+    register()
+
+
+def _register_state_tuning() -> None:
+    importlib.import_module("subquad.state_tuning")
+
+
 _PENDING = {
     f"{_AUTO}configuration_auto": _register_configurations,
     f"{_AUTO}tokenization_auto": _register_tokenizers,
     f"{_AUTO}modeling_auto": _register_models,
     _PIPELINES: _register_pipelines,
+    "peft.utils.constants": _register_adapters,
+    "peft": _register_state_tuning,
 }
 
 
 def _register_what_can_be(finished: str | None = None) -> None:
-    """Registers with every Auto class that is there; `finished` is the module whose import is just ending."""
+    """Registers with everything that is there; `finished` is the module whose import is just ending."""
 
     def ready(name):
         module = sys.modules.get(name)

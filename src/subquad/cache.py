@@ -94,6 +94,8 @@ class RecurrentLayer:
     records: dict[str, _Record] = field(default_factory=dict, repr=False)
     record_past: bool = False
     static: bool = False
+    # Whether static states were reset, and no text has begun since.
+    fresh: bool = False
     # Names of states that were read with gradients enabled: a graph may hold them, whether they require any or not.
     lent: set[str] = field(default_factory=set, repr=False)
 
@@ -135,6 +137,12 @@ class RecurrentLayer:
         else:
             self.lent.discard(name)
 
+    def begin(self, name: str, state: torch.Tensor) -> None:
+        """Sets a state, (batch, ...), unless a text has begun."""
+        if self.fresh or self.get(name) is None:
+            # A copy, because operators may write over what a cache holds.
+            self.write(name, state.clone(memory_format=torch.contiguous_format))
+
     def write(self, name: str, state: torch.Tensor) -> None:
         """Sets a state and records nothing; in place, where the layer is static and holds a tensor that fits."""
         if not self.static:
@@ -174,6 +182,7 @@ class RecurrentLayer:
             else:
                 self.records[key] = _Record(replay, {name: self.states.get(name) for name in states}, updates)
             self.records[key].shorten()
+        self.fresh = False
         for name, state in states.items():
             self.write(name, state)
 
@@ -215,6 +224,7 @@ class RecurrentLayer:
     def reset(self) -> None:
         self.records.clear()
         if self.static:
+            self.fresh = True
             for state in self.states.values():
                 state.zero_()
         else:
@@ -336,6 +346,9 @@ class RecurrentCache(Cache):
             )
         super().crop(tokens_to_remove)
         self.seen_tokens += tokens_to_remove
+        if self.seen_tokens == 0:  # what a text may have begun with is gone, too
+            for layer in self.layers:
+                layer.states.clear()
 
     def reset(self) -> None:
         """Forgets everything."""

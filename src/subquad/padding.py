@@ -55,6 +55,7 @@ class Tokens:
         cu_seqlens: the borders of documents in the rows laid behind one another, None where nothing is packed.
         starts: bool (batch or 1, length), where documents begin; None likewise.
         first, last: for each row, the number of its first and its last document.
+        initial: the state that every document begins with, see [`~Tokens.beginning_with`]; zero where None.
 
     Raises:
         ValueError: where a shape does not fit, a mask has holes, or documents are packed into a padded batch.
@@ -70,6 +71,7 @@ class Tokens:
         cu_seqlens: torch.Tensor | None = None,
     ):
         self.batch, self.length = batch, length
+        self.initial = None
         self.mask = self._read_mask(attention_mask, device)
         self._source = None
         if self.mask is not None:
@@ -89,6 +91,12 @@ class Tokens:
         for name in ("mask", "_source", "starts", "cu_seqlens"):
             if (x := getattr(self, name)) is not None:
                 setattr(other, name, x.to(device, non_blocking=non_blocking))
+        return other
+
+    def beginning_with(self, initial: torch.Tensor) -> "Tokens":
+        """The same tokens, where every document begins with the state `initial` (...), not with zeros."""
+        other = copy.copy(self)
+        other.initial = initial
         return other
 
     def _read_mask(self, attention_mask, device):
@@ -199,11 +207,15 @@ class Tokens:
         after the last document of every row, which without documents may be `state` itself, changed in place.
         """
         if self.cu_seqlens is None:
+            if state is None and self.initial is not None:
+                state = self.initial.expand(self.batch, *self.initial.shape)
             return operator(*inputs, *weights, state, inplace=inplace)
         inputs = [x.flatten(0, 1).unsqueeze(0) for x in inputs]
-        if state is not None:
-            entering = state.new_zeros(self.cu_seqlens.shape[0] - 1, *state.shape[1:])
-            entering[self.first] = state
+        if state is not None or self.initial is not None:
+            initial = torch.zeros_like(state[0]) if self.initial is None else self.initial
+            entering = initial.repeat(self.cu_seqlens.shape[0] - 1, *[1] * initial.dim())
+            if state is not None:
+                entering[self.first] = state
             state = entering
         out, state = operator(*inputs, *weights, state, cu_seqlens=self.cu_seqlens)
         return out.view(self.batch, self.length, *out.shape[2:]), state[self.last]
@@ -253,6 +265,10 @@ class Call:
             kept = document == document[:, -1:]
             kept_place = place.where(kept, -1)
         return cls(tokens, place, document, kept, kept_place.contiguous())
+
+    def beginning_with(self: AnyCall, initial: torch.Tensor) -> AnyCall:
+        """See [`Tokens.beginning_with`]."""
+        return dataclasses.replace(self, tokens=self.tokens.beginning_with(initial))
 
     def to(self: AnyCall, device: torch.device, non_blocking: bool = False) -> AnyCall:
         """A copy on another device, for models whose layers lie on several."""

@@ -1,0 +1,242 @@
+"""State tuning: every text begins with the trained state, however it is read."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from architectures import RWKV, model_class, random_ids, tiny_model
+from peft import PeftModel, get_peft_model
+
+from subquad import StateTuningConfig
+
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+# Raven with a key and value head for three others, too: its state has all of them.
+CASES = [*((name, {}) for name in RWKV), ("raven", {}), ("raven", {"num_kv_heads": 1})]
+each_case = pytest.mark.parametrize(("model_type", "fields"), CASES)
+
+
+def adapted_model(model_type, fields, seed=1, **options):
+    """A tiny model with states that are about as large as trained ones."""
+    model = get_peft_model(tiny_model(model_type, **fields), StateTuningConfig(task_type="CAUSAL_LM", **options))
+    return fill(model, seed)
+
+
+def fill(model, seed):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for state in states(model).values():
+            state.normal_(std=0.05 if state.shape[-1] == state.shape[-2] else 1.0)
+    return model.eval()
+
+
+def states(model):
+    return {name: p for name, p in model.named_parameters() if "state_tuning_" in name}
+
+
+def read_behind_the_states(model, ids):
+    """What the model without the adapter makes of a text, from a cache in which the states are put by hand."""
+    rows, length = ids.shape
+    mask = torch.ones(rows, length + 1)
+    mask[:, 0] = 0  # padding alone leaves the states of a cache at zero
+    cache = model(input_ids=ids[:, :1], attention_mask=mask[:, :1]).past_key_values
+    for name, state in states(model).items():
+        layer = int(name.split(".attention." if "rwkv" in name else ".attn.")[0].rpartition(".")[2])
+        scale = 100.0 if "rwkv" in name else 1.0
+        key = "wkv" if "rwkv" in name else "slots"
+        assert not cache.layers[layer].states[key].any()
+        cache.layers[layer].states[key] = (scale * state).expand(rows, *state.shape)
+    return read(model, ids, attention_mask=mask, past_key_values=cache)
+
+
+def read(model, ids, **inputs):
+    return model(input_ids=ids, **inputs).logits
+
+
+@each_case
+def test_a_text_begins_with_the_state(model_type, fields):
+    model, ids = adapted_model(model_type, fields), random_ids(2, 19)
+    found = read(model, ids)
+    with model.disable_adapter():
+        expected = read_behind_the_states(model, ids)
+        without = read(model, ids)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(without, tiny_model(model_type, **fields)(ids).logits)
+    assert (found - without).abs().max() > 0.1
+
+    def check(logits, expected=found, rows=slice(None)):
+        torch.testing.assert_close(logits, expected[rows], atol=1e-4, rtol=1e-4)
+
+    check(read(model, ids, use_cache=False))
+    first = model(input_ids=ids[:, :1])
+    check(torch.cat((first.logits, read(model, ids[:, 1:], past_key_values=first.past_key_values)), 1))
+    # Packed documents, also behind a text that has begun.
+    check(read(model, ids.view(1, -1), cu_seqlens=torch.tensor([0, 19, 38])).view_as(found))
+    packed = torch.cat((ids[:1, 5:], ids[1:]), 1)
+    places = torch.cat((torch.arange(5, 19), torch.arange(19)))[None]
+    cache = model(input_ids=ids[:1, :5]).past_key_values
+    logits = read(model, packed, position_ids=places, past_key_values=cache)
+    check(logits, torch.cat((found[:1, 5:], found[1:]), 1))
+    # Padding, and a row that is padding alone in the first call.
+    padded, mask = torch.nn.functional.pad(ids, (7, 0)), torch.ones(2, 26, dtype=torch.long)
+    mask[:, :7] = 0
+    check(read(model, padded, attention_mask=mask)[:, 7:])
+    cache = model(input_ids=padded[:, :7], attention_mask=mask[:, :7]).past_key_values
+    check(read(model, padded[:, 7:], attention_mask=mask, past_key_values=cache))
+    right = torch.nn.functional.pad(ids, (0, 7))
+    check(read(model, right, attention_mask=mask.flip(1))[:, :19])
+    # What was read is taken back, to nothing.
+    cache = model.get_base_model().new_cache()
+    cache.activate_past_recording()
+    model(input_ids=ids, past_key_values=cache)
+    cache.crop(-19)
+    check(read(model, ids, past_key_values=cache))
+    with torch.no_grad():
+        cache = model.get_base_model().new_cache(static=True)
+        model(input_ids=ids.flip(1), past_key_values=cache)
+        cache.reset()
+        check(read(model, ids, past_key_values=cache))
+        kept = copy.deepcopy(states(model))
+        check(read(model, ids[:1]), rows=slice(1))  # one row has no copies of the state
+    for name, state in states(model).items():
+        assert torch.equal(state, kept[name])
+
+
+@each_case
+def test_generate(model_type, fields):
+    model, ids = adapted_model(model_type, fields), random_ids(1, 5).repeat(1, 2)
+    expected = ids
+    for _ in range(6):
+        expected = torch.cat((expected, read(model, expected)[:, -1:].argmax(-1)), 1)
+    for options in ({}, {"use_cache": False}, {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}):
+        assert torch.equal(model.generate(input_ids=ids, **GREEDY, **options), expected), options
+    chunks = {"prefill_chunk_size": 3, "cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(model.generate(input_ids=ids, **GREEDY, **chunks), expected)
+    beams = model.generate(input_ids=ids, num_beams=3, **GREEDY)
+    assert torch.equal(beams, model.generate(input_ids=ids, num_beams=3, use_cache=False, **GREEDY))
+    with model.disable_adapter():
+        assert not torch.equal(model.generate(input_ids=ids, **GREEDY), expected)
+
+
+@each_case
+def test_training(model_type, fields):
+    if model_type == "raven":
+        fields = {**fields, "add_gumbel_noise": False}
+    model, ids = adapted_model(model_type, fields).double(), random_ids(2, 19)
+
+    def gradients(labels, **inputs):
+        model.zero_grad()
+        loss = torch.nn.functional.cross_entropy(read(model, **inputs)[:, :-1].mT, labels[:, 1:])
+        loss.backward()
+        return loss, {name: state.grad for name, state in states(model).items()}
+
+    loss, expected = gradients(labels=ids, ids=ids)
+    assert all(grad.abs().sum() > 0 for grad in expected.values())
+    assert all(p.grad is None for name, p in model.named_parameters() if name not in expected)
+    # The direction that all gradients tell, by a difference of losses.
+    step = 1e-6
+    with torch.no_grad():
+        for name, state in states(model).items():
+            state += step * expected[name]
+        ahead = torch.nn.functional.cross_entropy(read(model, ids)[:, :-1].mT, ids[:, 1:])
+        for name, state in states(model).items():
+            state -= step * expected[name]
+    slope = sum(grad.square().sum() for grad in expected.values())
+    assert ((ahead - loss) / step / slope - 1).abs() < 1e-3
+
+    borders = torch.tensor([0, 19, 38])
+    labels = ids.clone()
+    labels[:, 0] = -100  # of which the document before knows nothing
+    packed = {"ids": ids.view(1, -1), "labels": labels.view(1, -1), "cu_seqlens": borders}
+    model.train()
+    model.enable_input_require_grads()
+    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    for inputs in ({"ids": ids, "labels": ids}, packed):
+        found = gradients(**inputs)
+        torch.testing.assert_close(found, (loss, expected))
+
+
+def test_compiled():
+    for model_type in ("rwkv6", "raven"):
+        model, ids = adapted_model(model_type, {"num_hidden_layers": 1}), random_ids(2, 19)
+        compiled = torch.compile(model.get_base_model(), fullgraph=True, backend="aot_eager")
+        inputs = {"input_ids": ids.view(1, -1), "cu_seqlens": torch.tensor([0, 19, 38]), "use_cache": False}
+        torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, atol=1e-4, rtol=1e-4)
+
+
+@each_case
+def test_adapters_are_swapped(model_type, fields, tmp_path):
+    ids = random_ids(2, 9)
+    expected = {}
+    for name, seed in (("one", 1), ("two", 2)):
+        model = adapted_model(model_type, fields, seed)
+        expected[name] = read(model, ids)
+        model.save_pretrained(tmp_path / name)
+    size = (tmp_path / "one" / "adapter_model.safetensors").stat().st_size
+    assert size < 4 * sum(p.numel() for p in states(model).values()) + 1000
+
+    model = PeftModel.from_pretrained(tiny_model(model_type, **fields), tmp_path / "one", adapter_name="one").eval()
+    model.load_adapter(tmp_path / "two", adapter_name="two")
+    for name in ("two", "one"):
+        model.set_adapter(name)
+        torch.testing.assert_close(read(model, ids), expected[name])
+    with pytest.raises(ValueError, match="cannot be active together"):
+        model.base_model.set_adapter(["one", "two"])
+    with pytest.raises(ValueError, match="cannot be merged"):
+        model.merge_and_unload()
+    with pytest.raises(ValueError, match="cannot be merged"):
+        model.merge_adapter()
+    torch.testing.assert_close(read(model.unload(), ids), tiny_model(model_type, **fields)(ids).logits)
+
+    # As transformers loads adapters, and as a model.
+    model = tiny_model(model_type, **fields)
+    model.load_adapter(tmp_path / "two")
+    torch.testing.assert_close(read(model, ids), expected["two"])
+    tiny_model(model_type, **fields).save_pretrained(tmp_path / "model")
+    loaded = PeftModel.from_pretrained(model_class(model_type).from_pretrained(tmp_path / "model"), tmp_path / "one")
+    torch.testing.assert_close(read(loaded.eval(), ids), expected["one"])
+
+
+@each_case
+def test_a_classifier(model_type, fields, tmp_path):
+    classifier = "AutoModelForSequenceClassification"
+    model = tiny_model(model_type, classifier, **fields)
+    model = get_peft_model(model, StateTuningConfig(task_type="SEQ_CLS", exclude_modules=["0.attention", "0.attn"]))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any("score" in name for name in trained) and not any(".0." in name for name in trained)
+    logits = read(fill(model, 1), random_ids(2, 9))
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_model(model_type, classifier, **fields), tmp_path).eval()
+    torch.testing.assert_close(read(loaded, random_ids(2, 9)), logits)
+
+
+@each_case
+def test_low_precision(model_type, fields):
+    model, ids = get_peft_model(tiny_model(model_type, **fields).bfloat16(), StateTuningConfig()), random_ids(2, 9)
+    assert {state.dtype for state in states(model).values()} == {torch.float32}
+    with model.disable_adapter():
+        expected = read(model, ids)
+    assert torch.equal(read(model, ids), expected)  # states begin at zero
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(state.grad.abs().sum() > 0 for state in states(model).values())
+    model.bfloat16()
+    assert torch.isfinite(read(fill(model, 1), ids)).all()
+
+
+@pytest.mark.parametrize("model_type", ["avey", "avey-b", "gecko"])
+def test_models_without_such_a_state(model_type):
+    with pytest.raises(ValueError, match=f"State tuning: {type(tiny_model(model_type)).__name__} has no"):
+        get_peft_model(tiny_model(model_type), StateTuningConfig())
+
+
+def test_adapters_load_where_nothing_else_is_imported():
+    code = "import subquad, peft; print(peft.PEFT_TYPE_TO_CONFIG_MAPPING['STATE_TUNING'].__name__)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split()[-1] == "StateTuningConfig"
+
+
+def test_wrong_targets():
+    for targets, message in ((["key"], "is a Linear, which has no state"), (["nothing"], "not found")):
+        with pytest.raises(ValueError, match=message):
+            get_peft_model(tiny_model("rwkv6"), StateTuningConfig(target_modules=targets))
