@@ -104,6 +104,17 @@ def replaceable(*operators: Callable) -> list[Callable]:
 class SafetensorsMixin:
     """Mixin before `PreTrainedModel`: weights come from safetensors files only, as unpickling others may run code."""
 
+    def post_init(self) -> None:
+        """
+        As in transformers. In a model to be quantised the layers below the head are plain ones, as bitsandbytes'
+        integration replaces no others, and would replace a head that no checkpoint has yet.
+        """
+        if getattr(self.config, "quantization_config", None) is not None:
+            for module in self.base_model.modules():
+                if type(module) is Linear:
+                    module.__class__ = nn.Linear
+        super().post_init()
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """
@@ -258,11 +269,13 @@ class RecurrentModelMixin(SafetensorsMixin, SelfContainedMixin):
             if isinstance(config, PreTrainedConfig):
                 config = copy.deepcopy(config)
             else:
+                # A configuration would keep it, and "auto" is no dtype there.
+                dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
                 rest = {name: value for name, value in kwargs.items() if name not in hub}
                 config, rest = cls.config_class.from_pretrained(
                     config or source, return_unused_kwargs=True, **hub, **rest
                 )
-                kwargs = {**hub, **rest}
+                kwargs = {**hub, **dtype, **rest}
             config.set_sizes_from_shapes(_checkpoint_shapes(source, kwargs.get("variant"), hub))
         return super().from_pretrained(path, *args, config=config, **kwargs)
 
@@ -370,6 +383,14 @@ class RecurrentGenerationMixin(GenerationMixin):
         # transformers decides by the class name and takes every "rwkv" for its RWKV-4, which has no cache object.
         return True
 
+    @property
+    def init_continuous_batching(self):
+        """
+        Not there, by which `transformers serve` tells a model that it cannot batch continuously: a recurrent state has
+        no pages. It answers one request after the other then.
+        """
+        raise AttributeError("A recurrent state has no pages: continuous batching does not apply.")
+
     def _prepare_cache_for_generation(
         self,
         generation_config: GenerationConfig,
@@ -463,8 +484,9 @@ class CausalLMHead:
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             cu_seqlens=cu_seqlens,
-            cu_seq_lens_q=kwargs.pop("cu_seq_lens_q", None),
             logits_to_keep=logits_to_keep if isinstance(logits_to_keep, int) else 0,
+            return_dict=True,
+            **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept])
@@ -476,6 +498,7 @@ class CausalLMHead:
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
 
@@ -520,6 +543,8 @@ class SequenceClassificationHead:
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             logits_to_keep=1,
+            return_dict=True,
+            **kwargs,
         )
         # The base model repeats a row's last real token to its end.
         logits = self.score(outputs.last_hidden_state[:, -1])
@@ -531,4 +556,5 @@ class SequenceClassificationHead:
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )

@@ -279,13 +279,13 @@ class AveyModel(AveyPreTrainedModel):
         wanted = kept * x.shape[0] // text.splits.shape[0]  # of each text
         hidden_states = self._process(text, wanted, tokens, past_key_values, output_hidden_states)
         hidden_states = [h.view(x.shape[0], kept, -1) for h in hidden_states]
-        x = self.ln_f(hidden_states[-1])
+        last = self.ln_f(hidden_states[-1])
         if tokens.mask is not None:
-            x = x.masked_fill((text.place[:, -kept:] < 0)[..., None].to(x.device), 0.0)
+            last = last.masked_fill((text.place[:, -kept:] < 0)[..., None].to(last.device), 0.0)
         return BaseModelOutputWithPast(
-            last_hidden_state=x,
+            last_hidden_state=last,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*hidden_states[:-1], x) if output_hidden_states else None,
+            hidden_states=(x, *hidden_states[:-1], last) if output_hidden_states else None,
         )
 
     def _read(self, x: torch.Tensor, tokens: Tokens, cache: AveyCache | None) -> Text:
@@ -447,7 +447,7 @@ class AveyModel(AveyPreTrainedModel):
 
         Returns:
             what the last block makes of the `kept` last tokens, (texts, kept, d_embed), before the final norm; where
-            `all_states`, the embeddings and what the other blocks make of them before it.
+            `all_states`, what the other blocks make of them before it.
         """
         size, most, width = self.config.chunk_size, self.config.k - 1, text.splits.shape[-1]
         selection = self._select(text, kept, cache is not None and cache.after_blocks.record_past)
@@ -475,7 +475,7 @@ class AveyModel(AveyPreTrainedModel):
             missing = size * (most if keeps else most - min(groups))
 
         blocks = self.blocks[: self.config.num_hidden_layers]
-        states: list[list[torch.Tensor]] = [[] for _ in range(len(blocks) + 1)]
+        states: list[list[torch.Tensor]] = [[] for _ in blocks]
         for chunk in _chunks(groups, rows_of, MAX_ROWS if constant else sys.maxsize):
             x = torch.cat([text.splits.new_zeros(missing, width), *(window(*group) for group in chunk)])
             windows = Windows(
@@ -485,11 +485,11 @@ class AveyModel(AveyPreTrainedModel):
                 zero_rows=zero_rows,
                 missing=missing,
             )
-            for block, inputs in zip(blocks, states[:-1], strict=True):
-                if all_states:
-                    inputs.append(windows.keep(x))
-                x = block(x, windows, last=block is blocks[-1])
-            states[-1].append(x)
+            for block, outputs in zip(blocks, states, strict=True):
+                last = block is blocks[-1]
+                x = block(x, windows, last=last)
+                if last or all_states:
+                    outputs.append(x if last else windows.keep(x))
             if missing:
                 zero_rows, missing = windows.seen, 0
         if keeps:
@@ -525,6 +525,7 @@ class AveyForCausalLM(CausalLMHead, AveyPreTrainedModel, RecurrentGenerationMixi
     """Avey with the head that predicts the next token: the embeddings themselves, unless they are not tied."""
 
     lm_head_name = "lm_head"
+    _tp_plan = {"lm_head": "colwise_gather_output"}
     _tied_weights_keys = {"lm_head.weight": "model.wte.weight"}
 
     def __init__(self, config: AveyConfig):

@@ -13,8 +13,8 @@ from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import can_return_tuple
 from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import slot_memory, slot_memory_state, slot_routing
 
@@ -28,6 +28,7 @@ from ...heads import (
     replaceable,
 )
 from ...padding import Call, Tokens
+from ...tensor_parallel import own_part
 from .configuration_raven import RavenConfig
 
 
@@ -68,11 +69,14 @@ class RavenCall(Call):
 class RavenSlotMemory(nn.Module):
     """Section 4.1: a memory of slots for each head, of which a token is written to few and reads all."""
 
+    state_name, state_scale = "slots", 1.0  # of state tuning: what numbers in a trained state are like
+
     def __init__(self, config: RavenConfig, layer_idx: int):
         super().__init__()
         self.config = config
         width, heads, slots = config.hidden_size, config.num_kv_heads, config.num_kv_heads * config.num_slots
         self.groups = config.num_heads // heads
+        self.state_shape = config.num_heads, config.num_slots, config.head_k_dim + config.head_v_dim
         self.feature_map = {"swish": F.silu, "relu": F.relu}[config.feature_map]
 
         self.q_proj = Linear(width, config.key_dim, bias=False)
@@ -107,7 +111,8 @@ class RavenSlotMemory(nn.Module):
         if self.config.decay_type == "GLA":
             f = _wide(self.f_proj(x)).unflatten(-1, (-1, self.config.num_slots))
             return F.logsigmoid(f) / self.config.gate_logit_normalizer
-        return -_wide(self.A_log).exp() * F.softplus(_wide(self.a_proj(x)) + _wide(self.dt_bias))  # equation 19
+        A_log, dt_bias = _wide(own_part(self.A_log)), _wide(own_part(self.dt_bias))
+        return -A_log.exp() * F.softplus(_wide(self.a_proj(x)) + dt_bias)  # equation 19
 
     def route(self, x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         """Logarithm of what every slot keeps at a token, a r: (batch, length, heads, slots); table 1."""
@@ -122,7 +127,7 @@ class RavenSlotMemory(nn.Module):
         m = self.r_proj(x).unflatten(-1, (-1, config.num_slots))
         if config.add_gumbel_noise and self.training:
             m = _wide(m) - torch.empty_like(_wide(m)).exponential_().log()  # equation 23
-        bias = self.r_bias if config.bias_rmm else None
+        bias = own_part(self.r_bias) if config.bias_rmm else None
         return slot_routing(m, a, config.topk, bias=bias, score=config.router_score, scale=config.router_scale)
 
     def forward(self, x: torch.Tensor, call: RavenCall, cache: RavenCache | None, state: RecurrentLayer | None):
@@ -132,7 +137,8 @@ class RavenSlotMemory(nn.Module):
         v = F.silu(self.v_proj(x)).unflatten(-1, (-1, config.head_v_dim))
         if config.use_rope:
             q, k = call.rotate(q, config.rope_theta), call.rotate(k, config.rope_theta)
-        log_f = tokens.erase(self.route(x, call.place))  # padding is written nowhere
+        log_f = self.route(x, call.place)[:, :, : k.shape[2]]  # a window is the same in all heads
+        log_f = tokens.erase(log_f)  # padding is written nowhere
         if self.groups > 1:
             k, v, log_f = (y.repeat_interleave(self.groups, dim=2) for y in (k, v, log_f))
 
@@ -143,8 +149,8 @@ class RavenSlotMemory(nn.Module):
         out = F.silu(out)
         if config.use_output_gate:
             gate = self.o_gate_proj(x).view(out.shape)
-            return self.o_proj((self.o_norm(out) * F.silu(gate)).flatten(2))
-        return self.o_proj(self.g_norm(out.flatten(2)))
+            return self.o_proj((self.o_norm(out) * F.silu(gate)).flatten(2)), None
+        return self.o_proj(self.g_norm(out.flatten(2))), None
 
 
 class Reach(NamedTuple):
@@ -316,7 +322,7 @@ class RavenAttention(nn.Module):
             q = q.flatten(0, 1)[None, queries]
             k, v = (y.flatten(0, 1)[None, keys] for y in (k, v))
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        out, _ = attend(
+        out, weights = attend(
             *(self, *(y.transpose(1, 2) for y in (q, k, v)), reach.mask),
             scaling=self.head_dim**-0.5,
             sliding_window=self.window,
@@ -324,7 +330,7 @@ class RavenAttention(nn.Module):
         )
         if reach.varlen is not None:
             out = out.new_zeros(x.shape[0] * x.shape[1], *out.shape[2:]).index_copy(0, queries, out[0])
-        return self.o_proj(out.reshape(x.shape))
+        return self.o_proj(out.reshape(*x.shape[:2], -1)), weights
 
 
 class RavenMLP(nn.Module):
@@ -353,7 +359,8 @@ class RavenBlock(GradientCheckpointingLayer):
 
     def forward(self, x: torch.Tensor, call: RavenCall, past_key_values: RavenCache | None = None) -> torch.Tensor:
         state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        x = x + self.attn(self.attn_norm(x), call, past_key_values, state)
+        out, _ = self.attn(self.attn_norm(x), call, past_key_values, state)
+        x = x + out
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -368,6 +375,7 @@ class RavenPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
+    _can_record_outputs = {"attentions": RavenAttention}
     cache_class = RavenCache
 
     def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RavenCache:
@@ -409,7 +417,7 @@ class RavenModel(RavenPreTrainedModel):
     def set_input_embeddings(self, new_embeddings: nn.Embedding) -> None:
         self.embeddings = new_embeddings
 
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -438,7 +446,9 @@ class RavenModel(RavenPreTrainedModel):
         Returns:
             last_hidden_state (batch, length, hidden_size), where padding after a text repeats its last token and
             padding before it is zero; past_key_values; hidden_states (embeddings and the output of every block, the
-            last one normalised).
+            last one normalised); where `output_attentions`, attentions: the weights of the layers that are softmax
+            attention, (batch, heads, length, keys), with `attn_implementation="eager"`. Of a single token behind a
+            window, key i is the last one at a place that is i modulo the window.
 
         Raises:
             ValueError: before any work, where an argument does not fit; the message names it.
@@ -491,6 +501,7 @@ class RavenForCausalLM(CausalLMHead, RavenPreTrainedModel, RecurrentGenerationMi
     """Raven with the head that predicts the next token."""
 
     lm_head_name = "lm_head"
+    _tp_plan = {"lm_head": "colwise_gather_output"}
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
 
     def __init__(self, config: RavenConfig):

@@ -1,0 +1,674 @@
+"""
+What the common test suites of transformers ask of every configuration, model and `generate`, and the contract and
+`test_common.py` do not: of every class of every architecture.
+"""
+
+import copy
+import inspect
+import json
+import pickle
+import warnings
+
+import pytest
+import torch
+import transformers
+from accelerate import cpu_offload, disk_offload
+from architectures import (
+    CAUSAL,
+    VOCABULARY,
+    each_causal,
+    each_model,
+    lm_class,
+    model_class,
+    random_ids,
+    tiny_config,
+    tiny_model,
+)
+from safetensors import safe_open
+from torch.nn.functional import mse_loss
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import subquad
+from subquad import RecurrentCache
+from subquad_tokenizers import ByteTokenizer
+
+
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def each_class(model_type, **fields):
+    """The Auto class and a tiny model of every class of an architecture."""
+    for auto_class in subquad.ARCHITECTURES[model_type][2]:
+        yield auto_class, tiny_model(model_type, auto_class, **fields)
+
+
+def labels_of(model, auto_class, ids):
+    """Labels for any head, none for a base model."""
+    if auto_class == "AutoModel":
+        return {}
+    if auto_class == "AutoModelForQuestionAnswering":
+        return {"start_positions": torch.full((len(ids),), 1), "end_positions": torch.full((len(ids),), 3)}
+    if auto_class == "AutoModelForSequenceClassification":
+        return {"labels": torch.arange(len(ids)) % model.config.num_labels}
+    return {"labels": ids % model.config.num_labels if auto_class == "AutoModelForTokenClassification" else ids}
+
+
+def padded_ids(rows, length, padding):
+    """Ids of which the first row begins with padding, and their mask."""
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, :padding] = 0
+    return random_ids(rows, length), mask
+
+
+@pytest.fixture
+def seeded(monkeypatch):
+    """Every module begins with the same numbers, whichever were initialised before it."""
+    original = PreTrainedModel._initialize_weights
+
+    def initialize(*args, **kwargs):
+        torch.manual_seed(42)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "_initialize_weights", initialize)
+
+
+# Configurations.
+
+
+@each_model
+def test_configurations(model_type, tmp_path):
+    config = tiny_config(model_type, unknown_field="kept", num_labels=5)
+    config_class, names = type(config), ["hidden_size", "num_hidden_layers", "vocab_size"]
+    if not model_type.startswith("avey"):  # which has no heads
+        names += ["num_attention_heads", "intermediate_size"]
+    for size, name in enumerate(names):
+        other, own_name = copy.deepcopy(config), config.attribute_map.get(name, name)
+        setattr(other, name, size)
+        assert getattr(other, name) == getattr(other, own_name) == other.to_dict()[own_name] == size
+        assert own_name == name or name not in other.to_dict()
+    assert config_class().hidden_size != 192 == config_class(hidden_size=192).hidden_size
+
+    fields = config.to_dict()
+    assert json.loads(config.to_json_string(use_diff=False)) == json.loads(json.dumps(fields))
+    config.to_json_file(tmp_path / "file.json")
+    config.save_pretrained(tmp_path / "sub")
+    for other in (
+        config_class.from_dict(fields),
+        config_class.from_dict(config.to_diff_dict()),
+        config_class.from_json_file(tmp_path / "file.json"),
+        config_class.from_pretrained(tmp_path, subfolder="sub"),
+        AutoConfig.from_pretrained(tmp_path / "sub"),
+        AutoConfig.for_model(**fields),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+    ):
+        assert type(other) is config_class
+        assert {**other.to_dict(), "_name_or_path": ""} == {**fields, "_name_or_path": ""}
+        assert other.unknown_field == "kept"
+    other, unused = config_class.from_pretrained(
+        tmp_path / "sub", vocab_size=20, num_hidden_layers=2, not_a_field=1, return_unused_kwargs=True
+    )
+    assert (other.vocab_size, other.num_hidden_layers, unused) == (20, 2, {"not_a_field": 1})
+
+    assert len(config.id2label) == len(config.label2id) == 5
+    config.num_labels = 3
+    assert len(config.id2label) == len(config.label2id) == 3
+    given = {
+        "return_dict": False,
+        "output_hidden_states": True,
+        "output_attentions": True,
+        "tie_word_embeddings": False,
+        "chunk_size_feed_forward": 5,
+        "architectures": ["AnyModel"],
+        "id2label": {0: "good"},
+        "label2id": {"good": 0},
+        "problem_type": "regression",
+        "bos_token_id": 6,
+        "eos_token_id": 8,
+        "pad_token_id": 7,
+        "dtype": torch.float16,
+    }
+    config = config_class(**given)
+    assert {name: getattr(config, name) for name in given} == given
+
+
+# What a class tells of itself.
+
+
+@each_model
+def test_attributes(model_type):
+    for auto_class, model in each_class(model_type):
+        assert next(iter(inspect.signature(model.forward).parameters)) == model.main_input_name == "input_ids"
+        assert model.input_modalities in ("text", ("text",))
+        base = getattr(model, model.base_model_prefix, model)
+        assert model.base_model is model.get_decoder() is base
+        assert (base is model) == (auto_class == "AutoModel")
+        blocks = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+        assert blocks == set(model._no_split_modules)
+        assert model.can_generate() == hasattr(model, "generate") == (auto_class == "AutoModelForCausalLM")
+        if model.can_generate():
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                assert getattr(model.generation_config, name) == getattr(model.config, name)
+
+        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        assert (head is not None) == (auto_class == lm_class(model_type))
+        numbers = sum(p.numel() for p in model.parameters())
+        assert model.num_parameters() == numbers
+        assert model.num_parameters(exclude_embeddings=True) == numbers - embeddings.weight.numel()
+        assert model.get_memory_footprint() == 4 * numbers
+        assert len(model(model.dummy_inputs["input_ids"])[0]) == len(model.dummy_inputs["input_ids"])
+
+        replacement = torch.nn.Embedding(10, 48)
+        model.set_input_embeddings(replacement)
+        assert model.get_input_embeddings() is model.base_model.get_input_embeddings() is replacement
+        if head is not None:
+            replacement = torch.nn.Linear(48, 10)
+            model.set_output_embeddings(replacement)
+            assert model.get_output_embeddings() is replacement
+            assert all(module is not head for module in model.modules())
+
+
+@each_model
+def test_attention_implementations(model_type):
+    ids = random_ids(2, 20)
+    for auto_class, model in each_class(model_type):
+        expected = model(ids)[0]
+        known = ["eager", "sdpa"] if model_type == "raven" else ["eager"]
+        for name in known:
+            made = getattr(transformers, auto_class).from_config(model.config, attn_implementation=name)
+            assert made.config._attn_implementation == name
+            model.set_attn_implementation(name)
+            assert model.config._attn_implementation == model.base_model.config._attn_implementation == name
+            torch.testing.assert_close(model(ids)[0], expected, atol=1e-4, rtol=1e-4)
+        for name in {"sdpa", "flex_attention"}.difference(known):
+            with pytest.raises(ValueError, match=f"{type(model).__name__} does not support an attention"):
+                model.set_attn_implementation(name)
+            with pytest.raises(ValueError, match=f"{type(model).__name__} does not support an attention"):
+                getattr(transformers, auto_class).from_config(model.config, attn_implementation=name)
+
+
+@each_model
+def test_attention_weights(model_type):
+    """Of the layers that are softmax attention; others have none."""
+    ids = random_ids(2, 20)
+    for _, model in each_class(model_type):
+        assert model(ids).attentions is None
+        model.set_attn_implementation("eager")
+        attentions = model(ids, output_attentions=True).attentions
+        if model_type != "raven":
+            assert attentions is None
+            continue
+        (weights,) = attentions
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 20))
+        window = torch.ones(20, 20, dtype=torch.bool).tril().triu(-8)
+        assert torch.equal(weights > 0, window.expand(2, 3, -1, -1))
+        model.config.output_attentions = True
+        torch.testing.assert_close(model(ids).attentions, attentions)
+        if model.can_generate():
+            options = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_attentions": True, **GREEDY}
+            shapes = [[x.shape for x in step] for step in model.generate(ids, **options).attentions]
+            assert shapes == [[(2, 3, 20, 20)], [(2, 3, 1, 9)], [(2, 3, 1, 9)]]
+
+
+@each_model
+def test_copies(model_type):
+    ids = random_ids(2, 9)
+    for _, model in each_class(model_type, tie_word_embeddings=True):
+        expected = model(ids)[0]
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            torch.testing.assert_close(other(ids)[0], expected, atol=0, rtol=0)
+            assert len(list(other.parameters())) == len(list(model.parameters()))  # what was tied is
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.zero_()
+        torch.testing.assert_close(model(ids)[0], expected, atol=0, rtol=0)
+
+
+# How weights begin, and how they are loaded.
+
+
+@each_model
+def test_initialisation_from_meta(model_type, seeded):
+    for auto_class in subquad.ARCHITECTURES[model_type][2]:
+        made, config = model_class(model_type, auto_class), tiny_config(model_type)
+        expected = made(config)
+        with torch.device("meta"):
+            from_meta = made(config)
+        from_meta.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in from_meta.parameters():
+                parameter.fill_(torch.nan)
+        from_meta.init_weights()
+        from_nothing, info = made.from_pretrained(None, config=config, state_dict={}, output_loading_info=True)
+        assert info["missing_keys"] == set(expected.state_dict())
+        for model in (from_meta, from_nothing):
+            torch.testing.assert_close(model.state_dict(), expected.state_dict(), atol=0, rtol=0)
+            torch.testing.assert_close(dict(model.named_buffers()), dict(expected.named_buffers()), atol=0, rtol=0)
+            model.train(False)(random_ids(1, 5))  # where a tensor that is neither would be on meta
+
+
+@each_model
+def test_what_a_file_lacks_is_initialised(model_type):
+    for _, model in each_class(model_type, tie_word_embeddings=False):
+        states, fresh = model.state_dict(), type(model)(model.config).state_dict()
+        for part in range(2):
+            kept = dict(list(states.items())[part::2])
+            loaded, info = type(model).from_pretrained(
+                None, config=model.config, state_dict=kept, output_loading_info=True
+            )
+            assert info["missing_keys"] == set(states) - set(kept)
+            for name, state in loaded.state_dict().items():
+                if name in kept:
+                    assert torch.equal(state, kept[name]), name
+                    continue
+                (low, high), (low_fresh, high_fresh) = torch.aminmax(state), torch.aminmax(fresh[name])
+                spread = high_fresh - low_fresh
+                if spread == 0 or state.numel() >= 16:  # numbers of the same range, as far apart
+                    assert (low - low_fresh).abs() <= spread and (high - high_fresh).abs() <= spread, name
+                    assert high - low >= spread / 4, name
+
+
+@each_model
+def test_mismatched_sizes(model_type, tmp_path):
+    for auto_class, model in each_class(model_type, num_labels=3):
+        if not auto_class.endswith("Classification"):
+            continue
+        model.save_pretrained(tmp_path)
+        for made, fields in ((type(model), {"num_labels": 7}), (AutoModel, {"vocab_size": 10})):
+            with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+                made.from_pretrained(tmp_path, **fields)
+            other, info = made.from_pretrained(
+                tmp_path, **fields, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+            changed = {name for name, *_ in info["mismatched_keys"]}
+            states = (model if made is type(model) else model.base_model).state_dict()
+            for name, state in other.state_dict().items():
+                assert torch.isfinite(state).all() if name in changed else torch.equal(state, states[name]), name
+            assert other(random_ids(2, 4) % 10)[0].shape[-1] == fields.get("num_labels", 48)
+
+
+@each_model
+def test_a_language_model_loads_into_every_class(model_type, tmp_path):
+    ids, auto_classes = random_ids(1, 9), list(subquad.ARCHITECTURES[model_type][2])
+    for source_class, source in each_class(model_type, tie_word_embeddings=False):
+        prefix = f"{source.base_model_prefix}."
+        head = {name for name in source.state_dict() if name.startswith(prefix)} and {
+            name for name in source.state_dict() if not name.startswith(prefix)
+        }
+        source.save_pretrained(tmp_path / source_class)
+        for auto_class in auto_classes if source_class == lm_class(model_type) else ["AutoModel"]:
+            target, info = getattr(transformers, auto_class).from_pretrained(
+                tmp_path / source_class, output_loading_info=True
+            )
+            same = auto_class in (source_class, "AutoModel")
+            assert info["missing_keys"] == {n for n in target.state_dict() if not same and not n.startswith(prefix)}
+            assert info["unexpected_keys"] == (set() if auto_class == source_class else head)
+            torch.testing.assert_close(target.base_model(ids)[0], source.base_model(ids)[0])
+
+
+@each_model
+def test_saving_and_loading(model_type, tmp_path):
+    for auto_class, model in each_class(model_type):
+        load, path = getattr(transformers, auto_class).from_pretrained, tmp_path / auto_class
+        half = copy.deepcopy(model).half()
+        half.save_pretrained(path / "sub", variant="low", max_shard_size="20KB", state_dict=half.state_dict())
+        for asked, dtype in (
+            ({}, torch.float16),
+            ({"dtype": "auto"}, torch.float16),
+            ({"dtype": "float32"}, torch.float32),
+            ({"torch_dtype": torch.bfloat16}, torch.bfloat16),
+        ):
+            loaded = load(path, subfolder="sub", variant="low", **asked)
+            assert loaded.dtype == loaded.config.dtype == dtype
+            for (name, p), q in zip(half.named_parameters(), loaded.parameters(), strict=True):
+                assert q.is_contiguous(), name
+                assert torch.equal(q, p.to(dtype)), name
+            assert loaded(random_ids(1, 9))[0].dtype == dtype
+        for dtype in (torch.float16, torch.bfloat16, torch.float64):
+            fresh = getattr(transformers, auto_class).from_config(tiny_config(model_type), dtype=dtype).eval()
+            assert {p.dtype for p in fresh.parameters()} == {dtype} == {fresh.config.dtype}
+            assert torch.isfinite(fresh(random_ids(1, 9))[0]).all()
+
+
+@each_model
+def test_offload(model_type, tmp_path):
+    ids = random_ids(2, 9)
+    for auto_class, model in each_class(model_type):
+        expected, path = model(ids)[0], tmp_path / auto_class
+        model.save_pretrained(path)
+        room = {"cpu": model.get_memory_footprint() * 2 // 3}
+        loaded = type(model).from_pretrained(path, device_map="auto", max_memory=room, offload_folder=path / "parts")
+        assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
+        torch.testing.assert_close(loaded(ids)[0], expected)
+        # One module at a time, each when it is called.
+        for other in (
+            cpu_offload(copy.deepcopy(model), torch.device("cpu")),
+            disk_offload(copy.deepcopy(model), path / "modules", torch.device("cpu")),
+        ):
+            assert {p.device.type for p in other.parameters()} == {"meta"}
+            torch.testing.assert_close(other(ids)[0], expected)
+
+
+@each_model
+def test_ties(model_type, tmp_path):
+    ids = random_ids(1, 9)
+    model = tiny_model(model_type, tie_word_embeddings=True)
+
+    def tied(model):
+        return model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+    (target,) = model._tied_weights_keys
+    assert tied(model) and model.all_tied_weights_keys == model._tied_weights_keys
+    assert model.get_parameter(model._tied_weights_keys[target]) is model.get_parameter(target)
+    model.save_pretrained(tmp_path / "tied")
+    with safe_open(tmp_path / "tied" / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(model.state_dict()) - {target}
+    loaded, info = type(model).from_pretrained(tmp_path / "tied", output_loading_info=True)
+    assert tied(loaded) and not any(info.values())
+    loaded.resize_token_embeddings(VOCABULARY + 3)
+    assert tied(loaded)
+    with torch.device("meta"):
+        other = type(model)(model.config)
+    other.to_empty(device="cpu").tie_weights()
+    assert tied(other)
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other.eval()(ids).logits, model(ids).logits)
+
+    untied, info = type(model).from_pretrained(tmp_path / "tied", tie_word_embeddings=False, output_loading_info=True)
+    assert not tied(untied) and not untied.all_tied_weights_keys and info["missing_keys"] == {target}
+    untied.save_pretrained(tmp_path / "untied")
+    again, info = type(model).from_pretrained(tmp_path / "untied", output_loading_info=True)
+    assert not tied(again) and not any(info.values())
+    torch.testing.assert_close(again.state_dict(), untied.state_dict(), atol=0, rtol=0)
+
+
+@each_model
+def test_resizing(model_type):
+    ids = random_ids(2, 5)
+    for _, model in each_class(model_type, tie_word_embeddings=False):
+        before, expected = model.get_input_embeddings().weight.detach().clone(), model(ids)[0]
+        assert model.resize_token_embeddings() is model.get_input_embeddings()
+        for options, size in (
+            ({"new_num_tokens": VOCABULARY + 10, "mean_resizing": True}, VOCABULARY + 10),
+            ({"pad_to_multiple_of": 64}, 128),
+            ({"new_num_tokens": 129, "pad_to_multiple_of": 64, "mean_resizing": False}, 192),
+        ):
+            embeddings, head = model.resize_token_embeddings(**options), model.get_output_embeddings()
+            assert embeddings is model.get_input_embeddings() and type(embeddings) is torch.nn.Embedding
+            assert len(embeddings.weight) == embeddings.num_embeddings == model.config.vocab_size == size
+            assert torch.equal(embeddings.weight[:VOCABULARY], before)
+            if size < 128:
+                torch.testing.assert_close(embeddings.weight[VOCABULARY:].mean(0), before.mean(0), atol=1e-2, rtol=0)
+            if head is not None:
+                assert len(head.weight) == head.out_features == size
+            out = model(ids)[0]
+            torch.testing.assert_close(out[..., : expected.shape[-1]], expected)
+        assert model(torch.full_like(ids, 191))[0].isfinite().all()
+        with pytest.raises(ValueError, match="1.3"):
+            model.resize_token_embeddings(VOCABULARY, pad_to_multiple_of=1.3)
+    # Fewer ids than an embedding has numbers.
+    small = model_class(model_type)(tiny_config(model_type, vocab_size=4))
+    small.resize_token_embeddings(14)
+    assert small.eval()(ids % 14).logits.shape[-1] == 14
+
+
+# Outputs, losses and gradients.
+
+
+@each_model
+def test_tuples(model_type):
+    ids = random_ids(2, 9)
+
+    def tensors(out):
+        return [x for x in tree_leaves(tuple(out)) if isinstance(x, torch.Tensor)]
+
+    for auto_class, model in each_class(model_type):
+        for labels in ({}, labels_of(model, auto_class, ids)):
+            inputs = {"input_ids": ids, "output_hidden_states": True, **labels}
+            expected = model(**inputs)
+            results = [model(**inputs, return_dict=False)]
+            model.config.return_dict = False
+            results.append(model(**inputs))
+            assert type(model(**inputs, return_dict=True)) is type(expected)
+            for result in results:
+                assert type(result) is tuple and len(result) == len(expected.to_tuple())
+                torch.testing.assert_close(tensors(result), tensors(expected.to_tuple()))
+            if model.can_generate():
+                assert model.generate(ids, max_new_tokens=2, **GREEDY).shape == (2, 11)
+            model.config.return_dict = True
+
+
+@each_model
+def test_embeddings_in_place_of_ids(model_type):
+    ids, mask = padded_ids(2, 20, 7)
+    for _, model in each_class(model_type):
+        embeddings = model.get_input_embeddings()(ids)
+        for side in (mask, mask.flip(1), None):
+            out = model(inputs_embeds=embeddings, attention_mask=side)
+            torch.testing.assert_close(out[0], model(ids, attention_mask=side)[0])
+
+
+@each_model
+def test_gradients_of_every_class(model_type):
+    ids = random_ids(2, 20)
+
+    def grads(model, labels):
+        model.zero_grad()
+        torch.manual_seed(0)  # of what noise a router has in training
+        out = model(ids, output_hidden_states=True, **labels)
+        states = out.hidden_states[0], out.hidden_states[-1]
+        for state in states:
+            state.retain_grad()
+        (out.loss if labels else out[0].square().mean()).backward()
+        assert all(state.grad.any() for state in states)
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    for auto_class, model in each_class(model_type, num_hidden_layers=2):
+        labels, calls = labels_of(model.train(), auto_class, ids), []
+        block = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+        next(block.children()).register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
+        expected = grads(model, labels)
+        assert [name for name, grad in expected.items() if not grad.any()] == []
+        assert len(calls) == 1 and not model.is_gradient_checkpointing
+        model.gradient_checkpointing_enable()
+        torch.testing.assert_close(grads(model, labels), expected)
+        assert len(calls) == 3 and model.is_gradient_checkpointing
+        model.gradient_checkpointing_disable()
+        torch.testing.assert_close(grads(model, labels), expected)
+        assert len(calls) == 4 and not model.is_gradient_checkpointing
+        model.config.gradient_checkpointing = True
+        assert type(model)(model.config).is_gradient_checkpointing
+
+
+@each_model
+def test_one_label_is_a_regression(model_type):
+    ids, targets = random_ids(2, 9), torch.tensor([0.5, -1.0])
+    model = tiny_model(model_type, "AutoModelForSequenceClassification", num_labels=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # where shapes would be broadcast
+        out = model(ids, labels=targets)
+    torch.testing.assert_close(out.loss, mse_loss(out.logits[:, 0], targets))
+
+
+@each_model
+def test_predictions_are_logits_alone(model_type, tmp_path):
+    ids = random_ids(2, 9)
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    for auto_class, model in each_class(model_type):
+        if labels := labels_of(model, auto_class, ids):
+            trainer, expected = Trainer(model, arguments), model(ids, **labels)
+            loss, logits, _ = trainer.prediction_step(model, {"input_ids": ids, **labels}, prediction_loss_only=False)
+            torch.testing.assert_close(loss, expected.loss)
+            logits = [logits] if isinstance(logits, torch.Tensor) else list(logits)
+            torch.testing.assert_close(logits, [x for name, x in expected.items() if name.endswith("logits")])
+
+
+# `generate`.
+
+
+@each_causal
+def test_outputs_of_generate(model_type):
+    model, (ids, mask) = tiny_model(model_type), padded_ids(2, 7, 3)
+    asked = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
+    for options, returned, rows in (
+        ({}, 2, 2),
+        ({"do_sample": True, "num_return_sequences": 2}, 4, 4),
+        ({"num_beams": 3}, 2, 6),
+        ({"num_beams": 3, "do_sample": True, "num_return_sequences": 2}, 4, 6),
+    ):
+        sequences = []
+        for cache in ("dynamic", "static", None):
+            torch.manual_seed(0)
+            given = {"cache_implementation": cache, "disable_compile": True} if cache else {"use_cache": False}
+            given |= {**GREEDY, **options, **asked, "return_dict_in_generate": True, "max_new_tokens": 4}
+            out = model.generate(ids, attention_mask=mask, **given)
+            sequences.append(out.sequences)
+            assert out.sequences.shape == (returned, 11)
+            assert [len(x) for x in (out.scores, out.logits, out.hidden_states)] == [4, 4, 4]
+            assert {x.shape for x in (*out.scores, *out.logits)} == {(rows, VOCABULARY)}
+            for step, states in enumerate(out.hidden_states):
+                length = 1 if step and cache else 7 + (0 if cache else step)
+                assert [x.shape for x in states] == [(rows, length, 48)] * (model.config.num_hidden_layers + 1)
+            if cache is None:
+                assert out.past_key_values is None
+            else:
+                assert isinstance(out.past_key_values, RecurrentCache)
+                assert (out.past_key_values.get_seq_length(), out.past_key_values.batch_size) == (10, rows)
+            if "num_beams" in options:
+                scores = model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
+                torch.testing.assert_close(scores.sum(1) / 4, out.sequences_scores, atol=1e-4, rtol=1e-4)
+        assert torch.equal(sequences[0], sequences[1]) and torch.equal(sequences[0], sequences[2])
+
+
+@each_causal
+def test_generation_without_a_prompt(model_type):
+    model = tiny_model(model_type, bos_token_id=5)
+    out = model.generate(max_new_tokens=4, **GREEDY)
+    assert torch.equal(out, model.generate(torch.tensor([[5]]), max_new_tokens=4, **GREEDY))
+    with pytest.raises(ValueError, match="`bos_token_id` has to be defined"):
+        tiny_model(model_type, bos_token_id=None).generate(max_new_tokens=4, **GREEDY)
+
+
+@each_causal
+def test_where_generation_ends(model_type):
+    model, ids = tiny_model(model_type), random_ids(2, 5)
+    whole = model.generate(ids, max_new_tokens=12, **GREEDY)
+    assert torch.equal(model.generate(ids, max_length=9, **GREEDY), whole[:, :9])
+    assert torch.equal(model.generate(ids, max_new_tokens=12, max_time=0.0, **GREEDY), whole[:, :6])
+    stop = [lambda ids, scores, **kwargs: torch.full((len(ids),), ids.shape[1] == 8)]
+    out = model.generate(ids, max_new_tokens=12, stopping_criteria=StoppingCriteriaList(stop), **GREEDY)
+    assert torch.equal(out, whole[:, :8])
+
+    # Rows that end at a token of their own, by every way of decoding.
+    ends = [int(row[place]) for row, place in zip(whole, (8, 13), strict=True)]
+    expected = []
+    for row in whole:
+        length = 6 + min(n for n, token in enumerate(row[5:].tolist()) if token in ends)
+        expected.append(torch.nn.functional.pad(row[:length], (0, 17 - length)))
+    longest = max(int((row != 0).nonzero().max()) + 1 for row in expected)
+    options = {**GREEDY, "eos_token_id": ends, "max_new_tokens": 12}
+    assert torch.equal(model.generate(ids, **options), torch.stack(expected)[:, :longest])
+    for row, row_expected in zip(ids, expected, strict=True):
+        length = int((row_expected != 0).nonzero().max()) + 1
+        for way in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model(model_type)}):
+            assert torch.equal(model.generate(row[None], **options, **way)[0], row_expected[:length])
+    assert model.generate(ids, **options, min_new_tokens=12).shape == (2, 17)
+
+
+@each_causal
+def test_guidance(model_type):
+    model, ids, other = tiny_model(model_type), random_ids(1, 5), random_ids(1, 4, seed=5)
+    read, unwanted = ids, other
+    with torch.no_grad():
+        for _ in range(6):
+            wanted, against = (model(x).logits[:, -1].log_softmax(-1) for x in (read, unwanted))
+            token = (against + 1.7 * (wanted - against)).argmax(-1)[:, None]
+            read, unwanted = torch.cat((read, token), 1), torch.cat((unwanted, token), 1)
+    for use_cache in (True, False):
+        options = {"guidance_scale": 1.7, "negative_prompt_ids": other, "use_cache": use_cache, "max_new_tokens": 6}
+        assert torch.equal(model.generate(ids, **options, **GREEDY), read)
+
+
+@each_causal
+def test_generation_from_embeddings(model_type):
+    model, (ids, mask) = tiny_model(model_type), padded_ids(2, 6, 2)
+    embed = model.get_input_embeddings()
+    for options in ({}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2}):
+        inputs = {"attention_mask": mask, "max_new_tokens": 7, **options, **GREEDY}
+        expected = model.generate(ids, **inputs)[:, 6:]
+        assert torch.equal(model.generate(inputs_embeds=embed(ids), **inputs), expected)
+    # And on from there, with what was generated as embeddings too.
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=7, **GREEDY)
+    options = {"max_new_tokens": 3, "return_dict_in_generate": True, **GREEDY}
+    first = model.generate(inputs_embeds=embed(ids), attention_mask=mask, **options)
+    read, mask = torch.cat((ids, first.sequences), 1), torch.cat((mask, torch.ones_like(first.sequences)), 1)
+    cache, options = first.past_key_values, {"attention_mask": mask, "max_new_tokens": 4, **GREEDY}
+    out = model.generate(inputs_embeds=embed(read), past_key_values=cache.clone(), **options)
+    assert torch.equal(out, expected[:, 9:])
+    assert torch.equal(model.generate(read, past_key_values=cache, **options), expected)
+
+
+@each_causal
+def test_arguments_that_change_nothing(model_type):
+    model, (ids, mask) = tiny_model(model_type), padded_ids(2, 6, 2)
+    options = {"attention_mask": mask, "max_new_tokens": 6, **GREEDY}
+    expected = model.generate(ids, **options)
+    for arguments in (
+        {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)},
+        {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)},
+        {"logits_to_keep": 0},
+        {"logits_to_keep": 3},
+        {"past_key_values": model.new_cache()},
+        {"output_hidden_states": True, "output_attentions": True},
+    ):
+        assert torch.equal(model.generate(ids, **options, **arguments), expected)
+    prepared = model.prepare_inputs_for_generation(ids, attention_mask=mask, of_a_subclass=1)
+    assert prepared["of_a_subclass"] == 1
+    with pytest.raises(ValueError, match="not_an_argument"):
+        model.generate(ids, **options, not_an_argument=1)
+
+
+# Pipelines, with padding on the tokenizer's side.
+
+
+@each_model
+def test_pipelines(model_type):
+    tokenizer, texts = ByteTokenizer(), ["X:1", "K:D major", "a"]
+    names = ["contradiction", "neutral", "entailment"]
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
+    fields = {"vocab_size": len(tokenizer), **labels}
+
+    def read(model, *text):
+        return model(torch.tensor([tokenizer(*text)["input_ids"]]))
+
+    model = tiny_model(model_type, "AutoModel", **fields)
+    features = pipeline("feature-extraction", model=model, tokenizer=tokenizer)
+    for text, found in zip(texts, features(texts, return_tensors=True), strict=True):
+        torch.testing.assert_close(found, read(model, text).last_hidden_state)
+    model = tiny_model(model_type, "AutoModelForSequenceClassification", **fields)
+    classify = pipeline("text-classification", model=model, tokenizer=tokenizer, top_k=None)
+    for text, found in zip(texts, classify(texts, batch_size=3), strict=True):
+        scores = read(model, text).logits[0].softmax(-1).tolist()
+        assert {x["label"]: x["score"] for x in found} == pytest.approx(
+            {label: scores[n] for n, label in model.config.id2label.items()}, abs=1e-5
+        )
+    zero_shot = pipeline("zero-shot-classification", model=model, tokenizer=tokenizer)
+    found = zero_shot("A tune.", candidate_labels=["jig", "a slow waltz"])
+    logits = [read(model, "A tune.", f"This example is {label}.").logits[0, 2] for label in found["labels"]]
+    assert found["scores"] == pytest.approx(torch.stack(logits).softmax(0).tolist(), abs=1e-5)
+    if model_type in CAUSAL:
+        model = tiny_model(model_type, **fields)
+        generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        options = {"max_new_tokens": 4, "do_sample": False}
+        batched = [out[0]["generated_text"] for out in generate(texts, batch_size=3, **options)]
+        assert batched == [generate(text, **options)[0]["generated_text"] for text in texts]
