@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from textwrap import dedent
@@ -60,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error (also SUBQUAD_DEBUG=1)")
-    for add in (_add_generate, _add_convert, _add_info, _add_export, _add_push, _add_inspect_memory):
+    for add in (_add_generate, _add_convert, _add_info, _add_export, _add_push, _add_run, _add_inspect_memory):
         add(commands, common)
     return parser
 
@@ -272,6 +273,28 @@ def _add_push(commands, common) -> None:
     command.add_argument("--message", metavar="TEXT", help="message of the commit (default: Upload model)")
 
 
+def _add_run(commands, common) -> None:
+    command = _add_command(
+        commands,
+        common,
+        "run",
+        "run the command of another package, to which these models are known",
+        """\
+        Run a command that another installed package brings, where subquad has been imported.
+
+        Such a command loads models by what their configuration says, in a process that knows nothing of subquad. Run
+        like this, it loads the architectures of subquad as it does those of transformers.
+
+        examples:
+          subquad run transformers serve ./finch-1b6
+          subquad run lm_eval --model hf --model_args pretrained=./finch-1b6 --tasks lambada_openai
+        """,
+        _run,
+    )
+    command.add_argument("name", metavar="COMMAND", help="name of the command")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
 def _add_inspect_memory(commands, common) -> None:
     command = _add_command(
         commands,
@@ -460,6 +483,34 @@ def _info(args: argparse.Namespace) -> None:
     print(info.name)
     for label, text in labelled(info).items():
         print(f"  {label:<13} {text}")
+
+
+def _run(args: argparse.Namespace) -> None:
+    from importlib.metadata import entry_points
+
+    scripts = entry_points(group="console_scripts", name=args.name)
+    if not scripts:
+        raise UsageError(f"no installed package has the command {args.name!r}.")
+    _put_classes_into_transformers()
+    sys.argv = [args.name, *args.arguments]
+    try:
+        status = next(iter(scripts)).load()()
+    except Exception:
+        traceback.print_exc()  # its errors are not ours to shorten
+        status = 1
+    sys.exit(status)
+
+
+def _put_classes_into_transformers() -> None:
+    """`transformers serve` looks there, not in the Auto classes, for what `architectures` in a configuration names."""
+    # Importing this puts another module in the place of `transformers`, and must not come after what follows.
+    import transformers.processing_utils
+
+    import subquad
+
+    for _, _, heads in subquad.ARCHITECTURES.values():
+        for head in heads.values():
+            setattr(transformers, head, getattr(subquad, head))
 
 
 def _generate(args: argparse.Namespace) -> None:

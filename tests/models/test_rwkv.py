@@ -7,7 +7,7 @@ import pytest
 import torch
 from architectures import each_rwkv, model_class, random_ids, tiny_config, tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import subquad
 
@@ -244,28 +244,3 @@ def test_one_head_size_for_two_spellings(model_type):
     assert (by_heads.head_size, by_heads.num_attention_heads) == (16, 3)
     assert by_heads.head_dim == 16
     assert tiny_config(model_type, context_length=77).max_position_embeddings == 77
-
-
-@each_rwkv
-def test_pipelines(model_type, tmp_path):
-    from subquad_tokenizers import ByteTokenizer
-
-    tokenizer = ByteTokenizer()
-    model = tiny_model(model_type, vocab_size=128)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    generate = pipeline("text-generation", str(tmp_path), batch_size=2)
-    texts = ["X:1", "K:D major"]
-    options = {"max_new_tokens": 5, "do_sample": False, "return_full_text": True}
-    batched = [out[0]["generated_text"] for out in generate(texts, **options)]
-    assert batched == [generate(text, **options)[0]["generated_text"] for text in texts]
-    assert all(out.startswith(text) for out, text in zip(batched, texts, strict=True))
-
-    classifier = tiny_model(model_type, "AutoModelForSequenceClassification", vocab_size=128, num_labels=3)
-    classifier.save_pretrained(tmp_path)
-    classify = pipeline("text-classification", str(tmp_path), batch_size=2, top_k=None)
-    for text, scores in zip(texts, classify(texts), strict=True):
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
-        expected = classifier(ids).logits.softmax(-1)[0]
-        found = {score["label"]: score["score"] for score in scores}
-        assert [found[f"LABEL_{n}"] for n in range(3)] == pytest.approx(expected.tolist(), abs=1e-5)

@@ -1,0 +1,160 @@
+"""The scores of lm-evaluation-harness are those that the models themselves give, on the tasks of examples/lm_eval."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import RWKV, each_causal, tiny_model
+
+import subquad
+from subquad import hub
+from subquad.cli import main
+from subquad_tokenizers import ByteTokenizer
+
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("music21")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+
+TASKS = Path(__file__).resolve().parents[1] / "examples" / "lm_eval"
+DATA = {"folders": ["miscFolk"]}  # a few of the tunes
+TOKENIZER = ByteTokenizer()
+NEW_TOKENS = 8
+ROWS = 4  # of a batch
+
+
+@pytest.fixture(scope="module")
+def task_manager():
+    return TaskManager(include_path=str(TASKS), metadata=DATA, include_defaults=False)
+
+
+@torch.no_grad()
+def log_likelihood(model, ids, scored, width=0):
+    """Of the last `scored` ids, read in one pass; `width` is that of the row where zeros follow."""
+    row = torch.nn.functional.pad(torch.tensor(ids[:-1]), (0, max(0, width - len(ids) + 1)))
+    logits = model(row[None]).logits[0, len(ids) - 1 - scored : len(ids) - 1].log_softmax(-1)
+    return logits.gather(1, torch.tensor(ids[-scored:])[:, None]).sum().item()
+
+
+@each_causal
+@pytest.mark.parametrize("batch_size", [1, ROWS])
+def test_scores(model_type, batch_size, task_manager):
+    """
+    A log-likelihood is that of one pass over the question and the answer (but for its last token), which lets Avey
+    see the answer's tokens in the same split. Batches are padded with zeros on the right, without a mask: for Avey
+    these are tokens, for the others they come too late to matter.
+    """
+    model = tiny_model(model_type, vocab_size=128)
+    lm = HFLM(model, tokenizer=TOKENIZER, batch_size=batch_size)
+    samples = simple_evaluate(
+        model=lm,
+        tasks=["abc"],
+        task_manager=task_manager,
+        limit=2,
+        log_samples=True,
+        gen_kwargs={"do_sample": False, "max_gen_toks": NEW_TOKENS},
+        bootstrap_iters=0,
+    )["samples"]
+    tunes, questions, headers = (samples[f"abc_{name}"] for name in ("tunes", "next_line", "continue"))
+    padded = model_type == "avey" and batch_size > 1
+
+    rows = [[0, *TOKENIZER(sample["arguments"][0][0]).input_ids] for sample in tunes]
+    width = padded and max(map(len, rows)) - 1
+    for row, sample in zip(rows, tunes, strict=True):
+        expected = log_likelihood(model, row, len(row) - 1, width)
+        assert sample["filtered_resps"] == [pytest.approx(expected, abs=1e-3)]
+
+    # The longest come first, and every row of a batch has the length of its first.
+    lengths = sorted({len(question + line) for sample in questions for question, line in sample["arguments"]})[::-1]
+    assert len(lengths) == 2 * ROWS
+    widths = {length: padded and lengths[n - n % ROWS] - 1 for n, length in enumerate(lengths)}
+    for sample in questions:
+        scores = [score for score, _ in sample["filtered_resps"]]
+        for (question, line), score in zip(sample["arguments"], scores, strict=True):
+            # White space before an answer counts as part of it.
+            ids, scored = TOKENIZER(question + line).input_ids, len(question + line) - len(question.rstrip())
+            assert score == pytest.approx(log_likelihood(model, ids, scored, widths[len(ids)]), abs=1e-3)
+        assert sample["acc"] == (scores.index(max(scores)) == sample["doc"]["right"])
+
+    assert len({len(sample["arguments"][0][0]) for sample in headers}) == 2
+    for sample in headers:
+        inputs = TOKENIZER(sample["arguments"][0][0], return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS)[0, inputs.input_ids.shape[1] :]
+        text = TOKENIZER.decode(ids, skip_special_tokens=True)
+        assert sample["filtered_resps"] == [text.split("\n\n")[0]]
+
+
+@each_causal
+def test_texts_longer_than_in_training(model_type):
+    """By default each piece of a text begins anew; with `max_length`, one pass reads it all."""
+    fields = {"context_length": 1024} if model_type in RWKV else {}
+    model = tiny_model(model_type, vocab_size=128, **fields)
+    text = "".join(chr(n) for n in torch.randint(32, 127, (2500,), generator=torch.Generator().manual_seed(0)))
+    ids = TOKENIZER(text).input_ids
+
+    def rolling(**options):
+        lm = HFLM(model, tokenizer=TOKENIZER, **options)
+        return lm.max_length, *lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+
+    length, found = rolling()
+    assert length == (1024 if fields else 2048)
+    expected = log_likelihood(model, [0, *ids[:length]], length)
+    for start in range(length, len(ids), length):
+        stop = min(start + length, len(ids))  # the last piece begins with tokens that were scored before
+        expected += log_likelihood(model, ids[stop - length - 1 : stop], stop - start)
+    assert found == pytest.approx(expected, rel=1e-6)
+    length, found = rolling(max_length=65536)
+    assert length == 65536
+    assert found == pytest.approx(log_likelihood(model, [0, *ids], len(ids)), rel=1e-6)
+
+
+def test_commands(tmp_path, monkeypatch, capsys):
+    """The two commands that examples/lm_eval/abc.yaml names, on the embedded model."""
+    path = subquad.embedded_model("finch-abc")
+    hub.export(path, tmp_path / "repository")
+
+    def arguments(directory, more, *options):
+        yield from ("run", "--model", "hf", "--model_args", f"pretrained={directory},dtype=float32{more}", *options)
+        yield from ("--include_path", str(TASKS), "--tasks", "abc", "--device", "cpu", "--limit", "1")
+        yield from ("--metadata", json.dumps(DATA), "--output_path", str(tmp_path / "results"))
+
+    def results():
+        (file,) = (tmp_path / "results").rglob("results_*.json")
+        measured = json.loads(file.read_text())["results"]
+        file.unlink()
+        names = {"tunes": "bits_per_byte", "next_line": "acc", "continue": "valid"}
+        return {name: measured[f"abc_{name}"][f"{metric},none"] for name, metric in names.items()}
+
+    command = [sys.executable, "-m", "lm_eval", *arguments(tmp_path / "repository", ",trust_remote_code=True")]
+    environment = os.environ | {"HF_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = results()
+    assert 0.9 < expected["tunes"] < 1.8 and expected["next_line"] == expected["continue"] == 1
+
+    monkeypatch.setattr(sys, "argv", ["subquad"])
+    # It takes seconds to look through the tasks that the harness brings.
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))
+    with pytest.raises(SystemExit) as done:
+        main(["run", "lm_eval", *arguments(path, ",max_length=600", "--batch_size", "auto", "--max_batch_size", "2")])
+    assert not done.value.code
+    assert results() == pytest.approx(expected, rel=1e-5)
+    assert capsys.readouterr().out.lower().count("determined largest batch size: 2") == 3  # one a kind of task
+
+
+def test_errors_are_those_of_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["subquad"])
+    with pytest.raises(SystemExit) as done:
+        main(["run", "lm_eval", "run", "--config", "nowhere.yaml"])
+    assert done.value.code == 1
+    assert "Traceback" in (error := capsys.readouterr().err) and "nowhere.yaml" in error

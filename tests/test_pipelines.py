@@ -1,0 +1,159 @@
+"""Every causal model in the pipelines of transformers. Avey-B is in test_encoder_pipelines.py."""
+
+import threading
+
+import pytest
+import torch
+from architectures import each_causal, tiny_model
+from transformers import TextIteratorStreamer, TextStreamer, pipeline
+
+from subquad import hub
+from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer
+
+
+TEXTS = ["X:1", "K:D major, and then some more of it", "A", "|:dBG G2c:|"]
+NEW_TOKENS = 12
+GREEDY = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+
+
+@pytest.fixture
+def load(tmp_path):
+    """A pipeline that reads its model and its tokenizer from a directory, and the model."""
+
+    def load(task, model_type, auto_class, **fields):
+        model = tiny_model(model_type, auto_class, vocab_size=128, **fields)
+        if model.can_generate():
+            model.generation_config.eos_token_id = None  # no text is shorter than the others
+        model.save_pretrained(tmp_path)
+        ByteTokenizer(chat_template=WORLD_CHAT_TEMPLATE).save_pretrained(tmp_path)
+        pipe = pipeline(task, str(tmp_path), device="cpu")
+        assert type(pipe.model) is type(model) and type(pipe.tokenizer) is ByteTokenizer
+        return pipe, model
+
+    return load
+
+
+@pytest.fixture
+def generator(load):
+    return lambda model_type: load("text-generation", model_type, "AutoModelForCausalLM")
+
+
+def continuation(model, tokenizer, prompt, **options):
+    """What the model itself makes of a text or of a conversation."""
+    if isinstance(prompt, str):
+        inputs = tokenizer(prompt, return_tensors="pt")
+    else:
+        inputs = tokenizer.apply_chat_template(prompt, return_tensors="pt", return_dict=True, **options)
+    ids = model.generate(**inputs, **GREEDY)[0, inputs.input_ids.shape[1] :]
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def texts(results):
+    return [result["generated_text"] for (result,) in results]
+
+
+@each_causal
+def test_text_generation(generator, model_type):
+    pipe, model = generator(model_type)
+    added = [continuation(model, pipe.tokenizer, text) for text in TEXTS]
+    assert len(set(added)) == len(TEXTS)
+    assert texts(pipe(text, **GREEDY) for text in TEXTS) == list(map(str.__add__, TEXTS, added))
+    for size in (1, 3, 4):
+        assert texts(pipe(TEXTS, batch_size=size, return_full_text=False, **GREEDY)) == added
+    drafts = {"prompt_lookup_num_tokens": 3, "return_full_text": False}
+    assert texts(pipe(text, **drafts, **GREEDY) for text in TEXTS) == added
+
+    stop = added[1][3:5]
+    stopped = pipe(TEXTS[1], stop_strings=stop, tokenizer=pipe.tokenizer, return_full_text=False, **GREEDY)
+    assert texts([stopped]) == [added[1][: added[1].index(stop) + 2]]
+
+
+@each_causal
+def test_streams(generator, model_type, capsys):
+    pipe, model = generator(model_type)
+    expected = continuation(model, pipe.tokenizer, TEXTS[1])
+    streamer = TextStreamer(pipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    capsys.readouterr()
+    pipe(TEXTS[1], streamer=streamer, **GREEDY)
+    assert capsys.readouterr().out == expected + "\n"
+    streamer = TextIteratorStreamer(pipe.tokenizer, skip_prompt=True, timeout=60, skip_special_tokens=True)
+    thread = threading.Thread(target=pipe, args=(TEXTS[1],), kwargs={"streamer": streamer, **GREEDY})
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    assert "".join(pieces) == expected and len(pieces) > 1
+
+
+@each_causal
+def test_sampling(generator, model_type):
+    pipe, model = generator(model_type)
+    options = {"do_sample": True, "max_new_tokens": NEW_TOKENS, "temperature": 0.7, "top_k": 0}
+    inputs = pipe.tokenizer(TEXTS[1], return_tensors="pt")
+
+    def seeded(seed, function, *arguments, **more):
+        torch.manual_seed(seed)
+        return function(*arguments, **options, **more)
+
+    expected = pipe.tokenizer.batch_decode(seeded(1, model.generate, **inputs), skip_special_tokens=True)
+    assert texts([seeded(1, pipe, TEXTS[1])]) == expected != texts([seeded(2, pipe, TEXTS[1])])
+    found = [texts(seeded(seed, pipe, TEXTS, batch_size=3)) for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+
+
+@each_causal
+def test_conversations(generator, model_type):
+    pipe, model = generator(model_type)
+    chats = [
+        [{"role": "user", "content": "Why?"}],
+        [
+            {"role": "system", "content": "You are a bird."},
+            {"role": "user", "content": "Hello,\n\nyou!"},
+            {"role": "assistant", "content": "Tweet."},
+            {"role": "user", "content": "And now?"},
+        ],
+    ]
+    answers = [continuation(model, pipe.tokenizer, chat, add_generation_prompt=True) for chat in chats]
+    assert answers[0] != answers[1]
+    expected = [[*c, {"role": "assistant", "content": a}] for c, a in zip(chats, answers, strict=True)]
+    assert texts(pipe(chat, **GREEDY) for chat in chats) == expected
+    assert texts(pipe(chats, batch_size=2, **GREEDY)) == expected
+    # An answer that is begun goes on.
+    begun = [*chats[0], {"role": "assistant", "content": "Because"}]
+    rest = continuation(model, pipe.tokenizer, begun, continue_final_message=True)
+    (result,) = pipe(begun, **GREEDY)
+    assert result["generated_text"] == [*chats[0], {"role": "assistant", "content": "Because" + rest}]
+
+
+@each_causal
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_text_classification(load, model_type, padding_side):
+    pipe, model = load("text-classification", model_type, "AutoModelForSequenceClassification", num_labels=3)
+    pipe.tokenizer.padding_side = padding_side
+    for size in (1, 3):
+        for text, result in zip(TEXTS, pipe(TEXTS, batch_size=size, top_k=None), strict=True):
+            expected = model(**pipe.tokenizer(text, return_tensors="pt")).logits.softmax(-1)[0].tolist()
+            scores = {entry["label"]: entry["score"] for entry in result}
+            assert [scores[f"LABEL_{n}"] for n in range(3)] == pytest.approx(expected, abs=1e-5)
+    assert len({round(result["score"], 4) for result in pipe(TEXTS)}) == len(TEXTS)  # the text has a say
+
+
+@each_causal
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_feature_extraction(load, model_type, padding_side):
+    pipe, model = load("feature-extraction", model_type, "AutoModel")
+    pipe.tokenizer.padding_side = padding_side
+    for size in (1, 3):
+        for text, result in zip(TEXTS, pipe(TEXTS, batch_size=size, return_tensors=True), strict=True):
+            expected = model(**pipe.tokenizer(text, return_tensors="pt")).last_hidden_state
+            # transformers leaves the padding where it is.
+            result = result[:, -len(text) :] if padding_side == "left" else result[:, : len(text)]
+            torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_self_contained_repository(generator, tmp_path):
+    """test_hub.py has the others, without this package."""
+    pipe, _ = generator("raven")
+    hub.export(tmp_path, tmp_path / "repository")
+    again = pipeline("text-generation", str(tmp_path / "repository"), device="cpu", trust_remote_code=True)
+    assert type(again.model) is type(pipe.model)
+    assert texts(again(TEXTS, batch_size=3, **GREEDY)) == texts(pipe(TEXTS, **GREEDY))

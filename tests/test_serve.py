@@ -1,0 +1,241 @@
+"""`transformers serve` with models of this package, asked with the client of OpenAI."""
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import CAUSAL, each_causal, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import subquad
+from subquad import hub
+from subquad.cli import main
+from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
+
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+HEADER = "X:1\nT:The Finch\nM:6/8\nL:1/8\nK:D\n"
+FINCH = "subquad/finch-abc"
+GREEDY = {"max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """
+    What the server is asked for: every architecture with a byte tokenizer, a model with the World tokenizer, and
+    finch-abc as `subquad export` makes it, in the cache of the Hub.
+    """
+    directory = tmp_path_factory.mktemp("models")
+    for model_type in CAUSAL:
+        model = tiny_model(model_type, vocab_size=128)
+        model.generation_config.eos_token_id = None  # it goes on for ever
+        model.save_pretrained(directory / model_type)
+        ByteTokenizer().save_pretrained(directory / model_type)
+    tiny_model("rwkv6", vocab_size=65536).save_pretrained(directory / "world")
+    RwkvWorldTokenizerFast().save_pretrained(directory / "world")
+    repository = directory / "hub" / f"models--{FINCH.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots").mkdir()
+    hub.export(subquad.embedded_model("finch-abc"), repository / "snapshots" / ("0" * 40))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def url(models):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "subquad", "run", "transformers", "serve", "--device", "cpu", "--port", str(port)]
+    environment = os.environ | {"HF_HUB_CACHE": str(models / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    log = models / "log"
+    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
+        try:
+            for _ in range(600):
+                assert process.poll() is None, log.read_text()
+                with socket.socket() as probe:
+                    if probe.connect_ex(("localhost", port)) == 0:
+                        break
+                time.sleep(0.2)
+            yield f"http://localhost:{port}/v1"
+        finally:
+            process.terminate()
+
+
+def connect(url):
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with connect(url) as client:
+        yield client
+
+
+def load(path):
+    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+
+
+def continuation(model, tokenizer, prompt, **options):
+    """What the model itself continues a text or a conversation with."""
+    if isinstance(prompt, str):
+        inputs = tokenizer(prompt, return_tensors="pt")
+    else:
+        inputs = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    ids = model.generate(**inputs, **{"do_sample": False, "max_new_tokens": 12, **options})[0]
+    return tokenizer.decode(ids[inputs.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def complete(client, **options):
+    return client.completions.create(**options).choices[0].text
+
+
+@each_causal
+def test_completion(client, models, model_type):
+    path = str(models / model_type)
+    expected = continuation(*load(path), HEADER)
+    result = client.completions.create(model=path, prompt=HEADER, **GREEDY)
+    (choice,) = result.choices
+    assert choice.text == expected and choice.finish_reason == "length"
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (len(HEADER), 12)
+    *chunks, last = client.completions.create(model=path, prompt=HEADER, stream=True, **GREEDY)
+    # A byte is a token: they come one by one.
+    assert [chunk.choices[0].text for chunk in chunks] == list(expected)
+    assert last.choices[0].finish_reason == "length" and last.usage.completion_tokens == 12
+
+
+@each_causal
+def test_no_continuous_batching(model_type):
+    """The server asks so, and generates for one request after the other where there is none."""
+    assert not hasattr(tiny_model(model_type), "init_continuous_batching")
+
+
+def test_chat(client, url, models):
+    path = str(models / "world")
+    messages = [
+        {"role": "system", "content": "You are a bird."},
+        {"role": "user", "content": "Hello,\r\n\r\n世界!"},
+        {"role": "assistant", "content": "Tweet."},
+        {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
+    ]
+    request = {"model": path, "messages": messages, "temperature": 0, "max_tokens": 40}
+    expected = continuation(*load(path), messages, max_new_tokens=40)
+    (choice,) = client.chat.completions.create(**request).choices
+    assert choice.message.content == expected and choice.message.role == "assistant"
+    # A character of several bytes comes when it is complete.
+    chunks = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(stream=True, **request)]
+    assert "".join(chunks) == expected and sum(map(bool, chunks)) > 30 and not expected.isascii()
+    with connect(url) as another, pytest.raises(openai.InternalServerError):  # this tokenizer has no chat template
+        another.chat.completions.create(**request | {"model": str(models / "rwkv6")})
+
+
+def test_requests_at_once(client, models):
+    """Of several models and of one, streamed and not."""
+    requests = [
+        {"model": str(models / model_type), "prompt": f"X:{n}\n", "max_tokens": 30, "temperature": 0}
+        for model_type in ("avey", "gecko")
+        for n in range(2)
+    ]
+    alone = [complete(client, **request) for request in requests]
+    assert len(set(alone)) == 4
+
+    def ask(request):
+        chunks = client.completions.create(stream=True, **request)
+        return "".join(chunk.choices[0].text for chunk in chunks)
+
+    with ThreadPoolExecutor(8) as pool:
+        streamed = [pool.submit(ask, request) for request in requests]
+        whole = [pool.submit(complete, client, **request) for request in requests]
+        assert [result.result() for result in (*streamed, *whole)] == alone * 2
+
+
+def test_a_client_that_goes_away(client, models):
+    """The answer is not made any further, and the model is free for the next."""
+    request = {"model": str(models / "raven"), "prompt": "X:1\n", "temperature": 0}
+    expected = complete(client, max_tokens=5, **request)
+    stream = client.completions.create(max_tokens=10**8, stream=True, **request)
+    text = "".join(next(stream).choices[0].text for _ in range(5))
+    stream.close()
+    assert text == expected
+    # It would wait for the others, of which there are 10^8.
+    assert complete(client, max_tokens=5, **request) == expected
+
+
+def test_sampling(client, models):
+    model, tokenizer = load(subquad.embedded_model("finch-abc"))  # its files say that it samples
+    request = {"model": FINCH, "prompt": HEADER, "max_tokens": 20}
+    torch.manual_seed(3)
+    expected = continuation(model, tokenizer, HEADER, max_new_tokens=20, do_sample=True)
+    texts = [complete(client, seed=seed, **request) for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] == expected != texts[2]
+    torch.manual_seed(3)
+    expected = continuation(model, tokenizer, HEADER, max_new_tokens=20, do_sample=True, temperature=2.0, top_p=1.0)
+    assert complete(client, seed=3, temperature=2, top_p=1, **request) == expected != texts[0]
+    greedy = continuation(model, tokenizer, HEADER, max_new_tokens=20)
+    assert complete(client, temperature=0, **request) == greedy
+
+
+def test_stop(client):
+    request = {"model": FINCH, "prompt": HEADER, "max_tokens": 60, "temperature": 0}
+    whole = complete(client, **request)
+    assert whole.index("|") < whole.index("\n")
+    for stop in ("|", ["\n", "|"]):
+        (choice,) = client.completions.create(stop=stop, **request).choices
+        assert choice.text == whole[: whole.index("|") + 1] and choice.finish_reason == "stop"
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(stop="\n", stream=True, **request))
+    assert streamed == whole[: whole.index("\n") + 1]
+
+
+def test_wrong_requests(client, url, models):
+    request = {"model": FINCH, "prompt": HEADER, **GREEDY}
+    expected = complete(client, **request)
+    for wrong, error in (
+        ({"model": "subquad/nothing"}, openai.InternalServerError),
+        ({"model": str(models / "nothing")}, openai.InternalServerError),
+        ({"prompt": [HEADER, HEADER]}, openai.BadRequestError),
+        ({"extra_body": {"max_tokes": 3}}, openai.UnprocessableEntityError),
+    ):
+        with connect(url) as another, pytest.raises(error):  # the server closes the connection where it fails
+            another.completions.create(**request | wrong)
+        assert complete(client, **request) == expected
+
+
+def test_client_example(models, url, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("serve_client")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["serve_client", "--url", url, *arguments])
+        example.main()
+        return capsys.readouterr().out
+
+    assert run() == f"{FINCH}\n"
+
+    path = str(models / "world")
+    arguments = ("--complete", "--model", FINCH, "--temperature", "0", "--max-tokens", "20")
+    model, tokenizer = load(subquad.embedded_model("finch-abc"))
+    assert run(HEADER, *arguments) == continuation(model, tokenizer, HEADER, max_new_tokens=20) + "\n"
+    assert run(HEADER, *arguments, "--stop", "|").endswith("|\n")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    arguments = ("Why?", "--system", "Be brief.", "--model", path, "--temperature", "0", "--max-tokens", "12")
+    assert run(*arguments) == continuation(*load(path), messages) + "\n"
+    with pytest.raises(SystemExit):
+        run("Why?")
+
+
+def test_commands_that_are_not_there(capsys):
+    assert main(["run", "no-such-command", "--port", "1"]) == 2
+    assert "no installed package has the command 'no-such-command'" in capsys.readouterr().err
