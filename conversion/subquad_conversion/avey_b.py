@@ -116,7 +116,13 @@ def plan(
     if given.get("tie_word_embeddings") is not False:
         twins = tie(shapes, sources, "embed.weight", "lm_head.weight")
     model = "avey-b" if fits else f"avey-b with the layer pattern {pattern}"
-    return Plan(sizes, plan_tensors(model, tensors, sources, shapes, read | {"expansion_factor": expansion}), twins)
+    read |= {"expansion_factor": expansion}
+    return Plan(sizes, plan_tensors(model, tensors, sources, shapes, read, _fits), twins)
+
+
+def _fits(target: str, stored: Shape, shape: Shape) -> bool:
+    """A checkpoint of training has vectors of one element where published files have scalars."""
+    return stored in (shape, shape or (1,))
 
 
 def _field(name: str, value: Any, found: Tensors, given: Mapping[str, Any]) -> Any:

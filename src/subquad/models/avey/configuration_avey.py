@@ -28,6 +28,11 @@ class AveyConfig(PreTrainedConfig):
     model_type = "avey"
     attribute_map = {"hidden_size": "d_embed", "num_hidden_layers": "n_blocks"}
     keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_fsdp_plan = {
+        "wte": "free_full_weight",
+        "blocks.*": "free_full_weight",
+        "ln_f": "keep_full_weight",
+    }
     # Ranker and contextualizer compare whole embeddings: every process has them.
     base_model_tp_plan = {
         "wte": "embedding_rowwise",

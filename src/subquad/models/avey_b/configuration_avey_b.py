@@ -63,6 +63,7 @@ class AveyBConfig(PreTrainedConfig):
 
     model_type = "avey-b"
     attribute_map = {"hidden_size": "d_embed", "num_hidden_layers": "n_layers"}
+    base_model_fsdp_plan = {"embed": "free_full_weight", "layers.*": "free_full_weight"}
     # Ranker and contextualizer compare whole embeddings: every process has them.
     base_model_tp_plan = {
         "embed": "embedding_rowwise",

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
 from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -103,6 +105,62 @@ class AveyBRanker(nn.Module):
         return window + current if self.config.compressor_residual else window
 
 
+class ScalarToVector(MergeModulelist):
+    """
+    `alpha`, a scalar in files and a vector of one element in a model. The base class says that it stacks what it is
+    given: where transformers shards weights as it loads them, the scalar is one element, for one process.
+    """
+
+    def convert(
+        self,
+        input_dict: dict[str, list[torch.Tensor]],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        model: PreTrainedModel,
+        full_layer_name: str,
+        **kwargs,
+    ) -> dict[str, torch.Tensor]:
+        (tensors,) = input_dict.values()
+        if not tensors:  # another process has it
+            alpha = model.get_parameter(full_layer_name)
+            tensors = [torch.empty(0, dtype=alpha.dtype, device=alpha.device_mesh.device_type)]
+        return {target_patterns[0]: tensors[0].reshape(-1)}  # a file may hold a vector, of a state dict
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return VectorToScalar()
+
+
+class VectorToScalar(ConversionOps):
+    """The other way round, to save it."""
+
+    def convert(
+        self,
+        input_dict: dict[str, list[torch.Tensor]],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs,
+    ) -> dict[str, torch.Tensor]:
+        ((vector,),) = input_dict.values()
+        return {target_patterns[0]: vector.reshape(())}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return ScalarToVector()
+
+
+# Once more where a copy of this file, in a repository, is loaded too.
+register_checkpoint_conversion_mapping(
+    AveyBConfig.model_type, [WeightConverter(".alpha", ".alpha", [ScalarToVector()])], overwrite=True
+)
+
+
+def _load_scalar(layer: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args) -> None:
+    """For `load_state_dict`, which a Trainer gives what `save_pretrained` wrote."""
+    if (name := f"{prefix}alpha") in state_dict and state_dict[name].dim() == 0:
+        state_dict[name] = state_dict[name][None]
+
+
 @use_kernelized_func([dynamic_mixing, split_ranker, static_mixing])
 class AveyBLayer(GradientCheckpointingLayer):
     """A layer of the neural processor (section 3.2), either static or dynamic (section 4.2)."""
@@ -116,7 +174,9 @@ class AveyBLayer(GradientCheckpointingLayer):
         self.activation = F.gelu if config.hidden_act == "gelu" else ReluSquared.apply
         self.spatial_proj = None if dynamic else nn.Parameter(torch.empty(config.context_size, config.context_size))
         self.fuser = Linear(features - self.width, config.d_embed)
-        self.alpha = nn.Parameter(torch.empty(())) if config.residual_gain else None
+        # A scalar, as a vector of one element: FSDP shards nothing that has no axis.
+        self.alpha = nn.Parameter(torch.empty(1)) if config.residual_gain else None
+        self.register_load_state_dict_pre_hook(_load_scalar)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Windows (n, context_size, d_embed)."""
@@ -200,8 +260,8 @@ class AveyBModel(AveyBPreTrainedModel):
                 name that transformers' collators have for it.
 
         Returns:
-            last_hidden_state (batch, length, d_embed), zero where a token is padding; hidden_states (what the ranker
-            hands to the first layer, and the output of every layer).
+            last_hidden_state (batch, length, d_embed) and hidden_states (embeddings and the output of every layer),
+            where padding is zero.
 
         Raises:
             ValueError: before any work, where an argument does not fit; the message names it.
@@ -212,11 +272,12 @@ class AveyBModel(AveyBPreTrainedModel):
         cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         batch, length, width = x.shape
         tokens = Tokens(batch, length, x.device, attention_mask, position_ids, cu_seqlens)
+        embeddings = x = tokens.erase(x)
         ragged = tokens.mask is not None or tokens.cu_seqlens is not None
         text = self._read_ragged(x, tokens) if ragged else self._read(x)
 
         size, layers = self.config.chunk_size, self.layers[: self.config.num_hidden_layers]
-        states: list[list[torch.Tensor]] = [[] for _ in range(len(layers) + 1)]
+        states: list[list[torch.Tensor]] = [[] for _ in layers]
         splits, retrieved = text.splits.flatten(0, 1), self.ranker.retrieve(text)
         rows = MAX_ROWS_OF_CPU if x.device.type == "cpu" else MAX_ROWS
         # A graph that is traced would hold the layers once for each step.
@@ -224,11 +285,10 @@ class AveyBModel(AveyBPreTrainedModel):
         step = splits.shape[0] if whole else max(rows // self.config.context_size, 1)
         for current, index, weights in zip(*(x.split(step) for x in (splits, *retrieved)), strict=True):
             x = self.ranker(current, splits[index] * weights[..., None, None].to(splits.dtype))
-            for layer, inputs in zip(layers, states[:-1], strict=True):
-                if output_hidden_states:
-                    inputs.append(x[:, -size:].contiguous())
+            for layer, outputs in zip(layers, states, strict=True):
                 x = layer(x)
-            states[-1].append(x[:, -size:].contiguous())
+                if output_hidden_states or layer is layers[-1]:
+                    outputs.append(x[:, -size:].contiguous())
 
         hidden_states = []
         for parts in states if output_hidden_states else states[-1:]:
@@ -240,7 +300,7 @@ class AveyBModel(AveyBPreTrainedModel):
             hidden_states.append(x)
         return BaseModelOutput(
             last_hidden_state=hidden_states[-1],
-            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            hidden_states=(embeddings, *hidden_states) if output_hidden_states else None,
         )
 
     def _read(self, x: torch.Tensor) -> Text:
@@ -282,6 +342,7 @@ class AveyBForMaskedLM(AveyBPreTrainedModel):
     """Avey-B with the head that tells masked tokens: the embeddings themselves, unless they are not tied."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: AveyBConfig):
         super().__init__(config)
@@ -313,7 +374,7 @@ class AveyBForMaskedLM(AveyBPreTrainedModel):
         Returns:
             loss where `labels` are given, logits (batch, length, vocabulary), hidden_states.
         """
-        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, return_dict=True, **kwargs)
         x = outputs.last_hidden_state
         logits = self.lm_head(x if self.ln_f is None else self.ln_f(x))
         loss = None
@@ -358,7 +419,7 @@ class AveyBForSequenceClassification(AveyBPreTrainedModel):
         """
         if kwargs.get("cu_seqlens") is not None or kwargs.get("cu_seq_lens_q") is not None:
             raise ValueError("`cu_seqlens`: a classifier reads one text a row, not packed documents.")
-        outputs = self.model(input_ids, attention_mask, None, inputs_embeds, **kwargs)
+        outputs = self.model(input_ids, attention_mask, None, inputs_embeds, return_dict=True, **kwargs)
         x = outputs.last_hidden_state
         total = x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))  # padding is zero
         if attention_mask is None:
@@ -403,7 +464,7 @@ class AveyBForTokenClassification(AveyBPreTrainedModel):
         Returns:
             loss where `labels` are given, logits (batch, length, `num_labels`), hidden_states.
         """
-        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, return_dict=True, **kwargs)
         logits = self.classifier(outputs.last_hidden_state)
         loss = None
         if labels is not None:
@@ -442,7 +503,7 @@ class AveyBForQuestionAnswering(AveyBPreTrainedModel):
         """
         if kwargs.get("cu_seqlens") is not None or kwargs.get("cu_seq_lens_q") is not None:
             raise ValueError("`cu_seqlens`: an answer is looked for in one text a row, not in packed documents.")
-        outputs = self.model(input_ids, attention_mask, None, inputs_embeds, **kwargs)
+        outputs = self.model(input_ids, attention_mask, None, inputs_embeds, return_dict=True, **kwargs)
         logits = self.qa_outputs(outputs.last_hidden_state)
         if attention_mask is not None:
             padding = (attention_mask[:, -logits.shape[1] :] == 0)[..., None].to(logits.device)

@@ -54,6 +54,11 @@ class GeckoConfig(PreTrainedConfig):
         "tie_word_embeddings": "share_emb",
     }
     keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_fsdp_plan = {
+        "embed": "free_full_weight",
+        "layers.*": "free_full_weight",
+        "output.final_norm": "keep_full_weight",
+    }
 
     vocab_size: int = 32000
     model_dim: int = 4096

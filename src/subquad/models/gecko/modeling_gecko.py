@@ -215,6 +215,8 @@ class GeckoCEMA(nn.Module):
         before, inplace = (None, False) if state is None else (state.get("cema"), state.overwrites("cema"))
         out, after = cema(x, *weights, before, starts=call.starts, real=call.real, inplace=inplace)
         if state is not None:
+            if state.record_past:  # they may be needed when offloading or FSDP has freed those of the module
+                weights = tuple(w.clone() for w in weights)
             state.update("cema", after, functools.partial(replay_cema, weights), *call.records(state, x))
         return out
 

@@ -73,6 +73,11 @@ class RavenConfig(PreTrainedConfig):
     model_type = "raven"
     attribute_map = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
     keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_fsdp_plan = {
+        "embeddings": "free_full_weight",
+        "layers.*": "free_full_weight",
+        "norm": "keep_full_weight",
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 2048

@@ -69,7 +69,7 @@ class RavenCall(Call):
 class RavenSlotMemory(nn.Module):
     """Section 4.1: a memory of slots for each head, of which a token is written to few and reads all."""
 
-    state_name, state_scale = "slots", 1.0  # of state tuning: what numbers in a trained state are like
+    state_name, state_scale = "slots", 1.0  # of state tuning: the size of the largest numbers in a trained state
 
     def __init__(self, config: RavenConfig, layer_idx: int):
         super().__init__()

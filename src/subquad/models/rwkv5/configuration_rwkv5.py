@@ -32,6 +32,11 @@ class Rwkv5Config(PreTrainedConfig):
     model_type = "rwkv5"
     attribute_map = {"max_position_embeddings": "context_length", "head_dim": "head_size"}
     keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_fsdp_plan = {
+        "embeddings": "free_full_weight",
+        "blocks.*": "free_full_weight",
+        "ln_out": "keep_full_weight",
+    }
     # What each head has beside its columns of the linear layers, see `plan_heads`.
     _head_parameters = {
         "time_decay": "colwise",

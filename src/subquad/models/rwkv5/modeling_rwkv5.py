@@ -43,7 +43,7 @@ class Rwkv5GatedRecurrence(nn.GroupNorm):
 class Rwkv5TimeMixing(nn.Module):
     """Section 4.1.2: the linear attention, with a learned decay a channel."""
 
-    state_name, state_scale = "wkv", 100.0  # of state tuning: what numbers in a trained state are like
+    state_name, state_scale = "wkv", 1000.0  # of state tuning: the size of the largest numbers in a trained state
 
     def __init__(self, config: Rwkv5Config, layer_idx: int):
         super().__init__()
