@@ -36,7 +36,7 @@ from transformers import (
 from subquad import StateTuningConfig, embedded_model
 
 
-LEARNING_RATES = {"state": 0.3, "prompt": 0.1}
+LEARNING_RATES = {"state": 0.1, "prompt": 0.3}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

@@ -5,7 +5,6 @@ import torch
 import transformers
 from architectures import (
     CAUSAL,
-    LINEAR,
     VOCABULARY,
     each_causal,
     each_head,
@@ -26,12 +25,6 @@ from subquad.padding import Tokens
 def load(model_type, path, **options):
     """The model that is trained on text alone, by way of its Auto class."""
     return getattr(transformers, lm_class(model_type)).from_pretrained(path, **options)
-
-
-def lora(model_type, **options):
-    from peft import LoraConfig
-
-    return LoraConfig(task_type="CAUSAL_LM" if model_type in CAUSAL else None, **options)
 
 
 @each_head
@@ -227,68 +220,6 @@ def test_offload_to_disk(model_type, tmp_path):
     if model_type in CAUSAL:
         options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
-
-
-@each_model
-def test_adapters(model_type, tmp_path):
-    from peft import PeftModel, get_peft_model
-
-    ids = random_ids(1, 9)
-    config = lora(model_type, target_modules=LINEAR[model_type])
-    adapted = get_peft_model(tiny_model(model_type), config)
-    adapted(input_ids=ids, labels=ids).loss.backward()
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    adapted.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(tiny_model(model_type), tmp_path)
-    expected = adapted.eval()(input_ids=ids).logits
-    torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected)
-    assert not torch.allclose(expected, tiny_model(model_type)(ids).logits, atol=1e-2)
-    torch.testing.assert_close(loaded.merge_and_unload()(ids).logits, expected, atol=1e-3, rtol=1e-3)
-
-
-@each_model
-def test_an_adapter_directory_loads_as_a_model(model_type, tmp_path):
-    from peft import get_peft_model
-
-    tiny_model(model_type).save_pretrained(tmp_path / "model")
-    base = load(model_type, tmp_path / "model")
-    config = lora(model_type, target_modules=LINEAR[model_type][:1], init_lora_weights=False)
-    adapted = get_peft_model(base, config)
-    adapted.save_pretrained(tmp_path / "adapter")
-    loaded = model_class(model_type).from_pretrained(tmp_path / "adapter")
-    ids = random_ids(1, 9)
-    torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits)
-
-
-@each_model
-def test_adapters_on_embeddings(model_type):
-    from peft import get_peft_model
-
-    ids, name = random_ids(1, 9), {"avey": "wte", "avey-b": "embed", "gecko": "embed"}.get(model_type, "embeddings")
-    expected = tiny_model(model_type)(ids).logits
-    for options in (
-        {"target_modules": [name]},
-        {"target_modules": LINEAR[model_type][:1], "trainable_token_indices": [3, 5]},
-    ):
-        adapted = get_peft_model(tiny_model(model_type), lora(model_type, **options))
-        torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, expected)
-        adapted.train()(input_ids=ids, labels=ids).loss.backward()
-
-
-@each_model
-def test_adapters_of_transformers(model_type, tmp_path):
-    model, ids = tiny_model(model_type), random_ids(1, 9)
-    model.save_pretrained(tmp_path / "model")
-    model = load(model_type, tmp_path / "model")
-    model.add_adapter(lora(model_type, target_modules=LINEAR[model_type], init_lora_weights=False))
-    expected = model(ids).logits
-    model.save_pretrained(tmp_path / "adapter")
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
-    loaded = load(model_type, tmp_path / "adapter")
-    torch.testing.assert_close(loaded(ids).logits, expected)
 
 
 @each_rwkv

@@ -28,7 +28,7 @@ def fill(model, seed):
     torch.manual_seed(seed)
     with torch.no_grad():
         for state in states(model).values():
-            state.normal_(std=0.05 if state.shape[-1] == state.shape[-2] else 1.0)
+            state.normal_(std=0.005 if state.shape[-1] == state.shape[-2] else 1.0)
     return model.eval()
 
 
@@ -44,7 +44,7 @@ def read_behind_the_states(model, ids):
     cache = model(input_ids=ids[:, :1], attention_mask=mask[:, :1]).past_key_values
     for name, state in states(model).items():
         layer = int(name.split(".attention." if "rwkv" in name else ".attn.")[0].rpartition(".")[2])
-        scale = 100.0 if "rwkv" in name else 1.0
+        scale = 1000.0 if "rwkv" in name else 1.0
         key = "wkv" if "rwkv" in name else "slots"
         assert not cache.layers[layer].states[key].any()
         cache.layers[layer].states[key] = (scale * state).expand(rows, *state.shape)

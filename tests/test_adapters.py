@@ -1,0 +1,329 @@
+"""The methods of PEFT on every architecture: what they adapt, training, merging, files, several adapters."""
+
+import os
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+import transformers
+from architectures import each_causal, each_head, each_model, lm_class, model_class, random_ids, tiny_model
+from peft import AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
+from peft.tuners.ia3 import IA3Layer
+from peft.utils.hotswap import hotswap_adapter
+from torch import nn
+
+import subquad
+from subquad.heads import Linear
+
+
+TASKS = {
+    "AutoModel": "FEATURE_EXTRACTION",
+    "AutoModelForCausalLM": "CAUSAL_LM",
+    "AutoModelForMaskedLM": None,
+    "AutoModelForQuestionAnswering": "QUESTION_ANS",
+    "AutoModelForSequenceClassification": "SEQ_CLS",
+    "AutoModelForTokenClassification": "TOKEN_CLS",
+}
+METHODS = {
+    "lora": (LoraConfig, {}),
+    "dora": (LoraConfig, {"use_dora": True}),
+    "adalora": (AdaLoraConfig, {"total_step": 10}),
+    "vera": (VeraConfig, {}),
+    "ia3": (IA3Config, {}),
+    "ln_tuning": (LNTuningConfig, {}),
+}
+# Not adapted unless asked for.
+ROUTING = {"r_proj", "a_proj", "f_proj"}
+
+
+def adapt(model, config_class=LoraConfig, **options):
+    """With the task of the model's head."""
+    heads = subquad.ARCHITECTURES[model.config.model_type][2]
+    task = next(TASKS[auto_class] for auto_class, name in heads.items() if name == type(model).__name__)
+    return get_peft_model(model, config_class(task_type=task, **options))
+
+
+@torch.no_grad()
+def disturb(adapted, seed=0):
+    """As if it had been trained."""
+    torch.manual_seed(seed)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return adapted.eval()
+
+
+def without_gradient(adapted, ids):
+    """What an adapter of LoRA, or what is trained beside it, would not learn of."""
+    out = adapted.train()(input_ids=ids)
+    sum(x.float().square().sum() for x in out.values() if isinstance(x, torch.Tensor)).backward()
+    parts = ("lora_B", "lora_embedding_A", "modules_to_save", "trainable_tokens_delta")  # what begins as zero
+    trained = {name: p for name, p in adapted.named_parameters() if any(part in name for part in parts)}
+    assert trained
+    return {name for name, parameter in trained.items() if parameter.grad is None or not parameter.grad.any()}
+
+
+def linear_layers(model):
+    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+# Runs where the package cannot be imported, and then where it can.
+WITHOUT_THE_PACKAGE = """
+import os
+import sys
+
+import transformers.modeling_utils
+
+if os.fork() == 0:
+    import subquad
+
+    assert "peft" not in sys.modules
+    import peft.utils.constants
+else:
+    assert os.wait()[1] == 0
+    for name in ("subquad", "subquad_kernels", "subquad_tokenizers"):
+        sys.modules[name] = None
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModel
+
+    for path in sys.argv[1:]:
+        model = AutoModel.from_pretrained(path, trust_remote_code=True)
+        try:
+            get_peft_model(model, LoraConfig())
+        except ValueError as error:
+            assert "target_modules" in str(error), error
+        else:
+            raise AssertionError(path)
+        adapted = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+        adapted(input_ids=torch.arange(1, 21)[None])[0].square().sum().backward()
+        learns = {name: p.grad.any().item() for name, p in adapted.named_parameters() if "lora_B" in name}
+        assert learns and all(learns.values()), (path, learns)
+    for name in ("subquad", "subquad_kernels", "subquad_tokenizers"):
+        del sys.modules[name]
+    import subquad
+
+from peft.utils import constants
+
+for table in ("LORA_TARGET", "ADALORA_TARGET", "IA3_TARGET", "IA3_FEEDFORWARD", "LNTUNING_TARGET", "VERA_TARGET"):
+    table = getattr(constants, f"TRANSFORMERS_MODELS_TO_{table}_MODULES_MAPPING")
+    assert set(subquad.ARCHITECTURES) <= set(table), table
+"""
+
+
+def test_repositories_without_the_package_and_either_order_of_imports(tmp_path):
+    """
+    Where a repository brings its code and the package is missing, PEFT must be told what to adapt: every linear layer
+    will do. Where it is not missing PEFT knows, whichever of the two was imported first.
+    """
+    paths = [str(tmp_path / model_type) for model_type in subquad.ARCHITECTURES]
+    for model_type, path in zip(subquad.ARCHITECTURES, paths, strict=True):
+        tiny_model(model_type, "AutoModel").save_pretrained(path, self_contained=True)
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-c", WITHOUT_THE_PACKAGE, *paths]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@each_head
+def test_lora_needs_no_target_modules(model_type, auto_class):
+    model = tiny_model(model_type, auto_class)
+    layers = linear_layers(model.base_model)
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    adapted = adapt(model)
+    expected = {f"{prefix}{name}" for name in layers if name.rpartition(".")[2] not in ROUTING}
+    assert set(adapted.base_model.targeted_module_names) == expected
+    saved = {name for name, p in adapted.named_parameters() if p.requires_grad and "lora_" not in name}
+    assert bool(saved) == (TASKS[auto_class] in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"))
+    assert not without_gradient(adapted, random_ids(2, 20))
+
+
+@each_head
+def test_lora_on_every_linear_layer(model_type, auto_class):
+    """No layer's weight is read past the layer, where an adapter would have no effect."""
+    model = tiny_model(model_type, auto_class)
+    layers = linear_layers(model.base_model)
+    # PEFT knows heads of two tasks only.
+    exclude = {"QUESTION_ANS": ["qa_outputs"], "TOKEN_CLS": r"classifier\..*"}.get(TASKS[auto_class])
+    adapted = adapt(model, target_modules="all-linear", exclude_modules=exclude)
+    assert len(adapted.base_model.targeted_module_names) == len(layers)
+    assert not without_gradient(adapted, random_ids(2, 20))
+
+
+@each_model
+def test_targets_of_other_methods(model_type):
+    model = tiny_model(model_type)
+    norms = {name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() == 1 and "weight" in name}
+    assert set(adapt(model, LNTuningConfig).base_model.targeted_module_names) == norms
+    layers = [layer for layer in adapt(tiny_model(model_type), IA3Config).modules() if isinstance(layer, IA3Layer)]
+    inputs = [layer for layer in layers if layer.is_feedforward]
+    assert len(inputs) == model.config.num_hidden_layers < len(layers)
+
+
+@pytest.mark.parametrize(("router", "layers"), [("lin", ["r_proj"]), ("mlp", ["r_proj.0", "r_proj.2"])])
+def test_lora_on_the_router_of_raven(router, layers):
+    ids, options = random_ids(2, 20), {"router_type": router, "decay_type": "GLA", "attn": None}
+    adapted = adapt(tiny_model("raven", **options), target_modules=[*layers, "f_proj"])
+    assert len(adapted.base_model.targeted_module_names) == 3 * (len(layers) + 1)
+    assert not without_gradient(adapted, ids)
+    assert not without_gradient(adapt(tiny_model("raven", **options)), ids)
+
+
+@each_model
+@pytest.mark.parametrize("method", METHODS)
+def test_merging_is_exact(model_type, method):
+    config_class, options = METHODS[method]
+    ids, model = random_ids(2, 20), tiny_model(model_type)
+    base = model(ids).logits
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    layers = {name for name, module in model.named_modules() if type(module) is Linear}
+    assert layers
+    adapted = adapt(model, config_class, **options)
+    with torch.no_grad():
+        torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, base)  # nothing is learned yet
+        expected = disturb(adapted)(input_ids=ids).logits
+        assert not torch.allclose(expected, base, atol=1e-2)
+        adapted.merge_adapter(safe_merge=True)
+        torch.testing.assert_close(adapted(input_ids=ids).logits, expected, atol=1e-3, rtol=1e-3)
+        adapted.unmerge_adapter()
+        torch.testing.assert_close(adapted(input_ids=ids).logits, expected, atol=1e-3, rtol=1e-3)
+        now = {name.replace(".base_layer", ""): p for name, p in adapted.get_base_model().named_parameters()}
+        for name, parameter in before.items():
+            torch.testing.assert_close(now[name], parameter, atol=1e-5, rtol=1e-5)
+        merged = adapted.merge_and_unload(safe_merge=True)
+        torch.testing.assert_close(merged(ids).logits, expected, atol=1e-3, rtol=1e-3)
+    assert type(merged) is model_class(model_type)
+    assert {name for name, module in merged.named_modules() if type(module) is Linear} == layers
+
+
+@each_head
+def test_files_of_an_adapter(model_type, auto_class, tmp_path):
+    """What is trained beside an adapter is saved with it; every way to load it gives the same."""
+    ids, source = random_ids(2, 20), tiny_model(model_type, auto_class)
+    head = auto_class not in ("AutoModel", lm_class(model_type))  # made anew each time
+    (source.base_model if head else source).save_pretrained(tmp_path / "base")
+
+    def base(seed):
+        torch.manual_seed(seed)
+        return model_class(model_type, auto_class).from_pretrained(tmp_path / "base")
+
+    adapted = disturb(adapt(base(0)))
+    expected = adapted(input_ids=ids)[0]
+    assert not torch.allclose(expected, base(0)(ids)[0], atol=1e-2)
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert not any(file.name.startswith("model") for file in (tmp_path / "adapter").iterdir())
+    loaded = PeftModel.from_pretrained(base(1), tmp_path / "adapter")
+    torch.testing.assert_close(loaded.eval()(input_ids=ids)[0], expected)
+    for found in (getattr(transformers, auto_class), model_class(model_type, auto_class)):
+        torch.testing.assert_close(found.from_pretrained(tmp_path / "adapter")(ids)[0], expected)
+    loaded = base(1)
+    loaded.load_adapter(str(tmp_path / "adapter"))
+    torch.testing.assert_close(loaded.eval()(ids)[0], expected)
+    if TASKS[auto_class] is not None:
+        kind = "ForFeatureExtraction" if auto_class == "AutoModel" else auto_class.removeprefix("AutoModel")
+        loaded = getattr(peft, f"AutoPeftModel{kind}").from_pretrained(tmp_path / "adapter")
+        torch.testing.assert_close(loaded.eval()(input_ids=ids)[0], expected)
+
+
+@each_model
+def test_adapters_of_transformers(model_type, tmp_path):
+    ids = random_ids(1, 9)
+    tiny_model(model_type).save_pretrained(tmp_path / "model")
+    load = getattr(transformers, lm_class(model_type)).from_pretrained
+    model = load(tmp_path / "model")
+    base = model(ids).logits
+    model.add_adapter(LoraConfig(init_lora_weights=False))
+    expected = model(ids).logits
+    model.disable_adapters()
+    torch.testing.assert_close(model(ids).logits, base)
+    model.enable_adapters()
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    torch.testing.assert_close(load(tmp_path / "adapter")(ids).logits, expected)
+
+
+@each_model
+@torch.no_grad()
+def test_several_adapters(model_type, tmp_path):
+    ids, model = random_ids(2, 20), tiny_model(model_type)
+    base = model(ids).logits
+    adapted = adapt(model)
+    adapted.add_adapter("other", LoraConfig(task_type=adapted.peft_config["default"].task_type, r=8))
+    expected = {}
+    for seed, name in enumerate(("default", "other")):
+        adapted.set_adapter(name)
+        expected[name] = disturb(adapted, seed)(input_ids=ids).logits
+    assert not torch.allclose(expected["default"], expected["other"], atol=1e-2)
+    adapted.set_adapter("default")
+    torch.testing.assert_close(adapted(input_ids=ids).logits, expected["default"])
+    with adapted.disable_adapter():
+        torch.testing.assert_close(adapted(input_ids=ids).logits, base)
+
+    adapted.save_pretrained(tmp_path)
+    adapted.set_adapter("other")
+    hotswap_adapter(adapted, tmp_path, adapter_name="other")
+    torch.testing.assert_close(adapted(input_ids=ids).logits, expected["default"])
+
+    # One row of the batch with each, where a layer's input has the rows of the batch.
+    names = {"adapter_names": ["default", "__base__"]}
+    if model_type.startswith("avey"):
+        with pytest.raises(ValueError, match="Length of `adapter_names`"):
+            adapted(input_ids=ids, **names)
+    else:
+        mixed = torch.stack((expected["default"][0], base[1]))
+        torch.testing.assert_close(adapted(input_ids=ids, **names).logits, mixed, atol=1e-4, rtol=1e-4)
+
+
+@each_model
+def test_gradient_checkpointing(model_type):
+    """With the base model frozen, its embeddings must be made to need a gradient."""
+    ids, gradients = random_ids(2, 20), []
+    for reentrant in (None, False, True):
+        model = tiny_model(model_type)
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        adapted = disturb(adapt(model)).train()
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        gradients.append([p.grad for p in adapted.parameters() if p.requires_grad])
+        assert all(gradient.any() for gradient in gradients[-1])
+    for checkpointed in gradients[1:]:
+        torch.testing.assert_close(checkpointed, gradients[0])
+
+
+@each_causal
+def test_generate(model_type):
+    ids, options = random_ids(2, 9), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    base = tiny_model(model_type).generate(ids, **options)
+    adapted = disturb(adapt(tiny_model(model_type)))
+    generated = adapted.generate(input_ids=ids, **options)
+    assert not torch.equal(generated, base)
+    assert torch.equal(generated, adapted.generate(input_ids=ids, use_cache=False, **options))
+    with adapted.disable_adapter():
+        assert torch.equal(adapted.generate(input_ids=ids, **options), base)
+    assert torch.equal(generated, adapted.merge_and_unload().generate(ids, **options))
+
+
+@each_model
+def test_adapters_on_embeddings_and_head(model_type):
+    ids, reference = random_ids(1, 9), tiny_model(model_type, tie_word_embeddings=False)
+    names = {id(module): name for name, module in reference.named_modules()}
+    embeddings, head = (
+        names[id(module)] for module in (reference.get_input_embeddings(), reference.get_output_embeddings())
+    )
+    base = reference(ids).logits
+    for options in (
+        {"target_modules": [embeddings, head]},
+        {"modules_to_save": [embeddings, head]},
+        {"trainable_token_indices": [3, int(ids[0, 0])]},
+    ):
+        adapted = adapt(tiny_model(model_type, tie_word_embeddings=False), **options)
+        torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, base)
+        assert not without_gradient(adapted, ids)
+        expected = disturb(adapted)(input_ids=ids).logits
+        torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, expected, atol=1e-3, rtol=1e-3)
+    # Where they are tied an adapter learns, but PEFT cannot merge it: there is one weight.
+    tied = tiny_model(model_type, tie_word_embeddings=True)
+    assert not without_gradient(adapt(tied, target_modules=[embeddings, head]), ids)
