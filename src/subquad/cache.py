@@ -261,6 +261,11 @@ class RecurrentCache(Cache):
         return self.layers[-1]
 
     @property
+    def batch_size(self) -> int:
+        """Number of sequences; -1 where there are no states."""
+        return next((layer.batch_size for layer in self.layers if layer.states), -1)
+
+    @property
     def is_initialized(self) -> bool:
         """Whether there are states."""
         return self.batch_size > 0
@@ -500,8 +505,8 @@ class GrowingCache(CountingCache):
             ValueError: where the cache is static and has no such room.
         """
         room, static = self._room, self.after_blocks.static
-        if static and room and not can_look_at(self.seen_tokens):
-            return room
+        if static and (room or self._limit) and not can_look_at(self.seen_tokens):
+            return room or self._limit
         needed = self.get_seq_length() + tokens
         self.reserve(needed)
         if needed <= room:

@@ -388,19 +388,6 @@ def test_compiled_calls_of_many_lengths():
             torch.testing.assert_close(out, model(ids, use_cache=False).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_export():
-    model, ids = tiny_model("avey"), random_ids(2, 40)
-    batch = {0: torch.export.Dim.DYNAMIC}
-    with torch.no_grad():
-        program = torch.export.export(
-            model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes={"input_ids": batch, "use_cache": None}
-        )
-        for rows in (1, 2, 5):
-            ids = random_ids(rows, 40)
-            out = program.module()(input_ids=ids, use_cache=False).logits
-            torch.testing.assert_close(out, model(ids).logits, atol=1e-4, rtol=1e-4)
-
-
 def test_blocks_on_another_device():
     """What comes out of blocks that lie elsewhere is indexed there."""
     model = tiny_model("avey")

@@ -727,19 +727,3 @@ def test_cache_of_a_model_without_documents():
         cache = tiny_model("gecko", **ONE | one)(ids).past_key_values
         with pytest.raises(ValueError, match="`past_key_values` is the cache of another model"):
             tiny_model("gecko", **ONE | two)(ids, past_key_values=cache)
-
-
-def test_export_of_any_length():
-    model = tiny_model("gecko").eval()
-    length = torch.export.Dim("length", min=2, max=1024)
-    with torch.no_grad():
-        program = torch.export.export(
-            model,
-            (),
-            {"input_ids": text([3], 12), "use_cache": False},
-            dynamic_shapes={"input_ids": {1: length}, "use_cache": None},
-        )
-        for n in (5, 9, 100):
-            ids = text([3], n)
-            out = program.module()(input_ids=ids, use_cache=False).logits
-            torch.testing.assert_close(out, model(ids).logits, atol=1e-4, rtol=1e-4)

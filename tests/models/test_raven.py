@@ -353,22 +353,6 @@ def test_angles_do_not_depend_on_the_default_dtype():
     torch.testing.assert_close(logits, expected)
 
 
-def test_export_of_any_length():
-    model = tiny_model("raven").eval()
-    length = torch.export.Dim("length", min=2, max=1024)
-    with torch.no_grad():
-        program = torch.export.export(
-            model,
-            (),
-            {"input_ids": random_ids(1, 12), "use_cache": False},
-            dynamic_shapes={"input_ids": {1: length}, "use_cache": None},
-        )
-        for n in (5, 9, 40):
-            ids = random_ids(1, n)
-            out = program.module()(input_ids=ids, use_cache=False).logits
-            torch.testing.assert_close(out, model(ids).logits, atol=1e-4, rtol=1e-4)
-
-
 # Noise in training.
 
 

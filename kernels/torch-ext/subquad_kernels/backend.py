@@ -119,6 +119,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
             raise KernelError(f"{name} failed on {device}: {type(error).__name__}: {error}") from error
 
 
+def can_look_at(x: torch.Tensor) -> bool:
+    """Whether Python may branch on the values of x: on a CPU, which need not wait, and not while a graph is traced."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     """The tensors as a kernel reads them."""
     return [None if x is None else x.contiguous() for x in tensors]

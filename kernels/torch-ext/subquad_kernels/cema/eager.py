@@ -88,7 +88,10 @@ class _Layout:
             number = number - before
         begins = real & ((number - 1) % chunk == 0)
         at = begins.cumsum(1) - 1
-        self.chunks = max(int(at.max()) + 1, 1)
+        if torch.compiler.is_compiling():  # as many as there are at most
+            self.chunks = -(-self.length // chunk) if starts is None else self.length
+        else:
+            self.chunks = max(int(at.max()) + 1, 1)
         self.last = at[:, -1].clamp(min=0)
         place = at * chunk + (number - 1) % chunk
         size = self.chunks * chunk

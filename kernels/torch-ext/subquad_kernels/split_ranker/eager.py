@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from ..backend import without_autocast
+from ..backend import can_look_at, without_autocast
 from ..linear import linear
 
 
@@ -48,7 +48,7 @@ def maxsim_eager(
     for rows in (slice(b, b + b_step) for b in range(0, batch, b_step)):
         for now in (slice(t, t + t_step) for t in range(0, current, t_step)):
             start, stop = 0, total
-            if queries.device.type == "cpu":  # elsewhere a look at the values would wait for the device
+            if can_look_at(queries):
                 start, stop = max(int(first[rows, now].min()), 0), min(int(number[rows, now].max()), total)
             query = _unit(queries[rows, now])
             for past in (slice(m, min(m + m_step, stop)) for m in range(start, stop, m_step)):

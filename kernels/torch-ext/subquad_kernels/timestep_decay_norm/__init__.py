@@ -321,9 +321,9 @@ def _check(x, weight, bias, initial_state, starts, real, groups, beta1, beta2):
     for name, tensor, rows in (("starts", starts, (batch, 1)), ("real", real, (batch,))):
         if tensor is None:
             continue
-        shapes = [(row, length) for row in dict.fromkeys(rows)]
+        shapes = [(row, length) for row in rows]
         if tensor.dtype != torch.bool or tuple(tensor.shape) not in shapes:
-            wanted = " or ".join(map(str, shapes))
+            wanted = " or ".join(dict.fromkeys(map(str, shapes)))
             raise ValueError(f"`{name}` must be bool of shape {wanted}, got {tensor.dtype} {tuple(tensor.shape)}.")
         if tensor.device != x.device:
             raise ValueError(f"`{name}` is on {tensor.device}, `x` on {x.device}.")

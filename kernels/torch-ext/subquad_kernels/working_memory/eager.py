@@ -9,7 +9,7 @@ one version, are laid out side by side, in slots; a slot without a token holds z
 
 import torch
 
-from ..backend import widest
+from ..backend import can_look_at, widest
 
 
 def _run(places: torch.Tensor) -> tuple[int, int, int] | None:
@@ -17,7 +17,7 @@ def _run(places: torch.Tensor) -> tuple[int, int, int] | None:
     Where `places` (B, n) are one run of numbers, the same in every row, with nothing but -1 around it: how many of
     these come before it, its first number, and its length. None where they are not, or where looking would wait.
     """
-    if places.device.type != "cpu" or not places.numel() or not (places == places[:1]).all():
+    if not can_look_at(places) or not places.numel() or not (places == places[:1]).all():
         return None
     there = (places[0] >= 0).nonzero().flatten()
     if not len(there) or int(there[-1] - there[0]) + 1 != len(there):
@@ -111,7 +111,7 @@ def _readers(reads, versions, chunk_size):
 
 def _without_idle(leaving, begins, reads):
     """On the CPU, which can look, no absorptions after the last that takes place in some row, or that is read."""
-    if leaving.device.type != "cpu":
+    if not can_look_at(leaving):
         return leaving, begins
     used = (leaving >= 0).any(0).nonzero().flatten()
     size = max(int(used[-1]) + 1 if len(used) else 0, int(reads.max()))
@@ -212,8 +212,9 @@ def working_memory_step(
     """
     weights = q.float().softmax(-1)
     out = weights @ memory
-    # The answer is worth waiting for, but cannot be while a graph is captured.
+    # The answer is worth waiting for, but cannot be while a graph is traced or captured.
     captured = leaving.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    captured = captured or torch.compiler.is_compiling()
     rows = slice(None) if captured else (leaving[:, 0] >= 0).nonzero()[:, 0]
     if captured or len(rows):
         _, values, p, f, w = _chunks(k[rows], v[rows], leaving[rows], begins[rows], chunk_size, torch.float32)

@@ -570,7 +570,8 @@ class GeckoModel(GeckoPreTrainedModel):
         call.one = cache is not None and length == 1 and tokens.starts is None and not drops
         held = 0 if fresh or call.one else cache.held_tokens
         most = max((length - 1) // size - 1, 0) if fresh else -(-length // size)
-        if torch.compiler.is_exporting():  # a size of 0 or 1 would tie the program to the lengths of its example
+        # A size of 0 or 1 would tie a program of many lengths to those of its example.
+        if torch.compiler.is_exporting() and not isinstance(length, int):
             most = length // size + 2
         real = torch.ones_like(call.kept) if tokens.mask is None else tokens.mask
         leaving = find_leaving(place.expand_as(real), real, call.forgets, held, size, most)

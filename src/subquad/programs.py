@@ -1,0 +1,160 @@
+"""
+A causal model as programs of `torch.export`, for runtimes that know neither transformers nor this package.
+
+A program is a function without side effects, from tokens and states to the logits of the token that comes next and
+the states after them. Two of them generate text: one reads a prompt, the other goes on token by token.
+
+    states = initial_states(model)
+    prefill, decode = export_program(model).module(), export_program(model, length=1).module()
+    logits, states = prefill(input_ids, states, attention_mask)    # tokens (batch, length)
+    logits, states = decode(logits.argmax(-1, keepdim=True), states)
+
+States are tensors under the names, and in the order, of [`initial_states`], the batch first: those of a static cache.
+"""
+
+import os
+
+import torch
+from torch import nn
+from torch._library.custom_ops import OPDEFS
+from torch.export import ExportedProgram
+from transformers import PreTrainedModel
+
+from .cache import RavenCache, RecurrentCache
+from .heads import CausalLMHead
+
+
+# Export ties a program to sizes of 0 and 1, and the token shift reads all tokens but one.
+SHORTEST = 3
+
+
+def _named_states(cache: RecurrentCache) -> dict[str, torch.Tensor]:
+    layers = enumerate(cache.layers)
+    return {f"layers.{i}.{name}": state for i, layer in layers for name, state in layer.states.items()}
+
+
+class _Step(nn.Module):
+    """A call of a model with its cache, as a function of tokens and states."""
+
+    def __init__(self, model: PreTrainedModel, max_cache_len: int | None):
+        super().__init__()
+        self.model, self.max_cache_len = model, max_cache_len
+
+    def forward(
+        self, input_ids: torch.Tensor, states: dict[str, torch.Tensor], attention_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        cache = self.model.new_cache(static=True, max_cache_len=self.max_cache_len)
+        if isinstance(cache, RavenCache):
+            cache.even = False  # whether rows were padded when the states were made is not known
+        for key, state in states.items():
+            _, layer, name = key.split(".", 2)
+            cache.layers[int(layer)].states[name] = state.clone()  # a static cache writes in place
+        out = self.model(input_ids, attention_mask=attention_mask, past_key_values=cache, logits_to_keep=1)
+        return out.logits[:, -1], _named_states(cache)
+
+
+@torch.no_grad()
+def initial_states(
+    model: PreTrainedModel, batch_size: int = 1, max_cache_len: int | None = None
+) -> dict[str, torch.Tensor]:
+    """
+    The states that a text begins with: zeros, unless others were trained.
+
+    Args:
+        model: a causal language model.
+        batch_size: number of texts.
+        max_cache_len: number of tokens that there is room for, padding included. Needed where the cache grows with the
+            text; of no meaning elsewhere.
+
+    Raises:
+        ValueError: where the model is of another kind, or `max_cache_len` is missing.
+    """
+    if not isinstance(model, CausalLMHead):
+        raise ValueError(
+            f"`model` must be a causal language model of this package, got {type(model).__name__}. What keeps no "
+            "state is exported as it is: `torch.export.export(model, (), {'input_ids': ..., 'attention_mask': ...})`."
+        )
+    cache = model.new_cache(static=True, max_cache_len=max_cache_len)
+    if max_cache_len is None and getattr(cache, "growing", None):
+        raise ValueError(f"`max_cache_len` must be given: the cache of {type(model).__name__} grows with the text.")
+    padding = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
+    model(padding, attention_mask=padding, past_key_values=cache)  # padding changes no state
+    return {name: state.clone() for name, state in _named_states(cache).items()}
+
+
+@torch.no_grad()
+def export_program(
+    model: PreTrainedModel, length: int | None = None, *, batch_size: int = 1, max_cache_len: int | None = None
+) -> ExportedProgram:
+    """
+    Exports one call of a causal model.
+
+    The program takes `input_ids` (batch, length), states, and where it reads more than one token an `attention_mask`
+    (batch, length), 0 where a token is padding, before or after the text: what is shorter is padded, what is longer
+    read in several calls. It returns the logits (batch, vocabulary) after each row's last token, and the states.
+    Nothing stops a caller who has no room for more tokens; `max_cache_len` is to be watched outside.
+
+    Args:
+        model: a causal language model in evaluation mode, on the device where the program is to run.
+        length: number of tokens of a call; any number from 3 on where None.
+        batch_size, max_cache_len: see [`initial_states`].
+
+    Raises:
+        ValueError: where an argument does not fit.
+    """
+    if length is not None and length < 1:
+        raise ValueError(f"`length` must be at least 1, got {length}.")
+    states = initial_states(model, batch_size, max_cache_len)
+    if model.training:
+        raise ValueError("`model` is in training mode; call `model.eval()` before it is exported.")
+    input_ids = torch.zeros(batch_size, length or 2 * SHORTEST, dtype=torch.long, device=model.device)
+    args, shapes = (input_ids, states), None
+    if length != 1:
+        args = (*args, torch.ones_like(input_ids))
+    if length is None:
+        any_length = {1: torch.export.Dim("length", min=SHORTEST, max=max_cache_len)}
+        shapes = (any_length, dict.fromkeys(states), any_length)
+    return torch.export.export(_Step(model, max_cache_len).eval(), args, dynamic_shapes=shapes)
+
+
+def inline_operators(program: ExportedProgram) -> ExportedProgram:
+    """
+    The same program in torch's own operators, which loads where `subquad_kernels` is not installed. Operators that
+    export keeps whole are replaced by what they do in plain torch, laid out for the sizes of the program.
+
+    Args:
+        program: of any model of this package, with fixed sizes, exported on a CPU.
+
+    Raises:
+        ValueError: where a size is not fixed.
+    """
+    if program.range_constraints:
+        raise ValueError(f"Operators are inlined for fixed sizes; those of {program.range_constraints} are not.")
+    module = program.module()
+    for node in module.graph.nodes:
+        if getattr(node.target, "namespace", None) == "subquad_kernels":
+            node.target = OPDEFS[node.target.name()]._init_fn
+    module.recompile()
+    args, kwargs = program.example_inputs
+    with torch.no_grad():
+        return torch.export.export(module, args, kwargs).run_decompositions({})
+
+
+def _cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`torch.cummax` of integers, which ONNX lacks."""
+    x = x.movedim(dim, -1)
+    earlier = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device).tril()
+    found = torch.where(earlier, x.unsqueeze(-2), torch.iinfo(x.dtype).min).max(-1)
+    return found.values.movedim(-1, dim), found.indices.movedim(-1, dim)
+
+
+def save_onnx(program: ExportedProgram, path: str | os.PathLike) -> None:
+    """
+    Writes a program of [`export_program`], inlined, as an ONNX model: inputs `input_ids`, `past.` and the name of each
+    state, and `attention_mask` where it reads more than one token; outputs `logits`, `present.` and the same names.
+    """
+    _, states, *mask = program.example_inputs[0]
+    names = ["input_ids", *(f"past.{name}" for name in states), *["attention_mask" for _ in mask]]
+    program = program.run_decompositions({torch.ops.aten.cummax.default: _cummax})
+    outputs = ["logits", *(f"present.{name}" for name in states)]
+    torch.onnx.export(program, dynamo=True, input_names=names, output_names=outputs, verbose=False).save(path)
