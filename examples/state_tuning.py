@@ -94,7 +94,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     train, held_out = load_examples(arguments.text)
     path = embedded_model(arguments.model) if arguments.model == "finch-abc" else arguments.model
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    # Between a tuned prompt and the text, padding would be a hole.
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="right")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     set_seed(arguments.seed)
 

@@ -1,15 +1,20 @@
 """State tuning: every text begins with the trained state, however it is read."""
 
 import copy
+import importlib
+import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from architectures import RWKV, model_class, random_ids, tiny_model
 from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from subquad import StateTuningConfig
+from subquad import StateTuningConfig, embedded_model
 
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -240,3 +245,29 @@ def test_wrong_targets():
     for targets, message in ((["key"], "is a Linear, which has no state"), (["nothing"], "not found")):
         with pytest.raises(ValueError, match=message):
             get_peft_model(tiny_model("rwkv6"), StateTuningConfig(target_modules=targets))
+
+
+TUNE = "X:1\nT:Test {}\nM:6/8\nL:1/8\nK:G\nD|GAG GAB|ded dBG|BAB AFD|EFE E2D|\n"
+
+
+def test_the_example(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    example = importlib.import_module("state_tuning")
+    tunes = [TUNE.format(n) for n in range(12)]
+    monkeypatch.setattr(example, "load_corpus", lambda: SimpleNamespace(train=tunes[:8], validation=tunes[8:]))
+    losses = {}
+    for method in ("state", "prompt"):
+        arguments = ["--output", tmp_path / method, "--method", method, "--steps", 12, "--threads", 1]
+        monkeypatch.setattr(sys, "argv", ["state_tuning.py", *map(str, arguments)])
+        example.main()
+        out = capsys.readouterr().out
+        size, *losses[method] = re.search(r": ([\d,]+) numbers, held-out loss (\S+) before, (\S+) after", out).groups()
+        assert size == "25,600"  # as many, so that the two can be compared
+    assert losses["state"][0] == losses["prompt"][0]
+    before, state, prompt = (float(x) for x in (losses["state"][0], losses["state"][1], losses["prompt"][1]))
+    assert state < 0.8 * before and state < prompt
+    path = embedded_model("finch-abc")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    inputs = AutoTokenizer.from_pretrained(path)(example.spaced(tunes[8]), return_tensors="pt")
+    model = PeftModel.from_pretrained(model, tmp_path / "state").eval()
+    assert abs(model(**inputs, labels=inputs["input_ids"]).loss.item() - state) < 0.3  # which counts the end, too
