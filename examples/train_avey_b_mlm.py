@@ -37,6 +37,7 @@ from transformers import (
 )
 
 from subquad import PRESETS, AveyBConfig, AveyBForMaskedLM
+from subquad.training import parameter_groups
 
 
 # Appendix B: the published sizes read batches of 512K tokens.
@@ -186,19 +187,15 @@ def main() -> None:
         data_collator=lambda rows: default_data_collator(rows) if "labels" in rows[0] else mask(rows),
         preprocess_logits_for_metrics=judge,
         compute_metrics=average,
+        optimizer_cls_and_kwargs=(torch.optim.AdamW, {"params": parameter_groups(model, arguments.lr)}),
         args=TrainingArguments(
             output_dir=str(arguments.output.with_name(f"{arguments.output.name}-checkpoints")),
             max_steps=arguments.steps,
             per_device_train_batch_size=arguments.batch_size // arguments.accumulate,
             per_device_eval_batch_size=arguments.batch_size // arguments.accumulate,
             gradient_accumulation_steps=arguments.accumulate,
-            learning_rate=arguments.lr,
             lr_scheduler_type="cosine",
             warmup_steps=0.1,  # a share of all steps
-            adam_beta1=0.95,
-            adam_beta2=0.95,
-            adam_epsilon=1e-18,
-            weight_decay=0.01,
             max_grad_norm=1.0,
             bf16=arguments.bf16,
             use_cpu=not torch.accelerator.is_available(),

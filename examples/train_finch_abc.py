@@ -31,6 +31,7 @@ from transformers import GenerationConfig
 
 from subquad import Rwkv6Config, Rwkv6ForCausalLM
 from subquad.cards import TEMPLATES
+from subquad.training import parameter_groups
 from subquad_tokenizers import ByteTokenizer
 
 
@@ -98,24 +99,10 @@ def pack(tunes: list[str], context: int, generator: random.Random) -> torch.Tens
     return torch.tensor([row + [-1] * (context - len(row)) for row in rows])
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Appendix G: decay on matrices and embeddings alone, twice the learning rate for `time_decay`."""
-    groups = {
-        "matrices": {"params": [], "weight_decay": weight_decay, "scale": 1.0},
-        "vectors": {"params": [], "weight_decay": 0.0, "scale": 1.0},
-        "decays": {"params": [], "weight_decay": 0.0, "scale": 2.0},
-    }
-    for name, parameter in model.named_parameters():
-        is_matrix = name.endswith(".weight") and parameter.ndim == 2
-        kind = "decays" if name.endswith(".time_decay") else "matrices" if is_matrix else "vectors"
-        groups[kind]["params"].append(parameter)
-    return list(groups.values())
-
-
-def learning_rate(step: int, progress: float, highest: float, lowest: float) -> float:
-    """Ten steps from 20 % to the maximum, then a cosine to the minimum."""
+def schedule(step: int, progress: float, lowest: float) -> float:
+    """Share of the peak that the learning rate has: ten steps from 20 %, then a cosine to the lowest share."""
     warmup = min(1.0, 0.2 + 0.8 * step / WARMUP_STEPS)
-    return warmup * (lowest + (highest - lowest) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+    return warmup * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
 
 
 def loss_of(model: torch.nn.Module, rows: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -164,8 +151,9 @@ def save_atomically(state: dict, path: Path) -> None:
 
 def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict[str, float]:
     """Trains in place. Returns what the card wants to know: minutes, steps, bytes, bytes a second."""
-    groups = parameter_groups(model, arguments.weight_decay)
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=True)
+    groups = parameter_groups(model, arguments.lr, arguments.weight_decay)
+    peaks = [group["lr"] for group in groups]
+    optimizer = torch.optim.AdamW(groups, fused=True)
     checkpoint = beside(arguments.output, "checkpoint.pt")
     at = {"step": 0, "epoch": 0, "batch": 0, "seconds": 0.0, "bytes": 0}
     if arguments.resume:
@@ -192,9 +180,9 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
     batches = epoch_of_batches()
     while (progress := at["seconds"] / budget if budget else at["step"] / arguments.steps) < 1:
         for batch in batches[at["batch"] :]:
-            rate = learning_rate(at["step"], progress, arguments.lr, arguments.min_lr)
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group["scale"]
+            share = schedule(at["step"], progress, arguments.min_lr / arguments.lr)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = share * peak
             with mixed:
                 loss = loss_of(model, batch)
             loss.backward()

@@ -505,6 +505,9 @@ class CausalLMHead:
 class SequenceClassificationHead:
     """Mixin: class logits of a text, read from its last token by `score`, over the model at `base_model_prefix`."""
 
+    # The losses of regressions and of several labels are means whatever `num_items_in_batch`; `Trainer` weighs them.
+    accepts_loss_kwargs = False
+
     @can_return_tuple
     def forward(
         self,

@@ -386,6 +386,8 @@ class AveyBForMaskedLM(AveyBPreTrainedModel):
 class AveyBForSequenceClassification(AveyBPreTrainedModel):
     """Avey-B with a classifier of whole texts, which reads the mean of their tokens."""
 
+    accepts_loss_kwargs = False  # as in SequenceClassificationHead
+
     def __init__(self, config: AveyBConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
