@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", default=str(embedded_model("finch-abc")), help="directory of a model with its tokenizer")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
     add("--length", type=int, default=96, help="tokens that are read of a tune")
-    add("--lora", action="store_true", help="train low-rank adapters of all linear layers; everything otherwise")
+    add("--lora", action="store_true", help="train low-rank adapters; everything otherwise")
     add("--rank", type=int, default=16, help="of the adapters")
     add("--lr", type=float, default=1e-3, help="peak of the learning rate")
     add("--batch-size", type=int, default=32, help="tunes in a step")
@@ -85,7 +85,7 @@ def main() -> None:
     if arguments.lora:
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(task_type="SEQ_CLS", target_modules="all-linear", r=arguments.rank)
+        config = LoraConfig(task_type="SEQ_CLS", r=arguments.rank)
         model = get_peft_model(model, config)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"{trainable:,} of {model.num_parameters():,} parameters learn to tell {', '.join(metres)}")

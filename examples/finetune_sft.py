@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", default=str(embedded_model("finch-abc")), help="directory of a causal model with its tokenizer")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
     add("--length", type=int, default=1152, help="most tokens of a prompt with its tune, and of a packed row")
-    add("--lora", action="store_true", help="train low-rank adapters of all linear layers; everything otherwise")
+    add("--lora", action="store_true", help="train low-rank adapters; everything otherwise")
     add("--rank", type=int, default=16, help="of the adapters")
     add("--lr", type=float, default=2e-3, help="peak of the learning rate")
     add("--batch-size", type=int, default=8, help="tunes, or packed rows, in a step")
@@ -87,7 +87,7 @@ def main() -> None:
     if arguments.lora:
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=arguments.rank)
+        config = LoraConfig(task_type="CAUSAL_LM", r=arguments.rank)
         model = get_peft_model(model, config)
     trainer = SFTTrainer(
         model=model,

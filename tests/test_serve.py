@@ -120,7 +120,10 @@ def test_completion(client, models, model_type):
 @each_causal
 def test_no_continuous_batching(model_type):
     """The server asks so, and generates for one request after the other where there is none."""
-    assert not hasattr(tiny_model(model_type), "init_continuous_batching")
+    model = tiny_model(model_type)
+    assert not hasattr(model, "init_continuous_batching")
+    with pytest.raises(ValueError, match="which a recurrent state has not"):
+        model.generate_batch([[1, 2]])
 
 
 def test_chat(client, url, models):

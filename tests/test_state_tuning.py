@@ -61,7 +61,7 @@ def read(model, ids, **inputs):
 
 
 @each_case
-def test_a_text_begins_with_the_state(model_type, fields):
+def test_a_text_begins_with_the_state(model_type, fields, tmp_path):
     model, ids = adapted_model(model_type, fields), random_ids(2, 19)
     found = read(model, ids)
     with model.disable_adapter():
@@ -102,6 +102,9 @@ def test_a_text_begins_with_the_state(model_type, fields):
         cache = model.get_base_model().new_cache(static=True)
         model(input_ids=ids.flip(1), past_key_values=cache)
         cache.reset()
+        cache.save(tmp_path / "cache")  # of which nothing was read yet
+        check(read(model, ids, past_key_values=cache))
+        cache = type(cache).load(tmp_path / "cache", model.config, static=True)
         check(read(model, ids, past_key_values=cache))
         kept = copy.deepcopy(states(model))
         check(read(model, ids[:1]), rows=slice(1))  # one row has no copies of the state
@@ -189,6 +192,8 @@ def test_adapters_are_swapped(model_type, fields, tmp_path):
         torch.testing.assert_close(read(model, ids), expected[name])
     with pytest.raises(ValueError, match="cannot be active together"):
         model.base_model.set_adapter(["one", "two"])
+    with pytest.raises(ValueError, match="the state of one adapter"):
+        read(model, ids, adapter_names=["one", "two"])
     with pytest.raises(ValueError, match="cannot be merged"):
         model.merge_and_unload()
     with pytest.raises(ValueError, match="cannot be merged"):

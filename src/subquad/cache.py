@@ -94,8 +94,10 @@ class RecurrentLayer:
     records: dict[str, _Record] = field(default_factory=dict, repr=False)
     record_past: bool = False
     static: bool = False
-    # Whether static states were reset, and no text has begun since.
+    # Whether static states were reset and have read nothing since.
     fresh: bool = False
+    # Names of states that a text began with, other than zero.
+    begun: set[str] = field(default_factory=set, repr=False)
     # Names of states that were read with gradients enabled: a graph may hold them, whether they require any or not.
     lent: set[str] = field(default_factory=set, repr=False)
 
@@ -142,6 +144,7 @@ class RecurrentLayer:
         if self.fresh or self.get(name) is None:
             # A copy, because operators may write over what a cache holds.
             self.write(name, state.clone(memory_format=torch.contiguous_format))
+            self.begun.add(name)
 
     def write(self, name: str, state: torch.Tensor) -> None:
         """Sets a state and records nothing; in place, where the layer is static and holds a tensor that fits."""
@@ -194,7 +197,7 @@ class RecurrentLayer:
 
     def clone(self) -> "RecurrentLayer":
         other = copy.copy(self)
-        other.states, other.lent = {}, set()
+        other.states, other.lent, other.begun = {}, set(), set(self.begun)
         for name, state in self.states.items():
             other.write(name, state if self.static else state.clone())
         other.records = {name: record.map(torch.clone) for name, record in self.records.items()}
@@ -351,9 +354,10 @@ class RecurrentCache(Cache):
             )
         super().crop(tokens_to_remove)
         self.seen_tokens += tokens_to_remove
-        if self.seen_tokens == 0:  # what a text may have begun with is gone, too
+        if tokens_to_remove and self.seen_tokens == 0:  # the next text may begin with others
             for layer in self.layers:
-                layer.states.clear()
+                for name in layer.begun:
+                    layer.states.pop(name, None)
 
     def reset(self) -> None:
         """Forgets everything."""
@@ -385,6 +389,7 @@ class RecurrentCache(Cache):
             f"layers.{i}.{name}": state.detach().contiguous()
             for i, layer in enumerate(self.layers)
             for name, state in layer.states.items()
+            if not layer.fresh
         }
         metadata = {"sizes": self.sizes, "seen_tokens": self.get_seq_length()}
         temporary = f"{os.fspath(path)}.incomplete"

@@ -283,7 +283,8 @@ def _add_run(commands, common) -> None:
         Run a command that another installed package brings, where subquad has been imported.
 
         Such a command loads models by what their configuration says, in a process that knows nothing of subquad. Run
-        like this, it loads the architectures of subquad as it does those of transformers.
+        like this, it loads the architectures of subquad as it does those of transformers. (Processes that it starts do
+        not: a script for torchrun or accelerate imports subquad itself.)
 
         examples:
           subquad run transformers serve ./finch-1b6

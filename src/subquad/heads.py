@@ -389,7 +389,13 @@ class RecurrentGenerationMixin(GenerationMixin):
         Not there, by which `transformers serve` tells a model that it cannot batch continuously: a recurrent state has
         no pages. It answers one request after the other then.
         """
-        raise AttributeError("A recurrent state has no pages: continuous batching does not apply.")
+        raise AttributeError(self.generate_batch.__doc__)
+
+    def generate_batch(self, *args, **kwargs):
+        """Continuous batching is made of pages of keys and values, which a recurrent state has not: use `generate`."""
+        raise ValueError(self.generate_batch.__doc__)
+
+    continuous_batching_context_manager = generate_batch
 
     def _prepare_cache_for_generation(
         self,
@@ -545,9 +551,7 @@ class SequenceClassificationHead:
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
-            logits_to_keep=1,
-            return_dict=True,
-            **kwargs,
+            **kwargs | {"logits_to_keep": 1, "return_dict": True},
         )
         # The base model repeats a row's last real token to its end.
         logits = self.score(outputs.last_hidden_state[:, -1])

@@ -71,8 +71,9 @@ def initial_states(
     """
     if not isinstance(model, CausalLMHead):
         raise ValueError(
-            f"`model` must be a causal language model of this package, got {type(model).__name__}. What keeps no "
-            "state is exported as it is: `torch.export.export(model, (), {'input_ids': ..., 'attention_mask': ...})`."
+            f"`model` must be a causal language model of this package, got {type(model).__name__}. Of an adapted one "
+            "give `model.get_base_model()`, which has the adapters. What keeps no state is exported as it is: "
+            "`torch.export.export(model, (), {'input_ids': ..., 'attention_mask': ...})`."
         )
     cache = model.new_cache(static=True, max_cache_len=max_cache_len)
     if max_cache_len is None and getattr(cache, "growing", None):

@@ -10,6 +10,7 @@ An adapter as any other of PEFT: train, `save_pretrained`, `PeftModel.from_pretr
 `disable_adapter`. It costs nothing at inference, in time or in the length of the text.
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -83,15 +84,17 @@ class StateTuningLayer(nn.Module, BaseTunerLayer):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise ValueError("A trained initial state cannot be merged: the weights of the model have no place for it.")
 
-    def forward(self, x: torch.Tensor, tokens: Tokens | Call, *cache_and_state) -> torch.Tensor:
-        *cache, state = cache_and_state
-        adapters = () if self.disable_adapters else self.active_adapters
-        for initial in (self.state_tuning_states[name] for name in adapters if name in self.state_tuning_states):
+    def forward(self, x: torch.Tensor, tokens: Tokens | Call, *cache_and_state):
+        """As the recurrence is called: its state, a [`~subquad.cache.RecurrentLayer`] or None, comes last."""
+        state = cache_and_state[-1] if cache_and_state else None
+        adapters = [] if self.disable_adapters else self.active_adapters
+        if adapters and adapters[0] in self.state_tuning_states:
+            initial = self.state_tuning_states[adapters[0]]
             initial = initial.to(torch.promote_types(initial.dtype, torch.float32)) * self.base_layer.state_scale
             tokens = tokens.beginning_with(initial)
-            if state is not None:  # which can then be rolled back to where the text began
+            if state is not None:  # so that it can be rolled back to where the text began
                 state.begin(self.base_layer.state_name, initial.expand(len(x), *initial.shape))
-        return self.base_layer(x, tokens, *cache, state)
+        return self.base_layer(x, tokens, *cache_and_state)
 
 
 class StateTuningModel(BaseTuner):
@@ -107,9 +110,9 @@ class StateTuningModel(BaseTuner):
     def _prepare_model(self, peft_config: StateTuningConfig, model: nn.Module) -> None:
         names = [name for name, module in model.named_modules() if hasattr(module, "state_shape")]
         if not names:
-            raise ValueError(
-                f"State tuning: {type(model).__name__} has no recurrent state that a text could begin with."
-            )
+            raise ValueError(f"State tuning: {type(model).__name__} has no state of the kind that can be trained.")
+        if (getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1) > 1:
+            raise ValueError("State tuning: a model whose heads several processes share cannot be tuned.")
         if peft_config.target_modules is None:
             # Names that also fit the model without a head, or with another one, and the layer that is already wrapped.
             prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -136,6 +139,12 @@ class StateTuningModel(BaseTuner):
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         setattr(parent, child_name, new_module)  # PEFT's own would look for a `weight`
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args, **kwargs):
+        if kwargs.get("adapter_names") is not None:
+            raise ValueError("`adapter_names`: all texts of a batch begin with the state of one adapter.")
+        yield
 
     def _check_merge_allowed(self) -> None:
         raise ValueError("A trained initial state cannot be merged: the weights of the model have no place for it.")

@@ -35,7 +35,7 @@ def plan_heads(
     return {f"{module}.{name}": style for name, style in plan.items()}
 
 
-def own_part(parameter: torch.Tensor) -> torch.Tensor:
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """The part of a parameter that this process has: all of it where it is not split."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 

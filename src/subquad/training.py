@@ -98,6 +98,8 @@ def parameter_groups(model: nn.Module, lr: float, weight_decay: float | None = N
         is_weight = name == "weight" and isinstance(model.get_submodule(module), nn.Linear | nn.Embedding)
         decay = weight_decay if is_weight or name in recipe.matrices else 0.0
         rate = lr * recipe.rates.get(name, 1.0)
-        group = groups.setdefault((rate, decay), {"params": [], "lr": rate, "weight_decay": decay, **adam})
+        # Optimizers do not update tensors of several processes together with others.
+        key = rate, decay, getattr(parameter, "device_mesh", None)
+        group = groups.setdefault(key, {"params": [], "lr": rate, "weight_decay": decay, **adam})
         group["params"].append(parameter)
     return list(groups.values())

@@ -33,7 +33,7 @@ from ...heads import (
     replaceable,
 )
 from ...padding import Call, Tokens, can_look_at, shift
-from ...tensor_parallel import own_part
+from ...tensor_parallel import local_part
 from .configuration_gecko import GeckoConfig
 
 
@@ -215,7 +215,8 @@ class GeckoCEMA(nn.Module):
         before, inplace = (None, False) if state is None else (state.get("cema"), state.overwrites("cema"))
         out, after = cema(x, *weights, before, starts=call.starts, real=call.real, inplace=inplace)
         if state is not None:
-            if state.record_past:  # they may be needed when offloading or FSDP has freed those of the module
+            # The first record replays all tokens, maybe when offloading or FSDP has freed the module's weights.
+            if state.record_past and "cema" not in state.records:
                 weights = tuple(w.clone() for w in weights)
             state.update("cema", after, functools.partial(replay_cema, weights), *call.records(state, x))
         return out
@@ -273,7 +274,7 @@ class GeckoMega(nn.Module):
         config = self.config
         z = self.wz(m).unflatten(-1, (-1, config.z_dim // config.num_heads))
         z = F.rms_norm(z, z.shape[-1:], eps=config.norm_eps)
-        gamma, beta = (own_part(w).unflatten(-1, z.shape[2:]) for w in (self.gamma, self.beta))
+        gamma, beta = (local_part(w).unflatten(-1, z.shape[2:]) for w in (self.gamma, self.beta))
         gamma = (gamma + 1) * z.shape[-1] ** -0.5
         q, k, q_m, k_m = ((z * gamma[i] + beta[i]).to(z.dtype) for i in range(4))
         q, k = call.rotate(q, config.num_rope_heads), call.rotate(k, config.num_rope_heads)

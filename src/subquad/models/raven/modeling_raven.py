@@ -28,7 +28,7 @@ from ...heads import (
     replaceable,
 )
 from ...padding import Call, Tokens
-from ...tensor_parallel import own_part
+from ...tensor_parallel import local_part
 from .configuration_raven import RavenConfig
 
 
@@ -111,7 +111,7 @@ class RavenSlotMemory(nn.Module):
         if self.config.decay_type == "GLA":
             f = _wide(self.f_proj(x)).unflatten(-1, (-1, self.config.num_slots))
             return F.logsigmoid(f) / self.config.gate_logit_normalizer
-        A_log, dt_bias = _wide(own_part(self.A_log)), _wide(own_part(self.dt_bias))
+        A_log, dt_bias = _wide(local_part(self.A_log)), _wide(local_part(self.dt_bias))
         return -A_log.exp() * F.softplus(_wide(self.a_proj(x)) + dt_bias)  # equation 19
 
     def route(self, x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ class RavenSlotMemory(nn.Module):
         m = self.r_proj(x).unflatten(-1, (-1, config.num_slots))
         if config.add_gumbel_noise and self.training:
             m = _wide(m) - torch.empty_like(_wide(m)).exponential_().log()  # equation 23
-        bias = own_part(self.r_bias) if config.bias_rmm else None
+        bias = local_part(self.r_bias) if config.bias_rmm else None
         return slot_routing(m, a, config.topk, bias=bias, score=config.router_score, scale=config.router_scale)
 
     def forward(self, x: torch.Tensor, call: RavenCall, cache: RavenCache | None, state: RecurrentLayer | None):

@@ -22,7 +22,7 @@ from ...heads import (
     replaceable,
 )
 from ...padding import Tokens, last_token
-from ...tensor_parallel import own_part
+from ...tensor_parallel import local_part
 from .configuration_rwkv5 import Rwkv5Config
 
 
@@ -36,7 +36,7 @@ class Rwkv5GatedRecurrence(nn.GroupNorm):
     """
 
     def forward(self, tokens: Tokens, r, k, v, gate, log_w, u, state: torch.Tensor | None, inplace: bool):
-        weights = (log_w, u, own_part(self.weight), own_part(self.bias), self.eps)
+        weights = (log_w, u, local_part(self.weight), local_part(self.bias), self.eps)
         return tokens.by_document(gated_wkv, (r, k, v, gate), weights, state, inplace)
 
 
@@ -78,12 +78,12 @@ class Rwkv5TimeMixing(nn.Module):
         k = tokens.erase(self.key(x_k)).view(heads)
         v = self.value(x_v).view(heads)
         g = self.gate(x_g)
-        log_w = -own_part(self.time_decay).float().exp()  # equation 5
+        log_w = -local_part(self.time_decay).float().exp()  # equation 5
         if tokens.mask is not None:
             log_w = tokens.erase(log_w.expand(heads))  # padding neither adds to the state nor decays it
 
         inplace = state is not None and state.overwrites("wkv")
-        u = own_part(self.time_faaaa)
+        u = local_part(self.time_faaaa)
         out, after = self.ln_x(tokens, r, k, v, g, log_w, u, state and state.get("wkv"), inplace)
         if state is not None:
             state.update("attention_shift", last_token(None, x), last_token, x)

@@ -22,7 +22,7 @@ from ...heads import (
     replaceable,
 )
 from ...padding import Tokens, last_token
-from ...tensor_parallel import own_part, times_own_columns
+from ...tensor_parallel import local_part, times_own_columns
 from .configuration_rwkv6 import Rwkv6Config
 
 
@@ -36,7 +36,7 @@ class Rwkv6GatedRecurrence(nn.GroupNorm):
     """
 
     def forward(self, tokens: Tokens, r, k, v, gate, log_w, u, state: torch.Tensor | None, inplace: bool):
-        weights = (u, own_part(self.weight), own_part(self.bias), self.eps)
+        weights = (u, local_part(self.weight), local_part(self.bias), self.eps)
         return tokens.by_document(gated_wkv, (r, k, v, gate, log_w), weights, state, inplace)
 
 
@@ -93,11 +93,11 @@ class Rwkv6TimeMixing(nn.Module):
         g = self.gate(x_g)
         # Equations 17 and 18; padding neither adds to the state nor decays it.
         d = times_own_columns(torch.tanh(x_w @ self.time_decay_w1), self.time_decay_w2)
-        d = own_part(self.time_decay).float() + d
+        d = local_part(self.time_decay).float() + d
         log_w = tokens.erase(-d.exp()).view(heads)
 
         inplace = state is not None and state.overwrites("wkv")
-        u = own_part(self.time_faaaa)
+        u = local_part(self.time_faaaa)
         out, after = self.ln_x(tokens, r, k, v, g, log_w, u, state and state.get("wkv"), inplace)
         if state is not None:
             state.update("attention_shift", last_token(None, x), last_token, x)
