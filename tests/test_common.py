@@ -16,7 +16,7 @@ from architectures import (
     tiny_config,
     tiny_model,
 )
-from transformers import AutoModel, Trainer, TrainingArguments
+from transformers import AutoModel
 
 import subquad
 from subquad.padding import Tokens
@@ -274,76 +274,6 @@ def test_classifier_refuses_packed_documents(model_type):
     for name in ("cu_seqlens", "cu_seq_lens_q"):
         with pytest.raises(ValueError, match="`cu_seqlens`: a classifier"):
             model(random_ids(1, 6), **{name: torch.tensor([0, 6])})
-
-
-@each_causal
-def test_label_smoothing_shifts_the_labels(model_type, tmp_path):
-    model, ids = tiny_model(model_type), random_ids(2, 9)
-    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=1e-9, report_to=[], use_cpu=True)
-    trainer = Trainer(model=model, args=arguments)
-    loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
-    torch.testing.assert_close(loss, model(ids, labels=ids).loss)
-
-
-@each_model
-def test_trainer_learns(model_type, tmp_path):
-    torch.manual_seed(0)
-    model = model_class(model_type)(tiny_config(model_type, initializer_range=0.01))
-    ids = random_ids(1, 40)[0]
-    data = [{"input_ids": ids, "labels": ids}] * 4
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=30,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy="no",
-    )
-    trainer = Trainer(model=model, args=arguments, train_dataset=data)
-    before = model(ids[None], labels=ids[None]).loss.item()
-    trainer.train()
-    assert model.eval()(ids[None], labels=ids[None]).loss.item() < 0.5 * before
-
-
-@each_model
-def test_trainer_resumes_and_loads_the_best(model_type, tmp_path):
-    ids = random_ids(8, 20)
-    data = [{"input_ids": row, "labels": row} for row in ids]
-
-    def train(path, steps, **options):
-        torch.manual_seed(0)
-        model = model_class(model_type)(tiny_config(model_type))
-        arguments = TrainingArguments(
-            str(tmp_path / path),
-            max_steps=steps,
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            lr_scheduler_type="constant",
-            save_steps=2,
-            eval_steps=2,
-            eval_strategy="steps",
-            greater_is_better=True,  # so that the first checkpoint is the best
-            metric_for_best_model="loss",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-            **options,
-        )
-        return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
-
-    whole = train("whole", 4)
-    whole.train()
-    resumed = train("resumed", 4)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    for p, q in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-    best = train("best", 4, load_best_model_at_end=True)
-    best.train()
-    expected = load(model_type, tmp_path / "best" / "checkpoint-2")
-    for p, q in zip(best.model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def test_exports_are_documented():

@@ -196,7 +196,7 @@ def test_wrong_use():
     model = tiny_model("rwkv6", num_hidden_layers=1)
     for other, name in (("avey-b", "AveyBForMaskedLM"), ("rwkv6", "Rwkv6ForSequenceClassification")):
         auto_class = "AutoModelForMaskedLM" if other == "avey-b" else "AutoModelForSequenceClassification"
-        with pytest.raises(ValueError, match=f"causal language model of this package, got {name}. What keeps no"):
+        with pytest.raises(ValueError, match=f"causal language model of this package, got {name}. Of an adapted one"):
             export_program(tiny_model(other, auto_class, num_hidden_layers=1), 1)
     with pytest.raises(ValueError, match="got Rwkv6Model"):
         initial_states(model.base_model)

@@ -386,8 +386,8 @@ def model_errors(config, length: int, dtype: torch.dtype, device: str) -> dict[s
             names = (name.removeprefix("model.") for name in parameters)
             named = dict(zip(names, found, strict=True))
             # Of one number a small gradient may be the difference of two large ones: of all alphas together.
-            alphas = [named.pop(name) for name in list(named) if name.endswith("alpha")]
-            grads.append(named | ({"alpha": torch.stack(alphas)} if alphas else {}))
+            alphas = [named.pop(name).flatten() for name in list(named) if name.endswith("alpha")]
+            grads.append(named | ({"alpha": torch.cat(alphas)} if alphas else {}))
         errors["gradients"] = max(relative_error(grads[0][name], x) for name, x in grads[1].items())
     return errors
 

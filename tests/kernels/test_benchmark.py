@@ -1,6 +1,7 @@
 """The benchmarks of WKV, Avey, Avey-B, Raven and Gecko: that every part runs, and what they write."""
 
 import csv
+import gc
 import importlib.util
 import itertools
 import json
@@ -15,6 +16,15 @@ import torch
 from safetensors import safe_open
 
 from subquad_kernels import wkv
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_no_garbage():
+    """Every measurement of memory begins with a look for garbage, which takes long among all that is imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def load(monkeypatch, script):

@@ -11,7 +11,7 @@ from subquad_kernels import token_shift
 from subquad_kernels.token_shift import _token_shift
 
 
-LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 200)
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130)
 BACKENDS = ("eager", triton)
 # n, and which of the optional arguments are given.
 VARIANTS = {

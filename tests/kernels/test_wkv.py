@@ -83,7 +83,8 @@ def test_forward_and_gradients(length, decay, static):
 @TRITON
 @pytest.mark.parametrize(("length", "decay", "static"), CASES)
 def test_kernels(length, decay, static):
-    assert_equal_to_recurrence(make(2, length, static=static, decay=decay), 1e-5, backend="triton")
+    inputs = make(2, length, heads=1 if length > 65 else 2, static=static, decay=decay)
+    assert_equal_to_recurrence(inputs, 1e-5, backend="triton")
 
 
 @pytest.mark.parametrize("backend", [pytest.param("triton in segments", marks=TRITON)], indirect=True)
@@ -94,8 +95,8 @@ def test_kernels(length, decay, static):
         (63, "strong", False, torch.bfloat16),
         (65, "strong", False, torch.float32),
         (65, "trained", True, torch.bfloat16),
-        (200, "trained", False, torch.float32),
-        (200, "strong", True, torch.bfloat16),
+        (130, "trained", False, torch.float32),
+        (130, "strong", True, torch.bfloat16),
     ],
 )
 def test_segments(length, decay, static, dtype, backend):
@@ -115,9 +116,10 @@ def test_total_decay(dtype, backend):
 @TRITON
 @pytest.mark.parametrize(("length", "decay", "per_step"), CASES)
 def test_bfloat16(length, decay, per_step):
-    inputs = make(2, length, static=not per_step, decay=decay, dtype=torch.bfloat16)
+    shape = {"heads": 1 if length > 65 else 2, "static": not per_step, "decay": decay}
+    inputs = make(2, length, dtype=torch.bfloat16, **shape)
     if length % 2:  # decays of both dtypes
-        inputs["log_w"] = make(2, length, static=not per_step, decay=decay)["log_w"]
+        inputs["log_w"] = make(2, length, **shape)["log_w"]
     inputs["initial_state"] = inputs["initial_state"].float()
     assert_equal_to_recurrence(inputs, 8e-3, backend="triton")
 
@@ -148,7 +150,7 @@ def test_dtypes(dtype, tolerance, length):
 @EACH
 @pytest.mark.parametrize(("key", "value"), [(1, 1), (3, 5), (8, 8), (64, 64), (100, 48), (128, 128), (16, 130)])
 def test_head_sizes(key, value, backend):
-    assert_equal_to_recurrence(make(1, 70, heads=1, key=key, value=value), 1e-5, backend=backend)
+    assert_equal_to_recurrence(make(1, 50, heads=1, key=key, value=value), 1e-5, backend=backend)
 
 
 @EACH
@@ -172,8 +174,8 @@ def test_carried_state(pieces, backend):
     ("lengths", "static"),
     [
         ((70,), False),
-        ((3, 0, 64, 1, 65, 67), False),
-        ((3, 0, 64, 1, 65, 67), True),
+        ((3, 0, 64, 1, 37), False),
+        ((3, 0, 64, 1, 37), True),
         ((1, 1, 1), True),
         ((0, 5), False),
         ((7, 0), True),
