@@ -571,8 +571,8 @@ def test_generation_of_every_backend(model_type, cache, monkeypatch):
 
 
 @each_model
-def test_compiled_training(model_type):
-    model, ids = tiny_model(model_type, num_hidden_layers=2).train(), random_ids(2, 70)
+def test_compiled_training(model_type, layers=2):
+    model, ids = tiny_model(model_type, num_hidden_layers=layers).train(), random_ids(2, 70)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -588,8 +588,8 @@ def test_compiled_training(model_type):
 
 
 @each_causal
-def test_compiled_decode_step(model_type):
-    model, ids = tiny_model(model_type, num_hidden_layers=2), random_ids(2, 20)
+def test_compiled_decode_step(model_type, layers=2):
+    model, ids = tiny_model(model_type, num_hidden_layers=layers), random_ids(2, 20)
     torch.compiler.reset()
     compiles = []
 

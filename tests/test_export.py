@@ -215,10 +215,9 @@ def test_wrong_use():
 
 
 @pytest.mark.parametrize(("model_type", "dynamic"), [("rwkv6", True), ("avey", False)])
-def test_exporter_of_transformers(model_type, dynamic, tmp_path):
+def test_exporter_of_transformers(model_type, dynamic):
     """It passes our caches themselves, which must be static: of a number that changes there would be many programs."""
     pytest.importorskip("transformers.exporters")
-    from transformers.exporters.base import ExportedModel
     from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 
     model, ids = tiny_model(model_type, num_hidden_layers=1), random_ids(2, 9)
@@ -227,8 +226,7 @@ def test_exporter_of_transformers(model_type, dynamic, tmp_path):
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     exporter, options = DynamoExporter(), DynamoConfig(dynamic=dynamic)
     exported = exporter.export_for_generation(model, inputs, options, generation_config=config)
-    exported.save_pretrained(tmp_path)
-    runners = ExportedModel.from_pretrained(tmp_path).runners
+    runners = exported.runners
 
     def call(name, ids, cache, begin):
         places = torch.arange(begin, begin + ids.shape[1]).expand(ids.shape)

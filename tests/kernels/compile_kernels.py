@@ -105,7 +105,7 @@ def launches() -> None:
         if dtype == torch.bfloat16 and key == 64 and not packed:
             wkv.wkv_triton(*inputs, None, cu_seqlens, masks, torch.float32)
         wkv.wkv_triton(*inputs, state, cu_seqlens, masks, torch.float32)
-        if dtype != torch.float16:
+        if dtype != torch.float16:  # whose products are those of bfloat16
             wkv.wkv_triton_backward(empty(*v.shape), state, *inputs, state, cu_seqlens, masks)
 
     def run_contextualizer(dtype, windows, rows, queries, width, backward=True):
@@ -191,9 +191,7 @@ def launches() -> None:
 
     walk, segments = 512, 4  # heads
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        # float16 is multiplied by the code that multiplies float32: its forward passes tell whether it compiles.
-        if dtype != torch.float32:
-            run_wkv(dtype, walk)
+        run_wkv(dtype, walk)
         if dtype != torch.float16:
             run_wkv(dtype, segments, static=True)
         splits, number = empty(4, 128, 64, 768, dtype=dtype), empty(1, 128, dtype=torch.int64)
@@ -255,6 +253,7 @@ def launches() -> None:
     run_cema(torch.bfloat16, 8, 4096, 2048, 16)
     run_cema(torch.float32, 1, 32768, 1000, 4, more=True)
     run_wkv(torch.bfloat16, segments, 100, 48, packed=True, decay_dtype=torch.bfloat16)
+    run_wkv(torch.bfloat16, walk, 128, 128)
     run_working_memory(torch.bfloat16, 32768, 2048)
     run_working_memory(torch.float32, 4096, 2048)
     run_working_memory(torch.float16, 100, 16, key=20, value=70, more=False)
