@@ -95,21 +95,21 @@ def run_example():
 def work(directory):
     """What each of the processes does."""
     torch.set_num_threads(1)
-    rank, results = int(os.environ["RANK"]), {}
+    rank, results, split = int(os.environ["RANK"]), {}, {}
     distributed = {"distributed_config": DistributedConfig(tp_size=PROCESSES)}
     for name, (model_type, _) in CASES.items():
         auto_class = getattr(transformers, lm_class(model_type))
         model = auto_class.from_pretrained(directory / name, **distributed)
         results[name] = read(model)
         parameters = model.named_parameters(remove_duplicate=False)
-        results[name]["split"] = [name for name, p in parameters if isinstance(p, DTensor)]
+        split[name] = [name for name, p in parameters if isinstance(p, DTensor)]
         model.save_pretrained(directory / f"{name}-saved")
     for turn in range(PROCESSES):  # one after the other, as they write copies of the code
         if turn == rank:
             copy = get_class_from_dynamic_module("modeling_rwkv6.Rwkv6ForCausalLM", directory / REPOSITORY)
         torch.distributed.barrier()
     results["copy"] = read(copy.from_pretrained(directory / REPOSITORY, **distributed))
-    results["example"] = run_example()
+    results |= {"example": run_example(), "split": split}
     torch.save(results, directory / f"results-{rank}.pt")
 
 
@@ -146,9 +146,8 @@ def test_equals_one_process(name, results):
     expected = read(model)
     linear = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     for result in results:
-        split = result[name].pop("split")
         assert_equal(result[name], expected)
-        assert linear <= {*split, *(weight for weight in linear if re.search(r"r_proj\.\d", weight))}
+        assert linear <= {*result["split"][name], *(weight for weight in linear if re.search(r"r_proj\.\d", weight))}
         assert (result[name]["state"] < expected["state"]) == (name in SPLIT)
 
 
