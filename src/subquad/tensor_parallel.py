@@ -3,7 +3,7 @@ What tensor parallelism needs beside transformers: plans that split heads, and t
 linear layers. A process that has some of the heads has their parameters and their states alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from transformers import PreTrainedConfig
@@ -13,6 +13,20 @@ def divides_heads(config: PreTrainedConfig, *heads: int) -> bool:
     """Whether the processes that load a model can have equal numbers of these heads."""
     processes = getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
     return not any(number % processes for number in heads)
+
+
+def plan_property(plan: Callable[[PreTrainedConfig], dict[str, str]]) -> property:
+    """A configuration's `base_model_tp_plan`: the function's, and what is assigned over it."""
+    name = "base_model_tp_plan"  # where transformers looks for what is not to be saved
+
+    def read(config: PreTrainedConfig) -> dict[str, str]:
+        return {**plan(config), **config.__dict__.get(name, {})}
+
+    def assign(config: PreTrainedConfig, given: dict[str, str]) -> None:
+        own = plan(config)
+        config.__dict__[name] = {key: style for key, style in given.items() if own.get(key) != style}
+
+    return property(read, assign, doc=plan.__doc__)
 
 
 def plan_heads(

@@ -5,7 +5,7 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ...tensor_parallel import divides_heads, plan_heads
+from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
 
 @strict
@@ -91,7 +91,7 @@ class GeckoConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     use_cache: bool = True
 
-    @property
+    @plan_property
     def base_model_tp_plan(self) -> dict[str, str]:
         """
         How tensor parallel processes share the model: by heads, where their number divides that of the heads and these

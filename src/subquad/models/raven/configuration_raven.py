@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ...tensor_parallel import divides_heads, plan_heads
+from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
 
 CHOICES = {
@@ -137,7 +137,7 @@ class RavenConfig(PreTrainedConfig):
         elif self.attn is not None:
             self.attn = [_complete(spec) for spec in self.attn]
 
-    @property
+    @plan_property
     def base_model_tp_plan(self) -> dict[str, str]:
         """
         How tensor parallel processes share the model: by heads, where their number divides that of the heads of every

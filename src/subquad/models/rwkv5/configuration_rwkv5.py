@@ -3,7 +3,7 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ...tensor_parallel import divides_heads, plan_heads
+from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
 
 @strict
@@ -76,7 +76,7 @@ class Rwkv5Config(PreTrainedConfig):
             self.intermediate_size = int(self.hidden_size * 3.5) // 32 * 32
         super().__post_init__(**kwargs)
 
-    @property
+    @plan_property
     def base_model_tp_plan(self) -> dict[str, str]:
         """How tensor parallel processes share the model: by heads, where their number divides that of the heads."""
         into, split = ("receptance", "key", "value", "gate"), divides_heads(self, self.num_attention_heads)
