@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from abc_corpus import FOLDERS, load_corpus
+from help_formatter import HelpFormatter
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -38,10 +39,6 @@ from subquad.training import parameter_groups
 
 SAME = {"C": "4/4", "C|": "2/2"}
 RARE = 0.01  # a metre that a smaller share of the tunes has is left out
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The description as it is written, and the defaults."""
 
 
 def parse_arguments() -> argparse.Namespace:

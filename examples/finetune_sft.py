@@ -21,15 +21,12 @@ from pathlib import Path
 import torch
 from abc_corpus import FOLDERS, load_corpus
 from datasets import Dataset
+from help_formatter import HelpFormatter
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from subquad import embedded_model
 from subquad.training import parameter_groups
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The description as it is written, and the defaults."""
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from abc_corpus import FOLDERS, load_corpus, transpose
+from help_formatter import HelpFormatter
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
@@ -34,10 +35,6 @@ from subquad import AveyBConfig, AveyBModel
 
 
 WARMUP = 0.1  # section 5.1: the learning rate rises over a tenth of the steps, then falls linearly
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The description as it is written, and the defaults."""
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from abc_corpus import load_corpus
+from help_formatter import HelpFormatter
 from peft import PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -37,10 +38,6 @@ from subquad import StateTuningConfig, embedded_model
 
 
 LEARNING_RATES = {"state": 0.1, "prompt": 0.3}
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The description as it is written, and the defaults."""
 
 
 def parse_arguments() -> argparse.Namespace:

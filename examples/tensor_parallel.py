@@ -20,16 +20,13 @@ import argparse
 import os
 
 import torch
+from help_formatter import HelpFormatter
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from subquad import embedded_model
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The description as it is written, and the defaults."""
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from abc_corpus import FOLDERS, load_corpus
+from help_formatter import HelpFormatter
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoTokenizer,
@@ -51,10 +52,6 @@ SIZES = {
 MASKED = 0.2
 HELD_OUT = 20  # of so many documents of a text, one is held out
 SPECIAL = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The description as it is written, and the defaults."""
 
 
 def parse_arguments() -> argparse.Namespace:
