@@ -24,6 +24,7 @@ from .padding import Call, Tokens
 
 
 PREFIX = "state_tuning_"
+_NO_MERGING = "A trained initial state cannot be merged: the weights of the model have no place for it."
 
 
 class PeftType(str, Enum):
@@ -82,7 +83,7 @@ class StateTuningLayer(nn.Module, BaseTunerLayer):
         super().set_adapter(adapter_names, inference_mode=inference_mode)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        raise ValueError("A trained initial state cannot be merged: the weights of the model have no place for it.")
+        raise ValueError(_NO_MERGING)
 
     def forward(self, x: torch.Tensor, tokens: Tokens | Call, *cache_and_state):
         """As the recurrence is called: its state, a [`~subquad.cache.RecurrentLayer`] or None, comes last."""
@@ -147,7 +148,7 @@ class StateTuningModel(BaseTuner):
         yield
 
     def _check_merge_allowed(self) -> None:
-        raise ValueError("A trained initial state cannot be merged: the weights of the model have no place for it.")
+        raise ValueError(_NO_MERGING)
 
 
 # Not by `register_peft_method`, which takes the names that PEFT itself has and no others.
