@@ -248,7 +248,7 @@ def test_info_of_a_directory(dtype, directory, tmp_path, capsys):
 def test_info_of_something_unknown(capsys):
     assert fails(capsys, 2, "info", "finch-9b") == (
         f"subquad info: error: 'finch-9b' is neither a preset ({', '.join(subquad.PRESETS)}), nor an embedded model "
-        "(finch-abc), nor a directory, nor a checkpoint file."
+        "(avey-abc, avey-b-abc, eagle-abc, finch-abc, gecko-abc, raven-abc), nor a directory, nor a checkpoint file."
     )
 
 

@@ -14,7 +14,7 @@ from . import __version__
 
 
 DEFAULT_MODEL = "finch-abc"
-# What the embedded model continues where no prompt is given: the header of a jig, in the one form that it knows.
+# What an embedded model continues where no prompt is given: the header of a jig, in the one form that it knows.
 ABC_HEADER = "X:1\nT:The Finch\nM:6/8\nL:1/8\nK:D\n"
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -87,10 +87,14 @@ def _add_generate(commands, common) -> None:
         f"""\
         Continue a text and print it as it is made.
 
-        Without arguments the model that comes with the package, {DEFAULT_MODEL}, writes a tune in ABC notation.
+        Without arguments {DEFAULT_MODEL} writes a tune in ABC notation, one of the small models that come with the
+        package (eagle-abc, finch-abc, avey-abc, raven-abc, gecko-abc; `subquad info` tells their sizes). Of a tune,
+        whatever model wrote it, --midi and --score make files; they need `pip install "subquad[music]"`.
 
         examples:
           subquad generate --seed 3
+          subquad generate --model gecko-abc
+          subquad generate --seed 3 --midi tune.mid --score tune.svg
           subquad generate $'X:1\\nT:Reel\\nM:4/4\\nL:1/8\\nK:G\\n' --temperature 0.7
           subquad generate "The Eiffel tower is in" --model RWKV/v6-Finch-1B6-HF --greedy --max-new-tokens 20
           subquad generate "Why is the sky blue?" --model ./my-finch --chat
@@ -125,6 +129,14 @@ def _add_generate(commands, common) -> None:
     command.add_argument(
         "--chat", action="store_true", help="ask with the model's chat template, print the answer only"
     )
+    command.add_argument(
+        "--midi",
+        metavar="FILE",
+        help="write the tune that is printed to this .mid file, as it is played: with its repeats and both endings, "
+        "at 120 quarter notes a minute if it does not say how fast (Q:)",
+    )
+    command.add_argument("--score", metavar="FILE", help="draw the tune that is printed in this .svg file")
+    command.add_argument("--force", action="store_true", help="replace FILE")
     _add_dtype_and_device(command)
 
 
@@ -517,10 +529,15 @@ def _put_classes_into_transformers() -> None:
 def _generate(args: argparse.Namespace) -> None:
     if args.greedy and not (args.temperature is args.top_p is args.top_k is None):
         raise UsageError("--greedy does not sample: leave out --temperature, --top-p and --top-k.")
+    from .info import embedded_model
+
+    files = [file for file in (args.midi, args.score) if file is not None]
+    if files:
+        _check_music(args)
     path = _model_path(args.model)
     prompt = args.prompt
     if prompt is None:
-        if args.model != DEFAULT_MODEL or args.chat:
+        if embedded_model(args.model) is None or args.chat:
             raise UsageError("there is no PROMPT; give a text, or - to read it from standard input.")
         prompt = ABC_HEADER
     prompt = _read_prompt(prompt)
@@ -555,7 +572,7 @@ def _generate(args: argparse.Namespace) -> None:
         set_seed(args.seed)
     if args.chat and (end := _end_of_turn(tokenizer)):
         options["stopping_criteria"] = [_until(tokenizer, end, ids.shape[1])]
-    model.generate(
+    output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=args.max_new_tokens,
@@ -563,6 +580,23 @@ def _generate(args: argparse.Namespace) -> None:
         streamer=_character_streamer(tokenizer, skip_prompt=args.chat),
         **{name: value for name, value in options.items() if value is not None},
     )
+    if files:
+        from . import music
+
+        text = tokenizer.decode(output[0, ids.shape[1] if args.chat else 0 :], skip_special_tokens=True)
+        with _signals_raise():
+            music.write(text, args.midi, args.score, args.force)
+        print(f"Wrote {' and '.join(files)}.", file=sys.stderr)  # standard output is the text's
+
+
+def _check_music(args: argparse.Namespace) -> None:
+    from . import music
+
+    music.require_music()
+    try:
+        music.check_files(args.midi, args.score, args.force)
+    except ValueError as error:
+        raise UsageError(error) from error
 
 
 def _inspect_memory(args: argparse.Namespace) -> None:

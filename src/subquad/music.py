@@ -1,0 +1,246 @@
+"""
+Tunes in ABC notation, which the embedded models write, as MIDI and as a picture of the score.
+
+music21 reads the notation and writes MIDI, verovio engraves; `pip install "subquad[music]"` brings both.
+"""
+
+import copy
+import os
+import re
+import tempfile
+from itertools import zip_longest
+from pathlib import Path
+
+
+MIDI_SUFFIXES = (".mid", ".midi")
+SCORE_SUFFIXES = (".svg",)
+
+# A tune ends at an empty line, or where the text does.
+_TUNE = re.compile(r"^X:.*?(?=\n[ \t\r]*\n|\Z)", re.MULTILINE | re.DOTALL)
+_KEY = re.compile(r"^K:", re.MULTILINE)
+_TIE_AT_BROKEN_RHYTHM = re.compile(r"-(?=[<>])|(?<=[<>])-")
+
+
+def require_music() -> None:
+    """
+    Raises:
+        ImportError: where music21 or verovio is not installed; the message says how to.
+    """
+    try:
+        import music21  # noqa: F401
+        import verovio  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f'MIDI and scores need music21 and verovio, `pip install "subquad[music]"` ({error})'
+        ) from error
+
+
+def check_files(
+    midi: str | os.PathLike | None = None, score: str | os.PathLike | None = None, force: bool = False
+) -> None:
+    """
+    Raises:
+        ValueError: where [`write`] could not write these files, or, without `force`, would replace others.
+    """
+    for path, suffixes in ((midi, MIDI_SUFFIXES), (score, SCORE_SUFFIXES)):
+        if path is None:
+            continue
+        path = Path(path)
+        if path.suffix.lower() not in suffixes:
+            raise ValueError(f"{path} must end in {' or '.join(suffixes)}.")
+        if not path.parent.is_dir():
+            raise ValueError(f"{path.parent} is no directory.")
+        if path.is_dir():
+            raise ValueError(f"{path} is a directory.")
+        if not force and path.exists():
+            raise ValueError(f"{path} exists already; --force (`force=True`) replaces it.")
+
+
+def write(
+    text: str, midi: str | os.PathLike | None = None, score: str | os.PathLike | None = None, force: bool = False
+) -> None:
+    """
+    Writes the tune that a text holds. No file appears before all are complete.
+
+    Args:
+        text: see [`read_tune`].
+        midi: `.mid` file, see [`to_midi`].
+        score: `.svg` file, see [`to_svg`].
+        force: whether to replace files.
+
+    Raises:
+        ImportError: where music21 or verovio is not installed.
+        ValueError: where the text holds no tune, or a file cannot be written or exists.
+    """
+    require_music()
+    check_files(midi, score, force)
+    tune = read_tune(text)
+    contents = {}
+    if midi is not None:
+        contents[Path(midi)] = to_midi(tune)
+    if score is not None:
+        contents[Path(score)] = to_svg(tune).encode()
+    for path, content in contents.items():
+        with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as temporary:
+            file = Path(temporary) / path.name
+            file.write_bytes(content)
+            os.replace(file, path)
+
+
+def read_tune(text: str):
+    """
+    The first tune of a text as a `music21.stream.Score`: bars as long as they are written, whatever the metre says.
+    It has the first metre only: where that changes within the tune, the bars change, but no sign says so.
+
+    Args:
+        text: ABC notation, version 2.1: from a line that begins with `X:` to an empty line, with a `K:` field.
+
+    Raises:
+        ValueError: where there is no such tune in it, or music21 does not understand it.
+    """
+    from music21 import abcFormat
+
+    match = _TUNE.search(text)
+    if match is None or not _KEY.search(match[0]):
+        raise ValueError("the text is no tune in ABC notation: there are no X: and K: fields in it.")
+    # At a broken rhythm music21 takes a tie for the end of it. Most of these ties are meant as slurs.
+    tune = _TIE_AT_BROKEN_RHYTHM.sub("", match[0])
+    try:
+        # Without its version, a tune would be read as of 1999, when accidentals were not valid to the end of the bar.
+        handler = abcFormat.ABCFile().readstr(f"%abc-2.1\n{tune}\n")
+        # music21 cuts bars that are longer than the metre in two, which it cannot where it does not know the metre.
+        metres = [token for token in handler.tokens if isinstance(token, abcFormat.ABCMetadata) and token.isMeter()]
+        handler.tokens = [token for token in handler.tokens if not any(token is metre for metre in metres)]
+        score = abcFormat.translate.abcToStreamScore(handler)
+        for part in score.parts:
+            metre = metres[0].getTimeSignatureObject() if metres else None
+            if metre is not None:
+                (part.getElementsByClass("Measure").first() or part).insert(0, metre)
+            if not part.hasMeasures():
+                part.makeMeasures(inPlace=True)
+            _mark_endings(part)
+            _mend_ties(part)
+    except Exception as error:  # music21's exceptions have no common base
+        raise ValueError(f"the text is no tune in ABC notation: {type(error).__name__}: {error}") from error
+    if not score.recurse().notes:
+        raise ValueError("the tune has no notes.")
+    return score
+
+
+def to_midi(score) -> bytes:
+    """
+    A tune as it is played, repeats and both endings included, without grace notes and chord symbols: a standard MIDI
+    file, with 120 quarter notes a minute where no `Q:` field asks for others.
+
+    Args:
+        score: what [`read_tune`] returns.
+    """
+    from music21 import stream
+    from music21.midi.translate import music21ObjectToMidiFile
+
+    played = stream.Score()
+    for part in score.parts:
+        sequence = stream.Part()
+        for measure in _play_order(part):
+            measure = copy.deepcopy(measure)
+            measure.leftBarline = measure.rightBarline = None
+            # Grace notes and chord symbols have no length; they would sound and not end.
+            measure.remove([note for note in measure.notes if not note.quarterLength])
+            sequence.append(measure)
+        _mend_ties(sequence)
+        played.insert(0, sequence)
+    return music21ObjectToMidiFile(played).writestr()
+
+
+def to_svg(score) -> str:
+    """
+    A tune as it is written: an SVG picture of one page, in which all musical signs are drawn as paths.
+
+    Args:
+        score: what [`read_tune`] returns.
+    """
+    import verovio
+    from music21.musicxml.m21ToXml import ScoreExporter
+
+    score.metadata.title = score.metadata.title or ""  # else music21 calls it a fragment of itself
+    # This exporter keeps the bars; the usual one fills them up to the metre or moves notes to the next.
+    exporter = ScoreExporter(score)
+    exporter.parse()
+    toolkit = verovio.toolkit()
+    toolkit.setOptions(
+        {
+            "pageHeight": 60000,
+            "adjustPageHeight": True,
+            "footer": "none",
+            "svgCss": "g.mNum {display: none}",  # the numbers of bars, among which upbeats would count
+            "svgFormatRaw": True,  # some viewers lose the title in the white space
+            "svgViewBox": True,
+        }
+    )
+    toolkit.loadData(exporter.asBytes().decode())
+    return toolkit.renderToSVG(1)
+
+
+def _mark_endings(part) -> None:
+    """Endings reach to the next bar line that is no plain one; music21 knows only the bars where they begin or end."""
+    from music21 import spanner
+
+    found = list(part.getElementsByClass("RepeatBracket"))
+    numbers = {id(bracket.getFirst()): bracket.number for bracket in found}
+    part.remove(found)
+    bracket = None
+    for measure in part.getElementsByClass("Measure"):
+        if measure.leftBarline is not None:
+            bracket = None
+        if id(measure) in numbers:
+            bracket = spanner.RepeatBracket(number=numbers[id(measure)])
+            part.insert(0, bracket)
+        if bracket is not None:
+            bracket.addSpannedElements(measure)
+            if measure.rightBarline is not None:
+                bracket = None
+
+
+def _mend_ties(part) -> None:
+    """Ties hold between neighbours of the same pitch only: in many tunes they are written for slurs."""
+    from music21 import tie
+
+    notes = [note for note in part.recurse().notesAndRests if note.quarterLength]  # neither graces nor chord symbols
+    tied = False
+    for note, following in zip_longest(notes, notes[1:]):
+        holds = note.tie is not None and note.tie.type != "stop" and following is not None
+        holds = holds and [pitch.ps for pitch in note.pitches] == [pitch.ps for pitch in following.pitches]
+        note.tie = tie.Tie("continue" if tied else "start") if holds else tie.Tie("stop") if tied else None
+        tied = holds
+
+
+def _play_order(part) -> list:
+    """
+    The bars in the order in which they are played, as section 4.8 of the ABC standard says: where no `|:` went before,
+    `:|` goes back to the latest double bar or end of a repeat, else to the beginning.
+    """
+    measures = list(part.getElementsByClass("Measure"))
+    brackets = part.getElementsByClass("RepeatBracket")
+    endings = {id(measure): int(bracket.number) for bracket in brackets for measure in bracket.getSpannedElements()}
+    endings = [endings.get(id(measure)) for measure in measures] + [None]
+
+    order = []
+    start = index = 0
+    opened = again = False  # whether the section began with `|:`, and is played for the second time
+    while index < len(measures):
+        measure, ending = measures[index], endings[index]
+        if getattr(measure.leftBarline, "direction", None) == "start":
+            again = again and start == index
+            start, opened = index, True
+        if not (again and ending == 1):
+            order.append(measure)
+        index += 1
+        right = measure.rightBarline
+        if getattr(right, "direction", None) == "end":
+            if not again:
+                index, again = start, True
+            elif endings[index] != 2:
+                start, opened, again = index, False, False
+        elif right is not None and (not opened or ending == 2):
+            start, opened, again = index, False, False
+    return order
