@@ -1,12 +1,16 @@
 """
-Trains finch-abc, a small Finch (RWKV-6) that writes tunes in ABC notation, from scratch on a CPU.
+Trains a small model of any architecture that writes tunes in ABC notation, from scratch on a CPU. The zoo that comes
+with the package was made like this.
 
-    python examples/train_finch_abc.py --output finch-abc --minutes 30
+    python examples/train_abc.py finch --output finch-abc
 
-The tunes come with the PyPI package music21 (`pip install "subquad[train]"`). The recipe is appendix G of "Eagle and
-Finch" (arXiv:2404.05892), with a learning rate for a model this small. The output directory is ready for
-`from_pretrained`: configuration, bfloat16 weights, generation settings, tokenizer and a model card that holds the
-measured numbers.
+The tunes come with the PyPI package music21 (`pip install "subquad[train]"`). With one seed all architectures read the
+same rows in the same order. The recipe is that of appendix G of "Eagle and Finch" (arXiv:2404.05892), with a learning
+rate for models this small, and Adam's betas and epsilon those of each architecture's paper. Avey-B, an encoder, learns
+to tell masked bytes again; "transformer", a Llama, is there to compare with.
+
+The output directory is ready for `from_pretrained`: configuration, bfloat16 weights, generation settings, tokenizer
+and a model card that holds the measured numbers.
 
 On a machine that others use, too, set OMP_WAIT_POLICY=passive: threads that spin while they wait for each other lose
 more than half of the speed there.
@@ -18,6 +22,7 @@ import argparse
 import math
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from string import Template
@@ -26,41 +31,36 @@ import torch
 import torch.nn.functional as F
 from abc_check import find_fault
 from abc_corpus import FOLDERS, MAX_BYTES, load_corpus, transpose
+from evaluation.models import NAMES, make_config, make_model, make_optimizer
+from evaluation.runs import hardware
+from help_formatter import HelpFormatter
 from tqdm import tqdm
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
-from subquad import Rwkv6Config, Rwkv6ForCausalLM
 from subquad.cards import TEMPLATES
-from subquad.training import parameter_groups
 from subquad_tokenizers import ByteTokenizer
 
 
-CARD = TEMPLATES / "finch_abc.md"
 BOUNDARY = 0  # the id between two tunes
-IGNORED = -100
-WARMUP_STEPS = 10
+MASK = 1  # a character that no tune has
+MASKED = 0.2  # share of the bytes that an encoder must tell
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train a small Finch on ABC tunes.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
+    add("architecture", choices=NAMES, help="what to train")
     add("--output", type=Path, required=True, help="directory for the model; checkpoint and samples lie beside it")
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--minutes", type=float, help="train for so long; the learning rate follows the clock")
-    length.add_argument("--steps", type=int, help="train for so many steps")
+    add("--steps", type=int, default=3000, help="steps to train for")
     add("--resume", action="store_true", help="go on from the output directory's checkpoint")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus to train on")
-    add("--hidden-size", type=int, default=160, help="model dimension")
-    add("--layers", type=int, default=5, help="number of blocks")
-    add("--head-size", type=int, default=32, help="width of a head")
-    add("--lora-rank-tokenshift", type=int, default=16, help="rank of the token shift's maps")
-    add("--lora-rank-decay", type=int, default=16, help="rank of the decay's map")
+    add("--width", type=int, default=128, help="of the model")
+    add("--layers", type=int, default=4, help="number of blocks; Avey and Avey-B, whose blocks are smaller, have more")
     add("--context", type=int, default=1024, help="bytes in a row of packed whole tunes")
     add("--batch-size", type=int, default=2, help="rows in a step")
     add("--lr", type=float, default=3e-3, help="maximum learning rate")
     add("--min-lr", type=float, default=1e-5, help="learning rate at the end")
+    add("--warmup", type=int, default=100, help="steps until the learning rate has risen to its maximum")
     add("--weight-decay", type=float, default=0.1, help="decay of matrices and embeddings")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
     add("--validate-every", type=int, default=1000, help="steps between two validations")
@@ -70,8 +70,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--temperature", type=float, default=0.8, help="sampling default that is saved with the model")
     add("--top-p", type=float, default=0.95, help="sampling default that is saved with the model")
     add("--float32", action="store_true", help="multiply matrices in float32; bfloat16 otherwise")
-    add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
-    add("--seed", type=int, default=0, help="seed of weights, order and sampling")
+    add("--threads", type=int, default=1, help="CPU threads; models this small gain little by a second one")
+    add("--seed", type=int, default=0, help="seed of weights, order, masks and sampling")
     arguments = parser.parse_args()
     if arguments.context <= MAX_BYTES:
         parser.error(f"--context must be more than {MAX_BYTES}, the bytes of the longest tune")
@@ -99,30 +99,44 @@ def pack(tunes: list[str], context: int, generator: random.Random) -> torch.Tens
     return torch.tensor([row + [-1] * (context - len(row)) for row in rows])
 
 
-def schedule(step: int, progress: float, lowest: float) -> float:
-    """Share of the peak that the learning rate has: ten steps from 20 %, then a cosine to the lowest share."""
-    warmup = min(1.0, 0.2 + 0.8 * step / WARMUP_STEPS)
-    return warmup * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+def schedule(step: int, steps: int, warmup: int, lowest: float) -> float:
+    """Share of the peak that the learning rate has: it rises from 20 %, then follows a cosine to the lowest share."""
+    rise = min(1.0, 0.2 + 0.8 * step / warmup)
+    return rise * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def loss_of(model: torch.nn.Module, rows: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Cross entropy in nats over the bytes of the rows, -1 excepted."""
-    logits = model(input_ids=rows.clamp(min=BOUNDARY), use_cache=False).logits
-    targets = rows[:, 1:].masked_fill(rows[:, 1:] < 0, IGNORED)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+def losses_of(model: PreTrainedModel, rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """
+    Cross entropies in nats of the bytes of the rows, -1 excepted: of each given those before it, or, of an encoder, of
+    those that `generator` chooses to mask given all others.
+    """
+    ids, there = rows.clamp(min=BOUNDARY), rows >= 0
+    is_encoder = model.config.model_type == "avey-b"
+    # What follows a text is seen by an encoder, and by the last split of an Avey; training goes quicker without.
+    mask = there.long() if is_encoder or not model.training else None
+    if is_encoder:
+        hidden = there & (torch.rand(rows.shape, generator=generator) < MASKED)
+        ids = ids.masked_fill(hidden, MASK)
+        logits, targets = model(input_ids=ids, attention_mask=mask).logits[hidden], rows[hidden]
+    else:
+        there = there[:, 1:]
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logits, targets = logits[:, :-1][there], rows[:, 1:][there]
+    return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
 @torch.no_grad()
-def bits_per_byte(model: torch.nn.Module, tunes: list[str], rows: int = 16) -> float:
+def bits_per_byte(model: PreTrainedModel, tunes: list[str], rows: int = 16) -> float:
     """Each tune by itself and with the boundary that ends it; the first byte, always an X, is given."""
     model.eval()
     ids = sorted((torch.tensor([*tune.encode("ascii"), BOUNDARY]) for tune in tunes), key=len)
-    total = 0.0
+    generator = torch.Generator().manual_seed(0)  # the same masks every time
+    losses = []
     for start in range(0, len(ids), rows):
         batch = torch.nn.utils.rnn.pad_sequence(ids[start : start + rows], batch_first=True, padding_value=-1)
-        total += loss_of(model, batch, reduction="sum").item()
+        losses.append(losses_of(model, batch, generator))
     model.train()
-    return total / math.log(2) / sum(len(tune) for tune in ids)
+    return torch.cat(losses).mean().item() / math.log(2)
 
 
 @torch.no_grad()
@@ -150,10 +164,9 @@ def save_atomically(state: dict, path: Path) -> None:
 
 
 def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict[str, float]:
-    """Trains in place. Returns what the card wants to know: minutes, steps, bytes, bytes a second."""
-    groups = parameter_groups(model, arguments.lr, arguments.weight_decay)
-    peaks = [group["lr"] for group in groups]
-    optimizer = torch.optim.AdamW(groups, fused=True)
+    """Trains in place. Returns what the card wants to know: epochs, seconds, bytes."""
+    optimizer = make_optimizer(model, arguments.lr, arguments.weight_decay)
+    peaks = [group["lr"] for group in optimizer.param_groups]
     checkpoint = beside(arguments.output, "checkpoint.pt")
     at = {"step": 0, "epoch": 0, "batch": 0, "seconds": 0.0, "bytes": 0}
     if arguments.resume:
@@ -163,9 +176,7 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         at = state["at"]
-    budget = arguments.minutes * 60 if arguments.minutes else None
-    bar = tqdm(total=round(budget) if budget else arguments.steps, unit="s" if budget else "step", smoothing=0.02)
-    bar.update(round(at["seconds"]) if budget else at["step"])
+    bar = tqdm(initial=at["step"], total=arguments.steps, unit="step", smoothing=0.02, desc=arguments.architecture)
     # About twice as fast where the CPU multiplies bfloat16.
     mixed = torch.autocast("cpu", torch.bfloat16, enabled=not arguments.float32)
     smooth = None
@@ -178,13 +189,14 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
         return rows[: len(rows) // arguments.batch_size * arguments.batch_size].split(arguments.batch_size)
 
     batches = epoch_of_batches()
-    while (progress := at["seconds"] / budget if budget else at["step"] / arguments.steps) < 1:
+    while at["step"] < arguments.steps:
         for batch in batches[at["batch"] :]:
-            share = schedule(at["step"], progress, arguments.min_lr / arguments.lr)
+            share = schedule(at["step"], arguments.steps, arguments.warmup, arguments.min_lr / arguments.lr)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = share * peak
             with mixed:
-                loss = loss_of(model, batch)
+                generator = torch.Generator().manual_seed(arguments.seed * 2**32 + at["step"])
+                loss = losses_of(model, batch, generator).mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), arguments.clip)
             optimizer.step()
@@ -198,9 +210,8 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
             at["seconds"], clock = at["seconds"] + now - clock, now
             at["step"], at["batch"] = at["step"] + 1, at["batch"] + 1
             at["bytes"] += int((batch >= 0).sum())
-            bar.update((min(round(at["seconds"]), bar.total) if budget else at["step"]) - bar.n)
-            rate_now = at["bytes"] / at["seconds"]
-            bar.set_postfix_str(f"step {at['step']}, {smooth:.3f} bits/byte, {rate_now:,.0f} bytes/s", refresh=False)
+            bar.update()
+            bar.set_postfix_str(f"{smooth:.3f} bits/byte, {at['bytes'] / at['seconds']:,.0f} bytes/s", refresh=False)
 
             if at["step"] % arguments.validate_every == 0:
                 with mixed:
@@ -210,8 +221,7 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
             if at["step"] % arguments.checkpoint_every == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "at": at}
                 save_atomically(state, checkpoint)
-            progress = at["seconds"] / budget if budget else at["step"] / arguments.steps
-            if progress >= 1:
+            if at["step"] >= arguments.steps:
                 break
         else:
             at["epoch"], at["batch"] = at["epoch"] + 1, 0
@@ -221,72 +231,101 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
     return {**at, "epochs": at["epoch"] + at["batch"] / len(batches)}
 
 
+@torch.no_grad()
+def fill_masks(model: PreTrainedModel, tunes: list[str], seed: int) -> tuple[list[str], float]:
+    """The tunes with a share of their bytes masked and told again by an encoder, and how many it told right."""
+    generator = torch.Generator().manual_seed(seed)
+    results, right = [], []
+    for tune in tunes:
+        ids = torch.tensor([[*tune.encode("ascii")]])
+        hidden = torch.rand(ids.shape, generator=generator) < MASKED
+        hidden[:, 0] = False
+        told = torch.where(hidden, model(input_ids=ids.masked_fill(hidden, MASK)).logits.argmax(-1), ids)
+        right.append(told[hidden] == ids[hidden])
+        results.append(bytes(told[0].tolist()).decode("ascii"))
+    return results, torch.cat(right).float().mean().item()
+
+
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     arguments.output.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(tuple(arguments.folders))
-    tokenizer = ByteTokenizer()
-    config = Rwkv6Config(
-        vocab_size=128,
-        context_length=arguments.context,
-        hidden_size=arguments.hidden_size,
-        num_hidden_layers=arguments.layers,
-        head_size=arguments.head_size,
-        lora_rank_tokenshift=arguments.lora_rank_tokenshift,
-        lora_rank_decay=arguments.lora_rank_decay,
-        initializer_range=arguments.lr,
-        bos_token_id=BOUNDARY,
-        eos_token_id=BOUNDARY,
-        pad_token_id=BOUNDARY,
+    is_encoder = arguments.architecture == "avey-b"
+    tokenizer = ByteTokenizer(mask_token=chr(MASK)) if is_encoder else ByteTokenizer()
+    ids = {"bos_token_id": BOUNDARY, "eos_token_id": BOUNDARY, "pad_token_id": BOUNDARY}
+    config = make_config(
+        arguments.architecture,
+        vocabulary=128,
+        width=arguments.width,
+        layers=arguments.layers,
+        context=arguments.context,
+        lr=arguments.lr,
+        **ids,
+        **({"mask_token_id": MASK} if is_encoder else {}),
     )
-    model = Rwkv6ForCausalLM(config)
+    model = make_model(config)
     sizes = [f"{len(tunes):,} tunes ({sum(map(len, tunes)):,} bytes)" for tunes in corpus[:2]]
     print(f"{model.num_parameters():,} parameters; {sizes[0]} to train on, {sizes[1]} to validate on")
     report = train(arguments, model, corpus)
 
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=0,
-        max_new_tokens=arguments.max_new_tokens,
-        bos_token_id=BOUNDARY,
-        eos_token_id=BOUNDARY,
-        pad_token_id=BOUNDARY,
-    )
+    if not is_encoder:
+        model.generation_config = GenerationConfig(
+            do_sample=True,
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            top_k=0,
+            max_new_tokens=arguments.max_new_tokens,
+            **ids,
+        )
     model.to(torch.bfloat16).save_pretrained(arguments.output)
     tokenizer.save_pretrained(arguments.output)
 
     # What is measured is what was saved, rounded to bfloat16 and read back.
-    model = Rwkv6ForCausalLM.from_pretrained(arguments.output).eval()
+    model = type(model).from_pretrained(arguments.output, dtype=torch.float32).eval()
     bits = bits_per_byte(model, corpus.validation)
     chosen = random.Random(arguments.seed).sample(corpus.validation, min(arguments.seeds, len(corpus.validation)))
-    tunes = continue_headers(model, tokenizer, chosen, arguments.seed)
+    accuracy = None
+    if is_encoder:
+        tunes, accuracy = fill_masks(model, chosen, arguments.seed)
+    else:
+        tunes = continue_headers(model, tokenizer, chosen, arguments.seed)
     faults = ["does not come to an end" if tune is None else find_fault(tune) for tune in tunes]
     samples = [f"% {fault or 'valid'}\n{tune or ''}\n" for tune, fault in zip(tunes, faults, strict=True)]
     beside(arguments.output, "samples.abc").write_text("".join(samples), encoding="ascii")
     first_valid = next((tune for tune, fault in zip(tunes, faults, strict=True) if fault is None), "(none)")
+    command = ["python examples/train_abc.py", *sys.argv[1:]]
     numbers = {
         **vars(arguments),
+        "title": NAMES[arguments.architecture],
+        "name": f"{arguments.architecture}-abc",
+        "model_type": model.config.model_type,
+        "command": " ".join(word for word in command if word != "--resume"),
+        "hardware": hardware(),
         "parameters": f"{model.num_parameters():,}",
         "train_tunes": f"{len(corpus.train):,}",
         "train_bytes": f"{sum(map(len, corpus.train)):,}",
         "validation_tunes": f"{len(corpus.validation):,}",
         "validation_bytes": f"{sum(map(len, corpus.validation)):,}",
         "validation_bits": f"{bits:.3f}",
+        "accuracy": f"{accuracy:.1%}" if is_encoder else "",
         "seeds": len(faults),
         "valid": faults.count(None),
         "steps": f"{report['step']:,}",
         "epochs": f"{report['epochs']:.1f}",
+        "bytes": f"{report['bytes']:,}",
         "minutes": f"{report['seconds'] / 60:.0f}",
         "speed": f"{report['bytes'] / report['seconds']:,.0f}",
         "sample": first_valid.strip(),
     }
-    card = Template(CARD.read_text(encoding="utf-8")).substitute(numbers)
+    numbers["data"] = (TEMPLATES / "abc_data.md").read_text(encoding="utf-8").strip()
+    template = TEMPLATES / ("abc_encoder.md" if is_encoder else "abc.md")
+    # Twice, as the section on the data has numbers, too.
+    card = Template(Template(template.read_text(encoding="utf-8")).safe_substitute(numbers)).substitute(numbers)
     (arguments.output / "README.md").write_text(card, encoding="utf-8")
-    print(f"validation: {bits:.4f} bits a byte; {faults.count(None)} of {len(faults)} headers became valid tunes")
+    made = "tunes told again are valid" if is_encoder else "headers became valid tunes"
+    print(f"validation: {bits:.4f} bits a byte; {faults.count(None)} of {len(faults)} {made}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 import subquad
 
@@ -49,9 +50,23 @@ CAUSAL = {
     },
 }
 
+# The models that come with the package: the same promises hold for trained weights.
+TRAINED = {
+    "eagle-abc": "rwkv5",
+    "finch-abc": "rwkv6",
+    "avey-abc": "avey",
+    "raven-abc": "raven",
+    "gecko-abc": "gecko",
+    "avey-b-abc": "avey-b",
+}
+
 RWKV = ("rwkv5", "rwkv6")
 each_model = pytest.mark.parametrize("model_type", CAUSAL | ENCODERS)
 each_causal = pytest.mark.parametrize("model_type", CAUSAL)
+each_causal_and_trained = pytest.mark.parametrize(
+    "model_type", [*CAUSAL, *(name for name, model_type in TRAINED.items() if model_type in CAUSAL)]
+)
+each_model_and_trained = pytest.mark.parametrize("model_type", [*CAUSAL, *ENCODERS, *TRAINED])
 each_head = pytest.mark.parametrize(
     ("model_type", "auto_class"),
     [(name, auto_class) for name in CAUSAL | ENCODERS for auto_class in subquad.ARCHITECTURES[name][2]],
@@ -86,7 +101,16 @@ def model_class(model_type: str, auto_class: str | None = None):
 
 
 def tiny_model(model_type: str, auto_class: str | None = None, seed: int = 0, **fields):
-    """A tiny model in which no parameter is zero or constant, so that each takes part in every comparison."""
+    """
+    A tiny model in which no parameter is zero or constant, so that each takes part in every comparison; or, of a name
+    in `TRAINED`, that model.
+    """
+    if model_type in TRAINED:
+        path = subquad.embedded_model(model_type)
+        model = model_class(TRAINED[model_type]).from_pretrained(path, dtype=torch.float32, **fields).eval()
+        # Its defaults, which sample and end a tune, are not those of the tests.
+        model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+        return model
     torch.manual_seed(seed)
     model = model_class(model_type, auto_class)(copy.deepcopy(tiny_config(model_type, **fields))).eval()
     with torch.no_grad():
@@ -99,13 +123,18 @@ def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def _filled_up(x: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    more = [n for size, room in zip(x.shape[::-1], shape[::-1], strict=True) for n in (0, room - size)]
+    return torch.nn.functional.pad(x, more)
+
+
 def assert_same_states(cache, expected) -> None:
     """Whether two caches hold the same; what one of them has more room for must be zero."""
     for layer, layer_expected in zip(cache.layers, expected.layers, strict=True):
         assert layer.states.keys() == layer_expected.states.keys()
         for name, state in layer.states.items():
-            state, other = (x.movedim(1, -1) if x.dim() > 1 else x for x in (state, layer_expected.states[name]))
-            if name in ("embeddings", "sums", "keys", "values"):
-                room = max(state.shape[-1], other.shape[-1])
-                state, other = (torch.nn.functional.pad(x, (0, room - x.shape[-1])) for x in (state, other))
+            other = layer_expected.states[name]
+            if name in ("embeddings", "sums", "keys", "values", "memory_keys"):
+                room = [max(sizes) for sizes in zip(state.shape, other.shape, strict=True)]
+                state, other = (_filled_up(x, room) for x in (state, other))
             torch.testing.assert_close(state, other, atol=1e-4, rtol=1e-4)

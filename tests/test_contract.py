@@ -11,7 +11,9 @@ from architectures import (
     VOCABULARY,
     assert_same_states,
     each_causal,
+    each_causal_and_trained,
     each_model,
+    each_model_and_trained,
     random_ids,
     tiny_config,
     tiny_model,
@@ -39,7 +41,7 @@ def padded(rows, side, value=0):
 # 1. Any split of a sequence gives the same logits.
 
 
-@each_causal
+@each_causal_and_trained
 @pytest.mark.parametrize("pieces", [(82, 1), (1, 82), (1,) * LENGTH, (64, 19), (17, 1, 1, 40, 24)])
 def test_any_split(model_type, pieces):
     model, ids = tiny_model(model_type), random_ids(2, LENGTH)
@@ -57,7 +59,7 @@ def test_any_split(model_type, pieces):
 # 2. Padding changes nothing.
 
 
-@each_causal
+@each_causal_and_trained
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("lengths", [(7, 83, 1, 66), (5,)])
 def test_padding(model_type, side, lengths):
@@ -94,7 +96,7 @@ def test_padding_in_a_later_call(model_type, side):
             torch.testing.assert_close(out.logits[n][mask[n] == 1], alone, **TOLERANCE)
 
 
-@each_causal
+@each_causal_and_trained
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("lengths", [(3, 70, 12), (5,)])
 def test_padding_in_generate(model_type, side, lengths):
@@ -130,7 +132,7 @@ def test_gradients_under_padding(model_type):
 # 3. Every way of generating, and the cache's operations.
 
 
-@each_causal
+@each_causal_and_trained
 def test_greedy_is_the_arg_max(model_type):
     model, ids = tiny_model(model_type), random_ids(2, 5)
     out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -150,7 +152,7 @@ def test_sampling_follows_the_seed(model_type):
     assert outs[0] == outs[1] == outs[2] != outs[3]
 
 
-@each_causal
+@each_causal_and_trained
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 3}])
 def test_beam_search(model_type, options):
     model, ids = tiny_model(model_type), random_ids(2, 5)
@@ -158,7 +160,7 @@ def test_beam_search(model_type, options):
     assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
 
-@each_causal
+@each_causal_and_trained
 def test_assisted_decoding(model_type):
     model, ids = tiny_model(model_type), random_ids(1, 6).repeat(1, 3)
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -198,7 +200,7 @@ def test_sampling_with_an_assistant(model_type):
     assert torch.equal(out, model.generate(ids, max_new_tokens=7, do_sample=False, eos_token_id=None, pad_token_id=0))
 
 
-@each_causal
+@each_causal_and_trained
 def test_continuing_from_a_returned_cache(model_type):
     model, ids = tiny_model(model_type), random_ids(2, 6)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -246,7 +248,7 @@ def test_static_cache_is_the_same_cache(model_type):
         model.generate(ids, cache_implementation="quantized", **options)
 
 
-@each_causal
+@each_causal_and_trained
 @pytest.mark.parametrize("read", [(9,), (1,), (70, 1, 5), (1, 1, 1, 1)])
 def test_crop(model_type, read):
     model, ids = tiny_model(model_type), random_ids(2, 20 + sum(read))
@@ -353,7 +355,7 @@ def test_crop_is_refused_where_nothing_was_recorded(model_type):
     assert_same_states(cache, before)
 
 
-@each_causal
+@each_causal_and_trained
 def test_cache_operations(model_type, tmp_path):
     model, ids = tiny_model(model_type), random_ids(3, 9)
     with torch.no_grad():
@@ -431,7 +433,7 @@ def test_state_does_not_hold_the_sequence(model_type):
 # 5. Packed documents.
 
 
-@each_causal
+@each_causal_and_trained
 def test_packed_documents(model_type):
     model, lengths = tiny_model(model_type), (3, 70, 1, 12)
     documents = [random_ids(1, n, seed=n) for n in lengths]
@@ -635,7 +637,7 @@ def test_low_precision(model_type, dtype, tmp_path):
     assert all(torch.isfinite(p.grad).all() for p in low.parameters())
 
 
-@each_model
+@each_model_and_trained
 def test_autocast(model_type):
     model, ids = tiny_model(model_type).train(), random_ids(2, 20)
     expected = model(ids, labels=ids).loss

@@ -1,4 +1,4 @@
-"""finch-abc, the model that comes with the package, is what its card says."""
+"""The models that come with the package, the zoo of ABC models, are what their cards say."""
 
 import math
 import re
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 import subquad
+from subquad.info import EMBEDDED
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -19,60 +20,90 @@ from abc_check import find_fault  # noqa: E402
 from abc_corpus import load_corpus  # noqa: E402
 
 
-PATH = subquad.embedded_model("finch-abc")
+CAUSAL = ["avey-abc", "eagle-abc", "finch-abc", "gecko-abc", "raven-abc"]
+ZOO = sorted([*CAUSAL, "avey-b-abc"])
+HEADER = "X:1\nT:The Finch\nM:{}\nL:1/8\nK:{}\n"
 
 
 @pytest.fixture(scope="module")
-def card():
-    return (PATH / "README.md").read_text(encoding="utf-8")
+def tunes():
+    """Every eighth validation tune."""
+    return load_corpus().validation[::8]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return AutoModelForCausalLM.from_pretrained(PATH, dtype=torch.float32).eval()
+def load(name, auto_class=AutoModelForCausalLM):
+    path = subquad.embedded_model(name)
+    return auto_class.from_pretrained(path, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(path)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(PATH)
+def card_of(name):
+    return (subquad.embedded_model(name) / "README.md").read_text(encoding="utf-8")
 
 
-def test_size():
-    weights = PATH / "model.safetensors"
-    assert weights.stat().st_size <= 4_000_000
-    assert AutoModelForCausalLM.from_pretrained(PATH).dtype == torch.bfloat16
+def stated(name, what):
+    """The number that a card's table has for what was measured."""
+    return float(re.search(rf"^\| {what} \| ([\d.]+)", card_of(name), re.MULTILINE)[1])
 
 
-def test_loss_is_the_one_on_the_card(model, tokenizer, card):
-    """Over every fourth validation tune, each by itself, with the byte that ends it."""
-    stated = float(re.search(r"validation loss \| ([\d.]+) bits a byte", card)[1])
-    tunes = load_corpus().validation[::4]
+def test_the_zoo_is_of_one_size_and_training():
+    assert [path.name for path in sorted(EMBEDDED.iterdir())] == ZOO
+    files = [path for path in EMBEDDED.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 12_000_000
+    assert all((EMBEDDED / name / "model.safetensors").stat().st_size <= 4_000_000 for name in ZOO)
+    sizes = [int(re.search(r"([\d,]+) parameters", card_of(name))[1].replace(",", "")) for name in ZOO]
+    assert max(sizes) <= 1.06 * min(sizes)
+    trainings = {
+        re.search(r"\d rows a step, ([\d,]+)\s+steps,\s+([\d,]+) bytes", card_of(name)).groups() for name in ZOO
+    }
+    assert len(trainings) == 1
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_loss_is_the_one_on_the_card(name, tunes):
+    """Each tune by itself, with the byte that ends it."""
+    model, tokenizer = load(name)
     nats = count = 0
     with torch.no_grad():
         for tune in tunes:
             ids = torch.tensor([tokenizer(tune)["input_ids"] + [0]])
             nats += model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
             count += ids.shape[1] - 1
-    assert nats / count / math.log(2) == pytest.approx(stated, rel=0.05)
+    assert nats / count / math.log(2) == pytest.approx(stated(name, "validation loss"), rel=0.05)
 
 
-def test_most_headers_become_tunes(model, tokenizer, card):
-    valid, seeds = map(int, re.search(r"headers continued to a valid tune \| (\d+) of (\d+)", card).groups())
-    assert valid > seeds / 2
-    header = "X:1\nT:The Finch\nM:{}\nL:1/8\nK:{}\n"
-    headers = [header.format(metre, key) for metre in ("6/8", "4/4", "C|") for key in ("D", "G", "Am", "Em")]
+def test_masked_bytes_are_told_as_the_card_says(tunes):
+    model, tokenizer = load("avey-b-abc", AutoModelForMaskedLM)
+    generator, right = torch.Generator().manual_seed(1), []
+    with torch.no_grad():
+        for tune in tunes:
+            ids = tokenizer(tune, return_tensors="pt")["input_ids"]
+            hidden = torch.rand(ids.shape, generator=generator) < 0.2
+            logits = model(ids.masked_fill(hidden, tokenizer.mask_token_id)).logits
+            right.append(logits.argmax(-1)[hidden] == ids[hidden])
+    accuracy = torch.cat(right).float().mean().item()
+    assert 100 * accuracy == pytest.approx(stated("avey-b-abc", "masked bytes told right"), abs=5)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_headers_become_tunes_as_often_as_the_card_says(name):
+    share = stated(name, "headers continued to a valid tune") / 100
+    model, tokenizer = load(name)
+    headers = [HEADER.format(metre, key) for metre in ("6/8", "4/4", "C", "3/4") for key in ("D", "G", "Am", "Em")]
     inputs = tokenizer(headers, return_tensors="pt", padding=True)
     torch.manual_seed(0)
-    faults = [find_fault(text) for text in tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True)]
-    assert faults.count(None) >= len(headers) // 3, faults
+    texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=320), skip_special_tokens=True)
+    faults = [find_fault(text) for text in texts]
+    assert faults.count(None) >= share * len(headers) / 2, faults
 
 
-def test_the_code_on_the_card_runs(card):
-    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+@pytest.mark.parametrize("name", ZOO)
+def test_the_code_on_the_card_runs(name, capsys):
+    code = re.search(r"```python\n(.*?)```", card_of(name), re.DOTALL)[1]
     exec(compile(code, "card", "exec"), {})
+    assert "T:The Finch" in capsys.readouterr().out
 
 
 def test_pipeline():
-    generate = pipeline("text-generation", str(PATH))
-    text = generate("X:1\nT:The Finch\nM:6/8\nL:1/8\nK:D\n", max_new_tokens=20)[0]["generated_text"]
+    generate = pipeline("text-generation", str(subquad.embedded_model("finch-abc")))
+    text = generate(HEADER.format("6/8", "D"), max_new_tokens=20)[0]["generated_text"]
     assert text.startswith("X:1\nT:The Finch")

@@ -152,9 +152,8 @@ def test_three_steps_give_a_directory_that_loads(tmp_path):
     import torch
 
     output = tmp_path / "finch-abc"
-    command = f"{EXAMPLES / 'train_finch_abc.py'} --output {output} --folders miscFolk --seeds 2 --threads 1"
-    command += " --hidden-size 32 --layers 2 --lora-rank-tokenshift 4 --lora-rank-decay 4 --batch-size 2"
-    command += " --validate-every 2 --checkpoint-every 2 --max-new-tokens 40"
+    command = f"{EXAMPLES / 'train_abc.py'} finch --output {output} --folders miscFolk --seeds 2 --threads 1"
+    command += " --width 32 --layers 2 --batch-size 2 --validate-every 2 --checkpoint-every 2 --max-new-tokens 40"
     command = [sys.executable, *command.split()]
     first = subprocess.run([*command, "--steps", "2"], capture_output=True, text=True)
     assert first.returncode == 0, first.stderr

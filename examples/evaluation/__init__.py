@@ -1,0 +1,17 @@
+"""
+All architectures of subquad, small, side by side: `python -m examples.evaluation --help`, from the repository's root.
+"""
+
+import sys
+from pathlib import Path
+
+
+# The other examples are scripts, which import one another by name.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+TASKS = {
+    "mqar": "multi-query associative recall, by width and length",
+    "needle": "a passkey or a number in a text many times as long as those of the training, by depth and length",
+    "positions": "loss by position in ABC tunes, and in one text of many tunes",
+    "speed": "speed and memory of reading and of writing, by length",
+}

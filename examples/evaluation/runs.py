@@ -1,0 +1,136 @@
+"""What a task has measured, in one JSON file that a later call goes on with, and a CSV file beside it."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+
+import subquad
+
+
+def hardware(device: str = "cpu") -> str:
+    """The processor or accelerator, as a figure names it."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [line for line in cpuinfo.read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
+        name = lines[0].split(":", 1)[1].strip() if lines else name
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+class Record:
+    """
+    The rows of a task, one a cell: what was varied, what was measured, and the seconds it took.
+
+    Args:
+        task: name of the task.
+        settings: everything, the cells excepted, that the numbers depend on; JSON values.
+        command: what repeats the task.
+        seed: of weights, data and order.
+        out: directory of the files, made where there is none.
+        fresh: forget what an earlier call has measured.
+
+    Raises:
+        ValueError: where an earlier call had other settings and `fresh` is false.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        settings: dict[str, Any],
+        *,
+        command: str,
+        seed: int,
+        out: Path,
+        device: str = "cpu",
+        fresh: bool = False,
+    ):
+        self.path = out / f"{task}.json"
+        self.call = {"command": command, "hardware": hardware(device), "date": datetime.date.today().isoformat()}
+        self.versions = {
+            "subquad": subquad.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        self.content = {
+            "task": task,
+            "seed": seed,
+            **self.call,
+            "versions": dict(self.versions),
+            "settings": json.loads(json.dumps(settings)),  # as they will be read again
+            "rows": [],
+        }
+        if self.path.exists() and not fresh:
+            earlier = read_record(self.path)
+            mine, theirs = ({**record["settings"], "seed": record["seed"]} for record in (self.content, earlier))
+            for name in sorted({*mine, *theirs}):
+                if mine.get(name) != theirs.get(name):
+                    raise ValueError(
+                        f"{self.path} was measured with {name} = {theirs.get(name)!r}, not {mine.get(name)!r}; "
+                        "--fresh forgets it, --out takes another directory."
+                    )
+            self.content = earlier
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.content["rows"]
+
+    def measure(self, cells: Iterable[dict[str, Any]], function: Callable[..., dict[str, Any]]) -> None:
+        """
+        Calls `function(**cell)` for every cell that has no row yet, under a progress bar; the row is the cell and what
+        it returns. The file is written after every cell.
+        """
+        cells = list(cells)
+        todo = [cell for cell in cells if not any(cell.items() <= row.items() for row in self.rows)]
+        bar = tqdm(todo, initial=len(cells) - len(todo), total=len(cells), desc=self.content["task"], unit="cell")
+        for cell in bar:
+            bar.set_postfix_str(", ".join(map(str, cell.values())))
+            start = time.perf_counter()
+            measured = function(**cell)
+            self.rows.append({**cell, **measured, "seconds": round(time.perf_counter() - start, 1)})
+            self.sign()
+            self.save()
+
+    def sign(self) -> None:
+        """Command, hardware, date and versions are those of all calls that measured a row, a line each."""
+        for said, now in ((self.content, self.call), (self.content["versions"], self.versions)):
+            for name, value in now.items():
+                if value not in said.setdefault(name, value).split("\n"):
+                    said[name] += f"\n{value}"
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        rows = ",\n".join(json.dumps(row) for row in self.rows)
+        head = json.dumps({**self.content, "rows": []}, indent=1)
+        write_atomically(self.path, head.removesuffix("[]\n}") + f"[\n{rows}\n]\n}}\n")
+        table = io.StringIO(newline="")
+        fields = list(dict.fromkeys(name for row in self.rows for name in row))
+        writer = csv.DictWriter(table, fields)
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_atomically(self.path.with_suffix(".csv"), table.getvalue())
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
