@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: demo test lint bench kernels
+.PHONY: demo test lint bench report kernels
 
 demo: $(VENV)/.installed
-	$(BIN)/subquad generate --seed 2
+	$(BIN)/subquad generate --seed 1
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
@@ -25,6 +25,9 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python kernels/benchmarks/models.py $(ARGS)
 	$(BIN)/python tokenizers/benchmarks/rwkv_world.py $(ARGS)
 
+report: $(VENV)/.installed-inspect
+	$(BIN)/python -m examples.evaluation report $(ARGS)
+
 kernels:
 	rm -rf build/kernels
 	$(PYTHON) kernels/build_repository.py build/kernels
@@ -32,6 +35,10 @@ kernels:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-inspect: $(VENV)/.installed
+	$(PIP) -e .[inspect]
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

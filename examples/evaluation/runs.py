@@ -39,6 +39,15 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def rounded(value: Any) -> Any:
+    """What was measured, with the digits that mean something."""
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(part) for part in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
 class Record:
     """
     The rows of a task, one a cell: what was varied, what was measured, and the seconds it took.
@@ -99,7 +108,7 @@ class Record:
     def measure(self, cells: Iterable[dict[str, Any]], function: Callable[..., dict[str, Any]]) -> None:
         """
         Calls `function(**cell)` for every cell that has no row yet, under a progress bar; the row is the cell and what
-        it returns. The file is written after every cell.
+        it returns, floats to six digits. The file is written after every cell.
         """
         cells = list(cells)
         todo = [cell for cell in cells if not any(cell.items() <= row.items() for row in self.rows)]
@@ -107,7 +116,7 @@ class Record:
         for cell in bar:
             bar.set_postfix_str(", ".join(map(str, cell.values())))
             start = time.perf_counter()
-            measured = function(**cell)
+            measured = rounded(function(**cell))
             self.rows.append({**cell, **measured, "seconds": round(time.perf_counter() - start, 1)})
             self.sign()
             self.save()

@@ -1,0 +1,91 @@
+"""The one style of the figures."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from .models import NAMES
+from .runs import write_atomically
+
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart, and a marker for those who print in grey.
+COLOURS = dict(zip(NAMES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"), strict=True))
+MARKERS = dict(zip(NAMES, "os^Dv*x", strict=True))
+STYLE = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "image.cmap": "viridis",
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+    "savefig.facecolor": "white",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "subquad",  # the same numbers make the same file
+}
+
+
+def new_figure(rows: int = 1, columns: int = 1, width: float = 6.4, height: float = 3.6, **kwargs: Any):
+    """
+    A figure and its axes, as `plt.subplots` gives them, in the style of all figures and without its global state.
+
+    Args:
+        width, height: in inches; 6.4 fits a page, and is still read on a phone.
+        kwargs: of `Figure.subplots`, as `sharey=True`.
+    """
+    with rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        return figure, figure.subplots(rows, columns, **kwargs)
+
+
+def draw(module: ModuleType, record: dict[str, Any]) -> dict[str, Figure]:
+    """A task's figures by name, what it adds to their axes in the style of all figures, too."""
+    with rc_context(STYLE):
+        return module.draw(record)
+
+
+def line_of(architecture: str) -> dict[str, str]:
+    """Label, colour and marker of an architecture's line, the same in every figure."""
+    return {
+        "label": NAMES[architecture],
+        "color": COLOURS[architecture],
+        "marker": MARKERS[architecture],
+    }
+
+
+def caption(record: dict[str, Any]) -> str:
+    """What every figure says about itself."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    rest = f"seed {record['seed']}; {record['hardware']}; {versions}; {record['date']}"
+    return record["command"] + "\n" + rest.replace("\n", " and ")
+
+
+def to_svg(figure: Figure, record: dict[str, Any]) -> str:
+    """The figure with its command, seed and hardware below it."""
+    with rc_context(STYLE):
+        columns = int(figure.get_figwidth() * 17)
+        wrap = textwrap.TextWrapper(columns, break_on_hyphens=False).wrap
+        lines = [line for part in caption(record).split("\n") for line in wrap(part)]
+        figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6, color="#555555", parse_math=False)
+        text = io.StringIO()
+        metadata = {"Date": None, "Creator": None, "Description": caption(record)}
+        figure.savefig(text, format="svg", metadata=metadata)
+    return text.getvalue()
+
+
+def save(figure: Figure, record: dict[str, Any], path: Path) -> None:
+    write_atomically(path, to_svg(figure, record))

@@ -1,0 +1,306 @@
+"""
+Speed and memory by length: tokens a second that are read, milliseconds for a token that is written after so many, what
+is kept between two tokens, and the most memory that reading takes.
+
+As figures 6 and 7 of "Eagle and Finch" (section 9: memory and time by sequence length, against FlashAttention), figure
+8 of "Don't Pay Attention" (Avey: time to the first token) and figure 2 of "Avey-B" (throughput by length, and the
+exponent of its decay). They measure layers, and models of up to a billion parameters, on an A100, H200 or B200. Here
+are whole models of one width, a few million parameters, with random weights, one text at a time, as `generate` runs
+them: not compiled; the transformer with torch's fused attention and the growing cache of transformers.
+
+    python -m examples.evaluation speed
+    python -m examples.evaluation speed --device cuda --width 1024 --layers 24 --window 512 \\
+        --lengths 1024 4096 16384 65536 131072
+
+Reading is what comes before the first token that is written: all of the text, but for its logits, of which there are
+the last token's only. Avey needs no more than its last split for that, with what it retrieves, and keeps the
+embeddings of all others. Avey-B, an encoder, reads only, and has an output for every token.
+
+Writing computes a whole split anew for each token in Avey: --tokens should be a multiple of its split, half of the
+--window. State is what the cache holds after reading, room for more included.
+
+Every cell has a process of its own, so that no memory is left from the one before: it reads the text once, and the
+peak of its memory beyond what it held is that of reading, state included; then it reads for --seconds, at least three
+times, and writes. Times are medians. On a CPU memory is the resident set of the process (Linux only), on a GPU what
+torch has allocated, and time passes between events. A cell that takes longer than --limit once its model is there is
+stopped; that and want of memory are recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import math
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .figures import line_of, new_figure
+from .models import NAMES, make_config, make_model
+
+
+# The medians and peaks of the kernels' benchmarks.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "kernels" / "benchmarks"))
+
+from measuring import extra_mebibytes, median_milliseconds, resident_mebibytes, size_of, timings
+
+
+TITLE = "Speed and memory"
+ARCHITECTURES = tuple(NAMES)
+VOCABULARY = 1024
+FITTED = 4  # longest lengths that an exponent is fitted to
+# What was measured, and how a panel and a finding name it.
+MEASURES = {
+    "tokens_per_second": ("Reading", "tokens a second"),
+    "milliseconds_per_token": ("Writing", "milliseconds a token"),
+    "peak_mebibytes": ("Memory of reading", "peak (MiB)"),
+    "state_kibibytes": ("State after reading", "size (KiB)"),
+}
+FLAT = 1.25  # the largest ratio that is still told as none
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    lengths = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+    add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the text; on a GPU to 131072 and more")
+    add("--width", type=int, default=256, help="of the models; on a GPU 1024")
+    add("--layers", type=int, default=6, help="of the models; on a GPU 24")
+    add("--window", type=int, default=128, help="a chunk of Gecko's, two splits of Avey's; on a GPU 512")
+    add("--tokens", type=int, default=64, help="to write")
+    add("--seconds", type=float, default=0.5, help="of reading for a median, which is at least of 3")
+    add("--limit", type=float, default=120.0, help="seconds after which a cell is stopped")
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = ("width", "layers", "window", "tokens", "seconds", "limit", "device", "threads")
+    dtype = "float32" if torch.device(arguments.device).type == "cpu" else "bfloat16"
+    return {**{name: getattr(arguments, name) for name in names}, "dtype": dtype, "batch": 1}
+
+
+def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    pairs = itertools.product(arguments.architectures, arguments.lengths)
+    return [{"architecture": architecture, "length": length} for architecture, length in pairs]
+
+
+def peak_mebibytes(function: Callable[[], Any], device: torch.device) -> float | None:
+    """The most memory that a call holds beyond what is held before it; None where that cannot be known."""
+    if device.type == "cuda":
+        return extra_mebibytes(function, "cuda")
+    # What is free but not yet given back (glibc) would be taken again without being seen.
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+    # Not `ru_maxrss`, which a process inherits from the one that started it.
+    more = -resident_mebibytes(lambda: None) + resident_mebibytes(function)
+    return None if math.isnan(more) else more
+
+
+def state_kibibytes(cache: Any) -> float:
+    """What a model keeps between two tokens, with the room that it has for more."""
+    states = [
+        layer.states.values() if hasattr(layer, "states") else (layer.keys, layer.values) for layer in cache.layers
+    ]
+    return sum(size_of(*tensors) for tensors in states) / 1024
+
+
+@torch.no_grad()
+def measure_here(
+    architecture: str, length: int, seed: int, plan: dict[str, Any], ready: Callable[[], None]
+) -> dict[str, Any]:
+    """
+    The numbers of a cell, in this process.
+
+    Args:
+        plan: the settings.
+        ready: is called once the model is there.
+    """
+    torch.manual_seed(seed)
+    torch.set_num_threads(plan["threads"])
+    device = torch.device(plan["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    config = make_config(
+        architecture,
+        vocabulary=VOCABULARY,
+        width=plan["width"],
+        layers=plan["layers"],
+        context=length,
+        window=plan["window"],
+    )
+    config.dtype = getattr(torch, plan["dtype"])
+    model = make_model(config).to(device).eval()
+    encoder = architecture == "avey-b"
+    ids = torch.randint(1, VOCABULARY, (1, length), device=device)
+    ready()
+
+    def read(tokens: int = length):
+        if encoder:
+            return model.base_model(input_ids=ids[:, :tokens])
+        return model(input_ids=ids[:, :tokens], use_cache=True, logits_to_keep=1)
+
+    read(min(length, plan["window"]))  # libraries load what they need
+    if device.type == "cuda":
+        read()  # kernels are compiled and tuned
+    measured = {"parameters": model.num_parameters(), "peak_mebibytes": peak_mebibytes(read, device)}
+    milliseconds = median_milliseconds(read, device.type, plan["seconds"], most=50, warm_up=False)
+    measured["tokens_per_second"] = 1e3 * length / milliseconds
+    if encoder:
+        return measured
+    cache = read().past_key_values
+    measured["state_kibibytes"] = state_kibibytes(cache)
+
+    def write():
+        model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+
+    times = sorted(timings(write, device.type, plan["tokens"]))
+    return {**measured, "milliseconds_per_token": times[len(times) // 2]}
+
+
+def serve(sender: Connection, *cell: Any) -> None:
+    """A cell's process: tells when it is ready, then the numbers."""
+    try:
+        sender.send(measure_here(*cell, ready=lambda: sender.send(None)))
+    except torch.OutOfMemoryError:
+        sender.send({"note": "out of memory"})
+
+
+def measure(arguments: argparse.Namespace, architecture: str, length: int) -> dict[str, Any]:
+    # The fork of a process that has imported all this, and nothing else, begins at once. But what asks for GPUs as it
+    # is imported leaves them unusable to forks.
+    forks = "forkserver" in multiprocessing.get_all_start_methods() and torch.device(arguments.device).type == "cpu"
+    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(
+        target=serve, args=(sender, architecture, length, arguments.seed, settings(arguments)), daemon=True
+    )
+    process.start()
+    sender.close()  # so that the end of the process is the end of the pipe
+    try:
+        answer = receiver.recv()  # None once the model is there
+        if answer is None and not receiver.poll(arguments.limit):
+            return {"note": f"stopped after {arguments.limit:g} s"}
+        return answer or receiver.recv()
+    except EOFError:
+        process.join()
+        if process.exitcode == -signal.SIGKILL:
+            return {"note": "killed by the system, most likely for its memory"}
+        raise RuntimeError(f"{architecture} at {length} tokens ended with exit code {process.exitcode}.") from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def series(record: dict[str, Any], what: str) -> dict[str, dict[int, float]]:
+    """A quantity by architecture and length, where it was measured."""
+    result: dict[str, dict[int, float]] = {}
+    for row in sorted(record["rows"], key=lambda row: (ARCHITECTURES.index(row["architecture"]), row["length"])):
+        if row.get(what) is not None:
+            result.setdefault(row["architecture"], {})[row["length"]] = row[what]
+    return result
+
+
+def draw(record: dict[str, Any]) -> dict[str, Any]:
+    figure, panels = new_figure(2, 2, height=6.0)
+    lengths = sorted({row["length"] for row in record["rows"]})
+    for (what, (title, unit)), axes in zip(MEASURES.items(), panels.flat, strict=True):
+        for architecture, values in series(record, what).items():
+            axes.plot(values.keys(), values.values(), **line_of(architecture))
+        axes.set(title=title, ylabel=unit, yscale="log", xlabel="length of the text (tokens)")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths], fontsize=8)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return {"speed": figure}
+
+
+def written(number: float | None) -> str:
+    """In three digits or more, where there is one."""
+    return "–" if number is None else f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
+def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    header = ["model", "parameters", "length", *(f"{title}: {unit}" for title, unit in MEASURES.values()), "note"]
+    rows = []
+    for row in sorted(record["rows"], key=lambda row: (ARCHITECTURES.index(row["architecture"]), row["length"])):
+        numbers = [written(row.get(what)) for what in MEASURES]
+        parameters = f"{row['parameters']:,}" if row.get("parameters") else "–"
+        rows.append([NAMES[row["architecture"]], parameters, f"{row['length']:,}", *numbers, row.get("note") or ""])
+    return header, rows
+
+
+def exponent(values: dict[int, float]) -> float:
+    """Of the power of the length that the values grow with, by least squares through their logarithms."""
+    x, y = (torch.tensor([math.log(number) for number in numbers]) for numbers in (values.keys(), values.values()))
+    return ((x - x.mean()) * (y - y.mean())).sum().item() / ((x - x.mean()) ** 2).sum().item()
+
+
+def said_of(numbers: dict[str, str]) -> str:
+    return ", ".join(f"{NAMES[name]} {number}" for name, number in numbers.items())
+
+
+# Whose papers compare what with a transformer, in which figure.
+COMPARED = (
+    ("finch", "tokens_per_second", "figure 7 of Eagle and Finch: faster beyond 4,000, 4.2 times at 16,000"),
+    ("avey", "tokens_per_second", "figure 8 of its paper: faster, by more the longer the text"),
+    ("finch", "peak_mebibytes", "figure 6 of Eagle and Finch: 0.6 times"),
+)
+
+
+def compare(record: dict[str, Any], architecture: str, what: str, paper: str) -> list[str]:
+    """An architecture beside the transformer, at the lengths that both were measured at."""
+    mine, other = (series(record, what).get(name, {}) for name in (architecture, "transformer"))
+    ratios = {length: mine[length] / other[length] for length in mine if length in other}
+    if not ratios:
+        return []
+    more = [f"{length:,}" for length, ratio in ratios.items() if ratio > 1]
+    title, unit = MEASURES[what]
+    return [
+        f"{NAMES[architecture]} beside the transformer, {title.lower()}, {unit}: more at "
+        f"{', '.join(more) if more else 'no length'} of {', '.join(f'{length:,}' for length in ratios)}; at "
+        f"{max(ratios):,} it is {written(ratios[max(ratios)])} times as much ({paper})."
+    ]
+
+
+def growth(record: dict[str, Any], what: str) -> list[str]:
+    """Which architectures' numbers depend on the length, and how much."""
+    constant, changed = {}, {}
+    for name, values in series(record, what).items():
+        shortest, longest = min(values), max(values)
+        ratio = values[longest] / values[shortest]
+        if shortest == longest:
+            continue
+        if max(ratio, 1 / ratio) <= FLAT:
+            constant[name] = written(values[longest])
+        else:
+            changed[name] = f"{written(values[longest])} at {longest:,}, {written(ratio)} times that at {shortest:,}"
+    parts = [f"about the same at all lengths for {said_of(constant)}"] * bool(constant)
+    parts += [f"depends on the length for {said_of(changed)}"] * bool(changed)
+    title, unit = MEASURES[what]
+    return [f"{title}, {unit}: {'; '.join(parts)}."] * bool(parts)
+
+
+def findings(record: dict[str, Any]) -> list[str]:
+    said = []
+    speeds = {name: list(values.items())[-FITTED:] for name, values in series(record, "tokens_per_second").items()}
+    decays = {name: f"{-exponent(dict(values)):.2f}" for name, values in speeds.items() if len(values) > 1}
+    if decays:
+        said.append(
+            "The exponent alpha of the throughput's decay, N^-alpha (0 where time is linear in the length, 1 where "
+            f"it is quadratic), over the {FITTED} longest lengths read: {said_of(decays)}. Figure 2 of Avey-B has "
+            "0.44 for Avey-B, 0.77 and 0.81 for encoders with attention."
+        )
+    for comparison in COMPARED:
+        said += compare(record, *comparison)
+    for what in list(MEASURES)[1:]:
+        said += growth(record, what)
+    ended = [row for row in record["rows"] if "note" in row]
+    if ended:
+        notes = [f"{NAMES[row['architecture']]} at {row['length']:,}: {row['note']}" for row in ended]
+        said.append(f"Not measured to the end: {'; '.join(notes)}.")
+    return said
