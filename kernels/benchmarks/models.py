@@ -1,10 +1,11 @@
 """
 Whole models: how long a prompt takes, and how long a token takes.
 
-Two comparisons on the CPU, on random weights:
+On the CPU, two comparisons on random weights, and the models that come with the package:
   - prefill through Finch (12 layers, width 512), parallel over time, against the same model stepping the recurrence;
   - prefill and `generate` through Eagle and Finch (12 layers, width 768) against the PyPI package `rwkv` (strategy
-    "cpu fp32"), both on the same trainer checkpoint, which `subquad convert` converts.
+    "cpu fp32"), both on the same trainer checkpoint, which `subquad convert` converts;
+  - prefill and `generate` through the zoo of ABC models, all of one size: trained weights, and text that they wrote.
 Finch 1.6B and Raven 0.4B on a GPU, beside those of flash-linear-attention, are parts of wkv.py and raven.py, which
 call `measure_models`.
 """
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,33 @@ def against_rwkv(version: int, length: int, new_tokens: int, repeats: int) -> No
     print(f"{name} 12 x 768 against the package rwkv (largest difference of a logit {error:.1e}):")
     for what, (ours, theirs) in rows.items():
         print(f"  {what}: {ours:.1f} tokens/s, rwkv {theirs:.1f}, ratio {ours / theirs:.2f}")
+
+
+def trained(length: int, new_tokens: int, repeats: int) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+    from subquad.cli import ABC_HEADER
+    from subquad.info import EMBEDDED
+
+    print(f"Models of ABC tunes: prefill of {length} bytes, and {new_tokens} bytes written behind them")
+    for path in sorted(EMBEDDED.iterdir()):
+        is_encoder = path.name == "avey-b-abc"
+        auto = AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM
+        model = auto.from_pretrained(path, dtype=torch.float32).eval()
+        ids = AutoTokenizer.from_pretrained(path)(ABC_HEADER, return_tensors="pt")["input_ids"]
+        if is_encoder:
+            ids, options = ids.repeat(1, -(-length // ids.shape[1]))[:, :length], {}
+        else:
+            options = {"do_sample": True, "eos_token_id": None, "use_cache": True}
+            torch.manual_seed(0)
+            ids = model.generate(ids, max_new_tokens=length - ids.shape[1], **options)
+        kept = {} if is_encoder else {"logits_to_keep": 1}
+        read = median_seconds(partial(model, ids, **kept), repeats)
+        line = f"  {path.name}: read {length / read:,.0f} bytes/s"
+        if not is_encoder:
+            both = median_seconds(partial(model.generate, ids, max_new_tokens=new_tokens, **options), repeats)
+            line += f", written {new_tokens / (both - read):,.0f} bytes/s"
+        print(line)
 
 
 def finches(quick: bool, with_fla: bool) -> dict[str, Callable[[], torch.nn.Module]]:
@@ -307,6 +336,7 @@ def main() -> None:
     against_stepping(length, repeats)
     for version in (5, 6):
         against_rwkv(version, min(length, 512), new_tokens, repeats)
+    trained(length, new_tokens, repeats)
 
 
 if __name__ == "__main__":
