@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="directory for the adapter")
-    add("--model", default="finch-abc", help="directory of a causal model, or the name of the embedded one")
+    add("--model", default="finch-abc", help="directory of a causal model, or the name of an embedded one")
     add("--text", type=Path, help="a UTF-8 text to learn from, examples separated by blank lines; tunes otherwise")
     add("--method", choices=("state", "prompt"), default="state", help="what is tuned")
     add("--prompt-tokens", type=int, help="length of a tuned prompt; as many numbers as the states have otherwise")
@@ -90,7 +90,7 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     train, held_out = load_examples(arguments.text)
-    path = embedded_model(arguments.model) if arguments.model == "finch-abc" else arguments.model
+    path = embedded_model(arguments.model) or arguments.model
     # Between a tuned prompt and the text, padding would be a hole.
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="right")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

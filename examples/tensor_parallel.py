@@ -32,7 +32,7 @@ from subquad import embedded_model
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
-    add("--model", default="finch-abc", help="directory of a causal model, or the name of the embedded one")
+    add("--model", default="finch-abc", help="directory of a causal model, or the name of an embedded one")
     add("--prompt", default="X:1\nT:", help="the text to continue")
     add("--max-new-tokens", type=int, default=200, help="tokens to write")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the weights")
@@ -53,7 +53,7 @@ def main() -> None:
     if rank > 0:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-    path = embedded_model(arguments.model) if arguments.model == "finch-abc" else arguments.model
+    path = embedded_model(arguments.model) or arguments.model
     tokenizer = AutoTokenizer.from_pretrained(path)
     # Of one process the accelerator, too, where there is any.
     distributed = DistributedConfig(tp_size=processes)

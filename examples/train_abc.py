@@ -5,9 +5,9 @@ with the package was made like this.
     python examples/train_abc.py finch --output finch-abc
 
 The tunes come with the PyPI package music21 (`pip install "subquad[train]"`). With one seed all architectures read the
-same rows in the same order. The recipe is that of appendix G of "Eagle and Finch" (arXiv:2404.05892), with a learning
-rate for models this small, and Adam's betas and epsilon those of each architecture's paper. Avey-B, an encoder, learns
-to tell masked bytes again; "transformer", a Llama, is there to compare with.
+same rows in the same order. The schedule is as in appendix G of "Eagle and Finch" (arXiv:2404.05892), with a learning
+rate for models this small, and Adam's betas and epsilon are those of each architecture's paper. Avey-B, an encoder,
+learns to tell masked bytes again; "transformer", a Llama, is there to compare with.
 
 The output directory is ready for `from_pretrained`: configuration, bfloat16 weights, generation settings, tokenizer
 and a model card that holds the measured numbers.

@@ -267,7 +267,7 @@ def test_the_example(tmp_path, monkeypatch, capsys):
         example.main()
         out = capsys.readouterr().out
         size, *losses[method] = re.search(r": ([\d,]+) numbers, held-out loss (\S+) before, (\S+) after", out).groups()
-        assert size == "25,600"  # as many, so that the two can be compared
+        assert size == "16,384"  # as many, so that the two can be compared
     assert losses["state"][0] == losses["prompt"][0]
     before, state, prompt = (float(x) for x in (losses["state"][0], losses["state"][1], losses["prompt"][1]))
     assert state < 0.8 * before and state < prompt
