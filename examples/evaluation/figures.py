@@ -12,13 +12,16 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from .models import NAMES
+from . import baselines, models
 from .runs import write_atomically
 
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart, and a marker for those who print in grey.
-COLOURS = dict(zip(NAMES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"), strict=True))
-MARKERS = dict(zip(NAMES, "os^Dv*x", strict=True))
+NAMES = models.NAMES | baselines.NAMES
+# Okabe and Ito's palette, which colour-blind readers can tell apart, and a marker for those who print in grey; the
+# baselines are grey.
+HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#6e6e6e", "#a8a8a8")
+COLOURS = dict(zip(NAMES, HUES, strict=True))
+MARKERS = dict(zip(NAMES, "os^Dv*xPX", strict=True))
 STYLE = {
     "font.family": "sans-serif",
     "font.size": 9,

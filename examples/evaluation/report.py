@@ -28,8 +28,8 @@ names the command, seed and hardware of its numbers. Models this small tell how 
 tell how good large ones are.
 """
 ABOUT_ZOO = """
-The models that come with the package, trained alike on folk tunes in ABC notation with `examples/train_abc.py`, as
-their cards describe them. `subquad generate --model finch-abc` writes a tune.
+The models that come with the package, trained on the same rows of folk tunes in ABC notation with
+`examples/train_abc.py` (avey-b-abc at twice the learning rate), as their cards describe them. `subquad generate --model finch-abc` writes a tune.
 """
 # Nothing may be fetched or run, whatever a record holds.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

@@ -165,7 +165,9 @@ def serve(sender: Connection, *cell: Any) -> None:
     """A cell's process: tells when it is ready, then the numbers."""
     try:
         sender.send(measure_here(*cell, ready=lambda: sender.send(None)))
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:  # of a GPU an OutOfMemoryError, of a CPU just one that says so
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
         sender.send({"note": "out of memory"})
 
 

@@ -1,0 +1,120 @@
+"""
+Two older memories in Eagle's place: those that section 2 of "Eagle and Finch" (arXiv:2404.05892) says it grew from.
+
+`make_baseline` builds an Eagle and puts one of them where the recurrence, its norm and its gate were. Embeddings, token
+shift, projections, channel mixing and norms stay Eagle's, and so do their first weights: what is compared is memory.
+They are made for training and for reading whole texts; there is no state to write on with.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from subquad import Rwkv5Config, Rwkv5ForCausalLM
+from subquad.models.rwkv5.modeling_rwkv5 import Rwkv5TimeMixing
+from subquad_kernels import token_shift, wkv
+
+
+NAMES = {"rwkv4": "RWKV-4 memory", "linear-attention": "Linear attention"}
+
+
+def before(span: int, top: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `span` tokens before was beside each token; where nothing was, a sum of nothing."""
+    pad = (0, 0, 0, 0, span, 0)
+    return F.pad(top[:, :-span], pad, value=-torch.inf), F.pad(sums[:, :-span], pad)
+
+
+def join(top, sums, earlier_top, earlier_sums, log_decay) -> tuple[torch.Tensor, torch.Tensor]:
+    """`exp(top) sums + exp(log_decay + earlier_top) earlier_sums`, again as an exponent and what its exp multiplies."""
+    earlier_top = log_decay + earlier_top
+    joint = torch.maximum(top, earlier_top).detach()  # no exp exceeds 1; the product is the same for any exponent
+    return joint, (top - joint).exp() * sums + (earlier_top - joint).exp() * earlier_sums
+
+
+def decayed_average(k: torch.Tensor, v: torch.Tensor, log_w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """
+    Equation 2, for keys of any size, in float32 (float64 where k is):
+
+        wkv_t = (sum_{i<t} e^{(t-1-i) log_w + k_i} v_i + e^{u + k_t} v_t) / (the same with 1 in place of v)
+
+    The sums over 2, 4, 8, ... tokens up to each are made of those over half as many, so that no step waits for another.
+
+    Args:
+        k, v: (batch, length, width).
+        log_w, u: logarithm of the decay, at most 0, and bonus of the current token, (width).
+    """
+    k = k.to(torch.promote_types(k.dtype, torch.float32)).unsqueeze(-2)
+    added = torch.stack((v.to(k.dtype), torch.ones_like(v, dtype=k.dtype)), dim=-2)
+    top = k.detach()
+    sums = (k - top).exp() * added
+    span = 1
+    while span < k.shape[1]:
+        top, sums = join(top, sums, *before(span, top, sums), span * log_w)
+        span *= 2
+    _, sums = join(k + u, added, *before(1, top, sums), 0.0)
+    numerator, denominator = sums.unbind(-2)
+    return numerator / denominator
+
+
+class OlderTimeMixing(nn.Module):
+    """A time mixing with another memory, which takes over token shift and projections from Eagle's."""
+
+    def __init__(self, eagle: Rwkv5TimeMixing):
+        super().__init__()
+        self.time_mix_receptance = eagle.time_mix_receptance
+        self.time_mix_key, self.time_mix_value = eagle.time_mix_key, eagle.time_mix_value
+        self.receptance, self.key, self.value = eagle.receptance, eagle.key, eagle.value
+        self.output = eagle.output
+
+    def forward(self, x: torch.Tensor, tokens, state=None) -> torch.Tensor:
+        if state is not None:
+            raise ValueError("`past_key_values` must be None and `use_cache` false: a baseline has no state to keep.")
+        if tokens.mask is not None or tokens.starts is not None:
+            raise ValueError("`attention_mask` and `cu_seqlens` must be None: a baseline reads one text a row.")
+        mix = torch.cat((self.time_mix_receptance, self.time_mix_key, self.time_mix_value)).squeeze(1).float()
+        x_r, x_k, x_v = token_shift(x, None, 1 - mix).unbind()
+        out = self.remember(self.receptance(x_r), self.key(x_k), self.value(x_v))
+        return self.output(out.to(x.dtype))
+
+
+class Rwkv4TimeMixing(OlderTimeMixing):
+    """RWKV-4: two numbers a channel are the memory, and the receptance gates what is read from it."""
+
+    def __init__(self, eagle: Rwkv5TimeMixing, depth: float):
+        super().__init__(eagle)
+        width = eagle.key.weight.shape[0]
+        channel = torch.arange(width)
+        # As RWKV-4's models begin: decays that last for a hundred tokens to those that forget within one.
+        self.time_decay = nn.Parameter(-5 + 8 * (channel / (width - 1)) ** (0.7 + 1.3 * depth))
+        self.time_first = nn.Parameter(-1.2 + 0.5 * ((channel + 1) % 3 - 1))
+
+    def remember(self, r: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(r.float()) * decayed_average(k, v, -self.time_decay.exp(), self.time_first)
+
+
+class LinearTimeMixing(OlderTimeMixing):
+    """Linear attention: the average of all values so far, each weighted by phi(r) · phi(k), phi(x) = elu(x) + 1."""
+
+    def __init__(self, eagle: Rwkv5TimeMixing, depth: float):
+        super().__init__(eagle)
+        self.heads = eagle.num_heads, eagle.head_size
+
+    def remember(self, r: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        r, k = (1 + F.elu(x.float()).unflatten(-1, self.heads) for x in (r, k))
+        v = F.pad(v.float().unflatten(-1, self.heads), (0, 1), value=1.0)  # the last column sums the weights
+        out, _ = wkv(r, k, v, k.new_zeros(self.heads), k.new_ones(self.heads))
+        return (out[..., :-1] / (out[..., -1:] + 1e-6)).flatten(-2)
+
+
+MIXINGS = {"rwkv4": Rwkv4TimeMixing, "linear-attention": LinearTimeMixing}
+
+
+def make_baseline(name: str, config: Rwkv5Config) -> Rwkv5ForCausalLM:
+    """An Eagle of this configuration with random weights, and the memory `name` of `NAMES` in all of its blocks."""
+    config.use_cache = False
+    model = Rwkv5ForCausalLM(config)
+    for layer, block in enumerate(model.rwkv.blocks):
+        block.attention = MIXINGS[name](block.attention, depth=layer / max(config.num_hidden_layers - 1, 1))
+    return model

@@ -1,0 +1,283 @@
+"""
+Multi-query associative recall, by width and length: how many pairs can a model keep in mind and tell apart?
+
+As figure 4, section 8.2, of "Eagle and Finch" (arXiv:2404.05892), in the set-up of "Zoology" (arXiv:2312.04927). A row
+begins with pairs of a key and a value, all different; every key then comes again once, likelier near the pairs than far
+from them, and the model must tell its value:
+
+    k3 v7 k1 v2 k8 v4 k5 v9 k8 __ k3 __ __ __ k5 __ __ __ __ __ __ __ k1 __ __ __ __ __ __ __ __ __
+                            v4    v7          v9                      v2            (only these have a loss)
+
+A longer row has more pairs. Models of two layers see fresh rows at every step, first of two pairs, then also longer
+ones, up to the length of the test: transformers find the task much later without. A training ends when 99 % of the
+values of rows kept apart are right, or the steps are spent; of several learning rates that one counts which does best
+on these rows. The accuracy is that of yet other rows, the same for all models.
+
+The papers train models of width 64 to 512 on 64 to 512 tokens of 8,192 words; here all three are fewer, so that a CPU
+is enough. Beside Eagle and Finch there are an Eagle with the memory of RWKV-4, one with linear attention, and a
+transformer. Who guesses among the values of the row is right once in as many times as it has pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tqdm import trange
+from transformers import PreTrainedModel
+
+from .baselines import MIXINGS, make_baseline
+from .figures import NAMES, line_of, new_figure
+from .models import make_config, make_model, make_optimizer
+
+
+TITLE = "Multi-query associative recall"
+ARCHITECTURES = ("finch", "eagle", "rwkv4", "linear-attention", "transformer")
+ENOUGH = 0.99  # validation accuracy that ends a training
+NEAR, SAME = 0.95, 0.01  # what findings call solved, and the largest difference that they leave out of account
+BLANK, NOTHING = 0, -100  # the id between queries; the target where there is none
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--widths", type=int, nargs="+", default=[32, 64, 128], help="of the models; on a GPU also 256 and 512")
+    add("--lengths", type=int, nargs="+", default=[64, 128, 256], help="tokens of a row; on a GPU also 512")
+    add("--tokens-per-pair", type=int, default=8, help="a row has one pair for so many tokens")
+    add("--words", type=int, default=32, help="keys that there are, and values; on a GPU 4096 as in Zoology")
+    add(
+        "--power", type=float, default=0.01, help="gap g between pairs and query is drawn with weight g ** (power - 1)"
+    )
+    add("--lrs", type=float, nargs="+", default=[3e-3, 1e-2], help="learning rates to try, in this order")
+    add("--steps", type=int, default=800, help="most steps of a training; on a GPU 10000")
+    add("--tokens", type=int, default=2048, help="tokens of a step, so that longer rows are fewer")
+    add("--validate-every", type=int, default=50, help="steps between two validations")
+    add("--test-rows", type=int, default=256, help="rows of the validation, and of the test")
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = ("tokens_per_pair", "words", "power", "lrs", "steps", "tokens", "validate_every", "test_rows")
+    return {name: getattr(arguments, name) for name in names}
+
+
+def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    shortest, longest = 2 * arguments.tokens_per_pair, arguments.words * arguments.tokens_per_pair
+    if arguments.tokens_per_pair < 4:
+        raise ValueError(f"--tokens-per-pair must be at least 4, got {arguments.tokens_per_pair}.")
+    for length in arguments.lengths:
+        if not shortest <= length <= min(longest, arguments.tokens):
+            raise ValueError(
+                f"--lengths must be at least {shortest}, for two pairs, and at most {longest}, for as many pairs as "
+                f"--words, and {arguments.tokens}, --tokens of a step; got {length}."
+            )
+    return [
+        {"architecture": architecture, "length": length, "width": width}
+        for architecture in arguments.architectures
+        for length in arguments.lengths
+        for width in arguments.widths
+    ]
+
+
+def make_rows(
+    rows: int, length: int, pairs: int, words: int, power: float, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Args:
+        rows: how many.
+        length: tokens of a row, at least 4 times `pairs`.
+        pairs: of a key and a value.
+        words: keys have the ids 1 to `words`, values those from `words` + 1 to 2 * `words`.
+        power: the gaps between the pairs and the queries, 1, 2, ... places of two tokens each, are drawn with weights
+            gap ** (power - 1), no gap twice.
+
+    Returns:
+        ids (rows, length), and targets (rows, length): the value beside every query, `NOTHING` elsewhere.
+    """
+
+    def draw(weights: torch.Tensor) -> torch.Tensor:
+        return torch.multinomial(weights.expand(rows, -1), pairs, generator=generator)
+
+    keys, values = 1 + draw(torch.ones(words)), 1 + words + draw(torch.ones(words))
+    asked = draw(torch.ones(pairs))  # in the order drawn the first is likely the nearest
+    gaps = draw(torch.arange(1, length // 2 - pairs + 1) ** (power - 1))
+    places = 2 * (pairs + gaps)
+    ids, targets = torch.full((rows, length), BLANK), torch.full((rows, length), NOTHING)
+    ids[:, : 2 * pairs] = torch.stack((keys, values), dim=-1).flatten(1)
+    ids.scatter_(1, places, keys.gather(1, asked))
+    targets.scatter_(1, places, values.gather(1, asked))
+    return ids, targets
+
+
+def make(architecture: str, arguments: argparse.Namespace, length: int, width: int, lr: float) -> PreTrainedModel:
+    name = "eagle" if architecture in MIXINGS else architecture
+    config = make_config(name, vocabulary=2 * arguments.words + 1, width=width, layers=2, context=length, lr=lr)
+    return make_baseline(architecture, config) if architecture in MIXINGS else make_model(config)
+
+
+def predict(model: PreTrainedModel, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and targets of the queries, (queries, ids) and (queries)."""
+    ids, targets = ids.to(model.device), targets.to(model.device)
+    with torch.autocast(model.device.type, torch.bfloat16):
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        asked = targets != NOTHING
+        logits = model.get_output_embeddings()(hidden[asked])
+    return logits.float(), targets[asked]
+
+
+@torch.no_grad()
+def accuracy_of(model: PreTrainedModel, ids: torch.Tensor, targets: torch.Tensor, batch_size: int) -> float:
+    model.eval()
+    right = []
+    for batch in zip(ids.split(batch_size), targets.split(batch_size), strict=True):
+        logits, expected = predict(model, *batch)
+        right.append(logits.argmax(-1) == expected)
+    model.train()
+    return torch.cat(right).float().mean().item()
+
+
+def train(arguments: argparse.Namespace, architecture: str, length: int, width: int, lr: float) -> dict[str, Any]:
+    """Accuracies of one training, in validation and test, and the steps that it took."""
+    torch.manual_seed(arguments.seed)
+    model = make(architecture, arguments, length, width, lr).to(arguments.device)
+    optimizer = make_optimizer(model, lr, weight_decay=0.0)
+    # Up in a tenth of the steps, down in the second half.
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(10 * (step + 1) / arguments.steps, 1.0, 2 - 2 * step / arguments.steps)
+    )
+    # Rows to learn from, to validate with and to test with never share a seed.
+    learn, validate, test = (torch.Generator().manual_seed(3 * arguments.seed + part) for part in range(3))
+
+    def rows(number: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = length // arguments.tokens_per_pair
+        return make_rows(number, length, pairs, arguments.words, arguments.power, generator)
+
+    lengths = [length]
+    while lengths[0] >= 4 * arguments.tokens_per_pair:
+        lengths.insert(0, lengths[0] // 2)
+    validation = rows(arguments.test_rows, length, validate)
+    bar = trange(1, arguments.steps + 1, desc=f"{architecture} {lr:g}", unit="step", leave=False)
+    for step in bar:
+        # Rows of two pairs at first; in the first half of the steps longer ones join them, and all take turns.
+        known = min(1 + 2 * len(lengths) * (step - 1) // arguments.steps, len(lengths))
+        now = lengths[step % known]
+        loss = F.cross_entropy(*predict(model, *rows(arguments.tokens // now, now, learn)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % arguments.validate_every == 0 or step == arguments.steps:
+            accuracy = accuracy_of(model, *validation, arguments.tokens // length)
+            bar.set_postfix_str(f"{accuracy:.3f}")
+            if accuracy >= ENOUGH:
+                bar.close()
+                break
+    tested = accuracy_of(model, *rows(arguments.test_rows, length, test), arguments.tokens // length)
+    return {
+        "accuracy": round(tested, 4),
+        "validation": round(accuracy, 4),
+        "steps": step,
+        "lr": lr,
+        "parameters": model.num_parameters(),
+    }
+
+
+def measure(arguments: argparse.Namespace, architecture: str, length: int, width: int) -> dict[str, Any]:
+    tried = []
+    for lr in arguments.lrs:
+        tried.append(train(arguments, architecture, length, width, lr))
+        if tried[-1]["validation"] >= ENOUGH:
+            break
+    best = max(tried, key=lambda result: result["validation"])
+    return {"pairs": length // arguments.tokens_per_pair, **best}
+
+
+def lines_of(record: dict[str, Any]) -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
+    """Rows by architecture, length and width, in this order."""
+    rows = sorted(record["rows"], key=lambda row: (row["length"], row["width"]))
+    lines = {
+        name: {(row["length"], row["width"]): row for row in rows if row["architecture"] == name} for name in NAMES
+    }
+    return {name: lines[name] for name in ARCHITECTURES if lines[name]}
+
+
+def draw(record: dict[str, Any]) -> dict[str, Any]:
+    pairs = {row["length"]: row["pairs"] for row in sorted(record["rows"], key=lambda row: row["length"])}
+    widths = sorted({row["width"] for row in record["rows"]})
+    figure, grid = new_figure(1, len(pairs), sharey=True, squeeze=False)
+    for axes, (length, number) in zip(grid[0], pairs.items(), strict=True):
+        for architecture, rows in lines_of(record).items():
+            points = {width: row["accuracy"] for (tokens, width), row in rows.items() if tokens == length}
+            axes.plot(points.keys(), points.values(), **line_of(architecture))
+        axes.axhline(1 / number, color="#999999", linewidth=0.8, linestyle=":", label="guess among the row's values")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(widths, map(str, widths))
+        axes.set(title=f"{length} tokens, {number} pairs", xlabel="width (numbers a token)", ylim=(-0.03, 1.03))
+    grid[0, 0].set_ylabel("right answers (share)")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return {"mqar": figure}
+
+
+def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    header = ["model", "length (tokens)", "pairs", "width", "right answers", "steps", "learning rate", "parameters"]
+    return header, [
+        [
+            NAMES[architecture],
+            *(str(row[name]) for name in ("length", "pairs", "width")),
+            f"{row['accuracy']:.3f}",
+            *(f"{row['steps']:,}", f"{row['lr']:g}", f"{row['parameters']:,}"),
+        ]
+        for architecture, rows in lines_of(record).items()
+        for row in rows.values()
+    ]
+
+
+def shares(differences: list[float]) -> str:
+    """How many are above `SAME`, within it, and below minus it."""
+    above, below = sum(x > SAME for x in differences), sum(x < -SAME for x in differences)
+    return f"higher in {above}, lower in {below}, and within {SAME} in {len(differences) - above - below}"
+
+
+def ends(rows: dict[tuple[int, int], dict[str, Any]], axis: int) -> list[float]:
+    """What accuracy gains from the smallest to the largest length (axis 0) or width (axis 1), the other one fixed."""
+    lines: dict[int, list[float]] = {}
+    for cell, row in rows.items():  # in the order of both
+        lines.setdefault(cell[1 - axis], []).append(row["accuracy"])
+    return [line[-1] - line[0] for line in lines.values() if len(line) > 1]
+
+
+def findings(record: dict[str, Any]) -> list[str]:
+    lines, said = lines_of(record), []
+    for architecture, rows in lines.items():
+        near = sum(row["accuracy"] >= NEAR for row in rows.values())
+        guesses = sum(row["accuracy"] < 1.5 / row["pairs"] for row in rows.values())
+        (length, width), worst = min(rows.items(), key=lambda item: item[1]["accuracy"])
+        sentence = f"{NAMES[architecture]} tells {NEAR:.0%} of the values or more in {near} of {len(rows)} cells"
+        sentence += f", {worst['accuracy']:.1%} in the worst ({length} tokens, width {width})"
+        sentence += f"; no better than a guess in {guesses}." if guesses else "."
+        if architecture == "finch":
+            sentence += " Figure 4 has it near 100 % everywhere: " + (
+                "so here." if near == len(rows) else "not so here."
+            )
+        said.append(sentence)
+    for newer in ("finch", "eagle"):
+        for older in MIXINGS:
+            cells = lines.get(newer, {}).keys() & lines.get(older, {}).keys()
+            gaps = [lines[newer][cell]["accuracy"] - lines[older][cell]["accuracy"] for cell in sorted(cells)]
+            if gaps:
+                sentence = f"{NAMES[newer]} against {NAMES[older]}: accuracy is {shares(gaps)} of {len(gaps)} cells"
+                sentence += f"; {100 * sum(gaps) / len(gaps):+.1f} points on average."
+                if older == "rwkv4":
+                    ahead = "so here." if min(gaps) > SAME else "not so here in every cell."
+                    sentence += f" Figure 4 has {NAMES[newer]} above RWKV-4: {ahead}"
+                said.append(sentence)
+    for axis, what, sign in ((0, "length", -1), (1, "width", 1)):
+        gains = [gain for rows in lines.values() for gain in ends(rows, axis)]
+        if gains:
+            mean = sum(gains) / len(gains)
+            sentence = f"From the smallest {what} to the largest, accuracy is {shares(gains)} of {len(gains)} lines"
+            sentence += f"; {100 * mean:+.1f} points on average. "
+            sentence += f"Figure 4 has it {'rise' if sign > 0 else 'fall'} with {what}: "
+            said.append(sentence + ("so here." if sign * mean > SAME else "not so here."))
+    return said

@@ -1,0 +1,355 @@
+"""
+Needle in a haystack, by depth and length: can a model tell a number that stands once in a text, anywhere in it, and
+also where the text is many times as long as those that it was trained on?
+
+As figures 1, 4, 6 and 7 of "Don't Pay Attention" (Avey, arXiv:2506.11305), table 2 of "Raven" and figure 5 of "Gecko",
+in the two variants of RULER (arXiv:2404.06654) that these have in common, S-NIAH-1 and S-NIAH-2:
+
+    passkey  here we stay . the pass key is 4 8 1 5 2 . the rain is cold . ...
+             what is the pass key ? the pass key is _ _ _ _ _
+    number   a carpet is near the old river . the special magic number for lantern is 4 8 1 5 2 . ...
+             what is the special magic number for lantern ? the special magic number for lantern is _ _ _ _ _
+
+A passkey lies among the same five sentences again and again, a number among sentences that differ. The papers ask
+language models of 150M to 7B parameters in English; here models of about 0.13M learn this task alone, from scratch,
+with a vocabulary of words and digits. They learn both variants at once from rows that never come twice, the needle
+anywhere; only the answer has a loss. The longest rows grow from --shortest tokens to --train-length as a model learns:
+one that begins with long rows learns nothing for a long time.
+
+The test does as a user does: `generate` reads a text, then writes digit after digit with the cache, and the answer is
+right where every digit is. All architectures get the same texts. The weights are kept in OUT/needle-ARCHITECTURE, so
+that a call that goes on, as with more --lengths, does not train again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import time
+from itertools import chain, takewhile
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tqdm import trange
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .figures import line_of, new_figure
+from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer
+
+
+TITLE = "Needle in a haystack"
+ARCHITECTURES = CAUSAL
+VARIANTS = ("passkey", "number")
+DEPTHS = range(0, 101, 10)  # in percent
+CALL = 32768  # tokens that are read at once
+LEARNED = 0.5  # share of right answers from which rows may be longer, and from which a model has learned the task
+KEPT = 0.9  # share of the accuracy at the length of the training from which a model finds the needle at another
+# What the papers have of the passkey, and the multiple of a setting up to which it is found.
+PAPERS = {
+    "avey": ("97.8% at 128 times the length of the training (figure 6)", "train_length", 128),
+    "raven": ("91.4% at 16 times the length of the training (table 2)", "train_length", 16),
+    "gecko": ("nearly all up to 8 chunks, 4 times what it attends to (figure 5)", "window", 8),
+    "transformer": ("100% up to the length of the training, 0% beyond (Raven's table 2)", "train_length", 1),
+}
+BOUNDARY = 0  # the id that begins a text
+DIGITS = "0123456789"
+NEEDLES = {"passkey": "the pass key is", "number": "the special magic number for NOUN is"}
+SENTENCES = {
+    "passkey": (
+        "the rain is cold .",
+        "the road is long .",
+        "the moon is pale .",
+        "here we stay .",
+        "out and home again .",
+    ),
+    "number": (
+        "the ADJECTIVE NOUN VERB the NOUN .",
+        "a NOUN is PLACE the ADJECTIVE NOUN .",
+        "the NOUN VERB a ADJECTIVE NOUN PLACE the NOUN .",
+        "PLACE the NOUN is a NOUN .",
+        "every NOUN VERB the ADJECTIVE NOUN again .",
+    ),
+}
+CLASSES = {
+    name: words.split()
+    for name, words in {
+        "ADJECTIVE": "old small quiet bright heavy broken green distant gentle famous",
+        "NOUN": "lantern river teacher garden engine letter window farmer castle market doctor bridge forest painter "
+        "harbour village kitchen miller ladder sailor orchard carpet baker chimney",
+        "PLACE": "near behind under above beyond",
+        "VERB": "finds paints follows sells hides carries cleans watches repairs remembers",
+    }.items()
+}
+TEXTS = [*DIGITS, "what ?", *NEEDLES.values(), *chain(*SENTENCES.values(), *CLASSES.values())]
+WORDS = sorted({word for text in TEXTS for word in text.split()} - {*CLASSES})
+IDS = {word: number for number, word in enumerate(WORDS, start=BOUNDARY + 1)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    lengths = [512, 1024, 2048, 4096, 8192]
+    add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the tested texts; on a GPU up to 32768")
+    add("--texts", type=int, default=8, help="tested texts of each variant, length and depth; on a GPU 100")
+    add("--train-length", type=int, default=512, help="tokens of the longest rows of the training")
+    add("--shortest", type=int, default=40, help="tokens of the shortest rows of the training")
+    add("--digits", type=int, default=5, help="of the needle, all different")
+    add("--width", type=int, default=64, help="of the models; on a GPU 128")
+    add("--layers", type=int, default=2, help="of the models; on a GPU 4")
+    add("--window", type=int, default=64, help="tokens that Gecko and Avey look at as they are: a chunk, two splits")
+    add("--steps", type=int, default=5000, help="of the training; on a GPU 20000")
+    add("--tokens", type=int, default=2048, help="tokens of a step, so that longer rows are fewer; on a GPU 32768")
+    add("--lr", type=float, default=3e-3, help="largest learning rate")
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = "texts train_length shortest digits width layers window steps tokens lr"
+    return {name: getattr(arguments, name) for name in names.split()}
+
+
+def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        {"architecture": architecture, "variant": variant, "length": length}
+        for architecture in arguments.architectures
+        for variant in VARIANTS
+        for length in arguments.lengths
+    ]
+
+
+def make_text(variant: str, length: int, depth: float, digits: int, generator: random.Random) -> list[int]:
+    """
+    The ids of a text: haystack with needle, question and answer. The haystack may lack the beginning of its first
+    sentence, so that the length is right.
+
+    Args:
+        variant: of `VARIANTS`.
+        length: number of ids.
+        depth: where the needle is, from 0, before the haystack, to 1, behind it: where a sentence ends next to there.
+        digits: of the answer, at most 10.
+
+    Raises:
+        ValueError: where the length has no room for a haystack.
+    """
+    key = generator.choice(CLASSES["NOUN"])
+    needle = [key if word == "NOUN" else word for word in NEEDLES[variant].split()]
+    answer = generator.sample(DIGITS, digits)
+    question = ["what", "is", *needle[:-1], "?", *needle]
+    room = length - len([BOUNDARY, *needle, *answer, ".", *question, *answer])
+    if room < 1:
+        raise ValueError(f"A text of {length} tokens has no room for a {variant} of {digits} digits and a haystack.")
+    haystack: list[str] = []
+    while len(haystack) < room:
+        sentence = generator.choice(SENTENCES[variant]).split()
+        haystack += [generator.choice(CLASSES[word]) if word in CLASSES else word for word in sentence]
+    haystack = haystack[-room:]
+    ends = [0, *(place for place, word in enumerate(haystack, start=1) if word == ".")]
+    place = min(ends, key=lambda end: abs(end - depth * room))
+    text = [*haystack[:place], *needle, *answer, ".", *haystack[place:], *question, *answer]
+    return [BOUNDARY, *(IDS[word] for word in text)]
+
+
+def train(arguments: argparse.Namespace, architecture: str) -> PreTrainedModel:
+    torch.manual_seed(arguments.seed)
+    ids = {"bos_token_id": BOUNDARY, "eos_token_id": None, "pad_token_id": None}
+    sizes = {name: getattr(arguments, name) for name in ("width", "layers", "window", "lr")}
+    config = make_config(architecture, vocabulary=len(IDS) + 1, context=arguments.train_length, **sizes, **ids)
+    model = make_model(config).to(arguments.device).train()
+    optimizer = make_optimizer(model, arguments.lr, weight_decay=0.1)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, peaks, arguments.steps, pct_start=0.02, cycle_momentum=False
+    )
+    generator = random.Random(f"{arguments.seed} training")
+    digits, longest, learned = arguments.digits, float(arguments.shortest), 0.0
+    bar = trange(arguments.steps, desc=architecture, unit="step", leave=False)
+    for _ in bar:
+        length = generator.randint(arguments.shortest, int(longest))
+        rows = [
+            make_text(generator.choice(VARIANTS), length, generator.random(), digits, generator)
+            for _ in range(max(arguments.tokens // length, 1))
+        ]
+        batch = torch.tensor(rows, device=arguments.device)
+        answers = batch[:, -digits:]
+        with torch.autocast(batch.device.type, torch.bfloat16):
+            logits = model(input_ids=batch, use_cache=False, logits_to_keep=digits + 1).logits[:, :-1].float()
+        loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        learned = 0.9 * learned + 0.1 * (logits.argmax(-1) == answers).all(1).float().mean().item()
+        if learned > LEARNED:
+            longest = min(1.02 * longest, arguments.train_length)
+        bar.set_postfix_str(f"up to {int(longest)} tokens, {learned:.2f} right", refresh=False)
+    return model
+
+
+def obtain(arguments: argparse.Namespace, architecture: str) -> tuple[PreTrainedModel, float]:
+    """A trained model and the seconds that its training took; that of an earlier call if it has been trained alike."""
+    models = vars(arguments).setdefault("models", {})  # of this call
+    if architecture not in models:
+        directory = arguments.out / f"needle-{architecture}"
+        about, alike = directory / "training.json", {**settings(arguments), "seed": arguments.seed}
+        told = json.loads(about.read_text(encoding="utf-8")) if about.exists() else {}
+        if told.get("settings") != alike or arguments.fresh:
+            start = time.perf_counter()
+            model = train(arguments, architecture)
+            told = {"settings": alike, "seconds": round(time.perf_counter() - start, 1)}
+            new = directory.with_suffix(".new")
+            model.save_pretrained(new)
+            (new / about.name).write_text(json.dumps(told), encoding="utf-8")
+            shutil.rmtree(directory, ignore_errors=True)
+            new.rename(directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        models[architecture] = model.to(arguments.device), told["seconds"]
+    return models[architecture]
+
+
+def are_right(model: PreTrainedModel, texts: torch.Tensor, digits: int) -> torch.Tensor:
+    """Whether what the model writes, greedily, is the last digits of each text: (texts) of (texts, length)."""
+    right = []
+    for batch in texts.split(max(CALL // texts.shape[1], 1)):
+        batch = batch.to(model.device)
+        written = model.generate(batch[:, :-digits], max_new_tokens=digits, do_sample=False)
+        right.append((written == batch).all(1).cpu())
+    return torch.cat(right)
+
+
+def measure(arguments: argparse.Namespace, architecture: str, variant: str, length: int) -> dict[str, Any]:
+    model, seconds = obtain(arguments, architecture)
+    generator = random.Random(f"{arguments.seed} test {variant} {length}")
+    texts = [
+        make_text(variant, length, depth / 100, arguments.digits, generator)
+        for depth in DEPTHS
+        for _ in range(arguments.texts)
+    ]
+    right = are_right(model, torch.tensor(texts), arguments.digits).view(len(DEPTHS), -1).double()
+    accuracies = {"accuracy": right.mean().item(), "by_depth": right.mean(1).tolist()}
+    return {**accuracies, "parameters": model.num_parameters(), "training_seconds": seconds}
+
+
+def in_order(row: dict[str, Any]) -> tuple[int, int, int]:
+    return ARCHITECTURES.index(row["architecture"]), VARIANTS.index(row["variant"]), row["length"]
+
+
+def lines_of(record: dict[str, Any]) -> dict[str, dict[str, dict[int, dict[str, Any]]]]:
+    """The rows by architecture, variant and length, in this order."""
+    lines: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
+    for row in sorted(record["rows"], key=in_order):
+        lines.setdefault(row["architecture"], {}).setdefault(row["variant"], {})[row["length"]] = row
+    return lines
+
+
+def short(length: int) -> str:
+    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+
+
+def draw(record: dict[str, Any]) -> dict[str, Any]:
+    lines, trained = lines_of(record), record["settings"]["train_length"]
+    lengths = sorted({row["length"] for row in record["rows"]})
+    ticks = [short(length) for length in lengths]
+    border = sum(length <= trained for length in lengths) - 0.5  # in columns of a heat map
+
+    maps, grid = new_figure(len(VARIANTS), len(lines), height=4.4, sharex=True, sharey=True, squeeze=False)
+    for column, (architecture, variants) in zip(grid.T, lines.items(), strict=True):
+        for axes, variant in zip(column, VARIANTS, strict=True):
+            nothing = {"by_depth": [float("nan")] * len(DEPTHS)}
+            columns = [variants.get(variant, {}).get(length, nothing)["by_depth"] for length in lengths]
+            image = axes.imshow(list(zip(*columns, strict=True)), vmin=0, vmax=1, aspect="auto")
+            axes.axvline(border, color="white", linewidth=2.5)
+            axes.axvline(border, color="#D55E00", linewidth=1.2)
+            axes.set_xticks(range(len(lengths)), ticks, rotation=90)
+            axes.set_yticks(range(0, len(DEPTHS), 5), DEPTHS[::5])
+            axes.grid(visible=False)
+        column[0].set_title(NAMES[architecture].replace(" (", "\n("))
+    for axes, variant in zip(grid[:, 0], VARIANTS, strict=True):
+        axes.set_ylabel(f"{variant}: depth of the needle (%)")
+    for axes in grid[-1]:
+        axes.set_xlabel("length (tokens)")
+    maps.colorbar(image, ax=grid, label="right answers (share)")
+
+    curves, grid = new_figure(1, len(VARIANTS), sharey=True)
+    for axes, variant in zip(grid, VARIANTS, strict=True):
+        for architecture, variants in lines.items():
+            points = {length: row["accuracy"] for length, row in variants.get(variant, {}).items()}
+            axes.plot(points.keys(), points.values(), **line_of(architecture))
+        axes.axvline(trained, color="#999999", linewidth=0.8, linestyle=":")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, ticks)
+        axes.set(title=variant, xlabel="length (tokens)", ylim=(-0.03, 1.03))
+    grid[0].set_ylabel("right answers (share)")
+    curves.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return {"needle_depth": maps, "needle_length": curves}
+
+
+def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    header = ["model", "variant", "length (tokens)", "right answers", "worst depth (%)", "right there"]
+    rows = []
+    for row in sorted(record["rows"], key=in_order):
+        worst = min(row["by_depth"])
+        what = [NAMES[row["architecture"]], row["variant"], f"{row['length']:,}"]
+        rows.append([*what, f"{row['accuracy']:.3f}", str(DEPTHS[row["by_depth"].index(worst)]), f"{worst:.3f}"])
+    return header, rows
+
+
+def reach_of(rows: dict[int, dict[str, Any]], trained: int) -> tuple[int, int]:
+    """
+    The longest tested length of the training's, or the shortest, and the one up to which a model keeps the accuracy
+    that it has there; 0 where that is too little to have learned the task.
+    """
+    base = max((length for length in rows if length <= trained), default=min(rows))
+    least = max(KEPT * rows[base]["accuracy"], LEARNED)
+    longer = (length for length in rows if length >= base)
+    return base, max(takewhile(lambda length: rows[length]["accuracy"] >= least, longer), default=0)
+
+
+def describe(architecture: str, variant: str, rows: dict[int, dict[str, Any]], trained: int) -> str:
+    """All accuracies, and where in a text the needle is found at the first length that is too long for the model."""
+    answers = ", ".join(f"{row['accuracy']:.1%} ({length:,})" for length, row in rows.items())
+    text = f"{NAMES[architecture]}, {variant}, right answers by length in tokens: {answers}."
+    base, reach = reach_of(rows, trained)
+    if beyond := [length for length in rows if length >= base and length > reach]:
+        by_depth, half = rows[beyond[0]]["by_depth"], len(DEPTHS) // 2
+        first, second = (sum(part) / half for part in (by_depth[:half], by_depth[-half:]))
+        text += f" At {beyond[0]:,} {first:.1%} in the first half of the text, {second:.1%} in the second."
+    return text
+
+
+def compare(architecture: str, rows: dict[int, dict[str, Any]], settings: dict[str, Any]) -> str:
+    """What the paper has of the passkey, and whether it appears here."""
+    claim, name, times = PAPERS[architecture]
+    promised, last = times * settings[name], max(rows)
+    base, reach = reach_of(rows, settings["train_length"])
+    text = f"{NAMES[architecture]} in the papers, passkey: {claim}. "
+    if not reach:
+        return text + f"It has not learned the task here: {rows[base]['accuracy']:.1%} at {base:,} tokens."
+    if reach >= promised:
+        verdict = "as far as there" if reach == promised else "farther than there"
+    else:
+        verdict = "as far as was tested" if reach == last else "less far than there"
+    kept = f"at least {KEPT:.0%} of its accuracy at {base:,} tokens up to {reach:,}"
+    return text + f"Here it keeps {kept}, {reach / settings['train_length']:g} times the training's: {verdict}."
+
+
+def findings(record: dict[str, Any]) -> list[str]:
+    lines, settings = lines_of(record), record["settings"]
+    said = [
+        describe(architecture, variant, rows, settings["train_length"])
+        for architecture, variants in lines.items()
+        for variant, rows in variants.items()
+    ]
+    for variant in VARIANTS:
+        rows = {name: variants[variant] for name, variants in lines.items() if variant in variants}
+        longest = max((length for row in rows.values() for length in row), default=0)
+        last = {name: row[longest]["accuracy"] for name, row in rows.items() if longest in row}
+        ranked = ", ".join(f"{NAMES[name]} {last[name]:.1%}" for name in sorted(last, key=last.get, reverse=True))
+        said.append(
+            f"{variant} at {longest:,} tokens, {longest / settings['train_length']:g} times the training's: {ranked}."
+        )
+    for architecture, variants in lines.items():
+        if architecture in PAPERS and "passkey" in variants:
+            said.append(compare(architecture, variants["passkey"], settings))
+    return said
