@@ -101,7 +101,7 @@ def pack(tunes: list[str], context: int, generator: random.Random) -> torch.Tens
 
 def schedule(step: int, steps: int, warmup: int, lowest: float) -> float:
     """Share of the peak that the learning rate has: it rises from 20 %, then follows a cosine to the lowest share."""
-    rise = min(1.0, 0.2 + 0.8 * step / warmup)
+    rise = min(1.0, 0.2 + 0.8 * step / max(warmup, 1))
     return rise * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 

@@ -1,8 +1,8 @@
 """
 Two older memories in Eagle's place: those that section 2 of "Eagle and Finch" (arXiv:2404.05892) says it grew from.
 
-`make_baseline` builds an Eagle and puts one of them where the recurrence, its norm and its gate were. Embeddings, token
-shift, projections, channel mixing and norms stay Eagle's, and so do their first weights: what is compared is memory.
+`make_baseline` builds an Eagle and puts one of them where the recurrence, its norm and its gate were. Embeddings, the
+token shift, projections, channel mixing and norms stay Eagle's, and so do their first weights: what is compared is memory.
 They are made for training and for reading whole texts; there is no state to write on with.
 """
 
@@ -27,7 +27,7 @@ def before(span: int, top: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tens
 
 
 def join(top, sums, earlier_top, earlier_sums, log_decay) -> tuple[torch.Tensor, torch.Tensor]:
-    """`exp(top) sums + exp(log_decay + earlier_top) earlier_sums`, again as an exponent and what its exp multiplies."""
+    """`exp(top) sums + exp(log_decay + earlier_top) earlier_sums`, again an exponent and what its exp multiplies."""
     earlier_top = log_decay + earlier_top
     joint = torch.maximum(top, earlier_top).detach()  # no exp exceeds 1; the product is the same for any exponent
     return joint, (top - joint).exp() * sums + (earlier_top - joint).exp() * earlier_sums
@@ -39,7 +39,7 @@ def decayed_average(k: torch.Tensor, v: torch.Tensor, log_w: torch.Tensor, u: to
 
         wkv_t = (sum_{i<t} e^{(t-1-i) log_w + k_i} v_i + e^{u + k_t} v_t) / (the same with 1 in place of v)
 
-    The sums over 2, 4, 8, ... tokens up to each are made of those over half as many, so that no step waits for another.
+    The sums over 2, 4, 8, ... tokens up to each are made of those over half as many: no step waits for another.
 
     Args:
         k, v: (batch, length, width).

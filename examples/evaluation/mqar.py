@@ -2,8 +2,8 @@
 Multi-query associative recall, by width and length: how many pairs can a model keep in mind and tell apart?
 
 As figure 4, section 8.2, of "Eagle and Finch" (arXiv:2404.05892), in the set-up of "Zoology" (arXiv:2312.04927). A row
-begins with pairs of a key and a value, all different; every key then comes again once, likelier near the pairs than far
-from them, and the model must tell its value:
+begins with pairs of a key and a value, all different; every key then comes again once, likelier near the pairs than
+far from them, and the model must tell its value:
 
     k3 v7 k1 v2 k8 v4 k5 v9 k8 __ k3 __ __ __ k5 __ __ __ __ __ __ __ k1 __ __ __ __ __ __ __ __ __
                             v4    v7          v9                      v2            (only these have a loss)
