@@ -1,9 +1,9 @@
 """
 Two older memories in Eagle's place: those that section 2 of "Eagle and Finch" (arXiv:2404.05892) says it grew from.
 
-`make_baseline` builds an Eagle and puts one of them where the recurrence, its norm and its gate were. Embeddings, the
-token shift, projections, channel mixing and norms stay Eagle's, and so do their first weights: what is compared is memory.
-They are made for training and for reading whole texts; there is no state to write on with.
+`make_baseline` builds an Eagle and puts one of them where the recurrence, its norm and its gate were. Embeddings,
+token shift, projections, channel mixing and norms stay Eagle's, and so do their first weights: what is compared is
+memory. They are made for training and for reading whole texts; there is no state to write on with.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ far from them, and the model must tell its value:
                             v4    v7          v9                      v2            (only these have a loss)
 
 A longer row has more pairs. Models of two layers see fresh rows at every step, first of two pairs, then also longer
-ones, up to the length of the test: transformers find the task much later without. A training ends when 99 % of the
+ones, up to the length of the test: transformers find the task much later without. A training ends when 99% of the
 values of rows kept apart are right, or the steps are spent; of several learning rates that one counts which does best
 on these rows. The accuracy is that of yet other rows, the same for all models.
 

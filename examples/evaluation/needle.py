@@ -266,7 +266,7 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
             axes.grid(visible=False)
         column[0].set_title(NAMES[architecture].replace(" (", "\n("))
     for axes, variant in zip(grid[:, 0], VARIANTS, strict=True):
-        axes.set_ylabel(f"{variant}: depth of the needle (%)")
+        axes.set_ylabel(f"{variant}\ndepth (%)")
     for axes in grid[-1]:
         axes.set_xlabel("length (tokens)")
     maps.colorbar(image, ax=grid, label="right answers (share)")

@@ -1,0 +1,248 @@
+"""Needles, in examples/evaluation: what the texts hold, how answers are judged, and runs of a few steps."""
+
+import csv
+import itertools
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.evaluation import TASKS, figures, needle
+from examples.evaluation.__main__ import main
+from examples.evaluation.models import make_config, make_model
+
+
+DIGITS = r"((?: \d){%d})"
+STATEMENTS = {"passkey": "the pass key is", "number": "the special magic number for (?P<key>[a-z]+) is"}
+PLAIN = {
+    "passkey": r"the (rain is cold|road is long|moon is pale)|here we stay|out and home again",
+    "number": r"the \w+ \w+ \w+ the \w+|a \w+ is \w+ the \w+ \w+|the \w+ \w+ a \w+ \w+ \w+ the \w+|\w+ the \w+ is a \w+|"
+    r"every \w+ \w+ the \w+ \w+ again",
+}
+TINY = "--width 32 --layers 1 --window 32 --train-length 48 --digits 2 --steps 3 --tokens 96 --texts 1".split()
+
+
+def read(ids: list[int]) -> list[str]:
+    assert ids[0] == needle.BOUNDARY and needle.BOUNDARY not in ids[1:]
+    return [needle.WORDS[number - 1] for number in ids[1:]]
+
+
+@pytest.mark.parametrize(("variant", "digits"), [*itertools.product(needle.VARIANTS, (2, 5))])
+def test_a_text_has_one_needle_and_asks_for_it(variant, digits):
+    generator = random.Random(0)
+    answers, keys = set(), set()
+    for depth, length in itertools.product((-0.02, 0.0, 0.37, 1.0, 1.02), (40, 64, 65, 300)):
+        words = read(needle.make_text(variant, length, depth, digits, generator))
+        assert len(words) == length - 1
+        text, statement = " ".join(words), STATEMENTS[variant]
+        there = statement + DIGITS % digits
+        asked = re.search(
+            f"(?:^| )what is {statement.removesuffix(' is')} \\? {there.replace('?P<key>', '?:')}$", text
+        )
+        told = re.search(f"(?:^|[.] )(?P<needle>{there} \\.)", text)
+        question = text[asked.start() :]
+        before, behind = text[: told.start("needle")].split(), text[told.end("needle") : asked.start()].split()
+        # The answer is what the needle says, of the same noun, and no digit stands anywhere else.
+        answer = told["needle"].split()[-1 - digits : -1]
+        assert words[-digits:] == answer and len(set(answer)) == digits
+        assert sum(word.isdigit() for word in words) == 2 * digits
+        if variant == "number":
+            key = told["key"]
+            assert question.split().count(key) == 2
+            keys.add(key)
+        # Between sentences, next to the depth: sentences have at most 10 words.
+        room = len(before) + len(behind)
+        assert abs(len(before) - min(max(depth, 0), 1) * room) <= 10
+        assert (not before) if depth <= 0 else (not behind or before or depth < 0.5)
+        first, *sentences = " ".join([*before, *behind]).split(" .")
+        assert all(re.fullmatch(PLAIN[variant], sentence.strip()) for sentence in sentences if sentence.strip(" ."))
+        assert len(first.split()) <= 10
+        answers.add(tuple(answer))
+    assert len(answers) > 10 and (variant == "passkey" or len(keys) > 5)
+
+
+def test_a_text_without_room_is_refused():
+    with pytest.raises(ValueError, match="30 tokens has no room for a number of 5 digits"):
+        needle.make_text("number", 30, 0.5, 5, random.Random(0))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    ids = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
+    model = make_model(make_config("finch", vocabulary=len(needle.WORDS) + 1, width=32, layers=1, **ids)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@torch.no_grad()
+def test_an_answer_is_right_where_each_digit_is_what_the_model_writes(model, monkeypatch):
+    monkeypatch.setattr(needle, "CALL", 3 * 20)  # three texts a call
+    texts = torch.randint(1, len(needle.WORDS) + 1, (7, 20), generator=torch.Generator().manual_seed(0))
+    for place in range(17, 20):  # what it would write, by plain calls
+        texts[:, place] = model(input_ids=texts[:, :place], use_cache=False).logits[:, -1].argmax(-1)
+    texts[4, -1] += 1 if texts[4, -1] == 1 else -1
+    texts[5, -3] += 1 if texts[5, -3] == 1 else -1
+    assert needle.are_right(model, texts, 3).tolist() == [True, True, True, True, False, False, True]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Calls the task with tiny models, and returns its record."""
+    for name in TASKS.keys() - {"needle"}:
+        monkeypatch.delitem(TASKS, name)
+
+    def call(*options):
+        main(["needle", "--out", str(tmp_path), "--lengths", "48", "--architectures", "finch", *TINY, *options])
+        return json.loads((tmp_path / "needle.json").read_text(encoding="utf-8"))
+
+    return call
+
+
+@pytest.mark.parametrize(("learned", "longest"), [(-1.0, 48), (1.0, 40)])
+def test_rows_grow_as_the_model_learns(run, monkeypatch, learned, longest):
+    monkeypatch.setattr(needle, "LEARNED", learned)
+    texts, make_text = [], needle.make_text
+    monkeypatch.setattr(needle, "make_text", lambda *call: texts.append(call) or make_text(*call))
+    run("--steps", "24", "--lengths", "64")
+    trained = [call for call in texts if call[1] != 64]
+    assert {length for _, length, *_ in trained} == {40, longest} and trained[0][1] == 40
+    assert {variant for variant, *_ in trained} == set(needle.VARIANTS)
+    assert min(depth for _, _, depth, *_ in trained) < 0.2 and max(depth for _, _, depth, *_ in trained) > 0.8
+    # The test has every depth of both variants.
+    tested = [(variant, round(10 * depth)) for variant, length, depth, *_ in texts if length == 64]
+    assert tested == [(variant, tenth) for variant in needle.VARIANTS for tenth in range(11)]
+
+
+def without_times(record):
+    return [{name: value for name, value in row.items() if "seconds" not in name} for row in record["rows"]]
+
+
+def weights_of(tmp_path, architecture="finch"):
+    return (tmp_path / f"needle-{architecture}" / "model.safetensors").read_bytes()
+
+
+def test_runs_go_on_and_repeat(run, monkeypatch, tmp_path):
+    trained, train = [], needle.train
+    monkeypatch.setattr(needle, "train", lambda arguments, name: trained.append(name) or train(arguments, name))
+    first = run()
+    assert [(row["variant"], row["length"], len(row["by_depth"])) for row in first["rows"]] == [
+        ("passkey", 48, 11),
+        ("number", 48, 11),
+    ]
+    assert trained == ["finch"]  # one model for both
+    assert run() == first and trained == ["finch"]
+    weights = weights_of(tmp_path)
+    more = run("--lengths", "48", "96", "--architectures", "finch", "transformer")
+    assert more["rows"][:2] == first["rows"] and len(more["rows"]) == 8
+    assert trained == ["finch", "transformer"] and weights_of(tmp_path) == weights
+    with (tmp_path / "needle.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [{name: str(value) for name, value in row.items()} for row in more["rows"]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [
+            "needle-finch",
+            "needle-transformer",
+            *(f"needle{end}" for end in ("_depth.svg", "_length.svg", ".csv", ".json")),
+        ]
+    )
+
+    # The same seed makes the same model and the same numbers, another one others, also where only the weights are left.
+    again = run("--fresh", "--lengths", "48", "96", "--architectures", "finch", "transformer")
+    assert trained == 2 * ["finch", "transformer"] and weights_of(tmp_path) == weights
+    assert without_times(again) == without_times(more)
+    (tmp_path / "needle.json").unlink()
+    run("--seed", "1")
+    assert trained[4:] == ["finch"] and weights_of(tmp_path) != weights
+    (tmp_path / "needle.json").unlink()
+    run("--seed", "1", "--lr", "1e-3")
+    assert trained[5:] == ["finch"]
+
+
+def test_every_architecture_trains_and_answers(run, tmp_path):
+    record = run("--architectures", *needle.ARCHITECTURES, "--steps", "1")
+    assert [row["architecture"] for row in record["rows"]] == [name for name in needle.ARCHITECTURES for _ in "12"]
+    for name, labels in {
+        "needle_depth": ("length (tokens)", "passkey: depth (%)", "number: depth (%)", "right answers (share)"),
+        "needle_length": ("length (tokens)", "right answers (share)"),
+    }.items():
+        svg = (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
+        ElementTree.fromstring(svg)
+        names = [f"<!-- {word} -->" in svg for word in (*labels, "Finch", "Gecko")]
+        assert all(names) and "seed 0" in svg and record["hardware"] in svg
+
+
+def made_record(**accuracies):
+    """Of both variants: accuracies by length, all answers right in the second half of a text first."""
+    rows = []
+    for architecture, by_length in accuracies.items():
+        for variant, (length, accuracy) in itertools.product(needle.VARIANTS, by_length.items()):
+            by_depth = [min(max(11 * accuracy - (10 - tenth), 0.0), 1.0) for tenth in range(11)]
+            row = {"architecture": architecture, "variant": variant, "length": length, "accuracy": accuracy}
+            rows.append({**row, "by_depth": by_depth})
+    return {"rows": rows, "settings": {"train_length": 512, "window": 64}}
+
+
+def test_findings_are_of_the_numbers():
+    record = made_record(
+        finch={512: 1.0, 1024: 6 / 11},
+        avey={256: 0.2, 512: 0.8, 1024: 0.73, 65536: 0.9},
+        raven={512: 0.95, 8192: 0.95},
+        gecko={512: 1.0, 1024: 1.0, 2048: 0.5},
+        transformer={512: 1.0, 1024: 0.2},
+    )
+    said = needle.findings(record)
+    assert said[2] == (
+        "Finch, passkey, right answers by length in tokens: 100.0% (512), 54.5% (1,024). At 1,024 20.0% in the first "
+        "half of the text, 100.0% in the second."
+    )
+    assert said[0].endswith("80.0% (512), 73.0% (1,024), 90.0% (65,536).")
+    compared = {line.split()[0]: line.split("). ")[1] for line in said if "in the papers" in line}
+    assert compared == {
+        "Avey": "Here it keeps at least 90% of its accuracy at 512 tokens up to 65,536, 128 times the training's: as far "
+        "as there.",
+        "Raven": "Here it keeps at least 90% of its accuracy at 512 tokens up to 8,192, 16 times the training's: as far "
+        "as there.",
+        "Gecko": "Here it keeps at least 90% of its accuracy at 512 tokens up to 1,024, 2 times the training's: farther "
+        "than there.",
+        "Transformer": "Here it keeps at least 90% of its accuracy at 512 tokens up to 512, 1 times the training's: as "
+        "far as there.",
+    }
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "verdict"),
+    [
+        ({512: 1.0, 1024: 0.85, 2048: 1.0}, "up to 512, 1 times the training's: less far than there."),
+        ({512: 1.0, 4096: 0.91}, "up to 4,096, 8 times the training's: as far as was tested."),
+        ({512: 1.0, 16384: 0.91}, "up to 16,384, 32 times the training's: farther than there."),
+        ({512: 0.4, 4096: 0.4}, "It has not learned the task here: 40.0% at 512 tokens."),
+        ({1024: 0.9, 4096: 0.4}, "accuracy at 1,024 tokens up to 1,024, 2 times the training's: less far than there."),
+    ],
+)
+def test_verdicts(accuracies, verdict):
+    assert needle.findings(made_record(raven=accuracies))[-1].endswith(verdict)
+
+
+def test_figures_and_table_are_of_the_cells_that_there_are():
+    record = made_record(raven={512: 1.0, 8192: 0.5}, finch={2048: 0.25})
+    record["rows"] = [row for row in record["rows"] if (row["length"], row["variant"]) != (8192, "number")]
+    maps, curves = figures.draw(needle, record).values()
+    passkey, number = (maps.axes[place].images[0].get_array() for place in (1, 3))  # Raven's, in the second column
+    assert passkey[:, 0].tolist() == [1.0] * 11 and passkey[-1, 2] == 1.0 and passkey[0, 2] == 0.0
+    assert number.mask[:, 1:].all() and not number.mask[:, 0].any()
+    finch, raven = curves.axes[0].lines[:2]
+    assert finch.get_xydata().tolist() == [[2048, 0.25]] and raven.get_xydata().tolist() == [[512, 1.0], [8192, 0.5]]
+    header, rows = needle.table(record)
+    assert len(rows) == 5 and {len(row) for row in rows} == {len(header)}
+    assert rows[3] == ["Raven", "passkey", "8,192", "0.500", "0", "0.000"]
