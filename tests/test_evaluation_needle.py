@@ -20,14 +20,14 @@ from examples.evaluation.__main__ import main
 from examples.evaluation.models import make_config, make_model
 
 
-DIGITS = r"((?: \d){%d})"
-STATEMENTS = {"passkey": "the pass key is", "number": "the special magic number for (?P<key>[a-z]+) is"}
+STATEMENTS = {"passkey": "the pass key is", "number": "the special magic number for ([a-z]+) is"}
 PLAIN = {
     "passkey": r"the (rain is cold|road is long|moon is pale)|here we stay|out and home again",
-    "number": r"the \w+ \w+ \w+ the \w+|a \w+ is \w+ the \w+ \w+|the \w+ \w+ a \w+ \w+ \w+ the \w+|\w+ the \w+ is a \w+|"
-    r"every \w+ \w+ the \w+ \w+ again",
+    "number": r"(the|every) \w+ \w+ the \w+ \w+ again|the \w+ \w+ \w+ the \w+|a \w+ is \w+ the \w+ \w+|"
+    r"the \w+ \w+ a \w+ \w+ \w+ the \w+|\w+ the \w+ is a \w+",
 }
-TINY = "--width 32 --layers 1 --window 32 --train-length 48 --digits 2 --steps 3 --tokens 96 --texts 1".split()
+TINY = {"width": 32, "layers": 1, "window": 32, "train-length": 48, "shortest": 40, "digits": 2, "steps": 3}
+TINY |= {"tokens": 96, "texts": 1}
 
 
 def read(ids: list[int]) -> list[str]:
@@ -35,38 +35,35 @@ def read(ids: list[int]) -> list[str]:
     return [needle.WORDS[number - 1] for number in ids[1:]]
 
 
-@pytest.mark.parametrize(("variant", "digits"), [*itertools.product(needle.VARIANTS, (2, 5))])
-def test_a_text_has_one_needle_and_asks_for_it(variant, digits):
-    generator = random.Random(0)
-    answers, keys = set(), set()
-    for depth, length in itertools.product((-0.02, 0.0, 0.37, 1.0, 1.02), (40, 64, 65, 300)):
+@pytest.mark.parametrize("variant", needle.VARIANTS)
+def test_a_text_has_one_needle_and_asks_for_it(variant):
+    generator, answers, keys = random.Random(0), set(), set()
+    for depth, length, digits in itertools.product((0.0, 0.1, 0.37, 0.9, 1.0), (40, 64, 65, 300), (2, 5)):
         words = read(needle.make_text(variant, length, depth, digits, generator))
         assert len(words) == length - 1
-        text, statement = " ".join(words), STATEMENTS[variant]
-        there = statement + DIGITS % digits
-        asked = re.search(
-            f"(?:^| )what is {statement.removesuffix(' is')} \\? {there.replace('?P<key>', '?:')}$", text
-        )
-        told = re.search(f"(?:^|[.] )(?P<needle>{there} \\.)", text)
-        question = text[asked.start() :]
-        before, behind = text[: told.start("needle")].split(), text[told.end("needle") : asked.start()].split()
-        # The answer is what the needle says, of the same noun, and no digit stands anywhere else.
-        answer = told["needle"].split()[-1 - digits : -1]
-        assert words[-digits:] == answer and len(set(answer)) == digits
-        assert sum(word.isdigit() for word in words) == 2 * digits
+        text = " ".join(words)
+        told = re.search(rf"(^|(?<= \. ))({STATEMENTS[variant]})((?: \d){{{digits}}}) \.", text)
+        statement, answer = told[2], told[told.lastindex]
         if variant == "number":
-            key = told["key"]
-            assert question.split().count(key) == 2
-            keys.add(key)
-        # Between sentences, next to the depth: sentences have at most 10 words.
+            keys.add(told[3])
+        # The question is what the needle says, and asks for what it says; no digit stands anywhere else.
+        question = f" what is {statement.removesuffix(' is')} ? {statement}{answer}"
+        assert text.endswith(question)
+        assert len(set(answer.split())) == digits and sum(map(str.isdigit, words)) == 2 * digits
+        answers.add(answer)
+        # The needle is between sentences, as near to the depth as these let it be.
+        before = words[: len(text[: told.start()].split())]
+        behind = text[told.end() : len(text) - len(question)].split()
         room = len(before) + len(behind)
-        assert abs(len(before) - min(max(depth, 0), 1) * room) <= 10
-        assert (not before) if depth <= 0 else (not behind or before or depth < 0.5)
-        first, *sentences = " ".join([*before, *behind]).split(" .")
-        assert all(re.fullmatch(PLAIN[variant], sentence.strip()) for sentence in sentences if sentence.strip(" ."))
-        assert len(first.split()) <= 10
-        answers.add(tuple(answer))
-    assert len(answers) > 10 and (variant == "passkey" or len(keys) > 5)
+        assert not before or before[-1] == "."
+        ends = [0, *(place for place, word in enumerate(before + behind, start=1) if word == ".")]
+        assert abs(len(before) - depth * room) == min(abs(end - depth * room) for end in ends)
+        # Only the first sentence may lack its beginning, and the last one its end.
+        sentences = " ".join([*before, *behind]).split(" .")
+        assert all(re.fullmatch(PLAIN[variant], sentence.strip()) for sentence in sentences[1:-1])
+        assert len(sentences) > room // 11
+    assert len(answers) > 30 and len(keys) == (0 if variant == "passkey" else len(keys | {""}) - 1)
+    assert variant == "passkey" or len(keys) > 10
 
 
 def test_a_text_without_room_is_refused():
@@ -101,9 +98,10 @@ def run(monkeypatch, tmp_path):
     """Calls the task with tiny models, and returns its record."""
     for name in TASKS.keys() - {"needle"}:
         monkeypatch.delitem(TASKS, name)
+    tiny = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
 
     def call(*options):
-        main(["needle", "--out", str(tmp_path), "--lengths", "48", "--architectures", "finch", *TINY, *options])
+        main(["needle", "--out", str(tmp_path), "--lengths", "48", "--architectures", "finch", *tiny, *options])
         return json.loads((tmp_path / "needle.json").read_text(encoding="utf-8"))
 
     return call
@@ -149,15 +147,10 @@ def test_runs_go_on_and_repeat(run, monkeypatch, tmp_path):
     with (tmp_path / "needle.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows == [{name: str(value) for name, value in row.items()} for row in more["rows"]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [
-            "needle-finch",
-            "needle-transformer",
-            *(f"needle{end}" for end in ("_depth.svg", "_length.svg", ".csv", ".json")),
-        ]
-    )
+    files = {"needle.csv", "needle.json", "needle_depth.svg", "needle_length.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {"needle-finch", "needle-transformer", *files}
 
-    # The same seed makes the same model and the same numbers, another one others, also where only the weights are left.
+    # The same seed makes the same numbers; weights of another seed or of other settings are not taken.
     again = run("--fresh", "--lengths", "48", "96", "--architectures", "finch", "transformer")
     assert trained == 2 * ["finch", "transformer"] and weights_of(tmp_path) == weights
     assert without_times(again) == without_times(more)
@@ -207,17 +200,7 @@ def test_findings_are_of_the_numbers():
         "half of the text, 100.0% in the second."
     )
     assert said[0].endswith("80.0% (512), 73.0% (1,024), 90.0% (65,536).")
-    compared = {line.split()[0]: line.split("). ")[1] for line in said if "in the papers" in line}
-    assert compared == {
-        "Avey": "Here it keeps at least 90% of its accuracy at 512 tokens up to 65,536, 128 times the training's: as far "
-        "as there.",
-        "Raven": "Here it keeps at least 90% of its accuracy at 512 tokens up to 8,192, 16 times the training's: as far "
-        "as there.",
-        "Gecko": "Here it keeps at least 90% of its accuracy at 512 tokens up to 1,024, 2 times the training's: farther "
-        "than there.",
-        "Transformer": "Here it keeps at least 90% of its accuracy at 512 tokens up to 512, 1 times the training's: as "
-        "far as there.",
-    }
+    assert all(" Here it keeps at least 90% of its accuracy at 512 tokens up to " in line for line in said[-4:])
 
 
 @pytest.mark.parametrize(

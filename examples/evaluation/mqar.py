@@ -257,7 +257,7 @@ def findings(record: dict[str, Any]) -> list[str]:
         sentence += f", {worst['accuracy']:.1%} in the worst ({length} tokens, width {width})"
         sentence += f"; no better than a guess in {guesses}." if guesses else "."
         if architecture == "finch":
-            sentence += " Figure 4 has it near 100 % everywhere: " + (
+            sentence += " Figure 4 has it near 100% everywhere: " + (
                 "so here." if near == len(rows) else "not so here."
             )
         said.append(sentence)
