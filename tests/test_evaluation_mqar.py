@@ -1,5 +1,6 @@
-"""Associative recall, in examples/evaluation: the rows, the baselines' memories, and runs of a few steps."""
+"""Associative recall, in examples/evaluation: its rows, the older memories, and what is said of its numbers."""
 
+import argparse
 import csv
 import json
 import sys
@@ -8,154 +9,289 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.evaluation import baselines, figures, mqar
+from examples.evaluation import TASKS, baselines, figures, mqar
 from examples.evaluation.__main__ import main
-from examples.evaluation.models import make_config
-
-from subquad.models.rwkv5.modeling_rwkv5 import Rwkv5TimeMixing
+from examples.evaluation.models import make_config, make_model
 
 
-TINY = [
-    "--lengths",
-    "16",
-    "--widths",
-    "32",
-    "--steps",
-    "3",
-    "--tokens",
-    "64",
-    "--validate-every",
-    "2",
-    "--test-rows",
-    "8",
-    "--lrs",
-    "1e-2",
-]
+TINY = ("--words", "4", "--tokens-per-pair", "4", "--lengths", "8", "--widths", "32", "--test-rows", "16")
 
 
-def test_rows_ask_for_every_pair_once():
-    generator = torch.Generator().manual_seed(0)
-    ids, targets = mqar.make_rows(50, 64, 8, 32, 0.01, generator)
-    assert ids.shape == targets.shape == (50, 64)
-    for row, told in zip(ids.tolist(), targets.tolist(), strict=True):
-        pairs = dict(zip(row[:16:2], row[1:16:2], strict=True))
-        assert len(pairs) == 8 and all(1 <= key <= 32 < value <= 64 for key, value in pairs.items())
-        asked = {place: row[place] for place in range(16, 64) if row[place] != mqar.BLANK}
-        assert sorted(asked.values()) == sorted(pairs)
-        assert told == [pairs[asked[place]] if place in asked else mqar.NOTHING for place in range(64)]
-    again, _ = mqar.make_rows(50, 64, 8, 32, 0.01, torch.Generator().manual_seed(0))
-    assert torch.equal(again, ids)
-    # Near places are likelier than far ones.
-    places = (targets != mqar.NOTHING).float().mean(0)
-    assert places[18:30].sum() > places[50:62].sum()
+@pytest.fixture
+def run(monkeypatch):
+    """Calls the task, and returns its record."""
+    for name in TASKS.keys() - {"mqar"}:
+        monkeypatch.delitem(TASKS, name)
+
+    def call(out, *options):
+        main(["mqar", "--out", str(out), "--threads", "1", *TINY, *options])
+        return json.loads((out / "mqar.json").read_text(encoding="utf-8"))
+
+    return call
 
 
-@pytest.mark.parametrize("size", [1.0, 300.0])
-@pytest.mark.parametrize("length", [1, 2, 37])
-def test_decayed_average_is_the_recurrence(length, size):
-    torch.manual_seed(0)
-    k, v = (torch.randn(2, length, 5, dtype=torch.float64) for _ in range(2))
-    k, log_w, u = k * size, -torch.rand(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
-    inputs = [x.requires_grad_() for x in (k, v, log_w, u)]
-    out = baselines.decayed_average(*inputs)
-    rows = []
-    for t in range(length):
-        weights = [(t - 1 - i) * log_w + k[:, i] for i in range(t)] + [u + k[:, t]]
-        shares = torch.stack(weights, 1).softmax(1)
-        rows.append((shares * v[:, : t + 1]).sum(1))
-    expected = torch.stack(rows, 1)
-    torch.testing.assert_close(out, expected)
-    probe = torch.randn_like(out)
-    grads = (torch.autograd.grad((x * probe).sum(), inputs, allow_unused=True) for x in (out, expected))
-    for got, wanted in zip(*grads, strict=True):
-        assert (got is None) == (wanted is None)  # one token has no decay
-        if got is not None:
-            torch.testing.assert_close(got, wanted)
+def parse(*options):
+    parser = argparse.ArgumentParser()
+    mqar.add_arguments(parser)
+    return parser.parse_args(options)
 
 
-def test_linear_attention_is_its_sum():
-    torch.manual_seed(0)
-    mixing = baselines.LinearTimeMixing(
-        Rwkv5TimeMixing(make_config("eagle", vocabulary=9, width=64, layers=1), 0), 0.0
-    )
-    r, k, v = (torch.randn(2, 21, 64) for _ in range(3))
-    heads = [x.unflatten(-1, (2, 32)).transpose(1, 2).double() for x in (r, k, v)]
-    weights = (1 + F.elu(heads[0])) @ (1 + F.elu(heads[1])).transpose(-1, -2)
-    weights = weights.tril() / weights.tril().sum(-1, keepdim=True)
-    expected = (weights @ heads[2]).transpose(1, 2).flatten(-2)
-    torch.testing.assert_close(mixing.remember(r, k, v).double(), expected, atol=1e-4, rtol=1e-4)
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("name", baselines.MIXINGS)
-def test_baselines_look_back_only_and_keep_no_state(name):
-    torch.manual_seed(0)
-    model = baselines.make_baseline(name, make_config("eagle", vocabulary=9, width=32, layers=2)).eval()
-    for parameter in model.parameters():  # some begin as zeros
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    ids = torch.randint(9, (2, 12))
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits[:, :7], model(ids[:, :7]).logits)
-        changed = ids.clone()
-        changed[:, 0] = (ids[:, 0] + 1) % 9
-        assert not torch.allclose(model(ids).logits[:, -1], model(changed).logits[:, -1])
-    with pytest.raises(ValueError, match="has no state to keep"):
-        model(ids, use_cache=True)
+def plain_average(weights, v):
+    """The average of all values so far, `weights(t, i)` being those of token i for token t, up to a factor of t's."""
+    out = []
+    for t in range(v.shape[1]):
+        logs = torch.stack([weights(t, i) for i in range(t + 1)], dim=1)
+        out.append((logs.softmax(1) * v[:, : t + 1]).sum(1))
+    return torch.stack(out, dim=1)
 
 
-def test_a_run_goes_on_and_repeats(tmp_path, capsys):
-    def run(*options):
-        main(["mqar", *TINY, "--out", str(tmp_path), *options])
-        return json.loads((tmp_path / "mqar.json").read_text())
-
-    record = run("--architectures", "finch", "rwkv4")
-    assert [row["architecture"] for row in record["rows"]] == ["finch", "rwkv4"]
-    more = run()
-    assert more["rows"][:2] == record["rows"] and len(more["rows"]) == len(mqar.ARCHITECTURES)
-    with (tmp_path / "mqar.csv").open() as file:
-        assert [float(row["accuracy"]) for row in csv.DictReader(file)] == [row["accuracy"] for row in more["rows"]]
-    with pytest.raises(ValueError, match=r"seed = 0, not 1"):
-        run("--seed", "1")
-    fresh = run("--fresh", "--architectures", "finch")["rows"][0]
-    assert {**fresh, "seconds": 0} == {**record["rows"][0], "seconds": 0}
-    root = ElementTree.parse(tmp_path / "mqar.svg").getroot()
-    text = "".join(root.itertext())
-    assert "python -m examples.evaluation mqar" in text and "seed 0" in text
+def plain_rwkv4(k, v, log_w, u):
+    return plain_average(lambda t, i: u + k[:, t] if i == t else (t - 1 - i) * log_w + k[:, i], v)
 
 
-@pytest.mark.parametrize("options", [["--lengths", "8"], ["--lengths", "512"], ["--tokens-per-pair", "3"]])
-def test_impossible_rows_are_refused(tmp_path, options):
-    with pytest.raises(ValueError, match=options[0]):
-        main(["mqar", *TINY, "--out", str(tmp_path), *options])
-    assert not list(tmp_path.iterdir())
-
-
-def made_record(**accuracies):
-    cells = [(64, 32), (64, 64), (256, 32), (256, 64)]
-    rows = [
-        {"architecture": name.replace("_", "-"), "length": length, "width": width, "pairs": length // 8, "accuracy": x}
-        | {"validation": x, "steps": 800, "lr": 3e-3, "parameters": 1000}
-        for name, values in accuracies.items()
-        for (length, width), x in zip(cells, values, strict=True)
+@pytest.mark.parametrize("length", [1, 2, 7, 16])
+def test_the_memory_of_rwkv4_is_equation_2(length):
+    tensors = [
+        torch.randn(size, generator=seeded(3), dtype=torch.float64) for size in (2 * [(2, length, 5)] + 2 * [5])
     ]
-    said = {"command": "c", "seed": 0, "hardware": "h", "versions": {"torch": "1"}, "date": "d", "settings": {}}
-    return {**said, "rows": rows}
+    k, v, log_w, u = tensors[0], tensors[1].flip(-1), -tensors[2].exp(), tensors[3].flip(0)
+    inputs = [x.clone().requires_grad_() for x in (k, v, log_w, u)]
+    pushed = torch.randn(k.shape, generator=seeded(4), dtype=torch.float64)
+    results = []
+    for function in (baselines.decayed_average, plain_rwkv4):
+        out = function(*inputs)
+        results.append([out, *torch.autograd.grad(out, inputs, pushed, allow_unused=True, materialize_grads=True)])
+    torch.testing.assert_close(*results)
+
+
+def test_the_memory_of_rwkv4_bears_any_key():
+    k = 300 * torch.randn(2, 33, 6, generator=seeded(), requires_grad=True)
+    v = torch.randn(2, 33, 6, generator=seeded(1))
+    log_w, u = -torch.tensor([0.0, 1e-4, 0.1, 1.0, 20.0, 400.0]), torch.tensor([0.0, 300.0, -300.0, 1.0, -1.0, 90.0])
+    out = baselines.decayed_average(k, v, log_w, u)
+    torch.testing.assert_close(out.double(), plain_rwkv4(*(x.double() for x in (k, v, log_w, u))), rtol=0, atol=1e-3)
+    assert torch.autograd.grad(out.sum(), k)[0].isfinite().all()
+    assert out.dtype == torch.float32 == baselines.decayed_average(k.bfloat16(), v.bfloat16(), log_w, u).dtype
+
+
+def make_baseline(name, width=64):
+    torch.manual_seed(0)
+    model = baselines.make_baseline(name, make_config("eagle", vocabulary=20, width=width, layers=2)).eval()
+    with torch.no_grad():
+        for parameter in model.rwkv.blocks.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def plain_time_mixing(name, layer, x):
+    """Token shift, memory and output in float64, from the weights alone."""
+    weights = {key: value.double() for key, value in layer.state_dict().items()}
+    x = x.double()
+    before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
+    parts = []
+    for part in ("receptance", "key", "value"):
+        mu = weights[f"time_mix_{part}"]
+        parts.append((mu * x + (1 - mu) * before) @ weights[f"{part}.weight"].T)
+    r, k, v = parts
+    if name == "rwkv4":
+        out = r.sigmoid() * plain_rwkv4(k, v, -weights["time_decay"].exp(), weights["time_first"])
+    else:
+        heads = (*x.shape[:2], -1, 32)
+        r, k = (torch.where(y > 0, y + 1, y.exp()).view(heads) for y in (r, k))
+        v = v.view(heads)
+        out = plain_average(lambda t, i: (r[:, t] * k[:, i]).sum(-1, keepdim=True).log(), v).flatten(-2)
+    return out @ weights["output.weight"].T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", baselines.NAMES)
+def test_a_baseline_is_eagle_but_for_its_memory(name):
+    model = make_baseline(name)
+    x = torch.randn(2, 11, 64, generator=seeded())
+    tokens = argparse.Namespace(mask=None, starts=None)
+    for block in model.rwkv.blocks:
+        expected = plain_time_mixing(name, block.attention, x)
+        torch.testing.assert_close(block.attention(x, tokens).double(), expected, rtol=1e-4, atol=1e-4)
+
+    config = make_config("eagle", vocabulary=20, width=64, layers=2)
+    models = []
+    for make in (make_model, lambda config: baselines.make_baseline(name, config)):
+        torch.manual_seed(1)
+        models.append(make(config).state_dict())
+    eagle, older = models
+    added, gone = older.keys() - eagle.keys(), eagle.keys() - older.keys()
+    assert {key.rpartition(".")[2] for key in added} == ({"time_first"} if name == "rwkv4" else set())
+    assert {"ln_x.weight", "gate.weight", "time_mix_gate"} <= {key.partition("attention.")[2] for key in gone}
+    same = [key for key in older.keys() - added if not key.endswith("time_decay")]
+    assert len(same) > 30 and all(torch.equal(older[key], eagle[key]) for key in same)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", baselines.NAMES)
+def test_a_baseline_refuses_what_it_cannot_do(name):
+    model, ids = make_baseline(name), torch.arange(1, 9).view(1, 8)
+    assert model(ids).past_key_values is None
+    with pytest.raises(ValueError, match="`past_key_values` must be None and `use_cache` false"):
+        model(ids, use_cache=True)
+    for packed in ({"attention_mask": (ids > 2).long()}, {"cu_seqlens": torch.tensor([0, 3, 8])}):
+        with pytest.raises(ValueError, match="`attention_mask` and `cu_seqlens` must be None"):
+            model(ids, **packed)
+
+
+def test_rows_are_pairs_and_then_every_key_once():
+    rows, length, pairs, words = 200, 45, 5, 9
+    ids, targets = mqar.make_rows(rows, length, pairs, words, 0.01, seeded())
+    assert ids.shape == targets.shape == (rows, length)
+    firsts = []
+    for row, wanted in zip(ids.tolist(), targets.tolist(), strict=True):
+        told = dict(zip(row[: 2 * pairs : 2], row[1 : 2 * pairs : 2], strict=True))
+        assert len(told) == pairs == len(set(told.values()))
+        assert set(told) <= set(range(1, words + 1)) and set(told.values()) <= set(range(words + 1, 2 * words + 1))
+        asked = {place: word for place, word in enumerate(row) if place >= 2 * pairs and word != mqar.BLANK}
+        assert sorted(asked.values()) == sorted(told) and all(place % 2 == 0 for place in asked)
+        assert {place: told[key] for place, key in asked.items()} == {
+            place: value for place, value in enumerate(wanted) if value != mqar.NOTHING
+        }
+        firsts.append(list(told).index(asked[min(asked)]))
+    assert set(firsts) == set(range(pairs)) and max(map(firsts.count, firsts)) < rows / 3  # in no order
+    assert torch.equal(ids, mqar.make_rows(rows, length, pairs, words, 0.01, seeded())[0])
+    assert not torch.equal(ids, mqar.make_rows(rows, length, pairs, words, 0.01, seeded(1))[0])
+
+
+@pytest.mark.parametrize("power", [0.01, 1.0])
+def test_queries_are_nearer_by_a_power_law(power):
+    rows = 20_000
+    places = mqar.make_rows(rows, 20, 1, 3, power, seeded())[1].argmax(1)
+    weights = [gap ** (power - 1) for gap in range(1, 10)]
+    for gap, weight in enumerate(weights):
+        share = weight / sum(weights)
+        assert abs((places == 2 + 2 * gap).sum().item() - rows * share) < 5 * (rows * share * (1 - share)) ** 0.5
+
+
+def test_a_run_measures_each_cell_once_and_learns(run, tmp_path, monkeypatch):
+    short = ("--steps", "5", "--tokens", "32", "--validate-every", "3", "--lrs", "1e-3", "1e-2")
+    record = run(tmp_path / "all", *short)
+    assert [row["architecture"] for row in record["rows"]] == list(mqar.ARCHITECTURES)
+    assert all(row["pairs"] == 2 and 0 <= row["accuracy"] <= 1 for row in record["rows"])
+    with (tmp_path / "all/mqar.csv").open(encoding="utf-8", newline="") as file:
+        assert [{name: str(value) for name, value in row.items()} for row in record["rows"]] == list(
+            csv.DictReader(file)
+        )
+    svg = (tmp_path / "all/mqar.svg").read_text(encoding="utf-8")
+    said = ElementTree.fromstring(svg).findtext(".//{http://purl.org/dc/elements/1.1/}description")
+    assert all(text in said for text in (record["command"], "seed 0", record["hardware"]))
+    assert all(f"<!-- {text} -->" in svg for text in ("width (numbers a token)", "right answers (share)"))
+    assert all(f"<!-- {figures.NAMES[name]} -->" in svg for name in mqar.ARCHITECTURES)
+
+    baseline = ("--architectures", "rwkv4", "eagle")
+    again = run(tmp_path / "again", *short, *baseline)["rows"]
+    kept = [row for row in record["rows"] if row["architecture"] in baseline]
+    assert sorted(row["accuracy"] for row in kept) == sorted(row["accuracy"] for row in again)
+    finch = run(tmp_path / "finch", "--architectures", "finch", "--steps", "60", "--tokens", "512", "--lrs", "1e-2")
+    assert finch["rows"][0]["accuracy"] > 0.8  # a guess among the row's values: 0.5
+
+    monkeypatch.setattr(mqar, "train", None)
+    assert run(tmp_path / "all", *short) == record
+    with pytest.raises(ValueError, match="was measured with steps = 5, not 6"):
+        run(tmp_path / "all", *short, "--steps", "6")
+
+
+def test_a_training_grows_its_rows_and_ends_when_they_are_right(monkeypatch):
+    made, accuracies = [], iter([0.5, 0.98, 0.992, 0.9])
+    make_rows = mqar.make_rows
+
+    def spy(rows, length, pairs, words, power, generator):
+        made.append((rows, length, pairs, generator.initial_seed()))
+        return make_rows(rows, length, pairs, words, power, generator)
+
+    monkeypatch.setattr(mqar, "make_rows", spy)
+    monkeypatch.setattr(mqar, "accuracy_of", lambda *args: next(accuracies))
+    options = ("--steps", "24", "--tokens", "64", "--validate-every", "6", "--test-rows", "9")
+    arguments = argparse.Namespace(**vars(parse(*TINY, *options)), seed=5, device="cpu")
+    result = mqar.train(arguments, "transformer", 16, 32, 1e-3)
+    assert result["validation"] == 0.992 and result["accuracy"] == 0.9 and result["steps"] == 18
+    (*held_out, first), *learnt, (*tested, last) = made
+    assert held_out == tested == [9, 16, 4] and len({first, last, *(row[3] for row in learnt)}) == 3
+    assert {row[:3] for row in learnt[:6]} == {(8, 8, 2)} and len(learnt) == 18
+    assert {row[:3] for row in learnt[6:]} == {(8, 8, 2), (4, 16, 4)}
+
+
+def test_the_learning_rate_is_the_one_that_validates_best(monkeypatch):
+    validations = {0.1: 0.3, 0.2: 0.6, 0.3: 0.5, 0.4: 0.995, 0.5: 1.0}
+
+    def train(arguments, architecture, length, width, lr):
+        tried.append(lr)
+        return {"accuracy": 1 - validations[lr], "validation": validations[lr], "lr": lr}
+
+    monkeypatch.setattr(mqar, "train", train)
+    for lrs, best, count in ((("0.1", "0.2", "0.3"), 0.2, 3), (("0.1", "0.4", "0.5"), 0.4, 2)):
+        tried = []
+        row = mqar.measure(parse("--lrs", *lrs), "finch", length=64, width=32)
+        assert row["lr"] == best and len(tried) == count and row["pairs"] == 8
+
+
+def make_record(accuracy):
+    """A record in which `accuracy(architecture, length, width)` was measured."""
+    cells = mqar.cells(argparse.Namespace(**vars(parse()), architectures=mqar.ARCHITECTURES))
+    more = {"steps": 800, "lr": 1e-3, "parameters": 33_000}
+    return {"rows": [{**cell, "pairs": cell["length"] // 8, "accuracy": accuracy(**cell), **more} for cell in cells]}
 
 
 def test_findings_follow_the_numbers():
-    good = made_record(finch=[0.99] * 4, rwkv4=[0.5, 0.6, 0.1, 0.2])
-    text = "\n".join(mqar.findings(good))
-    assert "near 100% everywhere: so here." in text and "Finch above RWKV-4: so here." in text
-    assert "fall with length: so here." in text and "rise with width: so here." in text
-    bad = made_record(finch=[0.1, 0.1, 0.99, 0.2], rwkv4=[0.5, 0.4, 0.99, 0.9])
-    text = "\n".join(mqar.findings(bad))
-    assert "near 100% everywhere: not so here." in text and "Finch above RWKV-4: not so here in every cell." in text
-    assert "fall with length: not so here." in text and "rise with width: not so here." in text
-    assert len(mqar.table(good)[1]) == 8
-    axes = figures.draw(mqar, good)["mqar"].axes
-    assert [a.get_xlabel() for a in axes] == ["width (numbers a token)"] * 2
-    assert axes[0].get_ylabel() == "right answers (share)"
+    def as_the_paper(architecture, length, width):
+        return {"finch": 0.999, "eagle": 1 - 0.16 * length / 256 * 32 / width, "rwkv4": 8 / length}.get(
+            architecture, 0.5
+        )
+
+    finch, eagle, rwkv4, _, _, against, _, against_eagle, _, longer, wider = mqar.findings(make_record(as_the_paper))
+    assert finch.startswith("Finch tells 95% of the values or more in 9 of 9 cells, 99.9% in the worst")
+    assert finch.endswith("near 100% everywhere: so here.")
+    assert "in 6 of 9 cells, 84.0% in the worst (256 tokens, width 32)" in eagle
+    assert rwkv4.endswith("no better than a guess in 9.") and "guess" not in finch + eagle
+    assert "higher in 9, lower in 0, and within 0.01 in 0 of 9 cells; +92.6 points" in against
+    assert against.endswith("so here.") and against_eagle.endswith("Figure 4 has Eagle above RWKV-4: so here.")
+    assert "higher in 0, lower in 6, and within 0.01 in 9 of 15 lines" in longer and longer.endswith(": so here.")
+    assert wider.endswith(": so here.")
+
+    backwards = mqar.findings(
+        make_record(lambda architecture, length, width: 1 - as_the_paper("eagle", width, length))
+    )
+    assert [line.endswith("not so here.") or "not so here in every cell." in line for line in backwards] == [
+        *(True, False, False, False, False),
+        *(True, False, True, False, True, True),
+    ]
+
+
+def test_table_and_figure_have_every_row_that_there_is():
+    record = make_record(lambda architecture, length, width: width / 128 if architecture == "rwkv4" else 1.0)
+    header, rows = mqar.table(record)
+    assert len(rows) == 45 and all(len(row) == len(header) for row in rows)
+    assert ["RWKV-4 memory", "128", "16", "64", "0.500", "800", "0.001", "33,000"] in rows
+    record["rows"] = [row for row in record["rows"] if row["architecture"] == "rwkv4" and row["length"] > 64][:-1]
+    figure = figures.draw(mqar, record)["mqar"]
+    assert [axes.get_title() for axes in figure.axes] == ["128 tokens, 16 pairs", "256 tokens, 32 pairs"]
+    assert [list(axes.lines[0].get_xdata()) for axes in figure.axes] == [[32, 64, 128], [32, 64]]
+    assert list(figure.axes[1].lines[0].get_ydata()) == [0.25, 0.5]
+    assert len(mqar.table(record)[1]) == 5 and len(mqar.findings(record)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tokens-per-pair", "3"), "--tokens-per-pair must be at least 4, got 3"),
+        (("--lengths", "64", "15"), "at least 16, for two pairs.* got 15"),
+        (("--lengths", "264"), "at most 256, for as many pairs as --words.* got 264"),
+        (("--tokens", "128"), "and 128, --tokens of a step; got 256"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        mqar.cells(argparse.Namespace(**vars(parse(*options)), architectures=["finch"]))

@@ -20,14 +20,31 @@ from examples.evaluation.__main__ import main
 from examples.evaluation.models import make_config, make_model
 
 
-STATEMENTS = {"passkey": "the pass key is", "number": "the special magic number for ([a-z]+) is"}
+DIGITS = r"((?: \d){%d})"
+STATEMENTS = {"passkey": "the pass key is", "number": "the special magic number for (?P<key>[a-z]+) is"}
 PLAIN = {
     "passkey": r"the (rain is cold|road is long|moon is pale)|here we stay|out and home again",
-    "number": r"(the|every) \w+ \w+ the \w+ \w+ again|the \w+ \w+ \w+ the \w+|a \w+ is \w+ the \w+ \w+|"
-    r"the \w+ \w+ a \w+ \w+ \w+ the \w+|\w+ the \w+ is a \w+",
+    "number": r"the \w+ \w+ \w+ the \w+|a \w+ is \w+ the \w+ \w+|the \w+ \w+ a \w+ \w+ \w+ the \w+|"
+    r"\w+ the \w+ is a \w+|every \w+ \w+ the \w+ \w+ again",
 }
-TINY = {"width": 32, "layers": 1, "window": 32, "train-length": 48, "shortest": 40, "digits": 2, "steps": 3}
-TINY |= {"tokens": 96, "texts": 1}
+TINY = [
+    "--width",
+    "32",
+    "--layers",
+    "1",
+    "--window",
+    "32",
+    "--train-length",
+    "48",
+    "--digits",
+    "2",
+    "--steps",
+    "3",
+    "--tokens",
+    "96",
+    "--texts",
+    "1",
+]
 
 
 def read(ids: list[int]) -> list[str]:
@@ -35,35 +52,38 @@ def read(ids: list[int]) -> list[str]:
     return [needle.WORDS[number - 1] for number in ids[1:]]
 
 
-@pytest.mark.parametrize("variant", needle.VARIANTS)
-def test_a_text_has_one_needle_and_asks_for_it(variant):
-    generator, answers, keys = random.Random(0), set(), set()
-    for depth, length, digits in itertools.product((0.0, 0.1, 0.37, 0.9, 1.0), (40, 64, 65, 300), (2, 5)):
+@pytest.mark.parametrize(("variant", "digits"), [*itertools.product(needle.VARIANTS, (2, 5))])
+def test_a_text_has_one_needle_and_asks_for_it(variant, digits):
+    generator = random.Random(0)
+    answers, keys = set(), set()
+    for depth, length in itertools.product((-0.02, 0.0, 0.37, 1.0, 1.02), (40, 64, 65, 300)):
         words = read(needle.make_text(variant, length, depth, digits, generator))
         assert len(words) == length - 1
-        text = " ".join(words)
-        told = re.search(rf"(^|(?<= \. ))({STATEMENTS[variant]})((?: \d){{{digits}}}) \.", text)
-        statement, answer = told[2], told[told.lastindex]
+        text, statement = " ".join(words), STATEMENTS[variant]
+        there = statement + DIGITS % digits
+        asked = re.search(
+            f"(?:^| )what is {statement.removesuffix(' is')} \\? {there.replace('?P<key>', '?:')}$", text
+        )
+        told = re.search(f"(?:^|[.] )(?P<needle>{there} \\.)", text)
+        question = text[asked.start() :]
+        before, behind = text[: told.start("needle")].split(), text[told.end("needle") : asked.start()].split()
+        # The answer is what the needle says, of the same noun, and no digit stands anywhere else.
+        answer = told["needle"].split()[-1 - digits : -1]
+        assert words[-digits:] == answer and len(set(answer)) == digits
+        assert sum(word.isdigit() for word in words) == 2 * digits
         if variant == "number":
-            keys.add(told[3])
-        # The question is what the needle says, and asks for what it says; no digit stands anywhere else.
-        question = f" what is {statement.removesuffix(' is')} ? {statement}{answer}"
-        assert text.endswith(question)
-        assert len(set(answer.split())) == digits and sum(map(str.isdigit, words)) == 2 * digits
-        answers.add(answer)
-        # The needle is between sentences, as near to the depth as these let it be.
-        before = words[: len(text[: told.start()].split())]
-        behind = text[told.end() : len(text) - len(question)].split()
+            key = told["key"]
+            assert question.split().count(key) == 2
+            keys.add(key)
+        # Between sentences, next to the depth: sentences have at most 10 words.
         room = len(before) + len(behind)
-        assert not before or before[-1] == "."
-        ends = [0, *(place for place, word in enumerate(before + behind, start=1) if word == ".")]
-        assert abs(len(before) - depth * room) == min(abs(end - depth * room) for end in ends)
-        # Only the first sentence may lack its beginning, and the last one its end.
-        sentences = " ".join([*before, *behind]).split(" .")
-        assert all(re.fullmatch(PLAIN[variant], sentence.strip()) for sentence in sentences[1:-1])
-        assert len(sentences) > room // 11
-    assert len(answers) > 30 and len(keys) == (0 if variant == "passkey" else len(keys | {""}) - 1)
-    assert variant == "passkey" or len(keys) > 10
+        assert abs(len(before) - min(max(depth, 0), 1) * room) <= 10
+        assert (not before) if depth <= 0 else (not behind or before or depth < 0.5)
+        first, *sentences = " ".join([*before, *behind]).split(" .")
+        assert all(re.fullmatch(PLAIN[variant], sentence.strip()) for sentence in sentences if sentence.strip(" ."))
+        assert len(first.split()) <= 10
+        answers.add(tuple(answer))
+    assert len(answers) > 10 and (variant == "passkey" or len(keys) > 5)
 
 
 def test_a_text_without_room_is_refused():
@@ -98,10 +118,9 @@ def run(monkeypatch, tmp_path):
     """Calls the task with tiny models, and returns its record."""
     for name in TASKS.keys() - {"needle"}:
         monkeypatch.delitem(TASKS, name)
-    tiny = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
 
     def call(*options):
-        main(["needle", "--out", str(tmp_path), "--lengths", "48", "--architectures", "finch", *tiny, *options])
+        main(["needle", "--out", str(tmp_path), "--lengths", "48", "--architectures", "finch", *TINY, *options])
         return json.loads((tmp_path / "needle.json").read_text(encoding="utf-8"))
 
     return call
@@ -114,7 +133,8 @@ def test_rows_grow_as_the_model_learns(run, monkeypatch, learned, longest):
     monkeypatch.setattr(needle, "make_text", lambda *call: texts.append(call) or make_text(*call))
     run("--steps", "24", "--lengths", "64")
     trained = [call for call in texts if call[1] != 64]
-    assert {length for _, length, *_ in trained} == {40, longest} and trained[0][1] == 40
+    lengths = [length for _, length, *_ in trained]
+    assert lengths[0] == min(lengths) == 40 and max(lengths) <= longest and (max(lengths) > 40) == (longest > 40)
     assert {variant for variant, *_ in trained} == set(needle.VARIANTS)
     assert min(depth for _, _, depth, *_ in trained) < 0.2 and max(depth for _, _, depth, *_ in trained) > 0.8
     # The test has every depth of both variants.
@@ -147,13 +167,19 @@ def test_runs_go_on_and_repeat(run, monkeypatch, tmp_path):
     with (tmp_path / "needle.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows == [{name: str(value) for name, value in row.items()} for row in more["rows"]]
-    files = {"needle.csv", "needle.json", "needle_depth.svg", "needle_length.svg"}
-    assert {path.name for path in tmp_path.iterdir()} == {"needle-finch", "needle-transformer", *files}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [
+            "needle-finch",
+            "needle-transformer",
+            *(f"needle{end}" for end in ("_depth.svg", "_length.svg", ".csv", ".json")),
+        ]
+    )
 
-    # The same seed makes the same numbers; weights of another seed or of other settings are not taken.
+    # The same seed makes the same model and the same numbers, another one others.
     again = run("--fresh", "--lengths", "48", "96", "--architectures", "finch", "transformer")
     assert trained == 2 * ["finch", "transformer"] and weights_of(tmp_path) == weights
-    assert without_times(again) == without_times(more)
+    for row in without_times(again):  # in another order
+        assert row in without_times(more)
     (tmp_path / "needle.json").unlink()
     run("--seed", "1")
     assert trained[4:] == ["finch"] and weights_of(tmp_path) != weights
@@ -195,12 +221,18 @@ def test_findings_are_of_the_numbers():
         transformer={512: 1.0, 1024: 0.2},
     )
     said = needle.findings(record)
-    assert said[2] == (
-        "Finch, passkey, right answers by length in tokens: 100.0% (512), 54.5% (1,024). At 1,024 20.0% in the first "
-        "half of the text, 100.0% in the second."
-    )
-    assert said[0].endswith("80.0% (512), 73.0% (1,024), 90.0% (65,536).")
-    assert all(" Here it keeps at least 90% of its accuracy at 512 tokens up to " in line for line in said[-4:])
+    finch = "Finch, passkey, right answers by length in tokens: 100.0% (512), 54.5% (1,024). At 1,024 "
+    assert any(line.startswith(finch) for line in said)
+    assert any(line.endswith("80.0% (512), 73.0% (1,024), 90.0% (65,536).") for line in said)
+    assert "passkey at 65,536 tokens, 128 times the training's: Avey 90.0%." in said
+    compared = {line.split()[0]: line.split("). ")[1] for line in said if "in the papers" in line}
+    kept = "Here it keeps at least 90% of its accuracy at 512 tokens up to "
+    assert compared == {
+        "Avey": kept + "65,536, 128 times the training's: as far as there.",
+        "Raven": kept + "8,192, 16 times the training's: as far as there.",
+        "Gecko": kept + "1,024, 2 times the training's: farther than there.",
+        "Transformer": kept + "512, 1 times the training's: as far as there.",
+    }
 
 
 @pytest.mark.parametrize(

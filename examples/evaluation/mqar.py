@@ -196,10 +196,10 @@ def measure(arguments: argparse.Namespace, architecture: str, length: int, width
 def lines_of(record: dict[str, Any]) -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
     """Rows by architecture, length and width, in this order."""
     rows = sorted(record["rows"], key=lambda row: (row["length"], row["width"]))
-    lines = {
-        name: {(row["length"], row["width"]): row for row in rows if row["architecture"] == name} for name in NAMES
-    }
-    return {name: lines[name] for name in ARCHITECTURES if lines[name]}
+    lines: dict[str, dict] = {name: {} for name in ARCHITECTURES}
+    for row in rows:
+        lines[row["architecture"]][row["length"], row["width"]] = row
+    return {name: line for name, line in lines.items() if line}
 
 
 def draw(record: dict[str, Any]) -> dict[str, Any]:
@@ -257,9 +257,8 @@ def findings(record: dict[str, Any]) -> list[str]:
         sentence += f", {worst['accuracy']:.1%} in the worst ({length} tokens, width {width})"
         sentence += f"; no better than a guess in {guesses}." if guesses else "."
         if architecture == "finch":
-            sentence += " Figure 4 has it near 100% everywhere: " + (
-                "so here." if near == len(rows) else "not so here."
-            )
+            sentence += " Figure 4 has it near 100% everywhere: "
+            sentence += "so here." if near == len(rows) else "not so here."
         said.append(sentence)
     for newer in ("finch", "eagle"):
         for older in MIXINGS:
