@@ -88,6 +88,7 @@ def run_example():
     """What the example prints."""
     sys.argv = [str(EXAMPLE), *WRITE]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
+        sys.path.insert(0, str(EXAMPLE.parent))  # as where Python runs a script
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     return printed.getvalue()
 
