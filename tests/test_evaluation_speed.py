@@ -115,7 +115,7 @@ def test_memory_is_the_peak_beyond_what_is_held():
         return torch.ones(2**20)
 
     for _ in range(2):  # the peak begins anew
-        assert speed.peak_mebibytes(call, device) == pytest.approx(32, abs=2)
+        assert speed.peak_mebibytes(call, device) == pytest.approx(32, abs=6)
     assert speed.peak_mebibytes(lambda: torch.ones(2**21), device) == pytest.approx(8, abs=1)
     assert speed.peak_mebibytes(lambda: None, device) == pytest.approx(0, abs=1)
     assert held.sum() == 2**20

@@ -13,7 +13,7 @@ ones, up to the length of the test: transformers find the task much later withou
 values of rows kept apart are right, or the steps are spent; of several learning rates that one counts which does best
 on these rows. The accuracy is that of yet other rows, the same for all models.
 
-The papers train models of width 64 to 512 on 64 to 512 tokens of 8,192 words; here all three are fewer, so that a CPU
+Zoology trains models of width 64 to 512 on 64 to 512 tokens of 8,192 words; here all three are fewer, so that a CPU
 is enough. Beside Eagle and Finch there are an Eagle with the memory of RWKV-4, one with linear attention, and a
 transformer. Who guesses among the values of the row is right once in as many times as it has pairs.
 """

@@ -292,9 +292,10 @@ def findings(record: dict[str, Any]) -> list[str]:
     speeds = {name: list(values.items())[-FITTED:] for name, values in series(record, "tokens_per_second").items()}
     decays = {name: f"{-exponent(dict(values)):.2f}" for name, values in speeds.items() if len(values) > 1}
     if decays:
+        fitted = max(map(len, speeds.values()))
         said.append(
             "The exponent alpha of the throughput's decay, N^-alpha (0 where time is linear in the length, 1 where "
-            f"it is quadratic), over the {max(map(len, speeds.values()))} longest lengths read: {said_of(decays)}. Figure 2 of Avey-B has "
+            f"it is quadratic), over the {fitted} longest lengths read: {said_of(decays)}. Figure 2 of Avey-B has "
             "0.44 for Avey-B, 0.77 and 0.81 for encoders with attention."
         )
     for comparison in COMPARED:
