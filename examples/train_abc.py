@@ -128,6 +128,7 @@ def losses_of(model: PreTrainedModel, rows: torch.Tensor, generator: torch.Gener
 @torch.no_grad()
 def bits_per_byte(model: PreTrainedModel, tunes: list[str], rows: int = 16) -> float:
     """Each tune by itself and with the boundary that ends it; the first byte, always an X, is given."""
+    was_training = model.training
     model.eval()
     ids = sorted((torch.tensor([*tune.encode("ascii"), BOUNDARY]) for tune in tunes), key=len)
     generator = torch.Generator().manual_seed(0)  # the same masks every time
@@ -135,7 +136,7 @@ def bits_per_byte(model: PreTrainedModel, tunes: list[str], rows: int = 16) -> f
     for start in range(0, len(ids), rows):
         batch = torch.nn.utils.rnn.pad_sequence(ids[start : start + rows], batch_first=True, padding_value=-1)
         losses.append(losses_of(model, batch, generator))
-    model.train()
+    model.train(was_training)
     return torch.cat(losses).mean().item() / math.log(2)
 
 

@@ -167,12 +167,17 @@ def test_three_steps_give_a_directory_that_loads(tmp_path):
     lines = [re.sub(r"^\[20.*\n", "", run.stdout, flags=re.MULTILINE) for run in (second, third)]
     assert lines[0] == lines[1]
 
+    from train_abc import bits_per_byte
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import subquad  # noqa: F401 (registers the architectures)
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
     assert model.dtype == torch.bfloat16
+    # The loss is measured between two steps, and before samples that dropout or a router's noise would spoil.
+    for training in (True, False):
+        bits_per_byte(model.train(training), [HEADER + BODY])
+        assert model.training is training
     assert model.generation_config.do_sample and model.generation_config.eos_token_id == 0
     inputs = tokenizer(HEADER, return_tensors="pt")
     torch.manual_seed(0)
