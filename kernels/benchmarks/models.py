@@ -147,17 +147,18 @@ def against_rwkv(version: int, length: int, new_tokens: int, repeats: int) -> No
 
 
 def trained(length: int, new_tokens: int, repeats: int) -> None:
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+    import transformers
 
+    from subquad import lm_auto_class
     from subquad.cli import ABC_HEADER
     from subquad.info import EMBEDDED
 
     print(f"Models of ABC tunes: prefill of {length} bytes, and {new_tokens} bytes written behind them")
     for path in sorted(EMBEDDED.iterdir()):
-        is_encoder = path.name == "avey-b-abc"
-        auto = AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM
-        model = auto.from_pretrained(path, dtype=torch.float32).eval()
-        ids = AutoTokenizer.from_pretrained(path)(ABC_HEADER, return_tensors="pt")["input_ids"]
+        auto_class = lm_auto_class(transformers.AutoConfig.from_pretrained(path).model_type)
+        is_encoder = auto_class == "AutoModelForMaskedLM"
+        model = getattr(transformers, auto_class).from_pretrained(path, dtype=torch.float32).eval()
+        ids = transformers.AutoTokenizer.from_pretrained(path)(ABC_HEADER, return_tensors="pt")["input_ids"]
         if is_encoder:
             ids, options = ids.repeat(1, -(-length // ids.shape[1]))[:, :length], {}
         else:
