@@ -1,7 +1,6 @@
 """Trainer, accelerate and TRL with every architecture, and the papers' parameter groups."""
 
 import copy
-import gc
 import importlib
 import itertools
 import math
@@ -40,6 +39,7 @@ from subquad.training import RECIPES, parameter_groups
 from subquad_tokenizers import ByteTokenizer
 
 
+pytestmark = pytest.mark.usefixtures("imports_are_no_garbage")  # every training begins with a look for garbage
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 each_trained = pytest.mark.parametrize(
@@ -48,15 +48,6 @@ each_trained = pytest.mark.parametrize(
 )
 # What is random in training: Raven's router has noise of its own.
 DROPOUT = {"gecko": dict.fromkeys(("dropout", "hidden_dropout", "attention_dropout"), 0.1)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports_are_no_garbage():
-    """Every training begins with a look for garbage, which among all that has been imported takes half a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def new_model(model_type, **fields):

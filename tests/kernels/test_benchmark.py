@@ -1,7 +1,6 @@
 """The benchmarks of WKV, Avey, Avey-B, Raven and Gecko: that every part runs, and what they write."""
 
 import csv
-import gc
 import importlib.util
 import itertools
 import json
@@ -18,13 +17,7 @@ from safetensors import safe_open
 from subquad_kernels import wkv
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imports_are_no_garbage():
-    """Every measurement of memory begins with a look for garbage, which takes long among all that is imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("imports_are_no_garbage")  # every measurement of memory looks for garbage
 
 
 def load(monkeypatch, script):
