@@ -70,6 +70,11 @@ def line_of(architecture: str) -> dict[str, str]:
     }
 
 
+def short(length: int) -> str:
+    """A number of tokens or bytes as the ticks of an axis have it."""
+    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+
+
 def caption(record: dict[str, Any]) -> str:
     """What every figure says about itself."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())

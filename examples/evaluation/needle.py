@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from tqdm import trange
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .figures import line_of, new_figure
+from .figures import line_of, new_figure, short
 from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer
 
 
@@ -241,10 +241,6 @@ def lines_of(record: dict[str, Any]) -> dict[str, dict[str, dict[int, dict[str, 
     for row in sorted(record["rows"], key=in_order):
         lines.setdefault(row["architecture"], {}).setdefault(row["variant"], {})[row["length"]] = row
     return lines
-
-
-def short(length: int) -> str:
-    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
 
 
 def draw(record: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import subquad
 
-from .figures import line_of, new_figure
+from .figures import line_of, new_figure, short
 from .models import CAUSAL, NAMES
 
 
@@ -269,7 +269,7 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
         right.set(title=f"Less the loss at {TRAINED:,}", ylabel="difference (bits a byte)")
         for axes in (left, right):
             axes.set_xscale("log", base=2)
-            axes.set_xticks(ticks, [f"{tick // 1024}K" if tick % 1024 == 0 else str(tick) for tick in ticks])
+            axes.set_xticks(ticks, [*map(short, ticks)])
             axes.set_xlabel("length of the context (bytes)")
             axes.axvline(TRAINED, color="#999999", linewidth=0.8, linestyle=":")
         handles, labels = left.get_legend_handles_labels()

@@ -29,8 +29,8 @@ tell how good large ones are.
 """
 ABOUT_ZOO = """
 The models that come with the package, trained on the same rows of folk tunes in ABC notation with
-`examples/train_abc.py` (avey-b-abc at twice the learning rate), as their cards
-describe them. `subquad generate --model finch-abc` writes a tune.
+`examples/train_abc.py` (avey-b-abc at twice the learning rate), as their cards describe them.
+`subquad generate --model finch-abc` writes a tune.
 """
 # Nothing may be fetched or run, whatever a record holds.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

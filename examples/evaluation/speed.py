@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 
-from .figures import line_of, new_figure
+from .figures import line_of, new_figure, short
 from .models import NAMES, make_config, make_model
 
 
@@ -216,7 +216,7 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
             axes.plot(values.keys(), values.values(), **line_of(architecture))
         axes.set(title=title, ylabel=unit, yscale="log", xlabel="length of the text (tokens)")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths], fontsize=8)
+        axes.set_xticks(lengths, [*map(short, lengths)], fontsize=8)
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return {"speed": figure}
 
