@@ -72,6 +72,11 @@ ARCHITECTURES = {
             "AutoModelForSequenceClassification": "GeckoForSequenceClassification",
         },
     ),
+    "visual_rwkv": (
+        "subquad.models.visual_rwkv",
+        "VisualRwkvConfig",
+        {"AutoModel": "VisualRwkvModel", "AutoModelForImageTextToText": "VisualRwkvForConditionalGeneration"},
+    ),
 }
 
 _EXPORTS = {
@@ -87,18 +92,26 @@ _EXPORTS = {
     "preset_config": "subquad.presets",
     "split_text": "subquad.context_parallel",
 }
+# Of models that read images: model type to the class behind AutoProcessor.
+PROCESSORS = {"visual_rwkv": "VisualRwkvProcessor"}
 for _folder, _config, _heads in ARCHITECTURES.values():
     _name = _folder.rpartition(".")[2]
     _EXPORTS[_config] = f"{_folder}.configuration_{_name}"
     _EXPORTS.update(dict.fromkeys(_heads.values(), f"{_folder}.modeling_{_name}"))
+for _model_type, _processor in PROCESSORS.items():
+    _folder = ARCHITECTURES[_model_type][0]
+    _EXPORTS[_processor] = f"{_folder}.processing_{_folder.rpartition('.')[2]}"
 
-__all__ = ["ARCHITECTURES", "__version__", *_EXPORTS]
+__all__ = ["ARCHITECTURES", "PROCESSORS", "__version__", *_EXPORTS]
 
 
 def lm_auto_class(model_type: str) -> str:
-    """Name of the Auto class of an architecture's language model: a causal one, or the masked one of an encoder."""
-    causal = "AutoModelForCausalLM"
-    return causal if causal in ARCHITECTURES[model_type][2] else "AutoModelForMaskedLM"
+    """
+    Name of the Auto class of an architecture's language model: a causal one, the masked one of an encoder, or one that
+    reads images, too.
+    """
+    names = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageTextToText")
+    return next(name for name in names if name in ARCHITECTURES[model_type][2])
 
 
 def __getattr__(name: str):
@@ -152,6 +165,7 @@ def _register_models() -> None:
     names = {
         "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
         "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
         "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -161,6 +175,14 @@ def _register_models() -> None:
         for auto_class, head in heads.items():
             getattr(modeling_auto, auto_class).register(__getattr__(config), __getattr__(head), exist_ok=True)
             names[auto_class][model_type] = head
+
+
+def _register_processors() -> None:
+    from transformers.models.auto.processing_auto import AutoProcessor
+
+    for model_type, processor in PROCESSORS.items():
+        config = ARCHITECTURES[model_type][1]
+        AutoProcessor.register(__getattr__(config), __getattr__(processor), exist_ok=True)
 
 
 def _register_pipelines() -> None:
@@ -192,6 +214,7 @@ _PENDING = {
     f"{_AUTO}configuration_auto": _register_configurations,
     f"{_AUTO}tokenization_auto": _register_tokenizers,
     f"{_AUTO}modeling_auto": _register_models,
+    f"{_AUTO}processing_auto": _register_processors,
     _PIPELINES: _register_pipelines,
     "peft.utils.constants": _register_adapters,
     "peft": _register_state_tuning,

@@ -31,6 +31,7 @@ _RWKV = Targets(
 TARGETS = {
     "rwkv5": _RWKV,
     "rwkv6": _RWKV,
+    "visual_rwkv": _RWKV,  # the text model's; no name is one in the tower
     "avey": Targets(
         projections=["enricher", "fuser"],
         scaled=["enricher"],

@@ -498,7 +498,8 @@ class CausalLMHead:
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            vocabulary = self.config.get_text_config().vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

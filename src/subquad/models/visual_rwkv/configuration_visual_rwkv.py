@@ -1,0 +1,125 @@
+"""Configuration of VisualRWKV."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from ..rwkv5.configuration_rwkv5 import Rwkv5Config
+from ..rwkv6.configuration_rwkv6 import Rwkv6Config
+
+
+TEXT_CONFIGS = {config.model_type: config for config in (Rwkv5Config, Rwkv6Config)}
+# openai/clip-vit-large-patch14-336, the tower of all published models.
+TOWER = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+    "projection_dim": 768,
+}
+READING_ORDERS = {"rwkv5": "forward", "rwkv6": "alternate"}
+
+
+@strict
+class VisualRwkvConfig(PreTrainedConfig):
+    r"""
+    Configuration of a VisualRWKV model, section 10.2 of "Eagle and Finch" (arXiv:2404.05892): a CLIP vision tower, a
+    projection without bias, and Eagle or Finch, which makes the two published generations: with Eagle (v5.0) an image's
+    class token comes first and its patches follow, with Finch (v6.0) it comes last.
+
+    Args:
+        vision_config: of the tower, a `CLIPVisionConfig` or its fields; that of openai/clip-vit-large-patch14-336
+            where None.
+        text_config: a [`Rwkv5Config`] or [`Rwkv6Config`], or its fields with `model_type`; Finch's defaults where
+            None.
+        image_token_id: the id of the placeholders, which stands in `input_ids` where features of an image go, once
+            for each. The tokens of World end before 65530, its embeddings do not.
+        grid_size: what becomes of an image's patches. -1: all of them; 0: only the class token is read; 1: their mean
+            (with Eagle the mean of them and the class token, in place of both); n: means of n x n squares, where n
+            divides the patches of a side.
+        reading_order: "forward", or "alternate": every second block, from the second one on, reads the patches of an
+            image from the last to the first. Where None, what the published models were trained with: "forward" with
+            Eagle, "alternate" with Finch.
+    """
+
+    model_type = "visual_rwkv"
+    sub_configs = {"vision_config": PreTrainedConfig, "text_config": PreTrainedConfig}
+    keys_to_ignore_at_inference = ["past_key_values", "image_hidden_states"]
+
+    vision_config: dict | PreTrainedConfig | None = None
+    text_config: dict | PreTrainedConfig | None = None
+    image_token_id: int = 65530
+    grid_size: int = -1
+    reading_order: str | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        if self.vision_config is None or isinstance(self.vision_config, dict):
+            # Not above: it imports the tables of all models, which takes as long as torch, and wants them complete.
+            from transformers import CLIPVisionConfig
+
+            self.vision_config = CLIPVisionConfig(**(self.vision_config or TOWER))
+        if self.text_config is None:
+            self.text_config = Rwkv6Config()
+        elif isinstance(self.text_config, dict):
+            self.text_config = self._text_config(**self.text_config)
+        self.tie_word_embeddings = self.tie_word_embeddings or self.text_config.tie_word_embeddings
+        if self.reading_order is None:
+            self.reading_order = READING_ORDERS.get(self.text_config.model_type)
+        super().__post_init__(**kwargs)
+
+    @staticmethod
+    def _text_config(model_type: str = "rwkv6", **fields: Any) -> PreTrainedConfig:
+        if model_type not in TEXT_CONFIGS:
+            raise ValueError(f"`text_config`: its `model_type` must be rwkv5 or rwkv6, got {model_type!r}.")
+        return TEXT_CONFIGS[model_type](**fields)
+
+    @property
+    def class_token_first(self) -> bool:
+        """Whether an image's class token comes before its patches."""
+        return self.text_config.model_type == "rwkv5"
+
+    @property
+    def patches_per_side(self) -> int:
+        """Patches of a side of the image, as the tower cuts it."""
+        return self.vision_config.image_size // self.vision_config.patch_size
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Number of features of an image, and of placeholders."""
+        if self.grid_size == 0 or (self.grid_size == 1 and self.class_token_first):
+            return 1
+        return 1 + (self.patches_per_side if self.grid_size == -1 else self.grid_size) ** 2
+
+    def validate_architecture(self):
+        """Refuses sizes that do not fit together, before any tensor is made."""
+        vision, text = self.vision_config, self.text_config
+        if vision.model_type != "clip_vision_model":
+            raise ValueError(
+                f"`vision_config`: its `model_type` must be clip_vision_model, got {vision.model_type!r}."
+            )
+        if text.model_type not in TEXT_CONFIGS:
+            raise ValueError(f"`text_config`: its `model_type` must be rwkv5 or rwkv6, got {text.model_type!r}.")
+        text.validate_architecture()
+        if vision.image_size % vision.patch_size:
+            raise ValueError(
+                f"`vision_config`: `image_size` {vision.image_size} must be a multiple of `patch_size` "
+                f"{vision.patch_size}."
+            )
+        if self.grid_size < -1 or (self.grid_size > 0 and self.patches_per_side % self.grid_size):
+            raise ValueError(
+                f"`grid_size` must be -1, 0 or a divisor of the {self.patches_per_side} patches of a side, got "
+                f"{self.grid_size}."
+            )
+        if self.reading_order not in ("forward", "alternate"):
+            raise ValueError(f"`reading_order` must be 'forward' or 'alternate', got {self.reading_order!r}.")
+        if not 0 <= self.image_token_id < text.vocab_size:
+            raise ValueError(
+                f"`image_token_id` must be one of the {text.vocab_size} ids of `text_config`, got {self.image_token_id}."
+            )
+
+
+__all__ = ["VisualRwkvConfig"]

@@ -1,0 +1,375 @@
+"""VisualRWKV, section 10.2 of "Eagle and Finch": images in front of Eagle (RWKV-5) and Finch (RWKV-6)."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import CLIPVisionModel, PreTrainedModel, SuppressTokensLogitsProcessor
+from transformers import initialization as init
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    BaseModelOutputWithPooling,
+    CausalLMOutputWithPast,
+)
+from transformers.utils import can_return_tuple
+
+from ...cache import RecurrentCache
+from ...heads import CausalLMHead, Linear, RecurrentGenerationMixin, RecurrentModelMixin
+from ...padding import Tokens, can_look_at
+from ..rwkv5.modeling_rwkv5 import Rwkv5Model
+from ..rwkv6.modeling_rwkv6 import Rwkv6Model
+from .configuration_visual_rwkv import VisualRwkvConfig
+
+
+TEXT_MODELS = {"rwkv5": Rwkv5Model, "rwkv6": Rwkv6Model}
+
+
+class VisualRwkvPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
+    config: VisualRwkvConfig
+    config_class = VisualRwkvConfig
+    base_model_prefix = "model"
+    input_modalities = ("image", "text")
+    supports_gradient_checkpointing = True
+    # Of the tower; the text model has no softmax attention.
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _skip_keys_device_placement = "past_key_values"
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Projection and head; the tower and the text model have rules of their own."""
+        if module is getattr(self, "proj", None):
+            init.kaiming_uniform_(module.weight, a=5**0.5)  # the default of nn.Linear
+        elif module is getattr(self, "head", None):
+            init.orthogonal_(module.weight, gain=0.5)
+
+    def get_encoder(self, modality: str | None = None) -> nn.Module:
+        """The tower, of images."""
+        return self.base_model.vit if modality == "image" else super().get_encoder(modality)
+
+    def get_decoder(self) -> nn.Module:
+        """The text model."""
+        return self.base_model.rwkv
+
+    def set_decoder(self, decoder: nn.Module) -> None:
+        self.base_model.rwkv = decoder
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base_model.rwkv.embeddings
+
+    def set_input_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.base_model.rwkv.embeddings = new_embeddings
+
+    def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RecurrentCache:
+        """An empty cache, which is one of the text model; see [`RecurrentModelMixin.new_cache`]."""
+        return self.base_model.rwkv.new_cache(static, max_cache_len)
+
+
+class VisualRwkvModel(VisualRwkvPreTrainedModel):
+    """CLIP's vision tower (`vit`), the projection (`proj`), and the blocks of Eagle or Finch (`rwkv`), no head."""
+
+    def __init__(self, config: VisualRwkvConfig):
+        super().__init__(config)
+        self.vit = CLIPVisionModel(config.vision_config)
+        self.proj = Linear(config.vision_config.hidden_size, config.text_config.hidden_size, bias=False)
+        self.rwkv = TEXT_MODELS[config.text_config.model_type](config.text_config)
+        self.post_init()
+
+    @can_return_tuple
+    def get_image_features(self, pixel_values: torch.Tensor, **kwargs) -> BaseModelOutputWithPooling:
+        """
+        Args:
+            pixel_values: (images, channels, image_size, image_size), as CLIP's image processor makes them.
+
+        Returns:
+            what the tower puts out, and as `pooler_output` (images, num_image_tokens, hidden_size) what stands for
+            each image among the text's embeddings.
+
+        Raises:
+            ValueError: where the shape does not fit the tower.
+        """
+        self._check_pixels(pixel_values)
+        outputs = self.vit(pixel_values.to(self.vit.dtype), return_dict=True, **kwargs)
+        outputs.pooler_output = self.proj(self.pool(outputs.last_hidden_state))
+        return outputs
+
+    def _check_pixels(self, pixel_values: torch.Tensor) -> None:
+        vision = self.config.vision_config
+        shape = (vision.num_channels, vision.image_size, vision.image_size)
+        if pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != shape:
+            wanted = ", ".join(map(str, shape))
+            raise ValueError(f"`pixel_values` must be (images, {wanted}), got {tuple(pixel_values.shape)}.")
+
+    def pool(self, x: torch.Tensor) -> torch.Tensor:
+        """What is kept (images, num_image_tokens, width) of the tower's tokens, x (images, 1 + patches, width)."""
+        grid, first = self.config.grid_size, self.config.class_token_first
+        token, patches = x[:, :1], x[:, 1:]
+        if grid == 0:
+            return token
+        if grid == 1 and first:
+            return x.mean(1, keepdim=True)
+        if grid > 0:
+            side = self.config.patches_per_side
+            squares = patches.transpose(1, 2).unflatten(2, (side, side))
+            patches = F.avg_pool2d(squares, side // grid).flatten(2).transpose(1, 2)
+        return torch.cat((token, patches) if first else (patches, token), dim=1)
+
+    def find_images(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+        """Where the placeholders are, bool (batch, length): in embeddings, where one is that of the placeholder."""
+        if input_ids is not None:
+            return input_ids == self.config.image_token_id
+        placeholder = torch.tensor(self.config.image_token_id, device=inputs_embeds.device)
+        return (inputs_embeds == self.get_input_embeddings()(placeholder)).all(-1)
+
+    def check_images(self, placeholders: torch.Tensor, images: int, tokens: Tokens) -> None:
+        """
+        Args:
+            placeholders: bool (batch, length).
+            images: number of images that were given for them.
+            tokens: which are real, and where documents begin.
+
+        Raises:
+            ValueError: where they do not fit: each image takes `num_image_tokens` placeholders in a row, in one call
+                and one document, and none of them is padding.
+        """
+        size, place = self.config.num_image_tokens, self._places(placeholders)
+        broken = placeholders & (place > 0) & ~F.pad(placeholders, (1, 0))[:, :-1]
+        if tokens.starts is not None:
+            broken |= placeholders & (place > 0) & tokens.starts
+        if tokens.mask is not None:
+            broken |= placeholders & ~tokens.mask
+        *counts, breaks = torch.cat((placeholders.sum(1), broken.sum()[None])).tolist()  # one wait for a GPU
+        if sum(counts) != images * size:
+            raise ValueError(
+                f"`pixel_values` holds {images} images of {size} features, but `input_ids` (or `inputs_embeds`) has "
+                f"{sum(counts)} placeholders of the id {self.config.image_token_id}."
+            )
+        if breaks or any(count % size for count in counts):
+            raise ValueError(
+                f"The {size} placeholders of an image (id {self.config.image_token_id}) must follow one another in one "
+                f"row, one document and one call, with no padding among them; the rows have {counts}."
+            )
+
+    def _places(self, placeholders: torch.Tensor) -> torch.Tensor:
+        """Of each placeholder its place in its image, from 0 on, (batch, length)."""
+        return (placeholders.cumsum(1) - 1) % self.config.num_image_tokens
+
+    def backwards(self, placeholders: torch.Tensor) -> torch.Tensor | None:
+        """
+        The order in which every second block reads, (batch, length): the patches of each image from the last to the
+        first, all else where it is. It is its own inverse. None where all blocks read forward.
+        """
+        patches = self.config.num_image_tokens - 1
+        if self.config.reading_order == "forward" or patches < 2:
+            return None
+        first = int(self.config.class_token_first)
+        position = torch.arange(placeholders.shape[1], device=placeholders.device).expand_as(placeholders)
+        place = self._places(placeholders) - first
+        turned = placeholders & (place >= 0) & (place < patches)
+        return torch.where(turned, position + patches - 1 - 2 * place, position)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: (batch, length) token ids, `config.image_token_id` where features of images go: as many as an
+                image has, `config.num_image_tokens`, in a row. A row may have any number of images.
+            pixel_values: (images, channels, image_size, image_size), those of all rows, one after the other. Later
+                calls with `past_key_values` need only images whose placeholders they have.
+            inputs_embeds: (batch, length, hidden_size), in place of `input_ids`; with `pixel_values` those that equal
+                the placeholder's embedding are replaced.
+            attention_mask, position_ids, past_key_values, use_cache, cu_seqlens: see [`Rwkv6Model`].
+
+        Returns:
+            last_hidden_state, past_key_values and hidden_states as [`Rwkv6Model`] has them.
+
+        Raises:
+            ValueError: before any work, where an argument does not fit or images and placeholders do not; the message
+                names it.
+        """
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        x, tokens, past_key_values, use_cache = self.rwkv.read_inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
+        )
+        order = None
+        if pixel_values is not None:
+            self._check_pixels(pixel_values)
+            placeholders = self.find_images(input_ids, inputs_embeds)
+            if can_look_at(placeholders):
+                self.check_images(placeholders, len(pixel_values), tokens)
+            features = self.get_image_features(pixel_values, return_dict=True).pooler_output
+            x = x.masked_scatter(placeholders.unsqueeze(-1), features.to(x.device, x.dtype))
+            order = self.backwards(placeholders)
+        elif input_ids is not None and can_look_at(input_ids) and (x.shape[1] > 1 or x.device.type == "cpu"):
+            self.check_images(self.find_images(input_ids, None), 0, tokens)
+
+        hidden_states = (x,) if output_hidden_states else None
+        for block in self.rwkv.blocks[: self.rwkv.config.num_hidden_layers]:
+            turned = order is not None and block.layer_idx % 2 == 1
+            x = turn(x, order) if turned else x
+            x = block(x, tokens, past_key_values=past_key_values)
+            x = turn(x, order) if turned else x
+            if output_hidden_states:
+                hidden_states += (x,)
+        x = self.rwkv.ln_out(x)
+
+        x = self.rwkv.fill_output(x, tokens, past_key_values)
+        if past_key_values is not None:
+            past_key_values.advance(x.shape[1])
+        if output_hidden_states:
+            hidden_states = (*hidden_states[:-1], x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=hidden_states,
+        )
+
+
+def turn(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The tokens x (batch, length, width) in the order (batch, length)."""
+    order = order.to(x.device)  # of a model on several devices
+    return x.gather(1, order.unsqueeze(-1).expand_as(x))
+
+
+class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel, RecurrentGenerationMixin):
+    """VisualRWKV with the head that predicts the next token."""
+
+    lm_head_name = "head"
+    _tp_plan = {"head": "colwise_gather_output"}
+    _tied_weights_keys = {"head.weight": "model.rwkv.embeddings.weight"}
+
+    def __init__(self, config: VisualRwkvConfig):
+        super().__init__(config)
+        self.model = VisualRwkvModel(config)
+        self.head = Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_image_features(self, pixel_values: torch.Tensor, **kwargs) -> BaseModelOutputWithPooling:
+        """See [`VisualRwkvModel.get_image_features`]."""
+        return self.model.get_image_features(pixel_values, **kwargs)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        cu_seqlens: torch.Tensor | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """
+        Args:
+            input_ids, pixel_values, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,
+                output_hidden_states, cu_seqlens: see [`VisualRwkvModel`].
+            labels: (batch, length) ids to predict, shifted inside; -100 is ignored, which placeholders must be.
+            logits_to_keep: logits of that many last tokens only (0: of all), or of the tokens at these indices.
+
+        Returns:
+            loss where `labels` are given, logits (batch, kept, vocabulary), past_key_values, hidden_states.
+
+        Raises:
+            ValueError: before any work, where an argument does not fit; the message names it.
+        """
+        if labels is not None and can_look_at(labels) and (labels == self.config.image_token_id).any():
+            raise ValueError(
+                f"`labels` holds the placeholder of images, {self.config.image_token_id}: put -100 there."
+            )
+        return super().forward(
+            input_ids=input_ids,
+            pixel_values=pixel_values,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            logits_to_keep=logits_to_keep,
+            cu_seqlens=cu_seqlens,
+            **kwargs,
+        )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        is_first_iteration: bool = False,
+        **kwargs,
+    ) -> dict:
+        """As in transformers, with the images whose placeholders are read: no others of those that were given."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        pixel_values, ids = kwargs.get("pixel_values"), inputs.get("input_ids")
+        if pixel_values is None or ids is None:
+            return inputs
+        inputs.pop("pixel_values", None)
+        if ids.shape[1] == 1 and not is_first_iteration:  # the token that was chosen last
+            return inputs
+        total, unread = self._count_images(input_ids), self._count_images(ids)
+        if len(pixel_values) == sum(total):  # those of the whole conversation
+            rows = zip(pixel_values.split(total), unread, strict=True)
+            pixel_values = torch.cat([row[len(row) - new :] for row, new in rows])
+        if sum(unread) or is_first_iteration and len(pixel_values):
+            inputs["pixel_values"] = pixel_values.to(ids.device)
+        return inputs
+
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: torch.Tensor | None = None,
+        **model_kwargs,
+    ) -> tuple[torch.Tensor, dict]:
+        """As in transformers, which would repeat each image, not those of a row together."""
+        pixel_values = model_kwargs.pop("pixel_values", None)
+        if pixel_values is not None and expand_size > 1:
+            rows = self._count_images(input_ids, model_kwargs.get("inputs_embeds"))
+            if sum(rows) != len(pixel_values):
+                raise ValueError(f"`pixel_values` holds {len(pixel_values)} images, the placeholders are of {rows}.")
+            pixel_values = torch.cat([row.repeat(expand_size, 1, 1, 1) for row in pixel_values.split(rows)])
+        images = {} if pixel_values is None else {"pixel_values": pixel_values}
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(
+            expand_size, is_encoder_decoder, input_ids, **model_kwargs
+        )
+        return input_ids, model_kwargs | images
+
+    def _count_images(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None) -> list[int]:
+        """Number of images of each row."""
+        ids = None if inputs_embeds is not None else input_ids
+        return (self.model.find_images(ids, inputs_embeds).sum(1) // self.config.num_image_tokens).tolist()
+
+    def _get_logits_processor(self, *args, **kwargs):
+        """A placeholder is no token to generate."""
+        processors = super()._get_logits_processor(*args, **kwargs)
+        processors.append(SuppressTokensLogitsProcessor([self.config.image_token_id], device=self.device))
+        return processors
+
+
+__all__ = ["VisualRwkvForConditionalGeneration", "VisualRwkvModel", "VisualRwkvPreTrainedModel"]
