@@ -22,6 +22,11 @@ FIELDS = {
     "avey-b": {"d_embed": 32, "n_layers": 1, "chunk_size": 4},
     "raven": {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "num_slots": 8, "topk": 2},
     "gecko": {"model_dim": 64, "num_layers": 1, "num_heads": 2, "z_dim": 8, "value_dim": 8, "ffn_hidden_dim": 8},
+    "visual_rwkv": {
+        "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64},
+        "text_config": {"model_type": "rwkv6", "vocab_size": 10, **RWKV},
+        "image_token_id": 9,
+    },
 }
 for model_type, (folder, _, heads) in subquad.ARCHITECTURES.items():
     config = transformers.AutoConfig.for_model(model_type, vocab_size=10, **FIELDS[model_type])

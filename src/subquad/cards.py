@@ -25,6 +25,7 @@ BEGINNING = re.compile(r"---\n(?:base_model: (?P<base>\S+)\n)?(?:.+\n)*- subquad
 TASKS = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModelForMaskedLM": "fill-mask",
     "AutoModelForQuestionAnswering": "question-answering",
     "AutoModelForSequenceClassification": "text-classification",
@@ -80,7 +81,10 @@ def model_card(
         del fields["base_model"]
     data = ModelCardData(**fields)
 
-    values = config.to_dict() | {"auto_class": auto_class, "path": json.dumps(repo_id, ensure_ascii=False)}
+    values = config.get_text_config().to_dict() | {
+        "auto_class": auto_class,
+        "path": json.dumps(repo_id, ensure_ascii=False),
+    }
     body = _fill(
         _template("card"),
         name=name,

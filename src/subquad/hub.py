@@ -17,7 +17,7 @@ from typing import Any
 
 from subquad_conversion.directories import check_free, new_directory
 
-from . import ARCHITECTURES, __version__
+from . import ARCHITECTURES, PROCESSORS, __version__
 
 
 # Packages whose modules go along.
@@ -32,7 +32,8 @@ LINE_LENGTH = 119
 def flat_name(module: str) -> str:
     """The name in a repository, where all modules lie beside one another."""
     last = module.rpartition(".")[2]
-    return last if last.startswith(("configuration_", "modeling_")) else module.replace(".", "_")
+    own = last.startswith(("configuration_", "modeling_", "processing_"))
+    return last if own else module.replace(".", "_")
 
 
 @functools.cache
@@ -196,11 +197,18 @@ def add_model_code(directory: str | os.PathLike) -> None:
         ValueError: where the directory holds no model of an architecture of this package.
     """
     directory = Path(directory)
-    folder, config, heads = ARCHITECTURES[_model_type(directory)]
+    model_type = _model_type(directory)
+    folder, config, heads = ARCHITECTURES[model_type]
     name = folder.rpartition(".")[2]
+    modules = [f"{folder}.configuration_{name}", f"{folder}.modeling_{name}"]
     auto_map = {"AutoConfig": f"configuration_{name}.{config}"}
     auto_map |= {auto_class: f"modeling_{name}.{head}" for auto_class, head in heads.items()}
-    for file, text in repository_code(f"{folder}.configuration_{name}", f"{folder}.modeling_{name}").items():
+    if model_type in PROCESSORS:
+        modules.append(f"{folder}.processing_{name}")
+        auto_map["AutoProcessor"] = f"processing_{name}.{PROCESSORS[model_type]}"
+        if (path := directory / "processor_config.json").is_file():  # the one place where transformers then looks
+            _write_json(path, _read_json(path) | {"auto_map": {"AutoProcessor": auto_map["AutoProcessor"]}})
+    for file, text in repository_code(*modules).items():
         _write(directory / file, text)
     for file in ("LICENSE", "NOTICE"):
         if not (directory / file).exists():
@@ -275,9 +283,10 @@ def export(
         for path in weights:
             (_link if link_weights else shutil.copyfile)(path, partial / path.name)
         AutoConfig.from_pretrained(source, trust_remote_code=False).save_pretrained(partial)
+        for name in ("generation_config.json", "processor_config.json"):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, partial / name)
         add_model_code(partial)
-        if (source / "generation_config.json").is_file():
-            shutil.copyfile(source / "generation_config.json", partial / "generation_config.json")
         _copy_tokenizer(source, partial)
         if (source / "README.md").is_file() and not is_own_card(source):
             shutil.copyfile(source / "README.md", partial / "README.md")
