@@ -10,7 +10,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -66,7 +66,7 @@ class Checkpoint:
     path: Path
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    _readers: dict[str, Any] = field(default_factory=dict, repr=False)
+    _readers: dict[str, tuple[Path, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def directory(self) -> Path | None:
@@ -77,10 +77,18 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor of that name, a view of the mapped file where the container allows it."""
+        file, reader = self._readers[name]
         try:
-            return self._readers[name](name)
+            return reader(name)
         except (SafetensorError, OSError, RuntimeError) as error:
-            raise ConversionError(f"Tensor {name} of {self.path} cannot be read: {error}") from error
+            raise ConversionError(f"Tensor {name} of {file} cannot be read: {error}") from error
+
+    def include(self, other: "Checkpoint", rename: Callable[[str], str | None]) -> None:
+        """Takes over the tensors of another open checkpoint under new names, but for those that get none."""
+        for name, info in other.tensors.items():
+            file, reader = other._readers[name]
+            if (renamed := rename(name)) is not None:
+                self._add(file, renamed, info, lambda _, reader=reader, name=name: reader(name))
 
     def _add(self, file: Path, name: str, info: TensorInfo, reader: Any) -> None:
         if not name.isprintable():
@@ -88,7 +96,7 @@ class Checkpoint:
         if name in self.tensors:
             raise ConversionError(f"{self.path} holds the tensor {name} twice, the second time in {file.name}.")
         self.tensors[name] = info
-        self._readers[name] = reader
+        self._readers[name] = file, reader
 
 
 @contextmanager

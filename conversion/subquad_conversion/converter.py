@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,14 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 import subquad
 
-from .checkpoint import Checkpoint, open_checkpoint, read_json
+from .checkpoint import Checkpoint, read_json
 from .directories import check_free, new_directory
 from .errors import ConversionError
 from .formats import Format, Plan, Recognised
+from .layout import fields_of
 from .registry import find_format
 from .tokenizer_files import choose_tokenizer
+from .visual_rwkv import open_parts, save_processor, tower_settings
 from .writer import OutputTensor, parse_size, plan_shards, write_shards
 
 
@@ -75,12 +77,13 @@ def recognise(source: str | os.PathLike) -> Recognised:
     Args:
         source: a `.pth`, `.bin` or `.safetensors` file, or a directory with `model.safetensors` or
             `pytorch_model.bin`, sharded or not. A file of one of these two names is read with the `config.json`
-            beside it.
+            beside it. Of the two files `<name>_rwkv.pth` and `<name>_visual.pth` of a VisualRWKV either stands for
+            both.
 
     Raises:
         ConversionError: where it is damaged, of a version that is not supported, or its tensors do not fit together.
     """
-    with open_checkpoint(source) as checkpoint:
+    with open_parts(source) as checkpoint:
         known = find_format(checkpoint)
         return _recognised(checkpoint, known, known.plan(checkpoint.tensors, checkpoint.settings))
 
@@ -93,6 +96,8 @@ def convert(
     tokenizer: str | os.PathLike = "auto",
     dtype: str = "keep",
     head_size_divisor: int | None = None,
+    vision_tower: str | os.PathLike | None = None,
+    grid_size: int | None = None,
     max_shard_size: int | str = "5GB",
     progress: bool = True,
 ) -> Report:
@@ -112,6 +117,10 @@ def convert(
         dtype: `keep`, `float32`, `bfloat16` or `float16`, for every tensor, those of the decay included.
         head_size_divisor: sets that field of Eagle's or Finch's configuration. No tensor tells it; 8 where nothing
             does.
+        vision_tower: directory of the CLIP model whose vision tower a VisualRWKV was trained with, where the source
+            has none; its files also tell how images are prepared.
+        grid_size: sets that field of VisualRWKV's configuration. No tensor tells it; -1, all patches, where nothing
+            does.
         max_shard_size: most bytes of a weight file, as a number or like `5GB`.
         progress: whether to show a progress bar on stderr.
 
@@ -126,7 +135,7 @@ def convert(
     shard_size = parse_size(max_shard_size)
     check_free(destination)
 
-    with open_checkpoint(source) as checkpoint:
+    with open_parts(source, vision_tower) as checkpoint:
         known = find_format(checkpoint)
         given = checkpoint.settings
         if config is not None:
@@ -135,20 +144,23 @@ def convert(
                 raise ConversionError(
                     f"{config} is for the model type {given['model_type']!r}, the tensors are {known.model_type!r}."
                 )
-        if head_size_divisor is not None:
-            if not hasattr(_config_class(known), "head_size_divisor"):
-                raise ConversionError(f"`head_size_divisor` means nothing to the model type {known.model_type}.")
-            given = given | {"head_size_divisor": head_size_divisor}
+        if vision_tower is not None:
+            if known.text_type is None:
+                raise ConversionError(f"`vision_tower` means nothing to the model type {known.model_type}.")
+            given = {"vision_config": tower_settings(vision_tower)} | given
+        for name, value in (("head_size_divisor", head_size_divisor), ("grid_size", grid_size)):
+            if value is not None:
+                given = _with_option(known, given, name, value)
 
         plan = known.plan(checkpoint.tensors, given)
         _check_twins(checkpoint, plan.twins)
         _check_zeros(checkpoint, plan.zeros)
-        notes = plan.notes + _contradictions(given, plan)
+        notes = plan.notes + _contradictions(given, plan.sizes)
         chosen = choose_tokenizer(
             tokenizer if isinstance(tokenizer, str) else Path(tokenizer),
             checkpoint.directory,
-            known.model_type,
-            plan.sizes["vocab_size"],
+            known.text_type or known.model_type,
+            _text_fields(known, plan.sizes)["vocab_size"],
         )
         if chosen.note:
             notes.append(chosen.note)
@@ -164,20 +176,23 @@ def convert(
         ]
         size = sum(output.bytes for output in outputs)
         main_dtype = _main_dtype(outputs)
-        untold = [name for name in chosen.token_ids if given.get(name) is None and hasattr(_config_class(known), name)]
-        token_ids = {name: chosen.token_ids[name] for name in untold}
-        model_config = _build_config(known, dict(given) | token_ids, plan.sizes, main_dtype)
+        told, text_class = _text_fields(known, given), _config_class(known.text_type or known.model_type)
+        untold = [name for name in chosen.token_ids if told.get(name) is None and hasattr(text_class, name)]
+        given = _with_text_fields(known, given, {name: chosen.token_ids[name] for name in untold})
+        model_config = _build_config(known, given, plan.sizes, main_dtype)
         generation_config = None
-        if subquad.lm_auto_class(known.model_type) == "AutoModelForCausalLM":
+        if subquad.lm_auto_class(known.model_type) != "AutoModelForMaskedLM":
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
             notes += generation_notes
 
         with new_directory(destination, size) as directory:
             # Weights last: they take the time, and what else can fail fails before them.
             model_config.save_pretrained(directory)
+            chosen.save(directory)
+            if known.text_type and chosen.title:
+                generation_config.eos_token_id = save_processor(directory, model_config, vision_tower)
             if generation_config is not None:
                 generation_config.save_pretrained(directory)
-            chosen.save(directory)
             bar = tqdm(total=size, unit="B", unit_scale=True, desc="Writing", disable=not progress)
             with bar:
                 write_shards(plan_shards(outputs, shard_size), directory, bar.update)
@@ -231,32 +246,62 @@ def _check_zeros(checkpoint: Checkpoint, zeros: list[str]) -> None:
             raise ConversionError(f"{name} holds {others[0].item():g}; only zeros are supported there.")
 
 
-def _contradictions(given: Mapping[str, Any], plan: Plan) -> list[str]:
+def _contradictions(given: Mapping[str, Any], sizes: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Sizes that the configuration tells differently. `num_attention_heads` is left out: published files misuse it."""
-    return [
-        f"the configuration's `{name}` of {given[name]} was replaced by the tensors' {size}"
-        for name, size in plan.sizes.items()
-        if name != "num_attention_heads" and given.get(name) not in (None, size)
-    ]
+    notes = []
+    for name, size in sizes.items():
+        if _is_config(size):
+            notes += _contradictions(fields_of(given, name), size, f"{name}.")
+        elif name != "num_attention_heads" and given.get(name) not in (None, size):
+            notes.append(f"the configuration's `{prefix}{name}` of {given[name]} was replaced by the tensors' {size}")
+    return notes
 
 
-def _config_class(known: Format) -> type[PreTrainedConfig]:
-    return getattr(subquad, subquad.ARCHITECTURES[known.model_type][1])
+def _config_class(model_type: str) -> type[PreTrainedConfig]:
+    return getattr(subquad, subquad.ARCHITECTURES[model_type][1])
+
+
+def _text_fields(known: Format, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those fields of a configuration that are the language model's."""
+    return fields_of(fields, "text_config") if known.text_type else fields
+
+
+def _with_text_fields(known: Format, given: Mapping[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    fields = {**_text_fields(known, given), **added}
+    return {**given, "text_config": fields} if known.text_type else fields
+
+
+def _with_option(known: Format, given: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    if hasattr(_config_class(known.model_type), name):
+        return {**given, name: value}
+    if known.text_type and hasattr(_config_class(known.text_type), name):
+        return _with_text_fields(known, given, {name: value})
+    raise ConversionError(f"`{name}` means nothing to the model type {known.model_type}.")
 
 
 def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, Any], dtype: str) -> PreTrainedConfig:
     architecture = subquad.ARCHITECTURES[known.model_type][2][subquad.lm_auto_class(known.model_type)]
+    config_class = _config_class(known.model_type)
     # `hidden_size` may stand beside `d_embed`, and would go before it.
-    dropped = {
-        *DROPPED_FIELDS,
-        *(alias for alias, name in _config_class(known).attribute_map.items() if name in sizes),
-    }
-    fields = {name: value for name, value in given.items() if name not in dropped and not name.startswith("_")}
+    dropped = {*DROPPED_FIELDS, *(alias for alias, name in config_class.attribute_map.items() if name in sizes)}
+    fields = _merged(given, sizes, dropped)
     try:
-        return _config_class(known)(**(fields | dict(sizes)), architectures=[architecture], dtype=dtype)
+        return config_class(**fields, architectures=[architecture], dtype=dtype)
     except (StrictDataclassError, TypeError, ValueError) as error:
         # The first line only names the validator.
         raise ConversionError(f"The configuration is not valid: {' '.join(str(error).split())}") from error
+
+
+def _merged(given: Mapping[str, Any], sizes: Mapping[str, Any], dropped: Collection[str]) -> dict[str, Any]:
+    """The fields to write: those given that mean something here, and the sizes."""
+    fields = {name: value for name, value in given.items() if name not in dropped and not name.startswith("_")}
+    for name, size in sizes.items():
+        fields[name] = _merged(fields_of(given, name), size, DROPPED_FIELDS) if _is_config(size) else size
+    return fields
+
+
+def _is_config(size: Any) -> bool:
+    return isinstance(size, dict) and "model_type" in size
 
 
 def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[GenerationConfig, list[str]]:

@@ -26,7 +26,7 @@ class Plan:
 
     Attributes:
         sizes: configuration fields that the tensors themselves settle, and those of a variant that only the format
-            tells.
+            tells; a dictionary where such a field is a configuration.
         tensors: what to write, in order.
         twins: pairs of source names of which only the first is written, because the configuration calls them one
             tensor. Whether they are equal is not in a plan's power to know.
@@ -54,6 +54,8 @@ class Format:
         plan: maps the tensors onto the model's names. Takes the tensors and the configuration fields that came with
             the checkpoint, raises `ConversionError` with a list of all that does not fit.
         config_types: other values of `model_type` that published configurations of this format have.
+        text_type: of a model that reads images, the `model_type` of the language model in it, whose fields are in
+            `text_config`.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Format:
     matches: Callable[[Tensors], bool]
     plan: Callable[[Tensors, Mapping[str, Any]], Plan]
     config_types: tuple[str, ...] = ()
+    text_type: str | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,14 @@ def sources_of(tensors: Tensors, canonical_name: Callable[[str], str]) -> dict[s
     return sources
 
 
+def fields_of(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A copy of the configuration in the field `name` of another, {} where there is none."""
+    fields = given.get(name)
+    if not isinstance(fields, dict | None):
+        raise ConversionError(f"`{name}` must hold an object, found a {type(fields).__name__}.")
+    return dict(fields or {})
+
+
 def sizes_of(found: Tensors, places: Mapping[str, tuple[str, int]]) -> dict[str, int]:
     """Sizes from the tensor and axis where each is read; 0 where there is no such tensor or axis."""
     sizes = {}

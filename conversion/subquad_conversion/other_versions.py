@@ -28,11 +28,48 @@ def _is_version_5_1(tensors: Tensors) -> bool:
     return any(has_gate(tensors, attention) and not has_vector_decay(tensors, attention) for attention in ATTENTIONS)
 
 
-def _is_inside_another_model(tensors: Tensors) -> bool:
-    return any(name.startswith(("rwkv.emb.", "rwkv.blocks.0.att.", "vit.")) for name in tensors)
+def _starts(tensors: Tensors, *beginnings: str) -> bool:
+    return any(name.startswith(beginnings) for name in tensors)
 
+
+def _has_siglip(tensors: Tensors) -> bool:
+    """A tower of transformers' `SiglipVisionModel`, which pools by attention and has a bias where CLIP has none."""
+    return _starts(tensors, "vit.vision_model.head.", "vit.head.") or (
+        _starts(tensors, "vit.") and _ends(tensors, ".patch_embedding.bias")
+    )
+
+
+def _is_inside_another_model(tensors: Tensors) -> bool:
+    return _starts(tensors, "rwkv.emb.", "rwkv.blocks.0.att.", "vit.")
+
+
+# Most of their files hold a language model that is known here, so these are asked before a format claims a file.
+OTHER_VISUAL = (
+    Refusal(
+        "VisualRWKV-7, whose language model is RWKV-7 (Goose)",
+        lambda tensors: _starts(tensors, "rwkv.") and _ends(tensors, ".att.k_k", ".att.r_k"),
+    ),
+    Refusal(
+        "VisualRWKV with the towers SigLIP, DINOv2 and SAM (6.1x, 6.2x, HD, UHD)",
+        lambda tensors: _starts(tensors, "vit.siglip", "vit.dino", "vit.sam"),
+    ),
+    Refusal("VisualRWKV with the tower SigLIP (6.1)", _has_siglip),
+    Refusal(
+        "VisualRWKV with a projection of several layers (6.1x, 6.2x, HD, UHD, 7)",
+        lambda tensors: _starts(tensors, "proj.") and not tensors.keys() & {"proj.weight", "proj.bias"},
+    ),
+    Refusal(
+        "VisualRWKV with the towers CLIP and SAM (5.4)",
+        lambda tensors: _starts(tensors, "clip_projector.", "sam_projector."),
+    ),
+    Refusal(
+        "VisualRWKV whose language model attends to the image (5.3)",
+        lambda tensors: _starts(tensors, "rwkv.") and any(".tiny_att." in name for name in tensors),
+    ),
+)
 
 REFUSALS = (
+    *OTHER_VISUAL,
     Refusal("RWKV-7 (Goose)", lambda tensors: _ends(tensors, ".k_k", ".r_k")),
     Refusal("RWKV-4", _is_version_4),
     Refusal("RWKV-5.0, without a gate", _is_version_5_0),

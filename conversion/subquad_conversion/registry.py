@@ -2,7 +2,7 @@
 
 import re
 
-from . import avey, avey_b, gecko, raven, rwkv5_hub, rwkv5_trainer, rwkv6_hub, rwkv6_trainer
+from . import avey, avey_b, gecko, raven, rwkv5_hub, rwkv5_trainer, rwkv6_hub, rwkv6_trainer, visual_rwkv
 from .checkpoint import Checkpoint
 from .errors import ConversionError
 from .formats import Format
@@ -19,6 +19,7 @@ FORMATS: tuple[Format, ...] = (
     avey_b.PAPER_FORMAT,
     raven.FORMAT,
     gecko.FORMAT,
+    *visual_rwkv.FORMATS,
 )
 
 # DistributedDataParallel and torch.compile put these before every name.

@@ -5,6 +5,7 @@ check of a checkpoint against them. The four source formats differ only in how t
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -112,7 +113,25 @@ def model_shapes(model_type: str, sizes: Mapping[str, int]) -> dict[str, Shape]:
     return shapes | norm("rwkv.ln_out") | {"head.weight": (vocabulary, d)}
 
 
-def _plan(model_type: str, canonical_name: Callable[[str], str], tensors: Tensors, given: Mapping[str, Any]) -> Plan:
+@dataclass(frozen=True)
+class Layout:
+    """
+    What a checkpoint's tensors say of a model: `sizes`, `sources` and `shapes` by our names, and as in a [`Plan`] the
+    `twins` and `notes`; `fits` is for [`plan_tensors`].
+    """
+
+    sizes: dict[str, int]
+    sources: dict[str, str]
+    shapes: dict[str, Shape]
+    twins: list[tuple[str, str]]
+    notes: list[str]
+    fits: Callable[[str, Shape, Shape], bool]
+
+
+def read_layout(
+    model_type: str, canonical_name: Callable[[str], str], tensors: Tensors, given: Mapping[str, Any]
+) -> Layout:
+    """The [`Layout`] of a causal language model; what is missing or does not fit shows when it is planned."""
     sources = sources_of(tensors, canonical_name)
     found = {target: tensors[name] for target, name in sources.items()}
 
@@ -124,7 +143,13 @@ def _plan(model_type: str, canonical_name: Callable[[str], str], tensors: Tensor
     if given.get("tie_word_embeddings") is True:
         twins = tie(shapes, sources, "rwkv.embeddings.weight", "head.weight")
     fits = partial(_fits, (sizes["num_attention_heads"], sizes["head_size"]))
-    return Plan(sizes, plan_tensors(model_type, tensors, sources, shapes, sizes, fits), twins, notes)
+    return Layout(sizes, sources, shapes, twins, notes, fits)
+
+
+def _plan(model_type: str, canonical_name: Callable[[str], str], tensors: Tensors, given: Mapping[str, Any]) -> Plan:
+    layout = read_layout(model_type, canonical_name, tensors, given)
+    planned = plan_tensors(model_type, tensors, layout.sources, layout.shapes, layout.sizes, layout.fits)
+    return Plan(layout.sizes, planned, layout.twins, layout.notes)
 
 
 def _sizes(model_type: str, found: Tensors, given: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:

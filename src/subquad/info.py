@@ -60,7 +60,8 @@ class ModelInfo:
     text. Of Gecko they are those of the matrix products of all layers and the head, and in each layer 2 (z_dim +
     value_dim) for every token of two chunks, as if attention read both in full; 6 z_dim value_dim / num_heads for
     reading the working memory and for a token's share of what its chunk changes there; and 12 for each complex number
-    of CEMA's state.
+    of CEMA's state. VisualRWKV's are those of the Eagle or Finch in it, for a token of the text: tower and projection,
+    through which only images pass, count among the parameters alone. Its sizes and its state are that model's, too.
 
     Attributes:
         source: `preset`, or the path that was read.
@@ -220,12 +221,16 @@ def _count_on_meta(config) -> int:
 def _info(name, source, config, parameters: int, dtype: str | None, weight_bytes: int | None) -> ModelInfo:
     state = state_bytes = growth = growth_bytes = inference = training = None
     bits = _bits(dtype if dtype in FLOATS else "float32")
+    model_type = config.model_type
+    if model_type == "visual_rwkv":
+        config = config.text_config
     if config.model_type in ("rwkv5", "rwkv6"):
         wkv = config.num_hidden_layers * config.attention_hidden_size * config.head_size
         shifts = config.num_hidden_layers * 2 * config.hidden_size
         state = wkv + shifts
         state_bytes = 4 * wkv + bits * shifts // 8
-        inference = 2 * parameters + 6 * wkv
+        weights = _count_on_meta(config) if model_type == "visual_rwkv" else parameters
+        inference = 2 * weights + 6 * wkv
         training = 3 * inference
     elif config.model_type == "avey":
         growth, growth_bytes = config.d_embed, bits * config.d_embed // 8
@@ -248,7 +253,7 @@ def _info(name, source, config, parameters: int, dtype: str | None, weight_bytes
     return ModelInfo(
         name=name,
         source=source,
-        model_type=config.model_type,
+        model_type=model_type,
         num_hidden_layers=getattr(config, "num_hidden_layers", None),
         hidden_size=getattr(config, "hidden_size", None),
         num_attention_heads=getattr(config, "num_attention_heads", None),

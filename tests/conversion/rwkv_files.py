@@ -1,10 +1,14 @@
-"""Random checkpoints under the trainer's names, and what they compute, step by step in float64."""
+"""
+Random checkpoints under the trainer's names, and what they compute, step by step in float64; and those of VisualRWKV,
+with a vision tower in front.
+"""
 
 import math
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from transformers import CLIPVisionConfig, CLIPVisionModel
 
 
 MIXES = {"rwkv5": "kvrg", "rwkv6": "xwkvrg"}
@@ -86,6 +90,36 @@ def hub_tensors(model_type: str, **sizes) -> dict[str, torch.Tensor]:
         name = name.replace("emb.weight", "embeddings.weight")
         renamed[name if name == "head.weight" else f"rwkv.{name}"] = tensor
     return renamed
+
+
+def tower(width: int = 128, *, patch_size: int = 4, side: int = 4, layers: int = 2, seed: int = 1) -> CLIPVisionModel:
+    """A vision tower of which no tensor is without effect."""
+    config = CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        image_size=side * patch_size,
+        patch_size=patch_size,
+    )
+    model = CLIPVisionModel(config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 8 + (parameter.dim() == 1)
+    return model.eval()
+
+
+def visual_tensors(model_type: str, vision: CLIPVisionModel, **sizes) -> dict[str, torch.Tensor]:
+    """What the trainer of VisualRWKV saves, on Eagle (5.0) or Finch (6.0)."""
+    text = trainer_tensors(model_type, **sizes)
+    tensors = {f"rwkv.{name}": tensor for name, tensor in text.items()}
+    for name, tensor in vision.state_dict().items():
+        tensors[f"vit.vision_model.{name.removeprefix('vision_model.')}"] = tensor
+    generator = torch.Generator().manual_seed(2)
+    width, d = vision.config.hidden_size, text["emb.weight"].shape[1]
+    tensors["proj.weight"] = torch.randn(d, width, generator=generator) / math.sqrt(width)
+    dtype = text["emb.weight"].dtype
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def reference_logits(
