@@ -98,6 +98,7 @@ def _add_generate(commands, common) -> None:
           subquad generate $'X:1\\nT:Reel\\nM:4/4\\nL:1/8\\nK:G\\n' --temperature 0.7
           subquad generate "The Eiffel tower is in" --model RWKV/v6-Finch-1B6-HF --greedy --max-new-tokens 20
           subquad generate "Why is the sky blue?" --model ./my-finch --chat
+          subquad generate "What is in the picture?" --model ./my-visualrwkv --image photo.jpg
           printf 'X:1\\nT:Air\\nM:3/4\\nL:1/8\\nK:Am\\n' | subquad generate -
         """,
         _generate,
@@ -130,6 +131,13 @@ def _add_generate(commands, common) -> None:
         "--chat", action="store_true", help="ask with the model's chat template, print the answer only"
     )
     command.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="put this picture before the question, of a model that reads images; as with --chat; may be given again",
+    )
+    command.add_argument(
         "--midi",
         metavar="FILE",
         help="write the tune that is printed to this .mid file, as it is played: with its repeats and both endings, "
@@ -149,15 +157,17 @@ def _add_convert(commands, common) -> None:
         """\
         Convert a checkpoint into a directory that `from_pretrained` loads.
 
-        SOURCE is a trainer's .pth file (RWKV-5.2, RWKV-6.0, Avey, Avey-B, Raven or Gecko) or a Hub model of type
-        rwkv5, rwkv6, avey, avey-b, raven or gecko: its directory, or the model.safetensors or pytorch_model.bin in it,
-        with the configuration and the tokenizer beside it. What it is shows in the names and shapes of its tensors.
-        Nothing in SOURCE is ever executed, and DEST appears complete or not at all.
+        SOURCE is a trainer's .pth file (RWKV-5.2, RWKV-6.0, Avey, Avey-B, Raven, Gecko, VisualRWKV-5.0 or -6.0) or a
+        Hub model of type rwkv5, rwkv6, avey, avey-b, raven or gecko: its directory, or the model.safetensors or
+        pytorch_model.bin in it, with the configuration and the tokenizer beside it. Of the two files NAME_rwkv.pth and
+        NAME_visual.pth of a VisualRWKV either stands for both. What SOURCE is shows in the names and shapes of its
+        tensors. Nothing in it is ever executed, and DEST appears complete or not at all.
 
         examples:
           subquad convert RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth ./finch-1b6
           subquad convert model.pth ./small --head-size-divisor 1 --tokenizer none
           subquad convert ./v5-Eagle-7B-HF ./eagle-7b --dtype bfloat16 --max-shard-size 2GB
+          subquad convert visual.pth ./visual-3b --vision-tower ./clip-vit-large-patch14-336
         """,
         _convert,
     )
@@ -184,6 +194,18 @@ def _add_convert(commands, common) -> None:
         metavar="N",
         help="of Eagle and Finch: the group norm's epsilon is 1e-5 N²; no tensor tells it (default: the "
         "configuration's, else 8)",
+    )
+    command.add_argument(
+        "--vision-tower",
+        metavar="PATH",
+        help="of VisualRWKV, where SOURCE has no vision tower: directory of the CLIP model that it was trained with",
+    )
+    command.add_argument(
+        "--grid-size",
+        type=int,
+        metavar="N",
+        help="of VisualRWKV: an image's patches are averaged to N x N; 0 leaves its class token only; no tensor tells "
+        "it (default: the configuration's, else -1, all patches)",
     )
     command.add_argument(
         "--max-shard-size",
@@ -388,10 +410,12 @@ def _convert(args: argparse.Namespace) -> None:
             tokenizer=args.tokenizer,
             dtype=args.dtype,
             head_size_divisor=args.head_size_divisor,
+            vision_tower=args.vision_tower,
+            grid_size=args.grid_size,
             max_shard_size=args.max_shard_size,
             progress=sys.stderr.isatty(),
         )
-    config = report.config
+    config = report.config.get_text_config()
     sizes = [f"{config.num_hidden_layers} layers of {config.hidden_size}"]
     if config.model_type == "avey":
         sizes.append(f"windows of {config.k} splits of {config.chunk_size}")
@@ -405,6 +429,9 @@ def _convert(args: argparse.Namespace) -> None:
         sizes.append(f"{config.num_heads} heads, chunks of {config.chunk_size}")
     else:
         sizes.append(f"{config.num_attention_heads} heads of {config.head_size}")
+    if report.config.model_type == "visual_rwkv":
+        side = report.config.vision_config.image_size
+        sizes.append(f"images of {side} x {side} in {report.config.num_image_tokens} tokens")
     print(f"Recognised {report.recognised.title}: {', '.join(sizes)}, vocabulary {config.vocab_size:,}.")
     size = f"{report.parameters:,} parameters, {format_bytes(report.bytes)} in {report.dtype}"
     print(f"Wrote {size}, to {report.directory}:")
@@ -535,26 +562,36 @@ def _generate(args: argparse.Namespace) -> None:
     if files:
         _check_music(args)
     path = _model_path(args.model)
+    if missing := [file for file in args.image if not os.path.isfile(file)]:
+        raise UsageError(f"{missing[0]} is no file.")
+    chat = args.chat or bool(args.image)
     prompt = args.prompt
     if prompt is None:
-        if embedded_model(args.model) is None or args.chat:
+        if embedded_model(args.model) is None or chat:
             raise UsageError("there is no PROMPT; give a text, or - to read it from standard input.")
         prompt = ABC_HEADER
     prompt = _read_prompt(prompt)
 
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    _refuse_encoder(args.model, path)
+    auto_class = _generating_class(args, path)
     device = _usable_device(args.device)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    if args.chat:
-        if tokenizer.chat_template is None:
+    reader = transformers.AutoProcessor if args.image else transformers.AutoTokenizer
+    reader = reader.from_pretrained(path, trust_remote_code=False)
+    tokenizer = getattr(reader, "tokenizer", reader)
+    if chat:
+        if reader.chat_template is None:
             raise UsageError(f"{args.model} has no chat template; leave out --chat.")
-        inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        content = [*({"type": "image", "path": file} for file in args.image), {"type": "text", "text": prompt}]
+        inputs = reader.apply_chat_template(
+            [{"role": "user", "content": content if args.image else prompt}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_tensors="pt",
+            return_dict=True,
         )
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
@@ -565,25 +602,27 @@ def _generate(args: argparse.Namespace) -> None:
         ids = torch.tensor([[tokenizer.bos_token_id]])
     ids = ids.to(device)
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, trust_remote_code=False)
+    model = getattr(transformers, auto_class).from_pretrained(path, dtype=args.dtype, trust_remote_code=False)
     model = model.to(device).eval()
     options = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    if args.image:
+        options["pixel_values"] = inputs["pixel_values"].to(device)
     if args.seed is not None:
-        set_seed(args.seed)
-    if args.chat and (end := _end_of_turn(tokenizer)):
+        transformers.set_seed(args.seed)
+    if chat and (end := _end_of_turn(tokenizer)):
         options["stopping_criteria"] = [_until(tokenizer, end, ids.shape[1])]
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=args.max_new_tokens,
         do_sample=not args.greedy,
-        streamer=_character_streamer(tokenizer, skip_prompt=args.chat),
+        streamer=_character_streamer(tokenizer, skip_prompt=chat),
         **{name: value for name, value in options.items() if value is not None},
     )
     if files:
         from . import music
 
-        text = tokenizer.decode(output[0, ids.shape[1] if args.chat else 0 :], skip_special_tokens=True)
+        text = tokenizer.decode(output[0, ids.shape[1] if chat else 0 :], skip_special_tokens=True)
         with _signals_raise():
             music.write(text, args.midi, args.score, args.force)
         print(f"Wrote {' and '.join(files)}.", file=sys.stderr)  # standard output is the text's
@@ -673,7 +712,8 @@ def _usable_device(name: str | None):
     return device
 
 
-def _refuse_encoder(name: str, path) -> None:
+def _generating_class(args: argparse.Namespace, path) -> str:
+    """Name of the Auto class of a model that generates."""
     from transformers import PreTrainedConfig
 
     from . import ARCHITECTURES, lm_auto_class
@@ -682,8 +722,12 @@ def _refuse_encoder(name: str, path) -> None:
     with suppress(OSError, ValueError):  # loading the tokenizer or the model says what is wrong
         fields, _ = PreTrainedConfig.get_config_dict(path)
     model_type = fields.get("model_type")
-    if model_type in ARCHITECTURES and lm_auto_class(model_type) == "AutoModelForMaskedLM":
-        raise UsageError(f"{name} is an encoder, of type {model_type}: it does not generate text.")
+    auto_class = lm_auto_class(model_type) if model_type in ARCHITECTURES else "AutoModelForCausalLM"
+    if auto_class == "AutoModelForMaskedLM":
+        raise UsageError(f"{args.model} is an encoder, of type {model_type}: it does not generate text.")
+    if args.image and auto_class != "AutoModelForImageTextToText":
+        raise UsageError(f"{args.model} is of type {model_type}: it reads no images; leave out --image.")
+    return auto_class
 
 
 def _end_of_turn(tokenizer) -> str:
