@@ -12,7 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
+from test_visual_rwkv_processor import save as save_visual
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation import GenerationMixin
 
@@ -504,6 +506,28 @@ def test_generate_chat(directory, tmp_path, capsys):
     tokenizer.chat_template = template.replace("END", repr(end))
     tokenizer.save_pretrained(tmp_path)
     assert generate(capsys, "Hi", "--chat", *arguments) == answer[: answer.index(end) + 1] + "\n"
+
+
+def test_generate_about_an_image(directory, tmp_path, capsys):
+    model, processor = save_visual(tmp_path / "visual")
+    image, other = (Image.new("RGB", (40, 30), colour) for colour in ("red", "blue"))
+    image.save(tmp_path / "red.png")
+    other.save(tmp_path / "blue.png")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    arguments = ["--model", tmp_path / "visual", "--greedy", "--max-new-tokens", 8]
+    red, blue = (["--image", tmp_path / f"{name}.png"] for name in ("red", "blue"))
+    inputs = processor(images=[image, other], text="User: <image>\n<image>\nWhat?\n\nAssistant:", return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert generate(capsys, "What?", *red, *blue, *arguments) == processor.decode(tokens) + "\n"
+    assert generate(capsys, "What?", *red, *arguments) != generate(capsys, "What?", *blue, *arguments)
+    assert generate(capsys, "What?", *arguments).startswith("What?")  # text alone
+
+    assert "finch-abc is of type rwkv6: it reads no images" in fails(capsys, 2, "generate", "What?", *red)
+    assert "there is no PROMPT" in fails(capsys, 2, "generate", *red)
+    absent = ["--image", tmp_path / "absent.png"]
+    assert "absent.png is no file" in fails(capsys, 2, "generate", "What?", *absent, *arguments)
+    broken = ["--image", tmp_path / "broken.png"]
+    assert "broken.png" in fails(capsys, 1, "generate", "What?", *broken, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,16 @@ import torch
 from architectures import CAUSAL, ENCODERS, each_model, random_ids, tiny_model
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from PIL import Image
 from safetensors.torch import load_file, save_file
+from test_visual_rwkv_processor import save as save_visual
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
+    pipeline,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -98,11 +101,11 @@ def needed(*packages):
 
 @pytest.fixture(scope="module")
 def python_elsewhere(tmp_path_factory):
-    """The interpreter of a new environment that has torch and transformers alone, and what they need."""
+    """The interpreter of a new environment that has torch, transformers and Pillow alone, and what they need."""
     path = tmp_path_factory.mktemp("environment")
     venv.create(path, with_pip=False)
     inside = Path(sysconfig.get_path("purelib", vars={"base": str(path), "platbase": str(path)}))
-    for package in needed("torch", "transformers"):
+    for package in needed("torch", "transformers", "pillow"):
         for name in {file.parts[0] for file in package.files if file.parts[0] not in ("..", "__pycache__")}:
             if not (inside / name).exists():
                 (inside / name).symlink_to(package.locate_file(name))
@@ -138,6 +141,40 @@ def test_where_nothing_of_ours_is_installed(tmp_path, python_elsewhere):
     script = f"ENCODERS = {list(ENCODERS)}\n{ELSEWHERE}"
     run(python_elsewhere, tmp_path, script, tmp_path, *names)
     torch.testing.assert_close(load_file(tmp_path / "results.safetensors"), expected, atol=1e-4, rtol=1e-4)
+
+
+IMAGES_ELSEWHERE = """
+import sys
+from importlib.util import find_spec
+from PIL import Image
+from transformers import pipeline
+
+assert not find_spec("subquad") and not find_spec("subquad_tokenizers")
+pipe = pipeline("image-text-to-text", sys.argv[1], trust_remote_code=True)
+content = [{"type": "image", "image": Image.new("RGB", (40, 30), (200, 30, 30))}, {"type": "text", "text": "What?"}]
+options = {"max_new_tokens": 6, "do_sample": False}
+chat = [{"role": "user", "content": content}]
+print(repr(pipe(chat, return_full_text=False, generate_kwargs=options)[0]["generated_text"]))
+if len(sys.argv) > 2:  # and what is saved there loads again
+    pipe.save_pretrained(sys.argv[2])
+    pipe.processor.save_pretrained(sys.argv[2])
+"""
+
+
+def test_images_where_nothing_of_ours_is_installed(tmp_path, python_elsewhere):
+    model, _ = save_visual(tmp_path / "source", "rwkv6")
+    hub.export(tmp_path / "source", tmp_path / "repository")
+    answer = run(python_elsewhere, tmp_path, IMAGES_ELSEWHERE, "repository", "again")
+    assert run(python_elsewhere, tmp_path, IMAGES_ELSEWHERE, "again") == answer
+    pipe = pipeline("image-text-to-text", str(tmp_path / "repository"))
+    assert type(pipe.model) is type(model)
+    content = [
+        {"type": "image", "image": Image.new("RGB", (40, 30), (200, 30, 30))},
+        {"type": "text", "text": "What?"},
+    ]
+    options = {"max_new_tokens": 6, "do_sample": False}
+    here = pipe([{"role": "user", "content": content}], return_full_text=False, generate_kwargs=options)
+    assert answer.strip() == repr(here[0]["generated_text"])
 
 
 @each_model

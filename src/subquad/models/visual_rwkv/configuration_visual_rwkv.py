@@ -23,12 +23,19 @@ TOWER = {
 READING_ORDERS = {"rwkv5": "forward", "rwkv6": "alternate"}
 
 
+def _of_text_config(name: str) -> property:
+    """A field of the text model's that is read and set at the top, too."""
+    return property(
+        lambda self: getattr(self.text_config, name), lambda self, value: setattr(self.text_config, name, value)
+    )
+
+
 @strict
 class VisualRwkvConfig(PreTrainedConfig):
     r"""
     Configuration of a VisualRWKV model, section 10.2 of "Eagle and Finch" (arXiv:2404.05892): a CLIP vision tower, a
-    projection without bias, and Eagle or Finch, which makes the two published generations: with Eagle (v5.0) an image's
-    class token comes first and its patches follow, with Finch (v6.0) it comes last.
+    projection without bias, and Eagle or Finch, which makes the two published generations: with Eagle (v5.0) the class
+    token of an image comes first and its patches follow, with Finch (v6.0) it comes last.
 
     Args:
         vision_config: of the tower, a `CLIPVisionConfig` or its fields; that of openai/clip-vit-large-patch14-336
@@ -47,7 +54,9 @@ class VisualRwkvConfig(PreTrainedConfig):
 
     model_type = "visual_rwkv"
     sub_configs = {"vision_config": PreTrainedConfig, "text_config": PreTrainedConfig}
-    keys_to_ignore_at_inference = ["past_key_values", "image_hidden_states"]
+    keys_to_ignore_at_inference = ["past_key_values"]
+    num_hidden_layers = _of_text_config("num_hidden_layers")
+    use_cache = _of_text_config("use_cache")
 
     vision_config: dict | PreTrainedConfig | None = None
     text_config: dict | PreTrainedConfig | None = None
@@ -118,7 +127,8 @@ class VisualRwkvConfig(PreTrainedConfig):
             raise ValueError(f"`reading_order` must be 'forward' or 'alternate', got {self.reading_order!r}.")
         if not 0 <= self.image_token_id < text.vocab_size:
             raise ValueError(
-                f"`image_token_id` must be one of the {text.vocab_size} ids of `text_config`, got {self.image_token_id}."
+                f"`image_token_id` must be one of the {text.vocab_size} ids of `text_config`, got "
+                f"{self.image_token_id}."
             )
 
 

@@ -45,6 +45,14 @@ class VisualRwkvPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
         elif module is getattr(self, "head", None):
             init.orthogonal_(module.weight, gain=0.5)
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """
+        Not in what transformers asks for: how it initialises others' code passes over modules that have no parameters
+        of their own, as attention in the tower, whose weights a checkpoint may lack.
+        """
+        return False
+
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         """The tower, of images."""
         return self.base_model.vit if modality == "image" else super().get_encoder(modality)
@@ -148,8 +156,8 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             )
         if breaks or any(count % size for count in counts):
             raise ValueError(
-                f"The {size} placeholders of an image (id {self.config.image_token_id}) must follow one another in one "
-                f"row, one document and one call, with no padding among them; the rows have {counts}."
+                f"The {size} placeholders of an image (id {self.config.image_token_id}) must follow one another in "
+                f"one row, one document and one call, with no padding among them; the rows have {counts}."
             )
 
     def _places(self, placeholders: torch.Tensor) -> torch.Tensor:
@@ -207,7 +215,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
         )
         order = None
-        if pixel_values is not None:
+        if pixel_values is not None and len(pixel_values):
             self._check_pixels(pixel_values)
             placeholders = self.find_images(input_ids, inputs_embeds)
             if can_look_at(placeholders):
@@ -326,18 +334,19 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        pixel_values, ids = kwargs.get("pixel_values"), inputs.get("input_ids")
-        if pixel_values is None or ids is None:
+        if (pixel_values := kwargs.get("pixel_values")) is None:
             return inputs
         inputs.pop("pixel_values", None)
-        if ids.shape[1] == 1 and not is_first_iteration:  # the token that was chosen last
+        ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
+        if ids is not None and ids.shape[1] == 1 and not is_first_iteration:  # the token that was chosen last
             return inputs
-        total, unread = self._count_images(input_ids), self._count_images(ids)
+        unread = self._count_images(ids, embeds)
+        total = self._count_images(None, inputs_embeds) if ids is None else self._count_images(input_ids)
         if len(pixel_values) == sum(total):  # those of the whole conversation
             rows = zip(pixel_values.split(total), unread, strict=True)
             pixel_values = torch.cat([row[len(row) - new :] for row, new in rows])
-        if sum(unread) or is_first_iteration and len(pixel_values):
-            inputs["pixel_values"] = pixel_values.to(ids.device)
+        if sum(unread) or (is_first_iteration and len(pixel_values)):
+            inputs["pixel_values"] = pixel_values.to((embeds if ids is None else ids).device)
         return inputs
 
     def _expand_inputs_for_generation(
@@ -350,7 +359,8 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         """As in transformers, which would repeat each image, not those of a row together."""
         pixel_values = model_kwargs.pop("pixel_values", None)
         if pixel_values is not None and expand_size > 1:
-            rows = self._count_images(input_ids, model_kwargs.get("inputs_embeds"))
+            embeds = model_kwargs.get("inputs_embeds")
+            rows = self._count_images(input_ids if embeds is None else None, embeds)
             if sum(rows) != len(pixel_values):
                 raise ValueError(f"`pixel_values` holds {len(pixel_values)} images, the placeholders are of {rows}.")
             pixel_values = torch.cat([row.repeat(expand_size, 1, 1, 1) for row in pixel_values.split(rows)])
@@ -360,10 +370,9 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         )
         return input_ids, model_kwargs | images
 
-    def _count_images(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None) -> list[int]:
+    def _count_images(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None = None) -> list[int]:
         """Number of images of each row."""
-        ids = None if inputs_embeds is not None else input_ids
-        return (self.model.find_images(ids, inputs_embeds).sum(1) // self.config.num_image_tokens).tolist()
+        return (self.model.find_images(input_ids, inputs_embeds).sum(1) // self.config.num_image_tokens).tolist()
 
     def _get_logits_processor(self, *args, **kwargs):
         """A placeholder is no token to generate."""

@@ -1,0 +1,908 @@
+"""VisualRWKV against a plain implementation of it, and what every model promises, where images are read."""
+
+import contextlib
+import copy
+import itertools
+import re
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from architectures import RWKV, VOCABULARY, assert_same_states, random_ids, tiny_config, tiny_model
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    CompileConfig,
+)
+from visual_rwkv_reference import image_features, visual_rwkv_logits
+
+import subquad
+from subquad import RecurrentCache, VisualRwkvConfig, VisualRwkvForConditionalGeneration
+
+
+IMAGE = VOCABULARY  # one id more than `random_ids` draws from
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
+# In float64. Eagle rounds its decays and what it mixes by to float32, whatever it is computed in.
+EXACT = {"rwkv5": {"atol": 2e-6, "rtol": 0}, "rwkv6": {"atol": 1e-8, "rtol": 0}}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+GRID_SIZES = (-1, 0, 1, 2, 4)  # of 4 x 4 patches
+
+each_generation = pytest.mark.parametrize("generation", RWKV)
+each_side = pytest.mark.parametrize("side", ["left", "right"])
+
+
+def tiny_visual_config(generation, *, layers=4, text_fields=None, **fields):
+    text = {"vocab_size": VOCABULARY + 1, "num_hidden_layers": layers, **(text_fields or {})}
+    fields = {"vision_config": CLIPVisionConfig(**VISION), "image_token_id": IMAGE, **fields}
+    return VisualRwkvConfig(text_config=tiny_config(generation, **text), **fields)
+
+
+def tiny_visual_model(generation, seed=0, **fields):
+    """A tiny model of which no parameter is zero or constant, see `tiny_model`."""
+    torch.manual_seed(seed)
+    model = VisualRwkvForConditionalGeneration(tiny_visual_config(generation, **fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+class Row:
+    """
+    A row of text and images. Its layout is a tuple of numbers of text tokens and of "image"s.
+
+    Attributes:
+        entries: token ids and images (3, 28, 28), in order.
+        pixel_values: (images, 3, 28, 28).
+    """
+
+    def __init__(self, *layout, seed=0):
+        text = iter(random_ids(99, seed=seed).tolist())
+        draws = torch.Generator().manual_seed(seed)
+        self.entries = []
+        for part in layout:
+            image = part == "image"
+            self.entries += [torch.randn(3, 28, 28, generator=draws)] if image else itertools.islice(text, part)
+
+    @property
+    def pixel_values(self):
+        images = [entry for entry in self.entries if isinstance(entry, torch.Tensor)]
+        return torch.stack(images) if images else torch.zeros(0, 3, 28, 28)
+
+    def ids(self, model):
+        size = model.config.num_image_tokens
+        return [i for x in self.entries for i in ([x] if isinstance(x, int) else [IMAGE] * size)]
+
+    def inputs(self, model):
+        return batch(model, self)
+
+
+def batch(model, *rows, side="left"):
+    """`input_ids`, `attention_mask` where rows have different lengths, and `pixel_values` where there are any."""
+    ids, images = [row.ids(model) for row in rows], torch.cat([row.pixel_values for row in rows]).to(model.dtype)
+    width = max(len(x) for x in ids)
+    empty = [[0] * (width - len(x)) for x in ids]
+    mask = [[1] * len(x) for x in ids]
+    ids, mask = (
+        torch.tensor([pad + x if side == "left" else x + pad for x, pad in zip(xs, empty, strict=True)])
+        for xs in (ids, mask)
+    )
+    inputs = {"input_ids": ids}
+    if not mask.all():
+        inputs["attention_mask"] = mask
+    return inputs | ({"pixel_values": images} if len(images) else {})
+
+
+def published(model):
+    """The tensors below the vision tower under the names of the published files."""
+    tensors = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        name = name.removeprefix("model.")
+        for ours, theirs in (
+            ("embeddings", "emb"),
+            ("pre_ln", "ln0"),
+            ("attention", "att"),
+            ("feed_forward", "ffn"),
+            ("head", "rwkv.head"),
+        ):
+            name = re.sub(rf"(^|\.){ours}\.", rf"\1{theirs}.", name)
+        name = re.sub(r"(time_mix_[kvrg])\w+$", r"\1", name)
+        if not name.startswith("vit."):
+            tensors[name] = tensor
+    return tensors
+
+
+def tower_states(model, images):
+    """What the vision tower of transformers makes of images, in float64."""
+    tower = CLIPVisionModel(model.config.vision_config).double().eval()
+    tower.load_state_dict(model.model.vit.state_dict())
+    with torch.no_grad():
+        return tower(images.double()).last_hidden_state
+
+
+def reference(model, row, tokens=(), **options):
+    """Logits of a row, and of tokens after it, by the plain implementation."""
+    states = iter(tower_states(model, row.pixel_values) if len(row.pixel_values) else ())
+    entries = [entry if isinstance(entry, int) else next(states) for entry in row.entries]
+    config = model.config
+    options = {"grid_size": config.grid_size, "reading_order": config.reading_order, **options}
+    generation = config.text_config.model_type
+    return visual_rwkv_logits(published(model), generation, [*entries, *tokens], **options)
+
+
+@contextlib.contextmanager
+def images_read(model):
+    """A list of how many images the tower reads, one entry a call."""
+    calls = []
+    hook = model.model.vit.register_forward_pre_hook(
+        lambda _, inputs, named: calls.append(len(named.get("pixel_values", *inputs))), with_kwargs=True
+    )
+    yield calls
+    hook.remove()
+
+
+# The plain implementation.
+
+
+@each_generation
+def test_image_features(generation):
+    images = Row("image", "image").pixel_values.double()
+    sizes = []
+    for grid_size in GRID_SIZES:
+        model = tiny_visual_model(generation, grid_size=grid_size).double()
+        with torch.no_grad():
+            features = model.get_image_features(images).pooler_output
+        states, tensors = tower_states(model, images), published(model)
+        expected = [torch.stack(image_features(tensors, generation, image, grid_size)[0]) for image in states]
+        torch.testing.assert_close(features, torch.stack(expected), atol=1e-8, rtol=0)
+        sizes.append(model.config.num_image_tokens)
+        assert features.shape == (2, sizes[-1], 48)
+    assert sizes == [17, 1, 1 if generation == "rwkv5" else 2, 5, 17]
+
+
+LAYOUTS = {
+    "text": (7,),
+    "start": ("image", 5),
+    "middle": (3, "image", 4),
+    "end": (4, "image"),
+    "alone": ("image",),
+    "two": (2, "image", 3, "image", 1),
+    "adjacent": (2, "image", "image", 3),
+}
+
+
+@each_generation
+@pytest.mark.parametrize("reading_order", ["forward", "alternate"])
+def test_logits(generation, reading_order):
+    by_default = {"rwkv5": "forward", "rwkv6": "alternate"}[generation] == reading_order
+    model = tiny_visual_model(generation, reading_order=None if by_default else reading_order)
+    assert model.config.reading_order == reading_order
+    expected = {}
+    with torch.no_grad():
+        for name, layout in LAYOUTS.items():
+            row = Row(*layout)
+            expected[name] = reference(model, row)
+            torch.testing.assert_close(model(**row.inputs(model)).logits[0].double(), expected[name], **TOLERANCE)
+        model.double()
+        for name, layout in LAYOUTS.items():
+            logits = model(**Row(*layout).inputs(model)).logits[0]
+            torch.testing.assert_close(logits, expected[name], **EXACT[generation])
+        # The orders are not the same, nor are the places of two images.
+        other = {"forward": "alternate", "alternate": "forward"}[reading_order]
+        row = Row(3, "image", 4)
+        assert (reference(model, row, reading_order=other) - expected["middle"])[3:].abs().max() > 0.1
+        inputs = Row(*LAYOUTS["adjacent"]).inputs(model)
+        inputs["pixel_values"] = inputs["pixel_values"].flip(0)
+        assert (model(**inputs).logits[0] - expected["adjacent"]).abs().max() > 0.1
+
+
+@each_generation
+def test_logits_of_every_grid(generation):
+    row = Row(2, "image", 3, "image")
+    for grid_size, order in itertools.product(GRID_SIZES, ("forward", "alternate")):
+        model = tiny_visual_model(generation, grid_size=grid_size, reading_order=order).double()
+        with torch.no_grad():
+            logits = model(**row.inputs(model)).logits[0]
+        torch.testing.assert_close(logits, reference(model, row), **EXACT[generation])
+
+
+@each_generation
+def test_gradients_of_the_plain_implementation(generation):
+    model = tiny_visual_model(generation).double().train()
+    model.model.vit.requires_grad_(False)
+    row, draws = Row(2, "image", 2), torch.Generator().manual_seed(0)
+    logits = model(**row.inputs(model)).logits[0]
+    weights = torch.randn(logits.shape, generator=draws, dtype=torch.double)
+    (logits * weights).sum().backward()
+    found = {name: p.grad for name, p in published(model).items()}
+    assert all(p.grad is None for p in model.model.vit.parameters())
+    model.zero_grad()
+    (reference(model, row) * weights).sum().backward()
+    for name, p in published(model).items():
+        assert found[name].any(), name
+        assert (found[name] - p.grad).norm() < 1e-5 * p.grad.norm(), name
+
+
+# Batches.
+
+MIXED = [(7,), (2, "image", 4), ("image", 3, "image", 2), (1, "image", "image"), (1,)]
+
+
+def mixed_rows():
+    return [Row(*layout, seed=seed) for seed, layout in enumerate(MIXED)]
+
+
+@each_generation
+@each_side
+@pytest.mark.parametrize("reading_order", ["forward", "alternate"])
+def test_padding(generation, side, reading_order):
+    model, rows = tiny_visual_model(generation, reading_order=reading_order), mixed_rows()
+    inputs = batch(model, *rows, side=side)
+    next_ids = random_ids(len(rows), 3)
+    with torch.no_grad():
+        out = model(**inputs)
+        after = model(next_ids, past_key_values=out.past_key_values).logits
+        for n, (row, mask) in enumerate(zip(rows, inputs["attention_mask"], strict=True)):
+            alone = model(**row.inputs(model))
+            torch.testing.assert_close(out.logits[n][mask == 1], alone.logits[0], **TOLERANCE)
+            torch.testing.assert_close(out.logits[n, -1], alone.logits[0, -1], **TOLERANCE)
+            after_alone = model(next_ids[n : n + 1], past_key_values=alone.past_key_values).logits
+            torch.testing.assert_close(after[n], after_alone[0], **TOLERANCE)
+        # A batch of one that is padded all the same.
+        inputs = rows[2].inputs(model)
+        pad = (5, 0) if side == "left" else (0, 5)
+        ids, mask = (torch.nn.functional.pad(x, pad) for x in (inputs["input_ids"], inputs["input_ids"] > 0))
+        logits = model(ids, attention_mask=mask, pixel_values=inputs["pixel_values"]).logits[0][mask[0]]
+        torch.testing.assert_close(logits, model(**inputs).logits[0], **TOLERANCE)
+
+
+@each_generation
+@each_side
+def test_padding_in_a_later_call(generation, side):
+    model = tiny_visual_model(generation, reading_order="alternate")
+    first = [Row(*layout, seed=n) for n, layout in enumerate([(4,), ("image", 9), (1,)])]
+    second = [Row(*layout, seed=9 + n) for n, layout in enumerate([("image", 1, "image"), (2,), (3, "image")])]
+    with torch.no_grad():
+        cache = model(**batch(model, *first)).past_key_values
+        inputs = batch(model, *second, side=side)
+        logits = model(**inputs, past_key_values=cache).logits
+        for n, (row, mask) in enumerate(zip(first, inputs["attention_mask"], strict=True)):
+            row.entries += second[n].entries
+            whole = model(**row.inputs(model)).logits[0]
+            torch.testing.assert_close(logits[n][mask == 1], whole[-int(mask.sum()) :], **TOLERANCE)
+
+
+def packed(model, rows):
+    inputs = [row.inputs(model) for row in rows]
+    lengths = [x["input_ids"].shape[1] for x in inputs]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids, images = torch.cat([x["input_ids"] for x in inputs], 1), torch.cat([row.pixel_values for row in rows])
+    return {"input_ids": ids, "pixel_values": images.to(model.dtype)}, bounds, positions
+
+
+@each_generation
+def test_packed_documents(generation):
+    model, rows = tiny_visual_model(generation, reading_order="alternate"), mixed_rows()
+    inputs, bounds, positions = packed(model, rows)
+    with torch.no_grad():
+        expected = torch.cat([model(**row.inputs(model)).logits for row in rows], 1)
+        last = model(**rows[-1].inputs(model)).past_key_values
+        for way in ({"cu_seqlens": bounds}, {"cu_seq_lens_q": bounds}, {"position_ids": positions}):
+            out = model(**inputs, **way)
+            torch.testing.assert_close(out.logits, expected, **TOLERANCE)
+            assert_same_states(out.past_key_values, last)
+        # Two rows, of which the first holds two documents.
+        rows = Row(2, "image", 3), Row("image", 5), Row(27, "image", seed=3)
+        two, _, restarts = packed(model, rows[:2])
+        one = rows[2].inputs(model)
+        ids = torch.cat((two["input_ids"], one["input_ids"]))
+        images = torch.cat((two["pixel_values"], one["pixel_values"]))
+        positions = torch.cat((restarts, torch.arange(ids.shape[1])[None]))
+        logits = model(ids, pixel_values=images, position_ids=positions).logits
+        first, second, third = (model(**row.inputs(model)).logits for row in rows)
+        torch.testing.assert_close(logits, torch.cat((torch.cat((first, second), 1), third)), **TOLERANCE)
+
+
+# Texts that are read in pieces.
+
+
+@each_generation
+@pytest.mark.parametrize("reading_order", ["forward", "alternate"])
+def test_any_split_outside_of_images(generation, reading_order):
+    model = tiny_visual_model(generation, reading_order=reading_order)
+    row = Row(3, "image", 4, "image", "image", 3)
+    inputs = row.inputs(model)
+    ids, images = inputs["input_ids"], inputs["pixel_values"]
+    # The images are at 3 to 20, 24 to 41 and 41 to 58.
+    splits = [(60, 1), (3, 17, 4, 17, 17, 3), (1, 1, 18, 1, 3, 34, 1, 1, 1), (20, 41), (58, 1, 1, 1)]
+    with torch.no_grad():
+        whole = model(**inputs)
+        for split in splits:
+            assert sum(split) == ids.shape[1]
+            cache, start, seen, logits = None, 0, 0, []
+            for length in split:
+                piece = ids[:, start : start + length]
+                count = int((piece == IMAGE).sum()) // 17
+                given = {"pixel_values": images[seen : seen + count]} if count else {}
+                out = model(piece, past_key_values=cache, use_cache=True, **given)
+                logits.append(out.logits)
+                cache, start, seen = out.past_key_values, start + length, seen + count
+            torch.testing.assert_close(torch.cat(logits, 1), whole.logits, **TOLERANCE)
+            assert cache.get_seq_length() == ids.shape[1]
+            assert_same_states(cache, whole.past_key_values)
+
+        # Inside of one it is refused, and nothing is read.
+        cache = model(ids[:, :3]).past_key_values
+        before = cache.clone()
+        with images_read(model) as calls:
+            for stop in (4, 19, 30):
+                with pytest.raises(ValueError, match="`pixel_values` .*placeholders|placeholders of an image"):
+                    model(ids[:, 3:stop], pixel_values=images[:1], past_key_values=cache)
+        assert not calls and cache.get_seq_length() == 3
+        assert_same_states(cache, before)
+
+
+@each_generation
+def test_cache_operations(generation, tmp_path):
+    model = tiny_visual_model(generation, reading_order="alternate")
+    rows = [Row(2, "image", 9, seed=0), Row(5, "image", 6, seed=1), Row("image", 11, seed=2)]
+    inputs = batch(model, *rows)
+    after = random_ids(3, 2, seed=7)
+    with torch.no_grad():
+        cache = model(**inputs).past_key_values
+        expected = model(after, past_key_values=cache.clone()).logits
+
+        def logits(cache, rows):
+            return model(after[rows], past_key_values=cache).logits
+
+        order = torch.tensor([2, 0, 0])
+        reordered = cache.clone()
+        reordered.reorder_cache(order)
+        alone = [model(**rows[n].inputs(model)).past_key_values for n in order.tolist()]
+        for n, one in enumerate(alone):
+            torch.testing.assert_close(logits(reordered.clone(), [0, 1, 2])[n], logits(one, [n])[0], **TOLERANCE)
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = RecurrentCache.load(tmp_path / "cache.safetensors", model.config)
+        assert loaded.get_seq_length() == inputs["input_ids"].shape[1]
+        torch.testing.assert_close(logits(loaded, [0, 1, 2]), expected)
+
+        # Back to within the text, and to the end of an image; also where the record begins inside of one.
+        for row in (Row(3, "image", 6), Row(3, *["image"] * 32, 6)):
+            inputs = row.inputs(model)
+            ids = inputs.pop("input_ids")
+            recorded = model.new_cache()
+            recorded.activate_past_recording()
+            model(ids, **inputs, past_key_values=recorded)
+            for removed in (1, 4, 6):
+                cache = recorded.clone()
+                cache.crop(-removed)
+                kept = model(ids[:, :-removed], **inputs).past_key_values
+                assert cache.get_seq_length() == kept.get_seq_length()
+                assert_same_states(cache, kept)
+
+
+@each_generation
+def test_state_size(generation):
+    model = tiny_visual_model(generation)
+    with torch.no_grad():
+        sizes = {model(**Row(*x).inputs(model)).past_key_values.num_elements for x in LAYOUTS.values()}
+    assert sizes == {4 * (2 * 48 + 48 * 16)}
+
+
+# `generate`.
+
+
+@each_generation
+def test_greedy_is_the_arg_max(generation):
+    model = tiny_visual_model(generation)
+    for row in (Row(3, "image", 2), Row("image", "image")):
+        inputs = row.inputs(model)
+        out = model.generate(**inputs, max_new_tokens=5, **GREEDY)
+        assert torch.equal(out[:, :-5], inputs["input_ids"])
+        tokens = out[0, -5:].tolist()
+        with torch.no_grad():
+            logits = reference(model, row, tokens)[-6:-1, :IMAGE]  # a placeholder is never generated
+        assert logits.argmax(-1).tolist() == tokens
+
+
+@each_generation
+def test_placeholders_are_not_generated(generation):
+    model, row = tiny_visual_model(generation), Row(2, "image", 2)
+    with torch.no_grad():
+        model.head.weight[IMAGE] = 3 * model.head.weight.abs().max() * model.model.rwkv.ln_out.bias.sign()
+        model.model.rwkv.ln_out.bias.mul_(30)
+        assert model(**row.inputs(model)).logits[0, -1].argmax() == IMAGE
+    for options in ({}, {"do_sample": True}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}):
+        out = model.generate(**row.inputs(model), max_new_tokens=4, **GREEDY | options)
+        assert (out[:, -4:] != IMAGE).all()
+
+
+@each_generation
+@each_side
+def test_generation_of_mixed_rows(generation, side):
+    model, rows = tiny_visual_model(generation), mixed_rows()
+    inputs, length = batch(model, *rows, side=side), 6
+    for options in ({}, {"num_beams": 3}):
+        options = {"max_new_tokens": length, **options, **GREEDY}
+        expected = [model.generate(**row.inputs(model), **options)[0, -length:].tolist() for row in rows]
+        with images_read(model) as calls:
+            out = model.generate(**inputs, **options)[:, -length:]
+        assert out.tolist() == expected
+        assert calls == [5 * options.get("num_beams", 1)]  # with the prompt alone
+        if side == "left":  # without a cache, the padding would come to stand within the texts
+            assert torch.equal(model.generate(**inputs, use_cache=False, **options)[:, -length:], out)
+
+
+@each_generation
+def test_several_sequences_a_row(generation):
+    model, rows = tiny_visual_model(generation), mixed_rows()[:3]
+    inputs, each_twice = batch(model, *rows), batch(model, *(row for row in rows for _ in range(2)))
+    options = {**GREEDY, "do_sample": True, "top_k": 0, "max_new_tokens": 6}
+    outs = []
+    for given in (
+        {**inputs, "num_return_sequences": 2},
+        {**inputs, "num_return_sequences": 2, "use_cache": False},
+        each_twice,
+    ):
+        torch.manual_seed(0)
+        outs.append(model.generate(**given, **options))
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    assert not torch.equal(outs[0][::2], outs[0][1::2])
+    beams = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6, **GREEDY}
+    assert torch.equal(model.generate(**inputs, **beams), model.generate(**inputs, use_cache=False, **beams))
+
+
+@each_generation
+def test_assisted_decoding(generation):
+    model = tiny_visual_model(generation)
+    row = Row(3, "image", 2, "image", 2)
+    row.entries += row.entries[-2:] * 3  # something to look up
+    inputs, options = row.inputs(model), {"max_new_tokens": 12, **GREEDY}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, prompt_lookup_num_tokens=3, **options), expected)
+    nearly = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in nearly.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+    for assistant in (nearly, tiny_visual_model(generation, seed=5)):
+        with images_read(model) as calls, images_read(assistant) as assistant_calls:
+            assert torch.equal(model.generate(**inputs, assistant_model=assistant, **options), expected)
+        assert calls == assistant_calls == [2]
+    assert torch.equal(model.generate(**inputs, assistant_early_exit=2, **options), expected)
+
+
+@each_generation
+def test_embeddings_in_place_of_ids(generation):
+    model, rows = tiny_visual_model(generation), mixed_rows()
+    inputs = batch(model, *rows)
+    ids = inputs.pop("input_ids")
+    embeds = model.get_input_embeddings()(ids)
+    with torch.no_grad():
+        expected = model(ids, **inputs)
+        out = model(inputs_embeds=embeds, **inputs)
+        torch.testing.assert_close(out.logits, expected.logits)
+    for options in ({}, {"num_beams": 2}):
+        options = {"max_new_tokens": 5, **options, **GREEDY}
+        expected = model.generate(ids, **inputs, **options)
+        assert torch.equal(model.generate(inputs_embeds=embeds, **inputs, **options), expected[:, -5:])
+        assert torch.equal(model.generate(ids, inputs_embeds=embeds, **inputs, **options), expected)
+    # To go on from what a cache has read, with the whole text and the images that it has.
+    row = Row(2, "image", 3, "image", 2)
+    embeds, images = model.get_input_embeddings()(row.inputs(model)["input_ids"]), row.pixel_values
+    options = {"max_new_tokens": 5, **GREEDY}
+    expected = model.generate(inputs_embeds=embeds, pixel_values=images, **options)
+    for given in (images, images[1:]):
+        with torch.no_grad():
+            cache = model(inputs_embeds=embeds[:, :20], pixel_values=images[:1]).past_key_values
+        out = model.generate(inputs_embeds=embeds, pixel_values=given, past_key_values=cache, **options)
+        assert torch.equal(out, expected)
+
+
+@each_generation
+@pytest.mark.parametrize("questions", [((4,), (4,)), (("image", 2), (19,)), (("image", 1, "image"), (9, "image", 9))])
+def test_a_conversation(generation, questions):
+    model, options = tiny_visual_model(generation), {"max_new_tokens": 4, **GREEDY}
+    begun = Row(2, "image", 2, seed=0), Row("image", 4, "image", seed=1)
+    asked = [Row(*question, seed=2 + n) for n, question in enumerate(questions)]
+
+    def ask(rows, more):
+        """What is generated in the second turn: from the cache of the first one, and from everything at once."""
+        first = batch(model, *rows)
+        answered = model.generate(**first, return_dict_in_generate=True, **options)
+        cache, new = answered.past_key_values, batch(model, *more)
+        ids = torch.cat((answered.sequences, new["input_ids"]), 1)
+        mask = torch.ones_like(ids)
+        mask[:, : first["input_ids"].shape[1]] = first.get("attention_mask", torch.tensor(1))
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        # As a processor orders them: all images of a row, then those of the next one.
+        images = torch.cat([row.pixel_values for pair in zip(rows, more, strict=True) for row in pair])
+        expected = model.generate(**inputs, pixel_values=images, **options)
+        for given in (images, new.get("pixel_values")):
+            with images_read(model) as calls:
+                out = model.generate(**inputs, pixel_values=given, past_key_values=cache.clone(), **options)
+            assert torch.equal(out, expected)
+            assert sum(calls) == len(new.get("pixel_values", ()))
+
+    ask(begun, asked)
+    for row, question in zip(begun, asked, strict=True):
+        ask([row], [question])
+
+
+@each_generation
+def test_chunked_prefill(generation):
+    model, options = tiny_visual_model(generation), {"max_new_tokens": 4, **GREEDY}
+    text = Row(20).inputs(model)
+    assert torch.equal(model.generate(**text, prefill_chunk_size=7, **options), model.generate(**text, **options))
+    with images_read(model) as calls, pytest.raises(ValueError, match="prefill_chunk_size|`pixel_values`"):
+        model.generate(**Row(3, "image", 4).inputs(model), prefill_chunk_size=7, **options)
+    assert not calls
+
+
+# Training.
+
+
+def labels_of(model, ids):
+    return ids.masked_fill((ids == IMAGE) | (ids == 0), -100)
+
+
+@each_generation
+@pytest.mark.parametrize("frozen", [True, False])
+def test_gradient_checkpointing(generation, frozen):
+    model = tiny_visual_model(generation).train()
+    model.model.vit.requires_grad_(not frozen)
+    inputs = batch(model, *mixed_rows())
+    labels = labels_of(model, inputs["input_ids"])
+
+    def grads():
+        model.zero_grad()
+        out = model(**inputs, labels=labels)
+        out.loss.backward()
+        return out.loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    loss, expected = grads()
+    logits = model(**inputs).logits
+    assert torch.isclose(
+        loss, torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    )
+    # The tower's last norm is that of CLIP's own pooled output.
+    unused = {name for name, _ in model.named_parameters() if "vit" in name and (frozen or "post_layernorm" in name)}
+    assert set(expected) == {name for name, _ in model.named_parameters()} - unused
+    # One bias of all keys changes nothing in a softmax.
+    assert all(grad.any() for name, grad in expected.items() if "k_proj.bias" not in name)
+    for use_reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        torch.testing.assert_close(grads(), (loss, expected), **TOLERANCE)
+        model.gradient_checkpointing_disable()
+
+
+@each_generation
+def test_gradients_under_padding(generation):
+    model, rows = tiny_visual_model(generation, reading_order="alternate").double(), mixed_rows()
+
+    def grads(inputs):
+        model.zero_grad()
+        ids = inputs["input_ids"]
+        model(**inputs, labels=labels_of(model, ids), num_items_in_batch=1).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    alone = [grads(row.inputs(model)) for row in rows if len(row.entries) > 1]
+    expected = {name: sum(grads.get(name, 0) for grads in alone) for name in alone[1]}
+    for side in ("left", "right"):
+        torch.testing.assert_close(grads(batch(model, *rows, side=side)), expected, atol=1e-5, rtol=1e-5)
+
+
+@each_generation
+def test_compiled_training(generation):
+    model = tiny_visual_model(generation, layers=2, reading_order="alternate").train()
+    model.model.vit.requires_grad_(False)
+    inputs = batch(model, Row(2, "image", 4), Row(5, seed=1))
+    inputs["labels"] = labels_of(model, inputs["input_ids"])
+
+    torch.compiler.reset()
+    grads = []
+    for one in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        one(**inputs).loss.backward()
+        grads.append({name: p.grad.clone() for name, p in published(model).items()})
+    torch.testing.assert_close(grads[1], grads[0], **TOLERANCE)
+
+
+@each_generation
+def test_compiled_decode_step(generation):
+    model, row = tiny_visual_model(generation, layers=2), Row(2, "image", 2)
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    step, ids = torch.compile(model, fullgraph=True, backend=backend), random_ids(1, 5)
+    with torch.no_grad():
+        cache = model(**row.inputs(model)).past_key_values
+        expected = model(ids, past_key_values=cache.clone()).logits
+        logits = [step(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(5)]
+    torch.testing.assert_close(torch.cat(logits, 1), expected, **TOLERANCE)
+    assert len(graphs) <= 2
+
+
+@each_generation
+def test_static_cache(generation):
+    model, graphs = tiny_visual_model(generation, layers=2), []
+    inputs = batch(model, *mixed_rows())
+    torch.compiler.reset()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    config = CompileConfig(fullgraph=True, mode="default", backend=backend)
+    config._compile_all_devices = True
+    options = {"max_new_tokens": 6, **GREEDY}
+    expected = model.generate(**inputs, **options)
+    for compiled in ({"disable_compile": True}, {"compile_config": config}):
+        assert torch.equal(model.generate(**inputs, cache_implementation="static", **compiled, **options), expected)
+    assert len(graphs) == 1
+
+
+# Number formats, and files.
+
+
+@each_generation
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(generation, dtype, tmp_path):
+    model = tiny_visual_model(generation)
+    model.save_pretrained(tmp_path)
+    low = type(model).from_pretrained(tmp_path, dtype=dtype)
+    assert {p.dtype for p in low.parameters()} == {dtype}
+    inputs = batch(model, *mixed_rows())
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        out = low(**inputs)  # images as processors make them, in float32
+    real = inputs["attention_mask"] == 1
+    error = (out.logits.float() - expected)[real].norm() / expected[real].norm()
+    assert out.logits.dtype == dtype and error < (0.1 if dtype == torch.bfloat16 else 0.02)
+    assert {layer.states["wkv"].dtype for layer in out.past_key_values.layers[:-1]} == {torch.float32}
+    assert low.generate(**inputs, max_new_tokens=2, **GREEDY).shape == (5, inputs["input_ids"].shape[1] + 2)
+    low.train()(**inputs, labels=labels_of(low, inputs["input_ids"])).loss.backward()
+    assert all(p.grad.isfinite().all() for p in published(low).values())
+
+
+@each_generation
+@pytest.mark.parametrize("tied", [False, True])
+def test_saving_and_loading(generation, tied, tmp_path):
+    model, row = tiny_visual_model(generation, grid_size=2, tie_word_embeddings=tied), Row(2, "image", 3)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    text = tiny_model(generation, num_hidden_layers=4).state_dict()
+    expected = {f"model.{name}" for name in text if name.startswith("rwkv.")} | {"model.proj.weight"}
+    assert {name for name in tensors if ".vit." not in name} == expected | (set() if tied else {"head.weight"})
+
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config) is VisualRwkvConfig and config.num_image_tokens == 5
+    assert type(config.text_config) is type(model.config.text_config) is type(config.get_text_config())
+    assert {**config.to_dict(), "_name_or_path": ""} == {**model.config.to_dict(), "_name_or_path": ""}
+    loaded, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is type(model) and not any(info.values())
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), atol=0, rtol=0)
+    assert (loaded.head.weight is loaded.get_input_embeddings().weight) == tied
+    # Published files have one level more in the names of the tower, which stays when they are saved again.
+    level = "model.vit.vision_model."
+    tensors = {name.replace("model.vit.", level): x for name, x in tensors.items() if level not in name} or tensors
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    loaded.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
+    inputs = row.inputs(model)
+    torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
+    base, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and type(base) is subquad.VisualRwkvModel
+    torch.testing.assert_close(base(**inputs).last_hidden_state, model.model(**inputs).last_hidden_state)
+    base.save_pretrained(tmp_path / "base")
+    _, info = type(model).from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert info["missing_keys"] == (set() if tied else {"head.weight"})
+
+
+# Wrong input is refused by name, before any work.
+
+ONE, TWO = torch.zeros(1, 3, 28, 28), torch.zeros(2, 3, 28, 28)
+WHOLE = [IMAGE] * 17
+COUNTS = f"`pixel_values` holds {{}} images of 17 features.* has {{}} placeholders of the id {IMAGE}"
+BROKEN = rf"The 17 placeholders of an image \(id {IMAGE}\) must follow one another in one row"
+
+
+# Ids, images, other arguments, and what is said.
+WRONG = [
+    ([[1, *WHOLE, 2]], TWO, {}, COUNTS.format(2, 17)),
+    ([[1, *WHOLE, *WHOLE]], ONE, {}, COUNTS.format(1, 34)),
+    ([[1, *WHOLE[:-1], 2]], ONE, {}, COUNTS.format(1, 16)),
+    ([[1, 2]], ONE, {}, COUNTS.format(1, 0)),
+    ([[1, *WHOLE, 2]], None, {}, COUNTS.format(0, 17)),
+    ([[IMAGE]], None, {}, COUNTS.format(0, 1)),
+    ([[1, *WHOLE[:5], 2, *WHOLE[5:]]], ONE, {}, BROKEN),
+    ([[*WHOLE[:5], 1, *WHOLE, *WHOLE[5:]]], TWO, {}, BROKEN),
+    ([[*WHOLE, 1], [1, *WHOLE]], TWO, {"attention_mask": [[1] * 18, [0] * 2 + [1] * 16]}, BROKEN),
+    ([[*WHOLE, 1], [1, *WHOLE]], TWO, {"attention_mask": [[0] * 17 + [1], [1] * 18]}, BROKEN),
+    ([[*WHOLE[:9], 1, 2], [*WHOLE[:8], 1, 2, 3]], ONE, {}, r"rows have \[9, 8\]"),
+    ([[1, *WHOLE, *WHOLE]], TWO, {"cu_seqlens": [0, 15, 35]}, BROKEN),
+    ([[1, *WHOLE]], torch.zeros(1, 3, 27, 28), {}, r"`pixel_values` must be \(images, 3, 28, 28\).*27, 28"),
+    ([[1, *WHOLE]], torch.zeros(1, 1, 28, 28), {}, r"`pixel_values` must be \(images, 3, 28, 28\).*1, 28"),
+    ([[1, *WHOLE]], torch.zeros(1, 1, 3, 28, 28), {}, r"`pixel_values` must be \(images, 3, 28, 28\)"),
+    ([[1, *WHOLE]], torch.zeros(3, 28, 28), {}, r"`pixel_values` must be \(images, 3, 28, 28\)"),
+    ([[1, IMAGE + 1]], None, {}, f"`input_ids` holds {IMAGE + 1}, but `vocab_size` is {IMAGE + 1}"),
+    ([[1, *WHOLE]], ONE, {"labels": [[1, *WHOLE]]}, f"`labels` holds the placeholder of images, {IMAGE}"),
+]
+
+
+@each_generation
+@pytest.mark.parametrize("reading_order", ["forward", "alternate"])
+def test_wrong_images(generation, reading_order):
+    model = tiny_visual_model(generation, layers=2, reading_order=reading_order)
+    with images_read(model) as calls:
+        for ids, images, given, message in WRONG:
+            given = {name: torch.tensor(value) for name, value in given.items()}
+            with pytest.raises(ValueError, match=message):
+                model(torch.tensor(ids), pixel_values=images, **given)
+        for options in ({}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
+            with pytest.raises(ValueError, match="`pixel_values` holds 2 images"):
+                model.generate(torch.tensor([[1, *WHOLE]]), pixel_values=TWO, max_new_tokens=2, **GREEDY | options)
+    assert not calls
+
+
+@each_generation
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(({"grid_size": n}, f"`grid_size` must be .* 4 patches of a side, got {n}") for n in (3, 8, -2)),
+        ({"reading_order": "backward"}, "`reading_order` must be 'forward' or 'alternate', got 'backward'"),
+        ({"image_token_id": IMAGE + 1}, f"`image_token_id` must be .*, got {IMAGE + 1}"),
+        ({"image_token_id": -1}, "`image_token_id` must be .*, got -1"),
+        ({"vision_config": {**VISION, "patch_size": 9}}, "`image_size` 28 must be a multiple of `patch_size` 9"),
+        ({"vision_config": tiny_config("rwkv6")}, "`vision_config`.* must be clip_vision_model, got 'rwkv6'"),
+        ({"text_fields": {"hidden_size": 50}}, "`attention_hidden_size`"),
+    ],
+)
+def test_wrong_configuration(generation, fields, message):
+    with pytest.raises(StrictDataclassClassValidationError, match=message):
+        tiny_visual_config(generation, **fields)
+    # A field that is set later is looked at before any tensor is made.
+    ((name, value),) = fields.items()
+    if name != "text_fields":
+        config = tiny_visual_config(generation)
+        setattr(config, name, CLIPVisionConfig(**value) if isinstance(value, dict) else value)
+        with pytest.raises(ValueError, match=message):
+            VisualRwkvForConditionalGeneration(config)
+
+
+def test_another_text_model_is_refused():
+    refused = (ValueError, StrictDataclassClassValidationError)
+    for text in (tiny_config("raven"), {"model_type": "raven"}, {"model_type": "llama"}):
+        with pytest.raises(refused, match="`text_config`.* `model_type` must be rwkv5 or rwkv6, got '(raven|llama)'"):
+            VisualRwkvConfig(text_config=text)
+
+
+@each_generation
+def test_foreign_caches(generation):
+    model, row = tiny_visual_model(generation), Row(2, "image")
+    other = tiny_visual_model("rwkv6" if generation == "rwkv5" else "rwkv5")
+    with torch.no_grad():
+        cache = other(**row.inputs(other)).past_key_values
+        with images_read(model) as calls, pytest.raises(ValueError, match="`past_key_values` is the cache of another"):
+            model(**row.inputs(model), past_key_values=cache)
+        assert not calls
+
+
+# What transformers asks of every class.
+
+
+@each_generation
+def test_outputs(generation):
+    model, row = tiny_visual_model(generation, reading_order="alternate"), Row(2, "image", 3)
+    inputs = row.inputs(model)
+    with torch.no_grad():
+        out = model(**inputs, output_hidden_states=True)
+        assert len(out.hidden_states) == 5 and {x.shape for x in out.hidden_states} == {(1, 22, 48)}
+        # What goes into the blocks: the text's embeddings, and the features in the places of the placeholders.
+        embeds = model.get_input_embeddings()(inputs["input_ids"])[0]
+        features = model.get_image_features(inputs["pixel_values"]).pooler_output
+        torch.testing.assert_close(out.hidden_states[0][0], torch.cat((embeds[:2], features[0], embeds[-3:])))
+        torch.testing.assert_close(model.head(out.hidden_states[-1]), out.logits)
+        for kept in (1, 4, torch.tensor([0, 9, 21])):
+            expected = out.logits[:, kept] if isinstance(kept, torch.Tensor) else out.logits[:, -kept:]
+            torch.testing.assert_close(model(**inputs, logits_to_keep=kept).logits, expected)
+        as_tuple = model(**inputs, output_hidden_states=True, return_dict=False)
+        assert type(as_tuple) is tuple
+        torch.testing.assert_close(as_tuple[0], out.logits)
+        assert model(**inputs, use_cache=False).past_key_values is None
+        model.config.use_cache = False
+        assert model(**inputs).past_key_values is None and not model.config.text_config.use_cache
+        model.config.use_cache = True
+        assert model.train()(**inputs).past_key_values is None
+        # No images at all are none.
+        text = model.eval()(torch.tensor([[1, 2]])).logits
+        torch.testing.assert_close(model(torch.tensor([[1, 2]]), pixel_values=TWO[:0]).logits, text)
+
+
+@each_generation
+def test_attributes(generation):
+    model = tiny_visual_model(generation)
+    assert model.base_model is model.model and model.can_generate()
+    assert model.get_encoder("image") is model.model.vit and model.get_decoder() is model.model.rwkv
+    assert model.get_input_embeddings() is model.model.rwkv.embeddings
+    assert model.get_output_embeddings() is model.head
+    assert (model.main_input_name, set(model.input_modalities)) == ("input_ids", {"image", "text"})
+
+
+@each_generation
+@pytest.mark.parametrize("tied", [False, True])
+def test_resizing(generation, tied):
+    model, row = tiny_visual_model(generation, tie_word_embeddings=tied), Row(2, "image", 3)
+    inputs = row.inputs(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        model.resize_token_embeddings(IMAGE + 30)
+        assert model.config.get_text_config().vocab_size == model.head.out_features == IMAGE + 30
+        torch.testing.assert_close(model(**inputs).logits[..., : IMAGE + 1], expected)
+        assert model(torch.tensor([[IMAGE + 29]])).logits.shape[-1] == IMAGE + 30
+    assert (model.head.weight is model.get_input_embeddings().weight) == tied
+    labels = labels_of(model, inputs["input_ids"])
+    assert model(**inputs, labels=labels).loss.isfinite()
+
+
+@each_generation
+def test_initialisation(generation, tmp_path):
+    config = tiny_visual_config(generation)
+    with torch.device("meta"):
+        model = VisualRwkvForConditionalGeneration(config)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    model, info = VisualRwkvForConditionalGeneration.from_pretrained(
+        None, config=config, state_dict={}, output_loading_info=True
+    )
+    assert info["missing_keys"] == set(model.state_dict())
+    # As each part begins by itself.
+    text = tiny_config(generation, num_hidden_layers=4, vocab_size=IMAGE + 1)
+    parts = {
+        "model.vit.": CLIPVisionModel(config.vision_config),
+        "model.rwkv.": getattr(subquad, subquad.ARCHITECTURES[generation][2]["AutoModel"])(text),
+    }
+    states = model.state_dict()
+    for prefix, part in parts.items():
+        for name, state in part.state_dict().items():
+            found = states[prefix + name]
+            assert found.mean().item() == pytest.approx(state.mean().item(), abs=state.std().item() / 3), name
+            assert found.std().item() == pytest.approx(state.std().item(), rel=0.5), name
+    assert 0 < states["model.proj.weight"].abs().max() <= 32**-0.5
+    assert model.eval()(**Row(2, "image").inputs(model)).logits.isfinite().all()
+
+
+@each_generation
+def test_offload(generation, tmp_path):
+    model, row = tiny_visual_model(generation, reading_order="alternate"), Row(2, "image", 3)
+    inputs = row.inputs(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        model.save_pretrained(tmp_path)
+        room = {"cpu": model.get_memory_footprint() * 2 // 3}
+        loaded = type(model).from_pretrained(
+            tmp_path, device_map="auto", max_memory=room, offload_folder=tmp_path / "parts"
+        )
+        assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
+        torch.testing.assert_close(loaded(**inputs).logits, expected)
+        torch.testing.assert_close(cpu_offload(model, torch.device("cpu"))(**inputs).logits, expected)

@@ -1,0 +1,151 @@
+"""The processor of VisualRWKV, and its pipeline."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from test_visual_rwkv import each_generation, tiny_visual_model
+from transformers import AutoModelForImageTextToText, AutoProcessor, CLIPImageProcessorPil, pipeline
+
+from subquad import VisualRwkvForConditionalGeneration, VisualRwkvProcessor, hub
+from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer, RwkvWorldTokenizerFast
+
+
+QUESTION = "What is it?"
+IMAGE = {"type": "image", "image": Image.new("RGB", (40, 30), (200, 30, 30))}
+TEXT = {"type": "text", "text": QUESTION}
+
+
+def make_processor(tokenizer=None, num_image_tokens=5, **kwargs):
+    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
+    return VisualRwkvProcessor(images, tokenizer or RwkvWorldTokenizerFast(), num_image_tokens, **kwargs)
+
+
+def save(path, generation="rwkv6", **fields):
+    """A tiny model that reads bytes, and its processor."""
+    model = tiny_visual_model(generation, image_token_id=128, text_fields={"vocab_size": 130}, **fields)
+    model.save_pretrained(path)
+    processor = make_processor(ByteTokenizer(), model.config.num_image_tokens)
+    processor.save_pretrained(path)
+    return model, processor
+
+
+@pytest.mark.parametrize("tokenizer_class", [RwkvWorldTokenizer, RwkvWorldTokenizerFast])
+def test_placeholders(tokenizer_class):
+    tokenizer = tokenizer_class()
+    processor = make_processor(tokenizer)
+    assert processor.image_token_id == 65530  # the first id that World leaves
+    text, images = f"User: <image>\n{QUESTION}\n\nAssistant:", [IMAGE["image"]] * 3
+    inputs = processor(images=images, text=[text, "A", f"<image><image>{QUESTION}"], padding=True, return_tensors="pt")
+    rows = [row[mask.bool()] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+    plain = RwkvWorldTokenizer()
+    assert rows[0].tolist() == plain("User: ").input_ids + [65530] * 5 + plain(f"\n{QUESTION}\n\nAssistant:").input_ids
+    assert rows[1].tolist() == plain("A").input_ids
+    assert rows[2].tolist() == [65530] * 10 + plain(QUESTION).input_ids
+    assert not inputs["attention_mask"][1, 0]  # padding comes before a text
+    assert inputs["pixel_values"].shape == (3, 3, 28, 28)
+    assert set(processor(text="A")) == {"input_ids", "attention_mask"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "prompt"),
+    [
+        ([IMAGE, TEXT], f"User: <image>\n{QUESTION}\n\nAssistant:"),
+        ([TEXT, IMAGE], f"User: {QUESTION}\n<image>\n\nAssistant:"),
+        ([TEXT, IMAGE, TEXT], f"User: {QUESTION}\n<image>\n{QUESTION}\n\nAssistant:"),
+        ([IMAGE, IMAGE, TEXT], f"User: <image>\n<image>\n{QUESTION}\n\nAssistant:"),
+        ([TEXT, TEXT], f"User: {QUESTION}{QUESTION}\n\nAssistant:"),
+        ([IMAGE, {"type": "text", "text": "A\n\n B\r\n"}], "User: <image>\nA\n B\n\nAssistant:"),
+    ],
+)
+def test_the_layouts_of_training(parts, prompt):
+    messages = [{"role": "user", "content": parts}]
+    processor = make_processor()
+    assert processor.apply_chat_template(messages, add_generation_prompt=True) == prompt
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs, images = processor.apply_chat_template(messages, **options), parts.count(IMAGE)
+    expected = processor(images=[IMAGE["image"]] * images or None, text=prompt, return_tensors="pt")
+    assert set(inputs) == set(expected)
+    assert all(torch.equal(inputs[name], expected[name]) for name in expected)
+    # The turns of a conversation: a blank line ends each.
+    messages += [{"role": "assistant", "content": "A house."}, {"role": "user", "content": "Why?"}]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    assert text == f"{prompt} A house.\n\nUser: Why?\n\nAssistant:"
+
+
+def test_errors(tmp_path):
+    processor = make_processor()
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    image = IMAGE["image"]
+    for arguments, message in (
+        ({"images": [image, image], "text": "<image>"}, "`text` has 1 <image> for 2 `images`"),
+        ({"images": [image], "text": "A"}, "`text` has 0 <image> for 1 `images`"),
+        ({"text": ["A", "<image>"]}, "`text` has 1 <image> for 0 `images`"),
+        ({"images": str(tmp_path / "absent.png"), "text": "<image>"}, "absent.png"),
+        ({"images": str(tmp_path / "broken.png"), "text": "<image>"}, "broken.png"),
+    ):
+        with pytest.raises((ValueError, OSError), match=message):
+            processor(**arguments)
+    for message, error in (
+        ({"role": "tool", "content": "A"}, "The role tool is none of"),
+        ({"role": "user", "content": [{"type": "audio"}]}, "The type audio is none of"),
+    ):
+        with pytest.raises(Exception, match=error):
+            processor.apply_chat_template([message])
+    with pytest.raises(ValueError, match="`num_image_tokens` must be at least 1, got 0"):
+        make_processor(num_image_tokens=0)
+
+
+@each_generation
+def test_a_directory_answers(generation, tmp_path):
+    model, processor = save(tmp_path, generation)
+    pipe = pipeline("image-text-to-text", str(tmp_path), device="cpu")
+    assert type(pipe.model) is VisualRwkvForConditionalGeneration and type(pipe.processor) is VisualRwkvProcessor
+    assert type(pipe.tokenizer) is ByteTokenizer and pipe.processor.num_image_tokens == 17
+    chat = [{"role": "user", "content": [IMAGE, TEXT]}]
+    options = {"max_new_tokens": 6, "do_sample": False}
+    inputs = processor.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    new = model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+    (answer,) = processor.post_process_image_text_to_text(new)
+    (result,) = pipe(chat, return_full_text=False, generate_kwargs=options)
+    assert result["generated_text"] == answer and len(answer) > 3
+    prompt = processor.apply_chat_template(chat, add_generation_prompt=True)
+    (result,) = pipe(images=IMAGE["image"], text=prompt, generate_kwargs=options)
+    assert result["generated_text"] == prompt + answer
+    other = Image.new("RGB", (40, 30), (0, 90, 250))
+    (result,) = pipe(images=other, text=prompt, generate_kwargs=options)
+    assert result["generated_text"] != prompt + answer
+    (result,) = pipe(text="User: A\n\nAssistant:", generate_kwargs=options)
+    assert result["generated_text"].startswith("User: A\n\nAssistant:")
+
+
+def test_a_blank_line_ends_an_answer():
+    processor = make_processor()
+    ids = processor.tokenizer(["User: A\n\nAssistant: A house.\n\n", " B"]).input_ids
+    assert processor.post_process_image_text_to_text(ids) == ["User: A\n\nAssistant: A house.", " B"]
+
+
+def test_a_repository(tmp_path):
+    """Its processor is saved with its code, with the model or by itself, and the installed class loads it."""
+    model, processor = save(tmp_path / "source")
+    hub.export(tmp_path / "source", tmp_path / "exported")
+    model.save_pretrained(tmp_path / "saved", self_contained=True)
+    processor.save_pretrained(tmp_path / "saved", self_contained=True)
+    reference = "processing_visual_rwkv.VisualRwkvProcessor"
+    for name in ("exported", "saved"):
+        directory = tmp_path / name
+        assert json.loads((directory / "config.json").read_text())["auto_map"]["AutoProcessor"] == reference
+        assert json.loads((directory / "processor_config.json").read_text())["auto_map"]["AutoProcessor"] == reference
+        assert (directory / "processing_visual_rwkv.py").is_file()
+        loaded = AutoProcessor.from_pretrained(directory)
+        assert type(loaded) is VisualRwkvProcessor and loaded.to_dict().keys() >= {"num_image_tokens"}
+        assert loaded.chat_template == processor.chat_template and loaded.num_image_tokens == 17
+        assert type(AutoModelForImageTextToText.from_pretrained(directory)) is type(model)
+    assert processor._auto_class is None  # and it is as before
+    processor.save_pretrained(tmp_path / "plain")
+    assert not list((tmp_path / "plain").glob("*.py"))
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card and 'pipeline("image-text-to-text"' in card
