@@ -8,7 +8,17 @@ import peft
 import pytest
 import torch
 import transformers
-from architectures import each_causal, each_head, each_model, lm_class, model_class, random_ids, tiny_model
+from architectures import (
+    CAUSAL,
+    ENCODERS,
+    each_causal,
+    each_head,
+    each_model,
+    lm_class,
+    model_class,
+    random_ids,
+    tiny_model,
+)
 from peft import AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
 from peft.tuners.ia3 import IA3Layer
 from peft.utils.hotswap import hotswap_adapter
@@ -118,8 +128,8 @@ def test_repositories_without_the_package_and_either_order_of_imports(tmp_path):
     Where a repository brings its code and the package is missing, PEFT must be told what to adapt: every linear layer
     will do. Where it is not missing PEFT knows, whichever of the two was imported first.
     """
-    paths = [str(tmp_path / model_type) for model_type in subquad.ARCHITECTURES]
-    for model_type, path in zip(subquad.ARCHITECTURES, paths, strict=True):
+    paths = [str(tmp_path / model_type) for model_type in CAUSAL | ENCODERS]
+    for model_type, path in zip(CAUSAL | ENCODERS, paths, strict=True):
         tiny_model(model_type, "AutoModel").save_pretrained(path, self_contained=True)
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     command = [sys.executable, "-c", WITHOUT_THE_PACKAGE, *paths]

@@ -10,6 +10,7 @@ import torch
 from accelerate import cpu_offload
 from architectures import RWKV, VOCABULARY, assert_same_states, random_ids, tiny_config, tiny_model
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -589,6 +590,21 @@ def test_gradient_checkpointing(generation, frozen):
         model.enable_input_require_grads()
         torch.testing.assert_close(grads(), (loss, expected), **TOLERANCE)
         model.gradient_checkpointing_disable()
+
+
+@each_generation
+@pytest.mark.parametrize("adapter", [LoraConfig(), subquad.StateTuningConfig()])
+def test_adapters(generation, adapter):
+    """Where nothing else is said the text model is adapted, and not the tower."""
+    model, row = tiny_visual_model(generation), Row(3, "image", 4)
+    inputs = row.inputs(model)
+    adapted = get_peft_model(model, copy.deepcopy(adapter))
+    names = adapted.base_model.targeted_module_names
+    assert names and all(name.startswith("model.rwkv.blocks.") for name in names)
+    adapted.train()(**inputs, labels=labels_of(model, inputs["input_ids"])).loss.backward()
+    learning = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert learning and not any(p.grad is None for p in learning.values())
+    assert all("model.rwkv.blocks." in name for name in learning)
 
 
 @each_generation

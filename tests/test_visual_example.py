@@ -1,0 +1,175 @@
+"""The example that trains VisualRWKV: its pictures, what each stage trains, and the directory it leaves."""
+
+import json
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, pipeline
+
+from subquad import embedded_model
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+import train_visual_rwkv as script
+from visual_shapes import COLOURS, KINDS, SHAPES, VisualShapes, accuracy, chance
+
+
+@pytest.mark.parametrize("size", [56, 112])
+def test_pictures_show_what_is_asked(size):
+    shapes_of_one_red_thing = set()
+    for example in VisualShapes(300, seed=3, size=size):
+        things, question, answer = example.things, example.question, example.answer
+        pixels = Counter(example.image.get_flattened_data())
+        assert example.image.size == (size, size) and 1 <= len(things) <= 4
+        assert pixels.keys() & set(COLOURS.values()) == {COLOURS[thing.colour] for thing in things}
+        assert all(example.image.getpixel((thing.x, thing.y)) == COLOURS[thing.colour] for thing in things)
+        assert all(f"{thing.colour} {thing.shape}" in example.description for thing in things)
+        if len(things) == 1 and things[0].radius == size // 8:
+            shapes_of_one_red_thing.add((things[0].shape, pixels[COLOURS[things[0].colour]]))
+        named = [thing for thing in things if thing.shape in question or thing.colour in question]
+        if example.kind == "count":
+            assert answer == str(len(things) if "shapes" in question else len(named))
+            continue
+        (thing,) = named  # no question has two answers
+        side = "left" if thing.x < size / 2 else "right"
+        assert answer == {"shape": thing.shape, "colour": thing.colour, "place": side}[example.kind]
+    # Each shape has an area of its own.
+    assert len(shapes_of_one_red_thing) == len(dict(shapes_of_one_red_thing)) == len(SHAPES)
+
+
+def test_held_out_pictures_are_none_to_train_on():
+    training = [example for seed in range(3) for example in VisualShapes(600, seed)]
+    held_out = list(VisualShapes(200, 0, held_out=True))
+    pictures = [{example.image.tobytes() for example in examples} for examples in (training, held_out)]
+    assert not pictures[0] & pictures[1]
+    assert len(pictures[0]) > 1790 and len(pictures[1]) > 198  # nor do seeds repeat each other's
+    again = VisualShapes(200, 0, held_out=True)
+    assert all(again[i] == held_out[i] for i in (0, 150, 7))  # in any order
+    assert len(again) == 200 and again[199] != VisualShapes(200, 1, held_out=True)[199]
+    # All questions about held-out pictures are asked about others, too, and no kind is rare or has one answer.
+    assert {example.question for example in held_out} <= {example.question for example in training}
+    kinds = Counter(example.kind for example in training)
+    assert set(kinds) == set(KINDS) and min(kinds.values()) > len(training) / 8
+    assert 0.25 < chance(training, held_out)["all"] < 0.45
+
+
+def test_chance():
+    def ask(kind, question, answer):
+        return SimpleNamespace(kind=kind, question=question, answer=answer)
+
+    training = [ask("count", "circles?", answer) for answer in "0110"] + [ask("count", "circles?", "1")]
+    training += [ask("count", "squares?", "0"), ask("shape", "red?", "circle")]
+    held_out = [ask("count", "circles?", answer) for answer in "1012"] + [ask("count", "squares?", "0")]
+    held_out += [ask("shape", "red?", "square"), ask("shape", "blue?", "circle")]
+    assert chance(training, held_out) == {"shape": 0.0, "count": 3 / 5, "all": 3 / 7}
+    assert accuracy(held_out[:2], ["1", "1"]) == {"count": 0.5, "all": 0.5}
+
+
+def run(monkeypatch, capsys, *arguments):
+    """
+    Runs the script in this process; returns what it prints, and of each stage the names of the parameters that it
+    changes.
+    """
+    changed, train = {}, script.train
+
+    def watch(model, parts, stage, *rest):
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        loss = train(model, parts, stage, *rest)
+        changed[stage] = {name for name, parameter in model.named_parameters() if not parameter.equal(before[name])}
+        return loss
+
+    threads = torch.get_num_threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train", watch)
+        patch.setattr(sys, "argv", ["train_visual_rwkv", "--threads=1", "--batch-size=4", *map(str, arguments)])
+        script.main()
+    torch.set_num_threads(threads)
+    return capsys.readouterr().out, changed
+
+
+def parts(names):
+    return {name.removeprefix("model.").split(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("architecture", ["eagle", "finch"])
+def test_each_stage_trains_its_parts(architecture, tmp_path, monkeypatch, capsys):
+    arguments = ["--architecture", architecture, "--out", tmp_path, "--steps", *[3] * 4, "--held-out", 60]
+    out, changed = run(monkeypatch, capsys, *arguments)
+    assert list(changed) == list(script.STAGES)
+    assert {"tower.embeddings.class_embedding", "head.weight"} <= changed["tower"]
+    assert parts(changed["language model"]) == {"rwkv", "head"}
+    assert changed["stage 1"] == {"model.proj.weight"}
+    assert parts(changed["stage 2"]) == {"proj", "rwkv", "head"}
+
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert all(math.isfinite(loss) for loss in written["loss"].values()) and list(written["loss"]) == [*changed]
+    rows = ["chance", "language model", "stage 1", "stage 2", "blank picture"]
+    assert list(written["accuracy"]) == rows
+    held_out = list(VisualShapes(60, 0, held_out=True))
+    assert written["accuracy"]["chance"] == chance(VisualShapes(10_000, 0), held_out)
+    assert f"{'chance':16}" + "".join(f"{x:8.1%}" for x in written["accuracy"]["chance"].values()) in out
+
+    # What was saved is what was measured.
+    ask = pipeline("image-text-to-text", model=str(tmp_path))
+    assert ask.model.config.text_config.model_type == {"eagle": "rwkv5", "finch": "rwkv6"}[architecture]
+    for view, row in (("picture", "stage 2"), ("blank", "blank picture")):
+        assert script.measure(ask.model, ask.processor, held_out, view) == written["accuracy"][row]
+    reply = ask(text=script.converse(held_out[0], "picture", False), return_full_text=False, max_new_tokens=8)
+    assert out.splitlines()[-3].endswith(f"{held_out[0].question}{reply[0]['generated_text']}")
+
+
+def test_pretrained_parts(tmp_path, monkeypatch, capsys):
+    torch.manual_seed(0)
+    config = CLIPVisionConfig(**script.TOWER | {"image_size": 64, "patch_size": 16})
+    tower, finch = CLIPVisionModel(config), AutoModelForCausalLM.from_pretrained(embedded_model("finch-abc"))
+    tower.save_pretrained(tmp_path / "clip")
+    CLIPImageProcessor(size={"shortest_edge": 64}, crop_size=64).save_pretrained(tmp_path / "clip")
+    arguments = ["--vision-tower", tmp_path / "clip", "--language-model", embedded_model("finch-abc")]
+    arguments += ["--out", tmp_path / "out", "--steps", 0, 0, 2, 2, "--grid-size", 2, "--reading-order", "forward"]
+    _, changed = run(monkeypatch, capsys, *arguments, "--held-out", 8)
+    assert list(changed) == ["stage 1", "stage 2"] and changed["stage 1"] == {"model.proj.weight"}
+
+    model = script.VisualRwkvForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert (model.config.grid_size, model.config.num_image_tokens, model.config.reading_order) == (2, 5, "forward")
+    assert all(weight.equal(model.model.vit.state_dict()[name]) for name, weight in tower.state_dict().items())
+    # Trained a little, and still the Finch that was given; its vocabulary of ASCII has grown by the placeholder.
+    kept, given = model.model.rwkv.embeddings.weight, finch.rwkv.embeddings.weight.float()
+    assert len(given) == 128 and len(kept) == 129 and model.config.image_token_id == 128
+    assert 0 < (kept[:128] - given).abs().max() < 0.05
+    assert model.generation_config.eos_token_id == ord("\n")
+
+
+def test_labels_are_the_answers():
+    tower = CLIPVisionModel(CLIPVisionConfig(**script.TOWER))
+    image_processor = CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=56)
+    arguments = SimpleNamespace(language_model=None, architecture="finch", grid_size=-1, reading_order=None)
+    model, processor = script.assemble(tower, image_processor, arguments)
+    examples = list(VisualShapes(12))
+    for view in ("picture", "blank", "text"):
+        batch = script.collate(processor, view, examples)
+        for ids, labels, example in zip(batch["input_ids"], batch["labels"], examples, strict=True):
+            taught = labels != -100
+            assert labels[taught].equal(ids[taught])
+            assert processor.decode(labels[taught]) == f" {example.answer}\n\n"
+            # `generate` reads what training reads before the answer.
+            prompt = script.collate(processor, view, [example], answer=False)["input_ids"][0]
+            assert ids[~taught][-len(prompt) :].equal(prompt)
+            assert (prompt == model.config.image_token_id).sum() == (0 if view == "text" else 17)
+            assert model.generation_config.eos_token_id == ids[-1]
+            assert (example.description in processor.decode(prompt)) == (view == "text")
+        if view == "blank":
+            white = batch["pixel_values"]
+            assert (white == white[:1, :, :1, :1]).all()
+
+    labels = script.Probe(tower, image_processor).collate(examples)["labels"]
+    for label, example in zip(labels, examples, strict=True):
+        seen = Counter(tuple(row.nonzero().flatten().tolist()) for row in label[1:] if row.any())
+        names = (*SHAPES, *COLOURS)
+        assert seen == Counter((names.index(x.shape), names.index(x.colour)) for x in example.things)
+        assert label[0].equal(label[1:].amax(0))
