@@ -98,6 +98,14 @@ def run(code: str) -> subprocess.CompletedProcess:
         "from subquad.models.rwkv5.modeling_rwkv5 import Rwkv5ForCausalLM",
         "from subquad.models.avey_b.modeling_avey_b import AveyBModel",
         "from subquad.cache import RecurrentCache",
+        "from subquad import VisualRwkvConfig",
+        "from subquad import VisualRwkvProcessor",
+        "import subquad; subquad.preset_config('visual-finch-1.6b')",
+        # Making this class imports the tables, which are then complete before it is.
+        "import subquad; from transformers import CLIPVisionConfig",
+        "import subquad; from transformers import CLIPVisionModel",
+        "import subquad; from transformers import LlamaConfig",
+        "import subquad; from transformers import AutoProcessor",
         # Asking where a module is does not import it.
         "import subquad, importlib.util as u; u.find_spec('transformers.models.auto.modeling_auto')",
         "import subquad, importlib, transformers.models.auto; importlib.reload(subquad)",

@@ -135,6 +135,8 @@ _BASES = (
     "transformers.generation.utils",
     "transformers.modeling_layers",
     "transformers.modeling_utils",
+    "transformers.models.clip.configuration_clip",
+    "transformers.models.clip.modeling_clip",
     "subquad.heads",
     *_EXPORTS.values(),
 )

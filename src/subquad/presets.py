@@ -68,6 +68,11 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 512, "num_hidden_layers": 24, "vocab_size": 128, "context_length": 1024},
     ),
 }
+# VisualRWKV puts CLIP's ViT-L/14, for images of 336 x 336, before one of these: section 10.2 of "Eagle and Finch" has
+# the first two, the others were published later.
+for _name in ("eagle-1.5b", "eagle-3b", "finch-1.6b", "finch-3b", "finch-7b"):
+    _model_type, _fields = PRESETS[_name]
+    PRESETS[f"visual-{_name}"] = ("visual_rwkv", {"text_config": {"model_type": _model_type, **_fields}})
 
 
 def preset_config(name: str):

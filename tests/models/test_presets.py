@@ -1,8 +1,11 @@
-"""The published sizes of Avey, Avey-B, Raven and Gecko; a table in `test_rwkv.py` has those of Eagle and Finch."""
+"""
+The published sizes of Avey, Avey-B, Raven, Gecko and VisualRWKV; a table in `test_rwkv.py` has those of Eagle and
+Finch.
+"""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
 
 import subquad
 
@@ -54,9 +57,9 @@ def test_published_sizes_of_avey_b(preset):
 TABLE_2 = {"raven-0.4b": (424, 12.5, 424_316_096), "raven-0.8b": (792, 16.5, 792_212_988)}
 
 
-def count(config):
+def count(config, auto_class=AutoModelForCausalLM):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class.from_config(config)
     return sum(p.numel() for p in model.parameters())
 
 
@@ -109,3 +112,14 @@ def test_the_derived_sizes_of_gecko():
     d = fields["model_dim"]
     distance = {k: abs(count(subquad.GeckoConfig(**fields | {"ffn_hidden_dim": k * d})) - 1.3e9) for k in (2, 3, 4)}
     assert min(distance, key=distance.get) * d == fields["ffn_hidden_dim"]
+
+
+@pytest.mark.parametrize("text", ["eagle-1.5b", "eagle-3b", "finch-1.6b", "finch-3b", "finch-7b"])
+def test_sizes_of_visual_rwkv(text):
+    config, text_config = subquad.preset_config(f"visual-{text}"), subquad.preset_config(text)
+    assert config.text_config.to_dict() == text_config.to_dict()
+    d, layer = 1024, 4 * (1024 * 1024 + 1024) + 2 * 1024 * 4096 + 5 * 1024 + 4 * 1024
+    tower = d + 3 * 14 * 14 * d + (24 * 24 + 1) * d + 24 * layer + 4 * d  # ViT-L/14, with a norm before and one after
+    expected = tower + d * text_config.hidden_size + count(text_config)
+    assert count(config, AutoModelForImageTextToText) == expected
+    assert config.num_image_tokens == 577 and config.vision_config.image_size == 336
