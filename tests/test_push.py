@@ -17,6 +17,8 @@ from hub_server import HubServer
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
+from test_visual_rwkv_processor import save as save_visual
+from transformers import AutoProcessor
 
 from subquad import cli, embedded_model, hub
 from subquad.push import PushError, push, push_model
@@ -407,3 +409,18 @@ def test_the_help_shows_how(capsys):
     out = run(capsys, "--help")
     for word in ("--private", "--revision BRANCH", "--create-pr", "--message TEXT", "hf auth login", "examples:"):
         assert word in out
+
+
+@pytest.mark.parametrize("processor_first", [True, False])
+def test_a_model_and_its_processor(server, tmp_path, processor_first):
+    """Pushed one after the other they are the repository that `subquad push` makes, but for the card."""
+    model, processor = save_visual(tmp_path / "visual")
+    for part in (processor, model) if processor_first else (model, processor):
+        part.push_to_hub("user/visual")
+    files = server.repositories["user/visual"].files
+    assert cli.main(["push", str(tmp_path / "visual"), "user/whole"]) == 0
+    whole = server.repositories["user/whole"].files
+    assert files.keys() == whole.keys() and "processing_visual_rwkv.py" in files
+    for name in ("config.json", "processor_config.json", "tokenizer_config.json"):
+        assert json.loads(files[name])["auto_map"].items() >= json.loads(whole[name])["auto_map"].items()
+    assert type(AutoProcessor.from_pretrained("user/visual")) is type(processor)

@@ -763,7 +763,6 @@ WRONG = [
     ([[1, *WHOLE]], torch.zeros(1, 1, 3, 28, 28), {}, r"`pixel_values` must be \(images, 3, 28, 28\)"),
     ([[1, *WHOLE]], torch.zeros(3, 28, 28), {}, r"`pixel_values` must be \(images, 3, 28, 28\)"),
     ([[1, IMAGE + 1]], None, {}, f"`input_ids` holds {IMAGE + 1}, but `vocab_size` is {IMAGE + 1}"),
-    ([[1, *WHOLE]], ONE, {"labels": [[1, *WHOLE]]}, f"`labels` holds the placeholder of images, {IMAGE}"),
 ]
 
 
@@ -909,6 +908,37 @@ def test_initialisation(generation, tmp_path):
 
 
 @each_generation
+def test_the_attention_of_the_tower(generation, tmp_path):
+    model, row = tiny_visual_model(generation), Row(2, "image", 3)
+    inputs = row.inputs(model)
+    model.save_pretrained(tmp_path)
+    for implementation in ("eager", "sdpa"):
+        loaded = type(model).from_pretrained(tmp_path, attn_implementation=implementation)
+        assert loaded.model.vit.config._attn_implementation == implementation
+        torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
+        loaded.set_attn_implementation("eager")
+        assert loaded.model.vit.config._attn_implementation == "eager"
+
+
+@each_generation
+def test_a_tower_of_another_dtype(generation):
+    model, row = tiny_visual_model(generation), Row(2, "image", 3)
+    inputs = row.inputs(model)
+    expected = model(**inputs).logits
+    model.model.vit.to(torch.bfloat16)
+    out = model(**inputs).logits
+    assert out.dtype == torch.float32 and (out - expected).norm() < 0.1 * expected.norm()
+
+
+@each_generation
+def test_placeholders_are_no_labels(generation):
+    model, row = tiny_visual_model(generation), Row(2, "image", 5)
+    inputs = row.inputs(model)
+    losses = [model(**inputs, labels=x).loss for x in (inputs["input_ids"], labels_of(model, inputs["input_ids"]))]
+    assert torch.equal(*losses)
+
+
+@each_generation
 def test_offload(generation, tmp_path):
     model, row = tiny_visual_model(generation, reading_order="alternate"), Row(2, "image", 3)
     inputs = row.inputs(model)
@@ -920,5 +950,7 @@ def test_offload(generation, tmp_path):
             tmp_path, device_map="auto", max_memory=room, offload_folder=tmp_path / "parts"
         )
         assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
-        torch.testing.assert_close(loaded(**inputs).logits, expected)
-        torch.testing.assert_close(cpu_offload(model, torch.device("cpu"))(**inputs).logits, expected)
+        tokens = model.generate(**inputs, max_new_tokens=4, **GREEDY)
+        for offloaded in (loaded, cpu_offload(model, torch.device("cpu"))):
+            torch.testing.assert_close(offloaded(**inputs).logits, expected)
+            assert torch.equal(offloaded.generate(**inputs, max_new_tokens=4, **GREEDY), tokens)

@@ -1,6 +1,7 @@
 """The processor of VisualRWKV, and its pipeline."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ IMAGE = {"type": "image", "image": Image.new("RGB", (40, 30), (200, 30, 30))}
 TEXT = {"type": "text", "text": QUESTION}
 
 
-def make_processor(tokenizer=None, num_image_tokens=5, **kwargs):
+def make_processor(tokenizer=None, image_seq_length=5, **kwargs):
     images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
-    return VisualRwkvProcessor(images, tokenizer or RwkvWorldTokenizerFast(), num_image_tokens, **kwargs)
+    return VisualRwkvProcessor(images, tokenizer or RwkvWorldTokenizerFast(), image_seq_length, **kwargs)
 
 
 def save(path, generation="rwkv6", **fields):
@@ -56,7 +57,7 @@ def test_placeholders(tokenizer_class):
         ([TEXT, IMAGE, TEXT], f"User: {QUESTION}\n<image>\n{QUESTION}\n\nAssistant:"),
         ([IMAGE, IMAGE, TEXT], f"User: <image>\n<image>\n{QUESTION}\n\nAssistant:"),
         ([TEXT, TEXT], f"User: {QUESTION}{QUESTION}\n\nAssistant:"),
-        ([IMAGE, {"type": "text", "text": "A\n\n B\r\n"}], "User: <image>\nA\n B\n\nAssistant:"),
+        ([IMAGE, {"type": "text", "text": "A \n \n B\r\n"}], "User: <image>\nA\n B\n\nAssistant:"),
     ],
 )
 def test_the_layouts_of_training(parts, prompt):
@@ -81,6 +82,7 @@ def test_errors(tmp_path):
     for arguments, message in (
         ({"images": [image, image], "text": "<image>"}, "`text` has 1 <image> for 2 `images`"),
         ({"images": [image], "text": "A"}, "`text` has 0 <image> for 1 `images`"),
+        ({"images": [[image], [image]], "text": ["A", "<image><image>"]}, re.escape("has [0, 2] <image> for [1, 1]")),
         ({"text": ["A", "<image>"]}, "`text` has 1 <image> for 0 `images`"),
         ({"images": str(tmp_path / "absent.png"), "text": "<image>"}, "absent.png"),
         ({"images": str(tmp_path / "broken.png"), "text": "<image>"}, "broken.png"),
@@ -93,8 +95,8 @@ def test_errors(tmp_path):
     ):
         with pytest.raises(Exception, match=error):
             processor.apply_chat_template([message])
-    with pytest.raises(ValueError, match="`num_image_tokens` must be at least 1, got 0"):
-        make_processor(num_image_tokens=0)
+    with pytest.raises(ValueError, match="`image_seq_length` must be at least 1, got 0"):
+        make_processor(image_seq_length=0)
 
 
 @each_generation
@@ -102,7 +104,7 @@ def test_a_directory_answers(generation, tmp_path):
     model, processor = save(tmp_path, generation)
     pipe = pipeline("image-text-to-text", str(tmp_path), device="cpu")
     assert type(pipe.model) is VisualRwkvForConditionalGeneration and type(pipe.processor) is VisualRwkvProcessor
-    assert type(pipe.tokenizer) is ByteTokenizer and pipe.processor.num_image_tokens == 17
+    assert type(pipe.tokenizer) is ByteTokenizer and pipe.processor.image_seq_length == 17
     chat = [{"role": "user", "content": [IMAGE, TEXT]}]
     options = {"max_new_tokens": 6, "do_sample": False}
     inputs = processor.apply_chat_template(
@@ -141,11 +143,23 @@ def test_a_repository(tmp_path):
         assert json.loads((directory / "processor_config.json").read_text())["auto_map"]["AutoProcessor"] == reference
         assert (directory / "processing_visual_rwkv.py").is_file()
         loaded = AutoProcessor.from_pretrained(directory)
-        assert type(loaded) is VisualRwkvProcessor and loaded.to_dict().keys() >= {"num_image_tokens"}
-        assert loaded.chat_template == processor.chat_template and loaded.num_image_tokens == 17
+        assert type(loaded) is VisualRwkvProcessor and loaded.to_dict().keys() >= {"image_seq_length"}
+        assert loaded.chat_template == processor.chat_template and loaded.image_seq_length == 17
         assert type(AutoModelForImageTextToText.from_pretrained(directory)) is type(model)
-    assert processor._auto_class is None  # and it is as before
+        # What goes together where the model is given another field.
+        coarse = AutoModelForImageTextToText.from_pretrained(directory, grid_size=2)
+        assert coarse.config.num_image_tokens == 5
+        assert AutoProcessor.from_pretrained(directory, image_seq_length=5).image_seq_length == 5
+    # What was loaded from such a directory, and what goes beside such a model, is saved so; and nothing else.
+    AutoProcessor.from_pretrained(tmp_path / "saved").save_pretrained(tmp_path / "again")
+    model.save_pretrained(tmp_path / "beside", self_contained=True)
+    processor.save_pretrained(tmp_path / "beside")
+    for name in ("again", "beside"):
+        assert json.loads((tmp_path / name / "processor_config.json").read_text())["auto_map"]["AutoProcessor"]
+        assert "AutoTokenizer" in json.loads((tmp_path / name / "tokenizer_config.json").read_text())["auto_map"]
+        assert (tmp_path / name / "processing_visual_rwkv.py").is_file()
     processor.save_pretrained(tmp_path / "plain")
     assert not list((tmp_path / "plain").glob("*.py"))
+    assert not any("auto_map" in path.read_text() for path in (tmp_path / "plain").glob("*.json"))
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "pipeline_tag: image-text-to-text" in card and 'pipeline("image-text-to-text"' in card

@@ -74,6 +74,9 @@ def open_parts(source: str | Path, vision_tower: str | Path | None = None) -> It
             other = _other_half(checkpoint.path, TEXT_HALF, VISUAL_HALF)
             if other is not None and other.is_file():
                 parts = [(checkpoint, TEXT.__add__), (stack.enter_context(open_checkpoint(other)), _own_name)]
+            elif vision_tower is not None:
+                missing = f", which belongs in {other}" if other else ""
+                raise ConversionError(f"{source} is a language model without a projection of images{missing}.")
         if vision_tower is not None:
             if any(name.startswith("vit.") for part, _ in parts for name in part.tensors):
                 raise ConversionError(f"{source} has a vision tower of its own: leave out `vision_tower`.")
@@ -260,9 +263,12 @@ def save_processor(directory: Path, config: PreTrainedConfig, vision_tower: str 
             image_processor = CLIPImageProcessorPil.from_pretrained(vision_tower)
         else:
             image_processor = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=size)
-        processor = VisualRwkvProcessor(image_processor, tokenizer, num_image_tokens=config.num_image_tokens)
+        processor = VisualRwkvProcessor(image_processor, tokenizer, config.num_image_tokens)
     except Exception as error:  # files of any content reach code that expects theirs
         raise ConversionError(f"No processor can be made: {' '.join(str(error).split())}") from error
+    made = image_processor.crop_size if image_processor.do_center_crop else image_processor.size
+    if made != {"height": size, "width": size}:
+        raise ConversionError(f"{vision_tower} prepares images of {dict(made)}, its tower reads {size} x {size}.")
     if processor.image_token_id != config.image_token_id:
         raise ConversionError(
             f"The tokenizer has {processor.image_token} at the id {processor.image_token_id}, the configuration's "

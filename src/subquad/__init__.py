@@ -75,7 +75,11 @@ ARCHITECTURES = {
     "visual_rwkv": (
         "subquad.models.visual_rwkv",
         "VisualRwkvConfig",
-        {"AutoModel": "VisualRwkvModel", "AutoModelForImageTextToText": "VisualRwkvForConditionalGeneration"},
+        {
+            "AutoModel": "VisualRwkvModel",
+            "AutoModelForMultimodalLM": "VisualRwkvForConditionalGeneration",
+            "AutoModelForImageTextToText": "VisualRwkvForConditionalGeneration",
+        },
     ),
 }
 
@@ -169,6 +173,7 @@ def _register_models() -> None:
         "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "AutoModelForMultimodalLM": modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
         "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
         "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
         "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,

@@ -120,7 +120,7 @@ def test_a_world_model_gets_its_processor(vision, save, tmp_path):
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
     assert model.generation_config.eos_token_id == [0, 261] and model.generation_config.pad_token_id == 0
     processor = AutoProcessor.from_pretrained(tmp_path / "model")
-    assert processor.num_image_tokens == model.config.num_image_tokens == 17
+    assert processor.image_seq_length == model.config.num_image_tokens == 17
     question = [{"type": "image", "image": Image.new("RGB", (40, 30), "red")}, {"type": "text", "text": "What?"}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": question}],
@@ -230,7 +230,7 @@ def test_a_tower_that_does_not_fit(vision, save, make, tmp_path):
     save_file({"text_model.x": torch.zeros(1)}, tmp_path / "text/model.safetensors")
     for source, clip, message in (
         (whole, good, "has a vision tower of its own: leave out `vision_tower`"),
-        (finch, good, "`vision_tower` means nothing to the model type rwkv6"),
+        (finch, good, r"finch.pth is a language model without a projection of images\."),
         (bare, other, "proj.weight reads 128 features, the vision tower has 64"),
         (bare, no_config, "must be a directory with a config.json"),
         (bare, good / "pytorch_model.bin", "must be a directory with a config.json"),

@@ -100,7 +100,8 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         """
         self._check_pixels(pixel_values)
         outputs = self.vit(pixel_values.to(self.vit.dtype), return_dict=True, **kwargs)
-        outputs.pooler_output = self.proj(self.pool(outputs.last_hidden_state))
+        # A frozen tower may have another dtype than what is trained.
+        outputs.pooler_output = self.proj(self.pool(outputs.last_hidden_state).to(self.rwkv.dtype))
         return outputs
 
     def _check_pixels(self, pixel_values: torch.Tensor) -> None:
@@ -290,7 +291,7 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         Args:
             input_ids, pixel_values, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,
                 output_hidden_states, cu_seqlens: see [`VisualRwkvModel`].
-            labels: (batch, length) ids to predict, shifted inside; -100 is ignored, which placeholders must be.
+            labels: (batch, length) ids to predict, shifted inside; -100 and placeholders are ignored.
             logits_to_keep: logits of that many last tokens only (0: of all), or of the tokens at these indices.
 
         Returns:
@@ -299,10 +300,8 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         Raises:
             ValueError: before any work, where an argument does not fit; the message names it.
         """
-        if labels is not None and can_look_at(labels) and (labels == self.config.image_token_id).any():
-            raise ValueError(
-                f"`labels` holds the placeholder of images, {self.config.image_token_id}: put -100 there."
-            )
+        if labels is not None:
+            labels = labels.masked_fill(labels == self.config.image_token_id, -100)
         return super().forward(
             input_ids=input_ids,
             pixel_values=pixel_values,
@@ -374,10 +373,10 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         """Number of images of each row."""
         return (self.model.find_images(input_ids, inputs_embeds).sum(1) // self.config.num_image_tokens).tolist()
 
-    def _get_logits_processor(self, *args, **kwargs):
+    def _get_logits_processor(self, *args, device: torch.device | None = None, **kwargs):
         """A placeholder is no token to generate."""
-        processors = super()._get_logits_processor(*args, **kwargs)
-        processors.append(SuppressTokensLogitsProcessor([self.config.image_token_id], device=self.device))
+        processors = super()._get_logits_processor(*args, device=device, **kwargs)
+        processors.append(SuppressTokensLogitsProcessor([self.config.image_token_id], device=device))
         return processors
 
 

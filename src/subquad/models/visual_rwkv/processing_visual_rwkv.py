@@ -1,7 +1,9 @@
 """Processor of VisualRWKV: CLIP's image processor and the World tokenizer."""
 
+import json
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from transformers import ProcessorMixin
 from transformers.image_utils import make_flat_list_of_images
@@ -30,7 +32,11 @@ CHAT_TEMPLATE = r"""
         {%- endfor -%}
         {%- set content = parts.text -%}
     {%- endif -%}
-    {%- set content = content.replace('\r\n', '\n').split('\n') | select | join('\n') | trim -%}
+    {%- set folded = namespace(text='') -%}
+    {%- for line in content.replace('\r\n', '\n').split('\n') if line.strip() -%}
+        {%- set folded.text = folded.text ~ '\n' ~ line.rstrip() -%}
+    {%- endfor -%}
+    {%- set content = folded.text | trim -%}
     {%- set content = (' ' ~ content if content else '') ~ '\n\n' -%}
     {{- names[message.role] ~ ':' -}}
     {%- if message.role == 'assistant' -%}
@@ -51,7 +57,7 @@ class VisualRwkvProcessor(ProcessorMixin):
     Args:
         image_processor: a `CLIPImageProcessor` for the tower's size of images.
         tokenizer: a [`RwkvWorldTokenizerFast`], or another; `image_token` is added where it lacks that.
-        num_image_tokens: placeholders that an image takes, the model's `config.num_image_tokens`.
+        image_seq_length: placeholders that an image takes, the model's `config.num_image_tokens`.
         chat_template: by default that of the published models, `User: <image>` and a line with the question.
         image_token: what stands for an image in a text.
     """
@@ -60,14 +66,14 @@ class VisualRwkvProcessor(ProcessorMixin):
         self,
         image_processor=None,
         tokenizer=None,
-        num_image_tokens: int = 577,
+        image_seq_length: int = 577,
         chat_template: str | None = CHAT_TEMPLATE,
         image_token: str = "<image>",
         **kwargs,
     ):
-        if num_image_tokens < 1:
-            raise ValueError(f"`num_image_tokens` must be at least 1, got {num_image_tokens}.")
-        self.num_image_tokens = num_image_tokens
+        if image_seq_length < 1:
+            raise ValueError(f"`image_seq_length` must be at least 1, got {image_seq_length}.")
+        self.image_seq_length = image_seq_length
         self.image_token = image_token
         tokenizer.add_special_tokens({"extra_special_tokens": [image_token]}, replace_extra_special_tokens=False)
         self.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
@@ -80,15 +86,19 @@ class VisualRwkvProcessor(ProcessorMixin):
         Raises:
             ValueError: where there are more images than texts have places for them, or fewer.
         """
-        given = 0 if images is None else len(make_flat_list_of_images(images))
-        places = sum(sample.count(self.image_token) for sample in text or ())
+        places = [sample.count(self.image_token) for sample in text or ()]
+        if isinstance(images, list | tuple) and images and isinstance(images[0], list | tuple):
+            given = [len(row) for row in images]
+        else:
+            given = 0 if images is None else len(make_flat_list_of_images(images))
+            places = sum(places)
         if text is not None and given != places:
             raise ValueError(f"`text` has {places} {self.image_token} for {given} `images`.")
         super().validate_inputs(images=images, text=text, **kwargs)
 
     def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs) -> str:
         """The placeholders of an image."""
-        return self.image_token * self.num_image_tokens
+        return self.image_token * self.image_seq_length
 
     def post_process_image_text_to_text(self, generated_outputs, skip_special_tokens=True, **kwargs) -> list[str]:
         """As in transformers, without the blank line that ends an answer."""
@@ -104,15 +114,42 @@ class VisualRwkvProcessor(ProcessorMixin):
         **kwargs,
     ):
         """
-        As in transformers; with `self_contained` or `push_to_hub`, the code of processor and tokenizer goes along, and
-        the directory loads with `trust_remote_code=True` where this package is not installed.
+        As in transformers; with `self_contained` or `push_to_hub`, and where it was loaded from such a directory or is
+        saved beside a model that has its code there, the code of processor and tokenizer goes along: the directory
+        loads with `trust_remote_code=True` where this package is not installed.
         """
-        with ExitStack() as stack:
-            if (self_contained or push_to_hub) and self._auto_class is None:
-                # transformers copies the code of a class that is registered so, and the tokenizers here do as it does.
-                self._auto_class = "AutoProcessor"
-                stack.callback(delattr, self, "_auto_class")
+        with self._with_code(self_contained or push_to_hub or self._belongs_to_code(save_directory)):
             return super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    def push_to_hub(self, *args, **kwargs):
+        """As in transformers; the code of processor and tokenizer goes along."""
+        with self._with_code():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _belongs_to_code(self, directory: str | os.PathLike) -> bool:
+        if "auto_map" in self.tokenizer.init_kwargs:
+            return True
+        try:
+            with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
+                return "AutoProcessor" in json.load(file).get("auto_map", {})
+        except (OSError, ValueError):
+            return False
+
+    @contextmanager
+    def _with_code(self, code: bool = True) -> Iterator[None]:
+        # transformers copies the code of a class that is registered so, and the tokenizers here do as it does.
+        if not code or self._auto_class is not None:
+            yield
+            return
+        kept = dict(vars(self)), dict(vars(self.image_processor)), dict(self.tokenizer.init_kwargs)
+        self._auto_class = "AutoProcessor"
+        try:
+            yield
+        finally:  # it also notes where the code is, in all of these
+            after = vars(self), vars(self.image_processor), self.tokenizer.init_kwargs
+            for fields, before in zip(after, kept, strict=True):
+                fields.clear()
+                fields.update(before)
 
 
 __all__ = ["VisualRwkvProcessor"]
