@@ -916,8 +916,13 @@ def test_the_attention_of_the_tower(generation, tmp_path):
         loaded = type(model).from_pretrained(tmp_path, attn_implementation=implementation)
         assert loaded.model.vit.config._attn_implementation == implementation
         torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
-        loaded.set_attn_implementation("eager")
-        assert loaded.model.vit.config._attn_implementation == "eager"
+        other = "sdpa" if implementation == "eager" else "eager"
+        for chosen in (other, {"vision_config": implementation}):
+            loaded.set_attn_implementation(chosen)
+            expected = chosen if isinstance(chosen, str) else implementation
+            assert loaded.model.vit.config._attn_implementation == expected
+            assert loaded.model.vit.encoder.layers[0].self_attn.config._attn_implementation == expected
+            torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
 
 
 @each_generation

@@ -44,6 +44,7 @@ _RWKV = Recipe(weight_decay=0.001, betas=(0.9, 0.99), rates={"time_decay": 2.0})
 RECIPES = {
     "rwkv5": _RWKV,
     "rwkv6": _RWKV,
+    "visual_rwkv": _RWKV,  # section 10.2 has none of its own; the tower is frozen
     # "Avey", appendix A.
     "avey": Recipe(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-12, matrices=("spatial_proj",)),
     # "Avey-B", appendix B, which does not tell what decays; matrices, as in Avey.

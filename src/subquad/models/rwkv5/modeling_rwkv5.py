@@ -141,8 +141,6 @@ class Rwkv5PreTrainedModel(RecurrentModelMixin, PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Rwkv5Block"]
     _can_compile_fullgraph = True
-    # There is no attention whose implementation could be chosen; what a larger model has may be.
-    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _skip_keys_device_placement = "past_key_values"
 
     @torch.no_grad()

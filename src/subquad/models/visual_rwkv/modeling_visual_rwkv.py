@@ -21,6 +21,7 @@ from .configuration_visual_rwkv import VisualRwkvConfig
 
 
 TEXT_MODELS = {"rwkv5": Rwkv5Model, "rwkv6": Rwkv6Model}
+NO_ATTENTION = "eager"  # what transformers calls it
 
 
 class VisualRwkvPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
@@ -53,6 +54,13 @@ class VisualRwkvPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
         """
         return False
 
+    def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
+        """As in transformers, of the tower: the text model has no attention."""
+        if not isinstance(attn_implementation, dict):
+            chosen = dict.fromkeys(("", "vision_config"), attn_implementation)
+            attn_implementation = {**chosen, "text_config": NO_ATTENTION}
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         """The tower, of images."""
         return self.base_model.vit if modality == "image" else super().get_encoder(modality)
@@ -82,6 +90,8 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         super().__init__(config)
         self.vit = CLIPVisionModel(config.vision_config)
         self.proj = Linear(config.vision_config.hidden_size, config.text_config.hidden_size, bias=False)
+        # What was chosen is the tower's.
+        config.text_config._attn_implementation = NO_ATTENTION
         self.rwkv = TEXT_MODELS[config.text_config.model_type](config.text_config)
         self.post_init()
 
