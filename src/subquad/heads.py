@@ -13,7 +13,11 @@ from torch.autograd.function import once_differentiable
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.integrations import use_kernel_forward_from_hub
-from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.utils import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
@@ -322,6 +326,27 @@ class RecurrentModelMixin(SafetensorsMixin, SelfContainedMixin):
         x = tokens.fill(x, past_key_values.after_blocks.get("output"))
         past_key_values.after_blocks.update("output", last_token(None, x), last_token, x)
         return x
+
+    def make_output(
+        self,
+        x: torch.Tensor,
+        tokens: Tokens,
+        past_key_values: RecurrentCache | None,
+        use_cache: bool,
+        hidden_states: tuple[torch.Tensor, ...] | None,
+    ) -> BaseModelOutputWithPast:
+        """
+        What the forward pass of a model ends with that keeps nothing but recurrent states: its output, x (batch,
+        length, width), takes the last one's place among the hidden states, and the cache counts the tokens.
+        """
+        x = self.fill_output(x, tokens, past_key_values)
+        if past_key_values is not None:
+            past_key_values.advance(x.shape[1])
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=hidden_states and (*hidden_states[:-1], x),
+        )
 
     def _without_cache_if_checkpointing(self, use_cache: bool, past_key_values: RecurrentCache | None):
         """

@@ -254,18 +254,7 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
             x = block(x, tokens, past_key_values=past_key_values)
             if output_hidden_states:
                 hidden_states += (x,)
-        x = self.ln_out(x)
-
-        x = self.fill_output(x, tokens, past_key_values)
-        if past_key_values is not None:
-            past_key_values.advance(x.shape[1])
-        if output_hidden_states:
-            hidden_states = (*hidden_states[:-1], x)
-        return BaseModelOutputWithPast(
-            last_hidden_state=x,
-            past_key_values=past_key_values if use_cache else None,
-            hidden_states=hidden_states,
-        )
+        return self.make_output(self.ln_out(x), tokens, past_key_values, use_cache, hidden_states)
 
 
 class Rwkv5ForCausalLM(CausalLMHead, Rwkv5PreTrainedModel, RecurrentGenerationMixin):
