@@ -169,7 +169,9 @@ def trained(length: int, new_tokens: int, repeats: int) -> None:
         read = median_seconds(partial(model, ids, **kept), repeats)
         line = f"  {path.name}: read {length / read:,.0f} bytes/s"
         if not is_encoder:
-            both = median_seconds(partial(model.generate, ids, max_new_tokens=new_tokens, **options), repeats)
+            # A boundary that was written is no padding, which has its id.
+            options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens}
+            both = median_seconds(partial(model.generate, ids, **options), repeats)
             line += f", written {new_tokens / (both - read):,.0f} bytes/s"
         print(line)
 
