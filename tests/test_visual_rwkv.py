@@ -394,6 +394,17 @@ def test_cache_operations(generation, tmp_path):
                 kept = model(ids[:, :-removed], **inputs).past_key_values
                 assert cache.get_seq_length() == kept.get_seq_length()
                 assert_same_states(cache, kept)
+            with pytest.raises(ValueError, match="`tokens_to_remove` is -7, but the past of 6 tokens is recorded"):
+                recorded.crop(-7)
+            model(after[:1], past_key_values=recorded)  # which goes on to record
+            recorded.crop(-8)
+            assert_same_states(recorded, model(ids[:, :-6], **inputs).past_key_values)
+        inputs, recorded = batch(model, Row(3, "image", 6), Row(26)), model.new_cache()
+        recorded.activate_past_recording()
+        model(**inputs, past_key_values=recorded)
+        recorded.crop(-6)
+        kept = {name: x[:, :-6] for name, x in inputs.items() if name != "pixel_values"}
+        assert_same_states(recorded, model(**kept, pixel_values=inputs["pixel_values"]).past_key_values)
 
 
 @each_generation

@@ -71,11 +71,11 @@ class _Record:
     def extend(self, updates: tuple[torch.Tensor, ...]) -> None:
         self.updates = tuple(torch.cat(pair, dim=1) for pair in zip(self.updates, updates, strict=True))
 
-    def shorten(self) -> None:
-        """Gives up the oldest tokens once there are twice as many as need be kept."""
-        if self.tokens > 2 * MAX_RECORDED:
-            self.before = self.states_after(self.tokens - MAX_RECORDED)
-            self.updates = tuple(x[:, -MAX_RECORDED:].clone() for x in self.updates)
+    def keep(self, tokens: int) -> None:
+        """Gives up all but the last so many tokens."""
+        if (older := self.tokens - tokens) > 0:
+            self.before = self.states_after(older)
+            self.updates = tuple(x[:, older:].clone() for x in self.updates)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "_Record":
         before = {name: None if state is None else function(state) for name, state in self.before.items()}
@@ -184,7 +184,8 @@ class RecurrentLayer:
                 self.records[key].extend(updates)
             else:
                 self.records[key] = _Record(replay, {name: self.states.get(name) for name in states}, updates)
-            self.records[key].shorten()
+            if self.records[key].tokens > 2 * MAX_RECORDED:  # not at every token
+                self.records[key].keep(MAX_RECORDED)
         self.fresh = False
         for name, state in states.items():
             self.write(name, state)
@@ -314,7 +315,7 @@ class RecurrentCache(Cache):
         Raises:
             ValueError: where the tokens of a call cannot be read after what was.
         """
-        if tokens.cu_seqlens is not None and any(layer.record_past for layer in self.layers):
+        if tokens.cu_seqlens is not None and self.records_past:
             raise ValueError("Packed documents cannot be read while `past_key_values` records the past.")
 
     def advance(self, tokens: int) -> None:
@@ -333,6 +334,17 @@ class RecurrentCache(Cache):
         """Keeps from now on what [`~RecurrentCache.crop`] needs."""
         super().activate_past_recording()
         self.seen_tokens = self.get_seq_length()
+
+    @property
+    def records_past(self) -> bool:
+        """Whether it keeps what [`~RecurrentCache.crop`] needs."""
+        return any(layer.record_past for layer in self.layers)
+
+    def keep_past(self, tokens: int) -> None:
+        """Gives up the past before the last so many tokens: no more of them can be removed."""
+        for layer in self.layers:
+            for record in layer.records.values():
+                record.keep(tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         """

@@ -245,7 +245,11 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             x = turn(x, order) if turned else x
             if output_hidden_states:
                 hidden_states += (x,)
-        return self.make_output(self.rwkv.ln_out(x), tokens, past_key_values, use_cache, hidden_states)
+        outputs = self.make_output(self.rwkv.ln_out(x), tokens, past_key_values, use_cache, hidden_states)
+        if order is not None and past_key_values is not None and past_key_values.records_past:
+            # An image that was read backwards cannot be taken back in part.
+            past_key_values.keep_past(int(placeholders.any(0).flip(0).int().argmax()))
+        return outputs
 
 
 def turn(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
