@@ -253,9 +253,9 @@ class RecurrentCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig, static: bool = False):
+        config = config.get_text_config()
         # One layer more than there are blocks: what a model keeps of its own.
-        layers = config.get_text_config().num_hidden_layers + 1
-        super().__init__(layers=[RecurrentLayer(static=static) for _ in range(layers)])
+        super().__init__(layers=[RecurrentLayer(static=static) for _ in range(config.num_hidden_layers + 1)])
         self.sizes = _sizes(config)
         # Compiled code would be specialised to a number, and compiled again for the next one.
         self.seen_tokens = _static(torch.zeros((), dtype=torch.long)) if static else 0
@@ -853,7 +853,7 @@ def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "head_size", "chunk_size")
     names += ("num_slots", "key_dim", "value_dim", "attention_specs")
     names += ("z_dim", "cema_ndim", "timenorm_num_groups", "boundary_token_id")
-    return {name: getattr(config.get_text_config(), name, None) for name in names}
+    return {name: getattr(config, name, None) for name in names}
 
 
 def _check_sizes(what: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from transformers.utils.hub import cached_file, has_file
 from subquad_kernels import linear
 
 from .cache import RecurrentCache, check_cache
-from .padding import Tokens, can_look_at, last_token
+from .padding import Tokens, can_check, last_token
 
 
 logger = logging.get_logger(__name__)
@@ -88,8 +88,7 @@ def embed(
         raise ValueError(f"`input_ids` must be (batch, length) with at least one token, got {tuple(x.shape)}.")
     if x.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"`input_ids` must be int64 or int32, got {x.dtype}.")
-    # One token was most likely chosen by the model itself; looking at it would make a GPU wait.
-    if can_look_at(x) and (x.device.type == "cpu" or x.shape[1] > 1):
+    if can_check(x):
         low, high = torch.stack(torch.aminmax(x)).tolist()  # one wait for a GPU, not two
         if low < 0 or high >= config.vocab_size:
             wrong = low if low < 0 else high

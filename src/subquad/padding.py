@@ -26,6 +26,14 @@ def can_look_at(x: torch.Tensor) -> bool:
     return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
+def can_check(x: torch.Tensor) -> bool:
+    """
+    Whether to look at the tokens of a call, x (batch, length, ...), for what may be wrong with them. One token was
+    most likely chosen by the model itself: a GPU would have to wait at every step of a decoding loop.
+    """
+    return can_look_at(x) and (x.device.type == "cpu" or x.shape[1] > 1)
+
+
 def last_token(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """The token shift's state after the tokens x (batch, tokens, width), whatever it was before."""
     return x[:, -1].clone()
@@ -106,8 +114,7 @@ class Tokens:
         if len(shape) != 2 or shape[0] != self.batch or shape[1] < self.length:
             raise ValueError(f"`attention_mask` must be ({self.batch}, {self.length} or more), got {shape}.")
         mask = attention_mask[:, -self.length :].to(device) != 0
-        # A GPU would have to wait at every step of a decoding loop, were the mask of a single token looked at.
-        if not can_look_at(mask) or (self.length == 1 and device.type != "cpu"):
+        if not can_check(mask):
             return mask
         begins = torch.nn.functional.pad(mask, (1, 0))
         texts = (~begins[:, :-1] & begins[:, 1:]).sum(1)

@@ -14,7 +14,7 @@ from transformers.utils import can_return_tuple
 
 from ...cache import RecurrentCache
 from ...heads import CausalLMHead, Linear, RecurrentGenerationMixin, RecurrentModelMixin
-from ...padding import Tokens, can_look_at
+from ...padding import Tokens, can_check, can_look_at
 from ..rwkv5.modeling_rwkv5 import Rwkv5Model
 from ..rwkv6.modeling_rwkv6 import Rwkv6Model
 from .configuration_visual_rwkv import VisualRwkvConfig
@@ -234,8 +234,10 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             features = self.get_image_features(pixel_values, return_dict=True).pooler_output
             x = x.masked_scatter(placeholders.unsqueeze(-1), features.to(x.device, x.dtype))
             order = self.backwards(placeholders)
-        elif input_ids is not None and can_look_at(input_ids) and (x.shape[1] > 1 or x.device.type == "cpu"):
-            self.check_images(self.find_images(input_ids, None), 0, tokens)
+        elif input_ids is not None and can_check(input_ids):
+            placeholders = self.find_images(input_ids, None)
+            if placeholders.any():  # most often there are none
+                self.check_images(placeholders, 0, tokens)
 
         hidden_states = (x,) if output_hidden_states else None
         for block in self.rwkv.blocks[: self.rwkv.config.num_hidden_layers]:
