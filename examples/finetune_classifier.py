@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from subquad import embedded_model
-from subquad.training import parameter_groups
+from subquad.optimizer import parameter_groups
 
 
 SAME = {"C": "4/4", "C|": "2/2"}

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from subquad import embedded_model
-from subquad.training import parameter_groups
+from subquad.optimizer import parameter_groups
 
 
 def parse_arguments() -> argparse.Namespace:

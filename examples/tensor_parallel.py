@@ -9,7 +9,7 @@ weights, by the plan in the configuration of the model: as a rule some of the he
 some columns or rows of the other linear layers. In every block the processes exchange what they have, so that all go
 on with the same numbers. So they must be given the same text, and where they sample, the same seed. Such a model
 trains as well (optimizers and the clipping of gradients refuse to mix what is shared with what is not: take the groups
-of `subquad.training.parameter_groups`), and `save_pretrained`, called in every process, writes it in one piece.
+of `subquad.optimizer.parameter_groups`), and `save_pretrained`, called in every process, writes it in one piece.
 
 Without torchrun, or on a machine without GPUs, the same lines work in one process and on CPUs.
 """

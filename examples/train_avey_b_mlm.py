@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from subquad import PRESETS, AveyBConfig, AveyBForMaskedLM
-from subquad.training import parameter_groups
+from subquad.optimizer import parameter_groups
 
 
 # Appendix B: the published sizes read batches of 512K tokens.

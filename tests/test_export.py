@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import subquad
 import subquad_kernels  # noqa: F401 (a program that is loaded may name its operators)
-from subquad.programs import export_program, initial_states, inline_operators, save_onnx
+from subquad.torch_export import export_program, initial_states, inline_operators, save_onnx
 
 
 onnxruntime = importlib.import_module("onnxruntime") if find_spec("onnxruntime") else None

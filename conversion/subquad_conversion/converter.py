@@ -14,9 +14,9 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig
 
 import subquad
+from subquad.directories import check_free, new_directory
 
 from .checkpoint import Checkpoint, read_json
-from .directories import check_free, new_directory
 from .errors import ConversionError
 from .formats import Format, Plan, Recognised
 from .layout import fields_of

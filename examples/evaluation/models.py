@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from subquad import AveyBConfig, AveyConfig, GeckoConfig, RavenConfig, Rwkv5Config, Rwkv6Config
-from subquad.training import RECIPES, parameter_groups
+from subquad import ARCHITECTURES, AveyBConfig, AveyConfig, GeckoConfig, RavenConfig, Rwkv5Config, Rwkv6Config
+from subquad.optimizer import parameter_groups
 
 
 NAMES = {
@@ -94,8 +94,8 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def make_optimizer(model: PreTrainedModel, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW with the groups of `subquad.training`; the transformer has those of GPT-3."""
-    if model.config.model_type in RECIPES:
+    """AdamW with the groups of `subquad.optimizer`; the transformer has those of GPT-3."""
+    if model.config.model_type in ARCHITECTURES:
         groups = parameter_groups(model, lr, weight_decay)
     else:
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]

@@ -1,4 +1,4 @@
-"""Model cards: the `README.md` of a model repository, made of the templates in `model_cards/`."""
+"""Model cards: the `README.md` of a model repository, filled in from templates."""
 
 import json
 import os
@@ -12,15 +12,15 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from . import ARCHITECTURES, lm_auto_class
 from .info import describe, labelled
+from .models import REGISTRY
 
 
-# One file an architecture; `card.md` is what all cards have, `use/` one example a task, `papers/` what is cited.
+# `card.md` is the frame of all cards, `use/` has one example per task, `papers/` the citations. The text about an
+# architecture is in its folder.
 TEMPLATES = Path(__file__).parent / "model_cards"
-NAMES = {"rwkv5": "eagle", "rwkv6": "finch", "avey-b": "avey_b"}
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
-# What a card begins with that was made of a directory alone.
+# How a card begins that was made from a directory alone.
 BEGINNING = re.compile(r"---\n(?:base_model: (?P<base>\S+)\n)?(?:.+\n)*- subquad\n---\n\n# (?P<name>.+)\n")
 TASKS = {
     "AutoModel": "feature-extraction",
@@ -41,18 +41,19 @@ def model_card(
     **known: Any,
 ) -> ModelCard:
     """
-    The card of a saved model: metadata, an example that runs as it is printed, sizes, citation. It says nothing that
-    neither the files nor `known` tell: no licence of the weights, no evaluation, no training data.
+    The card of a saved model: metadata, an example that runs as printed, sizes, citation. It says nothing that is
+    neither in the files nor in `known`: no licence of the weights, no evaluation, no training data.
 
     Args:
         directory: a model directory with weights.
-        repo_id: what the example loads, and the model's name after the last `/`; the directory's name where None.
-        has_tokenizer: whether the example uses a tokenizer; where None, it does if the directory has one.
-        known: fields of [`ModelCardData`]: `license`, `base_model`, `language`, `datasets`, `eval_results`, ...;
-            `tags` are added to those of the architecture, and a `base_model` that is `repo_id` is left out.
+        repo_id: the repository that the example loads; the part after the last `/` is the model's name. The name of
+            the directory if None.
+        has_tokenizer: whether the example uses a tokenizer. If None, it does if the directory has one.
+        known: fields of [`ModelCardData`]: `license`, `base_model`, `language`, `datasets`, `eval_results`, ...
+            `tags` are added to those of the architecture. A `base_model` equal to `repo_id` is left out.
 
     Raises:
-        ValueError: where the directory holds no model of an architecture of this package.
+        ValueError: if the directory does not hold a model of this package.
     """
     from transformers import AutoConfig
 
@@ -61,13 +62,13 @@ def model_card(
     name = repo_id.rpartition("/")[2]
     info = describe(str(directory))
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    if config.model_type not in ARCHITECTURES:
-        raise ValueError(f"{directory}: `model_type` is {config.model_type!r}; known are {', '.join(ARCHITECTURES)}.")
+    if config.model_type not in REGISTRY:
+        raise ValueError(f"{directory}: `model_type` is {config.model_type!r}; known are {', '.join(REGISTRY)}.")
     auto_class = _auto_class(config)
     if has_tokenizer is None:
         has_tokenizer = any((directory / file).is_file() for file in TOKENIZER_FILES)
 
-    architecture = ModelCard(_template(NAMES.get(config.model_type, config.model_type)))
+    architecture = ModelCard(REGISTRY[config.model_type].card.read_text(encoding="utf-8"))
     paper = TEMPLATES / "papers" / f"{architecture.data.paper}.bib"
     fields = {
         "library_name": "transformers",
@@ -100,9 +101,8 @@ def model_card(
 
 def base_model(directory: str | os.PathLike) -> str | None:
     """
-    The model on the Hub that this one was loaded from, where its card, if [`model_card`] made it, or its configuration
-    names it: transformers wrote `_name_or_path` there up to version 4. None where it names a path, as far as that
-    shows.
+    The model on the Hub that this one was loaded from, if its card, made by [`model_card`], or its configuration names
+    it (transformers wrote `_name_or_path` there up to version 4). None if the name looks like a path.
     """
     config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     beginning = BEGINNING.match(_readme(directory))
@@ -116,8 +116,8 @@ def base_model(directory: str | os.PathLike) -> str | None:
 
 def is_own_card(directory: str | os.PathLike) -> bool:
     """
-    Whether the directory's README.md is word for word what [`model_card`] makes of it, under any name, with a
-    tokenizer or without: what nobody wrote may be made anew for another name.
+    Whether the directory's README.md is exactly what [`model_card`] makes for it, under any name, with or without a
+    tokenizer. Nobody edited such a card, so it may be replaced by one for another name.
     """
     text = _readme(directory)
     if (beginning := BEGINNING.match(text)) is None:
@@ -132,9 +132,10 @@ def _readme(directory: str | os.PathLike) -> str:
 
 
 def _auto_class(config) -> str:
-    """Name of the saved model's Auto class, that of the language model where the configuration names none of ours."""
-    classes = {head: auto_class for auto_class, head in ARCHITECTURES[config.model_type][2].items()}
-    return classes.get((config.architectures or [""])[0], lm_auto_class(config.model_type))
+    """Name of the saved model's Auto class; that of the language model if the configuration names no class of ours."""
+    architecture = REGISTRY[config.model_type]
+    classes = {head: auto_class for auto_class, head in architecture.heads.items()}
+    return classes.get((config.architectures or [""])[0], architecture.lm_auto_class)
 
 
 def _template(name: str) -> str:

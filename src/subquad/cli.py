@@ -401,6 +401,7 @@ def _convert(args: argparse.Namespace) -> None:
     from subquad_conversion import convert
 
     from .info import format_bytes
+    from .models import REGISTRY
 
     with _signals_raise():
         report = convert(
@@ -417,21 +418,7 @@ def _convert(args: argparse.Namespace) -> None:
         )
     config = report.config.get_text_config()
     sizes = [f"{config.num_hidden_layers} layers of {config.hidden_size}"]
-    if config.model_type == "avey":
-        sizes.append(f"windows of {config.k} splits of {config.chunk_size}")
-    elif config.model_type == "avey-b":
-        sizes.append(f"splits of {config.chunk_size}, each read with {config.k} others")
-    elif config.model_type == "raven":
-        sizes.append(f"{config.num_heads} heads of {config.head_k_dim} with {config.num_slots} slots")
-        if attention := sum(len(spec["layers"]) for spec in config.attention_specs):
-            sizes.append(f"softmax attention in {attention} of the layers")
-    elif config.model_type == "gecko":
-        sizes.append(f"{config.num_heads} heads, chunks of {config.chunk_size}")
-    else:
-        sizes.append(f"{config.num_attention_heads} heads of {config.head_size}")
-    if report.config.model_type == "visual_rwkv":
-        side = report.config.vision_config.image_size
-        sizes.append(f"images of {side} x {side} in {report.config.num_image_tokens} tokens")
+    sizes += REGISTRY[report.config.model_type].describe(report.config)
     print(f"Recognised {report.recognised.title}: {', '.join(sizes)}, vocabulary {config.vocab_size:,}.")
     size = f"{report.parameters:,} parameters, {format_bytes(report.bytes)} in {report.dtype}"
     print(f"Wrote {size}, to {report.directory}:")
@@ -645,7 +632,7 @@ def _inspect_memory(args: argparse.Namespace) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
     from transformers.utils import logging
 
-    from . import inspect_memory as inspection
+    from .models.raven import inspect_memory as inspection
 
     inspection.require_matplotlib()
     logging.disable_progress_bar()

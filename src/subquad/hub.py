@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from subquad_conversion.directories import check_free, new_directory
-
-from . import ARCHITECTURES, PROCESSORS, __version__
+from . import __version__
+from .directories import check_free, new_directory
+from .models import REGISTRY
 
 
 # Packages whose modules go along.
@@ -198,14 +198,14 @@ def add_model_code(directory: str | os.PathLike) -> None:
     """
     directory = Path(directory)
     model_type = _model_type(directory)
-    folder, config, heads = ARCHITECTURES[model_type]
-    name = folder.rpartition(".")[2]
-    modules = [f"{folder}.configuration_{name}", f"{folder}.modeling_{name}"]
-    auto_map = {"AutoConfig": f"configuration_{name}.{config}"}
-    auto_map |= {auto_class: f"modeling_{name}.{head}" for auto_class, head in heads.items()}
-    if model_type in PROCESSORS:
-        modules.append(f"{folder}.processing_{name}")
-        auto_map["AutoProcessor"] = f"processing_{name}.{PROCESSORS[model_type]}"
+    architecture = REGISTRY[model_type]
+    package, name = architecture.package, architecture.folder
+    modules = [f"{package}.configuration_{name}", f"{package}.modeling_{name}"]
+    auto_map = {"AutoConfig": f"configuration_{name}.{architecture.config}"}
+    auto_map |= {auto_class: f"modeling_{name}.{head}" for auto_class, head in architecture.heads.items()}
+    if architecture.processor:
+        modules.append(f"{package}.processing_{name}")
+        auto_map["AutoProcessor"] = f"processing_{name}.{architecture.processor}"
         if (path := directory / "processor_config.json").is_file():  # the one place where transformers then looks
             _write_json(path, _read_json(path) | {"auto_map": {"AutoProcessor": auto_map["AutoProcessor"]}})
     for file, text in repository_code(*modules).items():
@@ -223,8 +223,8 @@ def _model_type(directory: Path) -> str:
     if not path.is_file():
         raise ValueError(f"{directory} has no `config.json`: it is no model directory.")
     model_type = _read_json(path).get("model_type")
-    if model_type not in ARCHITECTURES:
-        raise ValueError(f"{path}: `model_type` is {model_type!r}; known are {', '.join(ARCHITECTURES)}.")
+    if model_type not in REGISTRY:
+        raise ValueError(f"{path}: `model_type` is {model_type!r}; known are {', '.join(REGISTRY)}.")
     return model_type
 
 
@@ -234,7 +234,7 @@ def _weights(directory: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        from .heads import pickled_weights
+        from .weight_files import pickled_weights
 
         pickled = pickled_weights(directory)
         hint = f"; `subquad convert` reads {pickled[0].name}" if pickled else ""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers.pipelines.base import ChunkPipeline
 
-from . import ARCHITECTURES
+from .models import REGISTRY
 
 
 CONTEXT, NO_ANSWER = 1, 2  # what a token is to the search: part of the passage, or what stands for "no answer"
@@ -218,7 +218,7 @@ class QuestionAnsweringPipeline(ChunkPipeline):
 
     def default_length(self) -> int | None:
         """Most tokens of a piece where nobody says otherwise; None for any number."""
-        if self.model.config.model_type in ARCHITECTURES:
+        if self.model.config.model_type in REGISTRY:
             return None
         limits = [self.position_limit, self.tokenizer.model_max_length]
         return min((limit for limit in limits if limit is not None and limit < UNLIMITED), default=None)
@@ -306,3 +306,19 @@ class QuestionAnsweringPipeline(ChunkPipeline):
             answer = passage.context[start:end]
             answers.append({"score": float(scores[i] / total), "start": start, "end": end, "answer": answer})
         return answers[0] if top_k == 1 else answers
+
+
+def register() -> None:
+    """Adds the pipeline to those of transformers, if it has none of this name."""
+    from transformers import pipelines
+    from transformers.models.auto.modeling_auto import AutoModelForQuestionAnswering
+
+    task, tasks = "question-answering", pipelines.PIPELINE_REGISTRY.supported_tasks
+    if task in tasks:
+        return
+    # Not by `register_pipeline`, which marks the class as a repository's own code: saving would copy it beside the
+    # model, and loading would ask for `trust_remote_code`.
+    entry = {"impl": QuestionAnsweringPipeline, "pt": (AutoModelForQuestionAnswering,), "default": {}, "type": "text"}
+    tasks[task] = entry
+    # Newer versions refuse the name before they look for it.
+    getattr(pipelines, "REMOVED_TASKS", {}).pop(task, None)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -16,17 +15,12 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import contextualizer, maxsim, split_ranker
 
-from ...cache import AveyCache
-from ...heads import (
-    CausalLMHead,
-    Linear,
-    RecurrentGenerationMixin,
-    RecurrentModelMixin,
-    ReluSquared,
-    SequenceClassificationHead,
-    replaceable,
-)
-from ...padding import Tokens, can_look_at
+from ...base import RecurrentPreTrainedModel
+from ...generation import RecurrentGenerationMixin
+from ...heads import CausalLMHead, SequenceClassificationHead
+from ...layers import Linear, ReluSquared, replaceable
+from ...padding import Tokens, can_read_values
+from .cache_avey import AveyCache
 from .configuration_avey import AveyConfig
 
 
@@ -179,14 +173,11 @@ class AveyBlock(GradientCheckpointingLayer):
         return (windows.keep(x) if last else x) + out
 
 
-class AveyPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
+class AveyPreTrainedModel(RecurrentPreTrainedModel):
     config: AveyConfig
     config_class = AveyConfig
     base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["AveyBlock"]
-    _can_compile_fullgraph = True
-    _skip_keys_device_placement = "past_key_values"
     cache_class = AveyCache
 
     def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> AveyCache:
@@ -327,7 +318,7 @@ class AveyModel(AveyPreTrainedModel):
 
         # While a graph is traced, as many splits as there are at most, whatever the lengths of the documents.
         splits = (x.shape[0] + rows * read + documents * (size - 1)) // size
-        if can_look_at(ends):
+        if can_read_values(ends):
             splits = int(ends[-1])
         embeddings = x.new_zeros(splits * size, x.shape[1])
         embeddings = embeddings.scatter_add(0, place[:, None].expand_as(x), x)
@@ -342,7 +333,7 @@ class AveyModel(AveyPreTrainedModel):
             begin, lengths = begins[tokens.last, None] * size, sizes[tokens.last]
             steps = torch.arange(room, device=device)
             kept = embeddings[(begin + steps).clamp_max(splits * size - 1)]
-            cache.restart(kept * (steps < lengths[:, None])[..., None], lengths, tokens.length)
+            cache.replace(kept * (steps < lengths[:, None])[..., None], lengths, tokens.length)
         return Text(embeddings.view(1, splits, size, -1), place[None], first[None], False)
 
     def _select(self, text: Text, kept: int, one_by_one: bool) -> Selection:
@@ -363,20 +354,20 @@ class AveyModel(AveyPreTrainedModel):
         elif text.first is not None:
             number = torch.arange(splits.shape[1], device=device)[None]
             current, source = splits, place
-            if can_look_at(number):
+            if can_read_values(number):
                 retrieved = (number - text.first).tolist()
         else:
             number = place.clamp_min(0) // size
             if not one_by_one:
                 # The last tokens of a text lie in one split more than they would fill, or in two more.
                 span = (kept + size - 2) // size + 1
-                if can_look_at(number):
+                if can_read_values(number):
                     span = int((number[:, -1] - number[:, 0]).max()) + 1
                 number = (number[:, :1] + torch.arange(span, device=device)).clamp_max(splits.shape[1] - 1)
             current = splits[rows, number]
             if one_by_one:
                 current = current * (torch.arange(size, device=device) <= offset[..., None])[..., None]
-            if can_look_at(number):
+            if can_read_values(number):
                 retrieved = number.tolist()
                 if one_by_one or number.shape[1] == 1:
                     begin, end = int(offset.min()), int(offset.max()) + 1

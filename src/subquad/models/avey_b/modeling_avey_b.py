@@ -22,8 +22,9 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import dynamic_mixing, maxsim, split_ranker, static_mixing
 
-from ...heads import Linear, ReluSquared, SafetensorsMixin, SelfContainedMixin, embed, replaceable
-from ...padding import Tokens, can_look_at
+from ...layers import Linear, ReluSquared, embed, replaceable
+from ...padding import Tokens, can_read_values
+from ...saving import SavedPreTrainedModel
 from .configuration_avey_b import AveyBConfig
 
 
@@ -192,7 +193,7 @@ class AveyBLayer(GradientCheckpointingLayer):
         return x + out if self.alpha is None else torch.addcmul(out, self.alpha, x)
 
 
-class AveyBPreTrainedModel(SafetensorsMixin, SelfContainedMixin, PreTrainedModel):
+class AveyBPreTrainedModel(SavedPreTrainedModel):
     config: AveyBConfig
     config_class = AveyBConfig
     base_model_prefix = "model"
@@ -327,7 +328,7 @@ class AveyBModel(AveyBPreTrainedModel):
 
         # While a graph is traced, as many splits as there are at most, whatever the lengths.
         splits, longest = (x.shape[0] + lengths.shape[0] * (size - 1)) // size, -(-tokens.length // size)
-        if can_look_at(ends):
+        if can_read_values(ends):
             splits, longest = torch.stack((ends[-1], numbers.max())).clamp_min(1).tolist()
         place = begins[document] * size + offset
         if tokens.mask is not None:

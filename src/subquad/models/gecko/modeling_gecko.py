@@ -7,7 +7,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -23,17 +22,16 @@ from subquad_kernels import (
     working_memory,
 )
 
-from ...cache import GeckoCache, RecurrentLayer, States, ring_state
-from ...heads import (
-    CausalLMHead,
-    Linear,
-    RecurrentGenerationMixin,
-    RecurrentModelMixin,
-    SequenceClassificationHead,
-    replaceable,
-)
-from ...padding import Call, Tokens, can_look_at, shift
+from ...base import RecurrentPreTrainedModel
+from ...cache import LayerState, States
+from ...generation import RecurrentGenerationMixin
+from ...heads import CausalLMHead, SequenceClassificationHead
+from ...layers import Linear, replaceable
+from ...layout import TokenLayout
+from ...padding import Tokens, can_read_values
+from ...ring import ring_state
 from ...tensor_parallel import local_part
+from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
 
 
@@ -43,9 +41,9 @@ cema, chunk_attention, timestep_decay_norm, working_memory = replaceable(
 
 
 @dataclasses.dataclass
-class GeckoCall(Call):
+class GeckoLayout(TokenLayout):
     """
-    What all layers have to know of the tokens of a call. Every row begins with its text.
+    What all layers have to know of the tokens of a layout. Every row begins with its text.
 
     Attributes:
         cos, sin: of rotary embeddings, (batch or 1, length, 1, size of a head / 2).
@@ -54,14 +52,14 @@ class GeckoCall(Call):
         forgets: what [`subquad_kernels.working_memory`] calls `begins`, of the chunk that leaves attention at a token,
             (batch, length); of tokens at which none does it means nothing.
         one: whether this is one token, which reads the rings of a cache as they are.
-        held: where in the rings the tokens lie that are read before the call's, in their order, (batch, held); None
+        held: where in the rings the tokens lie that are read before the layout's, in their order, (batch, held); None
             where there are none.
         first: of the keys that are read, the first that a token attends to, (batch, length).
         aligned: whether chunks begin at multiples of their size.
         seen: of one token, which keys of a ring it attends to, (batch, ring).
         leaving, begins, reads: see [`subquad_kernels.working_memory`].
         shifts: how far the rows were moved, (batch), see [`Tokens.shifts`]; None where they were not.
-        given_place, given_kept: `kept_place` and `kept` of the tokens where they were before that.
+        given_position, given_kept: `kept_position` and `kept` of the tokens where they were before that.
     """
 
     cos: torch.Tensor | None = None
@@ -78,14 +76,14 @@ class GeckoCall(Call):
     begins: torch.Tensor | None = None
     reads: torch.Tensor | None = None
     shifts: torch.Tensor | None = None
-    given_place: torch.Tensor | None = None
+    given_position: torch.Tensor | None = None
     given_kept: torch.Tensor | None = None
 
     def as_given(self, x: torch.Tensor) -> torch.Tensor:
         """x (batch, length, ...) with the tokens where they were given: from there a cache takes them back."""
         return x if self.shifts is None else shift(x, -self.shifts)
 
-    def records(self, state: RecurrentLayer, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def records(self, state: LayerState, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What the tokens contribute to a state that depends on x, `starts` and `real`, where that is recorded."""
         if not state.record_past:
             return ()
@@ -122,6 +120,20 @@ def find_leaving(
 def ring_order(lengths: torch.Tensor, ring: int) -> torch.Tensor:
     """Where in a ring the last tokens of texts of such lengths (batch, 1) lie, the oldest first: (batch, ring)."""
     return (lengths + torch.arange(ring, device=lengths.device)) % ring
+
+
+def shift(x: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+    """Every row of x (batch, length, ...) moved to the left by so many tokens (batch), round and round."""
+    source = (torch.arange(x.shape[1], device=x.device) + shifts.to(x.device)[:, None]) % x.shape[1]
+    return x.gather(1, source.view(*source.shape, *[1] * (x.dim() - 2)).expand_as(x))
+
+
+def find_shifts(tokens: Tokens) -> torch.Tensor | None:
+    """Number of padding tokens before the text of each row, (batch); None where there can be none."""
+    if tokens.mask is None or tokens.length == 1:
+        return None
+    shifts = tokens.mask.int().argmax(1)
+    return None if can_read_values(shifts) and not shifts.any() else shifts
 
 
 def _behind(held: torch.Tensor, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -185,17 +197,17 @@ class GeckoTimestepDecayNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.model_dim))
         self.bias = nn.Parameter(torch.empty(config.model_dim))
 
-    def forward(self, x: torch.Tensor, call: GeckoCall, state: RecurrentLayer | None) -> torch.Tensor:
-        before, inplace = (None, False) if state is None else (state.get("timenorm"), state.overwrites("timenorm"))
+    def forward(self, x: torch.Tensor, layout: GeckoLayout, state: LayerState | None) -> torch.Tensor:
+        before, inplace = (None, False) if state is None else (state.get("timenorm"), state.can_overwrite("timenorm"))
         out, after = timestep_decay_norm(
             *(x, self.weight, self.bias, self.groups, *self.betas, self.eps, before),
-            starts=call.starts,
-            real=call.real,
+            starts=layout.starts,
+            real=layout.real,
             inplace=inplace,
         )
         if state is not None:
             replay = functools.partial(replay_norm, self.groups, self.betas)
-            state.update("timenorm", after, replay, *call.records(state, x))
+            state.update("timenorm", after, replay, *layout.records(state, x))
         return out
 
 
@@ -210,15 +222,15 @@ class GeckoCEMA(nn.Module):
         self.theta = nn.Parameter(torch.empty(config.model_dim))
         self.gamma = nn.Parameter(torch.empty(*shape, 2))
 
-    def forward(self, x: torch.Tensor, call: GeckoCall, state: RecurrentLayer | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: GeckoLayout, state: LayerState | None) -> torch.Tensor:
         weights = self.alpha, self.delta, self.theta, self.gamma
-        before, inplace = (None, False) if state is None else (state.get("cema"), state.overwrites("cema"))
-        out, after = cema(x, *weights, before, starts=call.starts, real=call.real, inplace=inplace)
+        before, inplace = (None, False) if state is None else (state.get("cema"), state.can_overwrite("cema"))
+        out, after = cema(x, *weights, before, starts=layout.starts, real=layout.real, inplace=inplace)
         if state is not None:
             # The first record replays all tokens, maybe when offloading or FSDP has freed the module's weights.
             if state.record_past and "cema" not in state.records:
                 weights = tuple(w.clone() for w in weights)
-            state.update("cema", after, functools.partial(replay_cema, weights), *call.records(state, x))
+            state.update("cema", after, functools.partial(replay_cema, weights), *layout.records(state, x))
         return out
 
 
@@ -269,7 +281,7 @@ class GeckoMega(nn.Module):
         self.gamma = nn.Parameter(torch.empty(4, z))
         self.beta = nn.Parameter(torch.empty(4, z))
 
-    def share(self, m: torch.Tensor, call: GeckoCall) -> list[torch.Tensor]:
+    def share(self, m: torch.Tensor, layout: GeckoLayout) -> list[torch.Tensor]:
         """Equations 6-8, 25, 26: q, k and those of the memory, (batch, heads, length, size) each."""
         config = self.config
         z = self.wz(m).unflatten(-1, (-1, config.z_dim // config.num_heads))
@@ -277,7 +289,7 @@ class GeckoMega(nn.Module):
         gamma, beta = (local_part(w).unflatten(-1, z.shape[2:]) for w in (self.gamma, self.beta))
         gamma = (gamma + 1) * z.shape[-1] ** -0.5
         q, k, q_m, k_m = ((z * gamma[i] + beta[i]).to(z.dtype) for i in range(4))
-        q, k = call.rotate(q, config.num_rope_heads), call.rotate(k, config.num_rope_heads)
+        q, k = layout.rotate(q, config.num_rope_heads), layout.rotate(k, config.num_rope_heads)
         return [x.transpose(1, 2) for x in (q, k, q_m, k_m)]
 
     def recall(
@@ -287,9 +299,9 @@ class GeckoMega(nn.Module):
         v: torch.Tensor,
         q_m: torch.Tensor,
         k_m: torch.Tensor,
-        call: GeckoCall,
+        layout: GeckoLayout,
         cache: GeckoCache | None,
-        state: RecurrentLayer | None,
+        state: LayerState | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Sections 3.2 and 3.3: what attention over the chunk and the one before it, and what the memory of all chunks
@@ -299,52 +311,54 @@ class GeckoMega(nn.Module):
         read, memory, normalizer, inplace = rows, None, None, False
         if state is not None:
             memory, normalizer = state.get("memory"), state.get("normalizer")
-            inplace = call.one and memory is not None and state.overwrites("memory")
-            if call.one and memory is not None:
+            inplace = layout.one and memory is not None and state.can_overwrite("memory")
+            if layout.one and memory is not None:
                 read = {name: state.get(name) for name in rows}
-            elif call.held is not None:
-                read = {name: _behind(state.get(name), x, call.held) for name, x in rows.items()}
+            elif layout.held is not None:
+                read = {name: _behind(state.get(name), x, layout.held) for name, x in rows.items()}
 
-        if state is None and call.leaving.shape[1] == 0:
+        if state is None and layout.leaving.shape[1] == 0:
             remembered = torch.zeros_like(v)
         else:
             remembered, memory, normalizer = working_memory(
                 *(q_m, read["memory_keys"], read["values"], memory, normalizer),
-                *(call.leaving, call.begins, call.reads, config.chunk_size),
+                *(layout.leaving, layout.begins, layout.reads, config.chunk_size),
                 inplace=inplace,
             )
         if state is not None:
-            if call.document is not None:  # of a last document that is short
-                short = (call.kept_place[:, -1] < 2 * config.chunk_size)[:, None, None]
+            if layout.document is not None:  # of a last document that is short
+                short = (layout.kept_position[:, -1] < 2 * config.chunk_size)[:, None, None]
                 memory, normalizer = memory.masked_fill(short[..., None], 0.0), normalizer.masked_fill(short, 0.0)
             states, updates = {"memory": memory, "normalizer": normalizer}, ()
             if state.record_past:
-                kept = [call.as_given(x.transpose(1, 2)) for x in rows.values()]
-                updates = *kept, call.given_place, call.given_kept, call.as_given(call.forgets)
+                kept = [layout.as_given(x.transpose(1, 2)) for x in rows.values()]
+                updates = *kept, layout.given_position, layout.given_kept, layout.as_given(layout.forgets)
             replay = functools.partial(replay_memory, config.chunk_size)
-            rings = cache.keep(state, rows, states, call.kept_place, call.kept, call.plain, replay, *updates)
-            if call.one:
-                attended = chunk_attention_step(q, rings["keys"], rings["values"].to(v.dtype), call.seen)
+            rings = cache.keep(
+                state, rows, states, layout.kept_position, layout.kept, layout.all_real, replay, *updates
+            )
+            if layout.one:
+                attended = chunk_attention_step(q, rings["keys"], rings["values"].to(v.dtype), layout.seen)
                 return attended, remembered.to(v.dtype)
         dropout = config.attention_dropout if self.training else 0.0
         attended = chunk_attention(
-            *(q, read["keys"], read["values"], call.first, config.chunk_size),
-            aligned=call.aligned,
+            *(q, read["keys"], read["values"], layout.first, config.chunk_size),
+            aligned=layout.aligned,
             dropout_p=dropout,
         )
         return attended, remembered
 
     def forward(
-        self, x: torch.Tensor, call: GeckoCall, cache: GeckoCache | None, state: RecurrentLayer | None
+        self, x: torch.Tensor, layout: GeckoLayout, cache: GeckoCache | None, state: LayerState | None
     ) -> torch.Tensor:
         config, training = self.config, self.training
-        t = self.timenorm(x, call, state)
-        m = F.dropout(self.rmsnorm(self.cema(t, call, state) + t), config.hidden_dropout, training)
-        q, k, q_m, k_m = self.share(m, call)
+        t = self.timenorm(x, layout, state)
+        m = F.dropout(self.rmsnorm(self.cema(t, layout, state) + t), config.hidden_dropout, training)
+        q, k, q_m, k_m = self.share(m, layout)
         v = F.silu(self.wv(t)).unflatten(-1, (-1, config.value_dim // config.num_heads)).transpose(1, 2)
         r = F.silu(self.wr(m))
         attended, remembered = (
-            y.transpose(1, 2).flatten(2) for y in self.recall(q, k, v, q_m, k_m, call, cache, state)
+            y.transpose(1, 2).flatten(2) for y in self.recall(q, k, v, q_m, k_m, layout, cache, state)
         )
         out = F.dropout(attended * r + remembered, config.hidden_dropout, training)
         return x + F.dropout(self.wh1(m) + self.wh2(out), config.dropout, training)
@@ -385,20 +399,17 @@ class GeckoBlock(GradientCheckpointingLayer):
         self.mega = GeckoMega(config, layer_idx)
         self.nffn = GeckoNFFN(config, layer_idx)
 
-    def forward(self, x: torch.Tensor, call: GeckoCall, past_key_values: GeckoCache | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: GeckoLayout, past_key_values: GeckoCache | None = None) -> torch.Tensor:
         state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        out = self.nffn(self.mega(x, call, past_key_values, state), x)
-        return out if past_key_values is None else past_key_values.hand_on(out, self.layer_idx)
+        out = self.nffn(self.mega(x, layout, past_key_values, state), x)
+        return out if past_key_values is None else past_key_values.end_block(out, self.layer_idx)
 
 
-class GeckoPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
+class GeckoPreTrainedModel(RecurrentPreTrainedModel):
     config: GeckoConfig
     config_class = GeckoConfig
     base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["GeckoBlock"]
-    _can_compile_fullgraph = True
-    _skip_keys_device_placement = "past_key_values"
     # Buffers of the authors' code: of angles that the configuration tells, and of a beginning that is always zero.
     _keys_to_ignore_on_load_unexpected = [r"rope\.freqs", r"norm\.prior_(count|mean|var)"]
     cache_class = GeckoCache
@@ -496,27 +507,28 @@ class GeckoModel(GeckoPreTrainedModel):
         if self.config.scale_emb:
             x = x * self.config.model_dim**0.5
         x = F.dropout(x, self.config.dropout, self.training)
-        shifts, moved = tokens.shifts(), tokens
+        shifts, moved = find_shifts(tokens), tokens
         if shifts is not None:
-            x, moved = shift(x, shifts), tokens.shifted(shifts)
+            x = shift(x, shifts)
+            moved = Tokens(tokens.batch, tokens.length, tokens.mask.device, shift(tokens.mask, shifts))
             bos = None if bos is None else shift(bos, shifts)
-        call = self._read(x, moved, bos, past_key_values, None if shifts is None else (shifts, tokens))
+        layout = self._read(x, moved, bos, past_key_values, None if shifts is None else (shifts, tokens))
 
         hidden_states = (x,) if output_hidden_states else None
         for layer in self.layers[: self.config.num_layers]:
-            x = layer(x, call, past_key_values=past_key_values)
+            x = layer(x, layout, past_key_values=past_key_values)
             if output_hidden_states:
                 hidden_states += (x,)
-        x = self.output["final_norm"](x, call, None if past_key_values is None else past_key_values.after_blocks)
+        x = self.output["final_norm"](x, layout, None if past_key_values is None else past_key_values.after_blocks)
         if past_key_values is not None:
-            x = past_key_values.hand_on(x, -1)
+            x = past_key_values.end_block(x, -1)
 
         if shifts is not None:
             x = shift(x, -shifts)
             hidden_states = hidden_states and tuple(shift(h, -shifts) for h in hidden_states)
         x = self.fill_output(x, tokens, past_key_values)
         if past_key_values is not None:
-            past_key_values.finish(call.given_place, call.given_kept, packed=call.document is not None)
+            past_key_values.finish(layout.given_position, layout.given_kept, packed=layout.document is not None)
         if output_hidden_states:
             hidden_states = (*hidden_states[:-1], x)
         return BaseModelOutputWithPast(
@@ -542,54 +554,54 @@ class GeckoModel(GeckoPreTrainedModel):
         bos: torch.Tensor | None,
         cache: GeckoCache | None,
         given: tuple[torch.Tensor, Tokens] | None,
-    ) -> GeckoCall:
+    ) -> GeckoLayout:
         """
-        What the layers have to know of the tokens of a call, of which `bos` (batch, length) are begin tokens. Where
+        What the layers have to know of the tokens of a layout, of which `bos` (batch, length) are begin tokens. Where
         the rows were moved, `given` is how far, and the tokens before that.
         """
         size, length = self.config.chunk_size, tokens.length
         steps = torch.arange(length, device=x.device)
         lengths = torch.zeros_like(steps[:1]).expand(x.shape[0]) if cache is None else cache.lengths(x)
-        call, fresh = GeckoCall.of(tokens, lengths), cache is None or not cache.is_initialized
-        call.real, place = tokens.mask, call.place
-        call.shifts, unmoved = (None, call) if given is None else (given[0], Call.of(given[1], lengths))
-        call.given_place, call.given_kept = unmoved.kept_place, unmoved.kept
+        layout, fresh = GeckoLayout.after(lengths, tokens), cache is None or not cache.is_initialized
+        layout.real, place = tokens.mask, layout.position
+        layout.shifts, unmoved = (None, layout) if given is None else (given[0], TokenLayout.after(lengths, given[1]))
+        layout.given_position, layout.given_kept = unmoved.kept_position, unmoved.kept
         if tokens.mask is not None:  # padding, which follows a text, lies where that would go on
             place = lengths[:, None] + steps
             bos = None if bos is None else bos & tokens.mask
         elif fresh and tokens.starts is None and bos is None:
             place = place[:1]  # one row stands for all
         held_begins = None if fresh or bos is None else cache.after_blocks.get("begins")
-        call.starts, begin, call.forgets = self._find_documents(call, bos, place, held_begins)
+        layout.starts, begin, layout.forgets = self._find_documents(layout, bos, place, held_begins)
         if bos is not None and cache is not None:
             update = functools.partial(ring_state, window=2 * size)
-            now = update(held_begins, begin, call.kept_place, call.kept)
-            recorded = call.as_given(begin), call.given_place, call.given_kept
+            now = update(held_begins, begin, layout.kept_position, layout.kept)
+            recorded = layout.as_given(begin), layout.given_position, layout.given_kept
             cache.after_blocks.update("begins", now, update, *recorded)
 
         drops = self.training and self.config.attention_dropout > 0
-        call.one = cache is not None and length == 1 and tokens.starts is None and not drops
-        held = 0 if fresh or call.one else cache.held_tokens
+        layout.one = cache is not None and length == 1 and tokens.starts is None and not drops
+        held = 0 if fresh or layout.one else cache.held_tokens
         most = max((length - 1) // size - 1, 0) if fresh else -(-length // size)
         # A size of 0 or 1 would tie a program of many lengths to those of its example.
         if torch.compiler.is_exporting() and not isinstance(length, int):
             most = length // size + 2
-        real = torch.ones_like(call.kept) if tokens.mask is None else tokens.mask
-        leaving = find_leaving(place.expand_as(real), real, call.forgets, held, size, most)
-        call.leaving, call.begins, number = leaving
+        real = torch.ones_like(layout.kept) if tokens.mask is None else tokens.mask
+        leaving = find_leaving(place.expand_as(real), real, layout.forgets, held, size, most)
+        layout.leaving, layout.begins, number = leaving
         remembers = (place >= 2 * size) & (begin < (place // size - 1) * size) & real
-        call.reads = torch.where(remembers, number, -1)
+        layout.reads = torch.where(remembers, number, -1)
 
         seen_from = torch.maximum((place // size - 1) * size, begin)
-        if call.one:
+        if layout.one:
             # The chunk that leaves a ring begins where the token goes.
-            call.leaving = torch.where(call.leaving == -2 * size, place % (2 * size), -1)
+            layout.leaving = torch.where(layout.leaving == -2 * size, place % (2 * size), -1)
             ring = torch.arange(cache.ring_size(1), device=x.device)
-            call.seen = place - (place - ring) % len(ring) >= seen_from
+            layout.seen = place - (place - ring) % len(ring) >= seen_from
         else:
-            call.held = ring_order(lengths[:, None], held) if held else None
-            call.first = held + steps - (place - seen_from)
-            call.aligned = fresh and tokens.starts is None
+            layout.held = ring_order(lengths[:, None], held) if held else None
+            layout.first = held + steps - (place - seen_from)
+            layout.aligned = fresh and tokens.starts is None
 
         if self.config.num_rope_heads:
             pairs = self.config.z_dim // self.config.num_heads // 2
@@ -598,20 +610,20 @@ class GeckoModel(GeckoPreTrainedModel):
             frequencies = self.config.rope_base ** (torch.arange(pairs, dtype=wide, device=x.device) / -pairs)
             angles = (place[..., None] * frequencies)[:, :, None]
             dtype = torch.promote_types(x.dtype, torch.float32)
-            call.cos, call.sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        return call
+            layout.cos, layout.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return layout
 
     def _find_documents(
-        self, call: GeckoCall, bos: torch.Tensor | None, place: torch.Tensor, held: torch.Tensor | None
+        self, layout: GeckoLayout, bos: torch.Tensor | None, place: torch.Tensor, held: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """
-        `GeckoCall.starts`, the place where the document of each token begins, and `GeckoCall.forgets`. A cache has
+        `GeckoLayout.starts`, the place where the document of each token begins, and `GeckoLayout.forgets`. A cache has
         `held` (batch, 2 * chunk_size) where those of earlier tokens begin; None where there are none.
         """
-        size, window, tokens = self.config.chunk_size, 2 * self.config.chunk_size, call.tokens
+        size, window, tokens = self.config.chunk_size, 2 * self.config.chunk_size, layout.tokens
         starts = None if tokens.starts is None else tokens.starts.expand(tokens.batch, -1)
         if bos is None:
-            return starts, torch.zeros_like(place), (window - place).clamp_min(-1).expand_as(call.place)
+            return starts, torch.zeros_like(place), (window - place).clamp_min(-1).expand_as(layout.position)
 
         steps, begin = torch.arange(tokens.length, device=place.device), torch.zeros_like(place)
         if held is not None:
@@ -621,7 +633,7 @@ class GeckoModel(GeckoPreTrainedModel):
         if starts is not None:  # by a border, or by a begin token after it
             begin = begin.masked_fill(torch.where(starts, steps, -1).cummax(1).values > last, 0)
             starts = bos | starts
-        elif bos.device.type != "cpu" or not can_look_at(bos) or bool((bos & (place > 0)).any()):
+        elif bos.device.type != "cpu" or not can_read_values(bos) or bool((bos & (place > 0)).any()):
             starts = bos
 
         around, source = begin, steps - size - 1  # the last token of the chunk that leaves

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -18,17 +17,15 @@ from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import slot_memory, slot_memory_state, slot_routing
 
-from ...cache import RavenCache, RecurrentLayer
-from ...heads import (
-    CausalLMHead,
-    Linear,
-    RecurrentGenerationMixin,
-    RecurrentModelMixin,
-    SequenceClassificationHead,
-    replaceable,
-)
-from ...padding import Call, Tokens
+from ...base import RecurrentPreTrainedModel
+from ...cache import LayerState
+from ...generation import RecurrentGenerationMixin
+from ...heads import CausalLMHead, SequenceClassificationHead
+from ...layers import Linear, replaceable
+from ...layout import TokenLayout
+from ...padding import Tokens
 from ...tensor_parallel import local_part
+from .cache_raven import RavenCache
 from .configuration_raven import RavenConfig
 
 
@@ -41,9 +38,9 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclasses.dataclass
-class RavenCall(Call):
+class RavenLayout(TokenLayout):
     """
-    What all layers have to know of the tokens of a call.
+    What all layers have to know of the tokens of a layout.
 
     Attributes:
         reaches: of attention layers, by their window.
@@ -55,8 +52,8 @@ class RavenCall(Call):
 
     def add_rotation(self, size: int, theta: float) -> None:
         """Finds the angles of rotary embeddings of heads of that size."""
-        frequencies = theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=self.place.device) / -size)
-        angles = (self.place[..., None] * frequencies)[:, :, None]
+        frequencies = theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=self.position.device) / -size)
+        angles = (self.position[..., None] * frequencies)[:, :, None]
         self.rotations[size, theta] = angles.cos(), angles.sin()
 
     def rotate(self, x: torch.Tensor, theta: float) -> torch.Tensor:
@@ -69,14 +66,11 @@ class RavenCall(Call):
 class RavenSlotMemory(nn.Module):
     """Section 4.1: a memory of slots for each head, of which a token is written to few and reads all."""
 
-    state_name, state_scale = "slots", 1.0  # of state tuning: the size of the largest numbers in a trained state
-
     def __init__(self, config: RavenConfig, layer_idx: int):
         super().__init__()
         self.config = config
         width, heads, slots = config.hidden_size, config.num_kv_heads, config.num_kv_heads * config.num_slots
         self.groups = config.num_heads // heads
-        self.state_shape = config.num_heads, config.num_slots, config.head_k_dim + config.head_v_dim
         self.feature_map = {"swish": F.silu, "relu": F.relu}[config.feature_map]
 
         self.q_proj = Linear(width, config.key_dim, bias=False)
@@ -130,20 +124,22 @@ class RavenSlotMemory(nn.Module):
         bias = local_part(self.r_bias) if config.bias_rmm else None
         return slot_routing(m, a, config.topk, bias=bias, score=config.router_score, scale=config.router_scale)
 
-    def forward(self, x: torch.Tensor, call: RavenCall, cache: RavenCache | None, state: RecurrentLayer | None):
-        config, tokens = self.config, call.tokens
+    def forward(self, x: torch.Tensor, layout: RavenLayout, cache: RavenCache | None, state: LayerState | None):
+        config, tokens = self.config, layout.tokens
         q = self.q_norm(self.feature_map(self.q_proj(x).unflatten(-1, (-1, config.head_k_dim))))
         k = self.k_norm(self.feature_map(self.k_proj(x).unflatten(-1, (-1, config.head_k_dim))))
         v = F.silu(self.v_proj(x)).unflatten(-1, (-1, config.head_v_dim))
         if config.use_rope:
-            q, k = call.rotate(q, config.rope_theta), call.rotate(k, config.rope_theta)
-        log_f = self.route(x, call.place)[:, :, : k.shape[2]]  # a window is the same in all heads
+            q, k = layout.rotate(q, config.rope_theta), layout.rotate(k, config.rope_theta)
+        log_f = self.route(x, layout.position)[:, :, : k.shape[2]]  # a window is the same in all heads
         log_f = tokens.erase(log_f)  # padding is written nowhere
         if self.groups > 1:
             k, v, log_f = (y.repeat_interleave(self.groups, dim=2) for y in (k, v, log_f))
 
-        inplace = state is not None and state.overwrites("slots")
-        out, after = tokens.by_document(slot_memory, (q, k, v, log_f), (), state and state.get("slots"), inplace)
+        inplace = state is not None and state.can_overwrite("slots")
+        out, after = tokens.by_document(
+            slot_memory, {"q": q, "k": k, "v": v, "log_f": log_f}, state and state.get("slots"), inplace
+        )
         if state is not None:
             state.update("slots", after, slot_memory_state, k, v, log_f)
         out = F.silu(out)
@@ -155,11 +151,11 @@ class RavenSlotMemory(nn.Module):
 
 class Reach(NamedTuple):
     """
-    What the tokens of a call attend to, in layers with the same window: the call's own keys, behind what the cache
+    What the tokens of a layout attend to, in layers with the same window: the layout's own keys, behind what the cache
     held; or, of one token and where there is no window, what the cache holds once they are in it.
 
     Attributes:
-        own: whether the call's keys are read as they are.
+        own: whether the layout's keys are read as they are.
         held: which of a window's keys are read before them, (batch, window); None: none.
         room: how many of the keys that a cache without a window holds are read.
         mask: (batch or 1, 1, length, keys), True where a token attends to a key; None where that is plainly causal.
@@ -174,14 +170,19 @@ class Reach(NamedTuple):
     varlen: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None
 
 
-def find_reach(call: RavenCall, window: int | None, cache: RavenCache | None, flash: bool) -> Reach:
-    """What the tokens of a call attend to; `flash` tells whether by flash attention, which takes no masks."""
-    packed, padded = call.document is not None, call.tokens.mask is not None
-    alike = not (packed or padded or flash) and (cache is None or cache.even)
-    rows = 1 if alike else call.tokens.batch  # one row stands for all where they are alike
-    place, kept, length, device = call.place[:rows], call.kept[:rows], call.tokens.length, call.place.device
+def find_reach(layout: RavenLayout, window: int | None, cache: RavenCache | None, flash: bool) -> Reach:
+    """What the tokens of a layout attend to; `flash` tells whether by flash attention, which takes no masks."""
+    packed, padded = layout.document is not None, layout.tokens.mask is not None
+    alike = not (packed or padded or flash) and (cache is None or cache.same_lengths)
+    rows = 1 if alike else layout.tokens.batch  # one row stands for all where they are alike
+    place, kept, length, device = (
+        layout.position[:rows],
+        layout.kept[:rows],
+        layout.tokens.length,
+        layout.position.device,
+    )
     own, held, room = True, None, 0
-    before = torch.zeros(rows, 0, dtype=torch.long, device=device)  # places of the keys that are not the call's
+    before = torch.zeros(rows, 0, dtype=torch.long, device=device)  # places of the keys that are not the layout's
     real = before.bool()
     if cache is not None and not packed and (window is None or length == 1):
         own = False
@@ -193,7 +194,7 @@ def find_reach(call: RavenCall, window: int | None, cache: RavenCache | None, fl
             before = place - (place - torch.arange(window, device=device)) % window
         real = (before >= 0) & (before <= place[:, -1:])
     elif cache is not None and cache.is_initialized:
-        lengths = cache.lengths(call.place)[:rows, None]
+        lengths = cache.lengths(layout.position)[:rows, None]
         if window is None:
             room = cache.room_for(0) if cache.is_compileable else cache.get_seq_length()
             before = torch.arange(room, device=device).expand(rows, -1)
@@ -207,7 +208,7 @@ def find_reach(call: RavenCall, window: int | None, cache: RavenCache | None, fl
         short = window is None or flash or (not torch.compiler.is_compiling() and length <= window)
         causal = before.shape[1] == 0 and short
     else:
-        causal = window is None and not cache.is_compileable and cache.even
+        causal = window is None and not cache.is_compileable and cache.same_lengths
         causal = causal and room == cache.get_seq_length() + length and length in (1, room)
     mask = varlen = None
     if packed or padded or not causal:
@@ -215,14 +216,14 @@ def find_reach(call: RavenCall, window: int | None, cache: RavenCache | None, fl
         if own:
             before, real = torch.cat((before, place), 1), torch.cat((real, here), 1)
         if flash:
-            varlen = _find_varlen(call.tokens, here, real)
+            varlen = _find_varlen(layout.tokens, here, real)
         else:
             mask = real[:, None] & (before[:, None] <= place[:, :, None])
             if window is not None:
                 mask &= before[:, None] > place[:, :, None] - window
             if packed:
                 first = torch.zeros_like(before[:, : before.shape[1] - length])
-                mask &= call.document[:, :, None] == torch.cat((first, call.document), 1)[:, None]
+                mask &= layout.document[:, :, None] == torch.cat((first, layout.document), 1)[:, None]
             mask = (mask | ~here[:, :, None])[:, None]  # padding reads anything: of nothing there is no softmax
     return Reach(own, held, room, mask, varlen)
 
@@ -280,37 +281,37 @@ class RavenAttention(nn.Module):
         self.o_proj = Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def remember(
-        self, name: str, x: torch.Tensor, call: RavenCall, cache: RavenCache | None, state: RecurrentLayer | None
+        self, name: str, x: torch.Tensor, layout: RavenLayout, cache: RavenCache | None, state: LayerState | None
     ):
-        """Puts keys or values, (batch, length, heads, size), into the cache; returns those that the call reads."""
+        """Puts keys or values, (batch, length, heads, size), into the cache; returns those that the layout reads."""
         if cache is None:
             return x
-        reach = call.reaches[self.window]
+        reach = layout.reaches[self.window]
         if self.window is None:
             if not reach.own:
                 room = cache.room_for(x.shape[1])
-                return cache.append(state, name, call.tokens.erase(x), call.place, room)[:, : reach.room]
+                return cache.append(state, name, layout.tokens.erase(x), layout.position, room)[:, : reach.room]
             read = torch.cat((state.get(name)[:, : reach.room], x), dim=1) if reach.room else x
-            cache.restart(state, name, x, call.kept_place, call.kept)
+            cache.restart(state, name, x, layout.kept_position, layout.kept)
             return read
         name, read = f"window_{name}", x
         if reach.held is not None:
             index = reach.held[..., None, None].expand(x.shape[0], -1, *x.shape[2:])
             read = torch.cat((state.get(name).gather(1, index), x), dim=1)
-        ring = cache.turn(state, name, x, call.kept_place, call.kept, self.window, call.plain)
+        ring = cache.update_window(state, name, x, layout.kept_position, layout.kept, self.window, layout.all_real)
         return read if reach.own else ring
 
-    def forward(self, x: torch.Tensor, call: RavenCall, cache: RavenCache | None, state: RecurrentLayer | None):
+    def forward(self, x: torch.Tensor, layout: RavenLayout, cache: RavenCache | None, state: LayerState | None):
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.theta is not None:
-            q, k = call.rotate(q, self.theta), call.rotate(k, self.theta)
+            q, k = layout.rotate(q, self.theta), layout.rotate(k, self.theta)
         k, v = (
-            self.remember("keys", k, call, cache, state),
-            self.remember("values", v, call, cache, state),
+            self.remember("keys", k, layout, cache, state),
+            self.remember("values", v, layout, cache, state),
         )
         k, v = k.to(q.dtype), v.to(q.dtype)
 
-        reach, options = call.reaches[self.window], {}
+        reach, options = layout.reaches[self.window], {}
         if reach.varlen is not None:
             queries, keys, q_ends, k_ends = reach.varlen
             options = {
@@ -357,21 +358,18 @@ class RavenBlock(GradientCheckpointingLayer):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = RavenMLP(config)
 
-    def forward(self, x: torch.Tensor, call: RavenCall, past_key_values: RavenCache | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: RavenLayout, past_key_values: RavenCache | None = None) -> torch.Tensor:
         state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        out, _ = self.attn(self.attn_norm(x), call, past_key_values, state)
+        out, _ = self.attn(self.attn_norm(x), layout, past_key_values, state)
         x = x + out
         return x + self.mlp(self.mlp_norm(x))
 
 
-class RavenPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
+class RavenPreTrainedModel(RecurrentPreTrainedModel):
     config: RavenConfig
     config_class = RavenConfig
     base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["RavenBlock"]
-    _can_compile_fullgraph = True
-    _skip_keys_device_placement = "past_key_values"
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
@@ -458,18 +456,18 @@ class RavenModel(RavenPreTrainedModel):
         x, tokens, past_key_values, use_cache = self.read_inputs(
             input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
         )
-        call = self._read(x, tokens, past_key_values)
+        layout = self._read(x, tokens, past_key_values)
 
         hidden_states = (x,) if output_hidden_states else None
         for layer in self.layers[: self.config.num_hidden_layers]:
-            x = layer(x, call, past_key_values=past_key_values)
+            x = layer(x, layout, past_key_values=past_key_values)
             if output_hidden_states:
                 hidden_states += (x,)
         x = self.norm(x)
 
         x = self.fill_output(x, tokens, past_key_values)
         if past_key_values is not None:
-            past_key_values.finish(call.kept_place, call.kept, packed=call.document is not None)
+            past_key_values.finish(layout.kept_position, layout.kept, packed=layout.document is not None)
         if output_hidden_states:
             hidden_states = (*hidden_states[:-1], x)
         return BaseModelOutputWithPast(
@@ -478,23 +476,23 @@ class RavenModel(RavenPreTrainedModel):
             hidden_states=hidden_states,
         )
 
-    def _read(self, x: torch.Tensor, tokens: Tokens, cache: RavenCache | None) -> RavenCall:
-        """What the layers have to know of the tokens of a call."""
+    def _read(self, x: torch.Tensor, tokens: Tokens, cache: RavenCache | None) -> RavenLayout:
+        """What the layers have to know of the tokens of a layout."""
         config = self.config
         if cache is not None and cache.growing:
             cache.room_for(x.shape[1])  # or an error, before anything has changed
         lengths = torch.zeros(x.shape[0], dtype=torch.long, device=x.device) if cache is None else cache.lengths(x)
-        call, flash = RavenCall.of(tokens, lengths), is_flash_attention_requested(config)
+        layout, flash = RavenLayout.after(lengths, tokens), is_flash_attention_requested(config)
         if cache is not None and (tokens.mask is not None or tokens.starts is not None):
-            cache.even = False
+            cache.same_lengths = False
         for spec in config.attention_specs:
-            if spec["window_size"] not in call.reaches:
-                call.reaches[spec["window_size"]] = find_reach(call, spec["window_size"], cache, flash)
+            if spec["window_size"] not in layout.reaches:
+                layout.reaches[spec["window_size"]] = find_reach(layout, spec["window_size"], cache, flash)
             if spec["use_rope"]:
-                call.add_rotation(config.hidden_size // spec["num_heads"], spec["rope_theta"])
+                layout.add_rotation(config.hidden_size // spec["num_heads"], spec["rope_theta"])
         if config.use_rope:
-            call.add_rotation(config.head_k_dim, config.rope_theta)
-        return call
+            layout.add_rotation(config.head_k_dim, config.rope_theta)
+        return layout
 
 
 class RavenForCausalLM(CausalLMHead, RavenPreTrainedModel, RecurrentGenerationMixin):

@@ -1,1 +1,10 @@
 """Eagle (RWKV-5)."""
+
+from typing import TYPE_CHECKING
+
+from .architecture import *
+
+
+if TYPE_CHECKING:  # at run time the classes are imported when they are first used
+    from .configuration_rwkv5 import *
+    from .modeling_rwkv5 import *

@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -12,15 +11,11 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import gated_wkv, token_shift, wkv_state
 
-from ...cache import RecurrentCache, RecurrentLayer
-from ...heads import (
-    CausalLMHead,
-    Linear,
-    RecurrentGenerationMixin,
-    RecurrentModelMixin,
-    SequenceClassificationHead,
-    replaceable,
-)
+from ...base import RecurrentPreTrainedModel
+from ...cache import LayerState, RecurrentCache
+from ...generation import RecurrentGenerationMixin
+from ...heads import CausalLMHead, SequenceClassificationHead
+from ...layers import Linear, replaceable
 from ...padding import Tokens, last_token
 from ...tensor_parallel import local_part
 from .configuration_rwkv5 import Rwkv5Config
@@ -36,20 +31,18 @@ class Rwkv5GatedRecurrence(nn.GroupNorm):
     """
 
     def forward(self, tokens: Tokens, r, k, v, gate, log_w, u, state: torch.Tensor | None, inplace: bool):
-        weights = (log_w, u, local_part(self.weight), local_part(self.bias), self.eps)
-        return tokens.by_document(gated_wkv, (r, k, v, gate), weights, state, inplace)
+        sequences = {"r": r, "k": k, "v": v, "gate": gate}
+        norm = {"weight": local_part(self.weight), "bias": local_part(self.bias), "eps": self.eps}
+        return tokens.by_document(gated_wkv, sequences, state, inplace, log_w=log_w, u=u, **norm)
 
 
 class Rwkv5TimeMixing(nn.Module):
     """Section 4.1.2: the linear attention, with a learned decay a channel."""
 
-    state_name, state_scale = "wkv", 1000.0  # of state tuning: the size of the largest numbers in a trained state
-
     def __init__(self, config: Rwkv5Config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
         self.num_heads, self.head_size = config.num_attention_heads, config.head_size
-        self.state_shape = self.num_heads, self.head_size, self.head_size
         width, inner = config.hidden_size, config.attention_hidden_size
 
         self.time_decay = nn.Parameter(torch.empty(self.num_heads, self.head_size))
@@ -66,7 +59,7 @@ class Rwkv5TimeMixing(nn.Module):
         self.output = Linear(inner, width, bias=False)
         self.ln_x = Rwkv5GatedRecurrence(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: Tokens, state: LayerState | None = None) -> torch.Tensor:
         before = state and state.get("attention_shift")
         x = tokens.fill(x, before)
         mix = torch.cat((self.time_mix_receptance, self.time_mix_key, self.time_mix_value, self.time_mix_gate))
@@ -82,7 +75,7 @@ class Rwkv5TimeMixing(nn.Module):
         if tokens.mask is not None:
             log_w = tokens.erase(log_w.expand(heads))  # padding neither adds to the state nor decays it
 
-        inplace = state is not None and state.overwrites("wkv")
+        inplace = state is not None and state.can_overwrite("wkv")
         u = local_part(self.time_faaaa)
         out, after = self.ln_x(tokens, r, k, v, g, log_w, u, state and state.get("wkv"), inplace)
         if state is not None:
@@ -103,7 +96,7 @@ class Rwkv5ChannelMixing(nn.Module):
         self.receptance = Linear(config.hidden_size, config.hidden_size, bias=False)
         self.value = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: Tokens, state: LayerState | None = None) -> torch.Tensor:
         before = state and state.get("feed_forward_shift")
         x = tokens.fill(x, before)
         mix = torch.cat((self.time_mix_key, self.time_mix_receptance)).squeeze(1)
@@ -134,14 +127,11 @@ class Rwkv5Block(GradientCheckpointingLayer):
         return x + self.feed_forward(self.ln2(x), tokens, state)
 
 
-class Rwkv5PreTrainedModel(RecurrentModelMixin, PreTrainedModel):
+class Rwkv5PreTrainedModel(RecurrentPreTrainedModel):
     config: Rwkv5Config
     config_class = Rwkv5Config
     base_model_prefix = "rwkv"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["Rwkv5Block"]
-    _can_compile_fullgraph = True
-    _skip_keys_device_placement = "past_key_values"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

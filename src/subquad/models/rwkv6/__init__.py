@@ -1,1 +1,10 @@
 """Finch (RWKV-6)."""
+
+from typing import TYPE_CHECKING
+
+from .architecture import *
+
+
+if TYPE_CHECKING:  # at run time the classes are imported when they are first used
+    from .configuration_rwkv6 import *
+    from .modeling_rwkv6 import *

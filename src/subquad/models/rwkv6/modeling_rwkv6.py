@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -12,15 +11,11 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import gated_wkv, token_shift, wkv_state
 
-from ...cache import RecurrentCache, RecurrentLayer
-from ...heads import (
-    CausalLMHead,
-    Linear,
-    RecurrentGenerationMixin,
-    RecurrentModelMixin,
-    SequenceClassificationHead,
-    replaceable,
-)
+from ...base import RecurrentPreTrainedModel
+from ...cache import LayerState, RecurrentCache
+from ...generation import RecurrentGenerationMixin
+from ...heads import CausalLMHead, SequenceClassificationHead
+from ...layers import Linear, replaceable
 from ...padding import Tokens, last_token
 from ...tensor_parallel import local_part, times_own_columns
 from .configuration_rwkv6 import Rwkv6Config
@@ -36,20 +31,18 @@ class Rwkv6GatedRecurrence(nn.GroupNorm):
     """
 
     def forward(self, tokens: Tokens, r, k, v, gate, log_w, u, state: torch.Tensor | None, inplace: bool):
-        weights = (u, local_part(self.weight), local_part(self.bias), self.eps)
-        return tokens.by_document(gated_wkv, (r, k, v, gate, log_w), weights, state, inplace)
+        sequences = {"r": r, "k": k, "v": v, "gate": gate, "log_w": log_w}
+        norm = {"weight": local_part(self.weight), "bias": local_part(self.bias), "eps": self.eps}
+        return tokens.by_document(gated_wkv, sequences, state, inplace, u=u, **norm)
 
 
 class Rwkv6TimeMixing(nn.Module):
     """Section 4.2.2: the linear attention, with a decay that depends on the data."""
 
-    state_name, state_scale = "wkv", 1000.0  # of state tuning: the size of the largest numbers in a trained state
-
     def __init__(self, config: Rwkv6Config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
         self.num_heads, self.head_size = config.num_attention_heads, config.head_size
-        self.state_shape = self.num_heads, self.head_size, self.head_size
         width, inner = config.hidden_size, config.attention_hidden_size
 
         self.time_maa_x = nn.Parameter(torch.empty(1, 1, width))
@@ -81,7 +74,7 @@ class Rwkv6TimeMixing(nn.Module):
         mu = torch.cat((self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g))
         return token_shift(x, before, mu.squeeze(1), offset, starts).unbind()
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: Tokens, state: LayerState | None = None) -> torch.Tensor:
         before = state and state.get("attention_shift")
         x = tokens.fill(x, before)
         x_w, x_k, x_v, x_r, x_g = self.ddlerp(x, before, tokens.starts)
@@ -96,7 +89,7 @@ class Rwkv6TimeMixing(nn.Module):
         d = local_part(self.time_decay).float() + d
         log_w = tokens.erase(-d.exp()).view(heads)
 
-        inplace = state is not None and state.overwrites("wkv")
+        inplace = state is not None and state.can_overwrite("wkv")
         u = local_part(self.time_faaaa)
         out, after = self.ln_x(tokens, r, k, v, g, log_w, u, state and state.get("wkv"), inplace)
         if state is not None:
@@ -117,7 +110,7 @@ class Rwkv6ChannelMixing(nn.Module):
         self.receptance = Linear(config.hidden_size, config.hidden_size, bias=False)
         self.value = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, state: RecurrentLayer | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: Tokens, state: LayerState | None = None) -> torch.Tensor:
         before = state and state.get("feed_forward_shift")
         x = tokens.fill(x, before)
         mu = torch.cat((self.time_maa_k, self.time_maa_r)).squeeze(1)
@@ -148,14 +141,11 @@ class Rwkv6Block(GradientCheckpointingLayer):
         return x + self.feed_forward(self.ln2(x), tokens, state)
 
 
-class Rwkv6PreTrainedModel(RecurrentModelMixin, PreTrainedModel):
+class Rwkv6PreTrainedModel(RecurrentPreTrainedModel):
     config: Rwkv6Config
     config_class = Rwkv6Config
     base_model_prefix = "rwkv"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["Rwkv6Block"]
-    _can_compile_fullgraph = True
-    _skip_keys_device_placement = "past_key_values"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

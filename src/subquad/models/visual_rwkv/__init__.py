@@ -1,1 +1,11 @@
 """VisualRWKV: images in front of Eagle (RWKV-5) and Finch (RWKV-6)."""
+
+from typing import TYPE_CHECKING
+
+from .architecture import *
+
+
+if TYPE_CHECKING:  # at run time the classes are imported when they are first used
+    from .configuration_visual_rwkv import *
+    from .modeling_visual_rwkv import *
+    from .processing_visual_rwkv import *

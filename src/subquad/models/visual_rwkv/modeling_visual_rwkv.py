@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import CLIPVisionModel, PreTrainedModel, SuppressTokensLogitsProcessor
+from transformers import CLIPVisionModel, SuppressTokensLogitsProcessor
 from transformers import initialization as init
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -12,9 +12,12 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
+from ...base import RecurrentPreTrainedModel
 from ...cache import RecurrentCache
-from ...heads import CausalLMHead, Linear, RecurrentGenerationMixin, RecurrentModelMixin
-from ...padding import Tokens, can_check, can_look_at
+from ...generation import RecurrentGenerationMixin
+from ...heads import CausalLMHead
+from ...layers import Linear
+from ...padding import Tokens, can_read_values, should_check
 from ..rwkv5.modeling_rwkv5 import Rwkv5Model
 from ..rwkv6.modeling_rwkv6 import Rwkv6Model
 from .configuration_visual_rwkv import VisualRwkvConfig
@@ -24,19 +27,16 @@ TEXT_MODELS = {"rwkv5": Rwkv5Model, "rwkv6": Rwkv6Model}
 NO_ATTENTION = "eager"  # what transformers calls it
 
 
-class VisualRwkvPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
+class VisualRwkvPreTrainedModel(RecurrentPreTrainedModel):
     config: VisualRwkvConfig
     config_class = VisualRwkvConfig
     base_model_prefix = "model"
     input_modalities = ("image", "text")
-    supports_gradient_checkpointing = True
     # Of the tower; the text model has no softmax attention.
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _can_compile_fullgraph = True
-    _skip_keys_device_placement = "past_key_values"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -79,7 +79,7 @@ class VisualRwkvPreTrainedModel(RecurrentModelMixin, PreTrainedModel):
         self.base_model.rwkv.embeddings = new_embeddings
 
     def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RecurrentCache:
-        """An empty cache, which is one of the text model; see [`RecurrentModelMixin.new_cache`]."""
+        """An empty cache, which is one of the text model; see [`RecurrentPreTrainedModel.new_cache`]."""
         return self.base_model.rwkv.new_cache(static, max_cache_len)
 
 
@@ -229,12 +229,12 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         if pixel_values is not None and len(pixel_values):
             self._check_pixels(pixel_values)
             placeholders = self.find_images(input_ids, inputs_embeds)
-            if can_look_at(placeholders):
+            if can_read_values(placeholders):
                 self.check_images(placeholders, len(pixel_values), tokens)
             features = self.get_image_features(pixel_values, return_dict=True).pooler_output
             x = x.masked_scatter(placeholders.unsqueeze(-1), features.to(x.device, x.dtype))
             order = self.backwards(placeholders)
-        elif input_ids is not None and can_check(input_ids):
+        elif input_ids is not None and should_check(input_ids):
             placeholders = self.find_images(input_ids, None)
             if placeholders.any():  # most often there are none
                 self.check_images(placeholders, 0, tokens)

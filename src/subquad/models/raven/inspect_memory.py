@@ -22,7 +22,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .models.raven import RavenConfig
+    from .configuration_raven import RavenConfig
 
 # What a slot holds of the marked tokens; in this order from top to bottom of a figure. The colours are the paper's.
 KINDS = {"marked": "#c8202c", "shared": "#2456b0", "other": "#1f8a3b", "empty": "#9a9a9a"}
@@ -340,7 +340,7 @@ def inspect_memory(
     Raises:
         ValueError: before any work, where an argument does not fit; the message names it.
     """
-    from .models.raven.modeling_raven import RavenModel
+    from .modeling_raven import RavenModel
 
     core = next((module for module in model.modules() if isinstance(module, RavenModel)), None)
     if core is None:

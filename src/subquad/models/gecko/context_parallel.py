@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from .cache import GeckoCache, RecurrentLayer, States
-from .padding import Tokens
+from ...cache import LayerState, States
+from ...padding import Tokens
+from .cache_gecko import GeckoCache
 
 
 ONCE = "every forward pass needs a new ContextParallelCache."
@@ -81,7 +82,7 @@ class _Send(torch.autograd.Function):
         return None, None, grad, *ctx.link.receive(1, *like)
 
 
-class _Layer(RecurrentLayer):
+class _Layer(LayerState):
     """States of which those in `shapes` come from the process before and go to the next, in that order."""
 
     def __init__(self, link: _Link, shapes: dict[str, tuple[int, ...]]):
@@ -111,7 +112,7 @@ class _Layer(RecurrentLayer):
             self.incoming = dict(zip(self.shapes, _Receive.apply(self.anchor(), self.link, *like), strict=True))
         return self.incoming.get(name)
 
-    def may_change(self, name: str, held: torch.Tensor) -> bool:
+    def can_modify(self, name: str, held: torch.Tensor) -> bool:
         return False
 
     def update_together(
@@ -119,7 +120,7 @@ class _Layer(RecurrentLayer):
     ) -> None:
         self.outgoing.update(states)
 
-    def hand_on(self, x: torch.Tensor) -> torch.Tensor:
+    def end_block(self, x: torch.Tensor) -> torch.Tensor:
         """Sends the states. What is made of the x that is returned lets their gradients come back."""
         if self.link.is_last:
             return x
@@ -221,11 +222,11 @@ class ContextParallelCache(GeckoCache):
     def is_initialized(self) -> bool:
         return not self.link.is_first
 
-    def hand_on(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        return self.layers[layer].hand_on(x)
+    def end_block(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        return self.layers[layer].end_block(x)
 
-    def finish(self, place: torch.Tensor, real: torch.Tensor, packed: bool) -> None:
-        super().finish(place, real, packed)
+    def finish(self, position: torch.Tensor, real: torch.Tensor, packed: bool) -> None:
+        super().finish(position, real, packed)
         self.link.wait()
 
 
@@ -258,3 +259,6 @@ def split_text(
             inputs[name] = x.tensor_split(size, dim=1)[rank].contiguous()
         inputs["num_items_in_batch"] = (shifted != -100).sum()
     return inputs
+
+
+__all__ = ["ContextParallelCache", "split_text"]

@@ -20,17 +20,11 @@ from torch._library.custom_ops import OPDEFS
 from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
-from .cache import RavenCache, RecurrentCache
 from .heads import CausalLMHead
 
 
 # Export ties a program to sizes of 0 and 1, and the token shift reads all tokens but one.
 SHORTEST = 3
-
-
-def _named_states(cache: RecurrentCache) -> dict[str, torch.Tensor]:
-    layers = enumerate(cache.layers)
-    return {f"layers.{i}.{name}": state for i, layer in layers for name, state in layer.states.items()}
 
 
 class _Step(nn.Module):
@@ -44,13 +38,9 @@ class _Step(nn.Module):
         self, input_ids: torch.Tensor, states: dict[str, torch.Tensor], attention_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         cache = self.model.new_cache(static=True, max_cache_len=self.max_cache_len)
-        if isinstance(cache, RavenCache):
-            cache.even = False  # whether rows were padded when the states were made is not known
-        for key, state in states.items():
-            _, layer, name = key.split(".", 2)
-            cache.layers[int(layer)].states[name] = state.clone()  # a static cache writes in place
+        cache.set_states(states)
         out = self.model(input_ids, attention_mask=attention_mask, past_key_values=cache, logits_to_keep=1)
-        return out.logits[:, -1], _named_states(cache)
+        return out.logits[:, -1], cache.named_states()
 
 
 @torch.no_grad()
@@ -80,7 +70,7 @@ def initial_states(
         raise ValueError(f"`max_cache_len` must be given: the cache of {type(model).__name__} grows with the text.")
     padding = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
     model(padding, attention_mask=padding, past_key_values=cache)  # padding changes no state
-    return {name: state.clone() for name, state in _named_states(cache).items()}
+    return {name: state.clone() for name, state in cache.named_states().items()}
 
 
 @torch.no_grad()

@@ -1,0 +1,179 @@
+"""The base class of every model with a recurrent state."""
+
+import copy
+import json
+import os
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import find_adapter_config_file, logging
+from transformers.utils.hub import cached_file
+
+from .cache import RecurrentCache, check_cache
+from .layers import embed
+from .padding import Tokens, last_token
+from .saving import SavedPreTrainedModel
+
+
+logger = logging.get_logger(__name__)
+
+
+class RecurrentPreTrainedModel(SavedPreTrainedModel):
+    """What models with a recurrent state share: their checks, their cache, and the start and end of a forward pass."""
+
+    cache_class: type[RecurrentCache] = RecurrentCache
+    supports_gradient_checkpointing = True
+    _can_compile_fullgraph = True
+    _skip_keys_device_placement = "past_key_values"
+
+    def __init__(self, config: PreTrainedConfig, *args, **kwargs):
+        config.validate_architecture()  # its fields may have been set since it was created
+        super().__init__(config, *args, **kwargs)
+
+    def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RecurrentCache:
+        """
+        An empty cache for this model.
+
+        Args:
+            static: see [`RecurrentCache`].
+            max_cache_len: number of tokens that a static cache must have room for. A recurrent state has no limit.
+        """
+        return self.cache_class(self.config, static)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
+        """As in transformers; sizes that published configurations lack are read from the checkpoint's tensors."""
+        path = pretrained_model_name_or_path
+        if path is not None and hasattr(cls.config_class, "set_sizes_from_shapes"):
+            hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
+            source = _adapted_model(os.fspath(path), hub)
+            if isinstance(config, PreTrainedConfig):
+                config = copy.deepcopy(config)
+            else:
+                # The configuration would keep the dtype, and "auto" is not a dtype there.
+                dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
+                rest = {name: value for name, value in kwargs.items() if name not in hub}
+                config, rest = cls.config_class.from_pretrained(
+                    config or source, return_unused_kwargs=True, **hub, **rest
+                )
+                kwargs = {**hub, **dtype, **rest}
+            config.set_sizes_from_shapes(_checkpoint_shapes(source, kwargs.get("variant"), hub))
+        return super().from_pretrained(path, *args, config=config, **kwargs)
+
+    def read_inputs(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        past_key_values: RecurrentCache | None,
+        use_cache: bool | None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, Tokens, RecurrentCache | None, bool]:
+        """
+        The start of every forward pass: the checks of its arguments, before any work. `cu_seq_lens_q` is the name of
+        `cu_seqlens` in transformers' collators; other arguments are ignored.
+
+        Returns:
+            the embeddings (batch, length, width), which of them are real and where documents begin, the cache to fill,
+            if any, and whether to return it.
+        """
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        use_cache, past_key_values = self._without_cache_if_checkpointing(use_cache, past_key_values)
+        x = embed(self.get_input_embeddings(), self.config, input_ids, inputs_embeds)
+        tokens = Tokens(*x.shape[:2], x.device, attention_mask, position_ids, cu_seqlens)
+        if past_key_values is not None:
+            check_cache(past_key_values, self.config, tokens, self.cache_class)
+        elif use_cache:
+            past_key_values = self.new_cache()
+        return x, tokens, past_key_values, use_cache
+
+    @staticmethod
+    def fill_output(x: torch.Tensor, tokens: Tokens, past_key_values: RecurrentCache | None) -> torch.Tensor:
+        """
+        The output of all blocks, (batch, length, width), in which padding repeats the last real token before it, also
+        one of an earlier call. It is zero if there is none.
+        """
+        if past_key_values is None:
+            return tokens.fill(x, None)
+        x = tokens.fill(x, past_key_values.after_blocks.get("output"))
+        past_key_values.after_blocks.update("output", last_token(None, x), last_token, x)
+        return x
+
+    def make_output(
+        self,
+        x: torch.Tensor,
+        tokens: Tokens,
+        past_key_values: RecurrentCache | None,
+        use_cache: bool,
+        hidden_states: tuple[torch.Tensor, ...] | None,
+    ) -> BaseModelOutputWithPast:
+        """
+        The end of the forward pass of a model that keeps nothing but recurrent states: x (batch, length, width), its
+        output, replaces the last hidden state, and the cache counts the tokens.
+        """
+        x = self.fill_output(x, tokens, past_key_values)
+        if past_key_values is not None:
+            past_key_values.advance(x.shape[1])
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=hidden_states and (*hidden_states[:-1], x),
+        )
+
+    def _without_cache_if_checkpointing(self, use_cache: bool, past_key_values: RecurrentCache | None):
+        """
+        A block that runs again in the backward pass would read its tokens into the state twice.
+
+        Raises:
+            ValueError: if a cache was given nevertheless.
+        """
+        if not (self.training and (use_cache or past_key_values is not None)):
+            return use_cache, past_key_values
+        if not any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
+            return use_cache, past_key_values
+        if past_key_values is not None:
+            raise ValueError("`past_key_values` cannot be continued in training with gradient checkpointing.")
+        logger.warning_once("`use_cache=True` is incompatible with gradient checkpointing: no cache is returned.")
+        return False, None
+
+
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+def _adapted_model(path: str, hub: dict) -> str:
+    """The model that the adapter in a directory was trained on; any other path unchanged."""
+    adapter = find_adapter_config_file(
+        path, **{name: value for name, value in hub.items() if name != "force_download"}
+    )
+    if adapter is None:
+        return path
+    with open(adapter, encoding="utf-8") as file:
+        return json.load(file)["base_model_name_or_path"]
+
+
+def _checkpoint_shapes(path: str, variant: str | None, hub: dict) -> dict[str, tuple[int, ...]]:
+    """Shapes of the first block's tensors, read from safetensors headers; empty if there is no such file."""
+    hub = {**hub, "_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
+    infix = f".{variant}" if variant else ""
+    files = []
+    if (single := cached_file(path, f"model{infix}.safetensors", **hub)) is not None:
+        files = [single]
+    elif (index := cached_file(path, f"model.safetensors.index{infix}.json", **hub)) is not None:
+        with open(index, encoding="utf-8") as file:
+            weight_map = json.load(file)["weight_map"]
+        shards = sorted({shard for name, shard in weight_map.items() if ".blocks.0." in name})
+        files = [cached_file(path, shard, **hub) for shard in shards]
+    shapes = {}
+    for name in files:
+        with safe_open(name, framework="pt") as file:
+            for key in file.keys():
+                if ".blocks.0." in key:
+                    shapes[key] = tuple(file.get_slice(key).get_shape())
+    return shapes

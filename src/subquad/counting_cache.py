@@ -1,0 +1,32 @@
+"""A cache that knows the positions of the tokens."""
+
+import torch
+
+from .cache import RecurrentCache
+
+
+def _add_tokens(lengths: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
+    """Tokens of each row, (batch), after a call whose real tokens are marked in `real` (batch, tokens)."""
+    return real.sum(1) if lengths is None else lengths + real.sum(1)
+
+
+class CountingCache(RecurrentCache):
+    """A [`RecurrentCache`] that counts the tokens of each row: `lengths` (batch), a state of the last layer."""
+
+    def lengths(self, x: torch.Tensor) -> torch.Tensor:
+        """Number of tokens of each row of the batch x (batch, ...), without padding: int64 (batch)."""
+        lengths = self.after_blocks.get("lengths")
+        return torch.zeros(x.shape[0], dtype=torch.long, device=x.device) if lengths is None else lengths
+
+    def count(self, real: torch.Tensor) -> None:
+        """Counts the tokens of a call; `real` (batch, tokens) is False for padding."""
+        lengths = _add_tokens(self.after_blocks.get("lengths"), real)
+        self.after_blocks.update("lengths", lengths, _add_tokens, real)
+
+    def finish(self, position: torch.Tensor, real: torch.Tensor, packed: bool) -> None:
+        """Counts the tokens of a call, whose positions and flags (batch, tokens) are those of [`entries_at`]."""
+        if packed:
+            self.after_blocks.write("lengths", position[:, -1] + 1)
+        else:
+            self.count(real)
+        self.advance(real.shape[1])

@@ -1,0 +1,72 @@
+"""`generate` for models with a recurrent state."""
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import GenerationMixin, GenerationMode
+
+from .cache import RecurrentCache
+
+
+class RecurrentGenerationMixin(GenerationMixin):
+    """`generate` with a [`RecurrentCache`]."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        # transformers decides by the class name, and takes every "rwkv" for its RWKV-4, which has no cache object.
+        return True
+
+    @property
+    def init_continuous_batching(self):
+        """
+        Missing on purpose: this is how `transformers serve` recognises a model without continuous batching. It then
+        answers one request after the other.
+        """
+        raise AttributeError(self.generate_batch.__doc__)
+
+    def generate_batch(self, *args, **kwargs):
+        """Continuous batching needs pages of keys and values; a recurrent state has none. Use `generate`."""
+        raise ValueError(self.generate_batch.__doc__)
+
+    continuous_batching_context_manager = generate_batch
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict,
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ):
+        implementation = generation_config.cache_implementation
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            if isinstance(cache := model_kwargs.get("past_key_values"), RecurrentCache):
+                cache.reserve(max_cache_length)
+        elif implementation in (None, "dynamic", "static"):
+            max_cache_len = max(max_cache_length, generation_config.max_cache_len or 1)
+            model_kwargs["past_key_values"] = self.new_cache(implementation == "static", max_cache_len)
+            if generation_config.is_assistant:
+                model_kwargs["past_key_values"].activate_past_recording()
+        else:
+            raise ValueError(f"`cache_implementation` {implementation!r} does not apply to a recurrent state.")
+
+        cache = model_kwargs.get("past_key_values")
+        unallocated = cache is not None and cache.is_compileable and not cache.is_initialized
+        if generation_config.prefill_chunk_size and unallocated:
+            # transformers also compiles the chunked prefill, and what a compiled call allocates does not last.
+            rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+            self.base_model(torch.zeros(rows, 1, dtype=torch.long, device=self.device), past_key_values=cache)
+            cache.reset()
+
+    @staticmethod
+    def create_masks_for_generate(inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs):
+        """
+        The mask for a decoding step that may be compiled: one that covers earlier tokens would grow at every step, and
+        be compiled again each time.
+        """
+        if attention_mask is None:
+            return None
+        # A copy, because the strides of a slice grow with the mask.
+        return attention_mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)

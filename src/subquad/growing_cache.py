@@ -1,0 +1,141 @@
+"""A cache that keeps something of every token."""
+
+import os
+
+import torch
+from transformers import PreTrainedConfig
+
+from .cache import LayerState
+from .counting_cache import CountingCache
+from .padding import can_read_values, expand_to
+from .ring import with_room
+
+
+class GrowingCache(CountingCache):
+    """
+    A cache that keeps something of every token of a text, so it grows with the text.
+
+    The states that grow, (batch, room, ...), hold the entry of each token at its position in its row, without padding,
+    and zeros after that. The room is a whole number of `unit` tokens and doubles when it is used up.
+
+    Args:
+        config: configuration of the model that the cache is for.
+        static: see [`RecurrentCache`].
+        max_cache_len: number of tokens that a static cache has room for, rounded up to whole units. Padding and
+            documents that have ended count too. If None, `generate` sets it, or else the first call.
+    """
+
+    # Tokens per unit of room.
+    unit: int = 64
+    # Names of the states that grow, and how many tokens share an entry.
+    growing: dict[str, int] = {}
+
+    def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
+        super().__init__(config, static)
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"`max_cache_len` must be at least 1, got {max_cache_len}.")
+        self._limit = max_cache_len and self._whole_units(max_cache_len)
+
+    def _grown(self) -> list[tuple[LayerState, str, int]]:
+        """Layer, name and tokens per entry of every state that grows."""
+        states = [(layer, name, tokens) for layer in self.layers for name, tokens in self.growing.items()]
+        return [(layer, name, tokens) for layer, name, tokens in states if name in layer.states]
+
+    @property
+    def _room(self) -> int:
+        return max([0, *(layer.states[name].shape[1] * tokens for layer, name, tokens in self._grown())])
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Number of tokens that a static cache has room for; -1 if there is no limit."""
+        return self._room or self._limit or -1 if self.after_blocks.static and self.growing else -1
+
+    def _whole_units(self, tokens: int) -> int:
+        return -(-tokens // self.unit) * self.unit
+
+    def reserve(self, tokens: int) -> None:
+        if not self.after_blocks.static or not self.growing:
+            return
+        room = self._room or self._limit
+        if room is None:
+            self._limit = self._whole_units(tokens)
+        elif tokens > room:
+            raise ValueError(
+                f"`past_key_values` is static, with a `max_cache_len` of {room} tokens; {tokens} would be kept."
+            )
+
+    def room_for(self, tokens: int) -> int:
+        """
+        The room, in tokens, that the cache has once `tokens` more are read.
+
+        Raises:
+            ValueError: if the cache is static and has no such room.
+        """
+        room, static = self._room, self.after_blocks.static
+        if static and (room or self._limit) and not can_read_values(self.seen_tokens):
+            return room or self._limit
+        needed = self.get_seq_length() + tokens
+        self.reserve(needed)
+        if needed <= room:
+            return room
+        if static:
+            return self._limit
+        room = self.unit
+        while room < needed:
+            room *= 2
+        return room
+
+    def append(self, layer: LayerState, name: str, x: torch.Tensor, position: torch.Tensor, room: int) -> torch.Tensor:
+        """
+        Keeps x (batch, tokens, ...), zero for padding, at the positions (batch or 1, tokens) of their rows. Returns
+        what is kept of all tokens, (batch, room, ...).
+        """
+        held = layer.get(name)
+        if held is None:
+            held = x.new_zeros(x.shape[0], room, *x.shape[2:])
+        elif held.shape[1] < room:
+            held = with_room(held, room - held.shape[1])
+        position = expand_to(position.clamp_min(0), x).expand_as(x)  # padding adds zero, so any position will do
+        x = x.to(held.dtype)
+        # In place, so that a long text is not copied for every token, unless a backward pass may need the old state.
+        modify = layer.can_modify(name, held)
+        held = held.scatter_add_(1, position, x) if modify else held.scatter_add(1, position, x)
+        layer.write(name, held)
+        layer.lend(name)
+        return held
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        lengths = self.after_blocks.states.get("lengths")
+        for layer, name, tokens in self._grown():
+            if lengths is None:
+                del layer.states[name]
+            elif tokens == 1:
+                state = layer.states[name]
+                kept = torch.arange(state.shape[1], device=state.device) < lengths.to(state.device)[:, None]
+                layer.states[name] = state * expand_to(kept, state)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        config: PreTrainedConfig,
+        device: str = "cpu",
+        static: bool = False,
+        max_cache_len: int | None = None,
+    ) -> "GrowingCache":
+        """As [`RecurrentCache.load`]; a static cache has room for `max_cache_len` tokens, or as much as was saved."""
+        saved = super().load(path, config, device)
+        if not static:
+            return saved
+        cache = cls(config, True, max_cache_len or saved._room or None)
+        if saved._room:
+            cache.reserve(saved.get_seq_length())
+        more = max((cache._limit or 0) - saved._room, 0) if saved._room else 0
+        states = {}
+        for key, state in saved.named_states().items():
+            tokens = cache.growing.get(key.rpartition(".")[2])
+            states[key] = state if tokens is None else with_room(state, more // tokens)
+        cache.set_states(states)
+        cache.seen_tokens += saved.get_seq_length()
+        cache._move_count(device)
+        return cache

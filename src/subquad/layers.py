@@ -1,0 +1,81 @@
+"""Layers and functions that modeling files share."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedConfig
+from transformers.integrations import use_kernel_forward_from_hub
+
+from subquad_kernels import linear
+
+from .padding import should_check
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` through [`subquad_kernels.linear`]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class ReluSquared(torch.autograd.Function):
+    """
+    relu(x)² that keeps only its result for the backward pass: the gradient 2 relu(x) is twice its root. (In float16
+    the squares of numbers below 2e-4 vanish, and so does their gradient.)
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        y = x.relu().square_()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y.sqrt().mul_(2)
+
+
+def embed(
+    embeddings: nn.Module,
+    config: PreTrainedConfig,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+) -> torch.Tensor:
+    """
+    The embeddings of the tokens of a call, (batch, length, width).
+
+    Raises:
+        ValueError: if not exactly one of the two inputs is given, a shape does not fit, or an id is outside the
+            vocabulary.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
+    width = config.hidden_size  # not from `embeddings`: adapters wrap them
+    if inputs_embeds is not None:
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != width or inputs_embeds.numel() == 0:
+            shape = tuple(inputs_embeds.shape)
+            raise ValueError(f"`inputs_embeds` must be (batch, length, {width}) with at least one token, got {shape}.")
+        return inputs_embeds
+    x = input_ids
+    if x.dim() != 2 or x.numel() == 0:
+        raise ValueError(f"`input_ids` must be (batch, length) with at least one token, got {tuple(x.shape)}.")
+    if x.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"`input_ids` must be int64 or int32, got {x.dtype}.")
+    if should_check(x):
+        low, high = torch.stack(torch.aminmax(x)).tolist()  # one wait for a GPU, not two
+        if low < 0 or high >= config.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"`input_ids` holds {wrong}, but `vocab_size` is {config.vocab_size}.")
+    return embeddings(input_ids)
+
+
+def replaceable(*operators: Callable) -> list[Callable]:
+    """
+    The operators, in a form that `use_kernels=True` replaces by those of a kernel repository, for all models of an
+    architecture. They stay as they are if no mapping names them, and if `kernels` is not installed.
+    """
+    return [use_kernel_forward_from_hub(operator.__name__)(operator) for operator in operators]

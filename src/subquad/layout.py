@@ -1,0 +1,65 @@
+"""Where the tokens of a call are in their documents, for models that need positions."""
+
+import dataclasses
+from typing import TypeVar
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .padding import Tokens
+
+
+AnyLayout = TypeVar("AnyLayout", bound="TokenLayout")
+
+
+@dataclasses.dataclass
+class TokenLayout:
+    """
+    The tokens of a call and their positions. Without packed documents, a row is one document.
+
+    Attributes:
+        tokens: which tokens are real, and where documents begin.
+        position: of each token in its document, from 0 on, (batch, length). Padding has that of the last token before
+            it, or -1 if there is none.
+        document: the index of each token's document in its row, (batch, length), if documents are packed. The first,
+            0, continues the cache.
+        kept: the tokens that the cache may keep, those of every row's last document, bool (batch, length).
+        kept_position: the positions of the tokens in that document, (batch, length): -1 before it begins. They never
+            decrease.
+    """
+
+    tokens: Tokens
+    position: torch.Tensor
+    document: torch.Tensor | None
+    kept: torch.Tensor
+    kept_position: torch.Tensor
+
+    @property
+    def all_real(self) -> bool:
+        """Whether there is no padding and no document boundary."""
+        return self.tokens.mask is None and self.document is None
+
+    @classmethod
+    def after(cls: type[AnyLayout], lengths: torch.Tensor, tokens: Tokens) -> AnyLayout:
+        """The layout of tokens that follow `lengths` (batch) earlier tokens of their rows."""
+        lengths, document = lengths[:, None], None
+        steps = torch.arange(tokens.length, device=lengths.device).expand(tokens.batch, -1)
+        kept = torch.ones_like(steps, dtype=torch.bool) if tokens.mask is None else tokens.mask
+        position = lengths + (steps if tokens.mask is None else kept.long().cumsum(1) - 1)
+        kept_position = position
+        if tokens.starts is not None:
+            starts = tokens.starts.expand(tokens.batch, -1)
+            document = starts.long().cumsum(1)
+            position = steps - torch.where(starts, steps, 0).cummax(1).values + lengths * (document == 0)
+            kept = document == document[:, -1:]
+            kept_position = position.where(kept, -1)
+        return cls(tokens, position, document, kept, kept_position.contiguous())
+
+    def to(self: AnyLayout, device: torch.device, non_blocking: bool = False) -> AnyLayout:
+        """A copy on another device, for models with layers on several."""
+
+        def move(x):
+            return x.to(device, non_blocking=non_blocking) if isinstance(x, torch.Tensor | Tokens) else x
+
+        fields = {field.name: tree_map(move, getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return type(self)(**fields)

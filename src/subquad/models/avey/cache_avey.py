@@ -1,0 +1,70 @@
+"""The cache of Avey."""
+
+import torch
+from transformers import PreTrainedConfig
+
+from subquad_kernels import maxsim
+
+from ...growing_cache import GrowingCache
+
+
+class AveyCache(GrowingCache):
+    """
+    What Avey keeps of a text. It grows with the text: the ranker may retrieve any earlier split, so the embeddings of
+    all tokens are kept. The blocks keep nothing of the text, because the weights of retrieved splits change with every
+    token. But what they make of the rows that stand for missing splits is computed only once, so a cache belongs to
+    the weights of the model that filled it.
+
+    The states are in a single layer:
+
+    - `embeddings` (batch, room, d_embed): the tokens of each row from its first position on, then zeros.
+    - `lengths` (batch): number of tokens of each row, without padding.
+    - `sums` (batch, room / chunk_size), float32: MaxSim scores of the split with a row's last token against every
+      earlier split; zero if there is none.
+
+    Args:
+        config, static, max_cache_len: see [`GrowingCache`]; a unit of room is a split.
+    """
+
+    size_names = (*GrowingCache.size_names, "chunk_size")
+
+    def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
+        self.unit = config.chunk_size
+        self.growing = {"embeddings": 1, "sums": config.chunk_size}
+        super().__init__(config, static, max_cache_len)
+        self.layers = self.layers[-1:]
+        # What the blocks make of the zero rows that stand for missing splits of a short text: the same for every text.
+        self.zero_rows: list[torch.Tensor] | None = None
+
+    @property
+    def num_elements(self) -> int:
+        return sum(state.numel() for state in self.after_blocks.states.values())
+
+    def rank(self, scores: torch.Tensor) -> None:
+        """Keeps the scores (batch, splits) of the split with each row's last token; -inf means no candidate."""
+        room = self.after_blocks.states["embeddings"].shape[1] // self.unit
+        sums = scores.detach().masked_fill(scores.isneginf(), 0.0)
+        self.after_blocks.write("sums", torch.nn.functional.pad(sums, (0, room - sums.shape[1])))
+
+    def replace(self, embeddings: torch.Tensor, lengths: torch.Tensor, tokens: int) -> None:
+        """Replaces what was kept, after a call of `tokens` tokens in which documents began."""
+        self.after_blocks.write("embeddings", embeddings)
+        self.after_blocks.write("lengths", lengths)
+        self.advance(tokens)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        states = self.after_blocks.states
+        if "embeddings" not in states:
+            return
+        lengths, splits = states["lengths"], states["embeddings"].unflatten(1, (-1, self.unit))
+        number = (lengths[:, None] - 1).clamp_min(0) // self.unit
+        current = splits[torch.arange(len(splits), device=lengths.device)[:, None], number]
+        self.rank(maxsim(current, splits, number)[:, 0])
+
+    def reset(self) -> None:
+        super().reset()
+        self.zero_rows = None
+
+
+__all__ = ["AveyCache"]

@@ -1,0 +1,87 @@
+"""The cache of Gecko."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedConfig
+
+from ...cache import LayerState, States
+from ...counting_cache import CountingCache
+from ...ring import write_to_ring
+
+
+class GeckoCache(CountingCache):
+    """
+    What Gecko keeps of a text. Its size does not depend on the length of the text. Each block keeps, in float32, the
+    moments `timenorm` (batch, 3, groups), CEMA's state `cema` (batch, model_dim, cema_ndim, 2), the `memory` (batch,
+    heads, key size, value size) and its log-normaliser `normalizer` (batch, heads, key size). Of the tokens of at most
+    two chunks it keeps `keys`, `values` and `memory_keys` (batch, heads, tokens, size), the token at position p in row
+    p % (2 * chunk_size). After the blocks it keeps the moments of the final norm and, if BOS tokens may begin
+    documents, `begins` (batch, 2 * chunk_size): where the document of each of those tokens begins.
+
+    Args:
+        config, static: see [`RecurrentCache`].
+    """
+
+    size_names = (
+        *CountingCache.size_names,
+        "chunk_size",
+        "value_dim",
+        "z_dim",
+        "cema_ndim",
+        "timenorm_num_groups",
+        "boundary_token_id",
+    )
+
+    def __init__(self, config: PreTrainedConfig, static: bool = False):
+        super().__init__(config, static)
+        self.window = 2 * config.chunk_size
+
+    def ring_size(self, tokens: int) -> int:
+        """The number of tokens whose keys and values there is room for, once `tokens` more are read."""
+        layer, size = self.after_blocks, 64
+        if layer.static or layer.record_past:
+            return self.window
+        if "keys" in self.layers[0].states:
+            size = max(size, self.held_tokens)
+        while size < self.window and size < self.seen_tokens + tokens:
+            size *= 2
+        return min(size, self.window)
+
+    @property
+    def held_tokens(self) -> int:
+        """The number of tokens whose keys and values there is room for now."""
+        return self.layers[0].states["keys"].shape[2]
+
+    def keep(
+        self,
+        layer: LayerState,
+        rows: dict[str, torch.Tensor],
+        states: dict[str, torch.Tensor],
+        position: torch.Tensor,
+        real: torch.Tensor,
+        all_real: bool,
+        replay: Callable[..., States],
+        *updates: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """
+        Writes the tokens (batch, heads, tokens, size) of [`write_to_ring`] to their rings, which are returned, and
+        sets the states that depend on them.
+        """
+        size, rings = self.ring_size(position.shape[1]), {}
+        for name, x in rows.items():
+            held = layer.get(name)
+            held = None if held is None else held.transpose(1, 2)
+            ring = write_to_ring(layer, name, held, x.transpose(1, 2), position, real, size, all_real)
+            rings[name] = ring.transpose(1, 2).contiguous()
+        layer.update_together({**rings, **states}, replay, *updates)
+        for name in rings:
+            layer.lend(name)
+        return rings
+
+    def end_block(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        """Called with the output of a block, (batch, length, model_dim), once its states are set; returns it."""
+        return x
+
+
+__all__ = ["GeckoCache"]

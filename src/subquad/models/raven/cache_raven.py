@@ -1,0 +1,76 @@
+"""The cache of Raven."""
+
+import functools
+
+import torch
+from transformers import PreTrainedConfig
+
+from ...cache import LayerState
+from ...growing_cache import GrowingCache
+from ...padding import expand_to
+from ...ring import entries_at, ring_state, with_room, write_to_ring
+
+
+class RavenCache(GrowingCache):
+    """
+    What Raven keeps of a text. A slot memory keeps its `slots` (batch, heads, slots, size of a key and a value), in
+    float32. Attention over a window keeps the `window_keys` and `window_values` (batch, window, heads, size) of the
+    last tokens, those at position p in row p % window. These do not grow with the text. Attention without a window
+    keeps `keys` and `values` (batch, room, heads, size), each token's at its position, which do.
+
+    Args:
+        config, static, max_cache_len: see [`GrowingCache`]; without a layer that grows there is no limit.
+    """
+
+    size_names = (
+        *GrowingCache.size_names,
+        "num_slots",
+        "key_dim",
+        "value_dim",
+        "attention_specs",
+    )
+
+    def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
+        if any(spec["window_size"] is None for spec in getattr(config, "attention_specs", ())):
+            self.growing = {"keys": 1, "values": 1}
+        super().__init__(config, static, max_cache_len)
+        # Whether every row is known to have as many tokens as were read: no padding, no packed documents.
+        self.same_lengths = True
+
+    def update_window(
+        self,
+        layer: LayerState,
+        name: str,
+        x: torch.Tensor,
+        position: torch.Tensor,
+        real: torch.Tensor,
+        window: int,
+        all_real: bool,
+    ) -> torch.Tensor:
+        """Writes the tokens x (batch, tokens, ...) of [`entries_at`] to a ring; returns it, (batch, window, ...)."""
+        ring = write_to_ring(layer, name, layer.get(name), x, position, real, window, all_real)
+        layer.update(name, ring, functools.partial(ring_state, window=window), x, position, real)
+        layer.lend(name)
+        return ring
+
+    def restart(
+        self, layer: LayerState, name: str, x: torch.Tensor, position: torch.Tensor, real: torch.Tensor
+    ) -> None:
+        """Keeps each row's last packed document: the tokens x (batch, tokens, ...) of [`entries_at`]."""
+        held, wanted = layer.get(name), torch.arange(self.room_for(x.shape[1]), device=x.device)[None]
+        if held is None:
+            held = x.new_zeros(x.shape[0], wanted.shape[1], *x.shape[2:])
+        held = with_room(held, wanted.shape[1] - held.shape[1])
+        held = entries_at(held, x, wanted.expand(x.shape[0], -1), position, real)
+        layer.write(name, held.masked_fill(expand_to(wanted > position[:, -1:], x), 0.0))
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        super().set_states(states)
+        self.same_lengths = False
+
+    def reset(self) -> None:
+        super().reset()
+        self.same_lengths = True
+
+
+__all__ = ["RavenCache"]

@@ -1,0 +1,67 @@
+"""The descriptor of Eagle (RWKV-5)."""
+
+from ...architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Support, TunableState
+
+
+def describe(config) -> list[str]:
+    return [f"{config.num_attention_heads} heads of {config.head_size}"]
+
+
+def costs(config, parameters: int) -> Costs:
+    """
+    State and FLOPs of Eagle and Finch, as in appendix E of "Eagle and Finch" (arXiv:2404.05892): equations (24) and
+    (28), 2 FLOPs for a parameter and 6 for an element of the wkv state; (26) and (29), three times that in training.
+    """
+    wkv = config.num_hidden_layers * config.attention_hidden_size * config.head_size
+    shifts = config.num_hidden_layers * 2 * config.hidden_size
+    inference = 2 * parameters + 6 * wkv
+    return Costs(inference, 3 * inference, fixed_state=(wkv, shifts))
+
+
+RWKV5 = Architecture(
+    model_type="rwkv5",
+    folder="rwkv5",
+    title="Eagle (RWKV-5)",
+    summary="linear attention with a matrix-valued state per head and learned decays",
+    config="Rwkv5Config",
+    heads={
+        "AutoModel": "Rwkv5Model",
+        "AutoModelForCausalLM": "Rwkv5ForCausalLM",
+        "AutoModelForSequenceClassification": "Rwkv5ForSequenceClassification",
+    },
+    describe=describe,
+    costs=costs,
+    adapter_targets=AdapterTargets(
+        projections=["receptance", "key", "value", "gate", "output"],
+        scaled=["attention.key", "attention.value"],
+        feed_forward=["feed_forward.value"],
+        norms=["pre_ln", "ln1", "ln_x", "ln2", "ln_out"],
+    ),
+    # Appendix G: decay on linear layers and embeddings only, twice the learning rate for `time_decay`.
+    recipe=OptimizerRecipe(weight_decay=0.001, betas=(0.9, 0.99), rates={"time_decay": 2.0}),
+    support=Support(
+        checkpoints="`.pth` of the trainer, Hub directories",
+        parity="the package `rwkv`",
+        state="constant",
+        dtypes="yes (states in float32)",
+        tensor_parallel="heads, states",
+        programs="prefill and decoding; the same in ONNX",
+    ),
+    # Table 10 of the paper. eagle-music is section 10.1: bytes of ABC notation.
+    presets={
+        "eagle-0.4b": {"hidden_size": 1024, "num_hidden_layers": 24},
+        "eagle-1.5b": {"hidden_size": 2048, "num_hidden_layers": 24, "initializer_range": 3e-4},
+        "eagle-3b": {"hidden_size": 2560, "num_hidden_layers": 32, "initializer_range": 2e-4},
+        "eagle-7b": {"hidden_size": 4096, "num_hidden_layers": 32, "initializer_range": 1.5e-4},
+        "eagle-music": {"hidden_size": 512, "num_hidden_layers": 24, "vocab_size": 128, "context_length": 1024},
+    },
+    tunable_state=TunableState(
+        module="Rwkv5TimeMixing",
+        name="wkv",
+        shape=lambda config: (config.num_attention_heads, config.head_size, config.head_size),
+        scale=1000.0,
+    ),
+    onnx=("prefill", "decode"),
+)
+
+__all__ = ["RWKV5"]

@@ -1,0 +1,35 @@
+"""The descriptor of Finch (RWKV-6)."""
+
+from dataclasses import replace
+
+from ..rwkv5.architecture import RWKV5
+
+
+RWKV6 = replace(
+    RWKV5,
+    model_type="rwkv6",
+    folder="rwkv6",
+    title="Finch (RWKV-6)",
+    summary="Eagle with a token shift and a decay that depend on the data",
+    config="Rwkv6Config",
+    heads={
+        "AutoModel": "Rwkv6Model",
+        "AutoModelForCausalLM": "Rwkv6ForCausalLM",
+        "AutoModelForSequenceClassification": "Rwkv6ForSequenceClassification",
+    },
+    # Table 10 of the paper; finch-7b was published later.
+    presets={
+        "finch-1.6b": {"hidden_size": 2048, "num_hidden_layers": 24, "initializer_range": 3e-4},
+        "finch-3b": {"hidden_size": 2560, "num_hidden_layers": 32, "initializer_range": 2e-4},
+        "finch-7b": {
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "initializer_range": 1.5e-4,
+            "lora_rank_tokenshift": 64,
+            "lora_rank_decay": 128,
+        },
+    },
+    tunable_state=replace(RWKV5.tunable_state, module="Rwkv6TimeMixing"),
+)
+
+__all__ = ["RWKV6"]

@@ -1,0 +1,67 @@
+"""Rings: buffers that hold the last `window` tokens of each row, the token at position p in row p % window."""
+
+import torch
+
+from .cache import LayerState
+from .padding import expand_to
+
+
+def with_room(x: torch.Tensor, entries: int) -> torch.Tensor:
+    """x (batch, room, ...) with zeros for `entries` more entries."""
+    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, entries))
+
+
+def entries_at(
+    held: torch.Tensor, x: torch.Tensor, wanted: torch.Tensor, position: torch.Tensor, real: torch.Tensor
+) -> torch.Tensor:
+    """
+    The entries at the positions `wanted` (batch, n) of each row: those of the call's tokens x (batch, tokens, ...) at
+    the positions `position` (batch, tokens), which never decrease, and `held` (batch, n, ...) for all other positions.
+    `real` (batch, tokens) is False for tokens that do not count.
+    """
+    before = position[:, :1] + 1 - real[:, :1].long()  # number of tokens that the row had
+    brought = (wanted >= before) & (wanted <= position[:, -1:])
+    index = torch.searchsorted(position.contiguous(), wanted.contiguous())  # of equal positions the first is real
+    index = expand_to(index.clamp_max(x.shape[1] - 1), x).expand(-1, -1, *x.shape[2:])
+    return torch.where(expand_to(brought, x), x.gather(1, index).to(held.dtype), held)
+
+
+def ring_state(
+    ring: torch.Tensor | None, x: torch.Tensor, position: torch.Tensor, real: torch.Tensor, window: int
+) -> torch.Tensor:
+    """
+    The ring (batch, window, ...) after the tokens x (batch, tokens, ...) of [`entries_at`]. Rows that no token has
+    reached are zero.
+    """
+    last = position[:, -1:]
+    if ring is None:
+        ring = x.new_zeros(x.shape[0], window, *x.shape[2:])
+    elif ring.shape[1] < window:  # a smaller ring that was never full: its tokens stay where they are
+        ring = with_room(ring, window - ring.shape[1])
+    wanted = last - (last - torch.arange(window, device=x.device)) % window
+    return entries_at(ring, x, wanted, position, real).masked_fill(expand_to(wanted < 0, x), 0)
+
+
+def write_to_ring(
+    layer: LayerState,
+    name: str,
+    ring: torch.Tensor | None,
+    x: torch.Tensor,
+    position: torch.Tensor,
+    real: torch.Tensor,
+    window: int,
+    all_real: bool,
+) -> torch.Tensor:
+    """
+    [`ring_state`], which may modify the layer's state of that name in place if nothing else needs it. A few tokens
+    change their own rows only. `all_real` says that no token is padding.
+    """
+    few = all_real and x.shape[1] <= window
+    if ring is None or ring.shape[1] < window or not (few or x.shape[1] == 1):
+        return ring_state(ring, x, position, real, window)
+    index = expand_to(position % window, x).expand_as(x)
+    rows = x.to(ring.dtype)
+    if not all_real:
+        rows = torch.where(expand_to(real, x), rows, ring.gather(1, index))
+    inplace = not layer.record_past and layer.can_modify(name, ring)
+    return ring.scatter_(1, index, rows) if inplace else ring.scatter(1, index, rows)
