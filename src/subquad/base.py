@@ -103,7 +103,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         if past_key_values is None:
             return tokens.fill(x, None)
         x = tokens.fill(x, past_key_values.after_blocks.get("output"))
-        past_key_values.after_blocks.update("output", last_token(None, x), last_token, x)
+        past_key_values.after_blocks.step("output", last_token, x)
         return x
 
     def make_output(
@@ -112,11 +112,11 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         tokens: Tokens,
         past_key_values: RecurrentCache | None,
         use_cache: bool,
-        hidden_states: tuple[torch.Tensor, ...] | None,
+        hidden_states: tuple[torch.Tensor, ...] | None = None,
     ) -> BaseModelOutputWithPast:
         """
-        The end of the forward pass of a model that keeps nothing but recurrent states: x (batch, length, width), its
-        output, replaces the last hidden state, and the cache counts the tokens.
+        The end of the forward pass of a model that keeps nothing but recurrent states: the cache counts the tokens,
+        and x (batch, length, width), the model's output, replaces the last of the `hidden_states`, if there are any.
         """
         x = self.fill_output(x, tokens, past_key_values)
         if past_key_values is not None:

@@ -150,6 +150,10 @@ class LayerState:
         """
         self.update_together({name: state}, functools.partial(_replay_one, name, replay), *updates)
 
+    def step(self, name: str, replay: Callable[..., torch.Tensor], *updates: torch.Tensor) -> None:
+        """[`~LayerState.update`] with a new value that `replay` computes."""
+        self.update(name, replay(self.states.get(name), *updates), replay, *updates)
+
     def update_together(
         self, states: dict[str, torch.Tensor], replay: Callable[..., States], *updates: torch.Tensor
     ) -> None:

@@ -32,15 +32,14 @@ class CausalLMHead:
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cu_seqlens: torch.Tensor | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """
         Args:
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
-                cu_seqlens: see the base model.
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cu_seqlens: see the
+                base model.
             labels: (batch, length) ids to predict, shifted inside the model; -100 is ignored.
             logits_to_keep: the number of last tokens to compute logits for (0: all), or the indices of the tokens.
 
@@ -56,7 +55,6 @@ class CausalLMHead:
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
             cu_seqlens=cu_seqlens,
             logits_to_keep=logits_to_keep if isinstance(logits_to_keep, int) else 0,
             return_dict=True,
@@ -93,7 +91,6 @@ class SequenceClassificationHead:
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         **kwargs,
     ) -> SequenceClassifierOutputWithPast:
         """
@@ -119,7 +116,6 @@ class SequenceClassificationHead:
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
             **kwargs | {"logits_to_keep": 1, "return_dict": True},
         )
         # The base model repeats a row's last real token to its end.

@@ -137,9 +137,7 @@ class RavenSlotMemory(nn.Module):
             k, v, log_f = (y.repeat_interleave(self.groups, dim=2) for y in (k, v, log_f))
 
         inplace = state is not None and state.can_overwrite("slots")
-        out, after = tokens.by_document(
-            slot_memory, {"q": q, "k": k, "v": v, "log_f": log_f}, state and state.get("slots"), inplace
-        )
+        out, after = tokens.by_document(slot_memory, state and state.get("slots"), inplace, q=q, k=k, v=v, log_f=log_f)
         if state is not None:
             state.update("slots", after, slot_memory_state, k, v, log_f)
         out = F.silu(out)

@@ -5,9 +5,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
+from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import gated_wkv, token_shift, wkv_state
 
@@ -24,62 +25,76 @@ from .configuration_rwkv5 import Rwkv5Config
 gated_wkv, token_shift = replaceable(gated_wkv, token_shift)
 
 
-class Rwkv5GatedRecurrence(nn.GroupNorm):
-    """
-    The recurrence, the LayerNorm of each head of what it puts out, and the gate: equations 6 to 9 in one operator,
-    called by the module that has the norm's weights, because offloading loads those of the module that is called.
-    """
-
-    def forward(self, tokens: Tokens, r, k, v, gate, log_w, u, state: torch.Tensor | None, inplace: bool):
-        sequences = {"r": r, "k": k, "v": v, "gate": gate}
-        norm = {"weight": local_part(self.weight), "bias": local_part(self.bias), "eps": self.eps}
-        return tokens.by_document(gated_wkv, sequences, state, inplace, log_w=log_w, u=u, **norm)
-
-
 class Rwkv5TimeMixing(nn.Module):
-    """Section 4.1.2: the linear attention, with a learned decay a channel."""
+    """Section 4.1.2: the linear attention, with a learned decay per channel."""
 
     def __init__(self, config: Rwkv5Config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
         self.num_heads, self.head_size = config.num_attention_heads, config.head_size
         width, inner = config.hidden_size, config.attention_hidden_size
-
-        self.time_decay = nn.Parameter(torch.empty(self.num_heads, self.head_size))
-        self.time_faaaa = nn.Parameter(torch.empty(self.num_heads, self.head_size))
-        self.time_mix_key = nn.Parameter(torch.empty(1, 1, width))
-        self.time_mix_value = nn.Parameter(torch.empty(1, 1, width))
-        self.time_mix_receptance = nn.Parameter(torch.empty(1, 1, width))
-        self.time_mix_gate = nn.Parameter(torch.empty(1, 1, width))
+        self.add_mixing(config)
 
         self.receptance = Linear(width, inner, bias=False)
         self.key = Linear(width, inner, bias=False)
         self.value = Linear(width, inner, bias=False)
         self.gate = Linear(width, inner, bias=False)
         self.output = Linear(inner, width, bias=False)
-        self.ln_x = Rwkv5GatedRecurrence(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
+        self.ln_x = nn.GroupNorm(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
 
+    def add_mixing(self, config: Rwkv5Config) -> None:
+        """The parameters of token shift, decay and bonus."""
+        self.time_decay = nn.Parameter(torch.empty(self.num_heads, self.head_size))
+        self.time_faaaa = nn.Parameter(torch.empty(self.num_heads, self.head_size))
+        self.time_mix_key = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+        self.time_mix_value = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+        self.time_mix_receptance = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+        self.time_mix_gate = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+
+    def mix(self, x: torch.Tensor, before: torch.Tensor | None, starts: torch.Tensor | None) -> list[torch.Tensor]:
+        """Equation 3: what receptance, key, value, gate and decay read, (batch, length, hidden_size) each."""
+        mix = torch.cat((self.time_mix_receptance, self.time_mix_key, self.time_mix_value, self.time_mix_gate))
+        # The published mu weighs the token itself, the operator's mu the token before.
+        mixed = token_shift(x, state=before, mu=1 - mix.squeeze(1).float(), starts=starts)
+        return [*mixed.unbind(), x]
+
+    def log_decay(self, x: torch.Tensor) -> torch.Tensor:
+        """Equation 5: log w, (heads, head_size); the same for every token."""
+        return -local_part(self.time_decay).float().exp()
+
+    @force_accelerate_hooks("ln_x")  # the recurrence reads the norm's weights
     def forward(self, x: torch.Tensor, tokens: Tokens, state: LayerState | None = None) -> torch.Tensor:
+        """x (batch, length, hidden_size); the output has the same shape."""
         before = state and state.get("attention_shift")
         x = tokens.fill(x, before)
-        mix = torch.cat((self.time_mix_receptance, self.time_mix_key, self.time_mix_value, self.time_mix_gate))
-        # The published mu weighs the token itself, the operator's the one before it.
-        x_r, x_k, x_v, x_g = token_shift(x, before, 1 - mix.squeeze(1).float(), starts=tokens.starts).unbind()
+        x_r, x_k, x_v, x_g, x_w = self.mix(x, before, tokens.starts)
 
         heads = (*x.shape[:2], -1, self.head_size)
         r = self.receptance(x_r).view(heads)
         k = tokens.erase(self.key(x_k)).view(heads)
         v = self.value(x_v).view(heads)
         g = self.gate(x_g)
-        log_w = -local_part(self.time_decay).float().exp()  # equation 5
+        log_w = self.log_decay(x_w)
         if tokens.mask is not None:
             log_w = tokens.erase(log_w.expand(heads))  # padding neither adds to the state nor decays it
 
-        inplace = state is not None and state.can_overwrite("wkv")
-        u = local_part(self.time_faaaa)
-        out, after = self.ln_x(tokens, r, k, v, g, log_w, u, state and state.get("wkv"), inplace)
+        # The recurrence, the norm of each head's output, and the gate: equations 6 to 9, and 19 to 22.
+        out, after = tokens.by_document(
+            gated_wkv,
+            initial_state=state and state.get("wkv"),
+            inplace=state is not None and state.can_overwrite("wkv"),
+            r=r,
+            k=k,
+            v=v,
+            gate=g,
+            log_w=log_w,
+            u=local_part(self.time_faaaa),
+            weight=local_part(self.ln_x.weight),
+            bias=local_part(self.ln_x.bias),
+            eps=self.ln_x.eps,
+        )
         if state is not None:
-            state.update("attention_shift", last_token(None, x), last_token, x)
+            state.step("attention_shift", last_token, x)
             state.update("wkv", after, wkv_state, k, v, log_w.expand(heads))
         return self.output(out)
 
@@ -90,25 +105,36 @@ class Rwkv5ChannelMixing(nn.Module):
     def __init__(self, config: Rwkv5Config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
-        self.time_mix_key = nn.Parameter(torch.empty(1, 1, config.hidden_size))
-        self.time_mix_receptance = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+        self.add_mixing(config)
         self.key = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.receptance = Linear(config.hidden_size, config.hidden_size, bias=False)
         self.value = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
+    def add_mixing(self, config: Rwkv5Config) -> None:
+        """The parameters of the token shift."""
+        self.time_mix_key = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+        self.time_mix_receptance = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+
+    @property
+    def mu(self) -> torch.Tensor:
+        """Weights of the token before, for key and receptance, (2, hidden_size)."""
+        return 1 - torch.cat((self.time_mix_key, self.time_mix_receptance)).squeeze(1).float()
+
     def forward(self, x: torch.Tensor, tokens: Tokens, state: LayerState | None = None) -> torch.Tensor:
+        """x (batch, length, hidden_size); the output has the same shape."""
         before = state and state.get("feed_forward_shift")
         x = tokens.fill(x, before)
-        mix = torch.cat((self.time_mix_key, self.time_mix_receptance)).squeeze(1)
-        x_k, x_r = token_shift(x, before, 1 - mix.float(), starts=tokens.starts).unbind()
+        x_k, x_r = token_shift(x, state=before, mu=self.mu, starts=tokens.starts).unbind()
         if state is not None:
-            state.update("feed_forward_shift", last_token(None, x), last_token, x)
+            state.step("feed_forward_shift", last_token, x)
         v = self.value(F.relu(self.key(x_k)).square())
         return torch.sigmoid(self.receptance(x_r)) * v
 
 
 @use_kernelized_func([gated_wkv, token_shift])
 class Rwkv5Block(GradientCheckpointingLayer):
+    time_mixing_class, channel_mixing_class = Rwkv5TimeMixing, Rwkv5ChannelMixing
+
     def __init__(self, config: Rwkv5Config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
@@ -116,8 +142,8 @@ class Rwkv5Block(GradientCheckpointingLayer):
             self.pre_ln = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.ln1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.ln2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.attention = Rwkv5TimeMixing(config, layer_idx)
-        self.feed_forward = Rwkv5ChannelMixing(config, layer_idx)
+        self.attention = self.time_mixing_class(config, layer_idx)
+        self.feed_forward = self.channel_mixing_class(config, layer_idx)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, past_key_values: RecurrentCache | None = None) -> torch.Tensor:
         state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
@@ -132,25 +158,20 @@ class Rwkv5PreTrainedModel(RecurrentPreTrainedModel):
     config_class = Rwkv5Config
     base_model_prefix = "rwkv"
     _no_split_modules = ["Rwkv5Block"]
+    _input_embed_layer = "embeddings"
+    _can_record_outputs = {"hidden_states": Rwkv5Block}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Appendix H."""
         config = self.config
-        if isinstance(module, Rwkv5TimeMixing | Rwkv5ChannelMixing):
-            width, inner = config.hidden_size, config.attention_hidden_size
-            l, layers = module.layer_idx, config.num_hidden_layers
-            r0, r1 = l / max(layers - 1, 1), 1 - l / layers
-            # The published weights hold one minus the paper's mu: they weigh the token, not the one before.
-            ramp = torch.arange(width) / width
-            mu = ramp**r1
         if isinstance(module, Rwkv5TimeMixing):
-            init.copy_(module.time_mix_key, mu.view(1, 1, -1))
-            init.copy_(module.time_mix_value, (mu + 0.3 * r0).view(1, 1, -1))
-            for name in ("time_mix_receptance", "time_mix_gate"):
-                init.copy_(getattr(module, name), (ramp ** (r1 / 2)).view(1, 1, -1))
-            i = torch.arange(inner)
-            to_one = i / max(inner - 1, 1)
+            self._init_mixing(module)
+            # From the first channel (0) to the last (1).
+            i = torch.arange(config.attention_hidden_size)
+            to_one = i / max(config.attention_hidden_size - 1, 1)
+            l, layers = module.layer_idx, config.num_hidden_layers
+            r0 = l / max(layers - 1, 1)
             init.copy_(module.time_decay, (-6 + 5 * to_one ** (0.7 + 1.3 * r0)).view_as(module.time_decay))
             init.copy_(module.time_faaaa, (r0 * (1 - to_one) + 0.1 * ((i + 1) % 3)).view_as(module.time_faaaa))
             init.zeros_(module.output.weight)
@@ -158,8 +179,7 @@ class Rwkv5PreTrainedModel(RecurrentPreTrainedModel):
             init.zeros_(module.ln_x.bias)
             self._init_projections(module.receptance, module.key, module.value, module.gate)
         elif isinstance(module, Rwkv5ChannelMixing):
-            init.copy_(module.time_mix_key, mu.view(1, 1, -1))
-            init.copy_(module.time_mix_receptance, mu.view(1, 1, -1))
+            self._init_mixing(module)
             init.zeros_(module.value.weight)
             init.zeros_(module.receptance.weight)
             self._init_projections(module.key)
@@ -172,6 +192,21 @@ class Rwkv5PreTrainedModel(RecurrentPreTrainedModel):
             init.orthogonal_(module.weight, gain=0.5)
         elif module is getattr(self, "score", None):
             self._init_projections(module)
+
+    def _mixing_ramp(self, module: nn.Module) -> tuple[torch.Tensor, float, float]:
+        """Channels from 0 to 1, and how deep the layer is: r_0 rises from 0 to 1, r_1 falls from 1 to 1 / layers."""
+        l, layers = module.layer_idx, self.config.num_hidden_layers
+        return torch.arange(self.config.hidden_size) / self.config.hidden_size, l / max(layers - 1, 1), 1 - l / layers
+
+    def _init_mixing(self, module: nn.Module) -> None:
+        """The token shift. The published weights hold one minus the paper's mu: they weigh the token itself."""
+        ramp, r0, r1 = self._mixing_ramp(module)
+        mix = {"time_mix_key": ramp**r1, "time_mix_receptance": ramp**r1}
+        if isinstance(module, Rwkv5TimeMixing):
+            mix["time_mix_value"] = ramp**r1 + 0.3 * r0
+            mix["time_mix_receptance"] = mix["time_mix_gate"] = ramp ** (r1 / 2)
+        for name, values in mix.items():
+            init.copy_(getattr(module, name), values.view(1, 1, -1))
 
     @staticmethod
     def _init_projections(*projections: nn.Linear) -> None:
@@ -186,20 +221,16 @@ class Rwkv5PreTrainedModel(RecurrentPreTrainedModel):
 class Rwkv5Model(Rwkv5PreTrainedModel):
     """The blocks of Eagle, without a head."""
 
+    block_class = Rwkv5Block
+
     def __init__(self, config: Rwkv5Config):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Rwkv5Block(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(self.block_class(config, i) for i in range(config.num_hidden_layers))
         self.ln_out = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embeddings
-
-    def set_input_embeddings(self, new_embeddings: nn.Embedding) -> None:
-        self.embeddings = new_embeddings
-
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -208,55 +239,49 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
         past_key_values: RecurrentCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         cu_seqlens: torch.Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
         Args:
             input_ids: (batch, length) token ids.
-            attention_mask: (batch, length), 0 where a token is padding, before or after a row's text; with a cache it
+            attention_mask: (batch, length), 0 for padding, which may be before or after a row's text. With a cache it
                 may also cover the tokens of earlier calls.
-            position_ids: (batch, length); read only to find where packed documents begin (a position that does not
-                follow on the one before), and not while a graph is traced: `torch.compile` and export need
-                `cu_seqlens`. They have no other influence.
-            past_key_values: the state after earlier tokens, updated in place.
-            inputs_embeds: (batch, length, hidden_size), in place of `input_ids`.
-            use_cache: whether to return the state; `config.use_cache` where None, but not in training.
-            cu_seqlens: (documents + 1), the borders of documents packed into one row; also as `cu_seq_lens_q`.
+            position_ids: (batch, length). They only show where packed documents begin: at a position that does not
+                follow the one before. They are not read while a graph is traced: `torch.compile` and export need
+                `cu_seqlens`.
+            past_key_values: the states after earlier tokens, updated in place.
+            inputs_embeds: (batch, length, hidden_size), instead of `input_ids`.
+            use_cache: whether to return the states. If None, `config.use_cache`, but not in training.
+            cu_seqlens: (documents + 1), the boundaries of documents packed into one row; also as `cu_seq_lens_q`.
 
         Returns:
-            last_hidden_state (batch, length, hidden_size), where padding after a text repeats its last token and
-            padding before it is zero; past_key_values; hidden_states (embeddings and the output of every block, the
-            last one normalised).
+            last_hidden_state (batch, length, hidden_size), in which padding after a text repeats its last token and
+            padding before it is zero; past_key_values; hidden_states (the embeddings and the output of every block,
+            the last one normalised) if `output_hidden_states` is set.
 
         Raises:
-            ValueError: before any work, where an argument does not fit; the message names it.
+            ValueError: before any work, if an argument does not fit; the message names it.
         """
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
         x, tokens, past_key_values, use_cache = self.read_inputs(
             input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
         )
-
-        hidden_states = (x,) if output_hidden_states else None
         for block in self.blocks[: self.config.num_hidden_layers]:
             x = block(x, tokens, past_key_values=past_key_values)
-            if output_hidden_states:
-                hidden_states += (x,)
-        return self.make_output(self.ln_out(x), tokens, past_key_values, use_cache, hidden_states)
+        return self.make_output(self.ln_out(x), tokens, past_key_values, use_cache)
 
 
 class Rwkv5ForCausalLM(CausalLMHead, Rwkv5PreTrainedModel, RecurrentGenerationMixin):
-    """Eagle with the head that predicts the next token."""
+    """Eagle with a language modeling head."""
 
+    model_class = Rwkv5Model
     lm_head_name = "head"
     _tp_plan = {"head": "colwise_gather_output"}
     _tied_weights_keys = {"head.weight": "rwkv.embeddings.weight"}
 
     def __init__(self, config: Rwkv5Config):
         super().__init__(config)
-        self.rwkv = Rwkv5Model(config)
+        self.rwkv = self.model_class(config)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -264,10 +289,12 @@ class Rwkv5ForCausalLM(CausalLMHead, Rwkv5PreTrainedModel, RecurrentGenerationMi
 class Rwkv5ForSequenceClassification(SequenceClassificationHead, Rwkv5PreTrainedModel):
     """Eagle with a linear classifier on the last token."""
 
+    model_class = Rwkv5Model
+
     def __init__(self, config: Rwkv5Config):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.rwkv = Rwkv5Model(config)
+        self.rwkv = self.model_class(config)
         self.score = Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
