@@ -1,15 +1,9 @@
 """The base class of every model with a recurrent state."""
 
-import copy
-import json
-import os
-
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils import find_adapter_config_file, logging
-from transformers.utils.hub import cached_file
+from transformers.utils import logging
 
 from .cache import RecurrentCache, check_cache
 from .layers import embed
@@ -41,26 +35,6 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
             max_cache_len: number of tokens that a static cache must have room for. A recurrent state has no limit.
         """
         return self.cache_class(self.config, static)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
-        """As in transformers; sizes that published configurations lack are read from the checkpoint's tensors."""
-        path = pretrained_model_name_or_path
-        if path is not None and hasattr(cls.config_class, "set_sizes_from_shapes"):
-            hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
-            source = _adapted_model(os.fspath(path), hub)
-            if isinstance(config, PreTrainedConfig):
-                config = copy.deepcopy(config)
-            else:
-                # The configuration would keep the dtype, and "auto" is not a dtype there.
-                dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
-                rest = {name: value for name, value in kwargs.items() if name not in hub}
-                config, rest = cls.config_class.from_pretrained(
-                    config or source, return_unused_kwargs=True, **hub, **rest
-                )
-                kwargs = {**hub, **dtype, **rest}
-            config.set_sizes_from_shapes(_checkpoint_shapes(source, kwargs.get("variant"), hub))
-        return super().from_pretrained(path, *args, config=config, **kwargs)
 
     def read_inputs(
         self,
@@ -142,38 +116,3 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
             raise ValueError("`past_key_values` cannot be continued in training with gradient checkpointing.")
         logger.warning_once("`use_cache=True` is incompatible with gradient checkpointing: no cache is returned.")
         return False, None
-
-
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-
-
-def _adapted_model(path: str, hub: dict) -> str:
-    """The model that the adapter in a directory was trained on; any other path unchanged."""
-    adapter = find_adapter_config_file(
-        path, **{name: value for name, value in hub.items() if name != "force_download"}
-    )
-    if adapter is None:
-        return path
-    with open(adapter, encoding="utf-8") as file:
-        return json.load(file)["base_model_name_or_path"]
-
-
-def _checkpoint_shapes(path: str, variant: str | None, hub: dict) -> dict[str, tuple[int, ...]]:
-    """Shapes of the first block's tensors, read from safetensors headers; empty if there is no such file."""
-    hub = {**hub, "_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
-    infix = f".{variant}" if variant else ""
-    files = []
-    if (single := cached_file(path, f"model{infix}.safetensors", **hub)) is not None:
-        files = [single]
-    elif (index := cached_file(path, f"model.safetensors.index{infix}.json", **hub)) is not None:
-        with open(index, encoding="utf-8") as file:
-            weight_map = json.load(file)["weight_map"]
-        shards = sorted({shard for name, shard in weight_map.items() if ".blocks.0." in name})
-        files = [cached_file(path, shard, **hub) for shard in shards]
-    shapes = {}
-    for name in files:
-        with safe_open(name, framework="pt") as file:
-            for key in file.keys():
-                if ".blocks.0." in key:
-                    shapes[key] = tuple(file.get_slice(key).get_shape())
-    return shapes

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,6 +78,47 @@ def push(
                 create_pr=create_pr,
                 commit_message=commit_message,
             )
+
+
+# The arguments of `save_pretrained` that are those of an upload.
+PUSH_ARGUMENTS = (
+    "repo_id",
+    "token",
+    "private",
+    "commit_message",
+    "commit_description",
+    "create_pr",
+    "revision",
+    "tags",
+)
+
+
+def save_model(
+    model: "PreTrainedModel",
+    save: Callable[..., None],
+    save_directory: str | os.PathLike,
+    is_main_process: bool = True,
+    state_dict: dict | None = None,
+    push_to_hub: bool = False,
+    *args,
+    self_contained: bool = False,
+    **kwargs,
+) -> None:
+    """
+    What `save_pretrained` of the models does: as that of transformers, which is `save`, with the code of the model if
+    `self_contained` or if the model was loaded from a directory with its code.
+    """
+    from .hub import add_model_code
+
+    hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
+    save(save_directory, is_main_process, state_dict, False, *args, **kwargs)
+    if not is_main_process:
+        return
+    if self_contained or getattr(model.config, "auto_map", None) is not None:
+        add_model_code(save_directory)
+    if push_to_hub:
+        repo_id = hub.pop("repo_id", None) or os.path.basename(os.path.normpath(save_directory))
+        model.push_to_hub(repo_id, source=save_directory, **hub)
 
 
 def push_model(

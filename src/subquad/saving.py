@@ -6,7 +6,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .layers import Linear
-from .weight_files import unsafe_weights
 
 
 class SavedPreTrainedModel(PreTrainedModel):
@@ -29,30 +28,25 @@ class SavedPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """
-        As in transformers, with `use_safetensors=True`.
+        As in transformers, with `use_safetensors=True`. Sizes that published configurations lack are read from the
+        checkpoint's tensors.
 
         Raises:
             ValueError: if there are no weights in safetensors, only in files that `subquad convert` converts.
         """
         path = pretrained_model_name_or_path
-        if path is not None and (files := unsafe_weights(path, kwargs)):
-            names = ", ".join(sorted(file.name for file in files))
-            source = files[0] if len(files) == 1 else files[0].parent
-            raise ValueError(
-                f"{path}: the weights are in {names}, and only safetensors files are loaded, because unpickling "
-                f"others may run code. `subquad convert {source} OUT` makes a directory that loads."
-            )
+        if path is not None:
+            try:
+                from subquad.weight_files import check_weights, with_sizes
+            except ImportError:  # this file is a copy in a repository, which has safetensors and all sizes
+                pass
+            else:
+                check_weights(path, kwargs)
+                kwargs = with_sizes(cls.config_class, path, kwargs)
         return super().from_pretrained(path, *args, **kwargs | {"use_safetensors": True})
 
     def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        is_main_process: bool = True,
-        state_dict: dict | None = None,
-        push_to_hub: bool = False,
-        *args,
-        self_contained: bool = False,
-        **kwargs,
+        self, save_directory: str | os.PathLike, *args, self_contained: bool = False, **kwargs
     ) -> None:
         """
         As in transformers. With `self_contained`, the code that the model needs is saved too: the directory loads with
@@ -60,22 +54,18 @@ class SavedPreTrainedModel(PreTrainedModel):
         was loaded from such a directory is always saved like this, because its configuration names the code. For a
         model with an adapter, only the adapter is saved, as in transformers.
         """
+        save = super().save_pretrained
         if self._saved_by_transformers():
-            super().save_pretrained(save_directory, is_main_process, state_dict, push_to_hub, *args, **kwargs)
+            save(save_directory, *args, **kwargs)
             return
-        hub = {name: kwargs.pop(name) for name in _PUSH_ARGUMENTS if name in kwargs}
-        super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)
-        if not is_main_process:
-            return
-        if self_contained or getattr(self.config, "auto_map", None) is not None:
-            try:
-                from subquad.hub import add_model_code
-            except ImportError as error:
+        try:
+            from subquad.push import save_model
+        except ImportError as error:
+            if self_contained:
                 raise ImportError("`self_contained=True` needs the package subquad.") from error
-            add_model_code(save_directory)
-        if push_to_hub:
-            repo_id = hub.pop("repo_id", None) or os.path.basename(os.path.normpath(save_directory))
-            self.push_to_hub(repo_id, source=save_directory, **hub)
+            save(save_directory, *args, **kwargs)
+        else:
+            save_model(self, save, save_directory, *args, self_contained=self_contained, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs):
         """
@@ -96,15 +86,3 @@ class SavedPreTrainedModel(PreTrainedModel):
     def _saved_by_transformers(self) -> bool:
         """Whether transformers copies the code itself (of a model loaded with its code) or saves only an adapter."""
         return self.is_remote_code() or getattr(self, "_hf_peft_config_loaded", False)
-
-
-_PUSH_ARGUMENTS = (
-    "repo_id",
-    "token",
-    "private",
-    "commit_message",
-    "commit_description",
-    "create_pr",
-    "revision",
-    "tags",
-)

@@ -1,10 +1,17 @@
-"""The weight files of a model directory, or of a repository on the Hub."""
+"""What `from_pretrained` has to know about weight files before it loads them."""
 
+import copy
+import json
 import os
 from pathlib import Path
 
-from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
-from transformers.utils.hub import has_file
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, find_adapter_config_file
+from transformers.utils.hub import cached_file, has_file
+
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
 def pickled_weights(directory: str | os.PathLike) -> list[Path]:
@@ -41,3 +48,84 @@ def unsafe_weights(path: str | os.PathLike, options: dict) -> list[Path]:
         return [Path("DIRECTORY") / name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if exists(name)]
     except (OSError, ValueError):  # transformers says what is wrong
         return []
+
+
+def check_weights(path: str | os.PathLike, options: dict) -> None:
+    """
+    Args:
+        path, options: the arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: if there are weights, but none in safetensors.
+    """
+    if not (files := unsafe_weights(path, options)):
+        return
+    names = ", ".join(sorted(file.name for file in files))
+    source = files[0] if len(files) == 1 else files[0].parent
+    raise ValueError(
+        f"{path}: the weights are in {names}, and only safetensors files are loaded, because unpickling others may "
+        f"run code. `subquad convert {source} OUT` makes a directory that loads."
+    )
+
+
+def with_sizes(config_class: type[PreTrainedConfig], path: str | os.PathLike, options: dict) -> dict:
+    """
+    The keyword arguments of `from_pretrained`, with a configuration whose missing sizes were read from the
+    checkpoint's tensors, if the configuration class can do that (`set_sizes_from_shapes`).
+    """
+    if not hasattr(config_class, "set_sizes_from_shapes"):
+        return options
+    options = dict(options)
+    config = options.pop("config", None)
+    hub = {name: options[name] for name in HUB_ARGUMENTS if options.get(name) is not None}
+    source = _adapted_model(os.fspath(path), hub)
+    if isinstance(config, PreTrainedConfig):
+        config = copy.deepcopy(config)
+    else:
+        # The configuration would keep the dtype, and "auto" is not a dtype there.
+        dtype = {name: options.pop(name) for name in ("dtype", "torch_dtype") if name in options}
+        rest = {name: value for name, value in options.items() if name not in hub}
+        config, rest = config_class.from_pretrained(config or source, return_unused_kwargs=True, **hub, **rest)
+        options = {**hub, **dtype, **rest}
+    complete_sizes(config, source, options.get("variant"), hub)
+    return {**options, "config": config}
+
+
+def complete_sizes(
+    config: PreTrainedConfig, path: str | os.PathLike, variant: str | None = None, hub: dict | None = None
+) -> None:
+    """Takes sizes that published configurations lack from a checkpoint's tensors, if the configuration class can."""
+    if hasattr(config, "set_sizes_from_shapes"):
+        config.set_sizes_from_shapes(_checkpoint_shapes(os.fspath(path), variant, hub or {}))
+
+
+def _adapted_model(path: str, hub: dict) -> str:
+    """The model that the adapter in a directory was trained on; any other path unchanged."""
+    adapter = find_adapter_config_file(
+        path, **{name: value for name, value in hub.items() if name != "force_download"}
+    )
+    if adapter is None:
+        return path
+    with open(adapter, encoding="utf-8") as file:
+        return json.load(file)["base_model_name_or_path"]
+
+
+def _checkpoint_shapes(path: str, variant: str | None, hub: dict) -> dict[str, tuple[int, ...]]:
+    """Shapes of the first block's tensors, read from safetensors headers; empty if there is no such file."""
+    hub = {**hub, "_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
+    infix = f".{variant}" if variant else ""
+    files = []
+    if (single := cached_file(path, f"model{infix}.safetensors", **hub)) is not None:
+        files = [single]
+    elif (index := cached_file(path, f"model.safetensors.index{infix}.json", **hub)) is not None:
+        with open(index, encoding="utf-8") as file:
+            weight_map = json.load(file)["weight_map"]
+        shards = sorted({shard for name, shard in weight_map.items() if ".blocks.0." in name})
+        files = [cached_file(path, shard, **hub) for shard in shards]
+    shapes = {}
+    for name in files:
+        with safe_open(name, framework="pt") as file:
+            for key in file.keys():
+                if ".blocks.0." in key:
+                    shapes[key] = tuple(file.get_slice(key).get_shape())
+    return shapes
