@@ -81,25 +81,16 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         return x
 
     def make_output(
-        self,
-        x: torch.Tensor,
-        tokens: Tokens,
-        past_key_values: RecurrentCache | None,
-        use_cache: bool,
-        hidden_states: tuple[torch.Tensor, ...] | None = None,
+        self, x: torch.Tensor, tokens: Tokens, past_key_values: RecurrentCache | None, use_cache: bool
     ) -> BaseModelOutputWithPast:
         """
-        The end of the forward pass of a model that keeps nothing but recurrent states: the cache counts the tokens,
-        and x (batch, length, width), the model's output, replaces the last of the `hidden_states`, if there are any.
+        The end of the forward pass of a model that keeps nothing but recurrent states: the cache counts the tokens.
+        x (batch, length, width) is the model's output.
         """
         x = self.fill_output(x, tokens, past_key_values)
         if past_key_values is not None:
             past_key_values.advance(x.shape[1])
-        return BaseModelOutputWithPast(
-            last_hidden_state=x,
-            past_key_values=past_key_values if use_cache else None,
-            hidden_states=hidden_states and (*hidden_states[:-1], x),
-        )
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values if use_cache else None)
 
     def _without_cache_if_checkpointing(self, use_cache: bool, past_key_values: RecurrentCache | None):
         """

@@ -10,23 +10,23 @@ from ...tensor_parallel import divides_heads, plan_heads, plan_property
 class Rwkv5Config(PreTrainedConfig):
     r"""
     Configuration of an Eagle (RWKV-5.2) model, section 4.1 of "Eagle and Finch" (arXiv:2404.05892). The names are
-    those of the published `config.json` files, all of whose fields are accepted.
+    those of the published `config.json` files, and all of their fields are accepted.
 
     Args:
         vocab_size: number of token ids, V.
-        context_length: number of tokens a training sequence had. Nothing in the model depends on it.
+        context_length: length of the training sequences. Nothing in the model depends on it.
         hidden_size: model dimension, D.
         num_hidden_layers: number of blocks, L.
-        attention_hidden_size: summed width of the heads; `hidden_size` where None.
-        num_attention_heads: number of heads, h; `attention_hidden_size / head_size` where None. Published files hold
-            the size of a head (64) in this field, so 64 always means that; give `head_size` where it does not.
-        head_size: width of a head; 64 where neither it nor `num_attention_heads` says otherwise.
+        attention_hidden_size: total width of the heads; `hidden_size` if None.
+        num_attention_heads: number of heads, h; `attention_hidden_size / head_size` if None. Published files have the
+            size of a head (64) in this field, so 64 always means that; give `head_size` if you have 64 heads.
+        head_size: width of a head; 64 if neither it nor `num_attention_heads` says otherwise.
         head_size_divisor: the group norm over the heads has epsilon 1e-5 * head_size_divisor ** 2.
-        intermediate_size: width of the channel mix; 3.5 * `hidden_size`, rounded down to a multiple of 32, where None.
-        layer_norm_epsilon: epsilon of every layer norm but the one over the heads.
-        initializer_range: the embeddings start uniform in +- this; the paper takes the maximum learning rate (table
-            14).
-        rescale_every: accepted and kept, without effect: it halved weights for the float16 runtime of the time.
+        intermediate_size: width of the channel mix; 3.5 * `hidden_size`, rounded down to a multiple of 32, if None.
+        layer_norm_epsilon: epsilon of every layer norm except the one over the heads.
+        initializer_range: the embeddings are initialised uniformly in +- this; the paper uses the maximum learning
+            rate (table 14).
+        rescale_every: accepted and kept, without effect. It halved weights for the float16 runtime of the time.
     """
 
     model_type = "rwkv5"
@@ -37,7 +37,7 @@ class Rwkv5Config(PreTrainedConfig):
         "blocks.*": "free_full_weight",
         "ln_out": "keep_full_weight",
     }
-    # What each head has beside its columns of the linear layers, see `plan_heads`.
+    # The parameters of each head other than columns of linear layers, see `plan_heads`.
     _head_parameters = {
         "time_decay": "colwise",
         "time_faaaa": "colwise",
@@ -69,7 +69,7 @@ class Rwkv5Config(PreTrainedConfig):
         width, heads = self.attention_hidden_size, self.num_attention_heads
         if self.head_size is None:
             self.head_size = width // heads if heads and heads != 64 else 64
-        # The one reading of `num_attention_heads` that contradicts `head_size` and is still right: published files.
+        # In published files `num_attention_heads` is the size of a head, so it may contradict `head_size`.
         if heads in (None, 64, self.head_size):
             self.num_attention_heads = width // max(self.head_size, 1)
         if self.intermediate_size is None:
@@ -78,7 +78,7 @@ class Rwkv5Config(PreTrainedConfig):
 
     @plan_property
     def base_model_tp_plan(self) -> dict[str, str]:
-        """How tensor parallel processes share the model: by heads, where their number divides that of the heads."""
+        """How tensor parallel processes share the model: by heads, if their number divides the number of heads."""
         into, split = ("receptance", "key", "value", "gate"), divides_heads(self, self.num_attention_heads)
         return {
             "embeddings": "embedding_rowwise",
@@ -89,7 +89,7 @@ class Rwkv5Config(PreTrainedConfig):
         }
 
     def validate_architecture(self):
-        """Refuses sizes that do not fit together, before any tensor is made."""
+        """Raises a ValueError if sizes do not fit together, before any tensor is created."""
         for name in (
             "vocab_size",
             "hidden_size",
@@ -109,17 +109,16 @@ class Rwkv5Config(PreTrainedConfig):
 
     def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """
-        Takes from a checkpoint's tensors what published `config.json` files leave out or misstate.
+        Takes sizes that published `config.json` files lack or misstate from a checkpoint's tensors.
 
         Args:
-            shapes: tensor name (canonical, `rwkv.blocks.0.attention...`) to shape; names that are absent change
-                nothing.
+            shapes: tensor name (canonical, `rwkv.blocks.0.attention...`) to shape. Missing names change nothing.
         """
         if (shape := shapes.get("rwkv.blocks.0.attention.time_faaaa")) is not None:
             self.num_attention_heads, self.head_size = shape
             self.attention_hidden_size = shape[0] * shape[1]
         shape = shapes.get("rwkv.blocks.0.feed_forward.key.weight", ())
-        if len(shape) == 2 and shape[1] == self.hidden_size:  # not where it is packed to a few bits
+        if len(shape) == 2 and shape[1] == self.hidden_size:  # unless it is packed to a few bits
             self.intermediate_size = shape[0]
 
 

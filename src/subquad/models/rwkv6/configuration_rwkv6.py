@@ -9,11 +9,11 @@ from ..rwkv5.configuration_rwkv5 import Rwkv5Config
 class Rwkv6Config(Rwkv5Config):
     r"""
     Configuration of a Finch (RWKV-6.0) model, section 4.2 of "Eagle and Finch" (arXiv:2404.05892): the fields of
-    [`Rwkv5Config`] and the ranks of the two low-rank maps that make token shift and decay depend on the data.
+    [`Rwkv5Config`], and the ranks of the low-rank maps that make token shift and decay depend on the data.
 
     Args:
-        lora_rank_tokenshift: rank of the token shift's five maps (A, B of equation 14). Published files leave it out.
-        lora_rank_decay: rank of the decay's map. Published files leave it out.
+        lora_rank_tokenshift: rank of the token shift's five maps (A, B of equation 14). Published files lack it.
+        lora_rank_decay: rank of the decay's map. Published files lack it.
     """
 
     model_type = "rwkv6"
@@ -23,7 +23,7 @@ class Rwkv6Config(Rwkv5Config):
     lora_rank_decay: int = 64
 
     def validate_architecture(self):
-        """Refuses sizes that do not fit together, before any tensor is made."""
+        """Raises a ValueError if sizes do not fit together, before any tensor is created."""
         super().validate_architecture()
         for name in ("lora_rank_tokenshift", "lora_rank_decay"):
             if getattr(self, name) < 1:

@@ -24,7 +24,7 @@ READING_ORDERS = {"rwkv5": "forward", "rwkv6": "alternate"}
 
 
 def _of_text_config(name: str) -> property:
-    """A field of the text model's that is read and set at the top, too."""
+    """A field of the text configuration that can also be read and set at the top."""
     return property(
         lambda self: getattr(self.text_config, name), lambda self, value: setattr(self.text_config, name, value)
     )
@@ -34,22 +34,21 @@ def _of_text_config(name: str) -> property:
 class VisualRwkvConfig(PreTrainedConfig):
     r"""
     Configuration of a VisualRWKV model, section 10.2 of "Eagle and Finch" (arXiv:2404.05892): a CLIP vision tower, a
-    projection without bias, and Eagle or Finch, which makes the two published generations: with Eagle (v5.0) the class
-    token of an image comes first and its patches follow, with Finch (v6.0) it comes last.
+    projection without bias, and a language model. There are two published generations: with Eagle (v5.0) the class
+    token of an image comes before its patches, with Finch (v6.0) after them.
 
     Args:
-        vision_config: of the tower, a `CLIPVisionConfig` or its fields; that of openai/clip-vit-large-patch14-336
-            where None.
-        text_config: a [`Rwkv5Config`] or [`Rwkv6Config`], or its fields with `model_type`; Finch's defaults where
+        vision_config: a `CLIPVisionConfig` for the tower, or its fields; that of openai/clip-vit-large-patch14-336 if
             None.
-        image_token_id: the id of the placeholders, which stands in `input_ids` where features of an image go, once
-            for each. The tokens of World end before 65530, its embeddings do not.
-        grid_size: what becomes of an image's patches. -1: all of them; 0: only the class token is read; 1: their mean
-            (with Eagle the mean of them and the class token, in place of both); n: means of n x n squares, where n
-            divides the patches of a side.
+        text_config: a [`Rwkv5Config`] or [`Rwkv6Config`], or its fields with `model_type`; Finch's defaults if None.
+        image_token_id: the id of the placeholders: `input_ids` has one for each feature of an image. The tokens of the
+            World vocabulary end before 65530, its embeddings do not.
+        grid_size: how an image's patches are used. -1: all of them; 0: only the class token is read; 1: their mean
+            (with Eagle the mean of patches and class token, instead of both); n: means of n x n squares, if n divides
+            the number of patches per side.
         reading_order: "forward", or "alternate": every second block, from the second one on, reads the patches of an
-            image from the last to the first. Where None, what the published models were trained with: "forward" with
-            Eagle, "alternate" with Finch.
+            image from the last to the first. If None, as the published models were trained: "forward" with Eagle,
+            "alternate" with Finch.
     """
 
     model_type = "visual_rwkv"
@@ -67,7 +66,7 @@ class VisualRwkvConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         if self.vision_config is None or isinstance(self.vision_config, dict):
-            # Not above: it imports the tables of all models, which takes as long as torch, and wants them complete.
+            # Not at the top: it imports the tables of all models, which takes long, and needs them to be complete.
             from transformers import CLIPVisionConfig
 
             self.vision_config = CLIPVisionConfig(**(self.vision_config or TOWER))
@@ -93,18 +92,18 @@ class VisualRwkvConfig(PreTrainedConfig):
 
     @property
     def patches_per_side(self) -> int:
-        """Patches of a side of the image, as the tower cuts it."""
+        """Number of patches per side of the image."""
         return self.vision_config.image_size // self.vision_config.patch_size
 
     @property
     def num_image_tokens(self) -> int:
-        """Number of features of an image, and of placeholders."""
+        """Number of features, and of placeholders, of an image."""
         if self.grid_size == 0 or (self.grid_size == 1 and self.class_token_first):
             return 1
         return 1 + (self.patches_per_side if self.grid_size == -1 else self.grid_size) ** 2
 
     def validate_architecture(self):
-        """Refuses sizes that do not fit together, before any tensor is made."""
+        """Raises a ValueError if sizes do not fit together, before any tensor is created."""
         vision, text = self.vision_config, self.text_config
         if vision.model_type != "clip_vision_model":
             raise ValueError(
@@ -120,7 +119,7 @@ class VisualRwkvConfig(PreTrainedConfig):
             )
         if self.grid_size < -1 or (self.grid_size > 0 and self.patches_per_side % self.grid_size):
             raise ValueError(
-                f"`grid_size` must be -1, 0 or a divisor of the {self.patches_per_side} patches of a side, got "
+                f"`grid_size` must be -1, 0 or a divisor of the {self.patches_per_side} patches per side, got "
                 f"{self.grid_size}."
             )
         if self.reading_order not in ("forward", "alternate"):

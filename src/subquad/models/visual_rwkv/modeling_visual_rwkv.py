@@ -24,7 +24,7 @@ from .configuration_visual_rwkv import VisualRwkvConfig
 
 
 TEXT_MODELS = {"rwkv5": Rwkv5Model, "rwkv6": Rwkv6Model}
-NO_ATTENTION = "eager"  # what transformers calls it
+NO_ATTENTION = "eager"  # transformers' name for it
 
 
 class VisualRwkvPreTrainedModel(RecurrentPreTrainedModel):
@@ -32,7 +32,7 @@ class VisualRwkvPreTrainedModel(RecurrentPreTrainedModel):
     config_class = VisualRwkvConfig
     base_model_prefix = "model"
     input_modalities = ("image", "text")
-    # Of the tower; the text model has no softmax attention.
+    # These concern the tower; the text model has no softmax attention.
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -40,7 +40,7 @@ class VisualRwkvPreTrainedModel(RecurrentPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Projection and head; the tower and the text model have rules of their own."""
+        """The projection and the head; the tower and the text model have their own rules."""
         if module is getattr(self, "proj", None):
             init.kaiming_uniform_(module.weight, a=5**0.5)  # the default of nn.Linear
         elif module is getattr(self, "head", None):
@@ -49,20 +49,20 @@ class VisualRwkvPreTrainedModel(RecurrentPreTrainedModel):
     @classmethod
     def is_custom_code(cls) -> bool:
         """
-        Not in what transformers asks for: how it initialises others' code passes over modules that have no parameters
-        of their own, as attention in the tower, whose weights a checkpoint may lack.
+        False, so that transformers initialises all weights that a checkpoint lacks. For custom code it skips modules
+        that have no parameters of their own, such as attention in the tower.
         """
         return False
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
-        """As in transformers, of the tower: the text model has no attention."""
+        """As in transformers, for the tower: the text model has no attention."""
         if not isinstance(attn_implementation, dict):
             chosen = dict.fromkeys(("", "vision_config"), attn_implementation)
             attn_implementation = {**chosen, "text_config": NO_ATTENTION}
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """The tower, of images."""
+        """The tower, for images."""
         return self.base_model.vit if modality == "image" else super().get_encoder(modality)
 
     def get_decoder(self) -> nn.Module:
@@ -79,18 +79,18 @@ class VisualRwkvPreTrainedModel(RecurrentPreTrainedModel):
         self.base_model.rwkv.embeddings = new_embeddings
 
     def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RecurrentCache:
-        """An empty cache, which is one of the text model; see [`RecurrentPreTrainedModel.new_cache`]."""
+        """An empty cache of the text model; see [`RecurrentPreTrainedModel.new_cache`]."""
         return self.base_model.rwkv.new_cache(static, max_cache_len)
 
 
 class VisualRwkvModel(VisualRwkvPreTrainedModel):
-    """CLIP's vision tower (`vit`), the projection (`proj`), and the blocks of Eagle or Finch (`rwkv`), no head."""
+    """CLIP's vision tower (`vit`), the projection (`proj`), and the blocks of Eagle or Finch (`rwkv`), without a head."""
 
     def __init__(self, config: VisualRwkvConfig):
         super().__init__(config)
         self.vit = CLIPVisionModel(config.vision_config)
         self.proj = Linear(config.vision_config.hidden_size, config.text_config.hidden_size, bias=False)
-        # What was chosen is the tower's.
+        # The attention implementation that was chosen is the tower's.
         config.text_config._attn_implementation = NO_ATTENTION
         self.rwkv = TEXT_MODELS[config.text_config.model_type](config.text_config)
         self.post_init()
@@ -102,15 +102,15 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             pixel_values: (images, channels, image_size, image_size), as CLIP's image processor makes them.
 
         Returns:
-            what the tower puts out, and as `pooler_output` (images, num_image_tokens, hidden_size) what stands for
-            each image among the text's embeddings.
+            the output of the tower, with the embeddings that replace each image's placeholders as `pooler_output`
+            (images, num_image_tokens, hidden_size).
 
         Raises:
-            ValueError: where the shape does not fit the tower.
+            ValueError: if the shape does not fit the tower.
         """
         self._check_pixels(pixel_values)
         outputs = self.vit(pixel_values.to(self.vit.dtype), return_dict=True, **kwargs)
-        # A frozen tower may have another dtype than what is trained.
+        # A frozen tower may have another dtype than the parts that are trained.
         outputs.pooler_output = self.proj(self.pool(outputs.last_hidden_state).to(self.rwkv.dtype))
         return outputs
 
@@ -122,7 +122,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             raise ValueError(f"`pixel_values` must be (images, {wanted}), got {tuple(pixel_values.shape)}.")
 
     def pool(self, x: torch.Tensor) -> torch.Tensor:
-        """What is kept (images, num_image_tokens, width) of the tower's tokens, x (images, 1 + patches, width)."""
+        """The features of images, (images, num_image_tokens, width), from the tower's x (images, 1 + patches, width)."""
         grid, first = self.config.grid_size, self.config.class_token_first
         token, patches = x[:, :1], x[:, 1:]
         if grid == 0:
@@ -136,7 +136,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         return torch.cat((token, patches) if first else (patches, token), dim=1)
 
     def find_images(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
-        """Where the placeholders are, bool (batch, length): in embeddings, where one is that of the placeholder."""
+        """Where the placeholders are, bool (batch, length). An embedding equal to the placeholder's counts as one."""
         if input_ids is not None:
             return input_ids == self.config.image_token_id
         placeholder = torch.tensor(self.config.image_token_id, device=inputs_embeds.device)
@@ -146,17 +146,17 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         """
         Args:
             placeholders: bool (batch, length).
-            images: number of images that were given for them.
-            tokens: which are real, and where documents begin.
+            images: the number of images that were given for them.
+            tokens: which tokens are real, and where documents begin.
 
         Raises:
-            ValueError: where they do not fit: each image takes `num_image_tokens` placeholders in a row, in one call
+            ValueError: if they do not fit: each image takes `num_image_tokens` consecutive placeholders, in one call
                 and one document, and none of them is padding.
         """
-        size, place = self.config.num_image_tokens, self._places(placeholders)
-        broken = placeholders & (place > 0) & ~F.pad(placeholders, (1, 0))[:, :-1]
+        size, index = self.config.num_image_tokens, self._index_in_image(placeholders)
+        broken = placeholders & (index > 0) & ~F.pad(placeholders, (1, 0))[:, :-1]
         if tokens.starts is not None:
-            broken |= placeholders & (place > 0) & tokens.starts
+            broken |= placeholders & (index > 0) & tokens.starts
         if tokens.mask is not None:
             broken |= placeholders & ~tokens.mask
         *counts, breaks = torch.cat((placeholders.sum(1), broken.sum()[None])).tolist()  # one wait for a GPU
@@ -171,23 +171,23 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
                 f"one row, one document and one call, with no padding among them; the rows have {counts}."
             )
 
-    def _places(self, placeholders: torch.Tensor) -> torch.Tensor:
-        """Of each placeholder its place in its image, from 0 on, (batch, length)."""
+    def _index_in_image(self, placeholders: torch.Tensor) -> torch.Tensor:
+        """The index of each placeholder in its image, from 0 on, (batch, length)."""
         return (placeholders.cumsum(1) - 1) % self.config.num_image_tokens
 
-    def backwards(self, placeholders: torch.Tensor) -> torch.Tensor | None:
+    def backward_order(self, placeholders: torch.Tensor) -> torch.Tensor | None:
         """
         The order in which every second block reads, (batch, length): the patches of each image from the last to the
-        first, all else where it is. It is its own inverse. None where all blocks read forward.
+        first, and all other tokens at their position. It is its own inverse. None if all blocks read forward.
         """
         patches = self.config.num_image_tokens - 1
         if self.config.reading_order == "forward" or patches < 2:
             return None
         first = int(self.config.class_token_first)
         position = torch.arange(placeholders.shape[1], device=placeholders.device).expand_as(placeholders)
-        place = self._places(placeholders) - first
-        turned = placeholders & (place >= 0) & (place < patches)
-        return torch.where(turned, position + patches - 1 - 2 * place, position)
+        index = self._index_in_image(placeholders) - first
+        is_patch = placeholders & (index >= 0) & (index < patches)
+        return torch.where(is_patch, position + patches - 1 - 2 * index, position)
 
     @can_return_tuple
     def forward(
@@ -205,20 +205,20 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids: (batch, length) token ids, `config.image_token_id` where features of images go: as many as an
-                image has, `config.num_image_tokens`, in a row. A row may have any number of images.
-            pixel_values: (images, channels, image_size, image_size), those of all rows, one after the other. Later
-                calls with `past_key_values` need only images whose placeholders they have.
-            inputs_embeds: (batch, length, hidden_size), in place of `input_ids`; with `pixel_values` those that equal
+            input_ids: (batch, length) token ids, with `config.num_image_tokens` consecutive placeholders
+                (`config.image_token_id`) for each image. A row may have any number of images.
+            pixel_values: (images, channels, image_size, image_size), the images of all rows, one after the other.
+                Later calls with `past_key_values` only need the images whose placeholders they have.
+            inputs_embeds: (batch, length, hidden_size), instead of `input_ids`. With `pixel_values`, those that equal
                 the placeholder's embedding are replaced.
-            attention_mask, position_ids, past_key_values, use_cache, cu_seqlens: see [`Rwkv6Model`].
+            attention_mask, position_ids, past_key_values, use_cache, cu_seqlens: see [`Rwkv5Model`].
 
         Returns:
-            last_hidden_state, past_key_values and hidden_states as [`Rwkv6Model`] has them.
+            last_hidden_state, past_key_values and hidden_states as in [`Rwkv5Model`].
 
         Raises:
-            ValueError: before any work, where an argument does not fit or images and placeholders do not; the message
-                names it.
+            ValueError: before any work, if an argument does not fit, or images and placeholders do not fit each other;
+                the message names it.
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -233,35 +233,37 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
                 self.check_images(placeholders, len(pixel_values), tokens)
             features = self.get_image_features(pixel_values, return_dict=True).pooler_output
             x = x.masked_scatter(placeholders.unsqueeze(-1), features.to(x.device, x.dtype))
-            order = self.backwards(placeholders)
+            order = self.backward_order(placeholders)
         elif input_ids is not None and should_check(input_ids):
             placeholders = self.find_images(input_ids, None)
-            if placeholders.any():  # most often there are none
+            if placeholders.any():
                 self.check_images(placeholders, 0, tokens)
 
         hidden_states = (x,) if output_hidden_states else None
         for block in self.rwkv.blocks[: self.rwkv.config.num_hidden_layers]:
-            turned = order is not None and block.layer_idx % 2 == 1
-            x = turn(x, order) if turned else x
+            backward = order is not None and block.layer_idx % 2 == 1
+            x = reorder(x, order) if backward else x
             x = block(x, tokens, past_key_values=past_key_values)
-            x = turn(x, order) if turned else x
+            x = reorder(x, order) if backward else x
             if output_hidden_states:
                 hidden_states += (x,)
-        outputs = self.make_output(self.rwkv.ln_out(x), tokens, past_key_values, use_cache, hidden_states)
+        outputs = self.make_output(self.rwkv.ln_out(x), tokens, past_key_values, use_cache)
+        if output_hidden_states:
+            outputs.hidden_states = (*hidden_states[:-1], outputs.last_hidden_state)
         if order is not None and past_key_values is not None and past_key_values.records_past:
-            # An image that was read backwards cannot be taken back in part.
+            # A part of an image that was read backward cannot be removed.
             past_key_values.keep_past(int(placeholders.any(0).flip(0).int().argmax()))
         return outputs
 
 
-def turn(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def reorder(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """The tokens x (batch, length, width) in the order (batch, length)."""
-    order = order.to(x.device)  # of a model on several devices
+    order = order.to(x.device)  # the blocks of a model may be on several devices
     return x.gather(1, order.unsqueeze(-1).expand_as(x))
 
 
 class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel, RecurrentGenerationMixin):
-    """VisualRWKV with the head that predicts the next token."""
+    """VisualRWKV with a language modeling head."""
 
     lm_head_name = "head"
     _tp_plan = {"head": "colwise_gather_output"}
@@ -287,7 +289,6 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cu_seqlens: torch.Tensor | None = None,
         **kwargs,
@@ -295,15 +296,15 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         """
         Args:
             input_ids, pixel_values, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,
-                output_hidden_states, cu_seqlens: see [`VisualRwkvModel`].
-            labels: (batch, length) ids to predict, shifted inside; -100 and placeholders are ignored.
-            logits_to_keep: logits of that many last tokens only (0: of all), or of the tokens at these indices.
+                cu_seqlens: see [`VisualRwkvModel`].
+            labels: (batch, length) ids to predict, shifted inside the model; -100 and placeholders are ignored.
+            logits_to_keep: the number of last tokens to compute logits for (0: all), or the indices of the tokens.
 
         Returns:
-            loss where `labels` are given, logits (batch, kept, vocabulary), past_key_values, hidden_states.
+            loss if `labels` are given, logits (batch, kept, vocabulary), past_key_values, hidden_states.
 
         Raises:
-            ValueError: before any work, where an argument does not fit; the message names it.
+            ValueError: before any work, if an argument does not fit; the message names it.
         """
         if labels is not None:
             labels = labels.masked_fill(labels == self.config.image_token_id, -100)
@@ -316,7 +317,6 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
             inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
             logits_to_keep=logits_to_keep,
             cu_seqlens=cu_seqlens,
             **kwargs,
@@ -330,7 +330,7 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         is_first_iteration: bool = False,
         **kwargs,
     ) -> dict:
-        """As in transformers, with the images whose placeholders are read: no others of those that were given."""
+        """As in transformers, with only those of the images whose placeholders this call reads."""
         inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
@@ -342,11 +342,11 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
             return inputs
         inputs.pop("pixel_values", None)
         ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
-        if ids is not None and ids.shape[1] == 1 and not is_first_iteration:  # the token that was chosen last
+        if ids is not None and ids.shape[1] == 1 and not is_first_iteration:  # a generated token
             return inputs
         unread = self._count_images(ids, embeds)
         total = self._count_images(None, inputs_embeds) if ids is None else self._count_images(input_ids)
-        if len(pixel_values) == sum(total):  # those of the whole conversation
+        if len(pixel_values) == sum(total):  # the images of the whole conversation
             rows = zip(pixel_values.split(total), unread, strict=True)
             pixel_values = torch.cat([row[len(row) - new :] for row, new in rows])
         if sum(unread) or (is_first_iteration and len(pixel_values)):
@@ -360,13 +360,13 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         input_ids: torch.Tensor | None = None,
         **model_kwargs,
     ) -> tuple[torch.Tensor, dict]:
-        """As in transformers, which would repeat each image, not those of a row together."""
+        """As in transformers, but the images of a row are repeated together, not one by one."""
         pixel_values = model_kwargs.pop("pixel_values", None)
         if pixel_values is not None and expand_size > 1:
             embeds = model_kwargs.get("inputs_embeds")
             rows = self._count_images(input_ids if embeds is None else None, embeds)
             if sum(rows) != len(pixel_values):
-                raise ValueError(f"`pixel_values` holds {len(pixel_values)} images, the placeholders are of {rows}.")
+                raise ValueError(f"`pixel_values` holds {len(pixel_values)} images, the placeholders are for {rows}.")
             pixel_values = torch.cat([row.repeat(expand_size, 1, 1, 1) for row in pixel_values.split(rows)])
         images = {} if pixel_values is None else {"pixel_values": pixel_values}
         input_ids, model_kwargs = super()._expand_inputs_for_generation(
@@ -379,7 +379,7 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         return (self.model.find_images(input_ids, inputs_embeds).sum(1) // self.config.num_image_tokens).tolist()
 
     def _get_logits_processor(self, *args, device: torch.device | None = None, **kwargs):
-        """A placeholder is no token to generate."""
+        """As in transformers, and placeholders are never generated."""
         processors = super()._get_logits_processor(*args, device=device, **kwargs)
         processors.append(SuppressTokensLogitsProcessor([self.config.image_token_id], device=device))
         return processors

@@ -1,0 +1,205 @@
+"""What may import what: the walls of CONTRIBUTING.md, read from the syntax trees."""
+
+import ast
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from subquad.models import REGISTRY
+
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = {
+    "subquad": ROOT / "src",
+    "subquad_kernels": ROOT / "kernels" / "torch-ext",
+    "subquad_tokenizers": ROOT / "tokenizers",
+    "subquad_conversion": ROOT / "conversion",
+}
+# Import package to the other packages that it may import, besides the standard library and itself.
+WALLS = {
+    "subquad_kernels": {"torch", "triton"},
+    "subquad_tokenizers": {"transformers", "tokenizers", "huggingface_hub", "numpy"},
+    "subquad_conversion": {
+        *("torch", "safetensors", "transformers", "huggingface_hub", "tqdm"),
+        *("subquad", "subquad_tokenizers"),
+    },
+}
+# The modules of `subquad` that may import conversion: the command line, and the sizes of what can be converted.
+ABOVE_CONVERSION = ("subquad.cli", "subquad.info")
+# What the files of an architecture that a model repository carries may import from `subquad`, besides their own folder.
+SHARED = {
+    f"subquad.{name}"
+    for name in (
+        *("base", "cache", "counting_cache", "generation", "growing_cache", "heads", "layers", "layout", "padding"),
+        *("ring", "saving", "tensor_parallel"),
+    )
+}
+# Architectures that are made of others.
+BUILT_ON = {"rwkv6": {"rwkv5"}, "visual_rwkv": {"rwkv5", "rwkv6"}}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the distribution, by its import path."""
+    found = {}
+    for package, source in SOURCES.items():
+        for path in sorted((source / package).rglob("*.py")):
+            parts = path.relative_to(source).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def statements(tree: ast.AST):
+    """All nodes of a tree, without what only type checkers see."""
+    for node in ast.iter_child_nodes(tree):
+        if not is_type_checking(node):
+            yield node
+            yield from statements(node)
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """
+    What a module imports, anywhere in it: modules of the distribution by their whole path, other packages by theirs.
+    """
+    path = modules()[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            base = ".".join(filter(None, (base, node.module)))
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                found.add(name if name in modules() else base)
+    return frozenset(name if name.split(".")[0] in SOURCES else name.split(".")[0] for name in found)
+
+
+def ours(module: str) -> set[str]:
+    return {name for name in imports(module) if name.split(".")[0] in SOURCES}
+
+
+def find_circle(edges: dict[str, set[str]]) -> list[str]:
+    """A circle in a graph, or an empty list."""
+    done, path = set(), []
+
+    def visit(name):
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        path.append(name)
+        for other in sorted(edges.get(name, ())):
+            if circle := visit(other):
+                return circle
+        done.add(path.pop())
+        return []
+
+    return next((circle for name in edges if (circle := visit(name))), [])
+
+
+@pytest.mark.fast
+def test_every_import_exists():
+    """The other tests see all edges of the graph."""
+    for module in modules():
+        for name in ours(module):
+            assert name in modules(), f"{module} imports {name}"
+
+
+@pytest.mark.fast
+def test_there_is_no_circle_between_files():
+    assert find_circle({module: ours(module) - {module} for module in modules()}) == []
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("edges", "found"), [({"a": {"b"}, "b": {"c"}, "c": {"b"}}, "bcb"), ({"a": {"b"}, "b": ()}, "")]
+)
+def test_a_circle_is_found(edges, found):
+    assert find_circle(edges) == list(found)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("package", WALLS)
+def test_walls_between_packages(package):
+    for module in modules():
+        if module.split(".")[0] == package:
+            others = {name.split(".")[0] for name in imports(module)} - {package} - sys.stdlib_module_names
+            assert others <= WALLS[package], module
+
+
+@pytest.mark.fast
+def test_only_the_command_line_and_info_import_conversion():
+    for module in modules():
+        if module.split(".")[0] == "subquad" and any(name.startswith("subquad_conversion") for name in ours(module)):
+            assert module.startswith(ABOVE_CONVERSION), module
+
+
+@pytest.mark.fast
+def test_triton_is_imported_by_kernels_alone():
+    """Nothing imports triton before a kernel runs, except for files that hold nothing but kernels."""
+    for module, path in modules().items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        at_top = {
+            node.module if isinstance(node, ast.ImportFrom) else alias.name
+            for node in tree.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        if any((name or "").split(".")[0] == "triton" for name in at_top):
+            users = [other for other in modules() if module in ours(other)]
+            kernels = [other for other in (module, *users) if "triton.jit" in modules()[other].read_text()]
+            in_functions = [other for other in users if other not in kernels]
+            assert module in kernels
+            for other in in_functions:
+                top = ast.parse(modules()[other].read_text(encoding="utf-8")).body
+                names = {node.module for node in top if isinstance(node, ast.ImportFrom) and node.level}
+                assert module.rpartition(".")[2] not in {(name or "").rpartition(".")[2] for name in names}, other
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
+def test_walls_around_an_architecture(architecture):
+    """What a model repository carries imports nothing wider than it needs; a folder knows no other one."""
+    folders = {architecture.folder, *BUILT_ON.get(architecture.folder, ())}
+    for module in modules():
+        if not module.startswith(f"{architecture.package}."):
+            continue
+        for name in ours(module):
+            if name.startswith("subquad.models."):
+                assert name.split(".")[2] in folders, f"{module} imports {name}"
+        carried = module.rpartition(".")[2].startswith(
+            ("cache_", "configuration_", "layout_", "modeling_", "processing_")
+        )
+        if carried:
+            wide = {name for name in ours(module) if not name.startswith(("subquad.models.", "subquad_"))}
+            assert wide <= SHARED, module
+            assert not any(name.endswith(".architecture") for name in ours(module)), module
+
+
+@pytest.mark.fast
+def test_no_tool_names_an_architecture():
+    """What differs between architectures is a field of the descriptor, not a comparison with a model type."""
+    for module, path in modules().items():
+        if module.split(".")[0] not in ("subquad", "subquad_kernels") or module.startswith("subquad.models."):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare | ast.match_case | ast.Dict):
+                constants = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+                named = [name for name in constants if name in REGISTRY]
+                assert not named, f"{module}, line {getattr(node, 'lineno', '?')}: {named}"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("folder", ["kernels", "tokenizers", "conversion"])
+def test_a_wing_hides_no_package(folder):
+    """With the root of the repository on sys.path, `kernels/__init__.py` would hide the PyPI package `kernels`."""
+    assert not (ROOT / folder / "__init__.py").exists()
