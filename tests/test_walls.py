@@ -28,7 +28,7 @@ WALLS = {
 }
 # The modules of `subquad` that may import conversion: the command line, and the sizes of what can be converted.
 ABOVE_CONVERSION = ("subquad.cli", "subquad.info")
-# What the files of an architecture that a model repository carries may import from `subquad`, besides their own folder.
+# What the files that a model repository carries may import from `subquad`, besides their own folder.
 SHARED = {
     f"subquad.{name}"
     for name in (

@@ -112,11 +112,14 @@ class Support:
         dtypes: what is said about float32, bfloat16 and float16.
         tensor_parallel: what tensor parallelism splits.
         pipelines: the pipelines that were tested.
+        programs: what `torch.export` and ONNX can express.
+        adapters: PEFT.
         serving: `transformers serve`.
         lm_eval: lm-eval.
-        trl: `Trainer`, accelerate and TRL.
+        trainers: `Trainer`, accelerate and TRL.
+        distributed: data parallelism.
+        quantization: torchao and bitsandbytes.
         state_tuning: "yes", or why there is none.
-        programs: what `torch.export` and ONNX can express.
     """
 
     checkpoints: str
@@ -128,7 +131,10 @@ class Support:
     pipelines: str = "generation, classification, features"
     serving: str = "yes"
     lm_eval: str = "yes"
-    trl: str = "yes"
+    adapters: str = "yes"
+    trainers: str = "yes"
+    distributed: str = "yes"
+    quantization: str = "yes"
     state_tuning: str = "yes"
 
 

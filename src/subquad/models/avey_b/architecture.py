@@ -58,7 +58,7 @@ AVEY_B = Architecture(
         pipelines="fill-mask, classification, tokens, question answering, features",
         serving="no: an encoder",
         lm_eval="no: an encoder",
-        trl="yes (TRL is for causal models)",
+        trainers="yes (TRL is for causal models)",
         state_tuning="no: an encoder",
     ),
     # The published models; table 3 of the paper has their numbers of parameters.

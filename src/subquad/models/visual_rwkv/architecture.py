@@ -52,7 +52,10 @@ VISUAL_RWKV = Architecture(
         pipelines="image-text-to-text",
         serving="not tested",
         lm_eval="not tested",
-        trl="`Trainer`",
+        adapters="LoRA",
+        trainers="`Trainer`",
+        distributed="not tested",
+        quantization="not tested",
     ),
     presets={
         f"visual-{name}": {"text_config": {"model_type": model_type, **text.presets[name]}}
