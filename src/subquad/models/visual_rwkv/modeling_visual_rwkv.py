@@ -84,7 +84,7 @@ class VisualRwkvPreTrainedModel(RecurrentPreTrainedModel):
 
 
 class VisualRwkvModel(VisualRwkvPreTrainedModel):
-    """CLIP's vision tower (`vit`), the projection (`proj`) and the blocks of Eagle or Finch (`rwkv`), without a head."""
+    """CLIP's vision tower (`vit`), the projection (`proj`) and Eagle's or Finch's blocks (`rwkv`), without a head."""
 
     def __init__(self, config: VisualRwkvConfig):
         super().__init__(config)
@@ -122,7 +122,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             raise ValueError(f"`pixel_values` must be (images, {wanted}), got {tuple(pixel_values.shape)}.")
 
     def pool(self, x: torch.Tensor) -> torch.Tensor:
-        """The features of images, (images, num_image_tokens, width), of x (images, 1 + patches, width) from the tower."""
+        """The features (images, num_image_tokens, width) of the tower's output x (images, 1 + patches, width)."""
         grid, first = self.config.grid_size, self.config.class_token_first
         token, patches = x[:, :1], x[:, 1:]
         if grid == 0:
