@@ -40,7 +40,7 @@ Times are medians, on a GPU between device events. Inputs alternate, so that non
 everything runs in bfloat16, on a CPU in float32. A floor is the larger of two times: to move inputs and outputs once
 (of a model: its weights), and to make the matrix products that no implementation can save, at the rates that a large
 copy and a large product reach in the same run. TFLOP/s and GB/s count these only. MiB are the peak beyond what is
-held before the call; a CPU counts the memory of models only, as all that the process holds. "graph" replays a CUDA
+held before the call; of models they are all that is held, on a CPU by the process. "graph" replays a CUDA
 graph, without what Python takes between two kernels. --out DIR keeps the rows of NAME in NAME.csv (after every row),
 NAME.json, NAME.md and, if matplotlib is installed, NAME.png.
 """
@@ -191,7 +191,8 @@ def measure_ceilings(options: argparse.Namespace) -> str:
     operations that a matrix product makes in one. Returns a line that says both.
     """
     device, large = options.device, options.device != "cpu" and not options.quick
-    source = torch.randint(256, (2**32 if large else 2**22 if options.quick else 2**26,), dtype=torch.uint8, device=device)
+    size = 2**32 if large else 2**22 if options.quick else 2**26
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     width, dtype = (8192, torch.bfloat16) if large else (512, torch.float32)
     a, b = torch.randn(2, width, width, device=device).to(dtype)
@@ -366,7 +367,8 @@ Targets = tuple[tuple[str, str | None, int, float], ...]
 
 def judged_targets(rows: list[dict[str, Any]], targets: Targets) -> list[str]:
     """For every row of ours that has targets, the strictest one for each peer, and whether it is met."""
-    found = {(row["implementation"], *(row.get(field) for field in SHAPE)): row for row in rows if row.get("milliseconds")}
+    rows = [row for row in rows if row.get("milliseconds")]
+    found = {(row["implementation"], *(row.get(field) for field in SHAPE)): row for row in rows}
     lines = []
     for key, row in found.items():
         strictest: dict[str | None, float] = {}
@@ -500,9 +502,13 @@ def run_benchmark(
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
         # An operator that falls back to plain torch must not pass for a measurement of the kernels.
         warnings.filterwarnings("error", message=".*runs in plain torch")
+        # What is there already is not garbage, which memory is measured without.
+        gc.collect()
+        gc.freeze()
         try:
             lines = measure(results, options)
         finally:
+            gc.unfreeze()
             results.bar.close()
     text = "\n".join([results.table(), *lines])
     print(text)
