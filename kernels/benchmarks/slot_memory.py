@@ -21,11 +21,11 @@ CHECKED = {"batch": 2, "heads": 2, "size": 64, "slots": 48, "topk": 8, "carried"
 
 
 def for_fla(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, initial_state: Tensor | None = None) -> dict[str, Any]:
-    state = None
-    if initial_state is not None:
-        keys, values = initial_state.split(q.shape[-1], -1)
-        state = keys.mT.contiguous(), values.contiguous()
-    return {"q": q, "k": k, "v": v, "s": (-log_f.expm1()).to(k.dtype), "g": log_f.to(k.dtype), "initial_state": state}
+    inputs = {"q": q, "k": k, "v": v, "s": (-log_f.expm1()).to(k.dtype), "g": log_f.to(k.dtype)}
+    if initial_state is None:
+        return inputs
+    keys, values = initial_state.split(q.shape[-1], -1)
+    return {**inputs, "initial_state": (keys.mT.contiguous(), values.contiguous())}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
