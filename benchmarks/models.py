@@ -1,15 +1,15 @@
 """
 Whole models: how long they take to read a prompt, to write a token and to train, and how much memory that needs.
 
-Models of random weights (--models eagle finch avey avey-b raven gecko; on a GPU of a published size, on a CPU smaller
-ones, or any preset by --preset), and the trained ones that come with the package (eagle-abc, ...). Beside them run,
-on the same inputs, the published algorithm in ordinary torch (`plain`: Avey, Avey-B), ModernBERT of transformers
-(Avey-B), flash-linear-attention (Finch, Raven; on a GPU), the package rwkv (Eagle, Finch; on a CPU), and the recurrence
-one step after the other (`stepping`).
+Measured are models of random weights (--models eagle finch avey avey-b raven gecko; on a GPU of a published size, on a
+CPU smaller ones, or any preset by --preset), and the trained ones that come with the package (eagle-abc, ...). Beside
+them run, on the same inputs, the published algorithm in ordinary torch (`plain`: Avey, Avey-B), ModernBERT of
+transformers (Avey-B), flash-linear-attention (Finch, Raven; on a GPU), the package rwkv (Eagle, Finch; on a CPU), and
+the recurrence one step after the other (`stepping`: Eagle, Finch).
 
 parts (--parts):
-  check     the logits (at once, with a cache, padded) and the gradients against the published algorithm in float64, and
-            the logits of peers. If a case is wrong, nothing else is measured and the exit status is 1.
+  check     the logits (at once, with a cache, padded) and the gradients against the published algorithm in float64,
+            and the logits of peers. If a case is wrong, nothing else is measured and the exit status is 1.
   read      the first token after a prompt, and the hidden states of all tokens, by length; with the exponents of
             throughput and latency, N^-alpha and N^beta
   decode    one more token by length of the context, with a cache that grows and with a static one (on a GPU with
@@ -154,7 +154,7 @@ MODELS = {
 # training, steps, tokens of a piece of the long text.
 SIZES = {
     "quick": {
-        **{"prompts": (16, 40), "batches": (2,), "contexts": (16, 40), "texts": (1, 2), "new": 8},
+        **{"prompts": (16, 40), "batches": (2,), "contexts": (16, 40), "texts": (2,), "new": 8},
         **{"rows": 2, "train": (32,), "steps": 2, "piece": 64},
     },
     "cpu": {
@@ -231,7 +231,7 @@ def from_config(config: Any, device: str, dtype: torch.dtype) -> nn.Module:
     with torch.device(device):
         model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, weights in model.named_parameters():
+        for weights in model.parameters():
             if weights.dim() == 2 and not weights.any():
                 # Products with zeros are quicker, and every text would be the same.
                 weights.normal_(std=weights.shape[-1] ** -0.5)
@@ -246,9 +246,7 @@ def make_ours(name: str, options: argparse.Namespace) -> Ours:
         model = from_config(config_of(MODELS[name], options), options.device, options.dtype)
     else:
         path = EMBEDDED / name
-        auto = getattr(
-            transformers, subquad.lm_auto_class(transformers.AutoConfig.from_pretrained(path).model_type)
-        )
+        auto = getattr(transformers, subquad.lm_auto_class(transformers.AutoConfig.from_pretrained(path).model_type))
         model = auto.from_pretrained(path, dtype=options.dtype).to(options.device)
     return Ours(name, model, options)
 
@@ -316,7 +314,9 @@ def check(results: Results, models: list[str], options: argparse.Namespace) -> N
         if name not in MODELS or MODELS[name].model_type not in PEERS:
             continue
         sizes = MODELS[name]
-        configs = [transformers.AutoConfig.for_model(sizes.model_type, **(sizes.quick if options.quick else sizes.cpu))]
+        configs = [
+            transformers.AutoConfig.for_model(sizes.model_type, **(sizes.quick if options.quick else sizes.cpu))
+        ]
         if options.sizes == "cuda":
             configs.append(config_of(sizes, options))
         kind = type(configs[0])
@@ -384,7 +384,9 @@ def read_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) ->
         if not last_only:  # without the head
             operations -= 2 * length * config.hidden_size * config.vocab_size
         moved = weights + ids.numel() * config.hidden_size * options.dtype.itemsize
-        return with_rate(steady_milliseconds(function, options), ids.numel(), floor(options, batch * operations, moved))
+        return with_rate(
+            steady_milliseconds(function, options), ids.numel(), floor(options, batch * operations, moved)
+        )
 
     for batch, length in itertools.product(options.batches, options.prompts):
         for what, method in (("first token", "first_token"), ("all tokens", "all_tokens")):
@@ -432,7 +434,7 @@ def decode_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) 
     warm_up = 4 if options.device != "cpu" else 1
     total = warm_up + options.steps
 
-    def timed(step, batch, length, last_only=True):
+    def timed(step, batch):
         turns = itertools.count()
         timings(lambda: step(next(turns)), options.device, warm_up)  # compiles, and captures a graph
         milliseconds = statistics.median(timings(lambda: step(next(turns)), options.device, options.steps))
@@ -453,7 +455,7 @@ def decode_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) 
                 torch.compiler.cudagraph_mark_step_begin()
             return step(input_ids=token, past_key_values=cache, logits_to_keep=1).logits
 
-        return timed(call, batch, length) | state_note(cache)
+        return timed(call, batch) | state_note(cache)
 
     @torch.no_grad()
     def of_peer(peer, batch, length):
@@ -464,7 +466,7 @@ def decode_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) 
             torch.compiler.cudagraph_mark_step_begin()
             return step(t)
 
-        return timed(call, batch, length)
+        return timed(call, batch)
 
     if not ours.causal:
         return
@@ -604,8 +606,8 @@ def long_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) ->
         )
         if cache.get_seq_length() != end or not logits[0].isfinite().all():
             raise ValueError(f"{cache.get_seq_length()} of {end} tokens were read, or logits are not finite")
-        floor = 2 * ours.parameters * (end - start) / options.multiplied
-        return with_rate(milliseconds, end - start, floor) | state_note(cache)
+        least = 2 * ours.parameters * (end - start) / options.multiplied
+        return with_rate(milliseconds, end - start, least) | state_note(cache)
 
     for start, end in itertools.pairwise((0, *sorted(ends | {min(8 * options.piece, options.tokens)}))):
         yield "long text, up to", OURS, 1, end, functools.partial(measure, start, end)
@@ -632,7 +634,7 @@ def exponent(lengths: list[int], values: list[float]) -> float:
 
 
 def power_laws(rows: list[dict[str, Any]]) -> list[str]:
-    """Throughput of reading as N^-alpha and latency as N^beta: from the highest throughput on, and over all lengths."""
+    """Of reading, throughput as N^-alpha and latency as N^beta: from the best throughput on, and over all lengths."""
     found: dict[tuple, dict[int, dict[str, Any]]] = {}
     for row in rows:
         if row["part"] == "read" and row.get("tokens_per_second") and not row["what"].endswith(GRAPH):
@@ -658,7 +660,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     trained = sorted(path.name for path in EMBEDDED.iterdir())
     parser = make_parser(__doc__, PARTS, minutes=8 if torch.cuda.is_available() else 30)
     add = parser.add_argument
-    add("--models", nargs="+", choices=(*MODELS, *trained), metavar="MODEL", help="default: all, on a GPU without -abc")
+    add(
+        "--models", nargs="+", choices=(*MODELS, *trained), metavar="MODEL", help="default: all, on a GPU without -abc"
+    )
     add("--preset", help="the size of the models of random weights, one of `subquad.presets`")
     add("--lengths", type=int, nargs="+", help="tokens of prompts and contexts")
     add("--tokens", type=int, default=4_000_000, help="of the long text (default: 4,000,000)")

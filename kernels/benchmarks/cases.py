@@ -367,7 +367,9 @@ def measure_case(case: Case, name: str, training: bool, graph: bool, options: ar
         measured["milliseconds"] = milliseconds_of(replay, case, options) / sets
     else:
         # In place, what is overwritten again and again may grow beyond all bounds.
-        measured["milliseconds"] = milliseconds_of(call, case, options, most=20 if inplace and not case.states else 200)
+        measured["milliseconds"] = milliseconds_of(
+            call, case, options, most=20 if inplace and not case.states else 200
+        )
         measured["MiB"] = extra_mebibytes(call, device)
     if name in (*case.exact, *case.peers, OURS, EAGER, REFERENCE, COMPILED):
         measured["floor_milliseconds"] = floor(options, operations, moved)
@@ -383,9 +385,9 @@ def names_for(case: Case, training: bool, graph: bool, options: argparse.Namespa
     yield from case.others()
     if options.compiles and PLAIN in case.others() and not graph:
         yield COMPILED
-    if not graph and not training and case.is_step:
-        yield REFERENCE
-    elif not graph and case.batch * case.length * (8 if training else 1) <= case.most_reference:
+    # A step of the reference looks at its inputs, which a graph cannot capture.
+    short = case.batch * case.length * (8 if training else 1) <= case.most_reference
+    if not graph and (case.is_step or short):
         yield REFERENCE
 
 

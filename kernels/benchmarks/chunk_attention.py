@@ -24,7 +24,7 @@ CPU = {"key": 64, "value": 512, "chunk": 256}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunked(Case):
-    """Chunks of tokens, whose heads have keys and values of different sizes: those of Gecko 7B unless others are given."""
+    """Chunks of tokens, whose keys and values have different sizes: those of Gecko 7B unless others are given."""
 
     heads: int = 4
     key: int = 256

@@ -44,7 +44,10 @@ class Contextualizer(Case):
         ],
         "GPU check": [
             {"size": 2048, "wide": True},
-            *({"batch": batch, "size": size, "wide": True, "compared": PLAIN} for batch, size in ((256, 768), (40, 2048))),
+            *(
+                {"batch": batch, "size": size, "wide": True, "compared": PLAIN}
+                for batch, size in ((256, 768), (40, 2048))
+            ),
         ],
         "quick": [{"batch": 2, "context": 32, "length": 32, "queries": 32, "size": 16}],
         "cpu": [{"batch": batch, "size": size} for batch, size in itertools.product((4, 16), (768, 2048))],

@@ -1,4 +1,6 @@
-"""The static layers of Avey-B (static_mixing), beside the published ones in plain torch. The forward pass works in place."""
+"""
+The static layers of Avey-B (static_mixing), beside the published ones in plain torch. The forward pass works in place.
+"""
 
 import dataclasses
 import functools
@@ -64,7 +66,10 @@ class Mixing(Case):
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """The result is where the gate was, and what lies before the gate is as it was."""
         before, after = held["features"].tensor_split((self.size,), -1)
-        return {"gate in place": (after, expected["out"]), "x in place": (before, inputs["features"][..., : self.size])}
+        return {
+            "gate in place": (after, expected["out"]),
+            "x in place": (before, inputs["features"][..., : self.size]),
+        }
 
     @property
     def product(self) -> float:

@@ -38,7 +38,9 @@ class TokenShift(Case):
             for length, how in itertools.product((1, 65, 200), ({}, FINCH))
         ],
         "quick": [{"size": 24, "length": length, **how} for length, how in itertools.product((8, 40), ({}, FINCH))],
-        "cpu": [{"size": 512, "length": length, **how} for length, how in itertools.product((1024, 4096), ({}, FINCH))],
+        "cpu": [
+            {"size": 512, "length": length, **how} for length, how in itertools.product((1024, 4096), ({}, FINCH))
+        ],
         "cuda": [
             {"batch": batch, "length": length, **how}
             for (batch, length), how in itertools.product(((8, 4096), (1, 32768)), ({}, FINCH))

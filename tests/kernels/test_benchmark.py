@@ -60,7 +60,9 @@ def run(modules, monkeypatch, tmp_path):
 def kind_of(module):
     """The class of the cases that a script measures."""
     (kind,) = (
-        x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__ and "ours" in vars(x)
+        x
+        for x in vars(module).values()
+        if isinstance(x, type) and x.__module__ == module.__name__ and "ours" in vars(x)
     )
     return kind
 
