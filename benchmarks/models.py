@@ -30,6 +30,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import statistics
@@ -407,7 +408,7 @@ def read_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) ->
                 yield "all tokens" + GRAPH, name, batch, length, call
     if options.compiles and PLAIN in peers:
         torch.compiler.reset()
-        plain = PEERS[config.model_type][PLAIN](ours.model).compile()
+        plain = PEERS[config.model_type][PLAIN](ours.model).compiled()
         method = "first_token" if ours.causal else "all_tokens"
         for batch, length in itertools.product(options.batches, options.prompts):
             call = functools.partial(measure, getattr(plain, method), batch, length, ours.causal)
@@ -692,8 +693,11 @@ def measure(results: Results, options: argparse.Namespace) -> list[str]:
             made += [ours := make_ours(model, options), peers_of(ours)]
             return {"milliseconds": 1e3 * (time.perf_counter() - start), "note": f"{ours.parameters:,} parameters"}
 
+        gc.unfreeze()
+        gc.collect()  # the model before
         if not results.measure(row, make):
             continue
+        gc.freeze()  # or every row would look for garbage in what has been imported, for half a second
         for part in (part for part in ROWS if part in options.parts):
             for what, name, batch, length, function in ROWS[part](*made, options):
                 shape = {"batch": batch, "length": length, "size": made[0].config.hidden_size}

@@ -51,7 +51,7 @@ class Plain(nn.Module):
         super().__init__()
         self.config = config
 
-    def compile(self):
+    def compiled(self):
         for name, how in self.compiled_parts.items():
             setattr(self, name, torch.compile(getattr(self, name), **how))
         return self

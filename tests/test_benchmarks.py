@@ -123,7 +123,7 @@ def test_trained_models_are_measured_and_profiled(run):
     assert " ms (" in found["finch-abc profile of all tokens"]["note"]
 
 
-def test_compiled_steps_write_the_same(models, run, monkeypatch):
+def test_static_caches_write_the_same(models, run, monkeypatch):
     monkeypatch.setitem(models.MODELS["finch"].quick, "num_hidden_layers", 1)
     rows = run("--models", "finch", "--parts", "generate", "--compile")
     notes = {row["what"]: row["note"] for row in rows if row["implementation"] == "subquad"}
