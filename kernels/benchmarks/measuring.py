@@ -440,7 +440,7 @@ def make_parser(description: str, parts: tuple[str, ...], minutes: float) -> arg
     add = parser.add_argument
     add("--parts", nargs="+", choices=parts, metavar="PART", help=f"of {', '.join(parts)} (default: all that apply)")
     add("--out", type=Path, metavar="DIR", help="folder for the record and the figure")
-    add("--minutes", type=float, default=minutes, help="no measurement begins later (default: %(default)s)")
+    add("--minutes", type=float, default=minutes, help="after so long no measurement begins (default: %(default)s)")
     add("--seconds", type=float, default=0.5, help="how long a median is taken over (default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), default=device, help="default: cuda if there is a GPU")
     add("--quick", action="store_true", help="tiny sizes, each measured once: shows that everything runs")
