@@ -16,14 +16,12 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# Every script in a folder of benchmarks, but those that the others import.
+BENCHMARKS := $(filter-out %/measuring.py %/cases.py %/peers.py, \
+	$(wildcard kernels/benchmarks/*.py benchmarks/*.py tokenizers/benchmarks/*.py))
+
 bench: $(VENV)/.installed-dev
-	$(BIN)/python kernels/benchmarks/wkv.py --out build/bench $(ARGS)
-	$(BIN)/python kernels/benchmarks/avey.py --out build/bench $(ARGS)
-	$(BIN)/python kernels/benchmarks/avey_b.py --out build/bench $(ARGS)
-	$(BIN)/python kernels/benchmarks/raven.py --out build/bench $(ARGS)
-	$(BIN)/python kernels/benchmarks/gecko.py --out build/bench $(ARGS)
-	$(BIN)/python kernels/benchmarks/models.py $(ARGS)
-	$(BIN)/python tokenizers/benchmarks/rwkv_world.py $(ARGS)
+	set -e; for script in $(BENCHMARKS); do $(BIN)/python $$script --out build/bench $(ARGS); done
 
 report: $(VENV)/.installed-inspect
 	$(BIN)/python -m examples.evaluation report $(ARGS)

@@ -46,7 +46,7 @@ from .figures import line_of, new_figure, short
 from .models import NAMES, make_config, make_model
 
 
-# The medians and peaks of the kernels' benchmarks.
+# Time and memory are measured as in the benchmarks of the operators.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "kernels" / "benchmarks"))
 
 from measuring import extra_mebibytes, median_milliseconds, resident_mebibytes, size_of, timings

@@ -1,7 +1,9 @@
-"""What the benchmarks share: medians, rows that are measured and written, and the table at the end."""
+"""What all benchmarks share: timing, memory, the rows of a run, and the report at its end."""
 
 import argparse
+import contextlib
 import csv
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -10,12 +12,13 @@ import itertools
 import json
 import math
 import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +31,26 @@ FIELDS = (
     *("milliseconds", "MiB", "tokens_per_second", "floor_milliseconds", "teraflops", "gigabytes_per_second"),
     *("note", "versions"),
 )
-# What makes two rows comparable.
+# Two rows that agree in these fields can be compared.
 SHAPE = ("part", "what", "batch", "heads", "size", "length", "dtype")
-OURS = "subquad"
+OURS, PLAIN, COMPILED, FLA, GRAPH = "subquad", "plain", "plain, compiled", "fla", ", graph"
+
+ABOUT_NUMBERS = """
+Times are medians, on a GPU between device events. Inputs alternate, so that none is still in the cache. On a GPU
+everything runs in bfloat16, on a CPU in float32. A floor is the larger of two times: to move inputs and outputs once
+(of a model: its weights), and to make the matrix products that no implementation can save, at the rates that a large
+copy and a large product reach in the same run. TFLOP/s and GB/s count these only. MiB are the peak beyond what is
+held before the call; of models they are all that is held, on a CPU by the process. "graph" replays a CUDA
+graph, without what Python takes between two kernels. --out DIR keeps the rows of NAME in NAME.csv (after every row),
+NAME.json, NAME.md and, if matplotlib is installed, NAME.png.
+"""
+
+
+# Time and memory of a call.
 
 
 def timings(function: Callable[[], Any], device: str, calls: int) -> list[float]:
-    """Milliseconds of each of so many calls; on a GPU between events, so that the calls queue up there."""
+    """Milliseconds of each of `calls` calls; on a GPU between events, so that the calls queue up there."""
     if device == "cpu":
         times = [time.perf_counter()]
         for _ in range(calls):
@@ -59,7 +75,7 @@ def median_milliseconds(
     most: int = 200,
     warm_up: bool = True,
 ) -> float:
-    """The median of as many calls as fit into so many seconds, after two that do not count."""
+    """The median of as many calls as fit into `seconds`, from `least` to `most`. The first two do not count."""
     if not warm_up:
         times = timings(function, device, 1)
         calls = min(max(int(seconds * 1e3 / times[0]), least), most) - 1
@@ -67,19 +83,6 @@ def median_milliseconds(
     function()
     estimate = timings(function, device, 1)[0]
     return statistics.median(timings(function, device, min(max(int(seconds * 1e3 / estimate), least), most)))
-
-
-def captured(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A CUDA graph of it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
 
 
 def wall_milliseconds(function: Callable[[], Any], device: str) -> float:
@@ -91,6 +94,19 @@ def wall_milliseconds(function: Callable[[], Any], device: str) -> float:
     if device != "cpu":
         torch.cuda.synchronize()
     return (time.perf_counter() - start) * 1e3
+
+
+def captured(function: Callable[[], Any]) -> Callable[[], Any]:
+    """A CUDA graph of the function."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
 
 
 def extra_mebibytes(function: Callable[[], Any], device: str) -> float | None:
@@ -107,10 +123,10 @@ def extra_mebibytes(function: Callable[[], Any], device: str) -> float | None:
 
 
 def resident_mebibytes(function: Callable[[], Any]) -> float:
-    """The most memory that this process holds while a function runs; NaN but on Linux."""
+    """The most memory that this process holds while a function runs; NaN on systems other than Linux."""
     gc.collect()
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     except OSError:
         function()
         return float("nan")
@@ -119,102 +135,17 @@ def resident_mebibytes(function: Callable[[], Any]) -> float:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) / 1024
 
 
-def ceilings(device: str, quick: bool) -> tuple[float, float]:
-    """Bytes a millisecond of a large copy, read and written, and operations a millisecond of a matrix product."""
-    large = device != "cpu" and not quick
-    source = torch.randint(256, (2**32 if large else 2**26,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copied = 2 * source.numel() / median_milliseconds(lambda: target.copy_(source), device, least=5)
-    width, dtype = (8192, torch.bfloat16) if large else (512, torch.float32)
-    a, b = torch.randn(2, width, width, device=device).to(dtype)
-    return copied, 2 * width**3 / median_milliseconds(lambda: a @ b, device, least=5)
-
-
-@torch.no_grad()
-def linear_rate() -> float:
-    """Operations a millisecond of a linear layer's product, for which there may be a quicker library."""
-    from subquad_kernels import linear
-
-    a, b = torch.randn(2, 512, 512)
-    return 2 * 512**3 / median_milliseconds(lambda: linear(a, b), least=5)
-
-
-def measure_ceilings(options: argparse.Namespace) -> str:
-    """Puts the rates that floors are made of into the options, and tells them."""
-    options.copied, options.multiplied = ceilings(options.device, options.quick)
-    if options.device == "cpu":
-        options.multiplied = max(options.multiplied, linear_rate())
-    rates = f"copies {options.copied / 1e9:.3g} TB/s, multiplies {options.multiplied / 1e9:.3g} TFLOP/s"
-    print(rates)
-    return rates
-
-
-def floor(options, operations: float, moved: float) -> float:
-    return max(operations / options.multiplied, moved / options.copied)
-
-
-def with_rate(milliseconds: float, tokens: int, floor: float) -> dict[str, Any]:
-    rate = tokens / milliseconds * 1e3
-    return {"milliseconds": milliseconds, "tokens_per_second": rate, "floor_milliseconds": floor}
-
-
-def load_fla(module: str, device: str):
-    """A module of flash-linear-attention, or None."""
-    if device == "cpu":
-        return None
-    try:
-        return importlib.import_module(module)
-    except Exception as error:  # more than ImportError: its import asks Triton for a driver
-        print(f"flash-linear-attention is left out: {type(error).__name__}: {error}")
-        return None
-
-
 def size_of(*tensors: torch.Tensor) -> int:
+    """Bytes of the tensors."""
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def sets_beyond_cache(size: int, device: str) -> int:
-    """How many inputs of that size to alternate between, so that none is still in the cache."""
+    """How many inputs of `size` bytes to alternate between, so that none is still in the cache."""
     if device == "cpu":
         return 2
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
-    return max(1, math.ceil(4 * cache / size))
-
-
-def measure_call(
-    options, function: Callable, inputs: list[dict[str, Any]], moved: float, operations: float, **how: Any
-) -> dict[str, Any]:
-    """
-    Fields of a row for `function(**inputs)`, which takes the inputs in turn. In `how`: `training`, forward and
-    backward; `graph`, in a CUDA graph; `once`, a single time; `most`, how many times at most.
-    """
-    turns, device = itertools.cycle(inputs), options.device
-    if how.get("training"):
-        with torch.no_grad():
-            grad = torch.randn_like(function(**inputs[0]))
-        for x in itertools.chain.from_iterable(one.values() for one in inputs):
-            x.requires_grad_()
-
-        def call():
-            leaves = next(turns)
-            return torch.autograd.grad(function(**leaves), list(leaves.values()), grad)
-    else:
-
-        @torch.no_grad()
-        def call():
-            return function(**next(turns))
-
-    if how.get("once"):
-        milliseconds = median_milliseconds(call, device, 0, 1, warm_up=False)
-    elif how.get("graph"):
-        replay = captured(lambda: [call() for _ in inputs])
-        milliseconds = median_milliseconds(replay, device, options.seconds, options.least) / len(inputs)
-    else:
-        milliseconds = median_milliseconds(call, device, options.seconds, options.least, how.get("most", 200))
-    measured = {"milliseconds": milliseconds, "floor_milliseconds": floor(options, operations, moved)}
-    if not how.get("graph") and not how.get("once"):
-        measured["MiB"] = extra_mebibytes(call, device)
-    return measured
+    return min(max(1, math.ceil(4 * cache / size)), 64)
 
 
 def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
@@ -222,7 +153,7 @@ def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def poisoned(function: Callable[[], Any]) -> Any:
-    """Calls a function while every new tensor is full of NaN: what the function does not write is seen."""
+    """Calls a function while every new tensor is full of NaN, so that values which it does not write are noticed."""
     fills, torch.utils.deterministic.fill_uninitialized_memory = True, True
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
@@ -235,69 +166,62 @@ def poisoned(function: Callable[[], Any]) -> Any:
             torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
-def versions(device: str) -> str:
-    found = [f"Python {sys.version.split()[0]}", f"torch {torch.__version__}"]
-    for name in ("triton", "transformers", "flash-linear-attention"):
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    found.append(f"{torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name())
-    return ", ".join(found)
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raises a TimeoutError in what still runs after `seconds`."""
+
+    def stop(number, frame):
+        raise TimeoutError("the time is up")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
-def add_options(parser: argparse.ArgumentParser, files: str, minutes: float) -> None:
-    """What every benchmark is asked for, which writes such files."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add = parser.add_argument
-    add("--out", type=Path, metavar="DIR", help=f"where {files} are written")
-    add("--minutes", type=float, default=minutes, help=f"no measurement begins after that long (default: {minutes})")
-    add("--seconds", type=float, default=0.5, help="how long each median takes (default: 0.5)")
-    add("--device", choices=("cpu", "cuda"), default=device, help=f"default: {device} here")
-    add("--quick", action="store_true", help="tiny sizes, each measured once: shows that all parts run")
+# Floors.
 
 
-def add_compile(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        dest="compiles",
-        help="whether to measure under torch.compile too (default: on a GPU)",
-    )
+def measure_ceilings(options: argparse.Namespace) -> str:
+    """
+    Sets `options.copied`, the bytes that a large copy reads and writes in a millisecond, and `options.multiplied`, the
+    operations that a matrix product makes in one. Returns a line that says both.
+    """
+    device, large = options.device, options.device != "cpu" and not options.quick
+    size = 2**32 if large else 2**22 if options.quick else 2**26
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    width, dtype = (8192, torch.bfloat16) if large else (512, torch.float32)
+    a, b = torch.randn(2, width, width, device=device).to(dtype)
+    products = [lambda: a @ b]
+    if device == "cpu":  # which has two libraries
+        from subquad_kernels import linear
+
+        products.append(torch.no_grad()(lambda: linear(a, b)))
+    how = {"device": device, "seconds": options.seconds, "least": 5}
+    options.copied = 2 * source.numel() / median_milliseconds(lambda: target.copy_(source), **how)
+    options.multiplied = 2 * width**3 / min(median_milliseconds(product, **how) for product in products)
+    return f"copies {options.copied / 1e9:.3g} TB/s, multiplies {options.multiplied / 1e9:.3g} TFLOP/s"
 
 
-def settle(options: argparse.Namespace) -> None:
-    """What follows from the device and from `--quick`, whatever is measured."""
-    on_gpu = options.device == "cuda"
-    options.least = 1 if options.quick else 3
-    options.seconds = 0 if options.quick else options.seconds
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-    options.backend = "triton" if on_gpu else "eager"
-    options.check_backend = "triton" if on_gpu or interpreted else "eager"
-    options.small_check = options.quick or (interpreted and not on_gpu)
-    # The interpreter does not know how to multiply bfloat16.
-    options.check_dtypes = [torch.float32, torch.bfloat16] if on_gpu or not interpreted else [torch.float32]
-    if "compiles" in options and options.compiles is None:
-        options.compiles = on_gpu
-    options.dtype = torch.bfloat16 if on_gpu else torch.float32
-    options.dtype_name = str(options.dtype).removeprefix("torch.")
+def floor(options: argparse.Namespace, operations: float, moved: float) -> float:
+    """The milliseconds that `operations` and `moved` bytes take at least."""
+    return max(operations / options.multiplied, moved / options.copied)
 
 
-def run_afresh(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
-    """Calls a benchmark's `run` with empty caches: what earlier runs compiled would make first calls look cheap."""
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-    # What eager took over silently must not pass for a measurement of the kernels.
-    warnings.filterwarnings("error", message=".*runs in plain torch")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
-        run(options)
+def with_rate(milliseconds: float, tokens: int, floor: float) -> dict[str, Any]:
+    rate = tokens / milliseconds * 1e3
+    return {"milliseconds": milliseconds, "tokens_per_second": rate, "floor_milliseconds": floor}
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """`write` makes the file under another name: whoever looks finds the old one or the whole new one."""
+# The rows of a run.
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """`write` makes the file under another name: a reader finds the old file or the whole new one."""
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         write(temporary)
@@ -306,15 +230,24 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def versions(device: str) -> str:
+    found = [f"Python {sys.version.split()[0]}", f"torch {torch.__version__}"]
+    for name in ("triton", "transformers", "flash-linear-attention"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    found.append(f"{torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name())
+    return ", ".join(found)
+
+
 class Results:
-    """The rows of a run: measured one by one, kept in a file, and what went wrong."""
+    """The rows of a run, which a file keeps, and the number of those that failed or did not begin."""
 
     def __init__(self, path: Path | None, device: str, seconds: float, versions: str):
         self.path, self.device, self.versions = path, device, versions
         self.rows: list[dict[str, Any]] = []
         self.failed = self.skipped = 0
         self.deadline = time.monotonic() + seconds
-        # In a log every refreshed line stays.
+        # A log keeps every line that is refreshed.
         self.live = sys.stderr.isatty()
         interval = 0.1 if self.live else 10
         self.bar = tqdm(file=sys.stderr, mininterval=interval, bar_format="{n} rows [{elapsed}] {desc}")
@@ -334,7 +267,10 @@ class Results:
         write_atomically(self.path, write)
 
     def measure(self, row: dict[str, Any], function: Callable[[], dict[str, Any]]) -> bool:
-        """Adds what `function` returns to the row, or why it failed; nothing after the deadline. Whether it did."""
+        """
+        Adds the row with the fields that `function` returns, or with a note that says why it failed. After the
+        deadline nothing is measured. Returns whether there are new fields.
+        """
         if time.monotonic() > self.deadline:
             self.skipped += 1
             return False
@@ -348,7 +284,7 @@ class Results:
             reason = (str(error).strip() or "no message").splitlines()[0]
             measured, done = {"note": f"failed: {type(error).__name__}: {reason}"}, False
             self.failed += row["implementation"] == OURS
-        # Not in the handlers: there the traceback still holds the tensors.
+        # Not in the handlers, where the traceback still holds the tensors.
         if self.device != "cpu":
             gc.collect()
             torch.cuda.empty_cache()
@@ -356,77 +292,242 @@ class Results:
         return done
 
     def table(self) -> str:
-        """One line a shape and a quantity."""
+        """One line for each shape and quantity."""
         groups: dict[tuple, dict[str, dict]] = {}
         for row in self.rows:
             if row["part"] != "check":
                 groups.setdefault(tuple(row.get(field) for field in SHAPE), {})[row["implementation"]] = row
-        lines = [f"batch x length; behind a figure its floor [ ], or what {OURS}'s is of it ( )"]
+        lines = [f"batch x length; after a number its floor [ ], or {OURS}'s number divided by it ( )"]
         for group in groups.values():
-            first, ours = next(iter(group.values())), group.get(OURS, {})
+            first = next(iter(group.values()))
             shape = " x ".join(str(first[name]) for name in ("batch", "length") if first.get(name))
+            start = f"{first['what']:<31} {shape:<9}"
             rates = any(row.get("tokens_per_second") for row in group.values())
-            for unit, field in (
-                ("tokens/s", "tokens_per_second") if rates else ("ms", "milliseconds"),
-                ("MiB", "MiB"),
-            ):
-                cells = []
-                for name, row in group.items():
-                    if (value := row.get(field)) is None:
-                        continue
-                    cell = f"{name} {value:.4g}"
-                    if name != OURS:
-                        cell += f" ({ours[field] / value:.2f})" if value and ours.get(field) else ""
-                    elif field != "MiB" and row.get("floor_milliseconds"):
-                        reached = row["floor_milliseconds"] / row["milliseconds"]
-                        cell += f" [{value / reached if rates else value * reached:.3g}]"
-                    if field == "milliseconds" and row.get("teraflops"):
-                        cell += f" {row['teraflops']:.3g} TFLOP/s"
-                    if field == "milliseconds" and row.get("gigabytes_per_second"):
-                        cell += f" {row['gigabytes_per_second']:.3g} GB/s"
-                    cells.append(cell)
-                if cells:
-                    lines.append(f"{first['what']:<31} {shape:<9} {unit:<8} " + ", ".join(cells))
-            for name, row in group.items():
-                if row.get("note"):
-                    lines.append(f"{first['what']:<31} {shape:<9} {name}: {row['note']}")
+            for unit, field in (("tokens/s", "tokens_per_second") if rates else ("ms", "milliseconds"), ("MiB",) * 2):
+                found = {name: row for name, row in group.items() if row.get(field) is not None}
+                if found:
+                    cells = (cell(name, row, field, found.get(OURS)) for name, row in found.items())
+                    lines.append(f"{start} {unit:<8} {', '.join(cells)}")
+            lines += [f"{start} {name}: {row['note']}" for name, row in group.items() if row.get("note")]
         return "\n".join(lines)
 
     def exit(self, minutes: float) -> None:
-        """Tells what was left out, and exits with 1 where something failed."""
+        """Says what was left out, and exits with status 1 if a measurement of ours failed."""
         if self.skipped:
             print(f"{self.skipped} measurements did not begin within {minutes:g} minutes")
         if self.failed:
             raise SystemExit(1)
 
 
-def write_report(results: Results, options, name: str, title: str, rates: str, text: str) -> None:
-    if options.out is not None:
-        report = {"versions": title, "ceilings": rates, "rows": results.rows}
-        write_atomically(options.out / f"{name}.json", lambda path: path.write_text(json.dumps(report, indent=1)))
-        text = f"```\n{title}\n{rates}\n{text}\n```\n"
-        write_atomically(options.out / f"{name}.md", lambda path: path.write_text(text, encoding="utf-8"))
+def cell(name: str, row: dict[str, Any], field: str, ours: dict[str, Any] | None) -> str:
+    text = f"{name} {row[field]:.4g}"
+    if name != OURS:
+        text += f" ({ours[field] / row[field]:.2f})" if row[field] and ours else ""
+    elif field != "MiB" and row.get("floor_milliseconds"):
+        reached = row["floor_milliseconds"] / row["milliseconds"]
+        text += f" [{row[field] * reached if field == 'milliseconds' else row[field] / reached:.3g}]"
+    if field == "milliseconds":
+        for unit, rate in (("TFLOP/s", "teraflops"), ("GB/s", "gigabytes_per_second")):
+            text += f" {row[rate]:.3g} {unit}" if row.get(rate) else ""
+    return text
 
 
 class Check:
-    """Cases of a check, whose errors are judged by a tolerance; one row a case."""
+    """Cases whose errors must stay below what is allowed; one row a case."""
 
     def __init__(self, results: Results):
         self.results, self.wrong, self.count = results, [], 0
 
-    def judge(self, what: str, row: dict[str, Any], tolerance: float, errors: dict[str, float]) -> None:
-        """Errors by name; those whose name begins with a bracket are only told."""
+    def judge(self, what: str, row: dict[str, Any], errors: dict[str, tuple[float, float | None]]) -> None:
+        """`errors` has, by name, an error and how large it may be; None if it is only reported."""
         self.count += 1
-        judged = {name: error for name, error in errors.items() if not name.startswith("(")}
-        worst = max(judged, key=lambda name: math.inf if math.isnan(judged[name]) else judged[name])
-        every = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-        note = f"largest error {judged[worst]:.1e} ({worst}) of {tolerance:.0e} allowed; {every}"
+
+        def share(name):  # of what is allowed; NaN counts as infinitely much
+            error, allowed = errors[name]
+            return math.inf if math.isnan(error) else error / allowed
+
+        worst = max((name for name, (_, allowed) in errors.items() if allowed is not None), key=share)
+        every = ", ".join(f"{name} {error:.1e}" for name, (error, _) in errors.items())
+        note = f"largest error {errors[worst][0]:.1e} ({worst}) of {errors[worst][1]:.0e} allowed; {every}"
         self.results.add({"part": "check", "what": what, "implementation": OURS, **row, "note": note})
-        if not judged[worst] < tolerance:
+        if not share(worst) < 1:
             self.wrong.append(f"{what}, {row}: {note}")
 
-    def passed(self, what: str) -> bool:
-        """Prints what was found; whether nothing is wrong."""
+    def finish(self, what: str) -> None:
+        """Prints what was found, and exits with status 1 if a case is wrong."""
         self.results.bar.clear()
         print(f"check, {what}: {len(self.wrong)} of {self.count} cases wrong", *self.wrong, sep="\n  ")
-        return not self.wrong
+        if self.wrong:
+            raise SystemExit(1)
+
+
+# Targets: (what, peer, shortest length, how many times as fast as the peer). Without a peer: the most milliseconds.
+Targets = tuple[tuple[str, str | None, int, float], ...]
+
+
+def judged_targets(rows: list[dict[str, Any]], targets: Targets) -> list[str]:
+    """For every row of ours that has targets, the strictest one for each peer, and whether it is met."""
+    rows = [row for row in rows if row.get("milliseconds")]
+    found = {(row["implementation"], *(row.get(field) for field in SHAPE)): row for row in rows}
+    lines = []
+    for key, row in found.items():
+        strictest: dict[str | None, float] = {}
+        for what, peer, shortest, bound in targets:
+            if key[0] == OURS and row["what"] == what and row["length"] >= shortest:
+                strictest[peer] = max(bound, strictest.get(peer, 0))
+        for peer, bound in strictest.items():
+            start = f"{row['what']}, {row['batch']} x {row['length']}:"
+            if peer is None:
+                ratio, text = bound / row["milliseconds"], f"{row['milliseconds']:.4g} ms, at most {bound:g}"
+            elif (other := found.get((peer, *key[1:]))) is None:
+                lines.append(f"{start} no figure of {peer}")
+                continue
+            else:
+                ratio = other["milliseconds"] / row["milliseconds"] / bound
+                text = f"{ratio * bound:.2f} times as fast as {peer}, at least {bound:g}"
+            lines.append(f"{start} {text}: {'met' if ratio >= 1 else 'missed'}")
+    return ["targets", *lines] if lines else []
+
+
+def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """What was measured at more than one length: a panel for each measurement and unit, over the length."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        print(f"no plot: {error}")
+        return
+    panels: dict[tuple[str, str], dict[tuple[str, int], dict[int, float]]] = {}
+    for row in rows:
+        for unit, field in (("ms", "milliseconds"), ("tokens/s", "tokens_per_second"), ("MiB", "MiB")):
+            if row.get(field) and row.get("length"):
+                lines = panels.setdefault((row["what"], unit), {})
+                lines.setdefault((row["implementation"], row["batch"]), {})[row["length"]] = row[field]
+    panels = {name: lines for name, lines in panels.items() if any(len(line) > 1 for line in lines.values())}
+    if not panels:
+        return
+    names = list(dict.fromkeys(name for lines in panels.values() for name, _ in lines))
+    batches = sorted({batch for lines in panels.values() for _, batch in lines})
+    columns = min(3, len(panels))
+    count = math.ceil(len(panels) / columns)
+    figure, axes = pyplot.subplots(count, columns, figsize=(4.5 * columns + 2, 4 * count), squeeze=False)
+    handles = {}
+    for axis, ((what, unit), lines) in zip(axes.flat, panels.items(), strict=False):
+        for (name, batch), values in lines.items():
+            style = {"color": f"C{names.index(name)}", "linestyle": ("-", "--", ":")[batches.index(batch) % 3]}
+            points = zip(*sorted(values.items()), strict=True)
+            (handles[f"{name}, batch {batch}"],) = axis.plot(*points, marker="o", **style)
+        axis.set(yscale="log", xlabel="tokens", ylabel=unit, title=what)
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+    figure.set_layout_engine("constrained")
+    figure.legend(handles.values(), handles.keys(), loc="outside center right", fontsize="small")
+    figure.suptitle(title, fontsize="small")
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120))
+    pyplot.close(figure)
+
+
+# A script.
+
+
+def make_parser(description: str, parts: tuple[str, ...], minutes: float) -> argparse.ArgumentParser:
+    """A parser of the options that every benchmark has."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description + ABOUT_NUMBERS, formatter_class=form)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=parts, metavar="PART", help=f"of {', '.join(parts)} (default: all that apply)")
+    add("--out", type=Path, metavar="DIR", help="folder for the record and the figure")
+    add("--minutes", type=float, default=minutes, help="after so long no measurement begins (default: %(default)s)")
+    add("--seconds", type=float, default=0.5, help="how long a median is taken over (default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), default=device, help="default: cuda if there is a GPU")
+    add("--quick", action="store_true", help="tiny sizes, each measured once: shows that everything runs")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        dest="compiles",
+        help="measure under torch.compile too (default: on a GPU)",
+    )
+    add("--plot", type=Path, metavar="JSON", help="measure nothing: draw the figure of a record, beside it")
+    return parser
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Sets what follows from the device and from `--quick`, whatever is measured."""
+    on_gpu = options.device == "cuda"
+    options.sizes = "quick" if options.quick else options.device
+    options.least = 1 if options.quick else 3
+    options.seconds = 0 if options.quick else options.seconds
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+    options.backend = "triton" if on_gpu else "eager"
+    options.check_backend = "triton" if on_gpu or interpreted else "eager"
+    options.small_check = options.quick or (interpreted and not on_gpu)
+    # Triton's interpreter cannot multiply bfloat16.
+    options.check_dtypes = [torch.float32, torch.bfloat16] if on_gpu or not interpreted else [torch.float32]
+    options.compiles = on_gpu if options.compiles is None else options.compiles
+    options.dtype = torch.bfloat16 if on_gpu else torch.float32
+    options.dtype_name = str(options.dtype).removeprefix("torch.")
+
+
+def run_benchmark(
+    name: str, options: argparse.Namespace, measure: Callable[[Results, argparse.Namespace], list[str]]
+) -> None:
+    """
+    Runs a benchmark and reports it.
+
+    Args:
+        name: of the files that are written to `options.out`.
+        options: as [`make_parser`] parses and [`settle`] settles them.
+        measure: adds rows to the results, and returns lines to print before and behind the table.
+    """
+    if options.plot is not None:
+        report = json.loads(options.plot.read_text())
+        plot(report["rows"], options.plot.with_suffix(".png"), report["versions"])
+        return
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+    title = versions(options.device)
+    results = Results(
+        None if options.out is None else options.out / f"{name}.csv", options.device, options.minutes * 60, title
+    )
+    print(f"{name}\n{title}")
+    # A peer that tunes its kernels may take minutes for one measurement.
+    limit = contextlib.nullcontext() if options.device == "cpu" else within(60 * (options.minutes + 1))
+    # With empty caches: what earlier runs have compiled would make first calls look cheap.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, warnings.catch_warnings(), limit:
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
+        # An operator that falls back to plain torch must not pass for a measurement of the kernels.
+        warnings.filterwarnings("error", message=".*runs in plain torch")
+        # What is there already is not garbage, which memory is measured without.
+        gc.collect()
+        gc.freeze()
+        try:
+            lines = measure(results, options)
+        finally:
+            gc.unfreeze()
+            results.bar.close()
+    text = "\n".join([results.table(), *lines])
+    print(text)
+    if options.out is not None:
+        report = {"versions": title, "rows": results.rows, "text": lines}
+        write_atomically(options.out / f"{name}.json", lambda path: path.write_text(json.dumps(report, indent=1)))
+        markdown = f"```\n{title}\n{text}\n```\n"
+        write_atomically(options.out / f"{name}.md", lambda path: path.write_text(markdown, encoding="utf-8"))
+        plot(results.rows, options.out / f"{name}.png", title)
+    results.exit(options.minutes)
+
+
+@functools.cache
+def load_fla(module: str, device: str) -> Any:
+    """A module of flash-linear-attention, or None on a CPU and if it cannot be imported."""
+    if device == "cpu":
+        return None
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # more than ImportError: its import asks Triton for a driver
+        print(f"flash-linear-attention is left out: {type(error).__name__}: {error}")
+        return None

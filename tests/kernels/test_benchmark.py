@@ -1,8 +1,9 @@
-"""The benchmarks of WKV, Avey, Avey-B, Raven and Gecko: that every part runs, and what they write."""
+"""The benchmarks of the operators: that every part runs, that nothing wrong is measured, and what they write."""
 
+import ast
 import csv
+import importlib
 import importlib.util
-import itertools
 import json
 import os
 import sys
@@ -12,56 +13,90 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import safe_open
 
-from subquad_kernels import wkv
-
-
-pytestmark = pytest.mark.usefixtures("imports_are_no_garbage")  # every measurement of memory looks for garbage
+from subquad_kernels import slot_memory, wkv
 
 
-def load(monkeypatch, script):
-    folder = Path(__file__).parents[2] / "kernels" / "benchmarks"
-    monkeypatch.syspath_prepend(folder)
+FOLDER = Path(__file__).parents[2] / "kernels" / "benchmarks"
+SHARED = ("cases", "measuring")
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
+CPU = ("--quick", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """Every script by its name, and what they share."""
+    sys.path.insert(0, str(FOLDER))
+    yield {name: importlib.import_module(name) for name in (*SHARED, *SCRIPTS)}
+    sys.path.remove(str(FOLDER))
+    for name in (*SHARED, *SCRIPTS):
+        del sys.modules[name]
+
+
+@pytest.fixture
+def run(modules, monkeypatch, tmp_path):
+    """Runs a script with the eager form of its operator, and returns the rows that it writes."""
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # the run sets them
-    spec = importlib.util.spec_from_file_location(f"benchmark_of_{script}", folder / f"{script}.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    yield module
-    for name in ("measuring", "models", "wkv", "avey", "raven", "gecko_operators"):
-        sys.modules.pop(name, None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    plot = modules["measuring"].plot
+    monkeypatch.setattr(modules["measuring"], "plot", lambda *how: plot(*how) if call.draws else None)
+
+    def call(name, *options, code=0):
+        arguments = [*CPU, "--out", str(tmp_path), *options]
+        if code:
+            with pytest.raises(SystemExit) as error:
+                modules["cases"].main(kind_of(modules[name]), arguments)
+            assert error.value.code == code
+        else:
+            modules["cases"].main(kind_of(modules[name]), arguments)
+        with open(tmp_path / f"{name}.csv", newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    call.draws = False  # which takes a second
+    return call
 
 
-@pytest.fixture
-def benchmark(monkeypatch):
-    yield from load(monkeypatch, "wkv")
+def kind_of(module):
+    """The class of the cases that a script measures."""
+    (kind,) = (
+        x
+        for x in vars(module).values()
+        if isinstance(x, type) and x.__module__ == module.__name__ and "ours" in vars(x)
+    )
+    return kind
 
 
-@pytest.fixture
-def avey(monkeypatch):
-    yield from load(monkeypatch, "avey")
+def changed(module, monkeypatch, change):
+    """Replaces what a script calls as ours: `change(backend, inplace, inputs)` returns the inputs and a factor."""
+    kind = kind_of(module)
+    right = kind.ours
+
+    def ours(self, backend, inplace=False, **inputs):
+        inputs, factor = change(backend, inplace, inputs)
+        found = right(self, backend, inplace, **inputs)
+        return (found[0] * factor, *found[1:]) if isinstance(found, tuple) else found * factor
+
+    monkeypatch.setattr(kind, "ours", ours)
 
 
-@pytest.fixture
-def avey_b(monkeypatch):
-    yield from load(monkeypatch, "avey_b")
+def test_every_operator_has_a_benchmark():
+    package = FOLDER.parent / "torch-ext" / "subquad_kernels"
+    operators = {path.parent.name for path in package.glob("*/reference.py")}
+    assert set(SCRIPTS) == operators | {"linear"}
 
 
-@pytest.fixture
-def raven(monkeypatch):
-    yield from load(monkeypatch, "raven")
-
-
-@pytest.fixture
-def gecko(monkeypatch):
-    yield from load(monkeypatch, "gecko")
-
-
-def rows_of(folder, name="wkv.csv"):
-    with open(folder / name, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+@pytest.mark.parametrize("name", [*SHARED, *SCRIPTS])
+def test_benchmarks_depend_on_the_kernels_alone(name):
+    imported = set()
+    for node in ast.walk(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(node.module)
+    roots = {module.partition(".")[0] for module in imported}
+    assert roots <= {*sys.stdlib_module_names, *SHARED, *SCRIPTS, "torch", "tqdm", "matplotlib", "subquad_kernels"}
 
 
 def without_scale(function):
@@ -72,51 +107,104 @@ def without_scale(function):
     return call
 
 
-def small_finch():
-    from subquad import Rwkv6Config, Rwkv6ForCausalLM
+def fla_slot_memory(q, k, v, s, g, *, scale, initial_state=None, output_final_state):
+    assert scale == 1.0 and s.shape == g.shape
+    if initial_state is not None:
+        keys, values = initial_state
+        initial_state = torch.cat((keys.mT, values), -1)
+    out, state = slot_memory(q, k, v, g, initial_state)
+    return out + 0 * s.sum(), (state[..., : k.shape[-1]].mT, state[..., k.shape[-1] :])
 
-    return Rwkv6ForCausalLM(Rwkv6Config(hidden_size=64, num_hidden_layers=1, vocab_size=50))
+
+# Stand for the modules of flash-linear-attention.
+FLA = {
+    "wkv": SimpleNamespace(chunk_rwkv6=without_scale(wkv), fused_recurrent_rwkv6=without_scale(wkv)),
+    "slot_memory": SimpleNamespace(chunk_gsa=fla_slot_memory, fused_recurrent_gsa=fla_slot_memory),
+}
 
 
-def test_every_part_is_measured(benchmark, tmp_path, monkeypatch, capsys):
-    fla = SimpleNamespace(chunk_rwkv6=without_scale(wkv), fused_recurrent_rwkv6=without_scale(wkv))
-    monkeypatch.setattr(benchmark, "load_fla", lambda module, device: fla)
-    monkeypatch.setattr("models.finches", lambda quick, with_fla: {"subquad": small_finch, "fla": small_finch})
-    benchmark.main(["--quick", "--device", "cpu", "--parts", *benchmark.PARTS, "--out", str(tmp_path)])
-    rows = rows_of(tmp_path)
-    assert {row["part"] for row in rows} == set(benchmark.PARTS)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_part_is_measured(name, modules, run, monkeypatch, tmp_path, capsys):
+    if name in FLA:
+        monkeypatch.setattr(modules[name], "load_fla", lambda module, device: FLA[name])
+    rows = run(name)
+    parts = {"check", "operator"} | ({"step"} if "step quick" in kind_of(modules[name]).sizes else set())
+    assert {row["part"] for row in rows} == parts
     assert not [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory"))]
     for row in rows:
-        assert row["part"] == "check" or row["what"].startswith("difference") or float(row["milliseconds"]) > 0
+        assert row["part"] == "check" or float(row["milliseconds"]) > 0
         assert torch.__version__ in row["versions"]
-    found = {(row["what"], row["implementation"]) for row in rows}
-    both = ("forward", "forward+backward", "first forward+backward", "step", "prefill", "training", "generate")
-    assert found >= {(what, name) for what in both for name in ("subquad", "fla")}
-    assert found >= {("forward", "FlashAttention"), ("forward", "recurrence"), ("first generate", "subquad")}
-    (agreement,) = (row["note"] for row in rows if row["what"] == "generate, not compiled" and row["batch"] == "1")
-    assert agreement == "8 of 8 tokens as compiled"
-    files = {"wkv.csv"}
-    if importlib.util.find_spec("matplotlib"):
-        files.add("wkv.png")
-        assert (tmp_path / "wkv.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in tmp_path.iterdir()} == files
-    assert "fla" in capsys.readouterr().out
+    ours = {row["what"].rpartition(" ")[2] for row in rows if row["implementation"] == "subquad"}
+    assert ours >= {"forward", "forward+backward"}
+    peers = {
+        "wkv": {"fla", "FlashAttention"},
+        "slot_memory": {"fla"},
+        "split_ranker": {"plain", "plain loop", "plain whole"},
+    }
+    found = {row["implementation"] for row in rows if row["part"] != "check"}
+    assert found >= peers.get(name, {"plain"})
+    assert ("reference" in found) == ("step" in parts)
+    if name in FLA:
+        notes = [row["note"] for row in rows if "fla's out" in row["note"]]
+        assert notes and all(float(note.partition("fla's out ")[2].split(",")[0]) < 1e-5 for note in notes)
+    report = json.loads((tmp_path / f"{name}.json").read_text())
+    assert len(report["rows"]) == len(rows)
+    assert report["versions"] in (tmp_path / f"{name}.md").read_text()
+    assert "0 of" in capsys.readouterr().out
 
 
-def test_a_wrong_kernel_is_not_measured(benchmark, tmp_path, monkeypatch):
-    def wrong(*args, backend, **kwargs):
-        out, state = wkv(*args, backend=backend, **kwargs)
-        return (out if backend == "reference" else out * 1.001), state
+def test_a_figure_is_drawn_at_once_and_from_a_record(modules, run, tmp_path):
+    pytest.importorskip("matplotlib")
+    run.draws = True
+    run("token_shift", "--parts", "operator")
+    figure = tmp_path / "token_shift.png"
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    figure.unlink()
+    modules["cases"].main(kind_of(modules["token_shift"]), [*CPU, "--plot", str(tmp_path / "token_shift.json")])
+    assert figure.read_bytes().startswith(b"\x89PNG")
 
-    monkeypatch.setattr(benchmark, "wkv", wrong)
-    with pytest.raises(SystemExit) as error:
-        benchmark.main(["--quick", "--device", "cpu", "--parts", "check", "decode", "--out", str(tmp_path)])
-    assert error.value.code == 1
-    assert {row["part"] for row in rows_of(tmp_path)} == {"check"}
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_wrong_kernel_is_not_measured(name, modules, run, monkeypatch):
+    changed(
+        modules[name], monkeypatch, lambda backend, inplace, inputs: (inputs, 1 if backend == "reference" else 1.001)
+    )
+    assert {row["part"] for row in run(name, code=1)} == {"check"}
 
 
-def test_a_row_that_fails_stops_nothing(benchmark, tmp_path, capsys):
-    results = benchmark.Results(tmp_path / "wkv.csv", "cpu", 60, "versions")
+@pytest.mark.parametrize(
+    "name", ["wkv", "slot_memory", "static_mixing", "dynamic_mixing", "timestep_decay_norm", "cema", "working_memory"]
+)
+def test_what_should_work_in_place_must(name, modules, run, monkeypatch):
+    """The right result in new memory is wrong."""
+
+    def change(backend, inplace, inputs):
+        return ({key: x.clone() for key, x in inputs.items()} if inplace else inputs), 1
+
+    changed(modules[name], monkeypatch, change)
+    (*_, row) = (row for row in run(name, "--parts", "check", code=1) if " in place) of" in row["note"])
+    assert row["what"].startswith(name)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+def test_the_interpreter_checks_the_kernels(run, monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    run("token_shift", "--parts", "check")
+    assert "triton against the reference in float64: 0 of 4 cases wrong" in capsys.readouterr().out
+
+
+def test_a_wrong_peer_is_not_measured(modules, run, monkeypatch):
+    kind = kind_of(modules["timestep_decay_norm"])
+    right = kind.plain
+    monkeypatch.setattr(kind, "plain", lambda self, **inputs: right(self, **inputs) * 1.001)
+    rows = run("timestep_decay_norm", "--parts", "operator")
+    failed = {(row["what"], row["implementation"]) for row in rows if row["note"].startswith("failed")}
+    assert failed == {(f"timestep_decay_norm {what}", "plain") for what in ("forward", "forward+backward")}
+    run("timestep_decay_norm", "--parts", "check", code=1)
+
+
+def test_a_row_that_fails_stops_nothing(modules, tmp_path):
+    results = modules["measuring"].Results(tmp_path / "rows.csv", "cpu", 60, "versions")
     row = {"part": "operator", "what": "forward", "implementation": "fla", "length": 8}
 
     def fail(error):
@@ -125,288 +213,39 @@ def test_a_row_that_fails_stops_nothing(benchmark, tmp_path, capsys):
     assert not results.measure(row, lambda: fail(torch.OutOfMemoryError("17 GiB")))
     assert not results.measure(row, lambda: fail(ValueError("no\nsuch thing")))
     assert results.measure({**row, "implementation": "subquad"}, lambda: {"milliseconds": 2.0})
+    assert results.failed == 0
+    assert not results.measure({**row, "implementation": "subquad"}, lambda: fail(ValueError("wrong")))
     results.deadline = 0
     assert not results.measure(row, lambda: fail(AssertionError("too late")))
-    assert (results.failed, results.skipped) == (0, 1)
-    assert [row["note"] for row in rows_of(tmp_path)] == ["out of memory", "failed: ValueError: no", ""]
+    assert (results.failed, results.skipped) == (1, 1)
+    with open(tmp_path / "rows.csv", newline="", encoding="utf-8") as file:
+        notes = [row["note"] for row in csv.DictReader(file)]
+    assert notes == ["out of memory", "failed: ValueError: no", "", "failed: ValueError: wrong"]
+    with pytest.raises(SystemExit):
+        results.exit(1)
     results.bar.close()
 
 
-def test_poison_is_seen(benchmark):
-    assert benchmark.poisoned(lambda: torch.empty(3).isnan().all())
+def test_poison_is_seen(modules):
+    assert modules["measuring"].poisoned(lambda: torch.empty(3).isnan().all())
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-# Avey.
+def test_the_first_call_is_one_of_a_new_process(run):
+    (row,) = run("token_shift", "--parts", "first")
+    assert (row["part"], row["implementation"]) == ("first", "subquad") and float(row["milliseconds"]) > 0
 
 
-def test_every_part_of_avey_is_measured(avey, tmp_path, capsys):
-    avey.main(["--quick", "--device", "cpu", "--out", str(tmp_path)])
-    rows = rows_of(tmp_path, "avey.csv")
-    assert {row["part"] for row in rows} == set(avey.PARTS)
-    assert not [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory"))]
-    for row in rows:
-        assert row["part"] == "check" or float(row["milliseconds"]) >= 0
-        assert torch.__version__ in row["versions"]
-    found = {(row["what"], row["implementation"]) for row in rows}
-    both = ("contextualizer 16 forward", "contextualizer 16 fwd+bwd", "contextualizer 16 last 1", "maxsim one token")
-    both += ("training", "one more token", "first token", "all tokens, without head")
-    assert found >= {(what, name) for what in both for name in ("subquad", "plain")}
-    assert found >= {("maxsim all splits", "plain loop"), ("maxsim all splits", "plain whole")}
-    losses = {row["note"].partition("loss ")[2].split(",")[0] for row in rows if row["what"] == "training"}
-    assert len(losses) == 1  # both begin with the same weights
-    assert {path.name for path in tmp_path.iterdir()} == {"avey.csv", "avey.json", "avey.md"}
-    report = json.loads((tmp_path / "avey.json").read_text())
-    assert len(report["rows"]) == len(rows)
-    assert report["versions"] in (tmp_path / "avey.md").read_text()
-    assert "ranker's share" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("wrong", ["contextualizer", "maxsim"])
-def test_a_wrong_kernel_of_avey_is_not_measured(avey, tmp_path, monkeypatch, wrong):
-    right = getattr(avey, wrong)
-
-    def other(*args, backend="auto", **kwargs):
-        out = right(*args, backend=backend, **kwargs)
-        return out if backend == "reference" else out * 1.001
-
-    monkeypatch.setattr(avey, wrong, other)
-    with pytest.raises(SystemExit) as error:
-        avey.main(["--quick", "--device", "cpu", "--parts", "check", "decode", "--out", str(tmp_path)])
-    assert error.value.code == 1
-    assert {row["part"] for row in rows_of(tmp_path, "avey.csv")} == {"check"}
-
-
-@torch.no_grad()
-def test_plain_avey_is_the_published_model(avey):
-    from subquad import AveyConfig
-
-    path = Path(__file__).parents[1] / "golden" / "avey_released.safetensors"
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
-        config = AveyConfig.from_dict(json.loads(file.metadata()["config"]))
-    plain = avey.PlainAvey(config)
-    plain.load_state_dict({name[8:]: x for name, x in tensors.items() if name.startswith("weights.")})
-    ids, expected = tensors["input_ids"], tensors["logits"]
-    torch.testing.assert_close(plain.hidden(ids) @ plain.wte.weight.T, expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(plain.next_token(ids), expected[:, -1:], atol=1e-4, rtol=0)
-
-
-def test_operations_are_counted(avey):
-    from subquad import AveyConfig
-
-    config = AveyConfig(vocab_size=64, d_embed=32, n_blocks=1, chunk_size=8, k=2)
-    width, half = 32, 64 // 2
-    weights = width * 128 + (128 - half) * width
-    # One split, behind eight rows that every window shares.
-    places = sum(range(9, 17))
-    assert avey.products(config, 8) == (2 * weights * 8 + 4 * half * places + 2 * 8 * width * 64, 0)
-    assert avey.products(config, 24)[1] == 2 * width * 8 * 8 * (1 + 2)
-    assert avey.products(config, 24, last_only=True)[1] == 2 * width * 8 * 8 * 2
-    assert avey.mixing(4, 4, 16) == 2 * 2 * 16 * (1 + 2 + 3 + 4)
-    assert avey.mixing(4, 1, 16) == 2 * 2 * 16 * 4
-
-
-# Avey-B.
-
-
-def test_every_part_of_avey_b_is_measured(avey_b, tmp_path, capsys):
-    avey_b.main(["--quick", "--device", "cpu", "--out", str(tmp_path)])
-    rows = rows_of(tmp_path, "avey_b.csv")
-    assert {row["part"] for row in rows} == set(avey_b.PARTS)
-    assert not [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory"))]
-    for row in rows:
-        assert row["part"] == "check" or float(row["milliseconds"]) > 0
-    found = {(row["what"], row["implementation"]) for row in rows}
-    both = ("static 16 forward", "static 16 fwd+bwd", "dynamic 16 forward", "dynamic 16 fwd+bwd")
-    both += ("static layer 32", "dynamic layer 32", "encoder 32", "training")
-    assert found >= {(what, name) for what in both for name in ("subquad", "plain")}
-    assert {row["length"] for row in rows if row["implementation"] == "ModernBERT"} == {"8", "40"}
-    losses = {row["note"].partition("loss ")[2].split(",")[0] for row in rows if row["what"] == "training"}
-    assert len(losses) == 1  # both begin with the same weights
-    files = {"avey_b.csv", "avey_b.json", "avey_b.md"}
-    if importlib.util.find_spec("matplotlib"):
-        files.add("avey_b.png")
-        (tmp_path / "avey_b.png").unlink()
-        avey_b.main(["--quick", "--device", "cpu", "--plot", str(tmp_path / "avey_b.json")])
-        assert (tmp_path / "avey_b.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in tmp_path.iterdir()} == files
-    printed = capsys.readouterr().out
-    assert "ms in all" in printed and "power laws" in printed
-
-
-@pytest.mark.parametrize("wrong", ["dynamic_mixing", "static_mixing", "inplace"])
-def test_a_wrong_kernel_of_avey_b_is_not_measured(avey_b, tmp_path, monkeypatch, wrong):
-    name = "static_mixing" if wrong == "inplace" else wrong
-    right = getattr(avey_b, name)
-
-    def other(*args, inplace=False, backend="auto", **kwargs):
-        if wrong == "inplace":  # the right result, in a place of its own
-            return right(*args, backend=backend, **kwargs)
-        out = right(*args, inplace=inplace, backend=backend, **kwargs)
-        return out if backend == "reference" else out * 1.001
-
-    monkeypatch.setattr(avey_b, name, other)
-    with pytest.raises(SystemExit) as error:
-        avey_b.main(["--quick", "--device", "cpu", "--parts", "check", "encode", "--out", str(tmp_path)])
-    assert error.value.code == 1
-    assert {row["part"] for row in rows_of(tmp_path, "avey_b.csv")} == {"check"}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("variant", ["hub", "paper"])
-def test_plain_avey_b_is_the_published_model(avey_b, variant):
-    from subquad import AveyBConfig
-
-    with safe_open(Path(__file__).parents[1] / "golden" / f"avey_b_{variant}.safetensors", framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
-        fields = json.loads(file.metadata()["config"])
-    plain = avey_b.PlainAveyB(AveyBConfig(**fields, **(avey_b.PAPER if variant == "paper" else {})))
-    weights = {}
-    for name, x in tensors.items():
-        if name.startswith("weights."):
-            name = name.removeprefix("weights.").removeprefix("base_avey_model.").replace("embeddings", "embed")
-            weights[name.replace("ctxt.", "").replace("contextualizer.", "").replace("rms_norm", "norm")] = x
-    plain.load_state_dict(weights)
-    torch.testing.assert_close(plain.logits(tensors["input_ids"]), tensors["logits"], atol=1e-4, rtol=0)
-
-
-def encoded(implementation, length, tokens_per_second, batch=8):
-    milliseconds = batch * length / tokens_per_second * 1e3
-    row = {"part": "encode", "implementation": implementation, "batch": batch, "length": length}
-    return {**row, "milliseconds": milliseconds, "tokens_per_second": tokens_per_second}
-
-
-def test_targets_and_power_laws(avey_b):
-    rows = [encoded("subquad", n, 300 * n**-0.5) for n in (128, 512, 2048)]
-    rows += [encoded("subquad", 32768, 40.0), encoded("ModernBERT", 128, 20.0), encoded("plain, compiled", 128, 30.0)]
-    rows += [
-        encoded("subquad", 98304, 35.0),
-        {"part": "encode", "implementation": "ModernBERT", "note": "out of memory"},
-    ]
-    rows += [
-        encoded("ModernBERT", 32768, 20.0),
-        encoded("subquad", 98304, 34.0, 1),
-        encoded("ModernBERT", 98304, 8.5, 1),
-    ]
-    rows += [encoded("subquad, graph", 128, 60.0), encoded("ModernBERT, graph", 128, 61.0)]
-    lines = avey_b.targets(rows, 8)
-    assert lines[1] == (
-        "128 tokens: 1.33 times ModernBERT, at least 1: met; 0.88 times plain, compiled, at least 1.3: missed"
-    )
-    assert "32,768 tokens: 2.00 times ModernBERT, at least 3.4: missed; no figure of plain, compiled" in lines
-    assert "98,304 tokens: 4.00 times ModernBERT (batch 1), at least 3.4: met; no figure of plain, compiled" in lines
-    assert lines[-1] == "128 tokens: 0.98 times ModernBERT, graph, at least 1: missed"
-    (line,) = avey_b.power_laws(rows[:3], 8)[1:]
-    assert line == "subquad: from 128 tokens on alpha 0.50, beta 1.50; over all alpha 0.50, beta 1.50"
-
-
-def test_operations_of_avey_b_are_counted(avey_b):
-    from subquad import AveyBConfig
-
-    config = AveyBConfig(vocab_size=64, d_embed=32, n_layers=2, chunk_size=8, k=1)
-    layers = 2 * 2 * (32 * 128 + (128 - 32) * 32) * 8 + 2 * 8 * 8 * 32 * 2 + 8 * 9 * 32
-    compressor = 2 * 8 * 8 * 32
-    assert avey_b.products(config, 8) == (layers + compressor, 0)
-    assert avey_b.products(config, 3) == avey_b.products(config, 8)
-    ranker = 2 * 8 * 8 * 32 * (1 + 2)
-    assert avey_b.products(config, 24) == (3 * layers + 5 * compressor + ranker, ranker)
-
-
-# Raven.
-
-
-FLA = """
-import torch
-
-from subquad_kernels import slot_memory
-
-def operator(q, k, v, s, g, *, scale, initial_state=None, output_final_state):
-    assert scale == 1.0 and s.shape == g.shape
-    if initial_state is not None:
-        keys, values = initial_state
-        initial_state = torch.cat((keys.mT, values), -1)
-    out, state = slot_memory(q, k, v, g, initial_state)
-    return out + 0 * s.sum(), (state[..., :k.shape[-1]].mT, state[..., k.shape[-1]:])
-
-chunk_gsa = fused_recurrent_gsa = operator
-"""
-
-
-@pytest.fixture
-def fla(tmp_path, monkeypatch):
-    """Stands for flash-linear-attention, in the processes that a benchmark starts too."""
-    folder = tmp_path / "site"
-    for module, text in {"ops/gsa": FLA, "models/raven": "from subquad import RavenConfig, RavenForCausalLM"}.items():
-        path = folder / "fla" / f"{module}.py"
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
-    yield importlib.import_module("fla.ops.gsa")
-    for name in [name for name in sys.modules if name.split(".")[0] == "fla"]:
-        del sys.modules[name]
-
-
-def test_every_part_of_raven_is_measured(raven, fla, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(raven, "load_fla", lambda module, device: importlib.import_module(module))
-    raven.main(["--quick", "--device", "cpu", "--parts", *raven.PARTS, "--out", str(tmp_path / "out")])
-    rows = rows_of(tmp_path / "out", "raven.csv")
-    assert {row["part"] for row in rows} == set(raven.PARTS)
-    assert not [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory"))]
-    found = {(row["what"], row["implementation"]) for row in rows}
-    both = ("first forward+backward", "forward", "forward+backward", "against float64", "step", "prefill")
-    assert found >= {(what, name) for what in both for name in ("subquad", "fla")}
-    assert found >= {("generate, not compiled", "subquad"), ("generate", "fla")}
-    assert found >= {("router forward+backward", name) for name in ("subquad", "torch")}
-    errors = [row["note"].split()[2:] for row in rows if row["what"] == "against float64"]
-    assert len(errors) == 2 and all(float(x.rstrip(",")) < 1e-5 for row in errors for x in row[1::2])
-    (same,) = (row["note"] for row in rows if row["implementation"] == "logits")
-    assert same == "those of fla differ by 0.0e+00"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"raven.csv", "raven.json", "raven.md"}
-    assert "fla" in capsys.readouterr().out
-
-
-def test_raven_beside_the_recurrence(raven, tmp_path):
-    raven.main(["--quick", "--device", "cpu", "--parts", "operator", "decode", "--out", str(tmp_path)])
-    rows = rows_of(tmp_path, "raven.csv")
-    assert not [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory"))]
-    found = {(row["what"], row["implementation"]) for row in rows}
-    assert found >= {(what, name) for what in ("forward", "step") for name in ("subquad", "recurrence")}
-
-
-@pytest.mark.parametrize("wrong", ["slot_memory", "slot_routing", "inplace"])
-def test_a_wrong_kernel_of_raven_is_not_measured(raven, tmp_path, monkeypatch, wrong):
-    name = "slot_memory" if wrong == "inplace" else wrong
-    right = getattr(raven, name)
-
-    def other(*args, backend="auto", **kwargs):
-        if wrong == "inplace":  # the right result, in a place of its own
-            return right(*args, backend=backend, **{**kwargs, "inplace": False})
-        results = right(*args, backend=backend, **kwargs)
-        if backend == "reference":
-            return results
-        return results * 1.001 if wrong == "slot_routing" else (results[0] * 1.001, results[1])
-
-    monkeypatch.setattr(raven, name, other)
-    with pytest.raises(SystemExit) as error:
-        raven.main(["--quick", "--device", "cpu", "--parts", "check", "decode", "--out", str(tmp_path)])
-    assert error.value.code == 1
-    assert {row["part"] for row in rows_of(tmp_path, "raven.csv")} == {"check"}
-
-
-def test_a_peer_that_takes_too_long_or_fails(raven, tmp_path, monkeypatch):
+def test_a_peer_that_takes_too_long_or_fails(modules, tmp_path):
     """The rest is measured."""
     script = tmp_path / "script.py"
     script.write_text("import sys, time\nif 'subquad' in sys.argv: sys.exit('no such GPU')\ntime.sleep(60)")
-    monkeypatch.setattr(raven, "__file__", str(script))
-    monkeypatch.setattr(raven, "PATIENCE", 0)
-    options = raven.parse(["--quick", "--device", "cpu"])
-    results = raven.Results(None, "cpu", 60, "versions")
-    raven.measure_first_call(results, "fla", options)
-    monkeypatch.setattr(raven, "PATIENCE", 60)
-    raven.measure_first_call(results, "subquad", options)
-    with raven.within(0.1):
+    measuring, case = modules["measuring"], modules["wkv"].Wkv()
+    options = measuring.make_parser("", ("check",), minutes=1).parse_args(CPU)
+    results = measuring.Results(None, "cpu", 60, "versions")
+    modules["cases"].measure_first_call(results, str(script), case, "fla", options, patience=0)
+    modules["cases"].measure_first_call(results, str(script), case, "subquad", options)
+    with measuring.within(0.1):
         results.measure({"part": "operator", "what": "forward", "implementation": "fla"}, lambda: time.sleep(60))
     notes = ["not done after 1 s", "failed: RuntimeError: no such GPU", "failed: TimeoutError: the time is up"]
     assert [row["note"] for row in results.rows] == notes
@@ -414,73 +253,34 @@ def test_a_peer_that_takes_too_long_or_fails(raven, tmp_path, monkeypatch):
     results.bar.close()
 
 
-def test_targets_of_raven(raven):
-    def row(part, what, name, milliseconds):
+def test_targets(modules):
+    def row(what, name, milliseconds):
         shape = {"batch": 8, "length": 2048}
-        return {"part": part, "what": what, "implementation": name, "milliseconds": milliseconds, **shape}
+        return {"part": "operator", "what": what, "implementation": name, "milliseconds": milliseconds, **shape}
 
-    rows = [row("first", "first forward+backward", "subquad", 20100.0), row("operator", "forward", "subquad", 0.5)]
-    rows += [row("operator", "forward", "fla", 1.0), row("operator", "forward+backward", "subquad", 7.0)]
-    rows += [row("operator", "forward+backward", "fla", 10.0), row("models", "generate", "subquad", 10.0)]
-    rows += [row("models", "generate", "fla", 100.0), row("models", "generate, not compiled", "subquad", 50.0)]
-    assert raven.targets(rows) == [
-        "targets on an H200",
-        "first forward+backward, 8 x 2048: 20.1 s, at most 20: missed",
-        "forward, 8 x 2048: 0.50 of fla's time, at most 0.6: met",
-        "forward+backward, 8 x 2048: 0.70 of fla's time, at most 0.6: missed",
-        "generate, 8 x 2048: 10.0 times fla's tokens/s, at least 10: met",
+    rows = [row("first forward+backward", "subquad", 20100.0), row("slot_memory forward", "subquad", 0.5)]
+    rows += [row("slot_memory forward", "fla", 1.0), row("slot_memory forward+backward", "subquad", 7.0)]
+    rows += [row("slot_memory forward+backward", "fla", 10.0), row("slot_memory step", "subquad", 1.0)]
+    targets = modules["slot_memory"].SlotMemory.targets
+    judged_targets = modules["measuring"].judged_targets
+    assert judged_targets(rows, targets) == [
+        "targets",
+        "first forward+backward, 8 x 2048: 2.01e+04 ms, at most 20000: missed",
+        "slot_memory forward, 8 x 2048: 2.00 times as fast as fla, at least 1.66667: met",
+        "slot_memory forward+backward, 8 x 2048: 1.43 times as fast as fla, at least 1.66667: missed",
     ]
     rows[2] = {**rows[2], "milliseconds": None, "note": "failed: ValueError: no"}
-    assert raven.targets(rows)[2] == "forward, 8 x 2048: no figure of fla"
+    assert judged_targets(rows, targets)[2] == "slot_memory forward, 8 x 2048: no figure of fla"
+    # The strictest target of a length counts.
+    longer = (("slot_memory forward", "fla", 1, 1.0), ("slot_memory forward", "fla", 2048, 3.0))
+    rows[2] = row("slot_memory forward", "fla", 1.0)
+    assert judged_targets(rows, longer)[1].endswith("at least 3: missed")
 
 
-# Gecko.
-
-
-def test_every_part_of_gecko_is_measured(gecko, tmp_path, capsys):
-    gecko.main(["--quick", "--device", "cpu", "--out", str(tmp_path)])
-    rows = rows_of(tmp_path, "gecko.csv")
-    assert {row["part"] for row in rows} == set(gecko.PARTS)
-    assert not [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory"))]
-    assert all(row["part"] == "check" or float(row["milliseconds"]) > 0 for row in rows)
-    found = {(row["what"], row["implementation"]) for row in rows}
-    for operator, name in itertools.product(gecko.OPERATORS, ("subquad", "plain")):
-        assert found >= {(f"{operator} {what}", name) for what in ("forward", "forward+backward", "step")}
-    assert found >= {(what, "subquad") for what in ("memory step, absorbs", "training", "training, checkpointed")}
-    states = {}
-    for row in rows:
-        if row["note"].startswith("state"):
-            states.setdefault((row["part"], row["batch"]), set()).add(row["note"])
-    assert [len(notes) for notes in states.values()] == [1, 1]  # however long the text
-    ends = [int(row["length"]) for row in rows if row["what"] == "long text, up to"]
-    assert ends == list(range(64, 513, 64))
-    assert {path.name for path in tmp_path.iterdir()} == {"gecko.csv", "gecko.json", "gecko.md"}
-    assert "0 of 13 cases wrong" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("wrong", ["norm", "cema", "attention", "memory", "inplace"])
-def test_a_wrong_kernel_of_gecko_is_not_measured(gecko, tmp_path, monkeypatch, wrong):
-    right = gecko.ours
-
-    def other(operator, sizes, backend, **inputs):
-        if wrong == "inplace" and backend != "reference":  # the right result, in a place of its own
-            inputs = {name: x.clone() for name, x in inputs.items()}
-        results = right(operator, sizes, backend, **inputs)
-        return results if backend == "reference" or operator != wrong else (results[0] * 1.001, *results[1:])
-
-    monkeypatch.setattr(gecko, "ours", other)
-    with pytest.raises(SystemExit) as error:
-        gecko.main(["--quick", "--device", "cpu", "--parts", "check", "decode", "--out", str(tmp_path)])
-    assert error.value.code == 1
-    assert {row["part"] for row in rows_of(tmp_path, "gecko.csv")} == {"check"}
-
-
-def test_a_wrong_peer_of_gecko_is_not_measured(gecko, tmp_path, monkeypatch):
-    right = gecko.PLAIN_FORMS["norm"]
-    monkeypatch.setitem(gecko.PLAIN_FORMS, "norm", lambda *args, **inputs: right(*args, **inputs) * 1.001)
-    gecko.main(["--quick", "--device", "cpu", "--parts", "operator", "--out", str(tmp_path)])
-    rows = rows_of(tmp_path, "gecko.csv")
-    failed = {(row["what"], row["implementation"]) for row in rows if row["note"].startswith("failed")}
-    assert failed == {(f"norm {what}", "plain") for what in ("forward", "forward+backward")}
-    with pytest.raises(SystemExit):
-        gecko.main(["--quick", "--device", "cpu", "--parts", "check", "--out", str(tmp_path)])
+def test_operations_are_counted(modules):
+    make = modules["contextualizer"].Contextualizer
+    assert make(context=4, length=4, queries=4, size=16).operations(False) == 2 * 2 * 16 * (1 + 2 + 3 + 4)
+    assert make(context=4, length=4, queries=1, size=16).operations(False) == 2 * 2 * 16 * 4
+    assert modules["static_mixing"].StaticMixing(length=4, size=16).operations(True) == 3 * 2 * 16 * 16
+    # Half of the similarities, and the product with the rows.
+    assert modules["dynamic_mixing"].DynamicMixing(length=4, size=16).operations(False) == 2 * 16 * (10 + 16)

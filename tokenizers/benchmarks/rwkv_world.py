@@ -1,7 +1,24 @@
-"""Speed of the RWKV World tokenizers on several kinds of text, beside the reference trie of the `rwkv` package."""
+"""
+Speed of the RWKV World tokenizers on several kinds of text, beside the reference trie of the `rwkv` package, in MB of
+UTF-8 a second. The ids of every encoder are compared with the reference first.
+
+columns:
+  reference  the trie of the package rwkv
+  cold       GreedyEncoder with an empty dictionary
+  warm       GreedyEncoder with a filled one
+  slow       RwkvWorldTokenizer, called like any tokenizer of transformers, warm
+  fast       RwkvWorldTokenizerFast on one string
+  batch      RwkvWorldTokenizerFast on 64 strings at once, with RAYON_NUM_THREADS threads (default: one a core)
+  rust       pyrwkv_tokenizer, if it is installed
+
+examples:
+  python tokenizers/benchmarks/rwkv_world.py --quick
+  python tokenizers/benchmarks/rwkv_world.py --only code --kilobytes 5000
+"""
 
 import argparse
 import inspect
+import json
 import os
 import pydoc
 import random
@@ -44,7 +61,7 @@ CHINESE = """
 
 
 def make_texts(size: int) -> dict[str, bytes]:
-    """About `size` bytes of each kind of text, out of what Python carries and the samples above."""
+    """About `size` bytes of each kind of text, made of Python's own files and the samples above."""
     rng = random.Random(0)
 
     def shuffled(parts):
@@ -77,7 +94,7 @@ def make_texts(size: int) -> dict[str, bytes]:
 
 
 def speed(run, text, size: int, repeats: int, anew: bool) -> float:
-    """Median MB/s of `run`, or of the functions that it returns where `anew`."""
+    """Median MB/s of `run`, or with `anew` of the functions that it returns."""
     seconds = []
     for _ in range(repeats):
         function = run() if anew else run
@@ -93,20 +110,15 @@ def chunks(text: str, count: int = 64) -> list[str]:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=(
-            "Columns, in MB of UTF-8 a second: `reference` is the trie of the rwkv package; `cold` and `warm` are "
-            "GreedyEncoder with an empty and with a filled dictionary; `slow` is RwkvWorldTokenizer called like any "
-            "tokenizer of transformers, warm; `fast` is RwkvWorldTokenizerFast on one string; `batch` on 64 of them "
-            "at once, with as many threads as RAYON_NUM_THREADS says or there are cores; `rust` is pyrwkv_tokenizer, "
-            "where installed. Every encoder's ids are compared with the reference first."
-        ),
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--kilobytes", type=int, default=1000, help="size of each text (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs, the median counts (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="100 kilobytes and 3 repeats, to see that it works")
-    parser.add_argument("--only", metavar="TEXT", help="only kinds of text that have this in their name")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="runs that the median is taken of (default: %(default)s)"
+    )
+    parser.add_argument("--quick", action="store_true", help="100 kilobytes and 3 runs: shows that everything runs")
+    parser.add_argument("--only", metavar="TEXT", help="only the kinds of text whose name contains this")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the record, rwkv_world.json")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.kilobytes, arguments.repeats = 100, 3
@@ -127,13 +139,14 @@ def main():
 
     columns = ("reference", "cold", "warm", "slow", "fast", "batch", "rust")
     print(f"{'MB/s':<24}" + "".join(f"{name:>11}" for name in columns))
+    record: dict[str, dict[str, float]] = {}
     for name, data in make_texts(arguments.kilobytes * 1000).items():
         if arguments.only and arguments.only not in name:
             continue
         warm = new_encode()
         ids = reference.encodeBytes(data)
         assert warm(data) == ids
-        # What a loop over a corpus comes to: also where the first pass had left the dictionary alone.
+        # The state that a loop over a corpus reaches, also if the first pass did not fill the dictionary.
         for _ in range(4):
             warm(data)
         runs = {
@@ -148,14 +161,17 @@ def main():
             if rust is not None:
                 assert rust.encode(text) == ids
                 runs["rust"] = (rust.encode, text)
-        cells = []
-        for column in columns:
-            if column in runs:
-                run, text = runs[column]
-                cells.append(f"{speed(run, text, len(data), arguments.repeats, column == 'cold'):>11.1f}")
-            else:
-                cells.append(f"{'-':>11}")
+        speeds = {
+            column: speed(*runs[column], len(data), arguments.repeats, column == "cold")
+            for column in columns
+            if column in runs
+        }
+        cells = [f"{speeds[column]:>11.1f}" if column in speeds else f"{'-':>11}" for column in columns]
         print(f"{name:<24}" + "".join(cells), flush=True)
+        record[name] = speeds
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "rwkv_world.json").write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":
