@@ -140,7 +140,7 @@ class _Plan:
 
 
 def group_norm_gate_triton(x, gate, weight, bias, eps):
-    """Arguments, shapes and result are those of [`subquad_kernels.group_norm_gate`]."""
+    """Computes [`subquad_kernels.group_norm_gate`]."""
     x, gate, weight, bias = contiguous(x, gate, weight, bias)
     out = torch.empty_like(gate)
     _Plan(x, eps, longest=8).launch(_forward_kernel, x, gate, weight, bias, out)
@@ -155,4 +155,4 @@ def group_norm_gate_triton_backward(grad, x, gate, weight, bias, eps):
     grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
     grad_weight, grad_bias = x.new_empty(2, plan.strips, *weight.shape, dtype=torch.float32).unbind()
     plan.launch(_backward_kernel, grad, x, gate, weight, bias, grad_x, grad_gate, grad_weight, grad_bias)
-    return [grad_x, grad_gate, grad_weight.sum(0).to(weight.dtype), grad_bias.sum(0).to(bias.dtype)]
+    return [grad_x, grad_gate, grad_weight.sum(0), grad_bias.sum(0)]

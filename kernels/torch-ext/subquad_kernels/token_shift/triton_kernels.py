@@ -213,7 +213,7 @@ def token_shift_triton(x, state, mu, offset, starts):
 
 
 def token_shift_triton_backward(grad, x, state, mu, offset, starts):
-    """Gradients of x, mu and, where they are given, state and offset."""
+    """Gradients of x, state, mu and offset, those that are given."""
     x, state, mu, offset, starts = contiguous(x, state, mu, offset, starts)
     # Each strip's sums are written and read once, in float32: at 32 tokens they are a small part of the traffic. Eight
     # columns a thread would need 216 registers at n = 5.
@@ -227,5 +227,5 @@ def token_shift_triton_backward(grad, x, state, mu, offset, starts):
         *(grad.contiguous(), x, state, mu, offset, starts),
         *(grad_x, grad_state, grad_mu, grad_offset),
     )
-    grads = [grad_x, grad_mu.sum(0).to(mu.dtype), grad_state, grad_offset]
+    grads = [grad_x, grad_state, grad_mu.sum(0), grad_offset]
     return [tensor for tensor in grads if tensor is not None]

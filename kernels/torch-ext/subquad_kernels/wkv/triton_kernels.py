@@ -468,7 +468,7 @@ class _Plan(Segments):
 
 
 def wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
-    """Arguments, shapes and results are those of [`subquad_kernels.wkv`]."""
+    """Computes [`subquad_kernels.wkv`]."""
     r, k, v, log_w, u = contiguous(r, k, v, log_w, u)
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
@@ -483,8 +483,8 @@ def wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
 
 def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens, masks):
     """
-    Gradients of r, k, v, log_w, u and, where it is given, initial_state. The states that enter the chunks are computed
-    again, and kept in the precision of the products while the pass lasts.
+    Gradients of r, k, v, log_w, u and, if it is given, initial_state. The states that enter the chunks are computed
+    again, and kept in the dtype of the products during the pass.
     """
     grad_out, r, k, v, log_w, u = contiguous(grad_out, r, k, v, log_w, u)
     grad_state = grad_state.float().contiguous()
@@ -514,9 +514,7 @@ def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, 
         BK=plan.key_block,
         num_warps=4,
     )
-    if log_w.dim() == 2:
-        dw = dw.sum(0).to(log_w.dtype)
-    grads = [dr, dk, dv, dw, du.sum(0).to(u.dtype)]
+    grads = [dr, dk, dv, dw.sum(0) if log_w.dim() == 2 else dw, du.sum(0)]
     return grads if initial_state is None else [*grads, grad_initial]
 
 
