@@ -85,8 +85,8 @@ def launches() -> None:
     from subquad_kernels.slot_routing import triton_kernels as slot_routing
     from subquad_kernels.split_ranker import triton_kernels as split_ranker
     from subquad_kernels.static_mixing import triton_kernels as static_mixing
-    from subquad_kernels.timestep_decay_norm import _strip
     from subquad_kernels.timestep_decay_norm import triton_kernels as timestep_decay_norm
+    from subquad_kernels.timestep_decay_norm.strips import strip_size
     from subquad_kernels.token_shift import triton_kernels as token_shift
     from subquad_kernels.wkv import triton_kernels as wkv
     from subquad_kernels.wkv.masks import masks_for
@@ -159,7 +159,7 @@ def launches() -> None:
         if given:
             state, starts, real = empty(2, 3, groups), *(empty(n, length, dtype=torch.bool) for n in (1, 2))
         numbers = groups, 0.999, 0.9999
-        inputs, strip = (x, weight, weight, state), _strip(width, groups)
+        inputs, strip = (x, weight, weight, state), strip_size(width, groups)
         _, final, entering = timestep_decay_norm.timestep_decay_norm_triton(
             *inputs, starts, real, *numbers, 1e-5, strip
         )

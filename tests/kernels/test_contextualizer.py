@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 import subquad_kernels.backend
 from subquad_kernels import contextualizer
-from subquad_kernels.contextualizer import _contextualizer, _contextualizer_backward
+from subquad_kernels.contextualizer.custom_ops import _contextualizer, _contextualizer_backward
 
 
 # On a device with many processors the Triton kernels cut the work into small blocks and short strips.

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import subquad_kernels.backend
 from subquad_kernels import dynamic_mixing
-from subquad_kernels.dynamic_mixing import _dynamic_mixing, _dynamic_mixing_, _dynamic_mixing_backward
+from subquad_kernels.dynamic_mixing.custom_ops import _dynamic_mixing, _dynamic_mixing_, _dynamic_mixing_backward
 
 
 BACKENDS = ("eager", triton)

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 import subquad_kernels.backend
 from subquad_kernels import static_mixing
-from subquad_kernels.static_mixing import _static_mixing, _static_mixing_, _static_mixing_backward
+from subquad_kernels.static_mixing.custom_ops import _static_mixing, _static_mixing_, _static_mixing_backward
 
 
 BACKENDS = ("eager", triton)

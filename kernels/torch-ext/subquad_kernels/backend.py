@@ -161,13 +161,3 @@ def step_states(
         initial_state = x.new_zeros(shape, dtype=torch.float32)
     state = initial_state.float().contiguous()
     return state, torch.empty_like(state)
-
-
-# TEMPORARY
-def custom_op(name, **options):
-    import re
-
-    return torch.library.custom_op(f"{re.sub(r'[^0-9a-zA-Z_]', '_', __name__.rpartition('.')[0])}::{name}", **options)
-
-
-can_look_at = can_read_without_sync

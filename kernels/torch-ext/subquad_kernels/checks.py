@@ -53,4 +53,3 @@ def check_inplace(initial_state: torch.Tensor | None, *others: torch.Tensor) -> 
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-from .documents import count_documents  # TEMPORARY

@@ -37,7 +37,9 @@ def _implementation(operator: str, eager: Callable, triton: Callable | None, beg
     return run_eager if triton is None else run
 
 
-def _define(name: str, run: Callable, eager: Callable, has_backend: bool, mutates_args: tuple[str, ...]) -> CustomOpDef:
+def _define(
+    name: str, run: Callable, eager: Callable, has_backend: bool, mutates_args: tuple[str, ...]
+) -> CustomOpDef:
     schema = torch.library.infer_schema(eager, mutates_args=mutates_args)
     if has_backend:
         schema = schema.replace(") -> ", ", str backend) -> ", 1)
@@ -64,7 +66,7 @@ def custom_op(
         fake: takes the arguments of `eager` and returns empty tensors in place of its results.
         mutates_args: names of the arguments that are written to.
     """
-    op = _define(name, _implementation(name, eager, triton), eager, triton is not None, mutates_args)
+    op = _define(name, _implementation(name.rstrip("_"), eager, triton), eager, triton is not None, mutates_args)
     op.register_fake(fake if triton is None else lambda *arguments: fake(*arguments[:-1]))
     return op
 

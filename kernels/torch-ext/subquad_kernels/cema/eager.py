@@ -7,7 +7,7 @@ q^C takes a state from chunk to chunk. Each document begins a new chunk, and pad
 document but the last are full, and one set of matrices serves them all. The last chunk of a row may be short; its
 tokens are moved to the end of the chunk to compute the state that leaves the row.
 
-The powers of q are computed in float64, if the device supports it: with a single rounding a long memory does not drift.
+The powers of q are computed in float64, if the device has it, and rounded once, so that a long memory does not drift.
 """
 
 import math

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from ..backend import KernelError, launch, multiprocessors
+from ..tiles import aligned, load_tile, readable, row_products
 from .reference import EPS
 
 
@@ -34,14 +35,6 @@ def _places(x, x_row, prefix, prefix_row, shared, rows, EVEN: tl.constexpr):
     if EVEN:
         places = tl.multiple_of(places, 16)  # the choice above hides it, and single values would be read
     return places
-
-
-@triton.jit
-def _load(places, mask, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(places)
-    else:
-        return tl.load(places, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -78,21 +71,6 @@ def _norm_kernel(
 
 
 @triton.jit
-def _products(
-    x_places, y_places, H, A: tl.constexpr, B: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """x · y of A rows with B rows."""
-    sums = tl.zeros((A, B), tl.float32)
-    for start in tl.range(0, H, BK, num_stages=STAGES):
-        ks = start + tl.arange(0, BK)
-        x = _load(x_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
-        y = _load(y_places[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
-        sums = tl.dot(x, y, sums, input_precision=PRECISION)
-    return sums
-
-
-@triton.jit
 def _two_products(
     x_places, y_places, g_places, H, A: tl.constexpr, B: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr,
@@ -101,14 +79,14 @@ def _two_products(
     sums, grads = tl.zeros((A, B), tl.float32), tl.zeros((A, B), tl.float32)
     for start in tl.range(0, H, BK, num_stages=STAGES):
         ks = start + tl.arange(0, BK)
-        x = _load(x_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
-        y = _load(y_places[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
+        x = load_tile(x_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
+        y = load_tile(y_places[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
         sums = tl.dot(x, y, sums, input_precision=PRECISION)
         if QUERIES:
-            g = _load(g_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
+            g = load_tile(g_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
             grads = tl.dot(g, y, grads, input_precision=PRECISION)
         else:
-            g = _load(g_places[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
+            g = load_tile(g_places[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
             grads = tl.dot(x, g, grads, input_precision=PRECISION)
     return sums, grads
 
@@ -147,7 +125,7 @@ def _mix_kernel(
     for n in tl.static_range(GROUPS):
         keys = group + n * KEYS + tl.arange(0, KEYS)
         key_places = _places(z, z_row, prefix, prefix_row, shared, tl.minimum(keys, C - 1), EVEN)
-        cosines = _products(query_places, key_places, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION)
+        cosines = row_products(query_places, key_places, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION)
         cosines *= query_scales[:, None] * tl.load(scales + keys)[None, :]
         weights = cosines * _factors(v, v_row, rows[:, None], keys[None, :], first, C)
         parts += (weights.to(z.dtype.element_ty),)
@@ -161,7 +139,7 @@ def _mix_kernel(
         for n in tl.static_range(GROUPS):
             keys = tl.minimum(group + n * KEYS + tl.arange(0, KEYS), C - 1)
             places = _places(z, z_row, prefix, prefix_row, shared, keys, EVEN)
-            x = _load(places[:, None] + columns[None, :], (columns < H)[None, :], EVEN)
+            x = load_tile(places[:, None] + columns[None, :], (columns < H)[None, :], EVEN)
             sums = tl.dot(parts[n], x, sums, input_precision=PRECISION)
         mask = inside[:, None] & (columns < H)[None, :]
         if gate is not None:
@@ -253,17 +231,26 @@ def _row_gradient_kernel(
                 keys = tl.minimum(n * KEYS + tl.arange(0, KEYS), C - 1)
                 places = _places(x, z_row, prefix, prefix_row, shared, keys, EVEN)
                 sums = tl.dot(
-                    reads[n], _load(places[:, None] + columns[None, :], even, EVEN), sums, input_precision=PRECISION
+                    reads[n],
+                    load_tile(places[:, None] + columns[None, :], even, EVEN),
+                    sums,
+                    input_precision=PRECISION,
                 )
             for n in tl.static_range(READERS):
                 there = tl.minimum(tl.maximum(after + n * KEYS + tl.arange(0, KEYS), first), C - 1)
                 places = _places(x, z_row, None, 0, 0, there, EVEN)
                 sums = tl.dot(
-                    readers[n], _load(places[:, None] + columns[None, :], even, EVEN), sums, input_precision=PRECISION
+                    readers[n],
+                    load_tile(places[:, None] + columns[None, :], even, EVEN),
+                    sums,
+                    input_precision=PRECISION,
                 )
                 places = _places(g, grad_row, None, 0, 0, there, EVEN)
                 sums = tl.dot(
-                    weights[n], _load(places[:, None] + columns[None, :], even, EVEN), sums, input_precision=PRECISION
+                    weights[n],
+                    load_tile(places[:, None] + columns[None, :], even, EVEN),
+                    sums,
+                    input_precision=PRECISION,
                 )
             mask = inside[:, None] & even
             own = tl.load(row_places[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -307,18 +294,6 @@ def _weight_gradient_kernel(
     tl.store(grad_v + (rows - first)[:, None] * C + keys[None, :], sums, mask=mask)
 
 
-def _readable(x):
-    """x, or a copy where the values of a row do not lie side by side."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
-
-def _aligned(x):
-    """Whether every row of x begins at a multiple of 16 bytes."""
-    if x is None:
-        return True
-    return x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
-
-
 class _Plan:
     """How the work is cut, and what all kernels are told."""
 
@@ -326,9 +301,9 @@ class _Plan:
         self.windows, self.rows, self.width = z.shape
         self.context, self.queries = v.shape[0], queries
         self.shared, self.first = self.context - self.rows, self.context - queries
-        self.z, self.v, self.prefix = _readable(z), _readable(v), None
+        self.z, self.v, self.prefix = readable(z), readable(v), None
         if self.shared:
-            self.prefix = _readable(prefix[: self.shared].to(z.dtype))
+            self.prefix = readable(prefix[: self.shared].to(z.dtype))
 
         narrow, hip = z.element_size() == 2, torch.version.hip is not None
         if self.context > 1024:
@@ -344,7 +319,7 @@ class _Plan:
             self.block, self.keys = min(self.block, 32), 64
         self.groups = triton.cdiv(self.context, self.keys)
         self.size = self.groups * self.keys
-        self.even = self.width % 64 == 0 and all(_aligned(x) for x in (self.z, self.prefix, *others))
+        self.even = self.width % 64 == 0 and all(aligned(x) for x in (self.z, self.prefix, *others))
         self.constants = {
             "ROWS": self.block,
             "KEYS": self.keys,
@@ -407,15 +382,15 @@ class _Plan:
 
 
 def contextualizer_triton(z, v, gate, prefix, queries):
-    """Arguments, shapes and result are those of [`subquad_kernels.contextualizer`]."""
+    """Computes [`subquad_kernels.contextualizer`]."""
     out = z.new_empty(z.shape[0], queries, z.shape[2])
-    _Plan(z, v, prefix, queries, may_split=True).mix(_readable(gate), out)
+    _Plan(z, v, prefix, queries, may_split=True).mix(readable(gate), out)
     return out
 
 
 def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
-    """Gradients of z, v and, where they are given, gate and prefix."""
-    grad = _readable(grad)
+    """Gradients of z, v, gate and prefix, those that are given."""
+    grad = readable(grad)
     grads = [z.new_empty(z.shape)]
     grad_gate, grad_mixed = None, grad
     if gate is not None:

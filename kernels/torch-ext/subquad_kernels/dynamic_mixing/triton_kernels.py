@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from ..backend import launch
-from ..contextualizer.triton_kernels import _aligned, _load, _products, _readable
+from ..tiles import aligned, load_tile, readable, row_products
 
 
 KEYS = 128
@@ -67,12 +67,12 @@ def _three_products(
     sums, forth, back = tl.zeros((A, B), tl.float32), tl.zeros((A, B), tl.float32), tl.zeros((A, B), tl.float32)
     for start in tl.range(0, H, BK, num_stages=STAGES):
         ks = start + tl.arange(0, BK)
-        x = _load(x_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
-        y = _load(key_places[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
+        x = load_tile(x_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
+        y = load_tile(key_places[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
         sums = tl.dot(x, y, sums, input_precision=PRECISION)
-        g = _load(g_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
+        g = load_tile(g_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
         forth = tl.dot(g, y, forth, input_precision=PRECISION)
-        h = _load(key_grads[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
+        h = load_tile(key_grads[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
         back = tl.dot(x, h, back, input_precision=PRECISION)
     return sums, forth, back
 
@@ -101,7 +101,7 @@ def _mix_kernel(
         for n in tl.static_range(GROUPS):
             keys = start + n * KEYS + tl.arange(0, KEYS)
             key_places = _places(x, keys, x_row, C, EVEN)
-            cosines = _products(row_places, key_places, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION)
+            cosines = row_products(row_places, key_places, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION)
             cosines *= row_scales[:, None] * tl.load(scales + keys)[None, :]
             r += tl.sum(tl.abs(cosines) if L1 else cosines, 1)
             parts += ((-cosines).to(x.dtype.element_ty),)
@@ -117,7 +117,7 @@ def _mix_kernel(
             sums = tl.zeros((ROWS, BN), tl.float32)
             for n in tl.static_range(GROUPS):
                 key_places = _places(x, start + n * KEYS + tl.arange(0, KEYS), x_row, C, EVEN)
-                values = _load(key_places[:, None] + columns[None, :], even, EVEN)
+                values = load_tile(key_places[:, None] + columns[None, :], even, EVEN)
                 sums -= tl.dot(parts[n], values, input_precision=PRECISION)
             if partial is not None:
                 places = partial + (window * C + rows)[:, None] * H + columns[None, :]
@@ -126,8 +126,8 @@ def _mix_kernel(
             sums *= inverse[:, None]
             if g is not None:
                 g_places = _places(g + window * g_window, rows, g_row, C, EVEN)
-                products += sums * _load(g_places[:, None] + columns[None, :], even, EVEN).to(tl.float32)
-            sums *= _load(gate_places[:, None] + columns[None, :], even, EVEN).to(tl.float32)
+                products += sums * load_tile(g_places[:, None] + columns[None, :], even, EVEN).to(tl.float32)
+            sums *= load_tile(gate_places[:, None] + columns[None, :], even, EVEN).to(tl.float32)
             tl.store(out_places[:, None] + columns[None, :], sums.to(out.dtype.element_ty), mask=finished & even)
         t = tl.sum(products, 1)
         if partial is not None:
@@ -187,18 +187,18 @@ def _row_gradient_kernel(
             sums = tl.zeros((ROWS, BN), tl.float32)
             for n in tl.static_range(GROUPS):
                 key_places = _places(x, start + n * KEYS + tl.arange(0, KEYS), x_row, C, EVEN)
-                values = _load(key_places[:, None] + columns[None, :], even, EVEN)
+                values = load_tile(key_places[:, None] + columns[None, :], even, EVEN)
                 sums -= tl.dot(grads[n], values, input_precision=PRECISION)
             sums *= row_scales[:, None]
             for n in tl.static_range(GROUPS):
                 key_places = _places(g, start + n * KEYS + tl.arange(0, KEYS), g_row, C, EVEN)
-                values = _load(key_places[:, None] + columns[None, :], even, EVEN)
+                values = load_tile(key_places[:, None] + columns[None, :], even, EVEN)
                 sums -= tl.dot(weights[n], values, input_precision=PRECISION)
             if partial is not None:
                 places = partial + (window * C + rows)[:, None] * H + columns[None, :]
                 sums += tl.load(places, mask=inside & even, other=0.0)
                 tl.store(places, sums, mask=inside & even)
-            own = _load(row_places[:, None] + columns[None, :], even, EVEN).to(tl.float32)
+            own = load_tile(row_places[:, None] + columns[None, :], even, EVEN).to(tl.float32)
             sums += (row_scales * projection)[:, None] * own
             sums = tl.clamp(sums, -LARGEST, LARGEST).to(grad_x.dtype.element_ty)
             tl.store(out_places[:, None] + columns[None, :], sums, mask=finished & even)
@@ -223,7 +223,7 @@ class _Plan:
             "ROWS": self.block,
             "KEYS": KEYS,
             "BK": 64 if narrow else 32,
-            "EVEN": width % 64 == 0 and all(_aligned(x) for x in (self.x, *others)),
+            "EVEN": width % 64 == 0 and all(aligned(x) for x in (self.x, *others)),
             "STAGES": 1 if hip else 2,
             "PRECISION": "ieee" if narrow or hip else "tf32x3",
             "num_warps": 4 if hip else 8,
@@ -260,14 +260,14 @@ def dynamic_mixing_triton(out, features, width, normalization, eps):
     Writes gate * (weights @ rows) to `out` (W, C, width), which may be the gate. The other arguments are those of
     [`subquad_kernels.dynamic_mixing`].
     """
-    features = _readable(features)
+    features = readable(features)
     gate = features[..., width : 2 * width]
     _Plan(features, width, normalization, eps, gate, out).mix(gate, out)
 
 
 def dynamic_mixing_triton_backward(grad, features, width, normalization, eps):
     """The gradient of the features."""
-    features, grad = _readable(features), _readable(grad)
+    features, grad = readable(features), readable(grad)
     grads = features.new_empty(features.shape)
     grads[..., 2 * width :] = grad[..., width:]
     grad_x, gate, grad_out = grads[..., :width], features[..., width : 2 * width], grad[..., :width]

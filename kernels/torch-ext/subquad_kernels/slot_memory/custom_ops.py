@@ -62,6 +62,4 @@ _slot_memory_step = custom_op(
     fake=_fake_step,
     mutates_args=("new_state",),
 )
-_slot_memory_state = custom_op(
-    "slot_memory_state", eager=slot_state_chunked, triton=_triton_state, fake=_fake_state
-)
+_slot_memory_state = custom_op("slot_memory_state", eager=slot_state_chunked, triton=_triton_state, fake=_fake_state)

@@ -103,7 +103,7 @@ def _read(found, scores, p, writes, decays):
 
 
 def _weights(x, p, reads, writes, decays):
-    """The weight of the write of one token (column) in the read with x of another (row), over all slots, (..., C, C)."""
+    """Weight of the write of one token (column) in the read with x of another (row), over all slots: (..., C, C)."""
     weights = torch.diag_embed((x * p).sum(-1))
     for level, block, _, _ in _pairs(decays):
         _between(weights, block).copy_(reads[level] @ writes[level].mT)

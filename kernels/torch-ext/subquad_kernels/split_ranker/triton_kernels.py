@@ -115,7 +115,7 @@ def _rows(x):
 def maxsim_triton(
     queries: torch.Tensor, splits: torch.Tensor, number: torch.Tensor, first: torch.Tensor | None
 ) -> torch.Tensor:
-    """Arguments, shapes and result are those of [`subquad_kernels.maxsim`]."""
+    """Computes [`subquad_kernels.maxsim`]."""
     queries, splits = _rows(queries), _rows(splits)
     (batch, current, per_query, size), (total, per_split) = queries.shape, splits.shape[1:3]
     number, first = (x if x is None else x.contiguous().expand(batch, -1) for x in (number, first))

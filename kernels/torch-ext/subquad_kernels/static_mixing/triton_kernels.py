@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..backend import KernelError, launch, multiprocessors
-from ..contextualizer.triton_kernels import _aligned, _load, _readable
+from ..tiles import aligned, load_tile, readable
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _static_product_kernel(
     if factor is not None:  # now, while no sums fill the registers
         factor += window * factor_window + rows[:, None] * factor_row + columns[None, :]
         product += window * product_window + rows[:, None] * product_row + columns[None, :]
-        both = _load(gate, mask, EVEN).to(tl.float32) * _load(factor, mask, EVEN).to(tl.float32)
+        both = load_tile(gate, mask, EVEN).to(tl.float32) * load_tile(factor, mask, EVEN).to(tl.float32)
         tl.store(product, both.to(product.dtype.element_ty), mask=mask)
 
     x += window * x_window + columns[None, :]
@@ -48,11 +48,11 @@ def _static_product_kernel(
     for start in tl.range(0, C, BK, num_stages=STAGES):
         ks = start + tl.arange(0, BK)
         places = v + rows[:, None] * v_row + ks[None, :] * v_column
-        weights = _load(places, (rows < C)[:, None] & (ks < C)[None, :], EVEN)
-        values = _load(x + ks[:, None] * x_row, (ks < C)[:, None] & (columns < width)[None, :], EVEN)
+        weights = load_tile(places, (rows < C)[:, None] & (ks < C)[None, :], EVEN)
+        values = load_tile(x + ks[:, None] * x_row, (ks < C)[:, None] & (columns < width)[None, :], EVEN)
         sums = tl.dot(weights, values, sums, input_precision=PRECISION)
     if gate is not None:
-        sums *= _load(gate, mask, EVEN).to(tl.float32)
+        sums *= load_tile(gate, mask, EVEN).to(tl.float32)
     out += window * out_window + rows[:, None] * out_row + columns[None, :]
     tl.store(out, sums.to(out.dtype.element_ty), mask=mask)
 
@@ -72,9 +72,9 @@ def _static_weight_kernel(
         window = (step // steps).to(tl.int64)
         ks = step % steps * BK + tl.arange(0, BK)
         places = g + window * g_window + rows[:, None] * g_row + ks[None, :]
-        grads = _load(places, (rows < C)[:, None] & (ks < width)[None, :], EVEN)
+        grads = load_tile(places, (rows < C)[:, None] & (ks < width)[None, :], EVEN)
         places = x + window * x_window + keys[None, :] * x_row + ks[:, None]
-        values = _load(places, (keys < C)[None, :] & (ks < width)[:, None], EVEN)
+        values = load_tile(places, (keys < C)[None, :] & (ks < width)[:, None], EVEN)
         sums = tl.dot(grads, values, sums, input_precision=PRECISION)
     places = grad_v + number.to(tl.int64) * C * C + rows[:, None] * C + keys[None, :]
     tl.store(places, sums, mask=(rows < C)[:, None] & (keys < C)[None, :])
@@ -88,7 +88,7 @@ def _constants(x, *others):
         raise KernelError("the rows of a window are too far apart for 32-bit offsets")
     narrow, hip = x.element_size() == 2, torch.version.hip is not None
     # With products of float32, masks, or values that are read one by one, a larger tile does not fit in the registers.
-    large = narrow and context % 128 == 0 and width % 128 == 0 and all(_aligned(tensor) for tensor in tensors)
+    large = narrow and context % 128 == 0 and width % 128 == 0 and all(aligned(tensor) for tensor in tensors)
     tile = 128 if large else 64
     return {
         "TILE": tile,
@@ -117,7 +117,7 @@ def _multiply(v, x, gate, out, factor=None, product=None):
 
 def _readable_parts(features, v, width):
     """x, gate and v as the kernels read them."""
-    tail = _readable(features[..., : 2 * width])
+    tail = readable(features[..., : 2 * width])
     return tail[..., :width], tail[..., width:], v.to(features.dtype).contiguous()
 
 
@@ -130,7 +130,7 @@ def static_mixing_triton(features, v, width, out):
 def static_mixing_triton_backward(grad, features, v, width):
     """Gradients of features and v."""
     x, gate, weights = _readable_parts(features, v, width)
-    grad_gated = _readable(grad[..., :width])
+    grad_gated = readable(grad[..., :width])
     grad_features = features.new_empty(features.shape)
     grad_x, grad_gate, grad_head = grad_features.tensor_split((width, 2 * width), dim=-1)
     # g lies where the gradient of the head will, if there is room.
@@ -151,4 +151,4 @@ def static_mixing_triton_backward(grad, features, v, width):
         **constants,
     )
     grad_head.copy_(grad[..., width:])
-    return [grad_features, grad_v.sum(0).to(v.dtype)]
+    return [grad_features, grad_v.sum(0)]

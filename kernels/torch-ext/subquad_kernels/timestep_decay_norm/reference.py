@@ -1,4 +1,4 @@
-"""Timestep decay normalization as the paper writes it, one step after the other: the oracle of every test."""
+"""Timestep decay normalization as the paper writes it, token by token: the reference of every test."""
 
 import math
 
@@ -18,8 +18,7 @@ def timestep_decay_norm_reference(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Equations 3, 11 and 12, in the dtype of the inputs (the caller casts). Arguments, shapes and results are those of
-    [`subquad_kernels.timestep_decay_norm`].
+    Equations 3, 11 and 12 in the dtype of the inputs (the caller casts): see [`subquad_kernels.timestep_decay_norm`].
     """
     batch, length, width = x.shape
     if initial_state is None:

@@ -52,7 +52,7 @@ def _join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _decayed(r, k, total):
-    """Yields (block, r, k, total) for each block size; total (..., C / block, K) is the summed log decay of a block."""
+    """Yields (block, r, k, total) for each block size; total (..., C / block, K) is the log decay of a whole block."""
     block = 1
     yield block, r, k, total
     while block < r.shape[-2]:

@@ -764,7 +764,7 @@ def _states(*states):
 
 
 def working_memory_triton(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
-    """Arguments, shapes and results are those of [`subquad_kernels.working_memory`]."""
+    """Computes [`subquad_kernels.working_memory`]."""
     plan = _Plan(q, k, v, leaving, begins, reads, chunk_size)
     final = plan.absorb(k, v, *_states(memory, normalizer))
     weights, _ = plan.softmax(q, plan.reading)
@@ -776,8 +776,7 @@ def working_memory_triton_backward(
     grad_out, grad_memory, grad_normalizer, q, k, v, memory, normalizer, leaving, begins, reads, chunk_size
 ):
     """
-    Gradients of q, k, v and, where they are given, memory and normalizer. What the forward pass computed is computed
-    again.
+    Gradients of q, k, v, memory and normalizer, those that are given. The forward pass is computed again.
     """
     plan = _Plan(q, k, v, leaving, begins, reads, chunk_size)
     states, grads = _states(memory, normalizer), _states(grad_memory, grad_normalizer)

@@ -1,0 +1,75 @@
+"""The norm as custom operators: a sequence, with its backward pass, a step of one token, the state alone."""
+
+from ..backend import widest
+from ..registration import custom_op, register_backward
+from .eager import (
+    timestep_decay_norm_eager,
+    timestep_decay_norm_eager_backward,
+    timestep_decay_norm_eager_state,
+    timestep_decay_norm_step_inplace,
+)
+from .strips import shape_of_entering, strip_size
+
+
+def _triton(*inputs):
+    from .triton_kernels import timestep_decay_norm_triton
+
+    x, groups = inputs[0], inputs[6]
+    return timestep_decay_norm_triton(*inputs, strip_size(x.shape[-1], groups))
+
+
+def _triton_backward(grad, grad_state, entering, x, weight, bias, initial_state, starts, real, groups, *numbers):
+    from .triton_kernels import timestep_decay_norm_triton_backward
+
+    tensors = grad, grad_state, x, weight, bias, initial_state, entering, starts, real
+    return timestep_decay_norm_triton_backward(*tensors, groups, *numbers, strip_size(x.shape[-1], groups))
+
+
+def _triton_step(x, weight, bias, state, new_state, *others):
+    from .triton_kernels import timestep_decay_norm_triton
+
+    before = new_state if state is None else state
+    return timestep_decay_norm_triton(x, weight, bias, before, *others, 1, final=new_state)[0]
+
+
+def _triton_state(x, state, starts, real, groups, beta1, beta2):
+    from .triton_kernels import timestep_decay_norm_triton_state
+
+    strip = strip_size(x.shape[-1], groups)
+    return timestep_decay_norm_triton_state(x, state, starts, real, groups, beta1, beta2, strip)
+
+
+def _fake(x, weight, bias, initial_state, starts, real, groups, beta1, beta2, eps):
+    dtype = widest(x, weight, bias, initial_state)
+    state = x.new_empty(x.shape[0], 3, groups, dtype=dtype)
+    return x.new_empty(x.shape), state, x.new_empty(shape_of_entering(x, groups), dtype=dtype)
+
+
+def _fake_step(x, weight, bias, state, new_state, starts, real, groups, beta1, beta2, eps):
+    return x.new_empty(x.shape)
+
+
+def _fake_state(x, state, starts, real, groups, beta1, beta2):
+    return x.new_empty(x.shape[0], 3, groups, dtype=widest(x, state))
+
+
+_timestep_decay_norm = custom_op("timestep_decay_norm", eager=timestep_decay_norm_eager, triton=_triton, fake=_fake)
+_timestep_decay_norm_backward = register_backward(
+    "timestep_decay_norm",
+    _timestep_decay_norm,
+    eager=timestep_decay_norm_eager_backward,
+    triton=_triton_backward,
+    outputs=3,
+    saved=1,
+    gradients=4,
+)
+_timestep_decay_norm_step = custom_op(
+    "timestep_decay_norm_step",
+    eager=timestep_decay_norm_step_inplace,
+    triton=_triton_step,
+    fake=_fake_step,
+    mutates_args=("new_state",),
+)
+_timestep_decay_norm_state = custom_op(
+    "timestep_decay_norm_state", eager=timestep_decay_norm_eager_state, triton=_triton_state, fake=_fake_state
+)
