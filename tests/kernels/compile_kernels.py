@@ -106,7 +106,7 @@ def launches() -> None:
             wkv.wkv_triton(*inputs, None, cu_seqlens, masks, torch.float32)
         wkv.wkv_triton(*inputs, state, cu_seqlens, masks, torch.float32)
         if dtype != torch.float16:  # whose products are those of bfloat16
-            wkv.wkv_triton_backward(empty(*v.shape), state, *inputs, state, cu_seqlens, masks)
+            wkv.wkv_triton_backward(empty(*v.shape), state, *inputs, state, cu_seqlens, masks, torch.float32)
 
     def run_contextualizer(dtype, windows, rows, queries, width, backward=True):
         wide, v = empty(windows, rows, 4 * width, dtype=dtype), empty(1024, 1024)[:512, :512]
@@ -146,7 +146,7 @@ def launches() -> None:
         slot_memory.slot_memory_triton(*inputs)
         slot_memory.slot_memory_triton_state(*inputs[1:])
         if backward:
-            slot_memory.slot_memory_triton_backward(v, memory, *inputs, log_f)
+            slot_memory.slot_memory_triton_backward(v, memory, log_f, *inputs)
 
     def run_slot_memory_step(dtype):
         token, log_f, memory = empty(8, 4, 256, dtype=dtype), empty(8, 4, 256), empty(8, 4, 256, 512)

@@ -1,33 +1,27 @@
-"""The slot memory as custom operators: a sequence, with its backward pass, a step of one token, the state alone."""
+"""The slot memory as custom operators: of a sequence, of a single token, and the state alone."""
 
 from ..backend import widest
 from ..documents import count_documents
-from ..registration import custom_op, register_backward
+from ..registration import custom_op
 from .eager import slot_memory_chunked, slot_memory_chunked_backward, slot_memory_step_inplace, slot_state_chunked
 
 
-def _triton(*inputs):
-    from .triton_kernels import slot_memory_triton
+def _triton():
+    from .triton_kernels import slot_memory_triton, slot_memory_triton_backward
 
-    return slot_memory_triton(*inputs)
-
-
-def _triton_backward(grad_out, grad_state, logits, *inputs):
-    from .triton_kernels import slot_memory_triton_backward
-
-    return slot_memory_triton_backward(grad_out, grad_state, *inputs, logits)
+    return slot_memory_triton, slot_memory_triton_backward
 
 
-def _triton_step(*inputs):
+def _triton_step():
     from .triton_kernels import slot_memory_triton_step
 
-    return slot_memory_triton_step(*inputs)
+    return (slot_memory_triton_step,)
 
 
-def _triton_state(state, k, v, log_f):
+def _triton_state():
     from .triton_kernels import slot_memory_triton_state
 
-    return slot_memory_triton_state(k, v, log_f, state, None)
+    return (lambda state, k, v, log_f: slot_memory_triton_state(k, v, log_f, state, None),)
 
 
 def _fake(q, k, v, log_f, initial_state, cu_seqlens):
@@ -36,30 +30,26 @@ def _fake(q, k, v, log_f, initial_state, cu_seqlens):
     return v.new_empty(v.shape), v.new_empty(shape, dtype=dtype), log_f.new_empty(log_f.shape, dtype=dtype)
 
 
-def _fake_step(q, k, v, log_f, state, new_state):
-    return v.new_empty(v.shape)
-
-
 def _fake_state(state, k, v, log_f):
     shape = k.shape[0], k.shape[2], log_f.shape[-1], k.shape[-1] + v.shape[-1]
     return v.new_empty(shape, dtype=widest(k, v, log_f, state))
 
 
-_slot_memory = custom_op("slot_memory", eager=slot_memory_chunked, triton=_triton, fake=_fake)
-_slot_memory_backward = register_backward(
+_slot_memory = custom_op(
     "slot_memory",
-    _slot_memory,
-    eager=slot_memory_chunked_backward,
-    triton=_triton_backward,
+    eager=slot_memory_chunked,
+    eager_backward=slot_memory_chunked_backward,
+    triton=_triton,
+    fake=_fake,
+    gradients=5,
     outputs=3,
     saved=1,
-    gradients=5,
 )
 _slot_memory_step = custom_op(
     "slot_memory_step",
     eager=slot_memory_step_inplace,
     triton=_triton_step,
-    fake=_fake_step,
+    fake=lambda q, k, v, *others: v.new_empty(v.shape),
     mutates_args=("new_state",),
 )
 _slot_memory_state = custom_op("slot_memory_state", eager=slot_state_chunked, triton=_triton_state, fake=_fake_state)

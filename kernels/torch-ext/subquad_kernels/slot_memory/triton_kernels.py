@@ -854,7 +854,7 @@ def _decays_and_state(log_f, state):
     return log_f.contiguous(), None if state is None else state.float().contiguous()
 
 
-def slot_memory_triton_backward(grad_out, grad_state, q, k, v, log_f, initial_state, cu_seqlens, logits):
+def slot_memory_triton_backward(grad_out, grad_state, logits, q, k, v, log_f, initial_state, cu_seqlens):
     """
     Gradients of q, k, v, log_f (in float32) and, where it is given, initial_state (in float32). What enters the chunks
     is computed again, and kept in the precision of the products while the pass lasts, as are its gradients.

@@ -1,17 +1,14 @@
-"""
-MaxSim as a custom operator. Eager is one too: it reads values and loops over chunks, which does not belong into a
-graph.
-"""
+"""MaxSim as a custom operator, which hides from graphs that eager reads values and loops over chunks."""
 
 from ..backend import widest
 from ..registration import custom_op
 from .eager import maxsim_eager
 
 
-def _triton(*inputs):
+def _triton():
     from .triton_kernels import maxsim_triton
 
-    return maxsim_triton(*inputs)
+    return (maxsim_triton,)
 
 
 def _fake(queries, splits, number, first):

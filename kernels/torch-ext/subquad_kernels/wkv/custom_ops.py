@@ -1,28 +1,21 @@
-"""WKV as custom operators: a sequence, with its backward pass, and a step of one token."""
+"""WKV as custom operators: of a sequence, and of a single token."""
 
 from ..backend import widest
 from ..documents import count_documents
-from ..registration import custom_op, register_backward
+from ..registration import custom_op
 from .eager import wkv_chunked, wkv_chunked_backward, wkv_step_inplace
 
 
-def _triton(*inputs):
-    from .triton_kernels import wkv_triton
+def _triton():
+    from .triton_kernels import wkv_triton, wkv_triton_backward
 
-    return wkv_triton(*inputs)
-
-
-def _triton_backward(*inputs):
-    from .triton_kernels import wkv_triton_backward
-
-    *inputs, _out_dtype = inputs
-    return wkv_triton_backward(*inputs)
+    return wkv_triton, wkv_triton_backward
 
 
-def _triton_step(*inputs):
+def _triton_step():
     from .triton_kernels import wkv_triton_step
 
-    return wkv_triton_step(*inputs)
+    return (wkv_triton_step,)
 
 
 def _fake(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
@@ -35,10 +28,19 @@ def _fake_step(r, k, v, log_w, u, state, new_state, gate, weight, bias, eps, out
     return v.new_empty(v.shape, dtype=out_dtype)
 
 
-_wkv = custom_op("wkv", eager=wkv_chunked, triton=_triton, fake=_fake)
-_wkv_backward = register_backward(
-    "wkv", _wkv, eager=wkv_chunked_backward, triton=_triton_backward, outputs=2, gradients=6
+_wkv = custom_op(
+    "wkv",
+    eager=wkv_chunked,
+    eager_backward=wkv_chunked_backward,
+    triton=_triton,
+    fake=_fake,
+    gradients=6,
+    outputs=2,
 )
 _wkv_step = custom_op(
-    "wkv_step", eager=wkv_step_inplace, triton=_triton_step, fake=_fake_step, mutates_args=("new_state",)
+    "wkv_step",
+    eager=wkv_step_inplace,
+    triton=_triton_step,
+    fake=_fake_step,
+    mutates_args=("new_state",),
 )

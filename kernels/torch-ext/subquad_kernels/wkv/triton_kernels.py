@@ -481,7 +481,7 @@ def wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
     return out, final
 
 
-def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens, masks):
+def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
     """
     Gradients of r, k, v, log_w, u and, if it is given, initial_state. The states that enter the chunks are computed
     again, and kept in the dtype of the products during the pass.

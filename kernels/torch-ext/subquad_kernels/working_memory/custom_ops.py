@@ -1,27 +1,20 @@
-"""The working memory as custom operators: a sequence, with its backward pass, and a step of one token."""
+"""The working memory as custom operators: of a sequence, and of a single token."""
 
 from ..backend import widest
-from ..registration import custom_op, register_backward
-from .eager import assert_chunks, working_memory_chunked, working_memory_chunked_backward, working_memory_step
+from ..registration import custom_op
+from .eager import working_memory_chunked, working_memory_chunked_backward, working_memory_step
 
 
-def _triton(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
-    from .triton_kernels import working_memory_triton
+def _triton():
+    from .triton_kernels import working_memory_triton, working_memory_triton_backward
 
-    assert_chunks(leaving, begins, reads, k.shape[2], chunk_size)
-    return working_memory_triton(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size)
-
-
-def _triton_backward(*inputs):
-    from .triton_kernels import working_memory_triton_backward
-
-    return working_memory_triton_backward(*inputs)
+    return working_memory_triton, working_memory_triton_backward
 
 
-def _triton_step(*inputs):
+def _triton_step():
     from .triton_kernels import working_memory_triton_step
 
-    return working_memory_triton_step(*inputs)
+    return (working_memory_triton_step,)
 
 
 def _fake(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
@@ -30,23 +23,19 @@ def _fake(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
     return v.new_empty(*q.shape[:-1], v.shape[-1]), *states
 
 
-def _fake_step(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
-    return v.new_empty(*q.shape[:-1], v.shape[-1])
-
-
-_working_memory = custom_op("working_memory", eager=working_memory_chunked, triton=_triton, fake=_fake)
-_working_memory_backward = register_backward(
+_working_memory = custom_op(
     "working_memory",
-    _working_memory,
-    eager=working_memory_chunked_backward,
-    triton=_triton_backward,
-    outputs=3,
+    eager=working_memory_chunked,
+    eager_backward=working_memory_chunked_backward,
+    triton=_triton,
+    fake=_fake,
     gradients=5,
+    outputs=3,
 )
 _working_memory_step = custom_op(
     "working_memory_step",
     eager=working_memory_step,
     triton=_triton_step,
-    fake=_fake_step,
+    fake=lambda q, k, v, *others: v.new_empty(*q.shape[:-1], v.shape[-1]),
     mutates_args=("memory", "normalizer"),
 )

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from ..backend import launch, without_autocast
 from ..segments import dot, exp, operands, program
+from .eager import assert_chunks
 
 
 # These differ from call to call, and no kernel gains from knowing them.
@@ -765,6 +766,7 @@ def _states(*states):
 
 def working_memory_triton(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
     """Computes [`subquad_kernels.working_memory`]."""
+    assert_chunks(leaving, begins, reads, k.shape[2], chunk_size)
     plan = _Plan(q, k, v, leaving, begins, reads, chunk_size)
     final = plan.absorb(k, v, *_states(memory, normalizer))
     weights, _ = plan.softmax(q, plan.reading)
