@@ -5,24 +5,24 @@ import triton.language as tl
 
 
 @triton.jit
-def load_tile(places, mask, EVEN: tl.constexpr):
+def load_tile(pointers, mask, EVEN: tl.constexpr):
     if EVEN:
-        return tl.load(places)
+        return tl.load(pointers)
     else:
-        return tl.load(places, mask=mask, other=0.0)
+        return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def row_products(
-    x_places, y_places, H, A: tl.constexpr, B: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    x_pointers, y_pointers, H, A: tl.constexpr, B: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x · y for A rows of x and B rows of y."""
     sums = tl.zeros((A, B), tl.float32)
     for start in tl.range(0, H, BK, num_stages=STAGES):
         ks = start + tl.arange(0, BK)
-        x = load_tile(x_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
-        y = load_tile(y_places[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
+        x = load_tile(x_pointers[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
+        y = load_tile(y_pointers[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
         sums = tl.dot(x, y, sums, input_precision=PRECISION)
     return sums
 

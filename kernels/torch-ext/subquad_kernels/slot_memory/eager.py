@@ -190,7 +190,7 @@ def _form_backward(layout, a, b, x, p, decays, writes, p_chunk, initial_state, g
     states = list(_enter(layout, decay, p_chunk, b, initial_state, []))
     n = len(states)
     da, db, dx, dp, dtotal = ([None] * n for _ in range(5))
-    # The gradient of the state walks from the last chunk of each sequence to its first.
+    # The gradient of the state goes from the last chunk of each sequence to the first.
     grad_initial = [None] * len(layout.chunks)
     for sequence in reversed(range(len(layout.chunks))):
         grad = layout.state_of(grad_state, sequence)

@@ -1,8 +1,8 @@
 """
 WKV in plain torch, parallel over time, for any device.
 
-The token pairs of a chunk are covered by halving, see chunks.py. r is what reads, k what writes. At the end r is
-decayed from the start of its chunk and k to the end of it, which is what passing the state between chunks needs.
+The token pairs of a chunk are covered by halving, see chunks.py; r reads and k writes. In the end r is decayed from
+the start of its chunk and k to the end of it, as passing the state between chunks needs them.
 """
 
 import torch
@@ -104,7 +104,7 @@ def wkv_chunked(
             (_, r_right), (k_left, _), (v_left, _) = (halves(x, block) for x in (r_decayed, k_decayed, v))
             halves(out, block)[1].add_(r_right @ k_left.mT @ v_left)
 
-    # Now r is decayed from the start of its chunk, k to the end, and the total is the chunk's.
+    # Now r is decayed from the start of its chunk, k to the end, and `total` is the log decay of the chunk.
     entering, state = _enter(layout, total.exp().mT, k_decayed.mT @ v, initial_state)
     return layout.from_chunks(out + r_decayed @ entering).to(out_dtype), state
 
@@ -135,7 +135,7 @@ def wkv_chunked_backward(
     decay = total.exp().mT
     entering, _ = _enter(layout, decay, k_chunk.mT @ v, initial_state)
 
-    # The gradient of the state walks from the last chunk of each sequence to its first.
+    # The gradient of the state goes from the last chunk of each sequence to the first.
     read = r_chunk.mT @ g
     n = read.shape[2]
     leaving, grad_initial = [None] * n, [None] * len(layout.chunks)
