@@ -120,7 +120,7 @@ class Segments:
         longest: documents longer than this are always cut.
     """
 
-    def __init__(self, batch, length, chunk, programs, wanted, shortest, cu_seqlens=None, longest=None):
+    def __init__(self, batch, length, *, chunk, programs, wanted, shortest, cu_seqlens=None, longest=None):
         # The number of documents is not used here, because their lengths may differ.
         segment = triton.cdiv(triton.cdiv(length * programs, wanted), chunk) * chunk
         segment = max(segment, shortest)

@@ -617,7 +617,8 @@ class _Plan(Segments):
         # A thread computes a channel; three programs of 64 threads per multiprocessor hide the latency of a token.
         self.walking = {"BLOCK": 64, "CHUNK": 64, "AHEAD": 4, "num_warps": 2 if torch.version.hip is None else 1}
         self.tiles = triton.cdiv(self.width, 64)
-        super().__init__(batch, length, 64, batch * self.tiles, 3 * multiprocessors(x), MIN_SEGMENT)
+        programs, wanted = batch * self.tiles, 3 * multiprocessors(x)
+        super().__init__(batch, length, chunk=64, programs=programs, wanted=wanted, shortest=MIN_SEGMENT)
         stride = 0 if starts is None or starts.shape[0] == 1 else length
         flags = starts, real, stride
         self.geometry = (*flags, length, self.segment, self.per_sequence, self.width, self.tiles)

@@ -696,11 +696,18 @@ class _Plan(Segments):
 
         columns = sum(triton.cdiv(size, self.walk_features) for size in (self.key_size, self.value_size))
         self.walk_tiles = triton.cdiv(self.slots, self.walk_slots) * columns
-        programs, wanted = (
-            batch * self.heads * self.walk_tiles,
-            2 * multiprocessors(k),
-        )  # the number of programs that run at a time
-        super().__init__(batch, length, self.chunk, programs, wanted, MIN_SEGMENT, cu_seqlens, MIN_SEGMENT)
+        programs = batch * self.heads * self.walk_tiles
+        wanted = 2 * multiprocessors(k)  # the number of programs that run at a time
+        super().__init__(
+            batch,
+            length,
+            chunk=self.chunk,
+            programs=programs,
+            wanted=wanted,
+            shortest=MIN_SEGMENT,
+            cu_seqlens=cu_seqlens,
+            longest=MIN_SEGMENT,
+        )
         self.per_segment = triton.cdiv(self.segment, self.chunk)
         self.geometry = (self.boundaries, length, self.segment, self.per_sequence)
 

@@ -27,7 +27,7 @@ def timestep_decay_norm_reference(
     n = n.detach()
 
     def share(beta):
-        """1 - β^n, of which a subtraction in float32 would leave three digits."""
+        """1 - β^n without the subtraction, which in float32 would leave only three digits."""
         return -torch.expm1(n * math.log(beta)) if beta else torch.ones_like(n)
 
     rows = []

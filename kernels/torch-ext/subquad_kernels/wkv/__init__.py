@@ -60,8 +60,9 @@ def wkv(
             wrong values of `cu_seqlens`, so that nothing waits for the device.)
     """
     _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace)
-    backend = choose_backend("wkv", backend, BACKENDS, of_widest(r, k, v, log_w, u, initial_state))
-    return _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype or v.dtype, backend)
+    floats = r, k, v, log_w, u, initial_state
+    backend = choose_backend("wkv", backend, BACKENDS, of_widest(*floats))
+    return _run(*floats, cu_seqlens, inplace=inplace, out_dtype=out_dtype or v.dtype, backend=backend)
 
 
 def gated_wkv(
@@ -104,9 +105,10 @@ def gated_wkv(
     backend = choose_backend("wkv", backend, BACKENDS, of_widest(*floats))
     one_token = k.shape[1] == 1 and cu_seqlens is None
     if one_token and backend in ("auto", "triton") and not needs_gradient(*floats, gate, weight, bias):
-        out, state = _step(*floats, inplace, gate.dtype, backend, gate, weight, bias, eps)
+        norm = {"gate": gate, "weight": weight, "bias": bias, "eps": eps}
+        out, state = _step(*floats, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
         return out.flatten(-2), state
-    out, state = _run(*floats, cu_seqlens, inplace, widest(*floats), backend)
+    out, state = _run(*floats, cu_seqlens, inplace=inplace, out_dtype=widest(*floats), backend=backend)
     return group_norm_gate(out, gate, weight, bias, eps, backend=backend), state
 
 
@@ -120,13 +122,13 @@ def wkv_state(
     return wkv(k, k, v, log_w, k.new_zeros(k.shape[2:]), state, backend=backend)[1]
 
 
-def _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype, backend):
+def _run(r, k, v, log_w, u, initial_state, cu_seqlens, *, inplace, out_dtype, backend):
     floats = r, k, v, log_w, u, initial_state
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
     one_token = k.shape[1] == 1 and cu_seqlens is None
     has_kernels = backend in ("auto", "triton")
     if one_token and has_kernels and not needs_gradient(*floats):
-        return _step(*floats, inplace, out_dtype, backend)
+        return _step(*floats, inplace=inplace, out_dtype=out_dtype, backend=backend)
     if has_kernels or (backend == "eager" and not one_token):
         masks = masks_for(r, k, v) if has_kernels else None
         out, state = _wkv(*floats, cu_seqlens, masks, out_dtype, backend)
@@ -143,7 +145,9 @@ def _run(r, k, v, log_w, u, initial_state, cu_seqlens, inplace, out_dtype, backe
     return out, initial_state.copy_(state) if inplace else state
 
 
-def _step(r, k, v, log_w, u, initial_state, inplace, out_dtype, backend, gate=None, weight=None, bias=None, eps=0.0):
+def _step(
+    r, k, v, log_w, u, initial_state, *, inplace, out_dtype, backend, gate=None, weight=None, bias=None, eps=0.0
+):
     states = step_states(initial_state, inplace, v, (k.shape[0], *k.shape[2:], v.shape[-1]))
     out = _wkv_step(*_token(r, k, v, log_w), u, *states, gate, weight, bias, eps, out_dtype, backend)
     return out.unsqueeze(1), states[1]

@@ -436,7 +436,15 @@ class _Plan(Segments):
 
         # Two programs fit on a multiprocessor.
         programs, wanted = batch * heads * self.tiles, 4 * multiprocessors(k)
-        super().__init__(batch, length, self.chunk, programs, wanted, MIN_SEGMENT, cu_seqlens)
+        super().__init__(
+            batch,
+            length,
+            chunk=self.chunk,
+            programs=programs,
+            wanted=wanted,
+            shortest=MIN_SEGMENT,
+            cu_seqlens=cu_seqlens,
+        )
         self.geometry = (masks, self.boundaries, length, self.segment, self.per_sequence, heads)
 
     def launch(self, kernel, *arguments, tiles, **constants):
