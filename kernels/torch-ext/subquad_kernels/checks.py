@@ -23,7 +23,7 @@ def check_tensors(
     for name, (x, shape) in expected.items():
         if x is None:
             continue
-        if tuple(x.shape) != tuple(shape):
+        if x.shape != shape:
             raise ValueError(f"`{name}` must have shape {tuple(shape)}, got {tuple(x.shape)}.")
         if not (x.is_floating_point() if dtype is None else x.dtype == dtype):
             wanted = "floating point" if dtype is None else str(dtype).removeprefix("torch.")
