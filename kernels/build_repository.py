@@ -1,6 +1,6 @@
 """
-Builds the Hub kernel repository of `build.toml`: a directory that `kernels.get_local_kernel` loads, and that can be
-uploaded as it is. Nothing is compiled, so the variants of all backends hold the same files.
+Builds the Hub kernel repository of `build.toml`: a directory that `kernels.get_local_kernel` loads and that can be
+uploaded unchanged. Nothing is compiled, so the variants of all backends contain the same files.
 """
 
 import argparse
@@ -20,9 +20,9 @@ def build(destination: Path) -> None:
     Writes the repository into a new directory.
 
     Raises:
-        FileExistsError: where there is something by that name.
+        FileExistsError: if the directory exists.
     """
-    settings = ConfigParser()  # Python 3.10 reads no TOML, and what stands there is JSON as well
+    settings = ConfigParser()  # Python 3.10 cannot read TOML; the values of this file are JSON too
     settings.read(HERE / "build.toml", encoding="utf-8")
     general = {name: json.loads(value) for name, value in settings["general"].items()}
     name = general["name"].replace("-", "_")
@@ -40,7 +40,7 @@ def build(destination: Path) -> None:
             (variant / file).parent.mkdir(parents=True, exist_ok=True)
             (variant / file).write_bytes(content)
         metadata = {
-            # The name that the module is imported under, and the namespace of its operators in torch.
+            # The name under which the module is imported, and the namespace of its operators in torch.
             "id": f"_{name}_{backend}_{unique}",
             "name": general["name"],
             "version": general["version"],

@@ -85,8 +85,8 @@ def launches() -> None:
     from subquad_kernels.slot_routing import triton_kernels as slot_routing
     from subquad_kernels.split_ranker import triton_kernels as split_ranker
     from subquad_kernels.static_mixing import triton_kernels as static_mixing
-    from subquad_kernels.timestep_decay_norm import _strip
     from subquad_kernels.timestep_decay_norm import triton_kernels as timestep_decay_norm
+    from subquad_kernels.timestep_decay_norm.strips import strip_size
     from subquad_kernels.token_shift import triton_kernels as token_shift
     from subquad_kernels.wkv import triton_kernels as wkv
     from subquad_kernels.wkv.masks import masks_for
@@ -106,7 +106,7 @@ def launches() -> None:
             wkv.wkv_triton(*inputs, None, cu_seqlens, masks, torch.float32)
         wkv.wkv_triton(*inputs, state, cu_seqlens, masks, torch.float32)
         if dtype != torch.float16:  # whose products are those of bfloat16
-            wkv.wkv_triton_backward(empty(*v.shape), state, *inputs, state, cu_seqlens, masks)
+            wkv.wkv_triton_backward(empty(*v.shape), state, *inputs, state, cu_seqlens, masks, torch.float32)
 
     def run_contextualizer(dtype, windows, rows, queries, width, backward=True):
         wide, v = empty(windows, rows, 4 * width, dtype=dtype), empty(1024, 1024)[:512, :512]
@@ -146,7 +146,7 @@ def launches() -> None:
         slot_memory.slot_memory_triton(*inputs)
         slot_memory.slot_memory_triton_state(*inputs[1:])
         if backward:
-            slot_memory.slot_memory_triton_backward(v, memory, *inputs, log_f)
+            slot_memory.slot_memory_triton_backward(v, memory, log_f, *inputs)
 
     def run_slot_memory_step(dtype):
         token, log_f, memory = empty(8, 4, 256, dtype=dtype), empty(8, 4, 256), empty(8, 4, 256, 512)
@@ -159,7 +159,7 @@ def launches() -> None:
         if given:
             state, starts, real = empty(2, 3, groups), *(empty(n, length, dtype=torch.bool) for n in (1, 2))
         numbers = groups, 0.999, 0.9999
-        inputs, strip = (x, weight, weight, state), _strip(width, groups)
+        inputs, strip = (x, weight, weight, state), strip_size(width, groups)
         _, final, entering = timestep_decay_norm.timestep_decay_norm_triton(
             *inputs, starts, real, *numbers, 1e-5, strip
         )

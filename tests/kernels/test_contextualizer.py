@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 import subquad_kernels.backend
 from subquad_kernels import contextualizer
-from subquad_kernels.contextualizer import _contextualizer, _contextualizer_backward
+from subquad_kernels.contextualizer import _contextualizer
 
 
 # On a device with many processors the Triton kernels cut the work into small blocks and short strips.
@@ -296,7 +296,9 @@ def test_opcheck(backend, names):
     arguments = (inputs["z"], inputs["v"], inputs.get("gate"), inputs.get("prefix"), 3, backend)
     torch.library.opcheck(_contextualizer, arguments)
     detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-    torch.library.opcheck(_contextualizer_backward, (torch.ones(2, 3, 17, device=DEVICE), *detached))
+    torch.library.opcheck(
+        torch.ops.subquad_kernels.contextualizer_backward.default, (torch.ones(2, 3, 17, device=DEVICE), *detached)
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import subquad_kernels.backend
 from subquad_kernels import dynamic_mixing
-from subquad_kernels.dynamic_mixing import _dynamic_mixing, _dynamic_mixing_, _dynamic_mixing_backward
+from subquad_kernels.dynamic_mixing import _dynamic_mixing, _dynamic_mixing_
 
 
 BACKENDS = ("eager", triton)
@@ -359,7 +359,10 @@ def test_opcheck(backend, normalization):
     arguments = (*options.values(), 1e-12, backend)
     torch.library.opcheck(_dynamic_mixing, (features.clone().requires_grad_(), *arguments))
     torch.library.opcheck(_dynamic_mixing_, (features, *arguments))
-    torch.library.opcheck(_dynamic_mixing_backward, (torch.ones(2, 7, 23, device=DEVICE), features, *arguments))
+    torch.library.opcheck(
+        torch.ops.subquad_kernels.dynamic_mixing_backward.default,
+        (torch.ones(2, 7, 23, device=DEVICE), features, *arguments),
+    )
 
 
 @EACH

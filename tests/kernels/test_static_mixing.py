@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 import subquad_kernels.backend
 from subquad_kernels import static_mixing
-from subquad_kernels.static_mixing import _static_mixing, _static_mixing_, _static_mixing_backward
+from subquad_kernels.static_mixing import _static_mixing, _static_mixing_
 
 
 BACKENDS = ("eager", triton)
@@ -265,7 +265,9 @@ def test_opcheck(backend):
     inputs = make(windows=2)
     torch.library.opcheck(_static_mixing, (*differentiable(inputs).values(), 24, backend))
     grad = torch.ones(2, 5, 56, device=DEVICE)
-    torch.library.opcheck(_static_mixing_backward, (grad, *inputs.values(), 24, backend))
+    torch.library.opcheck(
+        torch.ops.subquad_kernels.static_mixing_backward.default, (grad, *inputs.values(), 24, backend)
+    )
     torch.library.opcheck(_static_mixing_, (*inputs.values(), 24, backend))
 
 

@@ -19,7 +19,7 @@ from subquad_kernels.timestep_decay_norm import (
 )
 
 
-MODULE = importlib.import_module("subquad_kernels.timestep_decay_norm")  # whose name is the function's, too
+MODULE = importlib.import_module("subquad_kernels.timestep_decay_norm.strips")
 LENGTHS = (1, 2, 17, 64, 65, 200)
 SIZES = ((32, 1), (96, 8))  # width, groups
 # Which of the optional arguments are given.

@@ -1,4 +1,4 @@
-"""Operators of sub-quadratic language models: one folder an operator, torch alone required."""
+"""Operators of sub-quadratic language models, one folder each. Only torch is required."""
 
 from . import layers as layers
 from .cema import cema, cema_state

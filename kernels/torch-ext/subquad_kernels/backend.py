@@ -1,10 +1,9 @@
-"""Which implementation of an operator runs, in which precision, and how a Triton kernel is launched."""
+"""Which implementation of an operator runs, in which dtype it computes, and how a Triton kernel is launched."""
 
 import contextlib
 import functools
 import importlib.util
 import os
-import re
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -13,21 +12,12 @@ from typing import Any
 import torch
 
 
-# Of the operators in torch's registry: another copy of this code in the same process has its own.
-_NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0], flags=re.ASCII)
-
-
-def custom_op(name: str, **options: Any) -> Callable[[Callable], Any]:
-    """`torch.library.custom_op`, in the namespace of this copy of the package."""
-    return torch.library.custom_op(f"{_NAMESPACE}::{name}", **options)
-
-
 class KernelError(RuntimeError):
-    """A Triton kernel that could not be compiled or launched."""
+    """A Triton kernel could not be compiled or launched."""
 
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Operator, device, dtype and size of what could not be compiled; eager has taken its place.
+# Operator, device, dtype and size of the kernels that could not be compiled; eager runs in their place.
 _failed: set[tuple] = set()
 
 
@@ -37,7 +27,7 @@ def _capable(device: torch.device) -> bool:
 
 
 def _works(device: torch.device) -> bool:
-    """Whether Triton knows the device: a GPU of CUDA, from compute capability 8.0, or of ROCm."""
+    """Whether Triton supports the device: a CUDA GPU of compute capability 8.0 or above, or a ROCm GPU."""
     return _HAS_TRITON and device.type == "cuda" and _capable(device)
 
 
@@ -47,16 +37,16 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
 
     Args:
         operator: name of the operator, for the error.
-        backend: `"auto"` or a member of `available`; the environment variable `SUBQUAD_BACKEND` overrides `"auto"`.
-            As it speaks of all operators, `triton` there means eager to one that has no kernels.
-        available: the implementations that the operator has.
-        x: a tensor on the device, and of the widest dtype, that the operator will compute with.
+        backend: `"auto"` or a member of `available`. The environment variable `SUBQUAD_BACKEND` overrides `"auto"`;
+            `SUBQUAD_BACKEND=triton` means eager for an operator without kernels.
+        available: the implementations of the operator.
+        x: an input of the widest dtype, on the device of all inputs.
 
     Returns:
-        A member of `available`, or `"auto"`, which [`dispatch`] takes: Triton where it works, otherwise eager.
+        A member of `available`, or `"auto"`, which [`dispatch`] resolves: Triton if it works, otherwise eager.
 
     Raises:
-        ValueError: where the operator has no such implementation, or Triton cannot run on that tensor.
+        ValueError: if the operator has no such implementation, or Triton cannot compute with that tensor.
     """
     source = "backend"
     if backend == "auto" and os.environ.get("SUBQUAD_BACKEND"):
@@ -79,8 +69,8 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
 
 def dispatch(operator: str, backend: str, x: torch.Tensor, triton: Callable[[], Any], eager: Callable[[], Any]) -> Any:
     """
-    Calls the implementation that [`choose_backend`] named. `"auto"` is Triton on a device that it knows; should a
-    kernel not compile there for x, one warning says why, and eager takes its place.
+    Calls the implementation that [`choose_backend`] returned. `"auto"` means Triton on a device that it supports. If a
+    kernel does not compile there for the dtype and size of x, one warning says why, and eager runs instead.
     """
     case = operator, x.device, x.dtype, x.shape[-1]
     if backend == "eager" or (backend == "auto" and (case in _failed or not _works(x.device))):
@@ -100,7 +90,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
     Runs a Triton kernel on the device of its first tensor.
 
     Raises:
-        KernelError: where it does not compile, or needs more registers or shared memory than the device has.
+        KernelError: if it does not compile, or needs more registers or shared memory than the device has.
     """
     from triton.runtime.errors import TritonError
 
@@ -114,28 +104,28 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
             raise
         except (TritonError, RuntimeError, subprocess.CalledProcessError) as error:
             if str(error).startswith("Triton Error"):
-                raise  # of the driver: the kernel did compile
+                raise  # an error of the driver: the kernel did compile
             name = getattr(kernel, "__name__", kernel)
             raise KernelError(f"{name} failed on {device}: {type(error).__name__}: {error}") from error
 
 
-def can_look_at(x: torch.Tensor) -> bool:
-    """Whether Python may branch on the values of x: on a CPU, which need not wait, and not while a graph is traced."""
+def can_read_without_sync(x: torch.Tensor) -> bool:
+    """Whether Python may branch on the values of x: on a CPU, where reading them does not wait, and not in a trace."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The tensors as a kernel reads them."""
+    """The tensors in the layout that kernels read."""
     return [None if x is None else x.contiguous() for x in tensors]
 
 
 def of_widest(*tensors: torch.Tensor | None) -> torch.Tensor:
-    """One of the tensors, of float64 if any is: where and in what the operator computes."""
+    """A float64 tensor if there is one, otherwise the first tensor."""
     return next((x for x in tensors if x is not None and x.dtype == torch.float64), tensors[0])
 
 
 def widest(*tensors: torch.Tensor | None) -> torch.dtype:
-    """The dtype that plain torch computes in: float32, or float64 where one of the inputs is."""
+    """The dtype that plain torch computes in: float64 if an input is float64, otherwise float32."""
     return torch.promote_types(of_widest(*tensors).dtype, torch.float32)
 
 
@@ -145,14 +135,29 @@ def cast(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[torch.Tensor
 
 
 def multiprocessors(x: torch.Tensor) -> int:
-    """How many programs of a kernel the device of x runs side by side, at one to a multiprocessor."""
+    """The number of multiprocessors of the device of x; each runs at least one program of a kernel at a time."""
     if x.device.type == "cuda":
         return torch.cuda.get_device_properties(x.device).multi_processor_count
     return 132  # of an H100 or H200
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
-    """A context in which autocast leaves the dtypes of operations on tensors like x alone."""
+    """A context that turns autocast off on the device of x."""
     if torch.amp.is_autocast_available(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()
+
+
+def step_states(
+    initial_state: torch.Tensor | None, inplace: bool, x: torch.Tensor, shape: tuple[int, ...]
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """
+    The states of a decoding step of one token: the one before it, and the tensor that takes the one after it. With
+    `inplace` these are None and `initial_state`, otherwise new float32 tensors on the device of x; None means zeros.
+    """
+    if inplace:
+        return None, initial_state
+    if initial_state is None:
+        initial_state = x.new_zeros(shape, dtype=torch.float32)
+    state = initial_state.float().contiguous()
+    return state, torch.empty_like(state)

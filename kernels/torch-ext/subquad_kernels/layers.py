@@ -1,6 +1,6 @@
 """
-Every operator as a layer without parameters, under its own name: what the `kernels` library puts in the place of a
-function in a model.
+Each operator as a layer without parameters, under the same name: the `kernels` library replaces functions of a model
+with such layers.
 """
 
 import functools
@@ -15,7 +15,7 @@ def _layer(operator: Callable) -> type[nn.Module]:
     def forward(self, *args, **kwargs):
         return operator(*args, **kwargs)
 
-    # `kernels` compares the signatures of a layer and of what it replaces.
+    # `kernels` compares the signatures of a layer and of the function that it replaces.
     signature = inspect.signature(operator)
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     forward.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])

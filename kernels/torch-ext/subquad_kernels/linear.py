@@ -1,4 +1,4 @@
-"""A linear layer's product, by the quicker of torch's two CPU libraries."""
+"""The product of a linear layer, by the faster of the two CPU libraries of torch."""
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     `torch.nn.functional.linear`: x (..., in), weight (out, in), bias (out) to (..., out).
 
-    In float32 on a CPU and without gradients the product goes through oneDNN in place of torch's default, MKL: 2.2
-    times as fast on an AMD EPYC, where MKL seems to leave AVX-512 unused. Elsewhere, and for weights that are no plain
-    tensors (quantised ones for instance), this is torch's own function.
+    In float32 on a CPU and without gradients the product is computed by oneDNN instead of torch's default, MKL. That
+    is 2.2 times as fast on an AMD EPYC, where MKL seems not to use AVX-512. Otherwise, and for weights that are not
+    plain tensors (for example quantised ones), this is torch's own function.
     """
     if (
         _ONEDNN is not None

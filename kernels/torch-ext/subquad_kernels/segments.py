@@ -1,6 +1,6 @@
 """
-What the Triton kernels of recurrences share: sequences cut into segments, the state passed from one segment to the
-next, and products and exponentials of one precision.
+Shared by the Triton kernels of recurrences: sequences cut into segments, the state passed from segment to segment, and
+products and exponentials of one precision.
 """
 
 import torch
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-# Operands of the products, by the dtype of the inputs. float16 could hold neither scores nor states.
+# Dtype and precision of the products for each dtype of the inputs. Scores and states may overflow float16.
 _OPERANDS = {
     torch.bfloat16: (tl.bfloat16, "ieee"),
     torch.float16: (tl.float32, "tf32"),
@@ -17,10 +17,10 @@ _OPERANDS = {
 
 
 def operands(dtype: torch.dtype) -> dict:
-    """The constants `DOT` and `PRECISION` of a kernel whose inputs have this dtype."""
+    """The constants `DOT` and `PRECISION` of a kernel with inputs of this dtype."""
     dot, precision = _OPERANDS[dtype]
     if torch.version.hip is not None:
-        precision = "ieee"  # of AMD's GPUs few know tf32
+        precision = "ieee"  # few AMD GPUs support tf32
     return {"DOT": dot, "PRECISION": precision}
 
 
@@ -31,34 +31,34 @@ def dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def exp(x):
-    return tl.exp2(x * 1.4426950408889634)  # one instruction; tl.exp would look after denormals
+    return tl.exp2(x * 1.4426950408889634)  # one instruction; tl.exp also handles denormals
 
 
 @triton.jit
 def expm1(x):
-    """exp(x) - 1 for x <= 0, to the last bits where x is small."""
+    """exp(x) - 1 for x <= 0, accurate also for small x."""
     series = x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24))))
     return tl.where(x > -0.0625, series, exp(x) - 1)
 
 
 @triton.jit
 def decayed(state, total):
-    """state * exp(total). Of a long memory next to nothing is taken away each time; a factor would round that off."""
+    """state * exp(total), accurate also for a decay so slow that rounding exp(total) would lose it."""
     return state + state * expm1(total)[:, None]
 
 
 @triton.jit
 def program(H, TILES):
-    """Tile, head, and number of the segment (or chunk) of this program."""
+    """The tile, the head and the index of the segment (or chunk) of this program."""
     n = tl.program_id(0)
     return n % TILES, n // TILES % H, n // TILES // H
 
 
 @triton.jit
-def tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED: tl.constexpr):
-    """The first token of a segment, and the one after its last."""
+def tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED: tl.constexpr):
+    """The first token of a segment, and the token after its last one."""
     if PACKED:
-        return tl.load(borders + 2 * segment), tl.load(borders + 2 * segment + 1)
+        return tl.load(boundaries + 2 * segment), tl.load(boundaries + 2 * segment + 1)
     row = (segment // SEGMENTS).to(tl.int64) * T
     begin = segment % SEGMENTS * SEGMENT
     return row + begin, row + tl.minimum(begin + SEGMENT, T)
@@ -81,7 +81,7 @@ def _pass_kernel(
     PACKED: tl.constexpr,
     HAS_STATE: tl.constexpr,
 ):
-    """Turns what each segment adds into the state that enters it, in place, and writes the state that leaves all."""
+    """Replaces what each segment adds by the state that enters it, and writes the state that leaves the last one."""
     tile, head, sequence = program(H, TILES)
     cells = tile * BLOCK + tl.arange(0, BLOCK)
     there = cells < K * V
@@ -98,30 +98,30 @@ def _pass_kernel(
         segment = first + n
         if REVERSE:
             segment = last - 1 - n
-        place = (segment * H + head) * (K * V)
-        added = tl.load(states + place + cells, mask=there, other=0.0)
+        offset = (segment * H + head) * (K * V)
+        added = tl.load(states + offset + cells, mask=there, other=0.0)
         total = tl.load(totals + (segment * H + head) * K + cells // V, mask=there, other=0.0)
-        tl.store(states + place + cells, state, mask=there)
+        tl.store(states + offset + cells, state, mask=there)
         state = state * exp(total) + added
     tl.store(final + here + cells, state, mask=there)
 
 
 class Segments:
     """
-    How the sequences, or the documents of a packed row, are cut into segments that are walked side by side.
+    How the sequences, or the documents of a packed row, are cut into segments that are computed in parallel.
 
     Args:
-        batch, length: rows, and tokens of a row.
-        chunk: tokens that a kernel takes at once; a segment is a multiple of them.
-        programs: how many programs walk all sequences, uncut.
-        wanted: how many programs the device should have.
-        shortest: tokens below which a segment is not worth the passes that find the state that enters it.
-        cu_seqlens: borders of documents, or None.
-        longest: tokens above which documents are always cut.
+        batch, length: number of rows, and of tokens of a row.
+        chunk: number of tokens that a kernel computes together; a segment is a multiple of it.
+        programs: number of programs if the sequences are not cut.
+        wanted: number of programs that keep the device busy.
+        shortest: shortest segment that is worth the passes that compute the state that enters it.
+        cu_seqlens: boundaries of documents, or None.
+        longest: documents longer than this are always cut.
     """
 
-    def __init__(self, batch, length, chunk, programs, wanted, shortest, cu_seqlens=None, longest=None):
-        # Documents may differ in length, so their number says little.
+    def __init__(self, batch, length, *, chunk, programs, wanted, shortest, cu_seqlens=None, longest=None):
+        # The number of documents is not used here, because their lengths may differ.
         segment = triton.cdiv(triton.cdiv(length * programs, wanted), chunk) * chunk
         segment = max(segment, shortest)
         if cu_seqlens is not None and longest is not None:
@@ -133,37 +133,37 @@ class Segments:
         self.per_sequence = triton.cdiv(length, segment)
         self.sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.segments = self.sequences * self.per_sequence
-        self.borders = self.firsts = None
+        self.boundaries = self.firsts = None
         if cu_seqlens is not None:
             self._find_documents(cu_seqlens, length)
-        self.chunks = batch * length // chunk + self.segments + 1  # at most; a segment's last may be short
+        self.chunks = batch * length // chunk + self.segments + 1  # at most; the last one of a segment may be short
 
     def _find_documents(self, cu_seqlens, length):
-        # A kernel must not leave the tensors, whatever the borders are; and nothing here waits for the device.
+        # Kernels must stay within the tensors, even with wrong boundaries. Nothing here waits for the device.
         bounds = cu_seqlens.long().clamp(0, length).cummax(0).values
         rises = (bounds == cu_seqlens).all() & (bounds[0] == 0) & (bounds[-1] == length)
         torch._assert_async(rises, f"`cu_seqlens` must rise from 0 to {length}.")
         if self.whole:
-            self.borders = torch.stack((bounds[:-1], bounds[1:]), dim=1)
+            self.boundaries = torch.stack((bounds[:-1], bounds[1:]), dim=1)
             return
-        self.segments = length // self.segment + self.sequences  # at most; some of the last may be empty
+        self.segments = length // self.segment + self.sequences  # at most; the last ones may be empty
         counts = ((bounds.diff() + self.segment - 1) // self.segment).clamp(min=1)
         self.firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         n = torch.arange(self.segments, device=bounds.device)
         document = torch.searchsorted(self.firsts[1:], n, right=True).clamp(max=self.sequences - 1)
         stop = bounds[document + 1]
         begin = torch.minimum(bounds[document] + (n - self.firsts[document]) * self.segment, stop)
-        self.borders = torch.stack((begin, torch.minimum(begin + self.segment, stop)), dim=1)
+        self.boundaries = torch.stack((begin, torch.minimum(begin + self.segment, stop)), dim=1)
 
     def passing(self, states, totals, initial, final, reverse):
         """
-        The launch (kernel, grid, arguments) that turns `states` (segments, H, K, V), what each segment adds to a state
-        that it decays by exp(totals) (segments, H, K), into the states that enter the segments, and writes those that
-        leave the sequences to `final`; in reverse from the last segment to the first.
+        The launch (kernel, grid, arguments) that passes the state along the segments, in reverse from the last one to
+        the first. A segment decays a state by exp(totals) (segments, H, K) and adds `states` (segments, H, K, V) to
+        it; these are replaced by the states that enter the segments. Those that leave the sequences go to `final`.
         """
         heads, key_size, value_size = states.shape[1:]
         tiles = triton.cdiv(key_size * value_size, 1024)
         tensors = states, totals, initial, final, self.firsts
-        flags = reverse, self.borders is not None, initial is not None
+        flags = reverse, self.boundaries is not None, initial is not None
         grid = (self.sequences * heads * tiles,)
         return _pass_kernel, grid, *tensors, self.per_sequence, heads, tiles, key_size, value_size, 1024, *flags

@@ -1,18 +1,20 @@
 """
 The complex moving average in plain torch, parallel over time, for any device.
 
-Nothing in the recurrence depends on the data, so that the output of a chunk of C tokens is a product with a Toeplitz
-matrix a channel, K[t - s] = Re sum_n gamma a q^(t - s), plus what its N states give, and the states go from chunk to
-chunk by q^C. Documents begin a chunk of their own, and padding is left out, so that every chunk but the last of a
-document is full and one set of matrices serves all. The last chunk of a row, which may be short, is moved to the
-chunk's end to make the state that leaves.
+The coefficients of the recurrence do not depend on the data. So the output of a chunk of C tokens is a product with
+one Toeplitz matrix per channel, K[t - s] = Re sum_n gamma a q^(t - s), plus the part that comes from the N states, and
+q^C takes a state from chunk to chunk. Each document begins a new chunk, and padding is left out. So all chunks of a
+document but the last are full, and one set of matrices serves them all. The last chunk of a row may be short; its
+tokens are moved to the end of the chunk to compute the state that leaves the row.
 
-The powers of q are taken in float64, where the device has it: rounded once, they do not let a long memory drift.
+The powers of q are computed in float64, if the device has it, and rounded once, so that a long memory does not drift.
 """
 
 import math
 
 import torch
+
+from ..backend import cast, widest
 
 
 CHUNK_SIZE = 32
@@ -39,7 +41,7 @@ def cema_step(
     starts: torch.Tensor | None = None,
     real: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token: x (B, D), state (B, D, N, 2), starts and real (B); the results have the dtype of x."""
+    """One token: x (B, D), state (B, D, N, 2), starts and real (B). The results have the dtype of x."""
     a, d, share, angle = _rates(alpha, delta, theta)
     modulus, angle = 1 - a * d, angle * share
     if state is None:
@@ -57,21 +59,42 @@ def cema_step(
     return out, after
 
 
+def cema_step_inplace(
+    x: torch.Tensor,
+    alpha: torch.Tensor,
+    delta: torch.Tensor,
+    theta: torch.Tensor,
+    gamma: torch.Tensor,
+    state: torch.Tensor | None,
+    new_state: torch.Tensor,
+    starts: torch.Tensor | None,
+    real: torch.Tensor | None,
+) -> torch.Tensor:
+    """
+    One token in float32: see [`cema_step`]. The state after it is written to `new_state`, which also holds the state
+    before it if `state` is None.
+    """
+    before = new_state if state is None else state
+    out, after = cema_step(*cast(torch.float32, x, alpha, delta, theta, gamma, before), starts, real)
+    new_state.copy_(after)
+    return out.to(x.dtype)
+
+
 class _Layout:
     """
-    How rows lie in chunks: (B, T, D) <-> (D, B, n, C), gaps filled with zeros.
+    How rows are laid out in chunks: (B, T, D) <-> (D, B, n, C). Gaps are filled with zeros.
 
     Attributes:
-        fresh: where the state that enters a chunk is cleared, (B, n), or None.
-        last: the last chunk of every row, (B).
+        fresh: bool (B, n), the chunks whose entering state is cleared, or None.
+        last: the last chunk of each row, (B).
         count: the number of its tokens, (B).
-        cleared: the rows that end with a document without tokens, (B), or None.
+        cleared: bool (B), the rows that end with a document without tokens, or None.
     """
 
     def __init__(self, x: torch.Tensor, starts: torch.Tensor | None, real: torch.Tensor | None):
         self.batch, self.length, self.width = x.shape
         self.chunk = chunk = min(CHUNK_SIZE, 1 << (self.length - 1).bit_length())
-        self.place = self.fresh = self.cleared = None
+        self.index = self.fresh = self.cleared = None
         rows = torch.arange(self.batch, device=x.device)
         if starts is None and real is None:
             self.chunks = -(-self.length // chunk)
@@ -80,7 +103,7 @@ class _Layout:
             return
         if real is None:
             real = torch.ones(self.batch, self.length, dtype=torch.bool, device=x.device)
-        number = real.cumsum(1)  # of a token among those of its row, from 1
+        number = real.cumsum(1)  # of each token among the real tokens of its row, from 1
         document = torch.zeros_like(number)
         if starts is not None:
             document = starts.expand_as(real).cumsum(1)
@@ -88,16 +111,16 @@ class _Layout:
             number = number - before
         begins = real & ((number - 1) % chunk == 0)
         at = begins.cumsum(1) - 1
-        if torch.compiler.is_compiling():  # as many as there are at most
+        if torch.compiler.is_compiling():  # the largest number that there can be
             self.chunks = -(-self.length // chunk) if starts is None else self.length
         else:
             self.chunks = max(int(at.max()) + 1, 1)
         self.last = at[:, -1].clamp(min=0)
-        place = at * chunk + (number - 1) % chunk
+        index = at * chunk + (number - 1) % chunk
         size = self.chunks * chunk
-        # One more place a row takes the padding.
-        self.place = (torch.where(real, place, size) + rows[:, None] * (size + 1)).flatten()
-        self.count = torch.where(real, place + 1 - self.last[:, None] * chunk, 0).amax(1).clamp(min=0)
+        # One more position per row takes the padding tokens.
+        self.index = (torch.where(real, index, size) + rows[:, None] * (size + 1)).flatten()
+        self.count = torch.where(real, index + 1 - self.last[:, None] * chunk, 0).amax(1).clamp(min=0)
         if starts is not None:
             first = begins & (number == 1) & (document > 0)
             fresh = torch.zeros(self.batch, self.chunks + 1, dtype=torch.bool, device=x.device)
@@ -106,8 +129,8 @@ class _Layout:
 
     def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
         size = self.chunks * self.chunk
-        if self.place is not None:
-            filled = x.new_zeros(self.batch * (size + 1), self.width).index_copy_(0, self.place, x.flatten(0, 1))
+        if self.index is not None:
+            filled = x.new_zeros(self.batch * (size + 1), self.width).index_copy_(0, self.index, x.flatten(0, 1))
             x = filled.unflatten(0, (self.batch, -1))[:, :-1]
         elif size > self.length:
             x = torch.nn.functional.pad(x, (0, 0, 0, size - self.length))
@@ -116,13 +139,13 @@ class _Layout:
 
     def from_chunks(self, x: torch.Tensor) -> torch.Tensor:
         x = x.reshape(self.width, -1).t()
-        if self.place is None:
+        if self.index is None:
             return x.unflatten(0, (self.batch, -1))[:, : self.length]
         x = torch.nn.functional.pad(x.unflatten(0, (self.batch, -1)), (0, 0, 0, 1)).flatten(0, 1)
-        return x.index_select(0, self.place).view(self.batch, self.length, self.width)
+        return x.index_select(0, self.index).view(self.batch, self.length, self.width)
 
     def of_last(self, x: torch.Tensor) -> torch.Tensor:
-        """(D, B, n, .) -> (D, B, .), of every row's last chunk."""
+        """The last chunk of each row: (D, B, n, .) -> (D, B, .)."""
         return x.gather(2, self._last(x)).squeeze(2)
 
     def add_to_last(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
@@ -132,14 +155,14 @@ class _Layout:
         return self.last.view(1, -1, 1, 1).expand(x.shape[0], -1, 1, x.shape[-1])
 
     def moved(self, x: torch.Tensor, back: bool = False) -> torch.Tensor:
-        """(D, B, C), the tokens of a row's last chunk moved to the chunk's end, or back; the gap goes round."""
+        """(D, B, C) with the tokens of the last chunk of each row moved to the end of the chunk, or back."""
         gap = (self.chunk - self.count) * (-1 if back else 1)
         source = (torch.arange(self.chunk, device=x.device) - gap.unsqueeze(1)) % self.chunk
         return x.gather(2, source.expand_as(x))
 
 
 class _Tables:
-    """The matrices of a channel, from powers of q that are rounded once."""
+    """The matrices of each channel, from powers of q that are rounded once."""
 
     def __init__(self, alpha, delta, theta, gamma, chunk, dtype):
         self.chunk, self.size = chunk, alpha.shape[1]
@@ -153,11 +176,11 @@ class _Tables:
         gamma = torch.view_as_complex(gamma.to(a.dtype).contiguous())
         kernel = ((gamma * a).unsqueeze(1) @ powers).squeeze(1).real.to(dtype)
         self.complex = torch.complex(kernel, kernel).dtype
-        # q^0 ... q^C (D, N, C + 1), and the rest in the dtype of the products.
+        # q^0 ... q^C (D, N, C + 1). They and the other tensors have the dtype of the products.
         self.powers = torch.cat((powers, step.unsqueeze(-1)), dim=-1).to(self.complex)
         self.a, self.gamma = a.to(dtype), gamma.to(self.complex)
 
-        # From tokens (D, C, .) to outputs and to the state that leaves; from the state that enters to outputs.
+        # Maps tokens (D, C, .) to outputs and to the state that leaves, and the state that enters to outputs.
         toeplitz = torch.nn.functional.pad(kernel, (chunk - 1, 0)).unfold(1, chunk, 1).flip(1)
         self.to_state = self._pairs((self.powers[..., :-1] * self.a.unsqueeze(-1)).flip(-1)).transpose(1, 2)
         self.from_token = torch.cat((toeplitz, self.to_state), dim=2)
@@ -178,11 +201,11 @@ class _Tables:
 
     def gradients(self, weights, to_state, from_state, decays):
         """
-        Gradients of alpha, delta, theta, gamma from those of the matrices and those of the powers of q, which `decays`
-        (D, N, C + 1) has conjugated.
+        Gradients of alpha, delta, theta, gamma from those of the matrices and the conjugated ones of the powers of q,
+        `decays` (D, N, C + 1).
         """
         chunk = self.chunk
-        # Lags lie on diagonals: a skewed view has them in columns.
+        # The lags are the diagonals of `weights`, and the columns of this skewed view.
         skewed = torch.nn.functional.pad(weights.flip(1), (0, chunk)).flatten(1)[:, :-chunk]
         kernel = skewed.view(-1, chunk, 2 * chunk - 1)[..., chunk - 1 :].sum(1).unsqueeze(1)
         a, gamma = self.a.unsqueeze(-1), self.gamma.unsqueeze(-1)
@@ -207,7 +230,7 @@ class _Tables:
 
 
 def _enter(layout, tables, added, initial_state):
-    """The states that enter each chunk, (D, B, n, N), from what each adds to one."""
+    """The states that enter the chunks, (D, B, n, N), from what each chunk adds to a state."""
     state = torch.zeros_like(added[:, :, 0])
     if initial_state is not None:
         state = torch.view_as_complex(initial_state.contiguous()).transpose(0, 1)
@@ -222,7 +245,7 @@ def _enter(layout, tables, added, initial_state):
 
 
 def _decays_of_last(layout, tables):
-    """What is left of the state that enters a row's last chunk, (D, B, N)."""
+    """The factor by which the last chunk of each row decays a state, (D, B, N)."""
     return tables.powers[..., layout.count].transpose(1, 2)
 
 
@@ -232,11 +255,13 @@ def cema_chunked(
     delta: torch.Tensor,
     theta: torch.Tensor,
     gamma: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    real: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    real: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments, shapes and results are those of [`subquad_kernels.cema`]; x and the state have one dtype."""
+    """Computes [`subquad_kernels.cema`] in the widest dtype of the inputs."""
+    out_dtype, floats = x.dtype, (x, alpha, delta, theta, gamma, initial_state)
+    x, alpha, delta, theta, gamma, initial_state = cast(widest(*floats), *floats)
     layout = _Layout(x, starts, real)
     tables = _Tables(alpha, delta, theta, gamma, layout.chunk, x.dtype)
     x = layout.to_chunks(x)
@@ -247,7 +272,7 @@ def cema_chunked(
     if layout.cleared is not None:
         state = state.masked_fill(layout.cleared.unsqueeze(1), 0.0)
     out = torch.baddbmm(out, torch.view_as_real(entering).view(*out.shape[:2], -1), tables.from_state)
-    return layout.from_chunks(out), torch.view_as_real(state.transpose(0, 1))
+    return layout.from_chunks(out).to(out_dtype), torch.view_as_real(state.transpose(0, 1))
 
 
 def cema_chunked_backward(
@@ -258,14 +283,17 @@ def cema_chunked_backward(
     delta: torch.Tensor,
     theta: torch.Tensor,
     gamma: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    real: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    real: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """
-    Gradients of x, alpha, delta, theta, gamma and, where it is given, initial_state. What the forward pass computed is
-    computed again, so that only its inputs are kept between the two.
+    Gradients of x, alpha, delta, theta, gamma and, if it is given, initial_state. The forward pass is computed again,
+    so that only its inputs are kept until then.
     """
+    floats = x, alpha, delta, theta, gamma, initial_state
+    dtype = widest(*floats)
+    grad_out, grad_state, x, alpha, delta, theta, gamma, initial_state = cast(dtype, grad_out, grad_state, *floats)
     layout = _Layout(x, starts, real)
     tables = _Tables(alpha, delta, theta, gamma, layout.chunk, x.dtype)
     x, g = layout.to_chunks(x), layout.to_chunks(grad_out).flatten(1, 2)
@@ -275,7 +303,7 @@ def cema_chunked_backward(
     if layout.cleared is not None:
         grad_state = grad_state.masked_fill(layout.cleared.unsqueeze(1), 0.0)
 
-    # Gradients of the states that enter, and from the last chunk to the first of those that leave.
+    # Gradients of the states that enter the chunks; those of the states that leave, from the last chunk to the first.
     read = tables.to_complex(g @ tables.from_state.mT).view(added.shape)
     layout.add_to_last(read, _decays_of_last(layout, tables).conj() * grad_state)
     grad, leaving = torch.zeros_like(read[:, :, 0]), torch.empty_like(read)

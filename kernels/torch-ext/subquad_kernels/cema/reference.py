@@ -1,4 +1,4 @@
-"""The complex moving average as the paper writes it, one token after the other: the oracle of every test."""
+"""The complex moving average as the paper writes it, token by token: the reference of every test."""
 
 import math
 
@@ -16,8 +16,7 @@ def cema_reference(
     real: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Equation 1 of "Gecko" in the dtype of the inputs (the caller casts). Arguments, shapes and results are those of
-    [`subquad_kernels.cema`].
+    Equation 1 of "Gecko" in the dtype of the inputs (the caller casts): see [`subquad_kernels.cema`].
     """
     size = alpha.shape[1]
     a = alpha.sigmoid()

@@ -1,17 +1,17 @@
 """
 The complex moving average as Triton kernels.
 
-A thread has a channel and all its states in registers and walks the tokens of a segment: nothing passes between
-threads, x is read and out written once, and the states are enough independent sums to keep a processor busy. While it
-is at AHEAD tokens, the next ones are on their way. Where there are few channels a row is cut into segments, and two
-light passes find the state that enters each.
+A thread computes a channel token by token over a segment, with all its states in registers. So nothing passes between
+threads, x is read and out is written once, and the states are enough independent sums to keep a multiprocessor busy.
+While a thread computes AHEAD tokens, the next ones are loaded. If there are few channels, a row is cut into segments,
+and two light passes compute the state that enters each.
 
-The gradient of the state is the same walk from the last token to the first, with gamma in the place of a. It makes the
-gradients of x and of the factor a of x. Those of gamma and q come from a walk forward that takes dh/dq along with h.
-No state is ever written but those that enter the segments.
+The gradient of the state is the same recurrence from the last token to the first, with gamma in place of a. It gives
+the gradients of x and of the factor a of x. Those of gamma and q come from a pass forward that computes dh/dq along
+with h. Only the states that enter the segments are written to memory.
 
-q is rounded to float32. What that does to a state in CHUNK steps is undone at the start of each chunk: a long memory
-does not drift.
+q is rounded to float32. The effect of this on a state in CHUNK steps is undone at the start of each chunk, so that a
+long memory does not drift.
 """
 
 import torch
@@ -29,7 +29,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _cos_sin(turns):
-    """Of a float64 angle in whole turns; at most an eighth of one is left to the series."""
+    """Cosine and sine of a float64 angle in whole turns; the series gets at most an eighth of a turn."""
     turns -= tl.floor(turns + 0.5)
     quarter = tl.floor(4 * turns + 0.5)
     x = (turns - quarter / 4) * 6.283185307179586
@@ -48,14 +48,14 @@ def _cos_sin(turns):
 
 @triton.jit
 def _rates(alpha, delta, theta, cells, channels, n, mask, N: tl.constexpr):
-    """a, d, the share of a turn that theta chooses, and n / N, in float64."""
+    """a, d, sigmoid(theta) and n / N, in float64."""
     a = _sigmoid(tl.load(alpha + cells, mask=mask, other=0.0).to(tl.float32).to(tl.float64))
     d = _sigmoid(tl.load(delta + cells, mask=mask, other=0.0).to(tl.float32).to(tl.float64))
     share = _sigmoid(tl.load(theta + channels, mask=mask, other=0.0).to(tl.float32).to(tl.float64))
     return a, d, share, (n + 1).to(tl.float64) / N
 
 
-# Rows of what `_coefficients_kernel` makes, (7, N, D); DRIFT undoes a chunk's rounding of q.
+# Rows of the output of `_coefficients_kernel`, (7, N, D); DRIFT undoes the rounding of q over a chunk.
 Q: tl.constexpr = tl.constexpr(0)
 A: tl.constexpr = tl.constexpr(2)
 GAMMA: tl.constexpr = tl.constexpr(3)
@@ -99,7 +99,7 @@ def _each(pointers, stride, mask, N: tl.constexpr):
 
 @triton.jit
 def _coefficients(coefficients, row, size, D, channels, mask, N: tl.constexpr):
-    """One row of the coefficients, from the state that `coefficients` points to, for states in threads."""
+    """One row of the coefficients, from the state that `coefficients` points to on, as a tuple over states."""
     return _each(coefficients + row * size + channels, D, mask, N)
 
 
@@ -130,7 +130,7 @@ def _times(factor, x, N: tl.constexpr):
 
 @triton.jit
 def _undrifted(drift_re, drift_im, share, re, im, N: tl.constexpr):
-    """The states times 1 + drift, for the share of a chunk's tokens that are real."""
+    """The states times 1 + drift * share, where `share` is the fraction of real tokens in the chunk."""
     new_re, new_im = (), ()
     for n in tl.static_range(N):
         new_re += (re[n] + share * (drift_re[n] * re[n] - drift_im[n] * im[n]),)
@@ -140,7 +140,7 @@ def _undrifted(drift_re, drift_im, share, re, im, N: tl.constexpr):
 
 @triton.jit
 def _chunk_flags(starts, real, first, first_start, length, CHUNK: tl.constexpr):
-    """How many of a chunk's tokens are real, and 1 where a document begins at one, otherwise 0."""
+    """The number of real tokens of a chunk, and 1 if a document begins in it, otherwise 0."""
     ts = tl.arange(0, CHUNK)
     count, begins = length, 0
     if real is not None:
@@ -152,7 +152,7 @@ def _chunk_flags(starts, real, first, first_start, length, CHUNK: tl.constexpr):
 
 @triton.jit
 def _token_flags(starts, real, t, start, count, begins, length):
-    """Whether a document begins at a token, and whether it is real; seldom is there anything to look at."""
+    """Whether a document begins at a token, and whether it is real. Reads memory only if the chunk has such tokens."""
     is_start, is_real = False, True
     if starts is not None:
         is_start = tl.load(starts + start, mask=begins > 0, other=0)
@@ -163,7 +163,7 @@ def _token_flags(starts, real, t, start, count, begins, length):
 
 @triton.jit
 def _load_block(x, s, begin, stop, D, channels, mask, AHEAD: tl.constexpr, REVERSE: tl.constexpr):
-    """The tokens from the s-th of a segment on, in the order of the walk."""
+    """The tokens from step s of a segment on, in the order in which they are computed."""
     loaded = ()
     for i in tl.static_range(AHEAD):
         t = stop - 1 - (s + i) if REVERSE else begin + s + i
@@ -191,7 +191,7 @@ def _step(
     REVERSE: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """One token of the walk: the states after it, the sums, and what comes out."""
+    """One token: the states after it, the sums, and the output."""
     plus, minus = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     if is_start and not REVERSE:
         h_re, h_im = _zeros(BLOCK, N), _zeros(BLOCK, N)
@@ -218,7 +218,7 @@ def _step(
     return h_re, h_im, sums, plus - minus
 
 
-@triton.jit(do_not_specialize=["T", "SEGMENT", "SEGMENTS"])  # which differ from text to text
+@triton.jit(do_not_specialize=["T", "SEGMENT", "SEGMENTS"])  # these differ from text to text
 def _average_kernel(
     x,
     y,
@@ -243,14 +243,15 @@ def _average_kernel(
     REVERSE: tl.constexpr,
 ):
     """
-    A segment from the states that enter it (zeros where None) to `out`, to those that leave, `final`, and to `steps`:
-    how often it decays a state, -1 where it clears it; each where it is given. REVERSE: x is the gradient of out, out
-    that of x, y is x, the states are gradients of states, and `grad_a` (segments, N, D) takes that of the factor a.
+    Computes, from the states that enter a segment (None means zeros), those of the following that are not None: `out`,
+    the states that leave it, `final`, and `steps`, how often it decays a state, or -1 if it clears the state. With
+    REVERSE x is the gradient of out, out that of x, y is x, the states are gradients of states, and the gradient of
+    the factor a is written to `grad_a` (segments, N, D).
     """
     tile, segment = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     begin, stop = tokens(None, segment, T, SEGMENT, SEGMENTS, False)
     row = (segment // SEGMENTS).to(tl.int64)
-    shift = row * (starts_stride - T)  # from a token to its place in `starts`
+    shift = row * (starts_stride - T)  # from a token to its index in `starts`
     channels = tile * BLOCK + tl.arange(0, BLOCK)
     mask = channels < D
     size = N * D
@@ -340,7 +341,7 @@ def _carry_kernel(
     BLOCK: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Turns what each segment adds into the state that enters it, in place, and writes the state that leaves all."""
+    """Replaces what each segment adds by the state that enters it, and writes the state that leaves the last one."""
     tile, row = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     cells = tile * BLOCK + tl.arange(0, BLOCK)
     mask = cells < N * D
@@ -386,7 +387,7 @@ def _gradient_step(
     BLOCK: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One token: h, p = dh/dq, and the sums of either times the gradient of out."""
+    """One token: h, p = dh/dq, and the sums of each times the gradient of out."""
     if is_start:
         h_re, h_im, p_re, p_im = _zeros(BLOCK, N), _zeros(BLOCK, N), _zeros(BLOCK, N), _zeros(BLOCK, N)
     if is_real:
@@ -406,7 +407,7 @@ def _gradient_step(
     return h_re, h_im, p_re, p_im, sum_h_re, sum_h_im, sum_p_re, sum_p_im
 
 
-@triton.jit(do_not_specialize=["T", "SEGMENT", "SEGMENTS"])  # which differ from text to text
+@triton.jit(do_not_specialize=["T", "SEGMENT", "SEGMENTS"])  # these differ from text to text
 def _rate_gradient_kernel(
     g,
     x,
@@ -430,8 +431,8 @@ def _rate_gradient_kernel(
     AHEAD: tl.constexpr,
 ):
     """
-    What a segment adds to the gradients of gamma and q, conjugated, in PART of the N states: `grads` (4, segments, N,
-    D). `states` enter the segment (zeros where None), `grad_states` are the gradients of those that leave it.
+    What a segment adds to the conjugated gradients of gamma and q in PART of the N states, to `grads` (4, segments, N,
+    D). `states` enter the segment (None means zeros), `grad_states` are the gradients of those that leave it.
     """
     tile, part = tl.program_id(0) % TILES, tl.program_id(0) // TILES % (N // PART) * PART
     segment = tl.program_id(0) // TILES // (N // PART)
@@ -521,7 +522,7 @@ def _parameter_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradients of the parameters from those of a, gamma and q, of which every segment has a part: `sums`."""
+    """The gradients of the parameters from those of a, gamma and q, which are sums over the segments of `sums`."""
     channels = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
     mask = (channels < D) & (n < N)
@@ -571,7 +572,7 @@ def _average_step_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One token of a block of channels, in up to ROWS rows. q is not rounded: its product is float64."""
+    """One token of a block of channels, in up to ROWS rows. q is not rounded, its product is float64."""
     tile, first = tl.program_id(0) % TILES, tl.program_id(0) // TILES * ROWS
     one = tile * BLOCK + tl.arange(0, BLOCK)
     channels, n = one[:, None], tl.arange(0, BLOCK_N)[None, :]
@@ -603,20 +604,21 @@ def _average_step_kernel(
         tl.store(out + row * D + one, result.to(out.dtype.element_ty), mask=one < D)
 
 
-# Below this many tokens a segment is not worth the passes that find the state that enters it.
+# The shortest segment that is worth the passes that compute the state that enters it.
 MIN_SEGMENT = 512
 
 
 class _Plan(Segments):
-    """How the work is cut into programs, and what q is in every channel."""
+    """How the work is divided into programs, and the coefficients of each channel."""
 
     def __init__(self, x, alpha, delta, theta, gamma, starts, real):
         batch, length, self.width = x.shape
         self.size = alpha.shape[1]
-        # A thread has a channel; three programs of its 64 on every multiprocessor hide what a token waits for.
+        # A thread computes a channel; three programs of 64 threads per multiprocessor hide the latency of a token.
         self.walking = {"BLOCK": 64, "CHUNK": 64, "AHEAD": 4, "num_warps": 2 if torch.version.hip is None else 1}
         self.tiles = triton.cdiv(self.width, 64)
-        super().__init__(batch, length, 64, batch * self.tiles, 3 * multiprocessors(x), MIN_SEGMENT)
+        programs, wanted = batch * self.tiles, 3 * multiprocessors(x)
+        super().__init__(batch, length, chunk=64, programs=programs, wanted=wanted, shortest=MIN_SEGMENT)
         stride = 0 if starts is None or starts.shape[0] == 1 else length
         flags = starts, real, stride
         self.geometry = (*flags, length, self.segment, self.per_sequence, self.width, self.tiles)
@@ -645,7 +647,7 @@ class _Plan(Segments):
         )
 
     def entering(self, x, initial, reverse):
-        """The states that enter the segments, and the one that leaves each row; in reverse, their gradients."""
+        """The states that enter the segments, and those that leave the rows; in reverse, their gradients."""
         if self.whole:
             return initial, None
         states, final = self.states(x, self.segments), self.states(x, self.sequences)
@@ -664,7 +666,7 @@ class _Plan(Segments):
 
 
 def cema_triton(x, alpha, delta, theta, gamma, initial_state, starts, real):
-    """Arguments, shapes and results are those of [`subquad_kernels.cema`]."""
+    """Computes [`subquad_kernels.cema`]."""
     x, alpha, delta, theta, gamma, starts, real = contiguous(x, alpha, delta, theta, gamma, starts, real)
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
@@ -676,7 +678,7 @@ def cema_triton(x, alpha, delta, theta, gamma, initial_state, starts, real):
 
 
 def cema_triton_backward(grad_out, grad_state, x, alpha, delta, theta, gamma, initial_state, starts, real):
-    """Gradients of x, alpha, delta, theta, gamma and, where it is given, initial_state."""
+    """Gradients of x, alpha, delta, theta, gamma and, if it is given, initial_state."""
     grad_out, x, alpha, delta, theta, gamma = contiguous(grad_out, x, alpha, delta, theta, gamma)
     starts, real = contiguous(starts, real)
     grad_state = grad_state.float().contiguous()
@@ -714,8 +716,8 @@ def cema_triton_backward(grad_out, grad_state, x, alpha, delta, theta, gamma, in
 
 def cema_triton_step(x, alpha, delta, theta, gamma, state, new_state, starts, real):
     """
-    One token: x (B, D), starts (B or 1) and real (B), state (B, D, N, 2) in float32; where that is None, `new_state`
-    holds it. Writes the state after the token to `new_state`; returns out (B, D).
+    One token: x (B, D), starts (B or 1) and real (B), state (B, D, N, 2) in float32; if it is None, `new_state` holds
+    it. Writes the state after the token to `new_state`. Returns out (B, D).
     """
     x, alpha, delta, theta, gamma, starts, real = contiguous(x, alpha, delta, theta, gamma, starts, real)
     batch, width = x.shape

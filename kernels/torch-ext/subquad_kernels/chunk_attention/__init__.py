@@ -1,59 +1,15 @@
-"""Chunk attention: causal attention to the chunk before and to one's own, of Gecko."""
+"""Chunk attention: causal attention to the previous chunk and to the current one, of Gecko."""
 
 import torch
 
-from ..backend import cast, choose_backend, custom_op, widest, without_autocast
+from ..backend import cast, choose_backend, widest, without_autocast
 from ..checks import check_tensors
-from .eager import chunk_attention_blocks, chunk_attention_blocks_backward, chunk_attention_masked
+from .custom_ops import _chunk_attention
+from .eager import chunk_attention_blocks, chunk_attention_masked
 from .reference import chunk_attention_reference
 
 
 BACKENDS = ("eager", "reference")
-
-
-@custom_op("chunk_attention", mutates_args=())
-def _chunk_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, chunk_size: int, aligned: bool
-) -> torch.Tensor:
-    with without_autocast(v):
-        return chunk_attention_blocks(q, k, v, first, chunk_size, aligned)
-
-
-@_chunk_attention.register_fake
-def _(q, k, v, first, chunk_size, aligned):
-    return v.new_empty(*q.shape[:3], v.shape[3])
-
-
-@custom_op("chunk_attention_backward", mutates_args=())
-def _chunk_attention_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    first: torch.Tensor,
-    chunk_size: int,
-    aligned: bool,
-) -> list[torch.Tensor]:
-    with without_autocast(v):
-        return chunk_attention_blocks_backward(grad_out, q, k, v, first, chunk_size, aligned)
-
-
-@_chunk_attention_backward.register_fake
-def _(grad_out, q, k, v, first, chunk_size, aligned):
-    return [x.new_empty(x.shape) for x in (q, k, v)]
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.aligned = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, grad_out):
-    grads = _chunk_attention_backward(grad_out, *ctx.saved_tensors, ctx.chunk_size, ctx.aligned)
-    return *grads, None, None, None
-
-
-_chunk_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def chunk_attention(
@@ -68,34 +24,34 @@ def chunk_attention(
     backend: str = "auto",
 ) -> torch.Tensor:
     """
-    Sliding chunk attention (section 3.2 and equation 13 of "Gecko"): a token sees the chunk before its own, and its
-    own up to itself. Scores are not scaled.
+    Sliding chunk attention (section 3.2 and equation 13 of "Gecko"): a token sees the previous chunk, and its own
+    chunk up to itself. Scores are not scaled.
 
         out_t = sum_j softmax_j(q_t · k_j) v_j,    first_t <= j <= S + t
 
-    The first S keys and values are of earlier calls. Products are in the dtype of v, to which q and k are cast, the
-    softmax in float32 (float64); autocast changes nothing. The backward pass keeps the inputs alone and computes the
-    weights again, unless there is dropout. There is no Triton kernel: values are several times as large as keys, which
-    leaves nearly all of the time to plain matrix products.
+    The first S keys and values are from earlier calls. Products have the dtype of v, to which q and k are cast; the
+    softmax is float32 (float64); autocast has no effect. Only the inputs are kept for the backward pass, which
+    computes the weights again, unless there is dropout. There is no Triton kernel: values are several times as large
+    as keys, so plain matrix products take nearly all of the time.
 
     Args:
         q: query, (B, H, T, K), T at least 1.
         k: key, (B, H, S + T, K).
         v: value, (B, H, S + T, V).
-        first: the first key that a token sees, int64 (B, T) or (1, T): at most S + t and of the last 2 chunk_size
-            up to it.
-        chunk_size: tokens of a chunk, C.
-        aligned: whether the first token begins a chunk (then C divides S), and none sees beyond the chunk before its
-            own: fewer scores are computed.
-        dropout_p: how likely a weight is dropped.
+        first: the first key that a token sees, int64 (B, T) or (1, T): at most S + t, and one of the last
+            2 chunk_size keys up to there.
+        chunk_size: C, the number of tokens of a chunk.
+        aligned: whether the first token begins a chunk (then C divides S) and no token sees keys before the previous
+            chunk: fewer scores are computed.
+        dropout_p: the probability that a weight is dropped.
         backend: `"auto"`, `"eager"` (plain torch) or `"reference"`.
 
     Returns:
         out (B, H, T, V) in the dtype of v.
 
     Raises:
-        ValueError: where a shape or a dtype does not fit, before any work. (Wrong values of `first` are found by an
-            assertion on the device, so that nothing waits for it.)
+        ValueError: if a shape or a dtype does not fit, before any work. (An assertion on the device finds wrong values
+            of `first`, so that nothing waits for the device.)
     """
     _check(q, k, v, first, chunk_size, aligned, dropout_p)
     chosen = choose_backend("chunk_attention", backend, BACKENDS, v)
@@ -111,19 +67,19 @@ def chunk_attention(
 
 def chunk_attention_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
-    [`chunk_attention`] of a single token to keys in any order, as a ring buffer holds them.
+    [`chunk_attention`] of a single token to keys in any order, for example those of a ring.
 
     Args:
         q: query, (B, H, 1, K).
         k: key, (B, H, W, K).
         v: value, (B, H, W, V).
-        mask: bool (B, W) or (1, W), True where the token sees a key, as it does at least once.
+        mask: bool (B, W) or (1, W), True for the keys that the token sees, at least one.
 
     Returns:
         out (B, H, 1, V) in the dtype of v.
 
     Raises:
-        ValueError: where a shape or a dtype does not fit, before any work.
+        ValueError: if a shape or a dtype does not fit, before any work.
     """
     _check_tensors(q, k, v)
     if q.shape[2] != 1:

@@ -1,8 +1,8 @@
 """
-The attention of Gecko in plain torch, for any device: some queries at a time against the keys that one of them may
-see, so that few scores are computed for nothing and memory is bounded, however long the sequence.
+The attention of Gecko in plain torch, for any device: a block of queries at a time against the keys that any of them
+may see. So few scores are computed in vain, and memory is bounded for any length of the sequence.
 
-The softmax of bfloat16 or float16 is float32 inside.
+torch computes the softmax of bfloat16 or float16 in float32.
 """
 
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from ..backend import contiguous, widest
 
 
 def _oldest(token, chunk_size, aligned):
-    """The first key that a token may see; both are counted from the first query."""
+    """The first key that a token may see; both are counted from the token of the first query."""
     return token // chunk_size * chunk_size - chunk_size if aligned else token - 2 * chunk_size + 1
 
 
 def _blocks(
     q: torch.Tensor, k: torch.Tensor, first: torch.Tensor, chunk_size: int, aligned: bool
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """The queries of each block, the keys that they may see, and the scores, -inf where they do not."""
+    """Yields the queries of each block, the keys that they may see, and the scores, -inf for hidden keys."""
     length, device = q.shape[2], q.device
     before = k.shape[2] - length
-    # More queries at a time leave more scores to hide; fewer are slow, on a GPU for the number of launches.
+    # Larger blocks compute more hidden scores. Smaller ones are slow, on a GPU because of the number of launches.
     queries = max(chunk_size // 4, 64 if device.type == "cpu" else 512)
     for start in range(0, length, queries):
         stop = min(start + queries, length)
@@ -51,9 +51,9 @@ def chunk_attention_blocks(
     first: torch.Tensor,
     chunk_size: int,
     aligned: bool,
-    dropout_p: float = 0.0,
+    dropout_p: float,
 ) -> torch.Tensor:
-    """Arguments and result are those of [`subquad_kernels.chunk_attention`]; q, k and v have one dtype."""
+    """Computes [`subquad_kernels.chunk_attention`]; q, k and v have one dtype."""
     _assert_in_reach(first, k.shape[2], chunk_size, aligned)
     q, k, v = contiguous(q, k, v)  # once, not for every block
     outs = []
@@ -65,7 +65,14 @@ def chunk_attention_blocks(
     return torch.cat(outs, 2)
 
 
-def chunk_attention_blocks_backward(
+def chunk_attention_eager(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, chunk_size: int, aligned: bool
+) -> torch.Tensor:
+    """The same without dropout, so that the backward pass can compute the weights again."""
+    return chunk_attention_blocks(q, k, v, first, chunk_size, aligned, dropout_p=0.0)
+
+
+def chunk_attention_eager_backward(
     grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -74,7 +81,7 @@ def chunk_attention_blocks_backward(
     chunk_size: int,
     aligned: bool,
 ) -> list[torch.Tensor]:
-    """Gradients of q, k and v. The weights are computed again."""
+    """Gradients of q, k and v without dropout. The weights are computed again."""
     dtype = widest(q)
     grad_out, q, k, v = contiguous(grad_out, q, k, v)
     grad_q = q.new_empty(q.shape)
@@ -86,10 +93,10 @@ def chunk_attention_blocks_backward(
         grad_scores = grad_scores.addcmul_(weights, grad_scores.sum(-1, keepdim=True), value=-1).to(q.dtype)
         grad_q[:, :, block] = grad_scores @ k[:, :, seen]
         grad_k[:, :, seen] += grad_scores.mT @ q[:, :, block]
-    return [grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)]
+    return [grad_q, grad_k, grad_v]
 
 
 def chunk_attention_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[`subquad_kernels.chunk_attention_step`]; q, k and v have one dtype."""
-    scores = (k @ q.mT).mT  # k.mT would be copied where k is not contiguous
+    """Computes [`subquad_kernels.chunk_attention_step`]; q, k and v have one dtype."""
+    scores = (k @ q.mT).mT  # k.mT would be copied if k is not contiguous
     return scores.masked_fill(~mask[:, None, None], -torch.inf).softmax(-1) @ v

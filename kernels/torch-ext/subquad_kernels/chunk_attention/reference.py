@@ -1,4 +1,4 @@
-"""The attention of Gecko as the paper writes it: the oracle of every test."""
+"""The attention of Gecko as the paper writes it: the reference of every test."""
 
 import torch
 
@@ -6,9 +6,7 @@ import torch
 def chunk_attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, dropout_p: float = 0.0
 ) -> torch.Tensor:
-    """
-    [`subquad_kernels.chunk_attention`], one token after the other, in the dtype of the inputs (the caller casts).
-    """
+    """[`subquad_kernels.chunk_attention`] token by token, in the dtype of the inputs (the caller casts)."""
     batch, _, length, _ = q.shape
     before = k.shape[2] - length
     first = first.expand(batch, length).tolist()

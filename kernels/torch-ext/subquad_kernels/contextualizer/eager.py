@@ -1,8 +1,8 @@
 """
 The contextualizer in plain torch, for any device.
 
-A few windows at a time, and of those a block of rows at a time, which reads the rows up to its last: the scores that
-exist at once are a tile of bounded size. The backward pass computes them again.
+It takes a few windows at a time, and a block of their rows at a time with the rows that the block reads. So the scores
+that exist at once are a tile of bounded size. The backward pass computes them again.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from .reference import EPS
 
 
 ROWS = 64  # queries of a tile
-VALUES = 1 << 24  # of the windows that are taken at a time
+VALUES = 1 << 24  # values of the windows that are computed at a time
 
 
 def _pieces(
     z: torch.Tensor, context: int, prefix: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """A few windows: which, all their rows (n, C, H), these divided by their norms, and 1 / norm in float32."""
+    """Yields a few windows: their slice, all rows (n, C, H), the rows divided by their norms, 1 / norm in float32."""
     windows, rows, width = z.shape
     dtype = torch.promote_types(z.dtype, torch.float32)
     size = max(VALUES // (context * max(width, ROWS)), 1)
@@ -34,7 +34,7 @@ def _pieces(
 
 
 def _blocks(context: int, queries: int) -> Iterator[tuple[int, int, slice]]:
-    """The queries in blocks: a block's first row in the window, the one after its last, and where it lies in `out`."""
+    """Yields blocks of queries: the first row in the window, the row after the last one, and the slice of `out`."""
     first = context - queries
     for start in range(first, context, ROWS):
         stop = min(start + ROWS, context)
@@ -48,7 +48,7 @@ def contextualizer_eager(
     prefix: torch.Tensor | None,
     queries: int,
 ) -> torch.Tensor:
-    """Products in the dtype of z. Arguments, shapes and result are those of [`subquad_kernels.contextualizer`]."""
+    """Computes [`subquad_kernels.contextualizer`] with products in the dtype of z."""
     context = v.shape[0]
     v = v.to(torch.promote_types(z.dtype, torch.float32)).tril()
     out = z.new_empty(z.shape[0], queries, z.shape[2])
@@ -68,7 +68,7 @@ def contextualizer_eager_backward(
     prefix: torch.Tensor | None,
     queries: int,
 ) -> list[torch.Tensor]:
-    """Gradients of z, v and, where they are given, gate and prefix: products in the dtype of z, sums in float32."""
+    """Gradients of z, v, gate and prefix, those that are given: products in the dtype of z, sums in float32."""
     context, shared = v.shape[0], v.shape[0] - z.shape[1]
     dtype = torch.promote_types(z.dtype, torch.float32)
     lower = v.to(dtype).tril()
@@ -88,7 +88,7 @@ def contextualizer_eager_backward(
                 grad_mixed = grad_mixed * gate[part, place]
             grad_mixed = grad_mixed.to(z.dtype)
             grad_x[:, keys] += weights.mT @ grad_mixed
-            # Of the weights, times the scales of the keys: without these float16 would overflow.
+            # The gradient of the weights, times the scales of the keys: without these float16 would overflow.
             grad_weights = grad_mixed @ y[:, keys].mT
             grad_v[start:stop, :stop] += (grad_weights * (scores / scale[:, keys].mT)).sum(0)
             grad_scores = (grad_weights * tile).to(z.dtype)
@@ -98,5 +98,4 @@ def contextualizer_eager_backward(
         grad_z[part] = grad_x[:, shared:]
         if shared:
             grad_prefix[:shared] += grad_x[:, :shared].sum(0)
-    grads = [grad_z, grad_v.tril().to(v.dtype), grad_gate]
-    return [x for x in (*grads, None if prefix is None else grad_prefix.to(prefix.dtype)) if x is not None]
+    return [x for x in (grad_z, grad_v.tril(), grad_gate, grad_prefix) if x is not None]

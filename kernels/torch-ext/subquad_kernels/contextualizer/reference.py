@@ -1,4 +1,4 @@
-"""The contextualizer as the paper writes it, one row after the other: the oracle of every test."""
+"""The contextualizer as the paper writes it, row by row: the reference of every test."""
 
 import torch
 
@@ -14,8 +14,8 @@ def contextualizer_reference(
     queries: int,
 ) -> torch.Tensor:
     """
-    Equation 2 of the paper without its optional activation and bias, in the dtype of the inputs. Arguments, shapes and
-    result are those of [`subquad_kernels.contextualizer`].
+    Equation 2 of the paper without its optional activation and bias, in the dtype of the inputs: see
+    [`subquad_kernels.contextualizer`].
     """
     context, shared = v.shape[0], v.shape[0] - z.shape[1]
     if shared:

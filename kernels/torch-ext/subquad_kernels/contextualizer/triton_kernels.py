@@ -1,16 +1,16 @@
 """
 The contextualizer as Triton kernels.
 
-A program owns a block of rows of a window. First it makes the weights, tril(v) * cos, of its rows and of all that they
-read, which it keeps in registers, in the dtype of z; then it multiplies them with the rows that they weigh, a few
-columns at a time. No weight, and no gradient of one, is ever in memory. What lies above the diagonal is not computed:
-a launch covers the blocks that read equally many rows, KEYS at a time.
+A program computes a block of rows of a window. First it computes the weights, tril(v) * cos, of its rows and all rows
+that they read, and keeps them in registers, in the dtype of z. Then it multiplies them by the rows that they weight, a
+few columns at a time. Neither weights nor their gradients are ever in memory. Nothing above the diagonal is computed:
+one launch covers the blocks that read the same number of rows, in groups of KEYS.
 
 With n for 1 / norm, A for the weights, g for the gradient times the gate, E for the gradients of the products of rows,
 
     E_ij = (g_i · x_j) v_ij n_i n_j,    t_j = sum_i A_ij (g_i · x_j) + sum_k A_jk (g_j · x_k),
 
-the gradient of row j, which is a query and is read by later ones, is
+the gradient of row j, which is a query and is read by later queries, is
 
     sum_i A_ij g_i  +  sum_i E_ij x_i  +  sum_k E_jk x_k  -  n_j² t_j x_j
 """
@@ -22,26 +22,19 @@ import triton
 import triton.language as tl
 
 from ..backend import KernelError, launch, multiprocessors
+from ..tiles import aligned, load_tile, readable, row_products
 from .reference import EPS
 
 
 @triton.jit
-def _places(x, x_row, prefix, prefix_row, shared, rows, EVEN: tl.constexpr):
-    """Where rows of a window begin: the first `shared` in the prefix, if there is one; x is the place of row 0."""
-    places = x + rows * x_row
+def _pointers(x, x_row, prefix, prefix_row, shared, rows, EVEN: tl.constexpr):
+    """Pointers to rows of a window, the first `shared` of them in the prefix, if there is one; x points to row 0."""
+    pointers = x + rows * x_row
     if prefix is not None:
-        places = tl.where(rows < shared, prefix + rows * prefix_row, places)
+        pointers = tl.where(rows < shared, prefix + rows * prefix_row, pointers)
     if EVEN:
-        places = tl.multiple_of(places, 16)  # the choice above hides it, and single values would be read
-    return places
-
-
-@triton.jit
-def _load(places, mask, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(places)
-    else:
-        return tl.load(places, mask=mask, other=0.0)
+        pointers = tl.multiple_of(pointers, 16)  # the choice above hides it, and values would be read one by one
+    return pointers
 
 
 @triton.jit
@@ -78,44 +71,29 @@ def _norm_kernel(
 
 
 @triton.jit
-def _products(
-    x_places, y_places, H, A: tl.constexpr, B: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """x · y of A rows with B rows."""
-    sums = tl.zeros((A, B), tl.float32)
-    for start in tl.range(0, H, BK, num_stages=STAGES):
-        ks = start + tl.arange(0, BK)
-        x = _load(x_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
-        y = _load(y_places[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
-        sums = tl.dot(x, y, sums, input_precision=PRECISION)
-    return sums
-
-
-@triton.jit
 def _two_products(
-    x_places, y_places, g_places, H, A: tl.constexpr, B: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    x_pointers, y_pointers, g_pointers, H, A: tl.constexpr, B: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """x · y of A rows with B rows; and the products with the gradients, of the A rows if QUERIES, or else of the B."""
+    """x · y of A rows with B rows, and products with the gradients of the A rows if QUERIES, else of the B rows."""
     sums, grads = tl.zeros((A, B), tl.float32), tl.zeros((A, B), tl.float32)
     for start in tl.range(0, H, BK, num_stages=STAGES):
         ks = start + tl.arange(0, BK)
-        x = _load(x_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
-        y = _load(y_places[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
+        x = load_tile(x_pointers[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
+        y = load_tile(y_pointers[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
         sums = tl.dot(x, y, sums, input_precision=PRECISION)
         if QUERIES:
-            g = _load(g_places[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
+            g = load_tile(g_pointers[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
             grads = tl.dot(g, y, grads, input_precision=PRECISION)
         else:
-            g = _load(g_places[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
+            g = load_tile(g_pointers[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
             grads = tl.dot(x, g, grads, input_precision=PRECISION)
     return sums, grads
 
 
 @triton.jit
 def _factors(v, v_row, queries, keys, first, C):
-    """v where the query is one and may read the key, else 0. One of both is a column, the other a row."""
+    """v if `queries` are queries that may read the keys, else 0. One of the two is a column, the other a row."""
     mask = (queries >= first) & (queries < C) & (keys <= queries)
     return tl.load(v + queries * v_row + keys, mask=mask, other=0.0).to(tl.float32)
 
@@ -128,8 +106,8 @@ def _mix_kernel(
     EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """
-    gate * (weights @ rows) of a block of queries, which reads GROUPS groups of rows: from program_id(2) on, which has
-    an `out` of its own.
+    gate * (weights @ rows) for a block of queries, which reads GROUPS groups of rows from group program_id(2) on, each
+    with an `out` of its own.
     """
     shared = C - R
     start = (begin + tl.program_id(0)) * ROWS
@@ -141,13 +119,13 @@ def _mix_kernel(
     z += window * z_window - shared * z_row
     scales += window * size
     queries = tl.minimum(tl.maximum(rows, first), C - 1)
-    query_places = _places(z, z_row, None, 0, 0, queries, EVEN)
+    query_pointers = _pointers(z, z_row, None, 0, 0, queries, EVEN)
     query_scales = tl.load(scales + queries)
     parts = ()
     for n in tl.static_range(GROUPS):
         keys = group + n * KEYS + tl.arange(0, KEYS)
-        key_places = _places(z, z_row, prefix, prefix_row, shared, tl.minimum(keys, C - 1), EVEN)
-        cosines = _products(query_places, key_places, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION)
+        key_pointers = _pointers(z, z_row, prefix, prefix_row, shared, tl.minimum(keys, C - 1), EVEN)
+        cosines = row_products(query_pointers, key_pointers, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION)
         cosines *= query_scales[:, None] * tl.load(scales + keys)[None, :]
         weights = cosines * _factors(v, v_row, rows[:, None], keys[None, :], first, C)
         parts += (weights.to(z.dtype.element_ty),)
@@ -160,13 +138,13 @@ def _mix_kernel(
         sums = tl.zeros((ROWS, BN), tl.float32)
         for n in tl.static_range(GROUPS):
             keys = tl.minimum(group + n * KEYS + tl.arange(0, KEYS), C - 1)
-            places = _places(z, z_row, prefix, prefix_row, shared, keys, EVEN)
-            x = _load(places[:, None] + columns[None, :], (columns < H)[None, :], EVEN)
+            pointers = _pointers(z, z_row, prefix, prefix_row, shared, keys, EVEN)
+            x = load_tile(pointers[:, None] + columns[None, :], (columns < H)[None, :], EVEN)
             sums = tl.dot(parts[n], x, sums, input_precision=PRECISION)
         mask = inside[:, None] & (columns < H)[None, :]
         if gate is not None:
-            places = gate + window * gate_window + rows[:, None] * gate_row + columns[None, :]
-            sums *= tl.load(places, mask=mask, other=0.0).to(tl.float32)
+            pointers = gate + window * gate_window + rows[:, None] * gate_row + columns[None, :]
+            sums *= tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + rows[:, None] * H + columns[None, :], sums.to(out.dtype.element_ty), mask=mask)
 
 
@@ -175,7 +153,7 @@ def _sum_kernel(
     parts, gate, out, queries, H, first, part_size, gate_window, gate_row,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """gate * the sum of the parts that a row has: one for each group of KEYS rows that it reads."""
+    """gate * the sum of the parts of a row, one for each group of KEYS rows that it reads."""
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(2) * BN + tl.arange(0, BN)
     window = tl.program_id(1).to(tl.int64)
     mask = (rows < queries)[:, None] & (columns < H)[None, :]
@@ -185,8 +163,8 @@ def _sum_kernel(
         sums += tl.load(parts + cells, mask=mask & (first + rows >= n * KEYS)[:, None], other=0.0)
         parts += part_size
     if gate is not None:
-        places = gate + window * gate_window + rows[:, None] * gate_row + columns[None, :]
-        sums *= tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        pointers = gate + window * gate_window + rows[:, None] * gate_row + columns[None, :]
+        sums *= tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + cells, sums.to(out.dtype.element_ty), mask=mask)
 
 
@@ -199,9 +177,9 @@ def _row_gradient_kernel(
     EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """
-    The gradient of a block of rows, which as queries read READS groups of rows, and are read by READERS groups of
-    them, from `after` on. PREFIX: of the prefix, over a strip of windows, added to the strip's `grad_x`; otherwise of
-    z, where a strip is one window.
+    The gradient of a block of rows, which as queries read READS groups of rows and are read by READERS groups of rows,
+    from `after` on. With PREFIX that of the prefix, summed over a strip of windows into `grad_x` of the strip;
+    otherwise that of z, with strips of one window.
     """
     shared = C - R
     rows = (begin + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
@@ -211,30 +189,30 @@ def _row_gradient_kernel(
         x, g = z + window * z_window - shared * z_row, grad + window * grad_window - first * grad_row
         own_scales = scales + window * size
         here = tl.minimum(rows, C - 1)
-        row_places = _places(x, z_row, prefix, prefix_row, shared, here, EVEN)
+        row_pointers = _pointers(x, z_row, prefix, prefix_row, shared, here, EVEN)
         row_scales = tl.load(own_scales + rows)
         projection = tl.zeros((ROWS,), tl.float32)
         reads = ()
         for n in tl.static_range(READS):
             keys = n * KEYS + tl.arange(0, KEYS)
-            key_places = _places(x, z_row, prefix, prefix_row, shared, tl.minimum(keys, C - 1), EVEN)
-            grad_places = _places(g, grad_row, None, 0, 0, tl.maximum(here, first), EVEN)
+            key_pointers = _pointers(x, z_row, prefix, prefix_row, shared, tl.minimum(keys, C - 1), EVEN)
+            grad_pointers = _pointers(g, grad_row, None, 0, 0, tl.maximum(here, first), EVEN)
             cosines, grads = _two_products(
-                row_places, key_places, grad_places, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION, True
+                row_pointers, key_pointers, grad_pointers, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION, True
             )
             both = row_scales[:, None] * tl.load(own_scales + keys)[None, :]
             grads *= _factors(v, v_row, rows[:, None], keys[None, :], first, C) * both
             projection += tl.sum(grads * cosines, 1)
-            # Infinity would not vanish where it meets a row of zeros.
+            # Infinity times a row of zeros would be NaN.
             reads += (tl.clamp(grads, -LARGEST, LARGEST).to(z.dtype.element_ty),)
         readers, weights = (), ()
         for n in tl.static_range(READERS):
             queries = after + n * KEYS + tl.arange(0, KEYS)
             there = tl.minimum(tl.maximum(queries, first), C - 1)
-            query_places = _places(x, z_row, None, 0, 0, there, EVEN)
-            grad_places = _places(g, grad_row, None, 0, 0, there, EVEN)
+            query_pointers = _pointers(x, z_row, None, 0, 0, there, EVEN)
+            grad_pointers = _pointers(g, grad_row, None, 0, 0, there, EVEN)
             cosines, grads = _two_products(
-                row_places, query_places, grad_places, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION, False
+                row_pointers, query_pointers, grad_pointers, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION, False
             )
             reader = ((queries >= first) & (queries < C))[None, :] & (rows[:, None] <= queries[None, :])
             factors = tl.load(v_mirrored + rows[:, None] * C + queries[None, :], mask=reader, other=0.0).to(tl.float32)
@@ -251,29 +229,38 @@ def _row_gradient_kernel(
             sums = tl.zeros((ROWS, BN), tl.float32)
             for n in tl.static_range(READS):
                 keys = tl.minimum(n * KEYS + tl.arange(0, KEYS), C - 1)
-                places = _places(x, z_row, prefix, prefix_row, shared, keys, EVEN)
+                pointers = _pointers(x, z_row, prefix, prefix_row, shared, keys, EVEN)
                 sums = tl.dot(
-                    reads[n], _load(places[:, None] + columns[None, :], even, EVEN), sums, input_precision=PRECISION
+                    reads[n],
+                    load_tile(pointers[:, None] + columns[None, :], even, EVEN),
+                    sums,
+                    input_precision=PRECISION,
                 )
             for n in tl.static_range(READERS):
                 there = tl.minimum(tl.maximum(after + n * KEYS + tl.arange(0, KEYS), first), C - 1)
-                places = _places(x, z_row, None, 0, 0, there, EVEN)
+                pointers = _pointers(x, z_row, None, 0, 0, there, EVEN)
                 sums = tl.dot(
-                    readers[n], _load(places[:, None] + columns[None, :], even, EVEN), sums, input_precision=PRECISION
+                    readers[n],
+                    load_tile(pointers[:, None] + columns[None, :], even, EVEN),
+                    sums,
+                    input_precision=PRECISION,
                 )
-                places = _places(g, grad_row, None, 0, 0, there, EVEN)
+                pointers = _pointers(g, grad_row, None, 0, 0, there, EVEN)
                 sums = tl.dot(
-                    weights[n], _load(places[:, None] + columns[None, :], even, EVEN), sums, input_precision=PRECISION
+                    weights[n],
+                    load_tile(pointers[:, None] + columns[None, :], even, EVEN),
+                    sums,
+                    input_precision=PRECISION,
                 )
             mask = inside[:, None] & even
-            own = tl.load(row_places[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+            own = tl.load(row_pointers[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
             sums -= projection[:, None] * own
             if PREFIX:
-                places = grad_x + (number * shared + rows)[:, None] * H + columns[None, :]
-                sums += tl.load(places, mask=mask, other=0.0)
+                pointers = grad_x + (number * shared + rows)[:, None] * H + columns[None, :]
+                sums += tl.load(pointers, mask=mask, other=0.0)
             else:
-                places = grad_x + (window * R - shared + rows)[:, None] * H + columns[None, :]
-            tl.store(places, sums.to(grad_x.dtype.element_ty), mask=mask)
+                pointers = grad_x + (window * R - shared + rows)[:, None] * H + columns[None, :]
+            tl.store(pointers, sums.to(grad_x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -283,7 +270,7 @@ def _weight_gradient_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of v for a block of queries and a group of rows, over a strip of windows."""
+    """The gradient of v for a block of queries and a group of rows, summed over a strip of windows."""
     groups, shared = size // KEYS, C - R
     start = (begin + tl.program_id(0) // groups) * ROWS
     rows, keys = start + tl.arange(0, ROWS), tl.program_id(0) % groups * KEYS + tl.arange(0, KEYS)
@@ -295,9 +282,9 @@ def _weight_gradient_kernel(
     for window in range(number * strip, tl.minimum((number + 1) * strip, windows)):
         x, g = z + window * z_window - shared * z_row, grad + window * grad_window - first * grad_row
         cosines, grads = _two_products(
-            _places(x, z_row, None, 0, 0, queries, EVEN),
-            _places(x, z_row, prefix, prefix_row, shared, tl.minimum(keys, C - 1), EVEN),
-            _places(g, grad_row, None, 0, 0, queries, EVEN),
+            _pointers(x, z_row, None, 0, 0, queries, EVEN),
+            _pointers(x, z_row, prefix, prefix_row, shared, tl.minimum(keys, C - 1), EVEN),
+            _pointers(g, grad_row, None, 0, 0, queries, EVEN),
             *(H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION, True),
         )
         both = tl.load(scales + window * size + queries)[:, None] * tl.load(scales + window * size + keys)[None, :]
@@ -307,44 +294,32 @@ def _weight_gradient_kernel(
     tl.store(grad_v + (rows - first)[:, None] * C + keys[None, :], sums, mask=mask)
 
 
-def _readable(x):
-    """x, or a copy where the values of a row do not lie side by side."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
-
-def _aligned(x):
-    """Whether every row of x begins at a multiple of 16 bytes."""
-    if x is None:
-        return True
-    return x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
-
-
 class _Plan:
-    """How the work is cut, and what all kernels are told."""
+    """How the work is divided, and the arguments that all kernels share."""
 
     def __init__(self, z, v, prefix, queries, *others, may_split=False):
         self.windows, self.rows, self.width = z.shape
         self.context, self.queries = v.shape[0], queries
         self.shared, self.first = self.context - self.rows, self.context - queries
-        self.z, self.v, self.prefix = _readable(z), _readable(v), None
+        self.z, self.v, self.prefix = readable(z), readable(v), None
         if self.shared:
-            self.prefix = _readable(prefix[: self.shared].to(z.dtype))
+            self.prefix = readable(prefix[: self.shared].to(z.dtype))
 
         narrow, hip = z.element_size() == 2, torch.version.hip is not None
         if self.context > 1024:
             raise KernelError(f"the weights of windows of {self.context} rows do not fit in the registers")
-        # Products of float32 ask for many more registers.
+        # Products of float32 need many more registers.
         self.block = (64 if self.context <= 512 else 32) if narrow else 16
         self.keys = 128
-        # A few windows do not fill the device: then a program makes the weights of a single group of rows, and writes
-        # what these add to the result.
+        # A few windows do not fill the device. Then a program computes the weights of a single group of rows only, and
+        # writes what this group adds to the result.
         programs = self.windows * triton.cdiv(queries, self.block)
         self.split = may_split and self.context > 64 and 2 * programs <= multiprocessors(z)
         if self.split:
             self.block, self.keys = min(self.block, 32), 64
         self.groups = triton.cdiv(self.context, self.keys)
         self.size = self.groups * self.keys
-        self.even = self.width % 64 == 0 and all(_aligned(x) for x in (self.z, self.prefix, *others))
+        self.even = self.width % 64 == 0 and all(aligned(x) for x in (self.z, self.prefix, *others))
         self.constants = {
             "ROWS": self.block,
             "KEYS": self.keys,
@@ -370,14 +345,14 @@ class _Plan:
         launch(kernel, grid, *arguments, **{**self.constants, **constants})
 
     def blocks(self, start, stop, kind):
-        """Runs of blocks of the rows from `start` up to `stop` that are of one kind: the kind, the first, how many."""
+        """Yields the kind, first block and length of the runs of equal blocks of the rows from `start` to `stop`."""
         blocks = range(start // self.block, triton.cdiv(stop, self.block))
         for key, run in itertools.groupby(blocks, kind):
             run = list(run)
             yield key, run[0], len(run)
 
     def reads(self, block):
-        """How many groups of rows the last row of a block reads."""
+        """The number of groups of rows that the last row of a block reads."""
         return min((block * self.block + self.block - 1) // self.keys + 1, self.groups)
 
     def mix(self, gate, out):
@@ -401,21 +376,21 @@ class _Plan:
             launch(_sum_kernel, grid, parts, gate, out, *numbers, ROWS=16, KEYS=self.keys, BN=128)
 
     def strips(self, tiles, least):
-        """Windows of a strip, so that there are a few programs for each processor; and how many strips."""
+        """The windows of a strip, such that each multiprocessor has a few programs, and the number of strips."""
         strip = max(self.windows * tiles // (4 * multiprocessors(self.z)), least)
         return strip, triton.cdiv(self.windows, strip)
 
 
 def contextualizer_triton(z, v, gate, prefix, queries):
-    """Arguments, shapes and result are those of [`subquad_kernels.contextualizer`]."""
+    """Computes [`subquad_kernels.contextualizer`]."""
     out = z.new_empty(z.shape[0], queries, z.shape[2])
-    _Plan(z, v, prefix, queries, may_split=True).mix(_readable(gate), out)
+    _Plan(z, v, prefix, queries, may_split=True).mix(readable(gate), out)
     return out
 
 
 def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
-    """Gradients of z, v and, where they are given, gate and prefix."""
-    grad = _readable(grad)
+    """Gradients of z, v, gate and prefix, those that are given."""
+    grad = readable(grad)
     grads = [z.new_empty(z.shape)]
     grad_gate, grad_mixed = None, grad
     if gate is not None:
@@ -442,9 +417,9 @@ def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
             **limits,
         )
 
-    # The gradients of v and of the prefix are sums over all windows: over strips of them, and then over these.
+    # The gradients of v and of the prefix are sums over all windows: first over strips, then over all strips.
     tiles = (triton.cdiv(plan.context, plan.block) - plan.first // plan.block) * plan.groups
-    strip, strips = plan.strips(tiles, 8)  # or what a strip adds up would be as large as the weights
+    strip, strips = plan.strips(tiles, 8)  # otherwise the sums of a strip would be as large as the weights
     grad_v = z.new_zeros(strips, queries, plan.context, dtype=torch.float32)
     plan.launch(
         _weight_gradient_kernel,

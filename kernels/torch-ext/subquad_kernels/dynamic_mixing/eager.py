@@ -1,7 +1,7 @@
 """
 The dynamic layer in plain torch, for any device.
 
-A few windows at a time, and of those a block of rows at a time, which reads all rows: the cosines that exist at once
+It takes a few windows at a time, and a block of their rows at a time with all rows. So the cosines that exist at once
 are a tile of bounded size. The backward pass computes them again.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 import torch
 
 
-ROWS = 256  # of a tile
-VALUES = 1 << 24  # of the windows that are taken at a time
+ROWS = 256  # rows of a tile
+VALUES = 1 << 24  # values of the windows that are computed at a time
 
 
 def _pieces(
     x: torch.Tensor, normalization: str, eps: float
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """A few windows: which, their rows (n, C, H), these divided by their norms, and 1 / norm in float32."""
+    """Yields a few windows: their slice, rows (n, C, H), the rows divided by their norms, and 1 / norm in float32."""
     windows, context, width = x.shape
     added, limit = (0.0, 1 / eps) if normalization == "l1" else (eps, math.inf)
     size = max(VALUES // (context * max(width, min(context, ROWS))), 1)
@@ -37,7 +37,7 @@ def _blocks(context: int) -> Iterator[slice]:
 def _cosines(
     y: torch.Tensor, rows: slice, normalization: str, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a block of rows with all, and what they are divided by."""
+    """The cosines of a block of rows with all rows, and what they are divided by."""
     cosines = (y[:, rows] @ y.mT).to(dtype)
     if normalization == "l1":
         return cosines, cosines.abs().sum(-1, keepdim=True).clamp_min(eps)
@@ -45,7 +45,7 @@ def _cosines(
 
 
 def _finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in a dtype that may not hold all of it: next to a row of zeros gradients are as large as 1 / eps."""
+    """x in a dtype, clamped to its range: next to a row of zeros gradients are as large as 1 / eps."""
     largest = torch.finfo(dtype).max
     return x.clamp(-largest, largest).to(dtype)
 
@@ -54,8 +54,8 @@ def dynamic_mixing_eager(
     out: torch.Tensor, features: torch.Tensor, width: int, normalization: str, eps: float
 ) -> None:
     """
-    Writes gate * (weights @ rows) to `out` (W, C, width), which may be the gate; products in the dtype of the
-    features. The other arguments are those of [`subquad_kernels.dynamic_mixing`].
+    Writes gate * (weights @ rows) to `out` (W, C, width), which may be the gate: see
+    [`subquad_kernels.dynamic_mixing`].
     """
     for part, x, y, scale in _pieces(features[..., :width], normalization, eps):
         for rows in _blocks(features.shape[1]):
@@ -65,7 +65,7 @@ def dynamic_mixing_eager(
 
 def dynamic_mixing_eager_backward(
     grad: torch.Tensor, features: torch.Tensor, width: int, normalization: str, eps: float
-) -> torch.Tensor:
+) -> list[torch.Tensor]:
     """The gradient of the features: products in their dtype, sums in float32."""
     grads = features.new_empty(features.shape)
     grads[..., 2 * width :] = grad[..., width:]
@@ -79,7 +79,8 @@ def dynamic_mixing_eager_backward(
             grads[part, rows, width : 2 * width] = grad_out * (narrow @ x)
             grad_mixed = (grad_out * features[part, rows, width : 2 * width]).to(x.dtype)
             grad_x += narrow.mT @ grad_mixed
-            # Of the weights, then of the cosines, times the scales of the keys: without these float16 would overflow.
+            # Gradients of the weights, then of the cosines, times the scales of the keys: without these float16 would
+            # overflow.
             slopes = (grad_mixed @ y.mT).to(scale.dtype)
             dots = (weights * (slopes / scale.mT)).sum(-1, keepdim=True)
             if normalization == "l1":
@@ -91,4 +92,4 @@ def dynamic_mixing_eager_backward(
         if normalization == "l1":
             projections = torch.where(scale < 1 / eps, projections, 0.0)
         grads[part, :, :width] = _finite(grad_x + scale * (grad_y - y * projections), x.dtype)
-    return grads
+    return [grads]

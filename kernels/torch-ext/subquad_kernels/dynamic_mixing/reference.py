@@ -1,12 +1,12 @@
-"""The dynamic layer as the paper writes it, one row after the other: the oracle of every test."""
+"""The dynamic layer as the paper writes it, row by row: the reference of every test."""
 
 import torch
 
 
 def dynamic_mixing_reference(features: torch.Tensor, width: int, normalization: str, eps: float) -> torch.Tensor:
     """
-    Equations 5 to 7 of the paper, gate and head, in the dtype of the features. Arguments, shapes and result are those
-    of [`subquad_kernels.dynamic_mixing`].
+    Equations 5 to 7 of the paper, gate and head, in the dtype of the features: see
+    [`subquad_kernels.dynamic_mixing`].
     """
     x, gate, head = features.split((width, width, features.shape[2] - 2 * width), dim=-1)
     if normalization == "l1":

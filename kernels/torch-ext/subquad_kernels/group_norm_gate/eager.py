@@ -8,8 +8,8 @@ def group_norm_gate_eager(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """
-    The norm in float32 (in float64 where x is), the gate in its own dtype. Arguments, shapes and result are those of
-    [`subquad_kernels.group_norm_gate`].
+    Computes [`subquad_kernels.group_norm_gate`] with the norm in float32 (float64 if x is) and the gate in its own
+    dtype.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     # torch's group_norm is half as fast as this on a CPU.
@@ -21,7 +21,7 @@ def group_norm_gate_eager(
 def group_norm_gate_eager_backward(
     grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> list[torch.Tensor]:
-    """Gradients of x, gate, weight and bias, computed in float32 (in float64 where x is)."""
+    """Gradients of x, gate, weight and bias, computed in float32 (float64 if x is)."""
     heads, size = x.shape[-2:]
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows = x.reshape(-1, heads, size).to(dtype)
@@ -37,9 +37,5 @@ def group_norm_gate_eager_backward(
     grad_normed = grad_scaled * w
     projected = normed * (grad_normed * normed).mean(-1, keepdim=True)
     grad_x = rstd * (grad_normed - grad_normed.mean(-1, keepdim=True) - projected)
-    return [
-        grad_x.view(x.shape).to(x.dtype),
-        grad_gate.view(gate.shape).to(gate.dtype),
-        (grad_scaled * normed).sum(0).view(weight.shape).to(weight.dtype),
-        grad_scaled.sum(0).view(bias.shape).to(bias.dtype),
-    ]
+    grad_weight, grad_bias = (grad_scaled * normed).sum(0).flatten(), grad_scaled.sum(0).flatten()
+    return [grad_x.view(x.shape), grad_gate.view(gate.shape), grad_weight, grad_bias]

@@ -1,4 +1,4 @@
-"""The gated norm of the heads as the paper writes it, one head after the other: the oracle of every test."""
+"""The gated norm of the heads as the paper writes it, head by head: the reference of every test."""
 
 import torch
 
@@ -6,7 +6,7 @@ import torch
 def group_norm_gate_reference(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """In the dtype of the inputs. Arguments, shapes and result are those of [`subquad_kernels.group_norm_gate`]."""
+    """Computes [`subquad_kernels.group_norm_gate`] in the dtype of the inputs."""
     heads = []
     for head in x.unbind(-2):
         centred = head - head.mean(-1, keepdim=True)

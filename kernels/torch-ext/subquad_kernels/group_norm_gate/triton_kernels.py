@@ -1,8 +1,8 @@
 """
 The gated norm of the heads as Triton kernels.
 
-A program owns a few heads and walks a strip of consecutive rows, so that weight and bias are read once and, in the
-backward pass, their gradients are sums in registers. Mean and variance are computed again rather than kept.
+A program computes a few heads of a strip of consecutive rows. So weight and bias are read once, and in the backward
+pass their gradients are sums in registers. Mean and variance are computed again instead of kept.
 """
 
 import torch
@@ -14,7 +14,7 @@ from ..backend import contiguous, launch, multiprocessors
 
 @triton.jit
 def _strip(rows, heads, size, strip, HEADS: tl.constexpr, SIZE: tl.constexpr):
-    """First row and the one after the last, the strip's number, and the columns of the program's heads."""
+    """The first row, the row after the last one, the index of the strip, the columns of the heads and their mask."""
     program = tl.program_id(0)
     blocks = tl.cdiv(heads, HEADS)
     head = program % blocks * HEADS + tl.arange(0, HEADS)
@@ -83,7 +83,7 @@ def _backward_kernel(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """`grad_weight` and `grad_bias` (strips, heads * size) take the sums over each strip."""
+    """Writes the sums over each strip to `grad_weight` and `grad_bias` (strips, heads * size)."""
     start, stop, number, columns, mask = _strip(rows, heads, size, strip, HEADS, SIZE)
     w, b = _load(weight + columns, mask), _load(bias + columns, mask)
     weight_sum, bias_sum = tl.zeros((HEADS, SIZE), tl.float32), tl.zeros((HEADS, SIZE), tl.float32)
@@ -113,7 +113,7 @@ def _backward_kernel(
 
 
 class _Plan:
-    """How the work is cut: 4 values a thread, and strips as long as leave every processor enough of them."""
+    """How the work is divided: 4 values per thread, and strips short enough to keep all multiprocessors busy."""
 
     def __init__(self, x, eps, longest):
         self.heads, self.size = x.shape[-2:]
@@ -140,7 +140,7 @@ class _Plan:
 
 
 def group_norm_gate_triton(x, gate, weight, bias, eps):
-    """Arguments, shapes and result are those of [`subquad_kernels.group_norm_gate`]."""
+    """Computes [`subquad_kernels.group_norm_gate`]."""
     x, gate, weight, bias = contiguous(x, gate, weight, bias)
     out = torch.empty_like(gate)
     _Plan(x, eps, longest=8).launch(_forward_kernel, x, gate, weight, bias, out)
@@ -150,9 +150,9 @@ def group_norm_gate_triton(x, gate, weight, bias, eps):
 def group_norm_gate_triton_backward(grad, x, gate, weight, bias, eps):
     """Gradients of x, gate, weight and bias."""
     grad, x, gate, weight, bias = contiguous(grad, x, gate, weight, bias)
-    # Each strip's sums are written and read once, in float32: at 32 rows they are a small part of the traffic.
+    # The sums of each strip are written and read once, in float32. With 32 rows they are little of the traffic.
     plan = _Plan(x, eps, longest=32)
     grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
     grad_weight, grad_bias = x.new_empty(2, plan.strips, *weight.shape, dtype=torch.float32).unbind()
     plan.launch(_backward_kernel, grad, x, gate, weight, bias, grad_x, grad_gate, grad_weight, grad_bias)
-    return [grad_x, grad_gate, grad_weight.sum(0).to(weight.dtype), grad_bias.sum(0).to(bias.dtype)]
+    return [grad_x, grad_gate, grad_weight.sum(0), grad_bias.sum(0)]

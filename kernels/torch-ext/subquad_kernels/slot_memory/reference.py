@@ -1,10 +1,8 @@
-"""The slot memory of Raven as the paper writes it: the oracle of every test."""
-
-import itertools
+"""The slot memory of Raven as the paper writes it: the reference of every test."""
 
 import torch
 
-from ..wkv.reference import document_bounds
+from ..documents import sequences
 
 
 def slot_memory_reference(
@@ -16,18 +14,13 @@ def slot_memory_reference(
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The recurrence of [`subquad_kernels.slot_memory`], one step after the other, in the dtype of the inputs (the caller
-    casts). Arguments, shapes and results are the same.
+    The recurrence of [`subquad_kernels.slot_memory`], token by token, in the dtype of the inputs (the caller casts).
     """
     batch, length, heads, key_size = k.shape
     written = torch.cat((k, v), -1)
     f, p = log_f.exp(), -log_f.expm1()
-    documents = [(b, 0, length) for b in range(batch)]
-    if cu_seqlens is not None:
-        documents = [(0, *borders) for borders in itertools.pairwise(document_bounds(cu_seqlens, length))]
-
     out, states = torch.zeros_like(v), []
-    for n, (b, start, stop) in enumerate(documents):
+    for n, (b, start, stop) in enumerate(sequences(cu_seqlens, batch, length)):
         zeros = v.new_zeros(heads, log_f.shape[-1], written.shape[-1])
         s = zeros if initial_state is None else initial_state[n]
         rows = []

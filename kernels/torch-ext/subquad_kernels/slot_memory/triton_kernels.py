@@ -2,16 +2,16 @@
 The slot memory as Triton kernels.
 
 Both passes are parallel over chunks. Only `_walk_kernel` goes from chunk to chunk, with a tile of the memory on chip,
-and stores what enters each. (A sequence that would give too few programs is cut into segments, which are walked side
-by side: segments.py.) A program of the others owns one chunk of a head. `_slots_kernel` and `_decay_kernel` have a
-result for every slot, `_features_kernel` for every feature: the former sum decayed writes, as often as products of
-queries and keys say, the latter tokens, as often as products of reads and decayed writes say.
+and stores the memory that enters each. (If a sequence gives too few programs, it is cut into segments that are
+computed in parallel, see segments.py.) A program of the other kernels computes one chunk of a head. `_slots_kernel`
+and `_decay_kernel` have a result for each slot: sums of decayed writes, weighted by products of queries and keys.
+`_features_kernel` has a result for each feature: sums over tokens, weighted by products of reads and decayed writes.
 
-With F the running sum of log decays from the start of a chunk, what token s wrote has decayed by exp(F_t - F_s) when
-token t reads it. Where no slot decays by more than exp(LIMIT) in a chunk, exp(F_t) and exp(-F_s) are factors that
-neither overflow nor lose digits, and all pairs of its tokens are one product. Other chunks, which trained models
-hardly have, are left to `_far_slots_kernel` and `_far_pairs_kernel`: they take the factors apart in blocks of `NEAR`
-tokens, and cover the other pairs by halving, as eager.py does: for blocks of b tokens both factors lead to the border
+With F the running sum of log decays from the start of a chunk, the write of token s has decayed by exp(F_t - F_s) when
+token t reads it. If no slot decays by more than exp(LIMIT) in a chunk, the factors exp(F_t) and exp(-F_s) neither
+overflow nor lose digits, and all pairs of tokens of the chunk are one product. The other chunks, which trained models
+rarely have, are left to `_far_slots_kernel` and `_far_pairs_kernel`. They split the factors in blocks of `NEAR` tokens
+only, and cover the other pairs by halving, see chunks.py: for blocks of b tokens both factors lead to the boundary
 between the blocks of a pair, so that no exponent is positive.
 """
 
@@ -23,21 +23,21 @@ from ..backend import contiguous, launch, multiprocessors
 from ..segments import Segments, decayed, dot, exp, expm1, operands, program, tokens
 
 
-# Of a slot that decays by more in one step nothing is left: exp(-17) is 4e-8.
+# Nothing is left of a slot that decays by more in one step: exp(-17) is 4e-8.
 LOWEST: tl.constexpr = tl.constexpr(-17.0)
-# Tokens whose decays may be taken apart whatever they are; exp(4 * 17) is far below the largest number.
+# Number of tokens whose decays may be split in any case; exp(4 * 17) is far below the largest number.
 NEAR: tl.constexpr = tl.constexpr(4)
 LIMIT: tl.constexpr = tl.constexpr(-64.0)
-# These differ from call to call, and no kernel gains from knowing them.
+# These differ from call to call, and as constants would gain nothing.
 GEOMETRY = ["T", "SEGMENT", "SEGMENTS", "CHUNKS", "H", "ADD"]
 
 
 @triton.jit
-def _chunk(borders, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C: tl.constexpr, PACKED: tl.constexpr):
-    """Tile and head of this program, the first token of its chunk, how many it has, and its place among all chunks."""
+def _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C: tl.constexpr, PACKED: tl.constexpr):
+    """The tile and head of this program, the first token and number of tokens of its chunk, the index of the chunk."""
     tile, head, n = program(H, TILES)
     segment, chunk = n // CHUNKS, n % CHUNKS
-    begin, stop = tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
+    begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
     first = begin + chunk * C
     rows = tl.minimum(stop - first, C).to(tl.int32)
     return tile, head, first, rows, (begin // C + segment + chunk) * H + head
@@ -50,7 +50,7 @@ def _cells(x, first, head, ts, columns, H, SIZE):
 
 @triton.jit
 def _load(x, first, head, ts, columns, rows, H, SIZE):
-    """The tokens of a chunk; zeros where there are none."""
+    """The tokens of a chunk, zeros after the last one."""
     mask = (ts < rows)[:, None] & (columns < SIZE)[None, :]
     return tl.load(_cells(x, first, head, ts, columns, H, SIZE), mask=mask, other=0.0)
 
@@ -69,7 +69,7 @@ def _load_log(log_f, first, head, ts, ms, rows, H, M: tl.constexpr):
 
 @triton.jit
 def _load_decay(decay, first, head, ts, ms, rows, H, M: tl.constexpr):
-    """F of the tokens ts; that of a token before the chunk is 0, and beyond its end nothing decays."""
+    """F of the tokens ts: 0 before the chunk, and that of the last token after it."""
     ts = tl.minimum(ts, rows - 1)
     return tl.load(_cells(decay, first, head, ts, ms, H, M), mask=(ts >= 0)[:, None] & (ms < M)[None, :], other=0.0)
 
@@ -82,20 +82,20 @@ def _load_total(decay, first, head, ms, rows, H, M: tl.constexpr):
 
 @triton.jit
 def _far(decay, first, head, rows, H, M: tl.constexpr):
-    """Whether a slot decays too far in a chunk for its factors to be taken apart."""
+    """Whether a slot decays too far in a chunk for its factors to be split."""
     ms = tl.arange(0, triton.next_power_of_2(M))
     return tl.min(_load_total(decay, first, head, ms, rows, H, M)) < LIMIT
 
 
 @triton.jit
 def _causal(ts, N: tl.constexpr):
-    """The pairs of a token (row) that reads what another (column), not after it and of the same block, wrote."""
+    """The pairs of a token (row) and one of the same block (column) whose write it reads, itself or an earlier one."""
     return (ts[:, None] >= ts[None, :]) & ((ts & -N)[:, None] == (ts & -N)[None, :])
 
 
 @triton.jit
-def _border(ts, block):
-    """For blocks of `block` tokens: the last token of the left block of the pair that a token belongs to."""
+def _boundary(ts, block):
+    """For blocks of `block` tokens the last token of the left block of each token's pair."""
     return (ts & -(2 * block)) + block - 1
 
 
@@ -103,7 +103,7 @@ def _border(ts, block):
 def _across(ts, block):
     """The pairs of a token of a right block (row) and one of the block to its left (column)."""
     right = (ts & block) != 0
-    return (_border(ts, block)[:, None] == _border(ts, block)[None, :]) & right[:, None] & ~right[None, :]
+    return (_boundary(ts, block)[:, None] == _boundary(ts, block)[None, :]) & right[:, None] & ~right[None, :]
 
 
 @triton.jit(do_not_specialize=GEOMETRY)
@@ -111,7 +111,7 @@ def _decay_sum_kernel(
     log_f,
     decay,
     writes,
-    borders,
+    boundaries,
     T,
     SEGMENT,
     SEGMENTS,
@@ -123,8 +123,8 @@ def _decay_sum_kernel(
     BM: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """F of every token, and what is left at the end of its chunk of what it writes, p exp(F_end - F)."""
-    tile, head, first, rows, _ = _chunk(borders, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
+    """F of each token, and the part of its write that is left at the end of its chunk, p exp(F_end - F)."""
+    tile, head, first, rows, _ = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     if rows <= 0:
         return
     ts, ms = tl.arange(0, C), tile * BM + tl.arange(0, BM)
@@ -146,7 +146,7 @@ def _walk_kernel(
     final,
     totals,
     chunk_states,
-    borders,
+    boundaries,
     T,
     SEGMENT,
     SEGMENTS,
@@ -164,15 +164,15 @@ def _walk_kernel(
     STAGES: tl.constexpr,
 ):
     """
-    The memory of a segment, from `initial`, which enters it: what enters its chunks, what leaves it and its summed log
-    decay go to `chunk_states`, `final` and `totals`. Chunk by chunk it decays, and gets x_keysᵀ keys in the columns of
-    the keys and x_valuesᵀ values in those of the values. REVERSE walks from the last chunk to the first, as the
-    gradient of the memory does.
+    The memory of a segment, from `initial`, which enters it. The memories that enter its chunks, the one that leaves
+    it and its summed log decay go to `chunk_states`, `final` and `totals`. Each chunk decays the memory and adds
+    x_keysᵀ keys to the columns of the keys and x_valuesᵀ values to those of the values. With REVERSE it goes from the
+    last chunk to the first, as the gradient of the memory does.
     """
     KEY_TILES: tl.constexpr = tl.cdiv(K, BF)
     TILES: tl.constexpr = KEY_TILES + tl.cdiv(V, BF)
     tile, head, segment = program(H, TILES * tl.cdiv(M, BM))
-    begin, stop = tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
+    begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
     ts, ms = tl.arange(0, C), tile // TILES * BM + tl.arange(0, BM)
     tile = tile % TILES
     of_keys = tile < KEY_TILES
@@ -192,8 +192,8 @@ def _walk_kernel(
         if REVERSE:
             chunk = chunks - 1 - n
         if chunk_states is not None:
-            place = ((begin // C + segment + chunk) * H + head) * (M * (K + V))
-            tl.store(chunk_states + place + cells, state.to(chunk_states.dtype.element_ty), mask=in_state)
+            offset = ((begin // C + segment + chunk) * H + head) * (M * (K + V))
+            tl.store(chunk_states + offset + cells, state.to(chunk_states.dtype.element_ty), mask=in_state)
         first = begin + chunk * C
         rows = tl.minimum(stop - first, C).to(tl.int32)
         x_chunk = _load(x, first, head, ts, ms, rows, H, M)
@@ -215,7 +215,7 @@ def _far_slots_kernel(
     log_f,
     decay,
     out,
-    borders,
+    boundaries,
     T,
     SEGMENT,
     SEGMENTS,
@@ -234,10 +234,10 @@ def _far_slots_kernel(
     REVERSE: tl.constexpr,
 ):
     """
-    For chunks that decay too far: what a finds in every slot of what the chunk's tokens wrote of b; in REVERSE the
-    gradient of those writes, from what a read of b through x. It is added to what `out` holds ADD = 1 times.
+    For chunks that decay too far: what a reads from each slot of the b that the tokens of the chunk wrote; with
+    REVERSE the gradient of these writes, from what a read of b through x. With ADD = 1 it is added to `out`.
     """
-    _, head, first, rows, _ = _chunk(borders, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
+    _, head, first, rows, _ = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     if rows <= 0:
         return
     if not _far(decay, first, head, rows, H, M):
@@ -265,7 +265,7 @@ def _far_slots_kernel(
         block = NEAR
         while block < C:
             f = _load_decay(decay, first, head, ts, ms, rows, H, M)
-            f -= _load_decay(decay, first, head, _border(ts, block), ms, rows, H, M)
+            f -= _load_decay(decay, first, head, _boundary(ts, block), ms, rows, H, M)
             factor = exp(-tl.abs(f))
             across = tl.where(_across(ts, block), scores, 0.0)
             if REVERSE:
@@ -282,7 +282,7 @@ def _far_pairs_kernel(
     log_f,
     decay,
     out,
-    borders,
+    boundaries,
     T,
     SEGMENT,
     SEGMENTS,
@@ -296,8 +296,8 @@ def _far_pairs_kernel(
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """For chunks that decay too far: how much of the write of a token (column) another reads through x (row)."""
-    _, head, first, rows, place = _chunk(borders, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
+    """For chunks that decay too far: the weight of the write of one token (column) in the read with x of another."""
+    _, head, first, rows, index = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     if rows <= 0:
         return
     if not _far(decay, first, head, rows, H, M):
@@ -314,11 +314,11 @@ def _far_pairs_kernel(
         block = NEAR
         while block < C:
             f = _load_decay(decay, first, head, ts, ms, rows, H, M)
-            f -= _load_decay(decay, first, head, _border(ts, block), ms, rows, H, M)
+            f -= _load_decay(decay, first, head, _boundary(ts, block), ms, rows, H, M)
             either = tl.where(((ts & block) != 0)[:, None], read, p) * exp(-tl.abs(f))
             pairs += tl.where(_across(ts, block), dot(either, tl.trans(either), DOT, PRECISION), 0.0)
             block *= 2
-    tl.store(out + place * (C * C) + ts[:, None] * C + ts[None, :], pairs.to(out.dtype.element_ty))
+    tl.store(out + index * (C * C) + ts[:, None] * C + ts[None, :], pairs.to(out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=GEOMETRY)
@@ -329,7 +329,7 @@ def _slots_kernel(
     writes,
     states,
     out,
-    borders,
+    boundaries,
     T,
     SEGMENT,
     SEGMENTS,
@@ -349,14 +349,14 @@ def _slots_kernel(
     STAGES: tl.constexpr,
 ):
     """
-    What a (C, SIZE) finds in every slot of the memory that b was written to, from the columns OFFSET onward. Where a
-    chunk decays too far, what its own tokens wrote is left to `_far_slots_kernel`.
+    What a (C, SIZE) reads from each slot of the memory that b was written to, from column OFFSET on. If a chunk decays
+    too far, the writes of its own tokens are left to `_far_slots_kernel`.
     """
-    tile, head, first, rows, place = _chunk(borders, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
+    tile, head, first, rows, index = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     if rows <= 0:
         return
     ts, ms = tl.arange(0, C), tile * BM + tl.arange(0, BM)
-    states += place * (M * WIDTH) + OFFSET
+    states += index * (M * WIDTH) + OFFSET
     scores = tl.zeros((C, C), tl.float32)
     found = tl.zeros((C, BM), tl.float32)
     for start in tl.range(0, SIZE, BF, num_stages=STAGES):
@@ -384,7 +384,7 @@ def _softmax_kernel(
     decay,
     x,
     reads,
-    borders,
+    boundaries,
     T,
     SEGMENT,
     SEGMENTS,
@@ -397,11 +397,11 @@ def _softmax_kernel(
     PACKED: tl.constexpr,
 ):
     """
-    The softmax x of the logits, and what it reads of the memory that enters a chunk: x exp(F). With `grads`, the
-    gradient of that softmax, x is instead the gradient of the logits; `grads` then becomes the sum of x times its
-    gradient over both. x is stored only of chunks that decay too far.
+    The softmax x of the logits, and x exp(F), its weights for the memory that enters a chunk. With `grads`, the
+    gradient of that softmax, x is the gradient of the logits instead, and `grads` becomes the sum of x times its
+    gradient over both. x is stored only for chunks that decay too far.
     """
-    tile, head, first, rows, _ = _chunk(borders, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
+    tile, head, first, rows, _ = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     ROWS: tl.constexpr = C // TILES
     if rows <= tile * ROWS:
         return
@@ -429,7 +429,7 @@ def _features_kernel(
     far_pairs,
     states,
     out,
-    borders,
+    boundaries,
     T,
     SEGMENT,
     SEGMENTS,
@@ -450,15 +450,15 @@ def _features_kernel(
     STAGES: tl.constexpr,
 ):
     """
-    What `reads`, x exp(F), read of the memory that a (C, SIZE) was written to, from the columns OFFSET onward. In
-    REVERSE what `writes` find in the gradient of the memory, which a gave through x. Where a chunk decays too far,
-    `far_pairs` holds how much its tokens read of each other's writes.
+    What `reads`, x exp(F), read from the memory that a (C, SIZE) was written to, from column OFFSET on. With REVERSE
+    what `writes` read from the gradient of the memory, to which a contributed through x. If a chunk decays too far,
+    `far_pairs` has the weights of its tokens' writes in each other's reads.
     """
-    tile, head, first, rows, place = _chunk(borders, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
+    tile, head, first, rows, index = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     if rows <= 0:
         return
     ts, fs = tl.arange(0, C), tile * BF + tl.arange(0, BF)
-    states += place * (M * WIDTH) + OFFSET
+    states += index * (M * WIDTH) + OFFSET
     pairs = tl.zeros((C, C), tl.float32)
     found = tl.zeros((C, BF), tl.float32)
     for start in tl.range(0, M, BM, num_stages=STAGES):
@@ -474,7 +474,7 @@ def _features_kernel(
 
     far = _far(decay, first, head, rows, H, M)
     pairs = tl.where(far, 0.0, tl.where(_causal(ts, C), pairs, 0.0))
-    cells, left = place * (C * C) + ts[:, None] * C + ts[None, :], tl.where(far, rows, 0)
+    cells, left = index * (C * C) + ts[:, None] * C + ts[None, :], tl.where(far, rows, 0)
     pairs += tl.load(far_pairs + cells, mask=(ts < left)[:, None], other=0.0).to(tl.float32)
     if REVERSE:
         pairs = tl.trans(pairs)
@@ -505,8 +505,8 @@ def _given(
     STAGES: tl.constexpr,
 ):
     """
-    Adds what b finds in the gradient of the memory that leaves a chunk to `given`, and the product of that gradient
-    with the memory that enters the chunk to `kept`; returns the products of b (rows) and a (columns).
+    Adds what b reads from the gradient of the memory that leaves a chunk to `given`, and the product of that gradient
+    with the memory that enters the chunk to `kept`. Returns the products of b (rows) and a (columns).
     """
     ts = tl.arange(0, C)
     scores = tl.zeros((C, C), tl.float32)
@@ -539,7 +539,7 @@ def _decay_kernel(
     states,
     grads,
     out,
-    borders,
+    boundaries,
     T,
     SEGMENT,
     SEGMENTS,
@@ -558,17 +558,17 @@ def _decay_kernel(
     STAGES: tl.constexpr,
 ):
     """
-    The gradient of log_f. That of p is what k and v find in the gradient of the memory. `sums` holds what each token's
-    reads take part in, over both memories, `out` the gradient of p within a chunk that decays too far. A decay takes
-    part in what is read from its token onward of what was written before: in all that is read from there onward,
-    without what is written from there onward, and in what passes from this chunk to later ones.
+    The gradient of log_f. That of p is what k and v read from the gradient of the memory. `sums` has the products of
+    each token's reads with their gradients, over both memories, `out` the gradient of p within a chunk that decays too
+    far. A decay affects what is read from its token on of what was written before it: everything that is read from
+    there on, less the writes from there on, and everything that passes from this chunk to later ones.
     """
-    tile, head, first, rows, place = _chunk(borders, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
+    tile, head, first, rows, index = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     if rows <= 0:
         return
     ts, ms = tl.arange(0, C), tile * BM + tl.arange(0, BM)
-    states += place * (M * (K + V))
-    grads += place * (M * (K + V))
+    states += index * (M * (K + V))
+    grads += index * (M * (K + V))
     given = tl.zeros((C, BM), tl.float32)
     kept = tl.zeros((BM,), tl.float32)
     # fmt: off
@@ -620,7 +620,7 @@ def _step_kernel(
     BV: tl.constexpr,
     INPLACE: tl.constexpr,
 ):
-    """One token and a tile of slots of one head. In place, the slots that it does not write are not stored."""
+    """One token and a tile of slots of one head. In place, slots that the token does not write to are not stored."""
     head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ms, ks, vs = tile * BM + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     log = tl.load(log_f + head * M + ms, mask=ms < M, other=0.0).to(tl.float32)
@@ -640,11 +640,11 @@ def _step_kernel(
     z = tl.where(ms < M, tl.sum(keys * query[None, :], 1), -float("inf"))
     top = tl.max(z)
     s = exp(z - top)
-    place = head * tl.num_programs(1) + tile
-    part = place * (V + 1)
+    index = head * tl.num_programs(1) + tile
+    part = index * (V + 1)
     tl.store(parts + part + vs, tl.sum(s[:, None] * values, 0), mask=vs < V)
     tl.store(parts + part + V, tl.sum(s))
-    tl.store(tops + place, top)
+    tl.store(tops + index, top)
     if INPLACE:
         written &= log != 0
     tl.store(new_state + key_cells, keys, mask=written[:, None] & (ks < K)[None, :])
@@ -653,7 +653,7 @@ def _step_kernel(
 
 @triton.jit
 def _join_kernel(parts, tops, out, TILES: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
-    """The output of a step from those of its tiles of slots."""
+    """Combines the outputs of the tiles of slots to the output of a step."""
     head = tl.program_id(0).to(tl.int64)
     tiles, vs = tl.arange(0, BT), tl.program_id(1) * BV + tl.arange(0, BV)
     top = tl.load(tops + head * TILES + tiles, mask=tiles < TILES, other=-float("inf"))
@@ -665,25 +665,25 @@ def _join_kernel(parts, tops, out, TILES: tl.constexpr, V: tl.constexpr, BT: tl.
     tl.store(out + head * V + vs, y.to(out.dtype.element_ty), mask=vs < V)
 
 
-# Below this many tokens a segment is not worth the passes that find the state that enters it; documents are always cut
-# into segments of no more, so that the chunks of short ones do not wait for those of long ones.
+# The shortest segment that is worth the passes that compute the state that enters it. Documents are always cut into
+# segments of at most this length, so that short ones do not wait for long ones.
 MIN_SEGMENT = 512
 
 
 def _block(size: int, most: int) -> int:
-    """How much of something a program takes at once: a power of two, and no less than a product needs."""
+    """The block size for a dimension: a power of two, and at least as much as a product needs."""
     return min(max(16, triton.next_power_of_2(size)), most)
 
 
 class _Plan(Segments):
-    """How the work is cut into programs."""
+    """How the work is divided into programs."""
 
     def __init__(self, k, v, log_f, cu_seqlens):
         batch, length, self.heads, self.key_size = k.shape
         self.value_size, self.slots = v.shape[-1], log_f.shape[-1]
         self.like = log_f
         self.chunk = 64
-        # float32 takes twice the room, and three products for one.
+        # float32 needs twice the memory, and three products instead of one.
         narrow, hip = k.dtype == torch.bfloat16, torch.version.hip is not None
         self.dtype = torch.bfloat16 if narrow else torch.float32
         self.constants = {"M": self.slots, "C": self.chunk, "PACKED": cu_seqlens is not None}
@@ -696,10 +696,20 @@ class _Plan(Segments):
 
         columns = sum(triton.cdiv(size, self.walk_features) for size in (self.key_size, self.value_size))
         self.walk_tiles = triton.cdiv(self.slots, self.walk_slots) * columns
-        programs, wanted = batch * self.heads * self.walk_tiles, 2 * multiprocessors(k)  # so many run at once
-        super().__init__(batch, length, self.chunk, programs, wanted, MIN_SEGMENT, cu_seqlens, MIN_SEGMENT)
+        programs = batch * self.heads * self.walk_tiles
+        wanted = 2 * multiprocessors(k)  # the number of programs that run at a time
+        super().__init__(
+            batch,
+            length,
+            chunk=self.chunk,
+            programs=programs,
+            wanted=wanted,
+            shortest=MIN_SEGMENT,
+            cu_seqlens=cu_seqlens,
+            longest=MIN_SEGMENT,
+        )
         self.per_segment = triton.cdiv(self.segment, self.chunk)
-        self.geometry = (self.borders, length, self.segment, self.per_sequence)
+        self.geometry = (self.boundaries, length, self.segment, self.per_sequence)
 
     def empty(self, *shape, dtype=torch.float32):
         return self.like.new_empty(shape, dtype=dtype)
@@ -711,14 +721,14 @@ class _Plan(Segments):
         return self.empty(*self.like.shape, dtype=dtype)
 
     def launch(self, kernel, *arguments, tiles, last=None, **constants):
-        """One program for each tile of each head of each chunk."""
+        """Runs one program for each tile of each head of each chunk."""
         grid = (self.segments * self.per_segment * self.heads * tiles,)
         geometry = *self.geometry, self.per_segment, self.heads, *(() if last is None else (last,))
         constants = {"TILES": tiles, **self.constants, **constants}
         launch(kernel, grid, *arguments, *geometry, **constants)
 
     def decays(self, log_f):
-        """F of every token, and what is left of its write at the end of its chunk."""
+        """F of each token, and the part of its write that is left at the end of its chunk."""
         decay, writes = self.by_slot(), self.by_slot(self.dtype)
         block = _block(self.slots, 64)
         self.launch(
@@ -742,7 +752,7 @@ class _Plan(Segments):
         )
 
     def walk(self, inputs, initial, *, store=True, reverse=False):
-        """The memories that enter the chunks, where they are stored, and those that leave the sequences."""
+        """The memories that enter the chunks, if they are stored, and those that leave the sequences."""
         chunk_states = self.state(self.chunks, self.dtype) if store else None
         final = self.state(self.sequences)
         if self.whole:
@@ -761,7 +771,7 @@ class _Plan(Segments):
         self.launch(_far_slots_kernel, *arguments, tiles=1, last=add, **constants, **self.products)
 
     def find(self, a, b, log_f, decay, writes, states, offset):
-        """What a finds in every slot of b: the logits, or the gradient of their softmax."""
+        """What a reads from each slot of b: the logits, or the gradient of their softmax."""
         out = self.by_slot()
         self.launch(
             _slots_kernel,
@@ -785,14 +795,14 @@ class _Plan(Segments):
         return x, reads
 
     def far_pairs(self, x, log_f, decay):
-        """How much tokens read through x of each other's writes, in the chunks that decay too far."""
+        """The weights of the tokens' writes in each other's reads with x, for chunks that decay too far."""
         pairs = self.empty(self.chunks, self.heads, self.chunk, self.chunk, dtype=self.dtype)
         block = _block(self.slots, 32)
         self.launch(_far_pairs_kernel, x, log_f, decay, pairs, tiles=1, BM=block, **self.products)
         return pairs
 
     def features(self, a, decay, reads, writes, far_pairs, states, out, offset, reverse=False):
-        """What x reads of a; in reverse the gradient of what was written, for which x reads a."""
+        """What x reads of a; in reverse the gradient of the writes."""
         self.launch(
             _features_kernel,
             *(a, decay, reads, writes, far_pairs, states, out),
@@ -834,8 +844,8 @@ def _prepare(*tensors):
 
 def slot_memory_triton(q, k, v, log_f, initial_state, cu_seqlens):
     """
-    Arguments and shapes are those of [`subquad_kernels.slot_memory`]. Returns out, the state after the last token and
-    the logits (B, T, H, M), which the backward pass asks for, both in float32.
+    Computes [`subquad_kernels.slot_memory`]. Also returns the logits (B, T, H, M) in float32, which the backward pass
+    needs.
     """
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     q, k, v = _prepare(q, k, v)
@@ -854,10 +864,10 @@ def _decays_and_state(log_f, state):
     return log_f.contiguous(), None if state is None else state.float().contiguous()
 
 
-def slot_memory_triton_backward(grad_out, grad_state, q, k, v, log_f, initial_state, cu_seqlens, logits):
+def slot_memory_triton_backward(grad_out, grad_state, logits, q, k, v, log_f, initial_state, cu_seqlens):
     """
-    Gradients of q, k, v, log_f (in float32) and, where it is given, initial_state (in float32). What enters the chunks
-    is computed again, and kept in the precision of the products while the pass lasts, as are its gradients.
+    Gradients of q, k, v, log_f and, if it is given, initial_state, the last two in float32. The memories that enter
+    the chunks are computed again; they and their gradients are kept in the dtype of the products during the pass.
     """
     dtypes = [x.dtype for x in (q, k, v)]
     grad_out, q, k, v = _prepare(grad_out.to(v.dtype), q, k, v)
@@ -896,9 +906,9 @@ def slot_memory_triton_state(k, v, log_f, initial_state, cu_seqlens):
 
 def slot_memory_triton_step(q, k, v, log_f, state, new_state):
     """
-    One token: q, k (B, H, K), v (B, H, V), log_f (B, H, M), state (B, H, M, K + V) in float32; where that is None,
-    `new_state` holds it, and of it only the slots that the token writes are stored. Writes the state after the token
-    to `new_state`; returns out (B, H, V) in the dtype of v.
+    One token: q, k (B, H, K), v (B, H, V), log_f (B, H, M), state (B, H, M, K + V) in float32. If the state is None,
+    `new_state` holds it, and only the slots that the token writes to are stored. Writes the state after the token to
+    `new_state`. Returns out (B, H, V) in the dtype of v.
     """
     q, k, v, log_f = contiguous(q, k, v, log_f)
     batch, heads, key_size = k.shape

@@ -2,18 +2,20 @@
 
 import torch
 
+from ..backend import cast, widest
+
 
 def _scores(logits: torch.Tensor, score: str) -> torch.Tensor:
     if score == "sigmoid":
         return torch.sigmoid(logits)
-    # Zeros where every slot is masked off; elsewhere the sum is at least 1.
+    # Zeros if all slots are masked, otherwise the sum is at least 1.
     largest = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
     weights = torch.exp(logits - largest)
     return weights / weights.sum(-1, keepdim=True).clamp_min(1.0)
 
 
 def _chosen(ranked: torch.Tensor, topk: int) -> torch.Tensor:
-    """Where the `topk` largest values of each row are; of equal ones the first."""
+    """True for the `topk` largest values of each row, the first ones if values are equal."""
     last = ranked.topk(topk, sorted=False).values.amin(-1, keepdim=True)
     above, equal = ranked > last, ranked == last
     room = topk - above.sum(-1, keepdim=True)
@@ -23,7 +25,7 @@ def _chosen(ranked: torch.Tensor, topk: int) -> torch.Tensor:
 def _route(
     logits: torch.Tensor, topk: int, bias: torch.Tensor | None, score: str, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """m and r."""
+    """m and r of [`subquad_kernels.slot_routing`]."""
     m = _scores(logits, score)
     kept = m
     if topk < logits.shape[-1]:
@@ -36,7 +38,8 @@ def _route(
 def slot_routing_eager(
     logits: torch.Tensor, log_decay: torch.Tensor, topk: int, bias: torch.Tensor | None, score: str, scale: float
 ) -> torch.Tensor:
-    """The tensors are of one dtype, float32 or float64; otherwise as [`subquad_kernels.slot_routing`]."""
+    """Computes [`subquad_kernels.slot_routing`]."""
+    logits, log_decay, bias = cast(widest(logits, log_decay, bias), logits, log_decay, bias)
     r = _route(logits, topk, bias, score, scale)[1]
     return r * (log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1))
 
@@ -51,6 +54,7 @@ def slot_routing_eager_backward(
     scale: float,
 ) -> list[torch.Tensor]:
     """Gradients of the logits and of log_decay."""
+    logits, log_decay, bias = cast(grad.dtype, logits, log_decay, bias)
     m, r = _route(logits, topk, bias, score, scale)
     grad_r = grad * (log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1))
     total = (grad_r * r).sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The router of Raven as the paper writes it, one token after the other: the oracle of every test."""
+"""The router of Raven as the paper writes it, token by token: the reference of every test."""
 
 import torch
 
@@ -6,7 +6,7 @@ import torch
 def slot_routing_reference(
     logits: torch.Tensor, log_decay: torch.Tensor, topk: int, bias: torch.Tensor | None, score: str, scale: float
 ) -> torch.Tensor:
-    """In the dtype of the inputs. Arguments, shapes and result are those of [`subquad_kernels.slot_routing`]."""
+    """Computes [`subquad_kernels.slot_routing`] in the dtype of the inputs."""
     if log_decay.dim() == 3:
         log_decay = log_decay.unsqueeze(-1)
     tokens = []

@@ -1,9 +1,9 @@
 """
-The router of Raven as Triton kernels: every logit is read once, and log_f, or a gradient, written once.
+The router of Raven as Triton kernels: each logit is read once, and log_f, or a gradient, written once.
 
-A program is one warp, with whole rows in its registers: no sum over the slots passes through shared memory. The K-th
-largest value of a row is the largest number that at least K values reach, and is found one bit after the other. The
-backward pass chooses again rather than keep what was chosen.
+A program is one warp, with whole rows in its registers, so that sums over the slots do not need shared memory. The
+K-th largest value of a row is the largest number that at least K values reach; it is found bit by bit. The backward
+pass chooses again, so that the choice need not be kept.
 """
 
 import torch
@@ -13,13 +13,13 @@ import triton.language as tl
 from ..backend import contiguous, launch
 
 
-# How many leading bits of a float32 tell apart the values that it can have where it comes from that dtype.
+# Number of leading bits of a float32 that distinguish all values of that dtype.
 BITS = {torch.bfloat16: 16, torch.float16: 19}
 
 
 @triton.jit
 def _rows(rows, slots, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The program's rows, where their slots are, and which of both there are."""
+    """The rows of the program, the offsets of their slots, and the masks of both."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot = tl.arange(0, BLOCK)
     return row, row[:, None] * slots + slot[None, :], (row < rows)[:, None] & (slot < slots)[None, :]
@@ -27,10 +27,10 @@ def _rows(rows, slots, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _largest(x, slots, topk, BITS: tl.constexpr):
-    """Where the `topk` largest of each row are, of equal ones the first; there are `slots` in a row."""
+    """True for the `topk` largest of the `slots` values of each row, the first ones if values are equal."""
     ROWS: tl.constexpr = x.shape[0]
     BLOCK: tl.constexpr = x.shape[1]
-    # Unsigned integers in the order of the numbers, and 0, which is no number's, behind the last slot.
+    # Unsigned integers in the order of the numbers; 0, which stands for no number, after the last slot.
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
     bits = tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
     keys = tl.where((tl.arange(0, BLOCK) < slots)[None, :], bits, 0) >> (32 - BITS)
@@ -48,13 +48,13 @@ def _largest(x, slots, topk, BITS: tl.constexpr):
 
 @triton.jit
 def _route(
-    logits, bias, row, places, mask, heads, slots, topk, scale,
+    logits, bias, row, offsets, mask, heads, slots, topk, scale,
     SOFTMAX: tl.constexpr, ALL: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """m and r."""
-    x = tl.load(logits + places, mask=mask, other=float("-inf")).to(tl.float32)
+    """m and r of [`subquad_kernels.slot_routing`]."""
+    x = tl.load(logits + offsets, mask=mask, other=float("-inf")).to(tl.float32)
     if SOFTMAX:
-        # Zeros where every slot is masked off; elsewhere the sum is at least 1.
+        # Zeros if all slots are masked, otherwise the sum is at least 1.
         m = tl.exp(x - tl.maximum(tl.max(x, 1), -3.4e38)[:, None])
         m = m / tl.maximum(tl.sum(m, 1), 1.0)[:, None]
     else:
@@ -73,9 +73,9 @@ def _route(
 
 
 @triton.jit
-def _decay(log_decay, row, rows, places, mask, A_SLOT: tl.constexpr):
+def _decay(log_decay, row, rows, offsets, mask, A_SLOT: tl.constexpr):
     if A_SLOT:
-        return tl.load(log_decay + places, mask=mask, other=0.0).to(tl.float32)
+        return tl.load(log_decay + offsets, mask=mask, other=0.0).to(tl.float32)
     else:
         return tl.load(log_decay + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
 
@@ -86,9 +86,9 @@ def _routing_kernel(
     SOFTMAX: tl.constexpr, ALL: tl.constexpr, BITS: tl.constexpr, A_SLOT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, places, mask = _rows(rows, slots, ROWS, BLOCK)
-    r = _route(logits, bias, row, places, mask, heads, slots, topk, scale, SOFTMAX, ALL, BITS)[1]
-    tl.store(out + places, r * _decay(log_decay, row, rows, places, mask, A_SLOT), mask=mask)
+    row, offsets, mask = _rows(rows, slots, ROWS, BLOCK)
+    r = _route(logits, bias, row, offsets, mask, heads, slots, topk, scale, SOFTMAX, ALL, BITS)[1]
+    tl.store(out + offsets, r * _decay(log_decay, row, rows, offsets, mask, A_SLOT), mask=mask)
 
 
 @triton.jit
@@ -97,20 +97,20 @@ def _routing_gradient_kernel(
     SOFTMAX: tl.constexpr, ALL: tl.constexpr, BITS: tl.constexpr, A_SLOT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, places, mask = _rows(rows, slots, ROWS, BLOCK)
-    m, r = _route(logits, bias, row, places, mask, heads, slots, topk, scale, SOFTMAX, ALL, BITS)
-    g = tl.load(grad + places, mask=mask, other=0.0).to(tl.float32)
+    row, offsets, mask = _rows(rows, slots, ROWS, BLOCK)
+    m, r = _route(logits, bias, row, offsets, mask, heads, slots, topk, scale, SOFTMAX, ALL, BITS)
+    g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
     if A_SLOT:
-        tl.store(grad_decay + places, (g * r).to(grad_decay.dtype.element_ty), mask=mask)
+        tl.store(grad_decay + offsets, (g * r).to(grad_decay.dtype.element_ty), mask=mask)
     else:
         tl.store(grad_decay + row, tl.sum(g * r, 1).to(grad_decay.dtype.element_ty), mask=row < rows)
-    g *= _decay(log_decay, row, rows, places, mask, A_SLOT)
+    g *= _decay(log_decay, row, rows, offsets, mask, A_SLOT)
     total = tl.sum(g * r, 1)[:, None]
     if SOFTMAX:
         grad_x = g * r - m * total
     else:
         grad_x = r * (1.0 - m) * (g - scale * total)
-    tl.store(grad_logits + places, grad_x.to(grad_logits.dtype.element_ty), mask=mask)
+    tl.store(grad_logits + offsets, grad_x.to(grad_logits.dtype.element_ty), mask=mask)
 
 
 def _launch(kernel, logits, log_decay, topk, bias, score, scale, *others):
@@ -133,7 +133,7 @@ def _launch(kernel, logits, log_decay, topk, bias, score, scale, *others):
 
 
 def slot_routing_triton(logits, log_decay, topk, bias, score, scale):
-    """Arguments, shapes and result are those of [`subquad_kernels.slot_routing`]."""
+    """Computes [`subquad_kernels.slot_routing`]."""
     logits, log_decay, bias = contiguous(logits, log_decay, bias)
     out = logits.new_empty(logits.shape, dtype=torch.float32)
     _launch(_routing_kernel, logits, log_decay, topk, bias, score, scale, out)

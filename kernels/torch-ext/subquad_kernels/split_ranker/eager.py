@@ -3,23 +3,22 @@
 import torch
 import torch.nn.functional as F
 
-from ..backend import can_look_at, without_autocast
+from ..backend import can_read_without_sync, widest, without_autocast
 from ..linear import linear
 
 
-# maxsim compares so many tokens with so many others at a time.
-TOKENS = 2048
+TOKENS = 2048  # maxsim compares this many tokens with this many others at a time
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
-    """x / (norm(x) + 1e-8) in float32 (in float64 where x is). The gradient of a zero vector is zero."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    """x / (norm(x) + 1e-8) in float32 (float64 if x is). The gradient of a zero vector is zero."""
+    x = x.to(widest(x))
     norm = x.norm(dim=-1, keepdim=True)
     return x * torch.where(norm > 0, 1 / (norm + 1e-8), 0)
 
 
 def _scores(queries: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
-    """MaxSim of unit vectors: all of queries (B, T, Q, D) with splits (B, T or 1, M, S, D): (B, T, M)."""
+    """MaxSim of unit vectors, queries (B, T, Q, D) with splits (B, T or 1, M, S, D): (B, T, M)."""
     batch, current, size, _ = queries.shape
     if splits.shape[1] != current:
         queries = queries.flatten(1, 2)[:, None]
@@ -35,12 +34,11 @@ def _scores(queries: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
 def maxsim_eager(
     queries: torch.Tensor, splits: torch.Tensor, number: torch.Tensor, first: torch.Tensor | None
 ) -> torch.Tensor:
-    """Chunk after chunk. Arguments, shapes and result are those of [`subquad_kernels.maxsim`]."""
+    """Computes [`subquad_kernels.maxsim`] chunk by chunk."""
     (batch, current, per_query, size), (total, per_split) = queries.shape, splits.shape[1:3]
     number = number.expand(batch, current)
     first = torch.zeros_like(number) if first is None else first.expand(batch, current)
-    dtype = torch.promote_types(queries.dtype, torch.float32)
-    scores = torch.zeros(batch, current, total, dtype=dtype, device=queries.device)
+    scores = torch.zeros(batch, current, total, dtype=widest(queries), device=queries.device)
 
     t_step, m_step = max(min(TOKENS // per_query, current), 1), max(min(TOKENS // per_split, total), 1)
     query_tokens, split_tokens = t_step * per_query, m_step * per_split
@@ -48,7 +46,7 @@ def maxsim_eager(
     for rows in (slice(b, b + b_step) for b in range(0, batch, b_step)):
         for now in (slice(t, t + t_step) for t in range(0, current, t_step)):
             start, stop = 0, total
-            if can_look_at(queries):
+            if can_read_without_sync(queries):
                 start, stop = max(int(first[rows, now].min()), 0), min(int(number[rows, now].max()), total)
             query = _unit(queries[rows, now])
             for past in (slice(m, min(m + m_step, stop)) for m in range(start, stop, m_step)):
@@ -59,7 +57,7 @@ def maxsim_eager(
 
 
 def choose(scores: torch.Tensor, k: int, order: str) -> torch.Tensor:
-    """The k - 1 best splits of scores (B, T, M) in an order, after as many -1 as are missing: (B, T, k - 1)."""
+    """The k - 1 best splits of scores (B, T, M), in an order, after -1 for missing ones: (B, T, k - 1)."""
     scores, index = scores.sort(dim=-1, descending=True, stable=True)
     scores, index = scores[..., : k - 1], index[..., : k - 1]
     index = index.masked_fill(scores == -torch.inf, -1)
@@ -69,14 +67,14 @@ def choose(scores: torch.Tensor, k: int, order: str) -> torch.Tensor:
 
 
 def scores_of(queries: torch.Tensor, splits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The scores of the splits of index (B, T, k - 1), with a gradient; of split 0 where one is missing."""
+    """The scores of the splits of index (B, T, k - 1), with a gradient; split 0 takes the place of a missing one."""
     row = torch.arange(index.shape[0], device=index.device)[:, None, None]
     with without_autocast(queries):
         return _scores(_unit(queries), _unit(splits)[row, index.clamp_min(0)])
 
 
 def normalize(selected: torch.Tensor, index: torch.Tensor, normalization: str) -> torch.Tensor:
-    """Weights (B, T, k - 1) of scores and indices (B, T, k - 1)."""
+    """Weights (B, T, k - 1) from scores and indices (B, T, k - 1)."""
     missing = index < 0
     if normalization == "first":
         earliest = index.masked_fill(missing, torch.iinfo(index.dtype).max).argmin(-1, keepdim=True)
@@ -87,5 +85,5 @@ def normalize(selected: torch.Tensor, index: torch.Tensor, normalization: str) -
         divisor = selected.masked_fill(missing, torch.inf).amin(-1, keepdim=True)
     denominator = divisor + 1e-8
     missing = missing | (divisor == 0) | (denominator == 0)
-    # What is missing is divided by 1: dividing it by zero would make its gradient NaN.
+    # Missing ones are divided by 1, because a division by zero would make their gradient NaN.
     return (selected / denominator.masked_fill(missing, 1)).masked_fill(missing, 0)

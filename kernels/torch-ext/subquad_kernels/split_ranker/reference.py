@@ -1,4 +1,4 @@
-"""The ranker as the paper describes it, one pair of splits after the other: the oracle of every test."""
+"""The ranker as the paper describes it, pair of splits by pair: the reference of every test."""
 
 import torch
 
@@ -6,7 +6,7 @@ import torch
 def maxsim_reference(
     queries: torch.Tensor, splits: torch.Tensor, number: torch.Tensor, first: torch.Tensor | None
 ) -> torch.Tensor:
-    """In the dtype of the inputs, differentiable. Arguments and shapes are those of [`subquad_kernels.maxsim`]."""
+    """Computes [`subquad_kernels.maxsim`] in the dtype of the inputs, with gradients."""
     batch, current = queries.shape[:2]
     queries = queries / (queries.norm(dim=-1, keepdim=True) + 1e-8)
     splits = splits / (splits.norm(dim=-1, keepdim=True) + 1e-8)
@@ -33,8 +33,8 @@ def split_ranker_reference(
     scores: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    The choice is that of the scores where they are given; the weights are made of those that are computed here.
-    Arguments and shapes are those of [`subquad_kernels.split_ranker`].
+    Computes [`subquad_kernels.split_ranker`]. The choice follows the given scores, if any; the weights are computed
+    from the exact scores.
     """
     exact = maxsim_reference(queries, splits, number, first)
     scores = exact.detach() if scores is None else scores

@@ -1,9 +1,9 @@
 """
 MaxSim as a Triton kernel.
 
-A program owns a current split and a block of candidates. It reads the tokens of both a few channels at a time, adds up
-their products and squares together, and keeps nothing of the similarities but the maximum for each token of the
-current split, then the sum of these.
+A program compares a current split with a block of candidates. It reads a few channels of the tokens of both at a time
+and sums their products and squares. Of the similarities it keeps only the maximum for each token of the current split,
+and then the sum of these.
 """
 
 import torch
@@ -15,7 +15,7 @@ from ..backend import launch
 
 @triton.jit
 def _cosines_of_one(query, token, mask, size, TOKENS: tl.constexpr, SIZE: tl.constexpr):
-    """Of one token with all: it is all about reading these, so that sums over channels wait until the end."""
+    """One token with all others. Reading these takes most of the time; so sums over channels are done at the end."""
     dots, squares = tl.zeros((TOKENS, SIZE), tl.float32), tl.zeros((TOKENS, SIZE), tl.float32)
     query_squares = tl.zeros((SIZE,), tl.float32)
     for start in range(0, size, SIZE):
@@ -32,7 +32,7 @@ def _cosines_of_one(query, token, mask, size, TOKENS: tl.constexpr, SIZE: tl.con
 
 @triton.jit
 def _cosines(query, query_mask, token, mask, size, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZE: tl.constexpr):
-    """Of several tokens with all."""
+    """Several tokens with all others."""
     dots = tl.zeros((ROWS, TOKENS), tl.float32)
     query_squares, squares = tl.zeros((ROWS,), tl.float32), tl.zeros((TOKENS,), tl.float32)
     for start in range(0, size, SIZE):
@@ -68,7 +68,7 @@ def _maxsim_kernel(
     TOKENS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """ROWS tokens of the current split at a time, with TOKENS of each of SPLITS candidates."""
+    """Compares ROWS tokens of the current split at a time with TOKENS of each of SPLITS candidates."""
     # Programs that run at the same time read the same candidates.
     t, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     start = tl.program_id(1) * SPLITS
@@ -89,17 +89,17 @@ def _maxsim_kernel(
             row = row_start + tl.arange(0, ROWS)
             best = tl.full((ROWS, SPLITS), -float("inf"), tl.float32)
             for token_start in range(0, per_split, TOKENS):
-                place = token_start + within
-                mask = (place < per_split) & (start + behind < total)
-                token = splits + (behind * per_split + place) * size
+                position = token_start + within
+                mask = (position < per_split) & (start + behind < total)
+                token = splits + (behind * per_split + position) * size
                 if ROWS == 1:
                     query = queries + row_start * size
                     cosines = _cosines_of_one(query, token, mask, size, SPLITS * TOKENS, SIZE)
                 else:
                     query = queries + row * size
                     cosines = _cosines(query, row < per_query, token, mask, size, ROWS, SPLITS * TOKENS, SIZE)
-                # Rows that are not there have cosines of zero, which add nothing.
-                cosines = tl.where((place < per_split)[None, :], cosines, -float("inf"))
+                # Rows beyond the last token have cosine zero, which adds nothing.
+                cosines = tl.where((position < per_split)[None, :], cosines, -float("inf"))
                 best = tl.maximum(best, tl.max(tl.reshape(cosines, (ROWS, SPLITS, TOKENS)), 2))
             result += tl.sum(best, 0)
         result = tl.where((split >= since) & (split < before), result, -float("inf"))
@@ -108,20 +108,20 @@ def _maxsim_kernel(
 
 
 def _rows(x):
-    """x, or a copy of it, whose rows are contiguous each."""
+    """x, or a copy if its rows are not contiguous."""
     return x if x[:1].is_contiguous() else x.contiguous()
 
 
 def maxsim_triton(
     queries: torch.Tensor, splits: torch.Tensor, number: torch.Tensor, first: torch.Tensor | None
 ) -> torch.Tensor:
-    """Arguments, shapes and result are those of [`subquad_kernels.maxsim`]."""
+    """Computes [`subquad_kernels.maxsim`]."""
     queries, splits = _rows(queries), _rows(splits)
     (batch, current, per_query, size), (total, per_split) = queries.shape, splits.shape[1:3]
     number, first = (x if x is None else x.contiguous().expand(batch, -1) for x in (number, first))
     scores = queries.new_empty(batch, current, total, dtype=torch.float32)
 
-    # Products of float32 are made without tensor cores, and each of them asks for registers.
+    # Products of float32 do not use tensor cores, and need many registers.
     one, wide = per_query == 1, queries.dtype == torch.float32
     block = 64 if one or wide else 128
     tokens = min(triton.next_power_of_2(per_split), block)

@@ -1,7 +1,7 @@
 """
 The static layer in plain torch, for any device.
 
-A few windows at a time, so that what exists besides arguments and results is of bounded size.
+It takes a few windows at a time, so that the intermediate tensors are of bounded size.
 """
 
 from collections.abc import Iterator
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 import torch
 
 
-VALUES = 1 << 24  # of the windows that are taken at a time
-CACHED = 1 << 20  # the same on a CPU: 1.8 times as fast, since its cache holds them
+VALUES = 1 << 24  # values of the windows that are computed at a time
+CACHED = 1 << 20  # the same on a CPU: 1.8 times as fast, because they fit in its cache
 
 
 def _dtype(features: torch.Tensor) -> torch.dtype:
-    """What products are made in: sums may be beyond what float16 holds where the result is not."""
+    """The dtype of the products: in float16 a sum might overflow, although the result does not."""
     return torch.float32 if features.dtype == torch.float16 else features.dtype
 
 
 def _pieces(features: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """A few windows: which, their contextual half and their gate."""
+    """Yields a few windows: their slice, their contextual columns and their gate."""
     windows, context, _ = features.shape
     values = CACHED if features.device.type == "cpu" else VALUES
     size = max(values // (context * max(context, width)), 1)
@@ -34,7 +34,10 @@ def _mix(v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def static_mixing_eager(features: torch.Tensor, v: torch.Tensor, width: int, out: torch.Tensor) -> None:
-    """Writes gate * (v x) to `out` (W, C, width), which may be the gate: for [`subquad_kernels.static_mixing`]."""
+    """
+    Writes gate * (v x) to `out` (W, C, width), which may be the gate: see
+    [`subquad_kernels.static_mixing`].
+    """
     v = v.to(features.dtype).to(_dtype(features))
     for part, x, gate in _pieces(features, width):
         torch.mul(_mix(v, x), gate, out=out[part])
@@ -55,4 +58,4 @@ def static_mixing_eager_backward(
         grad_features[part, :, :width] = _mix(weights.mT, grad_mixed)
         grad_v += torch.bmm(grad_mixed, x.mT).sum(0, dtype=grad_v.dtype)
     grad_features[..., 2 * width :] = grad[..., width:]
-    return [grad_features, grad_v.to(v.dtype)]
+    return [grad_features, grad_v]

@@ -1,16 +1,16 @@
 """
 The static layer as Triton kernels.
 
-A program owns a tile of one window's result and walks along the rows that it is a sum of; the programs of a window
-follow one another, and so find its rows, and v, in the cache. One kernel makes all products of v: gate * (v x); in the
-backward pass the gradient of the gate, grad * (v x); and that of x, vᵀ g with g = grad * gate.
+A program computes a tile of the result of one window, as a sum over all rows of the window. The programs of a window
+run one after another, and so find its rows, and v, in the cache. One kernel computes all products of v: gate * (v x);
+in the backward pass the gradient of the gate, grad * (v x), and that of x, vᵀ g with g = grad * gate.
 
-g is written where the gradient of the gate is made, and not made anew where it is read. That is as much traffic to
-memory: nine times x in all. But both the gradient of x and that of v read g once for each of their tiles; made anew
-there, each time two tensors would be read for it, and it would pass through the registers, where an operand of a
-product goes from memory to shared memory straight.
+g is written when the gradient of the gate is computed, and not computed again when it is read. The traffic to memory
+is the same, nine times x in total. But the gradients of x and v read g once for each of their tiles. Computing it
+there would read two tensors each time, and would pass it through the registers, while an operand of a product is
+copied from memory to shared memory directly.
 
-For the gradient of v a program owns a tile of it and a strip of the sum over all columns of all windows.
+For the gradient of v a program computes a tile of it, over a strip of the sum over all columns of all windows.
 """
 
 import torch
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..backend import KernelError, launch, multiprocessors
-from ..contextualizer.triton_kernels import _aligned, _load, _readable
+from ..tiles import aligned, load_tile, readable
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _static_product_kernel(
     out_window, out_row, product_window, product_row,
     TILE: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of out = gate * (v x), where gate may be None, and of product = gate * factor, where both may be."""
+    """A tile of out = gate * (v x); gate may be None. If `factor` is given, also a tile of product = gate * factor."""
     row_tiles, column_tiles = tl.cdiv(C, TILE), tl.cdiv(width, TILE)
     program = tl.program_id(0)
     rows = program % row_tiles * TILE + tl.arange(0, TILE)
@@ -37,22 +37,22 @@ def _static_product_kernel(
     mask = (rows < C)[:, None] & (columns < width)[None, :]
     if gate is not None:
         gate += window * gate_window + rows[:, None] * gate_row + columns[None, :]
-    if factor is not None:  # now, while no sums fill the registers
+    if factor is not None:  # now, before sums fill the registers
         factor += window * factor_window + rows[:, None] * factor_row + columns[None, :]
         product += window * product_window + rows[:, None] * product_row + columns[None, :]
-        both = _load(gate, mask, EVEN).to(tl.float32) * _load(factor, mask, EVEN).to(tl.float32)
+        both = load_tile(gate, mask, EVEN).to(tl.float32) * load_tile(factor, mask, EVEN).to(tl.float32)
         tl.store(product, both.to(product.dtype.element_ty), mask=mask)
 
     x += window * x_window + columns[None, :]
     sums = tl.zeros((TILE, TILE), tl.float32)
     for start in tl.range(0, C, BK, num_stages=STAGES):
         ks = start + tl.arange(0, BK)
-        places = v + rows[:, None] * v_row + ks[None, :] * v_column
-        weights = _load(places, (rows < C)[:, None] & (ks < C)[None, :], EVEN)
-        values = _load(x + ks[:, None] * x_row, (ks < C)[:, None] & (columns < width)[None, :], EVEN)
+        pointers = v + rows[:, None] * v_row + ks[None, :] * v_column
+        weights = load_tile(pointers, (rows < C)[:, None] & (ks < C)[None, :], EVEN)
+        values = load_tile(x + ks[:, None] * x_row, (ks < C)[:, None] & (columns < width)[None, :], EVEN)
         sums = tl.dot(weights, values, sums, input_precision=PRECISION)
     if gate is not None:
-        sums *= _load(gate, mask, EVEN).to(tl.float32)
+        sums *= load_tile(gate, mask, EVEN).to(tl.float32)
     out += window * out_window + rows[:, None] * out_row + columns[None, :]
     tl.store(out, sums.to(out.dtype.element_ty), mask=mask)
 
@@ -71,24 +71,24 @@ def _static_weight_kernel(
     for step in tl.range(number * strip, tl.minimum((number + 1) * strip, windows * steps), num_stages=STAGES):
         window = (step // steps).to(tl.int64)
         ks = step % steps * BK + tl.arange(0, BK)
-        places = g + window * g_window + rows[:, None] * g_row + ks[None, :]
-        grads = _load(places, (rows < C)[:, None] & (ks < width)[None, :], EVEN)
-        places = x + window * x_window + keys[None, :] * x_row + ks[:, None]
-        values = _load(places, (keys < C)[None, :] & (ks < width)[:, None], EVEN)
+        pointers = g + window * g_window + rows[:, None] * g_row + ks[None, :]
+        grads = load_tile(pointers, (rows < C)[:, None] & (ks < width)[None, :], EVEN)
+        pointers = x + window * x_window + keys[None, :] * x_row + ks[:, None]
+        values = load_tile(pointers, (keys < C)[None, :] & (ks < width)[:, None], EVEN)
         sums = tl.dot(grads, values, sums, input_precision=PRECISION)
-    places = grad_v + number.to(tl.int64) * C * C + rows[:, None] * C + keys[None, :]
-    tl.store(places, sums, mask=(rows < C)[:, None] & (keys < C)[None, :])
+    pointers = grad_v + number.to(tl.int64) * C * C + rows[:, None] * C + keys[None, :]
+    tl.store(pointers, sums, mask=(rows < C)[:, None] & (keys < C)[None, :])
 
 
 def _constants(x, *others):
-    """How the work is cut, where `others` are read or written along with x."""
+    """How the work is divided if `others` are read or written together with x."""
     _, context, width = x.shape
     tensors = [tensor for tensor in (x, *others) if tensor is not None]
     if any(context * tensor.stride(1) >= 2**31 for tensor in tensors):
         raise KernelError("the rows of a window are too far apart for 32-bit offsets")
     narrow, hip = x.element_size() == 2, torch.version.hip is not None
-    # With products of float32, masks, or values that are read one by one, a larger tile does not fit in the registers.
-    large = narrow and context % 128 == 0 and width % 128 == 0 and all(_aligned(tensor) for tensor in tensors)
+    # With float32 products, masks, or values that are read one by one, a larger tile does not fit in the registers.
+    large = narrow and context % 128 == 0 and width % 128 == 0 and all(aligned(tensor) for tensor in tensors)
     tile = 128 if large else 64
     return {
         "TILE": tile,
@@ -101,7 +101,7 @@ def _constants(x, *others):
 
 
 def _multiply(v, x, gate, out, factor=None, product=None):
-    """Writes gate * (v x) to `out` and gate * factor to `product`; without the gate where it is None."""
+    """Writes gate * (v x) to `out` and gate * factor to `product`; a gate of None is left out."""
     windows, context, width = x.shape
     tensors = x, gate, factor, out, product
     constants = _constants(*tensors)
@@ -116,13 +116,13 @@ def _multiply(v, x, gate, out, factor=None, product=None):
 
 
 def _readable_parts(features, v, width):
-    """x, gate and v as the kernels read them."""
-    tail = _readable(features[..., : 2 * width])
+    """x, gate and v in a layout that the kernels can read."""
+    tail = readable(features[..., : 2 * width])
     return tail[..., :width], tail[..., width:], v.to(features.dtype).contiguous()
 
 
 def static_mixing_triton(features, v, width, out):
-    """Writes gate * (v x) to `out` (W, C, width), which may be the gate: for [`subquad_kernels.static_mixing`]."""
+    """Writes gate * (v x) to `out` (W, C, width), which may be the gate: see [`subquad_kernels.static_mixing`]."""
     x, gate, v = _readable_parts(features, v, width)
     _multiply(v, x, gate, out)
 
@@ -130,15 +130,15 @@ def static_mixing_triton(features, v, width, out):
 def static_mixing_triton_backward(grad, features, v, width):
     """Gradients of features and v."""
     x, gate, weights = _readable_parts(features, v, width)
-    grad_gated = _readable(grad[..., :width])
+    grad_gated = readable(grad[..., :width])
     grad_features = features.new_empty(features.shape)
     grad_x, grad_gate, grad_head = grad_features.tensor_split((width, 2 * width), dim=-1)
-    # g lies where the gradient of the head will, if there is room.
+    # g takes the memory of the gradient of the head, if there is room.
     g = grad_head[..., :width] if grad_head.shape[2] >= width else features.new_empty(x.shape)
     _multiply(weights, x, grad_gated, grad_gate, gate, g)
     _multiply(weights.mT, g, None, grad_x)
 
-    # Strips for two programs on each processor, but none so short that what it writes is as much as it reads.
+    # Strips for two programs per multiprocessor, but not so short that a strip writes as much as it reads.
     windows, context, _ = x.shape
     constants = _constants(x, g)
     tiles, steps = triton.cdiv(context, constants["TILE"]) ** 2, windows * triton.cdiv(width, constants["BK"])
@@ -151,4 +151,4 @@ def static_mixing_triton_backward(grad, features, v, width):
         **constants,
     )
     grad_head.copy_(grad[..., width:])
-    return [grad_features, grad_v.sum(0).to(v.dtype)]
+    return [grad_features, grad_v.sum(0)]

@@ -1,9 +1,9 @@
 """
 Timestep decay normalization in plain torch, parallel over time, for any device.
 
-The moments of all tokens are sums of earlier steps, each decayed by a power of beta: within a chunk a product with a
-triangular matrix of powers, between chunks the same sums once more, of what leaves the chunks. The state takes part as
-the token before the first. No factor is above 1, and none is a product of rounded ones.
+The moments of all tokens are sums over earlier tokens, each decayed by a power of beta. Within a chunk that is a
+product with a triangular matrix of powers; between chunks the sums that leave the chunks are summed in the same way.
+The state takes part as the token before the first. No factor is above 1, and none is a product of rounded factors.
 """
 
 import math
@@ -11,9 +11,12 @@ import math
 import torch
 import torch.nn.functional as F
 
+from ..backend import cast, widest
+from .strips import shape_of_entering
+
 
 CHUNK = 64
-# Stands for the logarithm of 0, of which multiples would be NaN; its exponential is 0 as well.
+# Replaces the logarithm of 0, whose multiples would be NaN. Its exponential is 0 too.
 LOG_ZERO = -1e4
 
 
@@ -25,7 +28,7 @@ def timestep_decay_norm_step(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    state: torch.Tensor,
+    state: torch.Tensor | None,
     starts: torch.Tensor | None,
     real: torch.Tensor | None,
     groups: int,
@@ -34,11 +37,13 @@ def timestep_decay_norm_step(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token: x (B, 1, D), state (B, 3, groups), all of one dtype."""
+    if state is None:
+        state = x.new_zeros(x.shape[0], 3, groups)
     if starts is not None:
         state = state.masked_fill(starts.unsqueeze(-1), 0.0)
     m, v, n = state.unbind(1)
     rows, mean, variance = _moments(x, groups)
-    # m + p (mean - m): a mean over ten thousand steps would be off by the rounding of beta, each time the same.
+    # m + p (mean - m), without beta: over ten thousand tokens its rounding error would add up.
     p1, p2, one = 1 - beta1, 1 - beta2, 1
     if real is not None:
         p1, p2, one = (p * real.to(x.dtype) for p in (p1, p2, one))
@@ -47,8 +52,31 @@ def timestep_decay_norm_step(
     return _affine((rows - shift[:, None, :, None]) * rstd[:, None, :, None], weight, bias), torch.stack((m, v, n), 1)
 
 
+def timestep_decay_norm_step_inplace(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    state: torch.Tensor | None,
+    new_state: torch.Tensor,
+    starts: torch.Tensor | None,
+    real: torch.Tensor | None,
+    groups: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> torch.Tensor:
+    """
+    One token in float32: see [`timestep_decay_norm_step`]. The state after it is written to `new_state`, which also
+    holds the state before it if `state` is None.
+    """
+    tensors = cast(torch.float32, x, weight, bias, new_state if state is None else state)
+    out, after = timestep_decay_norm_step(*tensors, starts, real, groups, beta1, beta2, eps)
+    new_state.copy_(after)
+    return out.to(x.dtype)
+
+
 def _moments(x, groups):
-    """x by groups (B, T, groups, size); mean and variance of each."""
+    """x by groups, (B, T, groups, size), and the mean and variance of each."""
     rows = x.unflatten(-1, (groups, -1))
     mean = rows.mean(-1)
     # On a CPU torch.var takes thirty times as long.
@@ -57,7 +85,7 @@ def _moments(x, groups):
 
 
 def _divisors(n, beta1, beta2, real):
-    """1 - beta^n for both; what padding finds before the first token is divided by infinity; 1 there, elsewhere 0."""
+    """1 - beta^n for both betas, infinity for padding before the first real token; a flag for such padding, 1 or 0."""
     if real is None:
         return -torch.expm1(n * log(beta1)), -torch.expm1(n * log(beta2)), 0.0
     divisors = (-torch.expm1(n.clamp_min(1) * log(beta)) for beta in (beta1, beta2))
@@ -66,7 +94,7 @@ def _divisors(n, beta1, beta2, real):
 
 
 def _statistics(m, v, divisor1, divisor2, blank, eps):
-    """m' and 1 / sqrt(v' + eps); 0 and 1 / sqrt(1 + eps) before the first token."""
+    """m' and 1 / sqrt(v' + eps); 0 and 1 / sqrt(1 + eps) before the first real token."""
     return m / divisor1, torch.rsqrt(v / divisor2 + (blank + eps))
 
 
@@ -77,10 +105,10 @@ def _affine(normed, weight, bias):
     return out * (weight + 1) if bias is None else torch.addcmul(bias, out, weight + 1)
 
 
-class _Places:
+class _Positions:
     """
-    Where the state and the tokens after it stand: `count` of tokens so far and number of the `document`, int64
-    (B or 1, T + 1); `document` is None where there is one.
+    The state and the tokens after it: `count`, the number of tokens so far, and `document`, the index of the document,
+    int64 (B or 1, T + 1). `document` is None if there is only one.
     """
 
     def __init__(self, length, starts, real, device):
@@ -101,17 +129,17 @@ class _Places:
         return torch.where(self.document[:, 1:] == 0, count + before, count - others).unsqueeze(-1)
 
     def sums(self, values, beta):
-        """For every token the sum of its document's values up to it, decayed: (B, T + 1, groups)."""
+        """For each token the decayed sum of the values of its document up to it, (B, T + 1, groups)."""
         return _decayed_sums(values, log(beta), self.count, self.document)
 
     def sums_backward(self, values, beta):
-        """The sum of its document's values from it on."""
+        """For each token the decayed sum of the values of its document from it on."""
         document = None if self.document is None else self.document.flip(1)
         return _decayed_sums(values.flip(1), log(beta), -self.count.flip(1), document).flip(1)
 
 
 def _factors(later, earlier, log_beta, dtype):
-    """beta^(count - count) where the documents are the same; `later`, `earlier`: (count, document)."""
+    """beta^(difference of counts) if the documents are the same, else 0; `later`, `earlier`: (count, document)."""
     factors = ((later[0] - earlier[0]).clamp_min(0).to(dtype) * log_beta).exp()
     return factors if later[1] is None else factors * (later[1] == earlier[1])
 
@@ -121,13 +149,13 @@ def _decayed_sums(values, log_beta, count, document):
     chunk = min(CHUNK, length)
     padding = -length % chunk
     values = F.pad(values, (0, 0, 0, padding)).unflatten(1, (-1, chunk))
-    places = [
+    positions = [
         None if x is None else torch.cat((x, x[:, -1:].expand(-1, padding)), 1).unflatten(1, (-1, chunk))
         for x in (count, document)
     ]
 
     def select(*index):
-        return [None if x is None else x[index] for x in places]
+        return [None if x is None else x[index] for x in positions]
 
     every = slice(None)
     rows, columns = select(..., every, None), select(..., None, every)
@@ -142,9 +170,9 @@ def _decayed_sums(values, log_beta, count, document):
 
 
 def _follow(x, initial_state, starts, real, groups, beta1, beta2):
-    """x by groups, mean and variance of every step; m, v (B, T + 1, groups) and n (B or 1, T, 1); the places."""
+    """x by groups, the means of the tokens, their m, v (B, T + 1, groups) and n (B or 1, T, 1), and the positions."""
     rows, mean, variance = _moments(x, groups)
-    places = _Places(x.shape[1], starts, real, x.device)
+    positions = _Positions(x.shape[1], starts, real, x.device)
     if initial_state is None:
         initial_state = x.new_zeros(x.shape[0], 3, groups)
     moments = []
@@ -152,9 +180,9 @@ def _follow(x, initial_state, starts, real, groups, beta1, beta2):
         added = values * (1 - beta)
         if real is not None:
             added.masked_fill_(~real.unsqueeze(-1), 0.0)
-        moments.append(places.sums(torch.cat((before, added), 1), beta))
-    n = places.tokens_of_document(initial_state[:, 2, :1]).to(x.dtype)
-    return rows, mean, *moments, n, places
+        moments.append(positions.sums(torch.cat((before, added), 1), beta))
+    n = positions.tokens_of_document(initial_state[:, 2, :1]).to(x.dtype)
+    return rows, mean, *moments, n, positions
 
 
 def timestep_decay_norm_eager(
@@ -168,17 +196,37 @@ def timestep_decay_norm_eager(
     beta1: float,
     beta2: float,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """All of one dtype. Shapes and results are those of [`subquad_kernels.timestep_decay_norm`]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Computes [`subquad_kernels.timestep_decay_norm`] in the widest dtype of the inputs. The third result is for the
+    backward pass of the Triton kernels: zeros here.
+    """
+    out_dtype, tensors = x.dtype, (x, weight, bias, initial_state)
+    x, weight, bias, initial_state = cast(widest(*tensors), *tensors)
     rows, _, m, v, n, _ = _follow(x, initial_state, starts, real, groups, beta1, beta2)
     shift, rstd = _statistics(m[:, 1:], v[:, 1:], *_divisors(n, beta1, beta2, real), eps)
     out = _affine((rows - shift.unsqueeze(-1)).mul_(rstd.unsqueeze(-1)), weight, bias)
-    return out, torch.stack((m[:, -1], v[:, -1], n[:, -1].expand_as(m[:, -1])), 1)
+    state = torch.stack((m[:, -1], v[:, -1], n[:, -1].expand_as(m[:, -1])), 1)
+    return out.to(out_dtype), state, x.new_zeros(shape_of_entering(x, groups))
+
+
+def timestep_decay_norm_eager_state(
+    x: torch.Tensor,
+    state: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    real: torch.Tensor | None,
+    groups: int,
+    beta1: float,
+    beta2: float,
+) -> torch.Tensor:
+    """The state after the tokens x."""
+    return timestep_decay_norm_eager(x, None, None, state, starts, real, groups, beta1, beta2, 1.0)[1]
 
 
 def timestep_decay_norm_eager_backward(
     grad: torch.Tensor,
     grad_state: torch.Tensor,
+    entering: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -190,8 +238,10 @@ def timestep_decay_norm_eager_backward(
     beta2: float,
     eps: float,
 ) -> list[torch.Tensor]:
-    """Gradients of x and, where they are given, weight, bias and the state."""
-    rows, mean, m, v, n, places = _follow(x, initial_state, starts, real, groups, beta1, beta2)
+    """Gradients of x, weight, bias and the state, those that are given. Only the Triton kernels need `entering`."""
+    tensors = x, weight, bias, initial_state
+    grad, grad_state, x, weight, bias, initial_state = cast(widest(*tensors), grad, grad_state, *tensors)
+    rows, mean, m, v, n, positions = _follow(x, initial_state, starts, real, groups, beta1, beta2)
     divisor1, divisor2, blank = _divisors(n, beta1, beta2, real)
     shift, rstd = _statistics(m[:, 1:], v[:, 1:], divisor1, divisor2, blank, eps)
     normed = (rows - shift.unsqueeze(-1)).mul_(rstd.unsqueeze(-1))
@@ -211,13 +261,13 @@ def timestep_decay_norm_eager_backward(
     ):
         given = F.pad(given / divisor, (0, 0, 1, 0))
         given[:, -1] += after
-        reaching.append(places.sums_backward(given, beta))
+        reaching.append(positions.sums_backward(given, beta))
     grad_mean, grad_variance = (
         a[:, 1:] * ((1 - beta) / size) for a, beta in zip(reaching, (beta1, beta2), strict=True)
     )
     if real is not None:
         grad_mean, grad_variance = (g.masked_fill(~real.unsqueeze(-1), 0.0) for g in (grad_mean, grad_variance))
-    # 2 (x - mean) from the variance, 1 from the mean.
+    # The derivative of the variance is 2 (x - mean) / size, that of the mean 1 / size.
     grad_variance = 2 * grad_variance
     grad_x = torch.addcmul((grad_mean - grad_variance * mean).unsqueeze(-1), rows, grad_variance.unsqueeze(-1))
     grad_x = grad_x.addcmul_(grad_normed, rstd.unsqueeze(-1)).flatten(-2)

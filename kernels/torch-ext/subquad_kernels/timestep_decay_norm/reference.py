@@ -1,4 +1,4 @@
-"""Timestep decay normalization as the paper writes it, one step after the other: the oracle of every test."""
+"""Timestep decay normalization as the paper writes it, token by token: the reference of every test."""
 
 import math
 
@@ -18,8 +18,7 @@ def timestep_decay_norm_reference(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Equations 3, 11 and 12, in the dtype of the inputs (the caller casts). Arguments, shapes and results are those of
-    [`subquad_kernels.timestep_decay_norm`].
+    Equations 3, 11 and 12 in the dtype of the inputs (the caller casts): see [`subquad_kernels.timestep_decay_norm`].
     """
     batch, length, width = x.shape
     if initial_state is None:
@@ -28,7 +27,7 @@ def timestep_decay_norm_reference(
     n = n.detach()
 
     def share(beta):
-        """1 - β^n, of which a subtraction in float32 would leave three digits."""
+        """1 - β^n without the subtraction, which in float32 would leave only three digits."""
         return -torch.expm1(n * math.log(beta)) if beta else torch.ones_like(n)
 
     rows = []

@@ -2,11 +2,11 @@
 Timestep decay normalization as Triton kernels.
 
 The rows are cut into strips of tokens. A program holds a strip of a few groups in registers, so that moments are sums
-and a scan on the spot, and nothing of a token is written but what leaves. One kernel reads x for what each strip adds
-to the statistics, one passes them along the strips, one reads x again and writes out. The backward pass does the same
-with the gradient of the statistics, from the last strip to the first. One strip alone needs the last kernel only.
+and a scan in registers, and only the results are written. One kernel reads x to compute what each strip adds to the
+statistics, one passes them along the strips, one reads x again and writes out. The backward pass does the same with
+the gradient of the statistics, from the last strip to the first. A single strip needs the last kernel only.
 
-A decay is carried as what it changes, beta^n - 1: a mean over ten thousand tokens would feel that beta is rounded.
+A decay is kept as beta^n - 1, because the rounding of beta would show in a mean over ten thousand tokens.
 """
 
 import torch
@@ -18,13 +18,13 @@ from ..segments import expm1
 from .eager import log
 
 
-# How many strips the statistics are passed along at once.
+# Number of strips that the statistics are passed along at a time.
 PASSED = 64
 
 
 @triton.jit
-def _place(groups, strips, TOKENS: tl.constexpr, GROUPS: tl.constexpr):
-    """Row, strip, tokens and groups of the program."""
+def _indices(groups, strips, TOKENS: tl.constexpr, GROUPS: tl.constexpr):
+    """The row, the strip, the tokens and the groups of the program."""
     program = tl.program_id(0)
     blocks = tl.cdiv(groups, GROUPS)
     group = program % blocks * GROUPS + tl.arange(0, GROUPS)
@@ -35,16 +35,16 @@ def _place(groups, strips, TOKENS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _columns(group, groups, size, SIZE: tl.constexpr):
-    """The channels of the groups, (GROUPS, SIZE), and which there are."""
+    """The channels of the groups, (GROUPS, SIZE), and their mask."""
     channel = tl.arange(0, SIZE)
     return group[:, None] * size + channel[None, :], (group < groups)[:, None] & (channel < size)[None, :]
 
 
 @triton.jit
 def _cells(row, token, length, columns, there, width):
-    """The places of the tokens' channels, (TOKENS, GROUPS, SIZE), and which there are."""
-    places = (row * length + token)[:, None, None] * width + columns[None, :, :]
-    return places, (token < length)[:, None, None] & there[None, :, :]
+    """The offsets of the channels of the tokens, (TOKENS, GROUPS, SIZE), and their mask."""
+    offsets = (row * length + token)[:, None, None] * width + columns[None, :, :]
+    return offsets, (token < length)[:, None, None] & there[None, :, :]
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _load(pointers, mask):
 
 @triton.jit
 def _flags(starts, real, starts_stride, row, token, length, there):
-    """For every token whether it goes on with the statistics before it, and whether it counts: 1.0 or 0.0."""
+    """For each token whether it continues the statistics before it, and whether it counts: 1.0 or 0.0."""
     keep = tl.full(token.shape, 1.0, tl.float32)
     if starts is not None:
         keep = tl.where(tl.load(starts + row * starts_stride + token, mask=there, other=0) != 0, 0.0, 1.0)
@@ -66,20 +66,20 @@ def _flags(starts, real, starts_stride, row, token, length, there):
 
 @triton.jit
 def _after(before, keep, change, added):
-    """The statistics after tokens that add to them and change what was before."""
+    """The statistics after tokens, from those before them and what the tokens keep, decay and add."""
     return tl.where(keep > 0, before + before * change, 0.0) + added
 
 
 @triton.jit
 def _join(keep_a, p_a, m_a, q_a, v_a, n_a, keep_b, p_b, m_b, q_b, v_b, n_b):
-    """What two spans of tokens do one after the other: keep or drop, decay (by 1 + p, 1 + q), add, count."""
+    """The combined effect of two consecutive spans of tokens: keep or drop, decay (by 1 + p, 1 + q), add, count."""
     m, v = _after(m_a, keep_b, p_b, m_b), _after(v_a, keep_b, q_b, v_b)
     return keep_a * keep_b, p_a + p_b + p_a * p_b, m, q_a + q_b + q_a * q_b, v, n_a * keep_b + n_b
 
 
 @triton.jit
 def _scan(keep, counts, m, v, gain1, gain2, REVERSE: tl.constexpr):
-    """What the tokens up to each one (in reverse: from it on) do together, (TOKENS, GROUPS) each."""
+    """The combined effect of the tokens up to each one (in reverse: from it on), (TOKENS, GROUPS) each."""
     keep, counts = (keep[:, None] + tl.zeros_like(m), counts[:, None] + tl.zeros_like(m))
     return tl.associative_scan((keep, -gain1 * counts, m, -gain2 * counts, v, counts), 0, _join, reverse=REVERSE)
 
@@ -94,8 +94,8 @@ def _token(x, number):
 @triton.jit
 def _load_state(edge, inner, row, strip, strips, group, groups, which: tl.constexpr, REVERSE: tl.constexpr):
     """
-    Row `which` of what enters a strip: for the first (in reverse the last) that of `edge` (batch, 3, groups), for the
-    others that of `inner` (batch, strips - 1, 3, groups).
+    Row `which` of the statistics that enter a strip: from `edge` (batch, 3, groups) for the first (in reverse the
+    last) strip, from `inner` (batch, strips - 1, 3, groups) for the others.
     """
     outer = strip == (strips - 1 if REVERSE else 0)
     number = row * (strips - 1) + strip - (0 if REVERSE else 1)
@@ -116,7 +116,7 @@ def _store_state(state, row, group, groups, m, v, n):
 
 @triton.jit
 def _store_added(added, row, strip, strips, group, groups, m, v, n, keep):
-    """To `added` (batch, strips, 4, groups)."""
+    """Stores the effect of a strip in `added` (batch, strips, 4, groups)."""
     there = group < groups
     here = added + (row * strips + strip) * 4 * groups + group
     tl.store(here, m, mask=there)
@@ -127,7 +127,7 @@ def _store_added(added, row, strip, strips, group, groups, m, v, n, keep):
 
 @triton.jit
 def _moments(values, mask, keep, counts, size, gain1, gain2):
-    """The mean of every step, (TOKENS, GROUPS), and the scan of the moments."""
+    """The mean of each token, (TOKENS, GROUPS), and the scan of the moments."""
     mean = tl.sum(values, 2) / size
     centred = tl.where(mask, values - mean[:, :, None], 0.0)
     variance = tl.sum(centred * centred, 2) / size
@@ -137,7 +137,7 @@ def _moments(values, mask, keep, counts, size, gain1, gain2):
 
 @triton.jit
 def _correction(n, log_beta):
-    """1 / (1 - beta^n); 0 where there was no token yet."""
+    """1 / (1 - beta^n); 0 before the first real token."""
     return tl.where(n > 0, -1.0 / expm1(tl.maximum(n, 1.0) * log_beta), 0.0)
 
 
@@ -146,7 +146,7 @@ def _follow(
     values, mask, keep, counts, initial, entering, row, strip, strips, group, groups, size,
     log1, log2, gain1, gain2, eps,
 ):  # fmt: skip
-    """The mean of every step; m, v and n after it; the corrections, m' and 1 / sqrt(v' + eps); the strip's flags."""
+    """The mean of each token; m, v, n after it; the corrections, m' and 1 / sqrt(v' + eps); the flags of the strip."""
     m = _load_state(initial, entering, row, strip, strips, group, groups, 0, False)[None, :]
     v = _load_state(initial, entering, row, strip, strips, group, groups, 1, False)[None, :]
     n = _load_state(initial, entering, row, strip, strips, group, groups, 2, False)[None, :]
@@ -163,12 +163,12 @@ def _added_kernel(
     x, starts, real, added, length, groups, size, strips, starts_stride, gain1, gain2,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """What each strip does to the statistics."""
-    row, strip, token, group = _place(groups, strips, TOKENS, GROUPS)
+    """The effect of each strip on the statistics."""
+    row, strip, token, group = _indices(groups, strips, TOKENS, GROUPS)
     columns, there = _columns(group, groups, size, SIZE)
-    places, mask = _cells(row, token, length, columns, there, groups * size)
+    offsets, mask = _cells(row, token, length, columns, there, groups * size)
     keep, counts = _flags(starts, real, starts_stride, row, token, length, token < length)
-    keeps, _, m, _, v, n = _moments(_load(x + places, mask), mask, keep, counts, size, gain1, gain2)[1]
+    keeps, _, m, _, v, n = _moments(_load(x + offsets, mask), mask, keep, counts, size, gain1, gain2)[1]
     last = TOKENS - 1
     _store_added(
         added,
@@ -190,8 +190,8 @@ def _pass_kernel(
     STRIPS: tl.constexpr, GROUPS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """
-    From what the strips do, `added`, and what enters the first of them (in reverse the last), `edge`: what enters the
-    others, `inner`, and what leaves them all, `final`.
+    From the effects of the strips, `added`, and the statistics that enter the first one (in reverse the last), `edge`,
+    computes those that enter the others, `inner`, and those that leave the last one, `final`.
     """
     blocks = tl.cdiv(groups, GROUPS)
     group = tl.program_id(0) % blocks * GROUPS + tl.arange(0, GROUPS)
@@ -219,7 +219,7 @@ def _pass_kernel(
         m_after, v_after = _after(m[None, :], keep, p, m_added), _after(v[None, :], keep, q, v_added)
         n_after = n[None, :] * keep + counts
         if inner is not None:
-            enters = strip - 1 if REVERSE else strip  # its number in `inner`
+            enters = strip - 1 if REVERSE else strip  # its index in `inner`
             here = inner + (row * (strips - 1) + enters)[:, None] * 3 * groups + group[None, :]
             inside = mask & (number < strips - 1)[:, None]
             tl.store(here, m_after, mask=inside)
@@ -238,10 +238,10 @@ def _forward_kernel(
     log1, log2, gain1, gain2, eps,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    row, strip, token, group = _place(groups, strips, TOKENS, GROUPS)
+    row, strip, token, group = _indices(groups, strips, TOKENS, GROUPS)
     columns, there = _columns(group, groups, size, SIZE)
-    places, mask = _cells(row, token, length, columns, there, groups * size)
-    values = _load(x + places, mask)
+    offsets, mask = _cells(row, token, length, columns, there, groups * size)
+    values = _load(x + offsets, mask)
     keep, counts = _flags(starts, real, starts_stride, row, token, length, token < length)
     followed = _follow(
         values, mask, keep, counts, initial, entering, row, strip, strips, group, groups, size,
@@ -253,9 +253,9 @@ def _forward_kernel(
         normed *= (_load(weight + columns, there) + 1.0)[None, :, :]
     if bias is not None:
         normed += _load(bias + columns, there)[None, :, :]
-    tl.store(out + places, normed.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + offsets, normed.to(out.dtype.element_ty), mask=mask)
     if final is not None:
-        tl.debug_barrier()  # `final` may be `initial`, which every warp has then read
+        tl.debug_barrier()  # `final` may be `initial`: all warps must have read it
         last = TOKENS - 1
         _store_state(final, row, group, groups, _token(m, last), _token(v, last), _token(n, last))
 
@@ -263,16 +263,16 @@ def _forward_kernel(
 @triton.jit
 def _gradients(
     grad, x, weight, initial, entering, starts, real, grad_weight, grad_bias,
-    row, strip, strips, token, group, groups, size, columns, there, places, mask, length, starts_stride,
+    row, strip, strips, token, group, groups, size, columns, there, offsets, mask, length, starts_stride,
     log1, log2, gain1, gain2, eps,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """
-    Of a strip: x and the gradient of normed x; the mean and 1 / sqrt(v' + eps) of every step; what each token keeps
-    and counts; what the tokens up to each one do; the scan, in reverse, of the gradients of m and v. Writes the sums
-    over the strip of the gradients of weight and bias.
+    For a strip: x and the gradient of normed x; the mean and 1 / sqrt(v' + eps) of each token; what each token keeps
+    and counts; the combined effect of the tokens up to each one; the reverse scan of the gradients of m and v. Writes
+    the sums over the strip of the gradients of weight and bias.
     """
-    values, given = _load(x + places, mask), _load(grad + places, mask)
+    values, given = _load(x + offsets, mask), _load(grad + offsets, mask)
     keep, counts = _flags(starts, real, starts_stride, row, token, length, token < length)
     followed = _follow(
         values, mask, keep, counts, initial, entering, row, strip, strips, group, groups, size,
@@ -280,7 +280,7 @@ def _gradients(
     )  # fmt: skip
     mean, _, _, _, correction1, correction2, shift, rstd, keeps, counted = followed
     normed = tl.where(mask, (values - shift[:, :, None]) * rstd[:, :, None], 0.0)
-    # The sums stand before the scan, where fewer values are at hand.
+    # The sums come before the scan, when fewer values are in registers.
     sums = (row * strips + strip) * groups * size + columns
     if grad_weight is not None:
         tl.store(grad_weight + sums, tl.sum(given * normed, 0), mask=there)
@@ -291,7 +291,7 @@ def _gradients(
         grad_normed *= (_load(weight + columns, there) + 1.0)[None, :, :]
     grad_m = -correction1 * rstd * tl.sum(grad_normed, 2)
     grad_v = -0.5 * correction2 * rstd * rstd * tl.sum(grad_normed * normed, 2)
-    # From a token to the one before it goes what the token kept of that one's statistics.
+    # The gradient reaches the token before by the fraction of its statistics that the token keeps.
     later = token + 1
     inside = (later < length) & (later < (strip + 1) * TOKENS)
     later_keep, later_counts = _flags(starts, real, starts_stride, row, later, length, inside)
@@ -301,7 +301,7 @@ def _gradients(
 
 @triton.jit
 def _leaving(scanned, keep, counts, gain1, gain2):
-    """What reaches the statistics before the first token, of what its own statistics get."""
+    """The part of the gradient of a token's statistics that reaches the statistics before it."""
     m, v = scanned
     keep, counts = _token(keep[:, None], 0), _token(counts[:, None], 0)
     return _after(_token(m, 0), keep, -gain1 * counts, 0.0), _after(_token(v, 0), keep, -gain2 * counts, 0.0)
@@ -313,13 +313,13 @@ def _added_gradient_kernel(
     log1, log2, gain1, gain2, eps,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """What each strip does to the gradient of the statistics."""
-    row, strip, token, group = _place(groups, strips, TOKENS, GROUPS)
+    """The effect of each strip on the gradient of the statistics."""
+    row, strip, token, group = _indices(groups, strips, TOKENS, GROUPS)
     columns, there = _columns(group, groups, size, SIZE)
-    places, mask = _cells(row, token, length, columns, there, groups * size)
+    offsets, mask = _cells(row, token, length, columns, there, groups * size)
     gradients = _gradients(
         grad, x, weight, initial, entering, starts, real, None, None,
-        row, strip, strips, token, group, groups, size, columns, there, places, mask, length, starts_stride,
+        row, strip, strips, token, group, groups, size, columns, there, offsets, mask, length, starts_stride,
         log1, log2, gain1, gain2, eps, TOKENS,
     )  # fmt: skip
     _, _, _, _, keep, counts, keeps, counted, scanned = gradients
@@ -334,15 +334,15 @@ def _backward_kernel(
     grad_initial, length, groups, size, strips, starts_stride, log1, log2, gain1, gain2, eps,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """`grad_weight` and `grad_bias` (batch * strips, width) take the sums over each strip."""
-    row, strip, token, group = _place(groups, strips, TOKENS, GROUPS)
+    """Writes the sums over each strip to `grad_weight` and `grad_bias` (batch * strips, width)."""
+    row, strip, token, group = _indices(groups, strips, TOKENS, GROUPS)
     columns, there = _columns(group, groups, size, SIZE)
-    places, mask = _cells(row, token, length, columns, there, groups * size)
+    offsets, mask = _cells(row, token, length, columns, there, groups * size)
     after_m = _load_state(grad_state, reaching, row, strip, strips, group, groups, 0, True)[None, :]
     after_v = _load_state(grad_state, reaching, row, strip, strips, group, groups, 1, True)[None, :]
     gradients = _gradients(
         grad, x, weight, initial, entering, starts, real, grad_weight, grad_bias,
-        row, strip, strips, token, group, groups, size, columns, there, places, mask, length, starts_stride,
+        row, strip, strips, token, group, groups, size, columns, there, offsets, mask, length, starts_stride,
         log1, log2, gain1, gain2, eps, TOKENS,
     )  # fmt: skip
     values, grad_normed, mean, rstd, keep, counts, _, _, scanned = gradients
@@ -355,14 +355,14 @@ def _backward_kernel(
         + grad_mean[:, :, None]
         + grad_variance[:, :, None] * (values - mean[:, :, None])
     )
-    tl.store(grad_x + places, values.to(grad_x.dtype.element_ty), mask=mask)
+    tl.store(grad_x + offsets, values.to(grad_x.dtype.element_ty), mask=mask)
     if grad_initial is not None:
         m, v = _leaving((m, v), keep, counts, gain1, gain2)
         _store_state(grad_initial, row, group, groups, m, v, tl.zeros_like(m))
 
 
 class _Plan:
-    """How the work is cut. `strip`: tokens of a strip, as many as a program can hold."""
+    """How the work is divided. `strip`: the number of tokens of a strip, as many as a program can hold."""
 
     def __init__(self, x, starts, real, groups, beta1, beta2, strip):
         batch, self.length, width = x.shape
@@ -373,7 +373,7 @@ class _Plan:
         self.strips = triton.cdiv(self.length, strip)
         self.tokens = min(strip, triton.next_power_of_2(self.length))
         self.block = triton.next_power_of_2(self.size)
-        # The values of a tile, and of a scan, which has six of each.
+        # Limits for the values of a tile, and of a scan, which has six tensors.
         self.block_groups = min(triton.next_power_of_2(groups), max(min(4096 // self.block, 512) // self.tokens, 1))
         while self.block_groups > 1 and self._programs() < multiprocessors(x):
             self.block_groups //= 2
@@ -398,7 +398,7 @@ class _Plan:
         return self.length, self.groups, self.size, self.strips, self.starts_stride
 
     def added(self, x):
-        """What the strips do to the statistics, or to their gradient."""
+        """An empty tensor for the effects of the strips on the statistics, or on their gradient."""
         return x.new_empty(self.batch, self.strips, 4, self.groups, dtype=torch.float32)
 
     def find_added(self, x):
@@ -422,9 +422,9 @@ def timestep_decay_norm_triton(
     x, weight, bias, initial_state, starts, real, groups, beta1, beta2, eps, strip, final=None
 ):
     """
-    Arguments, shapes and result are those of [`subquad_kernels.timestep_decay_norm`], and the state that enters every
-    strip but the first, in a tensor (B, strips + 1, 3, groups) that has room for two more. The last state is written
-    to `final`, where that is given; of a single strip it may be `initial_state`.
+    Computes [`subquad_kernels.timestep_decay_norm`]. Also returns the states that enter the strips but the first, in a
+    tensor (B, strips + 1, 3, groups) with room for two more. The last state is written to `final`, if it is given;
+    with a single strip it may be `initial_state`.
     """
     x, weight, bias, initial_state, starts, real = contiguous(x, weight, bias, initial_state, starts, real)
     plan = _Plan(x, starts, real, groups, beta1, beta2, strip)
@@ -443,7 +443,7 @@ def timestep_decay_norm_triton(
 
 
 def timestep_decay_norm_triton_state(x, state, starts, real, groups, beta1, beta2, strip):
-    """The state after x alone."""
+    """The state after the tokens x."""
     x, state, starts, real = contiguous(x, state, starts, real)
     plan = _Plan(x, starts, real, groups, beta1, beta2, strip)
     final = x.new_empty(x.shape[0], 3, groups, dtype=torch.float32)
@@ -454,7 +454,7 @@ def timestep_decay_norm_triton_state(x, state, starts, real, groups, beta1, beta
 def timestep_decay_norm_triton_backward(
     grad, grad_state, x, weight, bias, initial_state, entering, starts, real, groups, beta1, beta2, eps, strip
 ):
-    """Gradients of x and, where they are given, weight, bias and the state."""
+    """Gradients of x, weight, bias and the state, those that are given."""
     grad, grad_state, x, weight = contiguous(grad, grad_state, x, weight)
     initial_state, entering, starts, real = contiguous(initial_state, entering, starts, real)
     plan = _Plan(x, starts, real, groups, beta1, beta2, strip)

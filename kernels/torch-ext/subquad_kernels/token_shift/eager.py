@@ -16,10 +16,10 @@ def token_shift_eager(
     x: torch.Tensor,
     state: torch.Tensor | None,
     mu: torch.Tensor,
-    offset: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
+    offset: torch.Tensor | None,
+    starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """In the widest dtype of the inputs. Arguments, shapes and result are those of [`subquad_kernels.token_shift`]."""
+    """Computes [`subquad_kernels.token_shift`] in the widest dtype of the inputs."""
     delta = _previous(x, state, starts) - x
     m = mu.view(-1, 1, 1, x.shape[-1])
     if offset is None:
@@ -34,10 +34,10 @@ def token_shift_eager_backward(
     x: torch.Tensor,
     state: torch.Tensor | None,
     mu: torch.Tensor,
-    offset: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
+    offset: torch.Tensor | None,
+    starts: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """Gradients of x, mu and, where they are given, state and offset, computed in float32 (in float64 where x is)."""
+    """Gradients of x, state, mu and offset, those that are given, computed in float32 (float64 if x is)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     grad = grad.to(dtype)
     m = mu[:, None, None].to(dtype)
@@ -50,9 +50,6 @@ def token_shift_eager_backward(
         grad_previous = grad_previous.masked_fill(starts.unsqueeze(-1), 0.0)
     grad_x[:, :-1] += grad_previous[:, 1:]
 
-    grads = [grad_x.to(x.dtype), grad_m.sum((1, 2)).to(mu.dtype)]
-    if state is not None:
-        grads.append(grad_previous[:, 0].to(state.dtype).clone())
-    if offset is not None:
-        grads.append(grad_m.to(offset.dtype))
-    return grads
+    grad_mu = grad_m.sum((1, 2))
+    grads = [grad_x, grad_mu] if state is None else [grad_x, grad_previous[:, 0], grad_mu]
+    return grads if offset is None else [*grads, grad_m]

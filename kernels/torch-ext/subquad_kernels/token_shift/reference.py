@@ -1,4 +1,4 @@
-"""The token shift as the paper writes it, one token after the other: the oracle of every test."""
+"""The token shift as the paper writes it, token by token: the reference of every test."""
 
 import torch
 
@@ -11,8 +11,8 @@ def token_shift_reference(
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Equations 14, 15 (Finch) and, without an offset, 3 (Eagle) of arXiv:2404.05892, in the dtype
-    of the inputs. Arguments, shapes and result are those of [`subquad_kernels.token_shift`].
+    Equations 14, 15 (Finch) and, without an offset, 3 (Eagle) of arXiv:2404.05892, in the dtype of the inputs: see
+    [`subquad_kernels.token_shift`].
     """
     previous = torch.zeros_like(x[:, 0]) if state is None else state
     tokens = []

@@ -1,9 +1,9 @@
 """
 The token shift as Triton kernels.
 
-A program owns a block of columns and walks a strip of consecutive tokens with the one before in registers, so that
-every x is read once. The backward pass walks back, since what a token gives to the one before it is then at hand, and
-sums the gradient of mu over the strip. A strip reads one token of its neighbour besides.
+A program computes a block of columns of a strip of consecutive tokens, with the previous token in registers, so that
+each x is read once. The backward pass goes from the last token to the first, because each token adds to the gradient
+of the one before it, and sums the gradient of mu over the strip. A strip also reads one token of its neighbour.
 """
 
 import torch
@@ -15,7 +15,7 @@ from ..backend import contiguous, launch, multiprocessors
 
 @triton.jit
 def _strip(length, width, strip, COLUMNS: tl.constexpr):
-    """Row of the batch, the strip's first token and the one after its last, its number, and the columns."""
+    """The row, the first token of the strip, the token after its last one, its index, the columns and their mask."""
     program = tl.program_id(0)
     blocks, strips = tl.cdiv(width, COLUMNS), tl.cdiv(length, strip)
     columns = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -39,7 +39,7 @@ def _load_each(pointer, stride, columns, mask, N: tl.constexpr):
 
 @triton.jit
 def _load_weights(mus, offset, here, plane, columns, mask, N: tl.constexpr):
-    """mu + offset. This stands before a token's stores: the compiler would not move a load to before a store."""
+    """mu + offset, loaded before the stores of a token: the compiler does not move loads ahead of stores."""
     weights = mus
     if offset is not None:
         weights = ()
@@ -93,7 +93,7 @@ def _forward_kernel(
 
 @triton.jit
 def _given(grad, mus, offset, starts, t, here, plane, columns, mask, N: tl.constexpr):
-    """What token t gives to the gradient of the one before it."""
+    """What token t adds to the gradient of the token before it."""
     grads = _load_each(grad + here, plane, columns, mask, N)
     weights = _load_weights(mus, offset, here, plane, columns, mask, N)
     given = grads[0] * weights[0]
@@ -124,7 +124,7 @@ def _backward_kernel(
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """`grad_mu` (strips, N, width) takes the sums over each strip."""
+    """Writes the sums over each strip to `grad_mu` (strips, N, width)."""
     row, start, stop, number, columns = _strip(length, width, strip, COLUMNS)
     mask = columns < width
     plane = tl.cast(plane, tl.int64)
@@ -177,7 +177,7 @@ def _backward_kernel(
 
 
 class _Plan:
-    """How the work is cut: `share` columns a thread, and strips as long as leave every processor enough programs."""
+    """How the work is divided: `share` columns per thread, strips short enough to keep all multiprocessors busy."""
 
     def __init__(self, x, n, starts, share, longest):
         batch, self.length, self.width = x.shape
@@ -204,7 +204,7 @@ class _Plan:
 
 
 def token_shift_triton(x, state, mu, offset, starts):
-    """Arguments, shapes and result are those of [`subquad_kernels.token_shift`]."""
+    """Computes [`subquad_kernels.token_shift`]."""
     x, state, mu, offset, starts = contiguous(x, state, mu, offset, starts)
     y = x.new_empty(mu.shape[0], *x.shape)
     plan = _Plan(x, mu.shape[0], starts, share=16 // x.element_size(), longest=8)
@@ -213,10 +213,10 @@ def token_shift_triton(x, state, mu, offset, starts):
 
 
 def token_shift_triton_backward(grad, x, state, mu, offset, starts):
-    """Gradients of x, mu and, where they are given, state and offset."""
+    """Gradients of x, state, mu and offset, those that are given."""
     x, state, mu, offset, starts = contiguous(x, state, mu, offset, starts)
-    # Each strip's sums are written and read once, in float32: at 32 tokens they are a small part of the traffic. Eight
-    # columns a thread would need 216 registers at n = 5.
+    # The sums of each strip are written and read once, in float32. With 32 tokens they are little of the traffic.
+    # Eight columns per thread would need 216 registers if n = 5.
     plan = _Plan(x, mu.shape[0], starts, share=4, longest=32)
     grad_x = torch.empty_like(x)
     grad_state = None if state is None else torch.empty_like(state)
@@ -227,5 +227,5 @@ def token_shift_triton_backward(grad, x, state, mu, offset, starts):
         *(grad.contiguous(), x, state, mu, offset, starts),
         *(grad_x, grad_state, grad_mu, grad_offset),
     )
-    grads = [grad_x, grad_mu.sum(0).to(mu.dtype), grad_state, grad_offset]
+    grads = [grad_x, grad_state, grad_mu.sum(0), grad_offset]
     return [tensor for tensor in grads if tensor is not None]

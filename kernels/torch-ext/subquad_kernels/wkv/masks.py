@@ -1,8 +1,8 @@
 """
 The constant matrices that the Triton kernels multiply log decays by.
 
-They come to the kernels in memory: what a kernel can compute from nothing, the compiler computes before the loop and
-keeps in registers, and there are too many.
+The kernels read them from memory. If a kernel made them itself, the compiler would make them before the loop and keep
+them in registers, and they are too many for that.
 """
 
 import functools
@@ -12,27 +12,27 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def operand_dtype(r: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.dtype:
-    """The dtype that holds r, k and v."""
+    """The smallest dtype that can hold r, k and v."""
     return torch.promote_types(r.dtype, torch.promote_types(k.dtype, v.dtype))
 
 
 def _make(chunk: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     row, column = torch.arange(chunk, device=device)[:, None], torch.arange(chunk, device=device)[None, :]
-    to_border = []
+    to_boundary = []
     for level in range(1, chunk.bit_length() - 1):
         near = (row ^ column) < (1 << level)
-        to_border.append(near & torch.where((row >> level) % 2 == 1, column < row, column > row))
-    return torch.stack([column < row, column > row, *to_border, *(x.T for x in to_border)]).to(dtype)
+        to_boundary.append(near & torch.where((row >> level) % 2 == 1, column < row, column > row))
+    return torch.stack([column < row, column > row, *to_boundary, *(x.T for x in to_boundary)]).to(dtype)
 
 
 @functools.cache
 def _kept(chunk: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):  # training may use them after inference did
+    with torch.inference_mode(False):  # inference may make them first and training use them later
         return _make(chunk, dtype, device)
 
 
 def _can_keep(x: torch.Tensor) -> bool:
-    """Not what a graph makes, which lies in the graph's memory, nor what a mode makes in place of a tensor."""
+    """Whether new tensors outlive this call: not those of a graph, nor those that a dispatch mode makes."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return False
     return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
@@ -40,11 +40,12 @@ def _can_keep(x: torch.Tensor) -> bool:
 
 def masks_for(r: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """
-    Matrices of zeros and ones, (masks, C, C) for chunks of C tokens: the tokens (columns) before a token (row); those
-    after it; for every level but the first those between a token and the border of its block, before it in a right
-    block and after it in a left one; then the transposes of the latter.
+    Matrices of zeros and ones, (masks, C, C) for chunks of C tokens. They select, for each token (row), the tokens
+    (columns) before it; the tokens after it; and for each level but the first the tokens between it and the boundary
+    of its pair of blocks, which are before it in a right block and after it in a left one. Then follow the transposes
+    of the latter.
 
-    Longer chunks ask for more products a token and for more registers, shorter ones pass the state more often.
+    Longer chunks need more products per token and more registers, shorter ones pass the state more often.
     """
     dtype = torch.bfloat16 if operand_dtype(r, k, v) == torch.bfloat16 else torch.float32
     chunk = 32 if dtype == torch.bfloat16 and k.shape[-1] <= 64 else 16

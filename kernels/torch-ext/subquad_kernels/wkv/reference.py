@@ -1,21 +1,8 @@
-"""The WKV recurrence as the paper writes it: the oracle of every test."""
-
-import itertools
+"""The WKV recurrence as the paper writes it: the reference of every test."""
 
 import torch
 
-
-def document_bounds(cu_seqlens: torch.Tensor | None, length: int) -> list[int]:
-    """
-    The borders of the documents as numbers.
-
-    Raises:
-        ValueError: where they do not rise from 0 to `length`.
-    """
-    bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != length or sorted(bounds) != bounds:
-        raise ValueError(f"`cu_seqlens` must rise from 0 to {length}, got {bounds}.")
-    return bounds
+from ..documents import sequences
 
 
 def wkv_reference(
@@ -28,17 +15,13 @@ def wkv_reference(
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Equations 8, 9 (Eagle) and 21, 22 (Finch) of arXiv:2404.05892, one step after the other, in the dtype of the inputs
-    (the caller casts). Arguments, shapes and results are those of [`subquad_kernels.wkv`].
+    Equations 8, 9 (Eagle) and 21, 22 (Finch) of arXiv:2404.05892, token by token, in the dtype of the inputs (the
+    caller casts): see [`subquad_kernels.wkv`].
     """
     batch, length, heads, key_size = k.shape
     w = log_w.expand(batch, length, heads, key_size).exp()
-    documents = [(b, 0, length) for b in range(batch)]
-    if cu_seqlens is not None:
-        documents = [(0, *borders) for borders in itertools.pairwise(document_bounds(cu_seqlens, length))]
-
     out, states = torch.zeros_like(v), []
-    for n, (b, start, stop) in enumerate(documents):
+    for n, (b, start, stop) in enumerate(sequences(cu_seqlens, batch, length)):
         s = v.new_zeros(heads, key_size, v.shape[-1]) if initial_state is None else initial_state[n]
         rows = []
         for t in range(start, stop):

@@ -1,17 +1,17 @@
 """
 WKV as Triton kernels.
 
-A program owns one head of one segment of a sequence and walks the segment's chunks with the state on chip. Where there
-are enough heads a segment is the whole sequence; where there are few, a sequence is cut into several segments, and two
-light kernels find the state that enters each: `_segment_kernel` what a segment adds to a state and how it decays one,
-`_pass_kernel` (segments.py) the states, from segment to segment.
+A program computes one head of one segment of a sequence, chunk by chunk, with the state on chip. If there are enough
+heads, a segment is a whole sequence. Otherwise a sequence is cut into several segments, and two light kernels compute
+the state that enters each: `_segment_kernel` what a segment adds to a state and how it decays one, `_pass_kernel`
+(segments.py) the states, from segment to segment.
 
-Inside a chunk the token pairs are covered by halving, as in eager.py. At the level of blocks of b tokens, X holds r
-where a token lies in the right block of its pair and k where it lies in the left, decayed to the border between the
-two; X Xᵀ then is the score of every pair that the level covers. Pairs within 16 tokens are products of 16 tokens, a
-batch of them a chunk; the others are products of whole chunks. Log decays are summed from the border by a product with
-a matrix of zeros and ones, so no exponent is positive or a difference, and the backward pass, which is that product's
-transpose, does not cancel either.
+Inside a chunk the token pairs are covered by halving, see chunks.py. At the level of blocks of b tokens, X is r for
+the tokens of right blocks and k for those of left blocks, decayed to the boundary between the two blocks of a pair. So
+X Xᵀ contains the scores of all pairs of the level. Pairs within 16 tokens are products of 16 tokens, a batch of them
+per chunk; the others are products of whole chunks. A product with a matrix of zeros and ones sums log decays from the
+boundary. So no exponent is positive or a difference, and the backward pass, the transpose of that product, has no
+cancellation either.
 """
 
 import torch
@@ -30,7 +30,7 @@ def _transpose(x):
 
 @triton.jit
 def _sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """mask @ x. The mask is exact in any dtype; where x is not, its head and its tail are multiplied."""
+    """mask @ x. The mask is exact in any dtype; an x that is not is split into two parts."""
     if DOT == tl.bfloat16 and x.dtype != tl.bfloat16:
         x = x.to(tl.float32)
         head = x.to(tl.bfloat16).to(tl.float32)
@@ -41,10 +41,10 @@ def _sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
     return dot(mask, x, DOT, PRECISION)
 
 
-# Where the masks of masks.py are.
+# Index of each mask of masks.py.
 PAST: tl.constexpr = tl.constexpr(0)
 FUTURE: tl.constexpr = tl.constexpr(1)
-TO_BORDER: tl.constexpr = tl.constexpr(2)
+TO_BOUNDARY: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
@@ -54,24 +54,24 @@ def _mask(masks, index, rows, columns, C: tl.constexpr):
 
 @triton.jit
 def _reads(ts, block: tl.constexpr, REVERSE: tl.constexpr):
-    """Which tokens read at a level: those of right blocks, in reverse those of left ones. The others are read."""
+    """The tokens that read at a level: those of right blocks, in reverse those of left ones. The others are read."""
     return ((ts & block) == 0) == REVERSE
 
 
 @triton.jit
 def _pairs(ts, block: tl.constexpr, REVERSE: tl.constexpr):
-    """Which pairs of a token that reads (rows) and one that is read (columns) a level covers; in bits, which fold."""
+    """The pairs of a reading token (row) and a read one (column) of a level, in bits, which the compiler can fold."""
     same = (ts & -(2 * block))[:, None] == (ts & -(2 * block))[None, :]
     return same & _reads(ts, block, REVERSE)[:, None] & _reads(ts, block, not REVERSE)[None, :]
 
 
 @triton.jit
 def _load_decay(log_w, first, head, offsets, mask, ks, H, K: tl.constexpr, STATIC: tl.constexpr):
-    place = log_w + (first * H + head) * K + offsets
+    pointers = log_w + (first * H + head) * K + offsets
     if STATIC:
-        place = log_w + head * K + ks + offsets * 0
-    w = tl.load(place, mask=mask, other=0.0)
-    # exp makes zero of either, but infinity times the zeros of a mask would be no number.
+        pointers = log_w + head * K + ks + offsets * 0
+    w = tl.load(pointers, mask=mask, other=0.0)
+    # exp of both is zero, but -inf times the zeros of a mask would be NaN.
     finite = w.to(tl.float32)
     return tl.where(finite < -1e4, -1e4, finite).to(w.dtype)
 
@@ -85,7 +85,7 @@ def _segment_kernel(
     totals,
     chunk_states,
     masks,
-    borders,
+    boundaries,
     T,
     SEGMENT,
     SEGMENTS,
@@ -105,12 +105,12 @@ def _segment_kernel(
     STORE: tl.constexpr,
 ):
     """
-    STORE: writes the state that enters each chunk, from the one in `states` that enters the segment. Otherwise writes
-    to `states` what the segment adds to a state, and to `totals` its summed log decay. REVERSE walks from the last
-    token to the first, as the gradient of the state does: x is r then, otherwise k.
+    With STORE, writes the state that enters each chunk, from the one in `states` that enters the segment. Otherwise
+    writes to `states` what the segment adds to a state, and to `totals` its summed log decay. With REVERSE it goes
+    from the last token to the first, as the gradient of the state does, and x is r instead of k.
     """
     tile, head, segment = program(H, TILES)
-    begin, stop = tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
+    begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
     ts, ks, vs = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     keys, values = ts[:, None] * (H * K) + ks[None, :], ts[:, None] * (H * V) + vs[None, :]
     cells, in_state = ks[:, None] * V + vs[None, :], (ks < K)[:, None] & (vs < V)[None, :]
@@ -126,8 +126,8 @@ def _segment_kernel(
         if REVERSE:
             chunk = chunks - 1 - n
         if STORE:
-            place = ((begin // C + segment + chunk) * H + head) * (K * V)
-            tl.store(chunk_states + place + cells, state.to(chunk_states.dtype.element_ty), mask=in_state)
+            offset = ((begin // C + segment + chunk) * H + head) * (K * V)
+            tl.store(chunk_states + offset + cells, state.to(chunk_states.dtype.element_ty), mask=in_state)
         first = begin + chunk * C
         there = (ts < stop - first)[:, None]
         x_chunk = tl.load(x + (first * H + head) * K + keys, mask=there & (ks < K)[None, :], other=0.0)
@@ -156,7 +156,7 @@ def _output_kernel(
     final,
     chunk_states,
     masks,
-    borders,
+    boundaries,
     T,
     SEGMENT,
     SEGMENTS,
@@ -177,12 +177,12 @@ def _output_kernel(
     STORE: tl.constexpr,
 ):
     """
-    The outputs of a segment, from the state that enters it; STORE: also the state that leaves it. REVERSE: the
-    gradient of v, which is the same recurrence from the last token to the first, r being k, k being r, v the gradient
-    of out and the state its gradient; the states that enter the chunks go to `chunk_states`.
+    The outputs of a segment, from the state that enters it; with STORE also the state that leaves it. With REVERSE the
+    gradient of v. That is the same recurrence from the last token to the first, with k as r, r as k, the gradient of
+    out as v and the gradient of the state as state; the states that enter the chunks go to `chunk_states`.
     """
     tile, head, segment = program(H, TILES)
-    begin, stop = tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
+    begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
     t16, ts, ks, vs = tl.arange(0, 16), tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     near = (tl.arange(0, C // 16) * 16)[:, None, None] + t16[None, :, None]
     keys = near * (H * K) + ks[None, None, :]
@@ -200,8 +200,8 @@ def _output_kernel(
         chunk = n
         if REVERSE:
             chunk = chunks - 1 - n
-            place = ((begin // C + segment + chunk) * H + head) * (K * V)
-            tl.store(chunk_states + place + cells, state.to(chunk_states.dtype.element_ty), mask=in_state)
+            offset = ((begin // C + segment + chunk) * H + head) * (K * V)
+            tl.store(chunk_states + offset + cells, state.to(chunk_states.dtype.element_ty), mask=in_state)
         first = begin + chunk * C
         there = near < stop - first
         in_keys, in_values = there & (ks < K)[None, None, :], there & (vs < V)[None, None, :]
@@ -215,7 +215,7 @@ def _output_kernel(
         for level in tl.static_range(4):
             x = tl.where(_reads(t16, 1 << level, REVERSE)[None, :, None], r_near, k_near)
             if level > 0:
-                mask = _mask(masks, TO_BORDER + level - 1, near, near_columns, C)
+                mask = _mask(masks, TO_BOUNDARY + level - 1, near, near_columns, C)
                 x *= exp(_sum_where(mask, w_near, DOT, PRECISION))
             pairs = _pairs(t16, 1 << level, REVERSE)[None]
             scores = tl.where(pairs, dot(x, _transpose(x), DOT, PRECISION), scores)
@@ -227,7 +227,7 @@ def _output_kernel(
             scores = tl.zeros((C, C), tl.float32)
             for level in tl.static_range(4, LEVELS):
                 x = tl.where(_reads(ts, 1 << level, REVERSE)[:, None], r_chunk, k_chunk)
-                mask = _mask(masks, TO_BORDER + level - 1, ts[:, None], ts[None, :], C)
+                mask = _mask(masks, TO_BOUNDARY + level - 1, ts[:, None], ts[None, :], C)
                 x *= exp(_sum_where(mask, w, DOT, PRECISION))
                 scores = tl.where(_pairs(ts, 1 << level, REVERSE), dot(x, _transpose(x), DOT, PRECISION), scores)
             y += dot(scores, v_chunk, DOT, PRECISION)
@@ -259,7 +259,7 @@ def _gradient_kernel(
     dw,
     du,
     masks,
-    borders,
+    boundaries,
     T,
     SEGMENT,
     SEGMENTS,
@@ -277,25 +277,25 @@ def _gradient_kernel(
     PACKED: tl.constexpr,
 ):
     """
-    The gradients of r, k, log_w and u in one tile of a segment's keys, from the states that enter the chunks and the
-    gradients of those that leave them.
+    The gradients of r, k, log_w and u for one tile of the key channels of a segment, from the states that enter the
+    chunks and the gradients of those that leave them.
     """
     tile, head, segment = program(H, TILES)
-    begin, stop = tokens(borders, segment, T, SEGMENT, SEGMENTS, PACKED)
+    begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
     ts, ks, vs = tl.arange(0, C), tile * BK + tl.arange(0, BK), tl.arange(0, BV)
     keys, values = ts[:, None] * (H * K) + ks[None, :], ts[:, None] * (H * V) + vs[None, :]
     rows, columns = ts[:, None], ts[None, :]
     bonus = tl.load(u + head * K + ks, mask=ks < K, other=0.0).to(tl.float32)[None, :]
-    # Sums over tokens are left to the end or to a product with ones: in the loop they would be shuffles.
+    # Sums over tokens are done at the end, or as a product with ones: in the loop they would need shuffles.
     grad_bonus = tl.zeros((C, BK), tl.float32)
     grad_static = tl.zeros((C, BK), tl.float32)
     for chunk in range(tl.cdiv(stop - begin, C).to(tl.int32)):
         first = begin + chunk * C
         there = (ts < stop - first)[:, None]
         in_keys = there & (ks < K)[None, :]
-        place = ((begin // C + segment + chunk) * H + head) * (K * V)
+        offset = ((begin // C + segment + chunk) * H + head) * (K * V)
 
-        # Sums over the values: of the scores' gradient, and of what r and k exchange with the state.
+        # Sums over the value channels: the gradient of the scores, and what r and k get from the state.
         grad_scores = tl.zeros((C, C), tl.float32)
         grad_r = tl.zeros((C, BK), tl.float32)
         grad_k = tl.zeros((C, BK), tl.float32)
@@ -304,7 +304,7 @@ def _gradient_kernel(
             in_values, in_v = there & (start + vs < V)[None, :], (ks < K)[None, :] & (start + vs < V)[:, None]
             v_chunk = tl.load(v + (first * H + head) * V + start + values, mask=in_values, other=0.0)
             g_chunk = tl.load(g + (first * H + head) * V + start + values, mask=in_values, other=0.0)
-            cells = place + ks[None, :] * V + start + vs[:, None]
+            cells = offset + ks[None, :] * V + start + vs[:, None]
             state = tl.load(chunk_states + cells, mask=in_v, other=0.0)
             grad_state = tl.load(chunk_grads + cells, mask=in_v, other=0.0)
             grad_scores += dot(g_chunk, tl.trans(v_chunk), DOT, PRECISION)
@@ -327,19 +327,19 @@ def _gradient_kernel(
         grad_bonus += r_chunk * now_k
         grad_r += bonus * now_k
         grad_k += bonus * dot(grad_now, r_chunk, DOT, PRECISION)
-        # The scores' gradient is mirrored: it leads from r to k and from k to r.
+        # The gradient of the scores is mirrored, because it goes from r to k and from k to r.
         grad_scores = tl.where(rows > columns, grad_scores, tl.trans(grad_scores))
         for level in tl.static_range(LEVELS):
             right = _reads(ts, 1 << level, False)[:, None]
             x = tl.where(right, r_chunk, k_chunk)
             if level > 0:
-                mask = _mask(masks, TO_BORDER + level - 1, rows, columns, C)
+                mask = _mask(masks, TO_BOUNDARY + level - 1, rows, columns, C)
                 factor = exp(_sum_where(mask, w, DOT, PRECISION))
                 x *= factor
             pairs = _pairs(ts, 1 << level, False) | _pairs(ts, 1 << level, True)
             grad_x = dot(tl.where(pairs, grad_scores, 0.0), x, DOT, PRECISION)
             if level > 0:
-                mask = _mask(masks, TO_BORDER + LEVELS - 1 + level - 1, rows, columns, C)
+                mask = _mask(masks, TO_BOUNDARY + LEVELS - 1 + level - 1, rows, columns, C)
                 grad_w += dot(mask, x * grad_x, DOT, PRECISION)
                 grad_x *= factor
             grad_r += tl.where(right, grad_x, 0.0)
@@ -351,10 +351,10 @@ def _gradient_kernel(
             grad_static += tl.where(there, grad_w, 0.0)
         else:
             tl.store(dw + (first * H + head) * K + keys, grad_w.to(dw.dtype.element_ty), mask=in_keys)
-    place = (segment.to(tl.int64) * H + head) * K + ks
-    tl.store(du + place, tl.sum(grad_bonus, 0), mask=ks < K)
+    offset = (segment.to(tl.int64) * H + head) * K + ks
+    tl.store(du + offset, tl.sum(grad_bonus, 0), mask=ks < K)
     if STATIC:
-        tl.store(dw + place, tl.sum(grad_static, 0), mask=ks < K)
+        tl.store(dw + offset, tl.sum(grad_static, 0), mask=ks < K)
 
 
 @triton.jit
@@ -379,7 +379,7 @@ def _decode_kernel(
     STATIC: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """One token of one head; GATED: through the head's LayerNorm and the gate."""
+    """One token of one head; with GATED followed by the LayerNorm of the head and the gate."""
     program = tl.program_id(0).to(tl.int64)
     head = program % H
     ks, vs = tl.arange(0, BK), tl.arange(0, BV)
@@ -406,12 +406,12 @@ def _decode_kernel(
     tl.store(out + program * V + vs, y.to(out.dtype.element_ty), mask=in_v)
 
 
-# Below this many tokens a segment is not worth the passes that find the state that enters it.
+# The shortest segment that is worth the passes that compute the state that enters it.
 MIN_SEGMENT = 512
 
 
 class _Plan(Segments):
-    """How the work is cut into programs."""
+    """How the work is divided into programs."""
 
     def __init__(self, r, k, v, log_w, cu_seqlens, masks):
         batch, length, heads, key_size = k.shape
@@ -436,15 +436,23 @@ class _Plan(Segments):
 
         # Two programs fit on a multiprocessor.
         programs, wanted = batch * heads * self.tiles, 4 * multiprocessors(k)
-        super().__init__(batch, length, self.chunk, programs, wanted, MIN_SEGMENT, cu_seqlens)
-        self.geometry = (masks, self.borders, length, self.segment, self.per_sequence, heads)
+        super().__init__(
+            batch,
+            length,
+            chunk=self.chunk,
+            programs=programs,
+            wanted=wanted,
+            shortest=MIN_SEGMENT,
+            cu_seqlens=cu_seqlens,
+        )
+        self.geometry = (masks, self.boundaries, length, self.segment, self.per_sequence, heads)
 
     def launch(self, kernel, *arguments, tiles, **constants):
         grid = (self.segments * self.heads * tiles,)
         launch(kernel, grid, *arguments, *self.geometry, tiles, **{**self.constants, **constants})
 
     def entering(self, x, y, log_w, initial, reverse):
-        """The states that enter the segments, and the one that leaves each sequence; in reverse, their gradients."""
+        """The states that enter the segments, and those that leave the sequences; in reverse, their gradients."""
         if self.whole:
             return initial, None
         states = x.new_empty(self.segments, *self.state_shape, dtype=torch.float32)
@@ -468,7 +476,7 @@ class _Plan(Segments):
 
 
 def wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
-    """Arguments, shapes and results are those of [`subquad_kernels.wkv`]."""
+    """Computes [`subquad_kernels.wkv`]."""
     r, k, v, log_w, u = contiguous(r, k, v, log_w, u)
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
@@ -481,10 +489,10 @@ def wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
     return out, final
 
 
-def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens, masks):
+def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
     """
-    Gradients of r, k, v, log_w, u and, where it is given, initial_state. The states that enter the chunks are computed
-    again, and kept in the precision of the products while the pass lasts.
+    Gradients of r, k, v, log_w, u and, if it is given, initial_state. The states that enter the chunks are computed
+    again, and kept in the dtype of the products during the pass.
     """
     grad_out, r, k, v, log_w, u = contiguous(grad_out, r, k, v, log_w, u)
     grad_state = grad_state.float().contiguous()
@@ -514,17 +522,15 @@ def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, 
         BK=plan.key_block,
         num_warps=4,
     )
-    if log_w.dim() == 2:
-        dw = dw.sum(0).to(log_w.dtype)
-    grads = [dr, dk, dv, dw, du.sum(0).to(u.dtype)]
+    grads = [dr, dk, dv, dw.sum(0) if log_w.dim() == 2 else dw, du.sum(0)]
     return grads if initial_state is None else [*grads, grad_initial]
 
 
 def wkv_triton_step(r, k, v, log_w, u, state, new_state, gate, weight, bias, eps, out_dtype):
     """
-    One token: r, k (B, H, K), v (B, H, V), log_w (B, H, K) or (H, K), u (H, K), state (B, H, K, V) in float32; where
-    that is None, `new_state` holds it. Writes the state after the token to `new_state`; returns out (B, H, V), with
-    `gate` (B, 1, H * V), `weight` and `bias` (H * V) after the norm and the gate.
+    One token: r, k (B, H, K), v (B, H, V), log_w (B, H, K) or (H, K), u (H, K), state (B, H, K, V) in float32; if it
+    is None, `new_state` holds it. Writes the state after the token to `new_state`. Returns out (B, H, V), after the
+    norm and the gate if there are `gate` (B, 1, H * V), `weight` and `bias` (H * V).
     """
     r, k, v, log_w, u, gate, weight, bias = contiguous(r, k, v, log_w, u, gate, weight, bias)
     batch, heads, key_size = k.shape

@@ -1,47 +1,66 @@
 """
 The working memory in plain torch, for any device.
 
-What a chunk does to the memory is linear in it, M + r (U - G M - M), and U, G and the logarithm w of its denominator
-are products over the tokens of that chunk alone: they are found for all chunks at once, the memory then goes from one
-to the next, and what is read of each of its versions is one product again. The tokens of a chunk, and those that read
-one version, are laid out side by side, in slots; a slot without a token holds zeros.
+A chunk changes the memory linearly, to M + r (U - G M - M). U, G and the logarithm w of its denominator depend on the
+tokens of that chunk alone, and are computed for all chunks at once. The memory then passes from chunk to chunk, and
+one more product reads all its versions. The tokens of a chunk, and the tokens that read one version, are laid out next
+to each other, in slots; a slot without a token is zero.
 """
 
 import torch
 
-from ..backend import can_look_at, widest
+from ..backend import can_read_without_sync, widest
 
 
-def _run(places: torch.Tensor) -> tuple[int, int, int] | None:
+def assert_chunks(leaving, begins, reads, keys, chunk_size):
+    """Asserts on the device, so that nothing waits for it, that all indices are in range and in order."""
+    absent = leaving == -1
+    inside = absent | ((leaving >= 0) & (leaving <= keys - chunk_size))
+    torch._assert_async(inside.all(), "`leaving` must be -1 or where `chunk_size` tokens of `k` begin.")
+    inside = absent | ((begins >= -1) & (begins < chunk_size))
+    torch._assert_async(inside.all(), "`begins` must be -1 or a token of the chunk.")
+    tokens = torch.arange(reads.shape[1], device=reads.device)
+    before = torch.nn.functional.pad(reads[:, :-1], (1, 0), value=-1)
+    starts = (reads >= 0) & (reads != before)
+    rises = ~starts | (reads > before.cummax(1).values)
+    few = (reads < 0) | (tokens - torch.where(starts, tokens, 0).cummax(1).values < chunk_size)
+    inside = (reads >= -1) & (reads <= leaving.shape[1])
+    torch._assert_async(
+        (inside & rises & few).all(),
+        "`reads` must be -1 or up to the number of chunks, rise, and have at most `chunk_size` of a number in a run.",
+    )
+
+
+def _run(index: torch.Tensor) -> tuple[int, int, int] | None:
     """
-    Where `places` (B, n) are one run of numbers, the same in every row, with nothing but -1 around it: how many of
-    these come before it, its first number, and its length. None where they are not, or where looking would wait.
+    If `index` (B, n) is one run of consecutive numbers, the same in every row, with -1 before and after it: the number
+    of -1 before it, its first number, and its length. Otherwise, or if reading the values would wait, None.
     """
-    if not can_look_at(places) or not places.numel() or not (places == places[:1]).all():
+    if not can_read_without_sync(index) or not index.numel() or not (index == index[:1]).all():
         return None
-    there = (places[0] >= 0).nonzero().flatten()
+    there = (index[0] >= 0).nonzero().flatten()
     if not len(there) or int(there[-1] - there[0]) + 1 != len(there):
         return None
-    run = places[0, there]
+    run = index[0, there]
     return (int(there[0]), int(run[0]), len(run)) if (run.diff() == 1).all() else None
 
 
-def _take(x: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What x (B, H, ., D) holds at `places` (B, n), zeros where those are negative: (B, H, n, D)."""
-    if (run := _run(places)) is not None:  # as where chunks follow one another in one text
+def _take(x: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rows `index` (B, n) of x (B, H, ., D), zeros for negative indices: (B, H, n, D)."""
+    if (run := _run(index)) is not None:  # as with consecutive chunks of one text
         before, first, length = run
-        padding = 0, 0, before, places.shape[1] - before - length
+        padding = 0, 0, before, index.shape[1] - before - length
         return torch.nn.functional.pad(x[:, :, first : first + length].to(dtype), padding)
     rows, heads = (torch.arange(size, device=x.device) for size in x.shape[:2])
-    taken = x[rows[:, None, None], heads[:, None], places.clamp(min=0).unsqueeze(1)].to(dtype)
-    return taken.masked_fill_((places < 0)[:, None, :, None], 0.0)
+    taken = x[rows[:, None, None], heads[:, None], index.clamp(min=0).unsqueeze(1)].to(dtype)
+    return taken.masked_fill_((index < 0)[:, None, :, None], 0.0)
 
 
-def _inverse(places: torch.Tensor, size: int) -> torch.Tensor:
-    """Of (B, n), numbers below `size` or -1: where in a row each number stands, -1 where nowhere, (B, size)."""
-    numbers = torch.arange(places.shape[1], device=places.device).expand_as(places)
-    found = places.new_full((places.shape[0], size + 1), -1)  # the last takes what has no place
-    return found.scatter_(1, torch.where(places < 0, size, places), numbers)[:, :-1]
+def _inverse(index: torch.Tensor, size: int) -> torch.Tensor:
+    """The inverse of `index` (B, n), which is below `size` or -1: (B, size), -1 for numbers that are not in a row."""
+    numbers = torch.arange(index.shape[1], device=index.device).expand_as(index)
+    found = index.new_full((index.shape[0], size + 1), -1)  # the last one takes all -1
+    return found.scatter_(1, torch.where(index < 0, size, index), numbers)[:, :-1]
 
 
 def _softmax_backward(grad, y, dim):
@@ -50,22 +69,23 @@ def _softmax_backward(grad, y, dim):
 
 def _chunks(k, v, leaving, begins, chunk_size, dtype):
     """
-    Of the chunks that are absorbed: the tokens that count (B, N C), their values (B, H, N, C, V), the softmax of their
-    keys over the chunk and over the features (B, H, N, C, K), and the log denominator of the first (B, H, N, K).
+    For the chunks that are absorbed: the indices of their tokens (B, N C), -1 for those that are ignored, the values
+    (B, H, N, C, V), the softmax of the keys over the chunk and over the features (B, H, N, C, K), and the log
+    denominator of the former (B, H, N, K).
     """
     offsets = torch.arange(chunk_size, device=k.device)
     counted = (leaving >= 0).unsqueeze(-1) & (offsets >= begins.unsqueeze(-1))
-    places = torch.where(counted, leaving.unsqueeze(-1) + offsets, -1).flatten(1)
-    keys, values = (_take(x, places, dtype).unflatten(2, (*leaving.shape[1:], chunk_size)) for x in (k, v))
+    index = torch.where(counted, leaving.unsqueeze(-1) + offsets, -1).flatten(1)
+    keys, values = (_take(x, index, dtype).unflatten(2, (*leaving.shape[1:], chunk_size)) for x in (k, v))
     scores = keys.masked_fill(~counted[:, None, ..., None], -torch.inf)
     w = scores.logsumexp(-2).masked_fill_((leaving < 0)[:, None, :, None], 0.0)
-    return places, values, (scores - w.unsqueeze(-2)).exp(), keys.softmax(-1), w
+    return index, values, (scores - w.unsqueeze(-2)).exp(), keys.softmax(-1), w
 
 
 def _absorb(memory, normalizer, u, g, w, absorbs, forgets):
     """
     One absorption: memory (B, H, K, V), normalizer and w (B, H, K), absorbs and forgets (B, 1, 1). Returns both states
-    after it and how much of the memory was replaced, r (B, H, K).
+    after it and the fraction of the memory that was replaced, r (B, H, K).
     """
     memory = memory.masked_fill(forgets.unsqueeze(-1), 0.0)
     normalizer = normalizer.masked_fill(forgets, -torch.inf)
@@ -75,7 +95,7 @@ def _absorb(memory, normalizer, u, g, w, absorbs, forgets):
 
 
 def _masks(leaving, begins):
-    """Which absorptions take place, and which forget the memory first, (B, 1, N, 1)."""
+    """The absorptions that take place, and those that clear the memory first, bool (B, 1, N, 1)."""
     absorbs = (leaving >= 0)[:, None, :, None]
     return absorbs, absorbs & (begins >= 0)[:, None, :, None]
 
@@ -92,7 +112,7 @@ def _absorb_all(memory, normalizer, u, g, w, absorbs, forgets):
 
 
 def _states(q, v, memory, normalizer, dtype):
-    """Copies in that dtype."""
+    """Copies of the states in that dtype."""
     if memory is None:
         shape = *q.shape[:2], q.shape[-1]
         return v.new_zeros(*shape, v.shape[-1], dtype=dtype), v.new_zeros(shape, dtype=dtype)
@@ -100,7 +120,7 @@ def _states(q, v, memory, normalizer, dtype):
 
 
 def _readers(reads, versions, chunk_size):
-    """The slot in which each token reads, (B, T), -1 where it reads nothing, and the token of each slot."""
+    """The slot in which each token reads, (B, T), -1 if it does not read, and the token of each slot."""
     size = min(reads.shape[1], chunk_size)
     tokens = torch.arange(reads.shape[1], device=reads.device).expand_as(reads)
     changes = reads.diff(dim=1, prepend=reads[:, :1]) != 0
@@ -110,8 +130,8 @@ def _readers(reads, versions, chunk_size):
 
 
 def _without_idle(leaving, begins, reads):
-    """On the CPU, which can look, no absorptions after the last that takes place in some row, or that is read."""
-    if not can_look_at(leaving):
+    """On a CPU drops the absorptions after the last one that takes place in some row or is read."""
+    if not can_read_without_sync(leaving):
         return leaving, begins
     used = (leaving >= 0).any(0).nonzero().flatten()
     size = max(int(used[-1]) + 1 if len(used) else 0, int(reads.max()))
@@ -129,7 +149,8 @@ def working_memory_chunked(
     reads: torch.Tensor,
     chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Arguments and results are those of [`subquad_kernels.working_memory`], out in the dtype of the states."""
+    """Computes [`subquad_kernels.working_memory`] in the dtype of the states."""
+    assert_chunks(leaving, begins, reads, k.shape[2], chunk_size)
     dtype = widest(q, k, v, memory, normalizer)
     leaving, begins = _without_idle(leaving, begins, reads)
     _, values, p, f, w = _chunks(k, v, leaving, begins, chunk_size, dtype)
@@ -138,7 +159,7 @@ def working_memory_chunked(
     slots, tokens = _readers(reads, versions.shape[2], chunk_size)
     weights = _take(q, tokens, dtype).softmax(-1).unflatten(2, (versions.shape[2], -1))
     out = _take((weights @ versions).flatten(2, 3), slots, dtype)
-    return out, memory, normalizer
+    return out.to(v.dtype), memory, normalizer
 
 
 def working_memory_chunked_backward(
@@ -156,12 +177,11 @@ def working_memory_chunked_backward(
     chunk_size: int,
 ) -> list[torch.Tensor]:
     """
-    Gradients of q, k, v and, where they are given, memory and normalizer. What the forward pass computed is computed
-    again.
+    Gradients of q, k, v, memory and normalizer, those that are given. The forward pass is computed again.
     """
     dtype = widest(q, k, v, memory, normalizer)
     leaving, begins = _without_idle(leaving, begins, reads)
-    places, values, p, f, w = _chunks(k, v, leaving, begins, chunk_size, dtype)
+    index, values, p, f, w = _chunks(k, v, leaving, begins, chunk_size, dtype)
     u, g = p.mT @ values, p.mT @ f
     absorbs, forgets = _masks(leaving, begins)
     *_, versions, rates = _absorb_all(*_states(q, v, memory, normalizer, dtype), u, g, w, absorbs, forgets)
@@ -188,7 +208,7 @@ def working_memory_chunked_backward(
     if w.shape[2]:
         dp, df = values @ du.mT + f @ dg.mT, p @ dg
         dk = _softmax_backward(dp, p, -2) + p * dw.unsqueeze(-2) + _softmax_backward(df, f, -1)
-        slots = _inverse(places, k.shape[2])
+        slots = _inverse(index, k.shape[2])
         grads += [_take(x.flatten(2, 3), slots, dtype) for x in (dk, p @ du)]
     else:
         grads += [torch.zeros_like(k), torch.zeros_like(v)]
@@ -207,12 +227,12 @@ def working_memory_step(
     chunk_size: int,
 ) -> torch.Tensor:
     """
-    One token and at most one chunk a row, q (B, H, 1, K), leaving, begins and reads (B, 1): the states, in float32,
-    are changed in place. Only the rows that absorb a chunk work for it, unless a graph is captured.
+    One token and at most one chunk per row, q (B, H, 1, K), leaving, begins and reads (B, 1). The states, in float32,
+    are changed in place. Only rows that absorb a chunk compute for it, unless a graph is captured.
     """
     weights = q.float().softmax(-1)
     out = weights @ memory
-    # The answer is worth waiting for, but cannot be while a graph is traced or captured.
+    # Finding these rows is worth waiting for the device, but that is impossible while a graph is traced or captured.
     captured = leaving.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     captured = captured or torch.compiler.is_compiling()
     rows = slice(None) if captured else (leaving[:, 0] >= 0).nonzero()[:, 0]
@@ -221,4 +241,4 @@ def working_memory_step(
         chunk = (x[:, :, 0] for x in (p.mT @ values, p.mT @ f, w, *_masks(leaving[rows], begins[rows])))
         memory[rows], normalizer[rows], _ = _absorb(memory[rows], normalizer[rows], *chunk)
         out = torch.where((reads == 1)[:, None, :, None], weights @ memory, out)
-    return out.masked_fill_((reads < 0)[:, None, :, None], 0.0)
+    return out.masked_fill_((reads < 0)[:, None, :, None], 0.0).to(v.dtype)

@@ -1,4 +1,4 @@
-"""The working memory of Gecko as the paper writes it: the oracle of every test."""
+"""The working memory of Gecko as the paper writes it: the reference of every test."""
 
 import torch
 
@@ -15,8 +15,8 @@ def working_memory_reference(
     chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Row by row, chunk by chunk and token by token, in the dtype of the inputs (the caller casts). Arguments, shapes and
-    results are those of [`subquad_kernels.working_memory`].
+    [`subquad_kernels.working_memory`] row by row, chunk by chunk and token by token, in the dtype of the inputs (the
+    caller casts).
     """
     batch, heads, length, key_size = q.shape
     outs, memories, normalizers = [], [], []

@@ -1,16 +1,16 @@
 """
 The working memory as Triton kernels.
 
-What a chunk does to the memory is linear in it, M' = M + r ⊙ (U - G M - M), so that U = Pᵀ V and G = Pᵀ F, with P and
-F the softmax of the chunk's keys over its tokens and over the features, are found for all chunks side by side. Only
-`_absorb_kernel` goes from chunk to chunk, with all rows of some columns of the memory on chip, and stores every
-version of it; `_absorb_gradient_kernel` goes back with the gradient of the memory.
+A chunk changes the memory linearly, M' = M + r ⊙ (U - G M - M). U = Pᵀ V and G = Pᵀ F, with P and F the softmax of
+the keys of the chunk over its tokens and over the features, are computed for all chunks in parallel. Only
+`_absorb_kernel` goes from chunk to chunk, with all rows of some columns of the memory on chip, and stores each version
+of it. `_absorb_gradient_kernel` goes back with the gradient of the memory.
 
 All products over tokens are of two kinds, each over ranges of tokens that belong to one matrix: `_product_kernel` sums
-over the tokens of a range, AᵀX, and `_rows_kernel` multiplies each token with the matrix of its range, A M. A range is
-the tokens of a chunk that count, or those that read one version of the memory. Nothing outside of one is read.
+over the tokens of a range, AᵀX, and `_rows_kernel` multiplies each token by the matrix of its range, A M. A range is
+the tokens of a chunk that are not ignored, or those that read one version of the memory. Nothing else is read.
 
-The operands of products, versions of the memory among them, are kept in the precision of the products.
+The operands of products, including the versions of the memory, are kept in the dtype of the products.
 """
 
 from typing import NamedTuple
@@ -21,29 +21,30 @@ import triton.language as tl
 
 from ..backend import launch, without_autocast
 from ..segments import dot, exp, operands, program
+from .eager import assert_chunks
 
 
-# These differ from call to call, and no kernel gains from knowing them.
+# These differ from call to call, and as constants would gain nothing.
 GEOMETRY = ["N", "LENGTH", "BLOCKS"]
-# Below every key; its exponential is 0, and so is that of its difference from any.
+# Below all keys. Its exponential is 0, and so is that of its difference from any key.
 LOWEST: tl.constexpr = tl.constexpr(-1e38)
 
 
 @triton.jit
-def _place(H, N, TILES):
-    """Tile, row and head of this program, its range among those of all rows, and among those of all heads."""
-    tile, head, place = program(H, TILES)
-    row = (place // N).to(tl.int64)
-    return tile, row, head.to(tl.int64), place, (row * H + head) * N + place % N
+def _indices(H, N, TILES):
+    """The tile, row and head of this program, and the index of its range among all rows, and among all heads."""
+    tile, head, index = program(H, TILES)
+    row = (index // N).to(tl.int64)
+    return tile, row, head.to(tl.int64), index, (row * H + head) * N + index % N
 
 
 @triton.jit
-def _range(starts, more, place, C, LENGTH, READS: tl.constexpr):
+def _range(starts, more, index, C, LENGTH, READS: tl.constexpr):
     """
-    The first token of a range, and the one after its last. With READS they are what `_readers_kernel` found, else
-    `starts` and `more` are `leaving` and `begins`; the range of a chunk that is not absorbed is empty.
+    The first token of a range, and the token after its last one. With READS `starts` and `more` are the output of
+    `_readers_kernel`, otherwise `leaving` and `begins`. The range of a chunk that is not absorbed is empty.
     """
-    start, second = tl.load(starts + place), tl.load(more + place)
+    start, second = tl.load(starts + index), tl.load(more + index)
     if READS:
         return start, second
     return start + tl.maximum(second, 0), tl.where(start < 0, start, tl.minimum(start + C, LENGTH))
@@ -51,7 +52,7 @@ def _range(starts, more, place, C, LENGTH, READS: tl.constexpr):
 
 @triton.jit
 def _load(x, ts, columns, rows, STRIDE, SIZE):
-    """Of the tokens from x on, those of numbers ts, zeros from `rows` on."""
+    """The tokens ts, counted from x, zeros from token `rows` on."""
     mask = (ts < rows)[:, None] & (columns < SIZE)[None, :]
     return tl.load(x + ts[:, None] * STRIDE + columns[None, :], mask=mask, other=0.0)
 
@@ -64,7 +65,7 @@ def _store(x, value, ts, columns, rows, SIZE):
 
 @triton.jit
 def _absorbed(normalizer, log_sum, forgotten):
-    """The normalizer after a chunk, and the share of the memory that the chunk takes."""
+    """The normalizer after a chunk, and the fraction of the memory that the chunk replaces."""
     before = tl.where(forgotten, -float("inf"), normalizer)
     top = tl.maximum(before, log_sum)
     after = top + tl.log(exp(before - top) + exp(log_sum - top))
@@ -73,7 +74,7 @@ def _absorbed(normalizer, log_sum, forgotten):
 
 @triton.jit(do_not_specialize=["T", "VERSIONS", "BLOCKS"])
 def _readers_kernel(reads, firsts, stops, T, VERSIONS, BLOCKS, BT: tl.constexpr):
-    """Which tokens read each version of the memory; they stand side by side."""
+    """The range of adjacent tokens that read each version of the memory."""
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     ts = tl.program_id(0) % BLOCKS * BT + tl.arange(0, BT)
     reads += row * T
@@ -104,9 +105,9 @@ def _log_sum_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """The log of the sum of exp(k) over a chunk; where `normalizer` is given (N = 1), what that then becomes."""
-    tile, row, head, place, cell = _place(H, N, tl.cdiv(K, BK))
-    first, stop = _range(leaving, begins, place, C, LENGTH, False)
+    """The log of the sum of exp(k) over a chunk; if `normalizer` is given (N = 1), also its new value."""
+    tile, row, head, index, cell = _indices(H, N, tl.cdiv(K, BK))
+    first, stop = _range(leaving, begins, index, C, LENGTH, False)
     rows = (stop - first).to(tl.int32)
     if rows <= 0:
         return
@@ -114,7 +115,7 @@ def _log_sum_kernel(
     k += row * KB + head * KH + first * KT
     top = tl.full((BT, BK), LOWEST, tl.float32)
     total = tl.zeros((BT, BK), tl.float32)
-    for start in range(0, rows, BT):  # each thread sums tokens of its own
+    for start in range(0, rows, BT):  # each thread sums its own tokens
         x = _load(k + tl.cast(start, tl.int64) * KT, ts, ks, rows - start, KT, K).to(tl.float32)
         x = tl.where((ts < rows - start)[:, None], x, LOWEST)
         before, top = top, tl.maximum(top, x)
@@ -124,7 +125,7 @@ def _log_sum_kernel(
     tl.store(log_sums + cell * K + ks, log_sum, mask=ks < K)
     if normalizer is not None:
         before = tl.load(normalizer + cell * K + ks, mask=ks < K, other=0.0)
-        after, ratio = _absorbed(before, log_sum, tl.load(begins + place) >= 0)
+        after, ratio = _absorbed(before, log_sum, tl.load(begins + index) >= 0)
         tl.store(normalizer + cell * K + ks, after, mask=ks < K)
         tl.store(ratios + cell * K + ks, ratio, mask=ks < K)
 
@@ -136,14 +137,14 @@ def _load_logits(x, ts, ks, rows, STRIDE, K):
 
 @triton.jit
 def _softmax_scale(x):
-    """The maximum over the features, and the sum of the exponentials of what is left when that is taken off."""
+    """The maximum over the features, and the sum of the exponentials of the differences from it."""
     top = tl.max(x, 1)
     return top, tl.sum(exp(x - top[:, None]), 1)
 
 
 @triton.jit
 def _softmax(x):
-    """Over the features."""
+    """The softmax over the features."""
     top, divisor = _softmax_scale(x)
     return exp(x - top[:, None]) / divisor[:, None]
 
@@ -170,8 +171,8 @@ def _weights_kernel(
     READS: tl.constexpr,
 ):
     """The softmax of x over the features and, with `log_sums`, over the tokens of a chunk."""
-    block, row, head, place, cell = _place(H, N, BLOCKS)
-    first, stop = _range(starts, more, place, C, LENGTH, READS)
+    block, row, head, index, cell = _indices(H, N, BLOCKS)
+    first, stop = _range(starts, more, index, C, LENGTH, READS)
     first += block * BT
     rows = (stop - first).to(tl.int32)
     if rows <= 0:
@@ -205,9 +206,9 @@ def _weights_gradient_kernel(
     BK: tl.constexpr,
     READS: tl.constexpr,
 ):
-    """The gradient of what `_weights_kernel` took; `shifts` is what the normalizer and the sum over tokens add."""
-    block, row, head, place, cell = _place(H, N, BLOCKS)
-    first, stop = _range(starts, more, place, C, LENGTH, READS)
+    """The gradient of the input of `_weights_kernel`; `shifts`: the part of the normalizer and the sum over tokens."""
+    block, row, head, index, cell = _indices(H, N, BLOCKS)
+    first, stop = _range(starts, more, index, C, LENGTH, READS)
     first += block * BT
     rows = (stop - first).to(tl.int32)
     if rows <= 0:
@@ -248,10 +249,10 @@ def _product_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """aᵀ x of every range: a (B, H, LENGTH, K), out (B, H, N, K, WIDTH)."""
+    """aᵀ x for each range: a (B, H, LENGTH, K), out (B, H, N, K, WIDTH)."""
     COLUMNS: tl.constexpr = tl.cdiv(WIDTH, BW)
-    tile, row, head, place, cell = _place(H, N, tl.cdiv(K, BK) * COLUMNS)
-    first, stop = _range(starts, more, place, C, LENGTH, READS)
+    tile, row, head, index, cell = _indices(H, N, tl.cdiv(K, BK) * COLUMNS)
+    first, stop = _range(starts, more, index, C, LENGTH, READS)
     rows = (stop - first).to(tl.int32)
     ts, ks, ws = tl.arange(0, BT), tile // COLUMNS * BK + tl.arange(0, BK), tile % COLUMNS * BW + tl.arange(0, BW)
     a += ((row * H + head) * LENGTH + first) * K
@@ -293,12 +294,12 @@ def _rows_kernel(
     STAGES: tl.constexpr,
 ):
     """
-    Tokens a (SIZE) of a range times its matrix (SIZE, WIDTH; TRANSPOSED: stored as (WIDTH, SIZE)), to `out`
-    (B, H, LENGTH, WIDTH) or, with ADD, onto it.
+    Tokens a (SIZE) of a range times its matrix (SIZE, WIDTH; stored as (WIDTH, SIZE) if TRANSPOSED), written to `out`
+    (B, H, LENGTH, WIDTH), or with ADD added to it.
     """
     COLUMNS: tl.constexpr = tl.cdiv(WIDTH, BW)
-    tile, row, head, place, cell = _place(H, N, BLOCKS * COLUMNS)
-    first, stop = _range(starts, more, place, C, LENGTH, READS)
+    tile, row, head, index, cell = _indices(H, N, BLOCKS * COLUMNS)
+    first, stop = _range(starts, more, index, C, LENGTH, READS)
     first += tile // COLUMNS * BT
     rows = (stop - first).to(tl.int32)
     if rows <= 0:
@@ -336,7 +337,7 @@ def _mixed(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """gram x (TRANSPOSED: gramᵀ x) of columns of x that this program has just stored."""
+    """gram x (gramᵀ x if TRANSPOSED) for columns of x that this program has just stored."""
     tl.debug_barrier()
     total = tl.zeros((BK, BV), tl.float32)
     for start in range(0, K, BS):
@@ -374,13 +375,13 @@ def _absorb_kernel(
     PRECISION: tl.constexpr,
 ):
     """
-    All versions of some columns of the memory, and how much of it each chunk replaces. With CHANGES what it replaces
-    it by, U - G M - M, takes the place of U, `added`.
+    All versions of some columns of the memory, and the fraction of it that each chunk replaces. With CHANGES, U in
+    `added` is overwritten by the change, U - G M - M.
     """
     tile, head, row = program(H, tl.cdiv(V, BV))
     ks, vs = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     cell = row.to(tl.int64) * H + head
-    once = tl.where(tile == 0, K, 0)  # one program stores what all of them find
+    once = tl.where(tile == 0, K, 0)  # all programs find the same, one stores it
     m, z = tl.zeros((BK, BV), tl.float32), tl.zeros((BK,), tl.float32)
     if memory is not None:
         m = _load(memory + cell * (K * V), ks, vs, K, V, V)
@@ -441,9 +442,9 @@ def _absorb_gradient_kernel(
     PRECISION: tl.constexpr,
 ):
     """
-    The gradient of some columns of the memory, from the last version to the first, where it gets those of what was
-    read, `grad_versions`. The gradient of U is stored, and its products with what the memory was replaced by and with
-    what it was, summed over these columns: (B, H, N, tiles, K).
+    The gradient of some columns of the memory, from the last version to the first. Each version adds `grad_versions`,
+    that of what was read from it. Stores the gradient of U, and its products with the change of the memory and with
+    the memory before it, summed over these columns: (B, H, N, tiles, K).
     """
     TILES: tl.constexpr = tl.cdiv(V, BV)
     tile, head, row = program(H, TILES)
@@ -496,8 +497,8 @@ def _normalizer_gradient_kernel(
     BK: tl.constexpr,
 ):
     """
-    The gradient of the normalizer, from the last chunk to the first, and `shifts`, what it adds to the gradient of a
-    chunk's softmax over tokens, less the sum over the tokens of that softmax times its gradient.
+    The gradient of the normalizer, from the last chunk to the first, and `shifts`: what it adds to the gradient of the
+    softmax of a chunk over tokens, minus the sum over the tokens of that softmax times its gradient.
     """
     tile, head, row = program(H, tl.cdiv(K, BK))
     ts, ks = tl.arange(0, BT), tile * BK + tl.arange(0, BK)
@@ -550,7 +551,7 @@ def _memory_step_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One token, and at most one chunk, of some columns of the memory: in most steps they are only read."""
+    """One token, and at most one chunk, for some columns of the memory, which most steps only read."""
     tile, head, row = program(H, tl.cdiv(V, BV))
     row, head = row.to(tl.int64), head.to(tl.int64)
     first, stop = _range(leaving, begins, row, C, LENGTH, False)
@@ -584,7 +585,7 @@ def _memory_step_kernel(
             total += dot(tl.trans(over_tokens), change, DOT, PRECISION)
         m = tl.where(kept > 0, m, 0.0)
         m += ratio[:, None] * (total - m)
-        tl.debug_barrier()  # no thread still reads what another overwrites
+        tl.debug_barrier()  # all threads have read what others overwrite
         _store(memory, m, ks, vs, K, V)
         y = tl.where(read > 0, tl.sum(weights * m, 0), y)
     y = tl.where(read < 0, 0.0, y)
@@ -592,24 +593,24 @@ def _memory_step_kernel(
 
 
 def _block(size: int, most: int = 1 << 16) -> int:
-    """How much of something a program takes at once: a power of two, and no less than a product needs."""
+    """The block size for a dimension: a power of two, and at least as much as a product needs."""
     return min(max(16, triton.next_power_of_2(size)), most)
 
 
 def _strided(x):
-    """A tensor (B, H, T, size) as a kernel reads it, and its strides."""
+    """A tensor (B, H, T, size) in a layout that kernels can read, and its strides."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x, *x.stride()[:3]
 
 
 def _products(q, k, v):
-    """What the products of these inputs are made of, and whether that is narrow."""
+    """The constants of the products of these inputs, and whether their dtype is narrow."""
     dtype = torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
     return operands(dtype), dtype == torch.bfloat16
 
 
 def _columns(v, narrow):
-    """How a program takes columns of the memory, with all their rows."""
+    """The constants of programs that take columns of the memory with all their rows."""
     return {"V": v.shape[-1], "BV": _block(v.shape[-1], 32 if narrow else 16), "BS": 32, "num_warps": 8}
 
 
@@ -626,7 +627,7 @@ class _Ranges(NamedTuple):
 
 
 class _Plan:
-    """How the work is cut into programs."""
+    """How the work is divided into programs."""
 
     def __init__(self, q, k, v, leaving, begins, reads, chunk_size):
         self.batch, self.heads, length, self.key_size = q.shape
@@ -634,7 +635,7 @@ class _Plan:
         self.like = v
         self.products, narrow = _products(q, k, v)
         hip = torch.version.hip is not None
-        # float32 takes twice the room, and three products for one.
+        # float32 needs twice the memory, and three products instead of one.
         self.dtype = torch.bfloat16 if narrow else torch.float32
         self.tile = 128 if narrow else 64
         self.depth = 64 if narrow else 32
@@ -646,16 +647,16 @@ class _Plan:
         self.leaving, self.begins = leaving.contiguous(), begins.contiguous()
         self.absorbed = _Ranges(self.leaving, self.begins, k.shape[2], False)
         versions, reads = self.chunks + 1, reads.contiguous()
-        borders = reads.new_zeros(2, self.batch, versions)
+        boundaries = reads.new_zeros(2, self.batch, versions)
         blocks = triton.cdiv(length, 128)
-        launch(_readers_kernel, (self.batch * blocks,), reads, *borders, length, versions, blocks, BT=128)
-        self.reading = _Ranges(*borders, length, True)
+        launch(_readers_kernel, (self.batch * blocks,), reads, *boundaries, length, versions, blocks, BT=128)
+        self.reading = _Ranges(*boundaries, length, True)
 
     def empty(self, *shape, dtype=torch.float32):
         return self.like.new_empty(self.batch, self.heads, *shape, dtype=dtype)
 
     def _launch(self, kernel, tiles, tensors, ranges, *, block=None, **constants):
-        """A program for each tile of each range and, with `block`, for each block of its tokens."""
+        """Runs a program for each tile of each range and, with `block`, for each block of its tokens."""
         numbers = ranges.arguments(self.chunk_size)
         if block is not None:
             blocks = triton.cdiv(min(self.chunk_size, ranges.length), block)
@@ -676,7 +677,7 @@ class _Plan:
         self._launch(_weights_gradient_kernel, 1, tensors, ranges, block=16, **self.of_keys)
 
     def product(self, a, x, ranges, dtype=torch.float32):
-        """aᵀ x of every range."""
+        """aᵀ x for each range."""
         width = x.shape[-1]
         out = self.empty(ranges.starts.shape[1], self.key_size, width, dtype=dtype)
         blocks = {"BT": self.depth, "BK": _block(self.key_size, self.tile), "BW": _block(width, self.tile)}
@@ -686,7 +687,7 @@ class _Plan:
         return out
 
     def rows(self, a, matrices, out, ranges, *, transposed=False, add=False):
-        """Each token of a times the matrix of its range, to `out`, or onto it."""
+        """Each token of a times the matrix of its range, written to `out` or added to it."""
         size, width = a.shape[-1], out.shape[-1]
         blocks = {"BS": _block(size, self.depth), "BW": _block(width, self.tile)}
         self._launch(
@@ -706,15 +707,15 @@ class _Plan:
         return out
 
     def _walk(self, kernel, tensors, **constants):
-        """From chunk to chunk with some columns of the memory."""
+        """Runs a kernel that goes from chunk to chunk with some columns of the memory."""
         grid = (self.batch * self.heads * self.column_tiles,)
         tensors = *tensors, self.leaving, self.begins
         launch(kernel, grid, *tensors, self.chunks, self.heads, **self.of_columns, **constants)
 
     def absorb(self, k, v, memory, normalizer, changes=False):
         """
-        The states after the last chunk. Kept are both softmaxes of the keys, G, U (or, with `changes`, what each chunk
-        replaces the memory by), the versions of the memory, and how much of it each chunk replaces.
+        The states after the last chunk. Keeps both softmaxes of the keys, G, U (or with `changes` the change of the
+        memory by each chunk), the versions of the memory, and the fraction of it that each chunk replaces.
         """
         log_sums = self.empty(self.chunks, self.key_size)
         _log_sums(k, self.absorbed, self.chunk_size, None, None, log_sums)
@@ -730,8 +731,8 @@ class _Plan:
 
     def absorb_backward(self, grad_memory, grad_normalizer, grad_versions, grad_initial):
         """
-        The gradient of U, and what the normalizer adds to that of the keys, after [`absorb`] with `changes`; those of
-        the states go to `grad_initial`, where they are not None.
+        The gradient of U, and what the normalizer adds to that of the keys, after [`absorb`] with `changes`. Those of
+        the states are written to `grad_initial`, if they are not None.
         """
         grad_added = self.empty(self.chunks, self.key_size, self.value_size, dtype=self.dtype)
         of_changes, of_versions = (self.empty(self.chunks, self.column_tiles, self.key_size) for _ in range(2))
@@ -764,11 +765,12 @@ def _states(*states):
 
 
 def working_memory_triton(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
-    """Arguments, shapes and results are those of [`subquad_kernels.working_memory`]."""
+    """Computes [`subquad_kernels.working_memory`]."""
+    assert_chunks(leaving, begins, reads, k.shape[2], chunk_size)
     plan = _Plan(q, k, v, leaving, begins, reads, chunk_size)
     final = plan.absorb(k, v, *_states(memory, normalizer))
     weights, _ = plan.softmax(q, plan.reading)
-    out = v.new_zeros(*q.shape[:-1], v.shape[-1])  # tokens that read nothing keep them
+    out = v.new_zeros(*q.shape[:-1], v.shape[-1])  # for tokens that do not read
     return plan.rows(weights, plan.versions, out, plan.reading), *final
 
 
@@ -776,8 +778,7 @@ def working_memory_triton_backward(
     grad_out, grad_memory, grad_normalizer, q, k, v, memory, normalizer, leaving, begins, reads, chunk_size
 ):
     """
-    Gradients of q, k, v and, where they are given, memory and normalizer. What the forward pass computed is computed
-    again.
+    Gradients of q, k, v, memory and normalizer, those that are given. The forward pass is computed again.
     """
     plan = _Plan(q, k, v, leaving, begins, reads, chunk_size)
     states, grads = _states(memory, normalizer), _states(grad_memory, grad_normalizer)
@@ -807,8 +808,8 @@ def working_memory_triton_backward(
 
 def working_memory_triton_step(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
     """
-    One token and at most one chunk a row, q (B, H, 1, K), leaving, begins and reads (B, 1): the states, in float32,
-    are changed in place; returns out (B, H, 1, V). Where a row absorbs nothing is decided on the device.
+    One token and at most one chunk per row, q (B, H, 1, K), leaving, begins and reads (B, 1). Changes the states, in
+    float32, in place and returns out (B, H, 1, V). The device decides which rows absorb a chunk.
     """
     batch, heads, _, key_size = q.shape
     value_size = v.shape[-1]

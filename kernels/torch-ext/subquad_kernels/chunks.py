@@ -1,0 +1,64 @@
+"""
+Chunks of tokens that the recurrences in plain torch compute together.
+
+Inside a chunk the token pairs are covered by halving. Of two neighbouring blocks, every token of the right one reads
+every token of the left one in one matrix product, after the reads have been decayed from the boundary of the blocks to
+their token and the writes from their token to the boundary. The blocks then merge, and blocks twice as long follow.
+
+Every factor is the exponential of a sum of log decays, never of a difference. So none exceeds 1 and none suffers
+cancellation, whatever the decays. The price is log2(chunk) products over blocks instead of one over chunks.
+"""
+
+import itertools
+
+import torch
+
+from .documents import document_bounds
+
+
+CHUNK_SIZE = 64
+
+
+class ChunkLayout:
+    """
+    How sequences are laid out in chunks: (B, T, H, .) <-> (B, H, N, C, .). Gaps are filled with zeros, tokens that
+    change nothing.
+
+    Attributes:
+        chunk: C, the number of tokens of a chunk.
+        chunks: the number of chunks of each sequence. A state passes through them and starts anew after them.
+        packed: whether the sequences are documents of one row.
+    """
+
+    def __init__(self, length: int, cu_seqlens: torch.Tensor | None, device: torch.device):
+        bounds = document_bounds(cu_seqlens, length)
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        self.length = length
+        self.chunk = min(CHUNK_SIZE, 1 << max(max(lengths) - 1, 0).bit_length())
+        self.chunks = [-(-n // self.chunk) for n in lengths]
+        self.packed = len(lengths) > 1
+        if self.packed:
+            first = [sum(self.chunks[:n]) * self.chunk for n in range(len(lengths))]
+            tokens = [torch.arange(a, a + n) for a, n in zip(first, lengths, strict=True)]
+            self._index = torch.cat(tokens).to(device)
+
+    def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
+        filled = sum(self.chunks) * self.chunk
+        if self.packed:
+            x = x.new_zeros(1, filled, *x.shape[2:]).index_copy_(1, self._index, x)
+        else:
+            x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, filled - self.length))
+        return x.unflatten(1, (-1, self.chunk)).permute(0, 3, 1, 2, 4).contiguous()
+
+    def from_chunks(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.permute(0, 2, 3, 1, 4).flatten(1, 2)
+        return x[:, self._index] if self.packed else x[:, : self.length]
+
+    def state_of(self, states: torch.Tensor, sequence: int) -> torch.Tensor:
+        """The state of one document, or the states of all rows, which pass through the chunks together."""
+        return states[sequence : sequence + 1] if self.packed else states
+
+
+def halves(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The left and the right block of every pair of blocks: (..., C, D) -> (..., C / 2 / block, block, D) each."""
+    return x.unflatten(-2, (-1, 2, block)).unbind(-3)
