@@ -232,6 +232,7 @@ def test_a_bad_generation_configuration_is_refused_before_any_weight_is_read(fie
 def test_an_architecture_is_looked_up(source, tmp_path, monkeypatch):
     """The table of the package tells the classes, so that a new architecture needs no line in the converter."""
     heads = {"AutoModelForCausalLM": "AnotherForCausalLM"}
+    monkeypatch.setattr(subquad, "AnotherForCausalLM", subquad.Rwkv6ForCausalLM, raising=False)
     monkeypatch.setitem(subquad.ARCHITECTURES, "rwkv6", ("subquad.models.rwkv6", "Rwkv6Config", heads))
     report = convert(source, tmp_path / "model", progress=False)
     assert report.config.architectures == ["AnotherForCausalLM"]
