@@ -51,7 +51,7 @@ class RwkvFormat(Format):
         return Reading(
             sizes | {"num_attention_heads": heads, "head_size": head_size},
             {"num_hidden_layers": sizes["num_hidden_layers"]},
-            self.places,
+            self.places | {"num_attention_heads": (f"{ATTENTION}time_faaaa", 0)},
             tied=(EMBEDDINGS, HEAD) if given.get("tie_word_embeddings") is True else None,
             notes=notes,
         )

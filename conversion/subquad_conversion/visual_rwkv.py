@@ -88,14 +88,15 @@ class VisualFormat(Format):
                 "convert`), the directory of the CLIP model that it was trained with."
             )
         tower = lengths_of(found, TOWER_PLACES)
-        tower["image_size"] = isqrt(max(tower.pop("positions") - 1, 0)) * tower["patch_size"]
+        tower["image_size"] = max(isqrt(max(tower.pop("positions") - 1, 0)), 1) * tower["patch_size"]
         tower["num_hidden_layers"] = max(count_blocks(found, LAYERS), 1)
         width = tower["hidden_size"]
         untold, tower_notes = _untold(width, object_in(given, "vision_config"))
         features = found[PROJECTION].shape[1:] if PROJECTION in found else ()
         if features and width and features != (width,):
             raise ConversionError(
-                f"proj.weight reads {features[0]} features, the vision tower has {width}: it is another model's."
+                f"proj.weight reads {features[0]} features, the vision tower has {width} "
+                f"({TOWER_PLACES['hidden_size'][0]}): it is another model's."
             )
 
         text_fields = object_in(given, "text_config")
@@ -244,8 +245,8 @@ def _untold(width: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     heads = given.get("num_attention_heads", fields["num_attention_heads"])
     if width and isinstance(heads, int) and (heads < 1 or width % heads):
         raise ConversionError(
-            f"The vision tower's {width} channels make no {heads} heads; give `num_attention_heads` in the "
-            "`vision_config` of a configuration file."
+            f"The vision tower's {width} channels ({TOWER_PLACES['hidden_size'][0]}) make no {heads} heads; give "
+            "`num_attention_heads` in the `vision_config` of a configuration file."
         )
     fields = {name: value for name, value in fields.items() if name not in given}
     return fields, [
