@@ -42,7 +42,7 @@ class AveyBFormat(Format):
         return name.removeprefix("model.")
 
     def shapes(self, fields: Mapping[str, Any]) -> dict[str, Shape]:
-        """Published files have scalars where the model has vectors of one element."""
+        """A gain is a scalar in published files, and a vector of one element in the model."""
         shapes = super().shapes(fields)
         return {name: () if name.endswith(".alpha") else shape for name, shape in shapes.items()}
 

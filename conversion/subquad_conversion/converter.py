@@ -25,7 +25,7 @@ from .writer import OutputTensor, parse_size, plan_shards, write_shards
 
 
 OUTPUT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Fields of a source's configuration that say nothing true about the model to be written.
+# Fields of a source's configuration that are not true of the model to be written.
 DROPPED_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version")
 # Fields of a generation configuration that mean nothing without `do_sample`.
 SAMPLING_FIELDS = (
@@ -53,7 +53,7 @@ class Report:
         parameters: number of elements written.
         bytes: size of the weights.
         dtype: the dtype that most elements have.
-        tokenizer: title of the tokenizer, None where none was written.
+        tokenizer: title of the tokenizer, None if none was written.
         notes: what had to be assumed or was left out.
     """
 
@@ -75,11 +75,10 @@ def recognise(source: str | os.PathLike) -> Recognised:
     Args:
         source: a `.pth`, `.bin` or `.safetensors` file, or a directory with `model.safetensors` or
             `pytorch_model.bin`, sharded or not. A file of one of these two names is read with the `config.json`
-            beside it. Of the two files `<name>_rwkv.pth` and `<name>_visual.pth` of a VisualRWKV either stands for
-            both.
+            beside it. For the two files `<name>_rwkv.pth` and `<name>_visual.pth` of a VisualRWKV give either.
 
     Raises:
-        ConversionError: where it is damaged, of a version that is not supported, or its tensors do not fit together.
+        ConversionError: if it is damaged, of a version that is not supported, or its tensors do not fit together.
     """
     with open_source(source) as checkpoint:
         known = find_format(checkpoint)
@@ -102,28 +101,25 @@ def convert(
     """
     Converts a checkpoint into a directory that `from_pretrained` loads.
 
-    The directory appears complete or not at all; one that exists is filled at the end. Tensors pass through one by
-    one, so memory use stays far below the size of a shard however large the model is.
+    The directory appears complete or not at all; one that exists is filled at the end. Tensors are read and
+    written one by one, so that memory use stays far below the size of a shard.
 
     Args:
         source: as for [`recognise`].
         dest: directory to make; it must not exist or be empty.
-        config: a `config.json` that takes the place of the one beside the source. What the tensors tell, the sizes,
-            is always taken from them.
+        config: a `config.json` that replaces the one beside the source. Sizes are always taken from the tensors.
         tokenizer: `auto`, `rwkv-world`, `bytes`, `none`, or a directory whose tokenizer files are copied. `auto`
             copies those of a Hub model, and otherwise goes by its type and the size of the vocabulary.
         dtype: `keep`, `float32`, `bfloat16` or `float16`, for every tensor, those of the decay included.
-        head_size_divisor: sets that field of Eagle's or Finch's configuration. No tensor tells it; 8 where nothing
-            does.
-        vision_tower: directory of the CLIP model whose vision tower a VisualRWKV was trained with, where the source
-            has none; its files also tell how images are prepared.
-        grid_size: sets that field of VisualRWKV's configuration. No tensor tells it; -1, all patches, where nothing
-            does.
+        head_size_divisor: sets that field of Eagle's or Finch's configuration. No tensor tells it; 8 by default.
+        vision_tower: directory of the CLIP model whose vision tower a VisualRWKV was trained with, if the source has
+            none; its files also tell how images are prepared.
+        grid_size: sets that field of VisualRWKV's configuration. No tensor tells it; -1, all patches, by default.
         max_shard_size: most bytes of a weight file, as a number or like `5GB`.
         progress: whether to show a progress bar on stderr.
 
     Raises:
-        ConversionError: where the source, the configuration or the tokenizer is not usable, or `dest` is occupied.
+        ConversionError: if the source, the configuration or the tokenizer is not usable, or `dest` cannot be made.
     """
     destination = Path(dest).resolve()
     vision_tower = None if vision_tower is None else Path(vision_tower)
@@ -181,7 +177,7 @@ def convert(
             notes += generation_notes
 
         with _as_conversion_error(), new_directory(destination, size) as directory:
-            # Weights last: they take the time, and what else can fail fails before them.
+            # Weights last: they take the longest, and everything else that can fail should fail before.
             model_config.save_pretrained(directory)
             chosen.save(directory)
             if chosen.title:
@@ -272,7 +268,7 @@ def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, A
 
 
 def _merged(given: Mapping[str, Any], sizes: Mapping[str, Any], dropped: Collection[str]) -> dict[str, Any]:
-    """The fields to write: those given that mean something here, and the sizes."""
+    """The fields to write: the given ones without those to drop, and the sizes."""
     fields = {name: value for name, value in given.items() if name not in dropped and not name.startswith("_")}
     for name, size in sizes.items():
         fields[name] = _merged(object_in(given, name), size, DROPPED_FIELDS) if _is_config(size) else size
@@ -284,7 +280,7 @@ def _is_config(size: Any) -> bool:
 
 
 def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[GenerationConfig, list[str]]:
-    """The one beside a Hub model's weights where there is one, else what the configuration tells; and notes."""
+    """The one beside a Hub model's weights if there is one, else one from the model's configuration; and notes."""
     file = checkpoint.directory and checkpoint.directory / "generation_config.json"
     fields = read_json(file) if file and file.is_file() else None
     try:
@@ -295,7 +291,7 @@ def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -
             generation = GenerationConfig.from_dict(fields)
         notes = _mend_sampling(generation)
         generation.to_json_string()
-    except Exception as error:  # fields of any type reach code that expects theirs
+    except Exception as error:  # a file may hold anything, so that any part of the reader may fail
         raise ConversionError(f"The generation configuration is not valid: {' '.join(str(error).split())}") from error
     return generation, notes
 

@@ -33,7 +33,7 @@ def _starts(tensors: Tensors, *beginnings: str) -> bool:
 
 
 def _has_siglip(tensors: Tensors) -> bool:
-    """A tower of transformers' `SiglipVisionModel`, which pools by attention and has a bias where CLIP has none."""
+    """A tower of transformers' `SiglipVisionModel`, which pools by attention and has a bias that CLIP lacks."""
     return _starts(tensors, "vit.vision_model.head.", "vit.head.") or (
         _starts(tensors, "vit.") and _ends(tensors, ".patch_embedding.bias")
     )
