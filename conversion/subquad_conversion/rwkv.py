@@ -26,6 +26,8 @@ RANKS = {
     "lora_rank_tokenshift": (f"{ATTENTION}time_maa_w2", 1),
     "lora_rank_decay": (f"{ATTENTION}time_decay_w2", 0),
 }
+# One axis of them, or both as one.
+HEADS = {"num_attention_heads": (f"{ATTENTION}time_faaaa", 0)}
 
 
 class RwkvFormat(Format):
@@ -51,13 +53,15 @@ class RwkvFormat(Format):
         return Reading(
             sizes | {"num_attention_heads": heads, "head_size": head_size},
             {"num_hidden_layers": sizes["num_hidden_layers"]},
-            self.places | {"num_attention_heads": (f"{ATTENTION}time_faaaa", 0)},
+            self.places | HEADS,
             tied=(EMBEDDINGS, HEAD) if given.get("tie_word_embeddings") is True else None,
             notes=notes,
         )
 
     def _heads(self, found: Mapping[str, Found], width: int, given: Mapping[str, Any]) -> tuple[int, int, list[str]]:
         """Number and size of the heads, and notes. Some trainers flatten the vectors, which hides both."""
+        if not lengths_of(found, HEADS)["num_attention_heads"]:
+            return 0, 0, []  # the list of faults will say so
         for name in self.vectors_of_heads:
             shape = found[ATTENTION + name].shape if ATTENTION + name in found else ()
             if len(shape) != 2:

@@ -252,8 +252,8 @@ def avey_b_hub() -> tuple[Tensors, Tensors]:
 
 def avey_b_paper() -> tuple[Tensors, Tensors]:
     """Under the names of the paper's code."""
-    source = {}
-    for name, x in avey_b("paper").items():
+    source, weights = {}, avey_b("paper")
+    for name, x in weights.items():
         for ours, theirs in (
             (".norm.", ".rms_norm."),
             (".enricher.", ".ctxt.enricher."),
@@ -263,7 +263,7 @@ def avey_b_paper() -> tuple[Tensors, Tensors]:
         ):
             name = name.replace(ours, theirs)
         source[name if name == "ln_f.weight" else f"base_avey_model.{name}"] = x
-    return source, avey_b("paper")
+    return source, weights
 
 
 # --- Raven, Gecko ---
