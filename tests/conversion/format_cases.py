@@ -25,6 +25,7 @@ from subquad import (
     RavenConfig,
     RavenForCausalLM,
 )
+from subquad_conversion.formats import Format
 
 
 Tensors = dict[str, torch.Tensor]
@@ -112,6 +113,19 @@ def _make(make: Callable[[], tuple[Tensors, Tensors]]) -> tuple[Tensors, Tensors
 
 def _made(case: Case) -> tuple[Tensors, Tensors]:
     return _make(case.make)
+
+
+def make_models_once(known: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that plan many conversions of the same sizes."""
+    shapes, made = known.shapes, {}
+
+    def made_once(fields):
+        key = json.dumps(fields, sort_keys=True)
+        if key not in made:
+            made[key] = shapes(fields)
+        return dict(made[key])
+
+    monkeypatch.setattr(known, "shapes", made_once)
 
 
 def perturbed(model):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from byte_level_bpe import TEXT, write_byte_level_bpe
-from format_cases import CASES, each_case
+from format_cases import CASES, each_case, make_models_once
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -220,15 +220,7 @@ def test_options_of_other_architectures(case, option, tmp_path):
 def test_every_tensor_matters(case, fault, monkeypatch):
     """Without one of them, or with one of another shape or dtype, a checkpoint is refused by its name."""
     known, whole = known_format(case), infos(case)
-    shapes, made = known.shapes, {}
-
-    def made_once(fields):
-        key = json.dumps(fields, sort_keys=True)
-        if key not in made:
-            made[key] = shapes(fields)
-        return dict(made[key])
-
-    monkeypatch.setattr(known, "shapes", made_once)
+    make_models_once(known, monkeypatch)
     assert known.plan(whole, case.fields).tensors
     for name in case.ours:
         info, changed = whole[name], dict(whole)

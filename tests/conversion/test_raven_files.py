@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from format_cases import RAVEN, WHOLE, WINDOW, tiny_raven
+from format_cases import RAVEN, WHOLE, WINDOW, make_models_once, tiny_raven
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -284,8 +284,9 @@ def test_fields_that_are_not_valid(weights, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["missing", "no axis", "one row"])
-def test_every_tensor_matters_without_a_configuration(fault):
-    """Then the tensors that are left show the variants; only of a bias nothing tells that it was there."""
+def test_every_tensor_matters_without_a_configuration(fault, monkeypatch):
+    """The tensors that are left show the variants then, except for the router's bias."""
+    make_models_once(FORMAT, monkeypatch)
     model = tiny_raven(attn=WINDOW, router_type="mlp", decay_type="GLA")
     whole = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in model.state_dict().items()}
     for name, info in whole.items():
