@@ -147,7 +147,7 @@ class Format:
         Name to shape of the tensors of a model with these configuration fields, in the order of its state dict.
 
         Raises:
-            ValueError, TypeError, StrictDataclassError: if the configuration is not valid.
+            one of `INVALID`: if there is no such model.
         """
         with torch.device("meta"):
             model = self.model_class(self.config_class(**fields))
@@ -258,10 +258,10 @@ class Format:
             if not isinstance(tensor.dtype, torch.dtype):
                 misshapen.append(f"{tensor.source} (dtype {tensor.dtype}, expected a floating one)")
             elif not sized:
-                axes = [reading.places[size][1] for size in unread if reading.places[size][0] == name]
+                axes = [reading.places[size][1] + 1 for size in unread if reading.places[size][0] == name]
                 if axes:
-                    found = f"shape {tensor.shape}, expected at least 1 on axis {' and '.join(map(str, axes))}"
-                    misshapen.append(f"{tensor.source} ({found})")
+                    expected = f"expected {max(axes)} or more axes, none of them empty"
+                    misshapen.append(f"{tensor.source} (shape {tensor.shape}, {expected})")
             elif not self.fits(name, tensor.shape, shape, reading.fields):
                 misshapen.append(f"{tensor.source} (shape {tensor.shape}, expected {shape})")
             else:
@@ -313,8 +313,8 @@ class Recognised:
     dtype: str
 
 
-# What a configuration class raises if its fields are not valid.
-INVALID = (StrictDataclassError, TypeError, ValueError)
+# What a configuration class raises if its fields are not valid, and a model if they are too large for any tensor.
+INVALID = (StrictDataclassError, TypeError, ValueError, RuntimeError, OverflowError)
 
 
 def invalid_configuration(error: Exception) -> ConversionError:
@@ -343,11 +343,11 @@ def rename_all(tensors: Tensors, rename: Callable[[str], str]) -> dict[str, Foun
 
 
 def lengths_of(found: Tensors, places: Mapping[str, tuple[str, int]]) -> dict[str, int]:
-    """Sizes from the tensor and axis where each is read; 0 if there is no such tensor or axis."""
+    """Sizes from the tensor and axis where each is read; 0 if there is no such axis, or a tensor without elements."""
     lengths = {}
     for size, (name, axis) in places.items():
         shape = found[name].shape if name in found else ()
-        lengths[size] = shape[axis] if len(shape) > axis else 0
+        lengths[size] = shape[axis] if len(shape) > axis and 0 not in shape else 0
     return lengths
 
 

@@ -21,6 +21,8 @@ each_dtype = pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
 RESHAPED = {
     "no axis": lambda shape: (),
     "one row": lambda shape: (1, *shape[1:]) if shape else shape,
+    "no row": lambda shape: (0, *shape[1:]) if shape else shape,
+    "too many rows": lambda shape: (2**62, *shape[1:]) if shape else shape,
     "transposed": lambda shape: shape[::-1] if len(shape) == 2 else shape,
 }
 each_container = pytest.mark.parametrize("container", [".pth", ".safetensors"])
