@@ -18,7 +18,7 @@ from subquad.directories import DirectoryError, check_free, new_directory
 
 from .checkpoint import Checkpoint, read_json
 from .errors import ConversionError
-from .formats import INVALID, Format, Plan, Recognised, config_class, invalid_configuration, object_in
+from .formats import INVALID, Format, Plan, Recognised, config_class, invalid_configuration, object_in, one_line
 from .registry import find_format, open_source
 from .tokenizer_files import choose_tokenizer
 from .writer import OutputTensor, parse_size, plan_shards, write_shards
@@ -292,7 +292,7 @@ def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -
         notes = _mend_sampling(generation)
         generation.to_json_string()
     except Exception as error:  # a file may hold anything, so that any part of the reader may fail
-        raise ConversionError(f"The generation configuration is not valid: {' '.join(str(error).split())}") from error
+        raise ConversionError(f"The generation configuration is not valid: {one_line(error)}") from error
     return generation, notes
 
 

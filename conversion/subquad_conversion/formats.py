@@ -229,25 +229,27 @@ class Format:
         planned = self._plan_tensors(weights, reading)
         return Plan(reading.fields | dict(reading.finish()), planned, twins, reading.notes, reading.zeros)
 
-    def _plan_tensors(self, weights: Mapping[str, Found], reading: Reading) -> list[PlannedTensor]:
-        read_from = {name: weights[name] for name, _ in reading.places.values() if name in weights}
+    def _expected(self, weights: Mapping[str, Found], reading: Reading) -> tuple[dict[str, Shape], str | None]:
+        """
+        Name to shape of the model's tensors, and None; or, if the sizes make no model, those of one with the default
+        sizes, of which only the names are expected, and the reason.
+        """
         unread = [size for size, length in lengths_of(weights, reading.places).items() if not length]
-        shapes, invalid = None, None
+        reason = f"no tensor tells {', '.join(unread)}."
         if not unread:
             try:
-                shapes = self.shapes(reading.fields | reading.shape_fields)
+                return self.shapes(reading.fields | reading.shape_fields), None
             except INVALID as error:
-                invalid = error
-        # Without all sizes only the names can be checked: they are those of a model with the default sizes.
-        sized = shapes is not None
-        if not sized:
-            try:
-                shapes = self.shapes(reading.structure)
-            except INVALID as error:
-                raise invalid_configuration(error) from error
+                reason = one_line(error)
+        try:
+            return self.shapes(reading.structure), reason
+        except INVALID as error:
+            raise invalid_configuration(error) from error
+
+    def _plan_tensors(self, weights: Mapping[str, Found], reading: Reading) -> list[PlannedTensor]:
+        shapes, reason = self._expected(weights, reading)
         if reading.tied:
             shapes.pop(reading.tied[1])
-
         missing = [name for name in shapes if name not in weights]
         unexpected = [tensor.source for name, tensor in weights.items() if name not in shapes]
         misshapen = []
@@ -255,15 +257,14 @@ class Format:
         for name, shape in shapes.items():
             if (tensor := weights.get(name)) is None:
                 continue
+            axes = 1 + max((axis for place, axis in reading.places.values() if place == name), default=-1)
             if not isinstance(tensor.dtype, torch.dtype):
                 misshapen.append(f"{tensor.source} (dtype {tensor.dtype}, expected a floating one)")
-            elif not sized:
-                axes = [reading.places[size][1] + 1 for size in unread if reading.places[size][0] == name]
-                if axes:
-                    expected = f"expected {max(axes)} or more axes, none of them empty"
-                    misshapen.append(f"{tensor.source} (shape {tensor.shape}, {expected})")
-            elif not self.fits(name, tensor.shape, shape, reading.fields):
+            elif reason is None and not self.fits(name, tensor.shape, shape, reading.fields):
                 misshapen.append(f"{tensor.source} (shape {tensor.shape}, expected {shape})")
+            elif axes and (len(tensor.shape) < axes or 0 in tensor.shape):
+                expected = f"{axes} or more axes, none of them empty"
+                misshapen.append(f"{tensor.source} (shape {tensor.shape}, expected {expected})")
             else:
                 planned.append(PlannedTensor(name, tensor.source, shape))
         faults = [
@@ -274,9 +275,9 @@ class Format:
         if faults:
             model = reading.model or self.model_type
             raise ConversionError(f"The tensors are not those of the model type {model}; {'; '.join(faults)}.")
-        if not sized:
-            shown = ", ".join(f"{tensor.source} {tensor.shape}" for tensor in read_from.values())
-            reason = " ".join(str(invalid or f"no tensor tells {', '.join(unread)}.").split())
+        if reason is not None:
+            read_from = dict.fromkeys(name for name, _ in reading.places.values() if name in weights)
+            shown = ", ".join(f"{weights[name].source} {weights[name].shape}" for name in read_from)
             raise ConversionError(
                 f"The sizes of the tensors do not fit together: {reason} They are read from {shown}."
             )
@@ -317,9 +318,12 @@ class Recognised:
 INVALID = (StrictDataclassError, TypeError, ValueError, RuntimeError, OverflowError)
 
 
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 def invalid_configuration(error: Exception) -> ConversionError:
-    # The message has several lines, of which the first names the validator.
-    return ConversionError(f"The configuration is not valid: {' '.join(str(error).split())}")
+    return ConversionError(f"The configuration is not valid: {one_line(error)}")
 
 
 def config_class(model_type: str) -> type[PreTrainedConfig]:

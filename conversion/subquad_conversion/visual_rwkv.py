@@ -15,7 +15,7 @@ from transformers import CLIPVisionConfig, GenerationConfig, PreTrainedConfig
 from . import rwkv5_trainer, rwkv6_trainer
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import ConversionError
-from .formats import Format, Found, Reading, Shape, Tensors, count_blocks, lengths_of, object_in
+from .formats import Format, Found, Reading, Shape, Tensors, count_blocks, lengths_of, object_in, one_line
 from .other_versions import OTHER_VISUAL
 from .rwkv import RwkvFormat
 
@@ -236,7 +236,7 @@ def tower_settings(directory: Path) -> dict[str, Any]:
     try:
         return CLIPVisionConfig.from_pretrained(directory).to_dict()
     except Exception as error:  # a file may hold anything, so that any part of the reader may fail
-        raise ConversionError(f"{directory} has no usable config.json: {' '.join(str(error).split())}") from error
+        raise ConversionError(f"{directory} has no usable config.json: {one_line(error)}") from error
 
 
 def _untold(width: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -280,7 +280,7 @@ def save_processor(directory: Path, config: PreTrainedConfig, vision_tower: Path
             image_processor = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=size)
         processor = VisualRwkvProcessor(image_processor, tokenizer, config.num_image_tokens)
     except Exception as error:  # a file may hold anything, so that any part of the readers may fail
-        raise ConversionError(f"No processor can be made: {' '.join(str(error).split())}") from error
+        raise ConversionError(f"No processor can be made: {one_line(error)}") from error
     made = image_processor.crop_size if image_processor.do_center_crop else image_processor.size
     if made != {"height": size, "width": size}:
         raise ConversionError(f"{vision_tower} prepares images of {dict(made)}, its tower reads {size} x {size}.")
