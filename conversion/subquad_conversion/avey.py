@@ -6,67 +6,109 @@ with `model.`.
 from collections.abc import Mapping
 from typing import Any
 
-from .formats import Format, Plan, Tensors
-from .layout import Shape, count_blocks, plan_tensors, sizes_of, sources_of, split_sizes, tail_size, tie
+from .errors import ConversionError
+from .formats import Format, Found, Reading, Tensors, count_blocks, lengths_of
 
 
-CHUNK_SIZE = 64  # of every published model; only used where a file does not tell
+CHUNK_SIZE = 64  # of every published model; only used if a file does not tell
+CONTEXT_PROPORTION = 0.5  # of every published model; only used for the expected shapes of a damaged file
 
+EMBEDDINGS, HEAD = "wte.weight", "lm_head.weight"
 # Where each size is read: tensor, axis.
-SIZES = {
-    "vocab_size": ("wte.weight", 0),
-    "d_embed": ("wte.weight", 1),
+PLACES = {
+    "vocab_size": (EMBEDDINGS, 0),
+    "d_embed": (EMBEDDINGS, 1),
     "features": ("blocks.0.ctxt.enricher.weight", 0),
     "fused": ("blocks.0.ctxt.fuser.weight", 1),
     "extended_len": ("blocks.0.ctxt.contextualizer.spatial_proj", 0),
 }
 
 
-def matches(tensors: Tensors) -> bool:
-    return any(canonical_name(name).startswith("blocks.0.ctxt.") for name in tensors)
+class AveyFormat(Format):
+    name = "avey"
+    title = "Avey, published model or training checkpoint"
+    model_type = "avey"
+
+    def matches(self, tensors: Tensors) -> bool:
+        return any(self.rename(name).startswith("blocks.0.ctxt.") for name in tensors)
+
+    def rename(self, name: str) -> str:
+        return name.removeprefix("model.")
+
+    def written_name(self, name: str) -> str:
+        return name.removeprefix("model.")
+
+    def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
+        read = lengths_of(found, PLACES)
+        d, rows = read["d_embed"], read["extended_len"]
+        expansion, proportion = feature_sizes(d, read["features"], read["fused"], given)
+        chunk_size, k, notes = split_sizes(PLACES["extended_len"][0], rows, 0, given, CHUNK_SIZE)
+        blocks = count_blocks(found, "blocks.")
+        fields = {
+            "vocab_size": read["vocab_size"],
+            "d_embed": d,
+            "n_blocks": blocks,
+            "expansion_factor": expansion,
+            "chunk_size": chunk_size,
+            "k": k,
+            "extended_len": rows,
+            "context_proportion": proportion,
+        }
+        tied = given.get("tie_word_embeddings") is not False
+        return Reading(fields, {"n_blocks": blocks}, PLACES, tied=(EMBEDDINGS, HEAD) if tied else None, notes=notes)
 
 
-def canonical_name(name: str) -> str:
-    return name.removeprefix("model.")
-
-
-def model_shapes(vocabulary: int, d: int, blocks: int, features: int, tail: int, rows: int) -> dict[str, Shape]:
-    """Name to shape of a whole causal language model, in the order in which they are used."""
-    shapes: dict[str, Shape] = {"wte.weight": (vocabulary, d)}
-    for i in range(blocks):
-        block = f"blocks.{i}."
-        shapes[f"{block}rms_norm.weight"] = (d,)
-        shapes |= {f"{block}ctxt.enricher.weight": (features, d), f"{block}ctxt.enricher.bias": (features,)}
-        shapes[f"{block}ctxt.contextualizer.spatial_proj"] = (rows, rows)
-        shapes |= {f"{block}ctxt.fuser.weight": (d, features - tail // 2), f"{block}ctxt.fuser.bias": (d,)}
-    return shapes | {"ln_f.weight": (d,), "lm_head.weight": (vocabulary, d)}
-
-
-def plan(tensors: Tensors, given: Mapping[str, Any]) -> Plan:
-    sources = sources_of(tensors, canonical_name)
-    found = {target: tensors[name] for target, name in sources.items()}
-
-    read = sizes_of(found, SIZES)
-    d, rows = read["d_embed"], read["extended_len"]
-    expansion = read["features"] // d if d else 0
+def feature_sizes(d: int, features: int, fused: int, given: Mapping[str, Any]) -> tuple[int, float]:
+    """
+    How many times `d` the enricher's features are, and the share of them that is the tail. One half of the tail is
+    contextualised, the other is its gate, so that `fused` features are left for the fuser.
+    """
+    expansion = max(features // max(d, 1), 1)
     features = expansion * d
-    tail, proportion = tail_size(features, read["fused"], given)
-    chunk_size, k, notes = split_sizes(SIZES["extended_len"][0], rows, 0, given, CHUNK_SIZE)
-    sizes = {
-        "vocab_size": read["vocab_size"],
-        "d_embed": d,
-        "n_blocks": count_blocks(found, "blocks."),
-        "expansion_factor": expansion,
-        "chunk_size": chunk_size,
-        "k": k,
-        "extended_len": rows,
-        "context_proportion": proportion,
-    }
-    shapes = model_shapes(sizes["vocab_size"], d, sizes["n_blocks"], features, tail, rows)
-    twins = []
-    if given.get("tie_word_embeddings") is not False:
-        twins = tie(shapes, sources, "wte.weight", "lm_head.weight")
-    return Plan(sizes, plan_tensors("avey", tensors, sources, shapes, read | sizes), twins, notes)
+    tail = 2 * (features - fused)
+    if not 0 < tail <= features:  # an error will list the shapes that this gives as the expected ones
+        return expansion, CONTEXT_PROPORTION
+    share = given.get("context_proportion")
+    # A tail is a share rounded down and then up to an even number: many shares give the same.
+    if isinstance(share, float) and tail - 1 <= features * share < tail + 1:
+        return expansion, share
+    return expansion, tail / features
 
 
-FORMAT = Format("avey", "Avey, published model or training checkpoint", "avey", matches, plan)
+def split_sizes(
+    name: str, rows: int, own: int, given: Mapping[str, Any], assumed: int | None = None
+) -> tuple[int, int, list[str]]:
+    """
+    Size of a split and k, the splits of a window beside its `own` ones, as far as the configuration tells them, and
+    notes. The tensor `name` only tells the rows of a window, which are their product; 0 if none does.
+
+    Raises:
+        ConversionError: if configuration and tensor contradict each other, or nothing tells the sizes and none is
+            `assumed` for a split.
+    """
+    notes = []
+    told = {field: given.get(field) for field in ("chunk_size", "k")}
+    told = {field: size for field, size in told.items() if isinstance(size, int) and size > 0}
+    what = f"{name} has {rows} rows" if rows else "No tensor tells the rows of a window"
+    if assumed is None and not (told if rows else len(told) == 2):
+        fields = "`chunk_size` or `k`" if rows else "`chunk_size` and `k`"
+        raise ConversionError(f"{what}; give {fields} in a configuration file.")
+    if "chunk_size" in told:
+        chunk_size = told["chunk_size"]
+    elif "k" in told:
+        chunk_size = rows // (told["k"] + own)
+    else:
+        chunk_size = assumed
+        notes.append(f"the source tells neither `chunk_size` nor `k`; a `chunk_size` of {assumed} was assumed")
+    k = told.get("k") or (rows // chunk_size - own if chunk_size else 0)
+    if rows and (k < 1 or chunk_size * (k + own) != rows):
+        if not told:
+            raise ConversionError(
+                f"{what}, which are no splits of {assumed}; give `chunk_size` in a configuration file."
+            )
+        told_sizes = " and ".join(f"`{field}` of {size}" for field, size in told.items())
+        raise ConversionError(f"{what}, which contradicts the configuration's {told_sizes}.")
+    return chunk_size, k, notes
+
+
+FORMAT = AveyFormat()

@@ -1,160 +1,142 @@
 """
 Avey-B, in two layouts. What is published on the Hub has our names; in a state dict of a head they start with `model.`.
-The code that came with the paper has names of its own, a variant of the model of its own, and `avey` for its type.
+The code that came with the paper has other names, its own variant of the model, and the model type `avey`.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
-from subquad.models.avey_b.configuration_avey_b import DYNAMIC, LAYER_PATTERNS
+from subquad.models.avey_b.configuration_avey_b import LAYER_PATTERNS
 
-from .formats import Format, Plan, Tensors
-from .layout import Shape, count_blocks, plan_tensors, sizes_of, sources_of, split_sizes, tail_size, tie
+from .avey import feature_sizes, split_sizes
+from .formats import Format, Found, Reading, Shape, Tensors, count_blocks, lengths_of
 
 
+EMBEDDINGS, HEAD = "embed.weight", "lm_head.weight"
 # Where each size is read: tensor, axis.
-SIZES = {
-    "vocab_size": ("embed.weight", 0),
-    "d_embed": ("embed.weight", 1),
+PLACES = {
+    "vocab_size": (EMBEDDINGS, 0),
+    "d_embed": (EMBEDDINGS, 1),
     "features": ("layers.0.enricher.weight", 0),
     "fused": ("layers.0.fuser.weight", 1),
 }
 COMPRESSOR = "ranker.down_proj"
-COMPRESSOR_SIZES = {"chunk_size": (COMPRESSOR, 0), "compressed_rows": (COMPRESSOR, 1)}
-
-# What tells a field by being there: the end of a tensor's name.
-TOLD_BY = {"compressor": COMPRESSOR, "residual_gain": ".alpha", "final_norm": "ln_f.weight"}
-HUB = {"compressor": True, "residual_gain": True, "final_norm": False}
-PAPER = {
-    "compressor": True,
-    "residual_gain": False,
-    "final_norm": True,
-    "hidden_act": "relu2",
-    "similarity_norm": "sum",
-}
+COMPRESSOR_PLACES = {"chunk_size": (COMPRESSOR, 0), "compressed_rows": (COMPRESSOR, 1)}
+# What shows that a field is true: a tensor whose name ends like this.
+SHOWN_BY = {"compressor": COMPRESSOR, "residual_gain": ".alpha", "final_norm": "ln_f.weight"}
 
 
-def hub_name(name: str) -> str:
-    return name.removeprefix("model.")
-
-
-def paper_name(name: str) -> str:
-    # A classifier holds the masked language model, and the model alone may be saved too.
-    name = name.removeprefix("avey_model.").removeprefix("base_avey_model.")
-    if name == "embeddings.weight":
-        return "embed.weight"
-    layer = re.fullmatch(r"(layers\.\d+\.)(?:ctxt\.(?:contextualizer\.)?)?(.+)", name)
-    return layer[1] + re.sub(r"^rms_norm\b", "norm", layer[2]) if layer else name
-
-
-def matches_hub(tensors: Tensors) -> bool:
-    return any(hub_name(name).startswith(("layers.0.enricher.", "layers.0.fuser.")) for name in tensors)
-
-
-def matches_paper(tensors: Tensors) -> bool:
-    return any(re.match(r"(avey_model\.)?(base_avey_model\.)?layers\.0\.ctxt\.", name) for name in tensors)
-
-
-def model_shapes(sizes: Mapping[str, Any], dynamic: list[bool], rows: int, tail: int) -> dict[str, Shape]:
+class AveyBFormat(Format):
     """
-    Name to shape of a whole masked language model, in the order in which they are used; `rows` are those of a window.
+    What both layouts have in common.
+
+    Attributes:
+        variant: fields that the tensors may not show, with the values that published models of this layout have.
     """
-    d, size = sizes["d_embed"], sizes["chunk_size"]
-    features = sizes["expansion_factor"] * d
-    shapes: dict[str, Shape] = {"embed.weight": (sizes["vocab_size"], d)}
-    if sizes["compressor"]:
-        shapes[COMPRESSOR] = (size, (sizes["k"] + 1) * size)
-    for i, is_dynamic in enumerate(dynamic):
-        layer = f"layers.{i}."
-        shapes[f"{layer}norm.weight"] = (d,)
-        shapes |= {f"{layer}enricher.weight": (features, d), f"{layer}enricher.bias": (features,)}
-        if not is_dynamic:
-            shapes[f"{layer}spatial_proj"] = (rows, rows)
-        shapes |= {f"{layer}fuser.weight": (d, features - tail // 2), f"{layer}fuser.bias": (d,)}
-        if sizes["residual_gain"]:
-            shapes[f"{layer}alpha"] = ()
-    if sizes["final_norm"]:
-        shapes["ln_f.weight"] = (d,)
-    return shapes | {"lm_head.weight": (sizes["vocab_size"], d)}
+
+    model_type = "avey-b"
+    variant: Mapping[str, Any]
+
+    def written_name(self, name: str) -> str:
+        return name.removeprefix("model.")
+
+    def shapes(self, fields: Mapping[str, Any]) -> dict[str, Shape]:
+        """A gain is a scalar in published files, and a vector of one element in the model."""
+        shapes = super().shapes(fields)
+        return {name: () if name.endswith(".alpha") else shape for name, shape in shapes.items()}
+
+    def fits(self, name: str, stored: Shape, shape: Shape, fields: Mapping[str, Any]) -> bool:
+        return stored in (shape, shape or (1,))
+
+    def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
+        variant = {name: _variant(name, value, found, given) for name, value in self.variant.items()}
+        places = PLACES | COMPRESSOR_PLACES if variant["compressor"] else PLACES
+        read = lengths_of(found, places)
+        d, layers = read["d_embed"], count_blocks(found, "layers.")
+        expansion, proportion = feature_sizes(d, read["features"], read["fused"], given)
+
+        matrices = [f"layers.{i}.spatial_proj" for i in range(layers)]
+        pattern, fits = self._pattern([name not in found for name in matrices], given)
+        if variant["compressor"]:
+            chunk_size = read["chunk_size"]
+            k = max(read["compressed_rows"] // max(chunk_size, 1) - 1, 1)
+        else:
+            matrix = next((name for name in matrices if name in found), None)
+            rows = lengths_of(found, {"rows": (matrix, 0)})["rows"]
+            chunk_size, k, _ = split_sizes(found[matrix].source if matrix else "", rows, 1, given)
+        fields = {
+            "vocab_size": read["vocab_size"],
+            "d_embed": d,
+            "n_layers": layers,
+            "chunk_size": chunk_size,
+            "k": k,
+            "expansion_factor": expansion,
+            "context_proportion": proportion,
+            "layer_pattern": pattern,
+        } | variant
+        return Reading(
+            fields,
+            {"n_layers": layers, "layer_pattern": pattern} | variant,
+            places,
+            tied=(EMBEDDINGS, HEAD) if given.get("tie_word_embeddings") is not False else None,
+            model=None if fits else f"avey-b with the layer pattern {pattern}",
+        )
+
+    def _pattern(self, dynamic: list[bool], given: Mapping[str, Any]) -> tuple[str, bool]:
+        """The name of the layers' pattern, and whether by it the same layers are `dynamic` as by the tensors."""
+        told = given.get("layer_pattern")
+        # The configuration's first: several patterns are the same if there are few layers.
+        names = sorted(LAYER_PATTERNS, key=lambda name: name != told)
+        for name in names:
+            if self.config_class(n_layers=len(dynamic), layer_pattern=name).dynamic_layers == dynamic:
+                return name, True
+        return names[0], False
 
 
-def plan(
-    canonical_name: Callable[[str], str], variant: Mapping[str, Any], tensors: Tensors, given: Mapping[str, Any]
-) -> Plan:
-    sources = sources_of(tensors, canonical_name)
-    found = {target: tensors[name] for target, name in sources.items()}
-
-    fields = {name: _field(name, value, found, given) for name, value in variant.items()}
-    read = sizes_of(found, SIZES | COMPRESSOR_SIZES if fields["compressor"] else SIZES)
-    d, layers = read["d_embed"], count_blocks(found, "layers.")
-    expansion = read["features"] // d if d else 0
-    tail, proportion = tail_size(expansion * d, read["fused"], given)
-
-    matrices = [f"layers.{i}.spatial_proj" for i in range(layers)]
-    pattern, dynamic, fits = _pattern([name not in found for name in matrices], given)
-    if fields["compressor"]:
-        rows = chunk_size = read["chunk_size"]
-        k = max(read["compressed_rows"] // chunk_size - 1, 1) if chunk_size else 0
-    else:
-        matrix = next((name for name in matrices if name in found), "")
-        rows = sizes_of(found, {"rows": (matrix, 0)})["rows"]
-        chunk_size, k, _ = split_sizes(sources.get(matrix, ""), rows, 1, given)
-    sizes = {
-        "vocab_size": read["vocab_size"],
-        "d_embed": d,
-        "n_layers": layers,
-        "chunk_size": chunk_size,
-        "k": k,
-        "expansion_factor": expansion,
-        "context_proportion": proportion,
-        "layer_pattern": pattern,
-    } | fields
-    shapes = model_shapes(sizes, dynamic, rows, tail)
-    twins = []
-    if given.get("tie_word_embeddings") is not False:
-        twins = tie(shapes, sources, "embed.weight", "lm_head.weight")
-    model = "avey-b" if fits else f"avey-b with the layer pattern {pattern}"
-    read |= {"expansion_factor": expansion}
-    return Plan(sizes, plan_tensors(model, tensors, sources, shapes, read, _fits), twins)
-
-
-def _fits(target: str, stored: Shape, shape: Shape) -> bool:
-    """A checkpoint of training has vectors of one element where published files have scalars."""
-    return stored in (shape, shape or (1,))
-
-
-def _field(name: str, value: Any, found: Tensors, given: Mapping[str, Any]) -> Any:
-    """From the tensors as far as they tell it, else from the configuration, else the `value` of the variant."""
-    if name in TOLD_BY and any(target.endswith(TOLD_BY[name]) for target in found):
+def _variant(name: str, value: Any, found: Mapping[str, Found], given: Mapping[str, Any]) -> Any:
+    """From the tensors if they show it, else from the configuration, else the `value` of the variant."""
+    if name in SHOWN_BY and any(target.endswith(SHOWN_BY[name]) for target in found):
         return True
     told = given.get(name)
     return told if isinstance(told, type(value)) else value
 
 
-def _pattern(found: list[bool], given: Mapping[str, Any]) -> tuple[str, list[bool], bool]:
-    """
-    Of the layers' pattern the name, which layers are dynamic by it, and whether these are the ones `found` to be:
-    else it is the pattern to hold them against.
-    """
-    patterns = {name: [kind == DYNAMIC for kind in kinds(len(found))] for name, kinds in LAYER_PATTERNS.items()}
-    told = given.get("layer_pattern")
-    # The configuration's first: of few layers several patterns are the same.
-    names = sorted(patterns, key=lambda name: name != told)
-    fitting = [name for name in names if patterns[name] == found]
-    name = (fitting or names)[0]
-    return name, patterns[name], bool(fitting)
+class AveyBHub(AveyBFormat):
+    name = "avey-b-hub"
+    title = "Avey-B, published model or training checkpoint"
+    variant = {"compressor": True, "residual_gain": True, "final_norm": False}
+
+    def matches(self, tensors: Tensors) -> bool:
+        return any(self.rename(name).startswith(("layers.0.enricher.", "layers.0.fuser.")) for name in tensors)
+
+    def rename(self, name: str) -> str:
+        return name.removeprefix("model.")
 
 
-HUB_FORMAT = Format(
-    "avey-b-hub", "Avey-B, published model or training checkpoint", "avey-b", matches_hub, partial(plan, hub_name, HUB)
-)
-PAPER_FORMAT = Format(
-    "avey-b-paper",
-    "Avey-B, the paper's variant",
-    "avey-b",
-    matches_paper,
-    partial(plan, paper_name, PAPER),
-    config_types=("avey",),
-)
+class AveyBPaper(AveyBFormat):
+    name = "avey-b-paper"
+    title = "Avey-B, the paper's variant"
+    config_types = ("avey",)
+    variant = {
+        "compressor": True,
+        "residual_gain": False,
+        "final_norm": True,
+        "hidden_act": "relu2",
+        "similarity_norm": "sum",
+    }
+
+    def matches(self, tensors: Tensors) -> bool:
+        return any(re.match(r"(avey_model\.)?(base_avey_model\.)?layers\.0\.ctxt\.", name) for name in tensors)
+
+    def rename(self, name: str) -> str:
+        # A classifier holds the masked language model, and the model alone may be saved too.
+        name = name.removeprefix("avey_model.").removeprefix("base_avey_model.")
+        if name == "embeddings.weight":
+            return EMBEDDINGS
+        layer = re.fullmatch(r"(layers\.\d+\.)(?:ctxt\.(?:contextualizer\.)?)?(.+)", name)
+        return layer[1] + re.sub(r"^rms_norm\b", "norm", layer[2]) if layer else name
+
+
+HUB_FORMAT = AveyBHub()
+PAPER_FORMAT = AveyBPaper()

@@ -1,8 +1,8 @@
 """
 Containers of tensors: `.pth`/`.bin` archives of PyTorch, safetensors files, and directories of either.
 
-Nothing here knows a model. Tensors stay in the memory-mapped source until they are asked for, and no file is ever
-unpickled into anything but tensors.
+Nothing here knows a model. Tensors stay in the memory-mapped source until they are read, and only tensors are ever
+unpickled.
 """
 
 import json
@@ -36,13 +36,13 @@ DIRECTORY_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# Files with these names are a Hub model's: what lies beside them belongs to them.
+# Files with these names are a Hub model's: the other files of their directory belong to them.
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Shape and dtype of a stored tensor; the dtype is a string where PyTorch or this package has no use for it."""
+    """Shape and dtype of a stored tensor; the dtype is a string if it is none of `DTYPES`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
@@ -60,7 +60,7 @@ class Checkpoint:
     Attributes:
         path: the file or directory it was opened from.
         tensors: name to [`TensorInfo`], in stored order.
-        settings: contents of the `config.json` beside a Hub model's weights, {} where there is none.
+        settings: contents of the `config.json` beside a Hub model's weights, {} if there is none.
     """
 
     path: Path
@@ -76,7 +76,7 @@ class Checkpoint:
         return self.path.parent if self.path.name in HUB_FILES else None
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, a view of the mapped file where the container allows it."""
+        """The tensor of that name, a view of the mapped file if the container allows it."""
         file, reader = self._readers[name]
         try:
             return reader(name)
@@ -84,7 +84,7 @@ class Checkpoint:
             raise ConversionError(f"Tensor {name} of {file} cannot be read: {error}") from error
 
     def include(self, other: "Checkpoint", rename: Callable[[str], str | None]) -> None:
-        """Takes over the tensors of another open checkpoint under new names, but for those that get none."""
+        """Adds the tensors of another open checkpoint under new names, except for those whose new name is None."""
         for name, info in other.tensors.items():
             file, reader = other._readers[name]
             if (renamed := rename(name)) is not None:
@@ -105,7 +105,7 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
     Opens a `.pth`, `.bin` or `.safetensors` file or a model directory. Only names, shapes and dtypes are read.
 
     Raises:
-        ConversionError: where nothing is there, a file is damaged, or a file holds anything but named tensors.
+        ConversionError: if the file does not exist or is damaged, or if it holds anything but named tensors.
     """
     path = Path(path)
     with ExitStack() as stack:
@@ -139,7 +139,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _files_of_directory(directory: Path) -> list[tuple[Path, set[str] | None]]:
-    """The weight files of a directory, each with the names that the index places there (None: no index)."""
+    """The weight files of a directory, each with the names that the index has for it (None: no index)."""
     for candidate in DIRECTORY_FILES:
         file = directory / candidate
         if not file.is_file():
@@ -171,7 +171,7 @@ def _open_file(checkpoint: Checkpoint, file: Path, names: set[str] | None, stack
     else:
         found = _open_torch(file)
     if names is not None and (lost := sorted(names - found.keys())):
-        raise ConversionError(f"{file} lacks tensors that the index places there: {', '.join(map(repr, lost[:5]))}.")
+        raise ConversionError(f"{file} lacks tensors that the index has for it: {', '.join(map(repr, lost[:5]))}.")
     for name, (info, reader) in found.items():
         checkpoint._add(file, name, info, reader)
 
@@ -191,20 +191,20 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, tuple[TensorInf
 
 def _open_torch(file: Path) -> dict[str, tuple[TensorInfo, Any]]:
     with file.open("rb") as handle:
-        # Archives from before PyTorch 1.6 are no zip files and cannot be mapped.
+        # Archives from before PyTorch 1.6 are not zip files and cannot be mapped.
         mappable = handle.read(4) == b"PK\x03\x04"
     try:
         if mappable:
             _refuse_compression(file)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols: nothing that a user could mend
+            warnings.simplefilter("ignore")  # about pickle protocols, which the user cannot change
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=mappable)
     except ConversionError:
         raise
     except pickle.UnpicklingError as error:
-        # PyTorch's own text recommends to switch the protection off.
+        # PyTorch's message recommends to switch the protection off.
         wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"asks for {wanted[1]}" if wanted else "is no PyTorch file or is damaged"
+        reason = f"wants to call {wanted[1]}" if wanted else "is not a PyTorch file, or is damaged"
         raise ConversionError(
             f"{file} {reason}. Only tensors are read from such a file; code in it is never run."
         ) from None
@@ -225,7 +225,7 @@ def _open_torch(file: Path) -> dict[str, tuple[TensorInfo, Any]]:
 
 
 def _refuse_compression(file: Path) -> None:
-    """PyTorch never compresses, and maps a member's bytes as they are: compressed ones would become weights."""
+    """PyTorch maps the bytes of a member as they are, so that compressed bytes would become weights."""
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED:

@@ -2,32 +2,30 @@
 
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig
 
 import subquad
-from subquad.directories import check_free, new_directory
+from subquad.directories import DirectoryError, check_free, new_directory
 
 from .checkpoint import Checkpoint, read_json
 from .errors import ConversionError
-from .formats import Format, Plan, Recognised
-from .layout import fields_of
-from .registry import find_format
+from .formats import INVALID, Format, Plan, Recognised, config_class, invalid_configuration, object_in, one_line
+from .registry import find_format, open_source
 from .tokenizer_files import choose_tokenizer
-from .visual_rwkv import open_parts, save_processor, tower_settings
 from .writer import OutputTensor, parse_size, plan_shards, write_shards
 
 
 OUTPUT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Fields of a source's configuration that say nothing true about the model to be written.
+# Fields of a source's configuration that are not true of the model to be written.
 DROPPED_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version")
 # Fields of a generation configuration that mean nothing without `do_sample`.
 SAMPLING_FIELDS = (
@@ -55,7 +53,7 @@ class Report:
         parameters: number of elements written.
         bytes: size of the weights.
         dtype: the dtype that most elements have.
-        tokenizer: title of the tokenizer, None where none was written.
+        tokenizer: title of the tokenizer, None if none was written.
         notes: what had to be assumed or was left out.
     """
 
@@ -77,13 +75,12 @@ def recognise(source: str | os.PathLike) -> Recognised:
     Args:
         source: a `.pth`, `.bin` or `.safetensors` file, or a directory with `model.safetensors` or
             `pytorch_model.bin`, sharded or not. A file of one of these two names is read with the `config.json`
-            beside it. Of the two files `<name>_rwkv.pth` and `<name>_visual.pth` of a VisualRWKV either stands for
-            both.
+            beside it. For the two files `<name>_rwkv.pth` and `<name>_visual.pth` of a VisualRWKV give either.
 
     Raises:
-        ConversionError: where it is damaged, of a version that is not supported, or its tensors do not fit together.
+        ConversionError: if it is damaged, of a version that is not supported, or its tensors do not fit together.
     """
-    with open_parts(source) as checkpoint:
+    with open_source(source) as checkpoint:
         known = find_format(checkpoint)
         return _recognised(checkpoint, known, known.plan(checkpoint.tensors, checkpoint.settings))
 
@@ -104,38 +101,37 @@ def convert(
     """
     Converts a checkpoint into a directory that `from_pretrained` loads.
 
-    The directory appears complete or not at all; one that exists is filled at the end. Tensors pass through one by
-    one, so memory use stays far below the size of a shard however large the model is.
+    The directory appears complete or not at all; one that exists is filled at the end. Tensors are read and
+    written one by one, so that memory use stays far below the size of a shard.
 
     Args:
         source: as for [`recognise`].
         dest: directory to make; it must not exist or be empty.
-        config: a `config.json` that takes the place of the one beside the source. What the tensors tell, the sizes,
-            is always taken from them.
+        config: a `config.json` that replaces the one beside the source. Sizes are always taken from the tensors.
         tokenizer: `auto`, `rwkv-world`, `bytes`, `none`, or a directory whose tokenizer files are copied. `auto`
             copies those of a Hub model, and otherwise goes by its type and the size of the vocabulary.
         dtype: `keep`, `float32`, `bfloat16` or `float16`, for every tensor, those of the decay included.
-        head_size_divisor: sets that field of Eagle's or Finch's configuration. No tensor tells it; 8 where nothing
-            does.
-        vision_tower: directory of the CLIP model whose vision tower a VisualRWKV was trained with, where the source
-            has none; its files also tell how images are prepared.
-        grid_size: sets that field of VisualRWKV's configuration. No tensor tells it; -1, all patches, where nothing
-            does.
+        head_size_divisor: sets that field of Eagle's or Finch's configuration. No tensor tells it; 8 by default.
+        vision_tower: directory of the CLIP model whose vision tower a VisualRWKV was trained with, if the source has
+            none; its files also tell how images are prepared.
+        grid_size: sets that field of VisualRWKV's configuration. No tensor tells it; -1, all patches, by default.
         max_shard_size: most bytes of a weight file, as a number or like `5GB`.
         progress: whether to show a progress bar on stderr.
 
     Raises:
-        ConversionError: where the source, the configuration or the tokenizer is not usable, or `dest` is occupied.
+        ConversionError: if the source, the configuration or the tokenizer is not usable, or `dest` cannot be made.
     """
     destination = Path(dest).resolve()
+    vision_tower = None if vision_tower is None else Path(vision_tower)
     if dtype != "keep" and dtype not in OUTPUT_DTYPES:
         raise ConversionError(f"`dtype` must be one of keep, {', '.join(OUTPUT_DTYPES)}; got {dtype!r}.")
     if head_size_divisor is not None and head_size_divisor < 1:
         raise ConversionError(f"`head_size_divisor` must be at least 1, got {head_size_divisor}.")
     shard_size = parse_size(max_shard_size)
-    check_free(destination)
+    with _as_conversion_error():
+        check_free(destination)
 
-    with open_parts(source, vision_tower) as checkpoint:
+    with open_source(source, vision_tower) as checkpoint:
         known = find_format(checkpoint)
         given = checkpoint.settings
         if config is not None:
@@ -144,23 +140,18 @@ def convert(
                 raise ConversionError(
                     f"{config} is for the model type {given['model_type']!r}, the tensors are {known.model_type!r}."
                 )
-        if vision_tower is not None:
-            if known.text_type is None:
-                raise ConversionError(f"`vision_tower` means nothing to the model type {known.model_type}.")
-            given = {"vision_config": tower_settings(vision_tower)} | given
-        for name, value in (("head_size_divisor", head_size_divisor), ("grid_size", grid_size)):
-            if value is not None:
-                given = _with_option(known, given, name, value)
+        options = {"vision_tower": vision_tower, "head_size_divisor": head_size_divisor, "grid_size": grid_size}
+        given = known.with_options(given, {name: value for name, value in options.items() if value is not None})
 
         plan = known.plan(checkpoint.tensors, given)
         _check_twins(checkpoint, plan.twins)
         _check_zeros(checkpoint, plan.zeros)
-        notes = plan.notes + _contradictions(given, plan.sizes)
+        notes = plan.notes + _contradictions(known, given, plan.sizes)
         chosen = choose_tokenizer(
             tokenizer if isinstance(tokenizer, str) else Path(tokenizer),
             checkpoint.directory,
-            known.text_type or known.model_type,
-            _text_fields(known, plan.sizes)["vocab_size"],
+            known.text_type,
+            known.text_fields(plan.sizes)["vocab_size"],
         )
         if chosen.note:
             notes.append(chosen.note)
@@ -176,21 +167,21 @@ def convert(
         ]
         size = sum(output.bytes for output in outputs)
         main_dtype = _main_dtype(outputs)
-        told, text_class = _text_fields(known, given), _config_class(known.text_type or known.model_type)
+        told, text_class = known.text_fields(given), config_class(known.text_type)
         untold = [name for name in chosen.token_ids if told.get(name) is None and hasattr(text_class, name)]
-        given = _with_text_fields(known, given, {name: chosen.token_ids[name] for name in untold})
+        given = known.with_text_fields(given, {name: chosen.token_ids[name] for name in untold})
         model_config = _build_config(known, given, plan.sizes, main_dtype)
         generation_config = None
         if subquad.lm_auto_class(known.model_type) != "AutoModelForMaskedLM":
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
             notes += generation_notes
 
-        with new_directory(destination, size) as directory:
-            # Weights last: they take the time, and what else can fail fails before them.
+        with _as_conversion_error(), new_directory(destination, size) as directory:
+            # Weights last: they take the longest, and everything else that can fail should fail before.
             model_config.save_pretrained(directory)
             chosen.save(directory)
-            if known.text_type and chosen.title:
-                generation_config.eos_token_id = save_processor(directory, model_config, vision_tower)
+            if chosen.title:
+                known.save_processor(directory, model_config, generation_config, vision_tower)
             if generation_config is not None:
                 generation_config.save_pretrained(directory)
             bar = tqdm(total=size, unit="B", unit_scale=True, desc="Writing", disable=not progress)
@@ -209,6 +200,15 @@ def convert(
             tokenizer=chosen.title,
             notes=notes,
         )
+
+
+@contextmanager
+def _as_conversion_error() -> Iterator[None]:
+    """A directory that cannot be made is an error of the conversion."""
+    try:
+        yield
+    except DirectoryError as error:
+        raise ConversionError(str(error)) from error
 
 
 def _recognised(checkpoint: Checkpoint, known: Format, plan: Plan) -> Recognised:
@@ -246,57 +246,32 @@ def _check_zeros(checkpoint: Checkpoint, zeros: list[str]) -> None:
             raise ConversionError(f"{name} holds {others[0].item():g}; only zeros are supported there.")
 
 
-def _contradictions(given: Mapping[str, Any], sizes: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Sizes that the configuration tells differently. `num_attention_heads` is left out: published files misuse it."""
+def _contradictions(known: Format, given: Mapping[str, Any], sizes: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Sizes that the configuration tells differently, except for the fields that published files misuse."""
     notes = []
     for name, size in sizes.items():
         if _is_config(size):
-            notes += _contradictions(fields_of(given, name), size, f"{name}.")
-        elif name != "num_attention_heads" and given.get(name) not in (None, size):
+            notes += _contradictions(known, object_in(given, name), size, f"{name}.")
+        elif name not in known.misused_fields and given.get(name) not in (None, size):
             notes.append(f"the configuration's `{prefix}{name}` of {given[name]} was replaced by the tensors' {size}")
     return notes
 
 
-def _config_class(model_type: str) -> type[PreTrainedConfig]:
-    return getattr(subquad, subquad.ARCHITECTURES[model_type][1])
-
-
-def _text_fields(known: Format, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those fields of a configuration that are the language model's."""
-    return fields_of(fields, "text_config") if known.text_type else fields
-
-
-def _with_text_fields(known: Format, given: Mapping[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-    fields = {**_text_fields(known, given), **added}
-    return {**given, "text_config": fields} if known.text_type else fields
-
-
-def _with_option(known: Format, given: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    if hasattr(_config_class(known.model_type), name):
-        return {**given, name: value}
-    if known.text_type and hasattr(_config_class(known.text_type), name):
-        return _with_text_fields(known, given, {name: value})
-    raise ConversionError(f"`{name}` means nothing to the model type {known.model_type}.")
-
-
 def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, Any], dtype: str) -> PreTrainedConfig:
-    architecture = subquad.ARCHITECTURES[known.model_type][2][subquad.lm_auto_class(known.model_type)]
-    config_class = _config_class(known.model_type)
-    # `hidden_size` may stand beside `d_embed`, and would go before it.
-    dropped = {*DROPPED_FIELDS, *(alias for alias, name in config_class.attribute_map.items() if name in sizes)}
-    fields = _merged(given, sizes, dropped)
+    # Another name of a field, such as `hidden_size` for `d_embed`, would replace the size that was read.
+    aliases = known.config_class.attribute_map
+    fields = _merged(given, sizes, {*DROPPED_FIELDS, *(alias for alias, name in aliases.items() if name in sizes)})
     try:
-        return config_class(**fields, architectures=[architecture], dtype=dtype)
-    except (StrictDataclassError, TypeError, ValueError) as error:
-        # The first line only names the validator.
-        raise ConversionError(f"The configuration is not valid: {' '.join(str(error).split())}") from error
+        return known.config_class(**fields, architectures=[known.architecture], dtype=dtype)
+    except INVALID as error:
+        raise invalid_configuration(error) from error
 
 
 def _merged(given: Mapping[str, Any], sizes: Mapping[str, Any], dropped: Collection[str]) -> dict[str, Any]:
-    """The fields to write: those given that mean something here, and the sizes."""
+    """The fields to write: the given ones without those to drop, and the sizes."""
     fields = {name: value for name, value in given.items() if name not in dropped and not name.startswith("_")}
     for name, size in sizes.items():
-        fields[name] = _merged(fields_of(given, name), size, DROPPED_FIELDS) if _is_config(size) else size
+        fields[name] = _merged(object_in(given, name), size, DROPPED_FIELDS) if _is_config(size) else size
     return fields
 
 
@@ -305,7 +280,7 @@ def _is_config(size: Any) -> bool:
 
 
 def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[GenerationConfig, list[str]]:
-    """The one beside a Hub model's weights where there is one, else what the configuration tells; and notes."""
+    """The one beside a Hub model's weights if there is one, else one from the model's configuration; and notes."""
     file = checkpoint.directory and checkpoint.directory / "generation_config.json"
     fields = read_json(file) if file and file.is_file() else None
     try:
@@ -316,8 +291,8 @@ def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -
             generation = GenerationConfig.from_dict(fields)
         notes = _mend_sampling(generation)
         generation.to_json_string()
-    except Exception as error:  # fields of any type reach code that expects theirs
-        raise ConversionError(f"The generation configuration is not valid: {' '.join(str(error).split())}") from error
+    except Exception as error:  # a file may hold anything, so that any part of the reader may fail
+        raise ConversionError(f"The generation configuration is not valid: {one_line(error)}") from error
     return generation, notes
 
 

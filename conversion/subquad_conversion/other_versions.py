@@ -1,7 +1,7 @@
 """Formats that are known by name and not supported, so that the answer can say what a file is."""
 
 from .formats import Refusal, Tensors
-from .rwkv_layout import has_gate, has_vector_decay
+from .rwkv import has_gate, has_vector_decay
 
 
 # Names of block 0's time mixing start with one of these: trainer, Hub.
@@ -33,7 +33,7 @@ def _starts(tensors: Tensors, *beginnings: str) -> bool:
 
 
 def _has_siglip(tensors: Tensors) -> bool:
-    """A tower of transformers' `SiglipVisionModel`, which pools by attention and has a bias where CLIP has none."""
+    """A tower of transformers' `SiglipVisionModel`, which pools by attention and has a bias that CLIP lacks."""
     return _starts(tensors, "vit.vision_model.head.", "vit.head.") or (
         _starts(tensors, "vit.") and _ends(tensors, ".patch_embedding.bias")
     )
@@ -43,7 +43,7 @@ def _is_inside_another_model(tensors: Tensors) -> bool:
     return _starts(tensors, "rwkv.emb.", "rwkv.blocks.0.att.", "vit.")
 
 
-# Most of their files hold a language model that is known here, so these are asked before a format claims a file.
+# Most of their files hold a language model that is known here, so these are tried before a format claims a file.
 OTHER_VISUAL = (
     Refusal(
         "VisualRWKV-7, whose language model is RWKV-7 (Goose)",

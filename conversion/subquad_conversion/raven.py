@@ -7,11 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from subquad.models.raven.configuration_raven import RavenConfig
-
 from .errors import ConversionError
-from .formats import Format, Plan, Tensors
-from .layout import Shape, count_blocks, plan_tensors, sizes_of, sources_of, tie
+from .formats import Format, Found, Reading, Tensors, count_blocks, lengths_of
 
 
 EMBEDDINGS, HEAD = "model.embeddings.weight", "lm_head.weight"
@@ -20,7 +17,7 @@ MIXER = re.compile(r"model\.layers\.([0-9]+)\.attn\.(.+)")
 ATTENTION = {f"{name}_proj.weight" for name in "qkvo"}
 ATTENTION_BIASES = {f"{name}_proj.bias" for name in "qkv"}
 
-# What tells a variant by being there: the ends of tensors' names.
+# What shows a variant: tensors whose names end like these.
 VARIANTS = {
     "use_output_gate": {True: (".o_gate_proj.weight", ".o_norm.weight"), False: (".g_norm.weight",)},
     "decay_type": {"GLA": (".f_proj.weight",), "Mamba2": (".a_proj.weight", ".A_log", ".dt_bias")},
@@ -30,100 +27,121 @@ VARIANTS = {
 }
 
 
-def matches(tensors: Tensors) -> bool:
-    found = {mixer[2].partition(".")[0] for mixer in map(MIXER.fullmatch, tensors) if mixer}
-    # Of memories without a learned router the norms tell. Other models have some of these names, but not together.
-    return found >= {"q_proj", "r_proj"} or ("q_norm" in found and not found.isdisjoint({"o_norm", "g_norm"}))
+class RavenFormat(Format):
+    name = "raven"
+    title = "Raven, published model or training checkpoint"
+    model_type = "raven"
+
+    def matches(self, tensors: Tensors) -> bool:
+        found = {mixer[2].partition(".")[0] for mixer in map(MIXER.fullmatch, tensors) if mixer}
+        # The norms show memories without a learned router. Other models have some of these names, but not together.
+        return found >= {"q_proj", "r_proj"} or ("q_norm" in found and not found.isdisjoint({"o_norm", "g_norm"}))
+
+    def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
+        layers = count_blocks(found, LAYERS)
+        mixers: list[set[str]] = [set() for _ in range(layers)]
+        for mixer in filter(None, map(MIXER.fullmatch, found)):
+            if int(mixer[1]) < layers:
+                mixers[int(mixer[1])].add(mixer[2])
+        entries, attention = _entries(given.get("attn"), mixers)
+        groups = [entry["layers"] for entry in entries] or [attention]
+        memory = next((i for i in range(layers) if not any(i in group for group in groups)), 0)
+        variant = {name: self._variant(name, choices, found, given) for name, choices in VARIANTS.items()}
+
+        places = _places(f"{LAYERS}{memory}.attn.", variant)
+        keys = {i: (f"{LAYERS}{group[0]}.attn.k_proj.weight", 0) for i, group in enumerate(groups) if group}
+        sizes = _sizes(lengths_of(found, places), layers, given)
+        key_rows = lengths_of(found, keys)
+        biased = [any(mixers[layer] & ATTENTION_BIASES for layer in group) for group in groups]
+        d = sizes["hidden_size"]
+
+        def finish() -> dict[str, Any]:
+            _check_told(variant["router"], attention if not entries else [], given)
+            fields = {}
+            if entries:
+                attn = [
+                    _entry(entry, key_rows.get(i, 0), bias, d)
+                    for i, (entry, bias) in enumerate(zip(entries, biased, strict=True))
+                ]
+                fields["attn"] = attn if isinstance(given["attn"], list) else attn[0]
+            if isinstance(topk := given.get("topk"), int):
+                few = "num_slots" in given and given["num_slots"] is None  # then published models write at most all
+                fields["topk"] = min(topk, sizes["num_slots"]) if few else topk
+            return fields
+
+        def softmax(heads: int, kv_heads: Mapping[int, int]) -> list[dict[str, Any]]:
+            """Entries of `attn` with as many heads as the shapes need: no tensor tells how wide one is."""
+            return [
+                {
+                    "layers": groups[i],
+                    "num_heads": heads,
+                    "num_kv_heads": kv_heads[i],
+                    "qkv_bias": biased[i],
+                    "use_rope": False,
+                }
+                for i in keys
+            ]
+
+        # Of one channel each. Keys that are no share of the queries are misshapen: they are expected to be as many.
+        kv_heads = {i: rows if rows and d % rows == 0 else d for i, rows in key_rows.items()}
+        # So that the configuration is valid: neither `topk` nor the layers of softmax attention change a memory.
+        shape_fields = {"topk": 1, "attn": softmax(max(d, 1), kv_heads)}
+        structure = {"num_hidden_layers": layers, "topk": 1, "attn": softmax(1, dict.fromkeys(keys, 1))}
+        return Reading(
+            sizes | variant,
+            structure | variant,
+            places | {f"key_rows {i}": place for i, place in keys.items()},
+            shape_fields=shape_fields,
+            tied=(EMBEDDINGS, HEAD) if given.get("tie_word_embeddings") is True else None,
+            finish=finish,
+        )
+
+    def _variant(
+        self, name: str, choices: Mapping[Any, tuple[str, ...]], found: Mapping[str, Found], given: Mapping[str, Any]
+    ) -> Any:
+        """From the tensors if they show it, else from the configuration, else what published models are."""
+        for choice, endings in choices.items():
+            if any(target.startswith(LAYERS) and target.endswith(endings) for target in found):
+                return choice
+        told = given.get(name)
+        return getattr(self.config_class, name) if told is None else told
 
 
-def memory_shapes(sizes: Mapping[str, Any], head_k: int, head_v: int) -> dict[str, Shape]:
-    """Name to shape of one slot memory, whose heads have keys and values of these sizes."""
-    d, heads, kv_heads = sizes["hidden_size"], sizes["num_heads"], sizes["num_kv_heads"]
-    shapes: dict[str, Shape] = {"q_proj.weight": (heads * head_k, d), "k_proj.weight": (kv_heads * head_k, d)}
-    shapes |= {"v_proj.weight": (kv_heads * head_v, d), "q_norm.weight": (head_k,), "k_norm.weight": (head_k,)}
-    if sizes["router"] != "swa":
-        slots = (kv_heads * sizes["num_slots"], d)
-        if sizes["decay_type"] == "GLA":
-            shapes["f_proj.weight"] = slots
-        else:
-            shapes |= {"a_proj.weight": (kv_heads, d), "A_log": (kv_heads,), "dt_bias": (kv_heads,)}
-    if sizes["router"] == "raven":
-        if sizes["router_type"] == "mlp":
-            shapes |= {"r_proj.0.weight": (d, d), "r_proj.0.bias": (d,), "r_proj.2.weight": slots}
-        else:
-            shapes["r_proj.weight"] = slots
-        if sizes["bias_rmm"]:
-            shapes["r_bias"] = (kv_heads, sizes["num_slots"])
-    if sizes["use_output_gate"]:
-        shapes |= {"o_gate_proj.weight": (heads * head_v, d), "o_norm.weight": (head_v,)}
-    else:
-        shapes["g_norm.weight"] = (heads * head_v,)
-    return shapes | {"o_proj.weight": (d, heads * head_v)}
+def _places(memory: str, variant: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """Where each size is read: tensor, axis. The names of a slot memory start with `memory`."""
+    places = {
+        "vocab_size": (EMBEDDINGS, 0),
+        "hidden_size": (EMBEDDINGS, 1),
+        "intermediate_size": (f"{LAYERS}0.mlp.gate_proj.weight", 0),
+        "head_k": (f"{memory}q_norm.weight", 0),
+        "queries": (f"{memory}q_proj.weight", 0),
+        "keys": (f"{memory}k_proj.weight", 0),
+        "values": (f"{memory}o_proj.weight", 1),
+    }
+    if variant["router"] == "raven":
+        places["slots"] = (f"{memory}r_proj{'.2' if variant['router_type'] == 'mlp' else ''}.weight", 0)
+    elif variant["router"] != "swa":
+        places["slots"] = (f"{memory}f_proj.weight", 0)
+    return places
 
 
-def attention_shapes(d: int, key_rows: int, bias: bool) -> dict[str, Shape]:
-    """Name to shape of one layer of softmax attention."""
-    rows = {"q_proj": d, "k_proj": key_rows, "v_proj": key_rows}
-    shapes: dict[str, Shape] = {f"{name}.weight": (length, d) for name, length in rows.items()}
-    if bias:
-        shapes |= {f"{name}.bias": (length,) for name, length in rows.items()}
-    return shapes | {"o_proj.weight": (d, d)}
-
-
-def plan(tensors: Tensors, given: Mapping[str, Any]) -> Plan:
-    sources = sources_of(tensors, str)
-    layers = count_blocks(tensors, LAYERS)
-    mixers: list[set[str]] = [set() for _ in range(layers)]
-    for mixer in filter(None, map(MIXER.fullmatch, tensors)):
-        if int(mixer[1]) < layers:
-            mixers[int(mixer[1])].add(mixer[2])
-    entries, found_attention = _entries(given.get("attn"), mixers)
-    groups = [entry["layers"] for entry in entries] or [found_attention]
-    memory = next((i for i in range(layers) if not any(i in group for group in groups)), 0)
-
-    fields = {name: _variant(name, choices, tensors, given) for name, choices in VARIANTS.items()}
-    read, sizes, head_k, head_v = _sizes(tensors, layers, f"{LAYERS}{memory}.attn.", fields, given)
-    d = sizes["hidden_size"]
-    mixer_shapes = [memory_shapes(sizes | fields, head_k, head_v)] * layers
-    key_rows, biased = [], []
-    for i, group in enumerate(groups):
-        rows = sizes_of(tensors, {"key_rows": (f"{LAYERS}{group[0]}.attn.k_proj.weight", 0)}) if group else {}
-        key_rows.append(rows.get("key_rows", 0))
-        biased.append(any(mixers[layer] & ATTENTION_BIASES for layer in group))
-        for layer in group:
-            mixer_shapes[layer] = attention_shapes(d, key_rows[i], biased[i])
-        read |= {f"{size} {i}": length for size, length in rows.items()}
-
-    shapes: dict[str, Shape] = {EMBEDDINGS: (sizes["vocab_size"], d)}
-    for i, mixer in enumerate(mixer_shapes):
-        layer = f"{LAYERS}{i}."
-        shapes[f"{layer}attn_norm.weight"] = (d,)
-        shapes |= {f"{layer}attn.{name}": shape for name, shape in mixer.items()}
-        shapes[f"{layer}mlp_norm.weight"] = (d,)
-        width = sizes["intermediate_size"]
-        shapes |= {f"{layer}mlp.{name}_proj.weight": (width, d) for name in ("gate", "up")}
-        shapes[f"{layer}mlp.down_proj.weight"] = (d, width)
-    shapes |= {"model.norm.weight": (d,), HEAD: (sizes["vocab_size"], d)}
-    twins = tie(shapes, sources, EMBEDDINGS, HEAD) if given.get("tie_word_embeddings") is True else []
-    planned = plan_tensors("raven", tensors, sources, shapes, read)
-
-    _check_told(fields["router"], found_attention if not entries else [], given)
-    if entries:
-        attn = [_entry(*each, d) for each in zip(entries, key_rows, biased, strict=True)]
-        fields["attn"] = attn if isinstance(given["attn"], list) else attn[0]
-    if isinstance(topk := given.get("topk"), int):
-        few = "num_slots" in given and given["num_slots"] is None  # then published models write at most all
-        fields["topk"] = min(topk, sizes["num_slots"]) if few else topk
-    return Plan(sizes | fields, planned, twins)
-
-
-def _variant(name: str, choices: Mapping[Any, tuple[str, ...]], tensors: Tensors, given: Mapping[str, Any]) -> Any:
-    """From the tensors as far as they tell it, else from the configuration, else what published models are."""
-    for choice, endings in choices.items():
-        if any(tensor.startswith(LAYERS) and tensor.endswith(endings) for tensor in tensors):
-            return choice
-    told = given.get(name)
-    return getattr(RavenConfig, name) if told is None else told
+def _sizes(read: Mapping[str, int], layers: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the configuration, from the lengths of axes (0 if a tensor is missing)."""
+    d, head_k = read["hidden_size"], read["head_k"]
+    heads, kv_heads = (max(read[name] // max(head_k, 1), 1) for name in ("queries", "keys"))
+    head_v = max(read["values"] // heads, 1)
+    slots = max(read["slots"] // kv_heads, 1) if "slots" in read else given.get("num_slots") or head_k
+    sizes: dict[str, Any] = {name: read[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    sizes |= {"num_hidden_layers": layers, "num_heads": heads, "num_kv_heads": kv_heads, "num_slots": slots}
+    for name, width in (("expand_k", heads * head_k), ("expand_v", heads * head_v)):
+        misspelled = f"exapnd_{name[-1]}"
+        spellings = [spelling for spelling in (name, misspelled) if spelling in given]
+        expansion = given[spellings[-1]] if spellings else 1
+        if not isinstance(expansion, int | float) or abs(d * expansion - width) > 1e-6:
+            expansion = width / max(d, 1)
+        # Under both names, so that it replaces whichever is given.
+        sizes |= dict.fromkeys({name, *spellings}, expansion)
+    return sizes
 
 
 def _entries(attn: Any, mixers: list[set[str]]) -> tuple[list[dict[str, Any]], list[int]]:
@@ -146,53 +164,15 @@ def _entries(attn: Any, mixers: list[set[str]]) -> tuple[list[dict[str, Any]], l
     return entries, found
 
 
-def _sizes(
-    tensors: Tensors, layers: int, memory: str, fields: Mapping[str, Any], given: Mapping[str, Any]
-) -> tuple[dict[str, int], dict[str, Any], int, int]:
-    """
-    What a slot memory, whose names start with `memory`, and the rest tell: lengths of axes, 0 where a tensor is
-    missing; fields of the configuration; sizes of a head's keys and values.
-    """
-    places = {
-        "vocab_size": (EMBEDDINGS, 0),
-        "hidden_size": (EMBEDDINGS, 1),
-        "intermediate_size": (f"{LAYERS}0.mlp.gate_proj.weight", 0),
-        "head_k": (f"{memory}q_norm.weight", 0),
-        "queries": (f"{memory}q_proj.weight", 0),
-        "keys": (f"{memory}k_proj.weight", 0),
-        "values": (f"{memory}o_proj.weight", 1),
-    }
-    if fields["router"] == "raven":
-        places["slots"] = (f"{memory}r_proj{'.2' if fields['router_type'] == 'mlp' else ''}.weight", 0)
-    elif fields["router"] != "swa":
-        places["slots"] = (f"{memory}f_proj.weight", 0)
-    read = sizes_of(tensors, places)
-    d, head_k = read["hidden_size"], read["head_k"]
-    heads, kv_heads = (read[name] // max(head_k, 1) for name in ("queries", "keys"))
-    head_v = read["values"] // max(heads, 1)
-    slots = read["slots"] // max(kv_heads, 1) if "slots" in places else given.get("num_slots") or head_k
-    sizes = {name: read[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
-    sizes |= {"num_hidden_layers": layers, "num_heads": heads, "num_kv_heads": kv_heads, "num_slots": slots}
-    for name, width in (("expand_k", heads * head_k), ("expand_v", heads * head_v)):
-        misspelled = f"exapnd_{name[-1]}"
-        spellings = [spelling for spelling in (name, misspelled) if spelling in given]
-        expansion = given[spellings[-1]] if spellings else 1
-        if not isinstance(expansion, int | float) or abs(d * expansion - width) > 1e-6:
-            expansion = width / max(d, 1)
-        # Under both names, so that it goes before whichever is given.
-        sizes |= dict.fromkeys({name, *spellings}, expansion)
-    return read | {"heads": heads, "kv_heads": kv_heads}, sizes, head_k, head_v
-
-
 def _entry(entry: dict[str, Any], key_rows: int, bias: bool, d: int) -> dict[str, Any]:
     """An entry of `attn`, with the heads of keys and the biases that the tensors have."""
     heads = entry["num_heads"]
     if not entry["layers"]:
         return entry
-    kv_heads = key_rows * heads // max(d, 1)
+    kv_heads = key_rows * heads // d
     if kv_heads * d != key_rows * heads or kv_heads < 1:
         raise ConversionError(
-            f"Keys of {key_rows} channels are no heads of softmax attention where `attn['num_heads']` is {heads} and "
+            f"Keys of {key_rows} channels are no heads of softmax attention if `attn['num_heads']` is {heads} and "
             f"`hidden_size` {d}."
         )
     if (entry.get("num_kv_heads") or heads, bool(entry.get("qkv_bias"))) == (kv_heads, bias):
@@ -201,7 +181,7 @@ def _entry(entry: dict[str, Any], key_rows: int, bias: bool, d: int) -> dict[str
 
 
 def _check_told(router: str, attention: list[int], given: Mapping[str, Any]) -> None:
-    """Refuses what cannot be run without a configuration, of which `attention` are the layers of softmax attention."""
+    """Refuses what cannot be run without a configuration, which does not describe the layers of `attention`."""
     untold = []
     if router == "raven" and given.get("topk") is None:
         untold.append("`topk`")
@@ -215,4 +195,4 @@ def _check_told(router: str, attention: list[int], given: Mapping[str, Any]) -> 
         raise ConversionError(f"No tensor tells {', nor '.join(untold)}; give it in a configuration file.")
 
 
-FORMAT = Format("raven", "Raven, published model or training checkpoint", "raven", matches, plan)
+FORMAT = RavenFormat()

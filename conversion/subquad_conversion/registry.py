@@ -1,9 +1,12 @@
 """The source formats, and the one place that tells which of them a checkpoint has."""
 
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from . import avey, avey_b, gecko, raven, rwkv5_hub, rwkv5_trainer, rwkv6_hub, rwkv6_trainer, visual_rwkv
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, open_checkpoint
 from .errors import ConversionError
 from .formats import Format
 from .other_versions import REFUSALS
@@ -26,13 +29,30 @@ FORMATS: tuple[Format, ...] = (
 WRAPPERS = re.compile(r"(module\.|_orig_mod\.)+")
 
 
+@contextmanager
+def open_source(source: str | Path, vision_tower: Path | None = None) -> Iterator[Checkpoint]:
+    """
+    As [`open_checkpoint`], with the tensors that belong to those of `source` and are in other files.
+
+    Args:
+        vision_tower: directory of a CLIP model, to be read with a VisualRWKV that has no vision tower.
+
+    Raises:
+        ConversionError: also if such a file is missing or does not fit.
+    """
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(open_checkpoint(source))
+        gathered = (known.gather(checkpoint, stack, vision_tower) for known in FORMATS)
+        yield next(filter(None, gathered), checkpoint)
+
+
 def find_format(checkpoint: Checkpoint) -> Format:
     """
     The format of a checkpoint, from the names and shapes of its tensors alone.
 
     Raises:
-        ConversionError: where it is a version that is not supported, or unknown; the message shows some of the names
-            and lists the formats that are supported.
+        ConversionError: if it is a version that is not supported, or unknown. The message shows some of the names and
+            lists the formats that are supported.
     """
     tensors = checkpoint.tensors
     supported = f"Supported are: {'; '.join(known.title for known in FORMATS)}."

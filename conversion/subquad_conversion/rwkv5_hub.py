@@ -1,15 +1,12 @@
 """Eagle (RWKV-5.2) as published on the Hub: model type `rwkv5`, the names that this package keeps."""
 
-from .formats import Tensors
-from .rwkv_layout import has_gate, has_vector_decay, rwkv_format
+from .rwkv import ATTENTION, Rwkv5Format
 
 
-ATTENTION = "rwkv.blocks.0.attention."
+class Rwkv5Hub(Rwkv5Format):
+    name = "rwkv5-hub"
+    title = "Eagle (RWKV-5.2), Hub model"
+    attention = ATTENTION
 
 
-def matches(tensors: Tensors) -> bool:
-    newer = f"{ATTENTION}time_maa_x" in tensors
-    return has_gate(tensors, ATTENTION) and has_vector_decay(tensors, ATTENTION) and not newer
-
-
-FORMAT = rwkv_format("rwkv5-hub", "Eagle (RWKV-5.2), Hub model", "rwkv5", matches, str)
+FORMAT = Rwkv5Hub()

@@ -2,21 +2,19 @@
 
 import re
 
-from .formats import Tensors
-from .rwkv_layout import has_gate, has_vector_decay, rwkv_format, trainer_name
+from .rwkv import Rwkv5Format, trainer_name
 
 
-ATTENTION = "blocks.0.att."
 MIXES = {"k": "key", "v": "value", "r": "receptance", "g": "gate"}
 
 
-def matches(tensors: Tensors) -> bool:
-    newer = f"{ATTENTION}time_maa_x" in tensors
-    return has_gate(tensors, ATTENTION) and has_vector_decay(tensors, ATTENTION) and not newer
+class Rwkv5Trainer(Rwkv5Format):
+    name = "rwkv5-trainer"
+    title = "Eagle (RWKV-5.2), trainer checkpoint"
+    attention = "blocks.0.att."
+
+    def rename(self, name: str) -> str:
+        return re.sub(r"(?<=\.time_mix_)[kvrg]$", lambda mix: MIXES[mix[0]], trainer_name(name))
 
 
-def canonical_name(name: str) -> str:
-    return re.sub(r"(?<=\.time_mix_)[kvrg]$", lambda mix: MIXES[mix[0]], trainer_name(name))
-
-
-FORMAT = rwkv_format("rwkv5-trainer", "Eagle (RWKV-5.2), trainer checkpoint", "rwkv5", matches, canonical_name)
+FORMAT = Rwkv5Trainer()

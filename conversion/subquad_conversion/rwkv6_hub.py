@@ -1,11 +1,12 @@
 """Finch (RWKV-6.0) as published on the Hub: model type `rwkv6`, the names that this package keeps."""
 
-from .formats import Tensors
-from .rwkv_layout import rwkv_format
+from .rwkv import ATTENTION, Rwkv6Format
 
 
-def matches(tensors: Tensors) -> bool:
-    return "rwkv.blocks.0.attention.time_maa_x" in tensors
+class Rwkv6Hub(Rwkv6Format):
+    name = "rwkv6-hub"
+    title = "Finch (RWKV-6.0), Hub model"
+    attention = ATTENTION
 
 
-FORMAT = rwkv_format("rwkv6-hub", "Finch (RWKV-6.0), Hub model", "rwkv6", matches, str)
+FORMAT = Rwkv6Hub()

@@ -1,11 +1,15 @@
 """Finch (RWKV-6.0) as the trainer saves it: one `.pth` whose names start with `emb`, `blocks`, `ln_out`, `head`."""
 
-from .formats import Tensors
-from .rwkv_layout import rwkv_format, trainer_name
+from .rwkv import Rwkv6Format, trainer_name
 
 
-def matches(tensors: Tensors) -> bool:
-    return "blocks.0.att.time_maa_x" in tensors
+class Rwkv6Trainer(Rwkv6Format):
+    name = "rwkv6-trainer"
+    title = "Finch (RWKV-6.0), trainer checkpoint"
+    attention = "blocks.0.att."
+
+    def rename(self, name: str) -> str:
+        return trainer_name(name)
 
 
-FORMAT = rwkv_format("rwkv6-trainer", "Finch (RWKV-6.0), trainer checkpoint", "rwkv6", matches, trainer_name)
+FORMAT = Rwkv6Trainer()

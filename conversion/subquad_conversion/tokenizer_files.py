@@ -37,10 +37,10 @@ class TokenizerChoice:
     A tokenizer to write.
 
     Attributes:
-        title: what it is, None where there is none.
+        title: what it is, None if there is none.
         save: writes its files into a directory.
-        note: why, where the user did not ask for it.
-        token_ids: `bos_token_id` and so on, as far as the tokenizer settles them; some configurations lack some.
+        note: why, if the user did not choose it.
+        token_ids: `bos_token_id` and so on, as far as the tokenizer has them; some configurations lack some.
     """
 
     title: str | None
@@ -51,7 +51,7 @@ class TokenizerChoice:
 
 def choose_tokenizer(choice: str | Path, source: Path | None, model_type: str, vocab_size: int) -> TokenizerChoice:
     """
-    Settles what `choice` means, before any weight is written.
+    The tokenizer that `choice` means, found before any weight is written.
 
     Args:
         choice: `auto`, `rwkv-world`, `bytes`, `none`, or a directory that holds a tokenizer.
@@ -60,8 +60,8 @@ def choose_tokenizer(choice: str | Path, source: Path | None, model_type: str, v
         vocab_size: number of rows of the embeddings.
 
     Raises:
-        ConversionError: where a directory holds no tokenizer or one that needs code of its own, or one made here has
-            more ids than the model.
+        ConversionError: if a directory holds no tokenizer or one that needs code of its own, or if a tokenizer made
+            here has more ids than the model.
     """
     if choice == "none":
         return TokenizerChoice(None, lambda directory: None, None, {})
@@ -86,7 +86,7 @@ def choose_tokenizer(choice: str | Path, source: Path | None, model_type: str, v
         if not _needs_foreign_code(source):
             return _copy(source, files, "the tokenizer was found beside the weights")
         if is_world:
-            return _world(vocab_size, "the tokenizer takes the place of the source's, which needs code of its own")
+            return _world(vocab_size, "the tokenizer replaces the source's, which needs code of its own")
     elif is_world:
         return _world(vocab_size, f"the tokenizer was chosen by the vocabulary of {vocab_size}")
     elif vocab_size == BYTES_VOCABULARY:
@@ -124,7 +124,7 @@ def _files(directory: Path) -> list[str]:
 
 
 def _needs_foreign_code(directory: Path) -> bool:
-    """Whether the tokenizer there is a class of the repository's own, whose code is not taken along."""
+    """Whether the tokenizer there is a class of the repository, whose code is not copied."""
     file = directory / "tokenizer_config.json"
     return file.is_file() and "auto_map" in read_json(file)
 

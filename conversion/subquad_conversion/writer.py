@@ -1,8 +1,8 @@
 """
 Writing safetensors files a tensor at a time.
 
-`safetensors.torch.save_file` wants a whole file's tensors in memory. The format asks for no such thing: after a header
-come the tensors' bytes in order, so what is held here is at most one piece of one tensor beside the mapped source.
+`safetensors.torch.save_file` needs all tensors of a file in memory. The format does not: a header is followed by the
+tensors' bytes in order. So only one piece of one tensor is in memory here, beside the mapped source.
 """
 
 import json
@@ -41,7 +41,7 @@ class OutputTensor:
 
 
 def parse_size(size: int | str) -> int:
-    """A number of bytes from `5GB`, `200MiB` or a number; raises `ConversionError` where it is none."""
+    """A number of bytes from `5GB`, `200MiB` or a number; raises `ConversionError` if it is none."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", str(size).upper())
     if not match or match[2] not in UNITS:
         raise ConversionError(f"A shard size is a number with one of KB, MB, GB, TB, KiB, MiB, GiB; got {size!r}.")
@@ -52,7 +52,7 @@ def parse_size(size: int | str) -> int:
 
 
 def plan_shards(tensors: Iterable[OutputTensor], max_shard_size: int) -> list[list[OutputTensor]]:
-    """Cuts the tensors, in order, into files of at most `max_shard_size` bytes; a larger tensor has one to itself."""
+    """Cuts the tensors, in order, into files of at most `max_shard_size` bytes; a larger one has its own."""
     shards: list[list[OutputTensor]] = []
     room = 0
     for tensor in tensors:
@@ -66,7 +66,7 @@ def plan_shards(tensors: Iterable[OutputTensor], max_shard_size: int) -> list[li
 
 def write_shards(shards: list[list[OutputTensor]], directory: Path, advance: Callable[[int], object]) -> list[str]:
     """
-    Writes the files of a model, with an index where there is more than one.
+    Writes the files of a model, with an index if there is more than one.
 
     Args:
         advance: called with the number of bytes written, again and again.

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from subquad import AveyConfig, AveyForCausalLM, cli
-from subquad_conversion import ConversionError, convert, recognise
+from subquad_conversion import ConversionError, convert
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "avey_released.safetensors"
@@ -142,81 +142,6 @@ def test_any_share_of_features_in_the_tail(share, told, tmp_path):
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(loading.values()), loading
     assert all(torch.equal(x, weights[name]) for name, x in model.model.state_dict().items())
-
-
-def test_one_error_lists_all_that_does_not_fit(weights, tmp_path):
-    del weights["blocks.2.ctxt.enricher.bias"]
-    weights["blocks.1.alpha"] = torch.zeros(1)
-    weights["blocks.1.ctxt.contextualizer.spatial_proj"] = torch.zeros(32, 31)
-    weights["blocks.2.ctxt.fuser.weight"] = torch.zeros(32, 96, dtype=torch.int8)
-    with pytest.raises(ConversionError) as error:
-        recognise(publish(tmp_path / "source", weights))
-    assert str(error.value) == (
-        "The tensors are not those of the model type avey; missing: blocks.2.ctxt.enricher.bias; "
-        "unexpected: blocks.1.alpha; of the wrong shape: "
-        "blocks.1.ctxt.contextualizer.spatial_proj (shape (32, 31), expected (32, 32)), "
-        "blocks.2.ctxt.fuser.weight (dtype I8, expected a floating one)."
-    )
-
-
-@pytest.mark.parametrize("name", ["wte", "blocks.0.ctxt.enricher", "blocks.0.ctxt.fuser", "blocks.0.rms_norm", "ln_f"])
-@pytest.mark.parametrize("fault", ["missing", "no axis", "one row"])
-def test_a_tensor_that_is_not_there_or_no_matrix(name, fault, weights, tmp_path):
-    name = f"{name}.weight"
-    if fault == "missing":
-        del weights[name]
-        message = f"missing: {name}.$"
-    else:
-        weights[name] = torch.zeros(()) if fault == "no axis" else weights[name][:1]
-        message = rf"{name} \(shape"
-    if (name, fault) == ("wte.weight", "one row"):  # a vocabulary of 1 is one
-        assert recognise(publish(tmp_path / "source", weights)).sizes["vocab_size"] == 1
-        return
-    with pytest.raises(ConversionError, match=f"not those of the model type avey; .*{message}"):
-        recognise(publish(tmp_path / "source", weights))
-
-
-def test_without_a_matrix_of_the_contextualizer(weights, tmp_path):
-    del weights["blocks.0.ctxt.contextualizer.spatial_proj"]
-    with pytest.raises(ConversionError, match=r"type avey; missing: blocks\.0\.ctxt\.contextualizer\.spatial_proj\.$"):
-        recognise(publish(tmp_path / "source", weights))
-
-
-def test_a_stray_block_does_not_ask_for_millions_of_tensors(weights, tmp_path):
-    weights["blocks.99999999.rms_norm.weight"] = torch.zeros(32)
-    with pytest.raises(ConversionError, match=r"missing: .* and \d+ more") as error:
-        recognise(publish(tmp_path / "source", weights))
-    assert len(str(error.value)) < 2000
-
-
-@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
-def test_wrapped_names(wrapper, weights, tmp_path):
-    source = save(tmp_path / "model.pth", {wrapper + name: x for name, x in weights.items()})
-    with pytest.raises(ConversionError, match=rf"no format that is known here\. All names start with `{wrapper}`"):
-        recognise(source)
-
-
-def test_one_name_twice(weights, tmp_path):
-    weights["model.wte.weight"] = weights["wte.weight"].clone()
-    with pytest.raises(ConversionError, match=r"model\.wte\.weight and wte\.weight are the same tensor, wte\.weight"):
-        recognise(publish(tmp_path / "source", weights))
-
-
-def test_a_head_of_its_own(weights, tmp_path):
-    weights["lm_head.weight"] = torch.randn(101, 32)
-    with pytest.raises(ConversionError, match=r"but wte\.weight and lm_head\.weight differ"):
-        convert(publish(tmp_path / "tied", weights), tmp_path / "model", progress=False)
-    source = publish(tmp_path / "untied", weights, tie_word_embeddings=False)
-    convert(source, tmp_path / "model", progress=False)
-    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
-    assert not any(loading.values()), loading
-    assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
-
-
-def test_the_divisor_of_another_architecture(weights, tmp_path):
-    with pytest.raises(ConversionError, match="`head_size_divisor` means nothing to the model type avey"):
-        convert(publish(tmp_path / "source", weights), tmp_path / "model", head_size_divisor=8, progress=False)
-    assert not (tmp_path / "model").exists()
 
 
 # --- tokenizers ---

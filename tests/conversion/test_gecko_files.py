@@ -5,30 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from byte_level_bpe import TEXT, write_byte_level_bpe
+from format_cases import GECKO, GECKO_UNTOLD, gecko_buffers, tiny_gecko
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from subquad import GeckoConfig, GeckoForCausalLM, cli
+from subquad import cli
 from subquad_conversion import ConversionError, convert, recognise
 
 
 FOLDER = Path(__file__).parents[1] / "golden"
-TINY = {
-    "vocab_size": 30,
-    "model_dim": 16,
-    "num_layers": 3,
-    "num_heads": 2,
-    "z_dim": 8,
-    "value_dim": 12,
-    "ffn_hidden_dim": 20,
-    "cema_ndim": 3,
-    "chunk_size": 4,
-    "timenorm_num_groups": 4,
-}
-# What no weight tells, and no model can do without.
-UNTOLD = {name: TINY[name] for name in ("num_heads", "chunk_size", "timenorm_num_groups")}
 
 
 def load(name="gecko"):
@@ -61,26 +47,10 @@ def write_config(directory, **fields):
     return path
 
 
-def tiny_model(**fields):
-    """A model in which no parameter is zero or constant."""
-    torch.manual_seed(0)
-    model = GeckoForCausalLM(GeckoConfig(**TINY | fields)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
-
-
 def as_trained(model):
     """The state dict of such a model in the authors' code, buffers included."""
-    config = model.config
     weights = {name.removeprefix("model."): x for name, x in model.state_dict().items()}
-    norms = [f"layers.{i}.mega.timenorm" for i in range(config.num_layers)]
-    for norm in [*norms, "output.final_norm"]:
-        weights[f"{norm}.prior_count"] = torch.tensor(0)
-        weights |= {f"{norm}.prior_{name}": torch.zeros(config.timenorm_num_groups) for name in ("mean", "var")}
-    pairs = config.z_dim // config.num_heads // 2
-    return weights | {"rope.freqs": config.rope_base ** (torch.arange(pairs) / -pairs)}
+    return weights | gecko_buffers(model.config)
 
 
 def load_whole(directory):
@@ -147,12 +117,12 @@ VARIANTS = [
 @pytest.mark.parametrize("told", [True, False])
 def test_what_we_save_ourselves(fields, told, tmp_path):
     """Also with no more of its configuration than no tensor tells."""
-    model = tiny_model(**fields)
+    model = tiny_gecko(**fields)
     model.save_pretrained(tmp_path / "saved")
     config = None
     if not told:
         untold = {name: x for name, x in fields.items() if name not in ("swiglu", "rescale_nffn", "norm_affine")}
-        config = write_config(tmp_path, **UNTOLD | untold)
+        config = write_config(tmp_path, **GECKO_UNTOLD | untold)
     report = convert(tmp_path / "saved", tmp_path / "model", config=config, progress=False)
     assert bool(notes_of(report)) is not told
     converted = load_whole(tmp_path / "model")
@@ -160,45 +130,14 @@ def test_what_we_save_ourselves(fields, told, tmp_path):
     check_same(converted, model)
 
 
-def test_tied_heads(tmp_path):
-    """The authors' code saves both names."""
-    model = tiny_model(share_emb=True)
-    weights = as_trained(model)
-    source = save(tmp_path / "trained.pth", weights)
-    for i, tied in enumerate(("share_emb", "tie_word_embeddings")):
-        config = write_config(tmp_path, **UNTOLD, **{tied: True})
-        convert(source, tmp_path / f"model-{i}", config=config, progress=False)
-        assert "output.output.weight" not in load_file(tmp_path / f"model-{i}/model.safetensors")
-        check_same(load_whole(tmp_path / f"model-{i}"), model)
-    weights["output.output.weight"] = weights["embed.weight"] + 1
-    with pytest.raises(ConversionError, match=r"but embed\.weight and output\.output\.weight differ"):
-        convert(save(source, weights), tmp_path / "model", config=config, progress=False)
-    del weights["output.output.weight"]
-    with pytest.raises(ConversionError, match=r"type gecko; missing: output\.output\.weight\.$"):
-        recognise(save(source, weights))
-
-
-def test_dtype_and_tokenizer(tmp_path, capsys):
-    source = tmp_path / "source"
-    tiny_model().save_pretrained(source)
-    expected = write_byte_level_bpe(source).encode(TEXT).ids
-    assert cli.main(["convert", str(source), str(tmp_path / "model"), "--dtype", "bfloat16"]) == 0
-    text = capsys.readouterr().out
-    assert "3 layers of 16, 2 heads, chunks of 4, vocabulary 30." in text
-    assert f"Tokenizer: copied from {source}." in text
-    assert AutoTokenizer.from_pretrained(tmp_path / "model")(TEXT)["input_ids"] == expected
-    written, stored = (load_file(path / "model.safetensors") for path in (tmp_path / "model", source))
-    assert all(torch.equal(written[name], x.bfloat16()) for name, x in stored.items())
-
-
 # --- what the tensors tell, and what they do not ---
 
 
 def test_sizes_that_the_tensors_replace(tmp_path):
-    told = {name: size * 2 for name, size in TINY.items() if name != "chunk_size"}
+    told = {name: size * 2 for name, size in GECKO.items() if name != "chunk_size"}
     told |= {"swiglu": False, "norm_affine": False, "rescale_nffn": False}
-    replaced = TINY | {"swiglu": True, "norm_affine": True, "rescale_nffn": True}
-    model = tiny_model(rescale_nffn=True)
+    replaced = GECKO | {"swiglu": True, "norm_affine": True, "rescale_nffn": True}
+    model = tiny_gecko(rescale_nffn=True)
     source = save(tmp_path / "trained.pth", as_trained(model))
     config = write_config(tmp_path, **model.config.to_dict() | told)
     report = convert(source, tmp_path / "model", config=config, progress=False)
@@ -218,7 +157,7 @@ def test_sizes_that_the_tensors_replace(tmp_path):
     ],
 )
 def test_what_a_configuration_must_tell(buffers, fields, untold, tmp_path):
-    model = tiny_model()
+    model = tiny_gecko()
     source = save(tmp_path / "trained.pth", as_trained(model) if buffers else model.state_dict())
     with pytest.raises(ConversionError) as error:
         convert(source, tmp_path / "model", config=write_config(tmp_path, **fields), progress=False)
@@ -227,7 +166,7 @@ def test_what_a_configuration_must_tell(buffers, fields, untold, tmp_path):
 
 
 def test_what_is_assumed(tmp_path):
-    model = tiny_model()
+    model = tiny_gecko()
     source = save(tmp_path / "trained.pth", as_trained(model))
     config = write_config(tmp_path, chunk_size=4, norm_eps=1e-5, num_rope_heads=None)
     report = convert(source, tmp_path / "model", config=config, progress=False)
@@ -249,9 +188,9 @@ def test_what_is_assumed(tmp_path):
     ],
 )
 def test_a_configuration_that_does_not_fit(fields, message, tmp_path):
-    source = save(tmp_path / "trained.pth", tiny_model().state_dict())
+    source = save(tmp_path / "trained.pth", tiny_gecko().state_dict())
     with pytest.raises(ConversionError, match=message):
-        convert(source, tmp_path / "model", config=write_config(tmp_path, **UNTOLD | fields), progress=False)
+        convert(source, tmp_path / "model", config=write_config(tmp_path, **GECKO_UNTOLD | fields), progress=False)
 
 
 @pytest.mark.parametrize(
@@ -288,68 +227,10 @@ def test_buffers_that_tell_nothing(name, shape, message, weights, tmp_path):
 # --- refusal ---
 
 
-def test_one_error_lists_all_that_does_not_fit(tmp_path):
-    weights = as_trained(tiny_model(rescale_nffn=True))
-    del weights["layers.2.nffn.alpha"], weights["layers.1.mega.rmsnorm.weight"]
-    weights["layers.0.mega.wh2.bias"] = torch.zeros(16)
-    weights["layers.1.mega.gamma"] = torch.zeros(2, 8)
-    weights["layers.2.nffn.fc3.weight"] = torch.zeros(20, 16, dtype=torch.int8)
-    with pytest.raises(ConversionError) as error:
-        recognise(save(tmp_path / "trained.pth", weights))
-    assert str(error.value) == (
-        "The tensors are not those of the model type gecko; "
-        "missing: model.layers.1.mega.rmsnorm.weight, model.layers.2.nffn.alpha; "
-        "unexpected: layers.0.mega.wh2.bias; "
-        "of the wrong shape: layers.1.mega.gamma (shape (2, 8), expected (4, 8)), "
-        "layers.2.nffn.fc3.weight (dtype int8, expected a floating one)."
-    )
-
-
-@pytest.mark.parametrize("fault", ["missing", "no axis", "one row"])
-def test_every_tensor_matters(fault, tmp_path):
-    """A file without one of them, or with one of another shape, is refused by its name."""
-    whole, path = tiny_model(rescale_nffn=True).state_dict(), tmp_path / "model.safetensors"
-    for name in whole:
-        weights = dict(whole)
-        if fault == "missing":
-            del weights[name]
-        else:
-            weights[name] = torch.zeros(()) if fault == "no axis" else weights[name][:1].clone()
-        with pytest.raises(ConversionError) as error:
-            recognise(save(path, weights))
-        kind = "missing" if fault == "missing" else "of the wrong shape"
-        assert f"not those of the model type gecko; {kind}: " in str(error.value)
-        assert fault == "one row" or name in str(error.value)
-
-
 def test_a_layer_of_which_only_buffers_are_left(weights, tmp_path):
     weights = {name: x for name, x in weights.items() if not name.startswith("layers.2.") or "prior_" in name}
-    with pytest.raises(ConversionError, match=r"missing: model\.layers\.2\.mega\.timenorm\.weight, "):
+    with pytest.raises(ConversionError, match=r"missing: .*model\.layers\.2\.mega\.timenorm\.weight, "):
         recognise(save(tmp_path / "trained.pth", weights))
-
-
-def test_a_stray_layer_does_not_ask_for_millions_of_tensors(weights, tmp_path):
-    weights["layers.99999999.mega.gamma"] = torch.zeros(4, 16)
-    with pytest.raises(ConversionError, match=r"missing: .* and \d+ more") as error:
-        recognise(save(tmp_path / "trained.pth", weights))
-    assert len(str(error.value)) < 2000
-
-
-@pytest.mark.parametrize("kept", [0, 8, 0.5, 0.999])
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_truncated_file(suffix, kept, weights, tmp_path):
-    source = save(tmp_path / f"trained{suffix}", weights)
-    whole = source.read_bytes()
-    source.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
-    with pytest.raises(ConversionError, match=source.name):
-        convert(source, tmp_path / "model", progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == [source.name]
-
-
-def test_a_training_state(weights, tmp_path):
-    source = save(tmp_path / "state.pt", {"model": weights, "step": 1})
-    with pytest.raises(ConversionError, match="It is a training state: save its 'model' entry to a file of its own"):
-        recognise(source)
 
 
 def test_megalodon(weights, tmp_path):
@@ -363,7 +244,7 @@ def test_megalodon(weights, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_info(dtype, tmp_path, capsys):
-    model = tiny_model().to(dtype)
+    model = tiny_gecko().to(dtype)
     model.save_pretrained(tmp_path)
     assert cli.main(["info", str(tmp_path), "--json"]) == 0
     info = json.loads(capsys.readouterr().out)

@@ -32,14 +32,6 @@ def save(path, tensors):
 
 
 @pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
-def test_trainer_file(model_type, tmp_path):
-    found = recognise(save(tmp_path / "any name.pth", tensors := trainer_tensors(model_type, dtype=torch.bfloat16)))
-    assert (found.format, found.model_type, found.dtype) == (f"{model_type}-trainer", model_type, "bfloat16")
-    assert found.sizes == (SIZES if model_type == "rwkv5" else SIZES | RANKS)
-    assert found.parameters == sum(tensor.numel() for tensor in tensors.values())
-
-
-@pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
 @pytest.mark.parametrize("container", ["safetensors", "bin", "sharded safetensors", "sharded bin"])
 def test_hub_directory(model_type, container, tmp_path):
     tensors = hub_tensors(model_type)
@@ -155,39 +147,6 @@ def test_what_is_refused_by_name(make, title, tmp_path):
     assert "Supported are: Eagle (RWKV-5.2), trainer checkpoint; Finch (RWKV-6.0)" in str(error.value)
     assert min(tensors) in str(error.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_one_error_lists_all_that_does_not_fit(tmp_path):
-    tensors = trainer_tensors("rwkv6")
-    del tensors["blocks.1.ffn.key.weight"], tensors["ln_out.bias"]
-    tensors["blocks.0.att.time_state"] = torch.zeros(3, 64, 64)
-    tensors["blocks.1.att.time_maa_w"] = torch.zeros(1, 1, 191)
-    tensors["head.weight"] = torch.zeros(192, 100)
-    tensors["blocks.1.ffn.value.weight"] = torch.zeros(192, 320, dtype=torch.int8)
-    with pytest.raises(ConversionError) as error:
-        recognise(save(tmp_path / "model.pth", tensors))
-    assert str(error.value) == (
-        "The tensors are not those of the model type rwkv6; "
-        "missing: rwkv.blocks.1.feed_forward.key.weight, rwkv.ln_out.bias; "
-        "unexpected: blocks.0.att.time_state; "
-        "of the wrong shape: blocks.1.att.time_maa_w (shape (1, 1, 191), expected (1, 1, 192)), "
-        "blocks.1.ffn.value.weight (dtype int8, expected a floating one), "
-        "head.weight (shape (192, 100), expected (100, 192))."
-    )
-
-
-def test_without_embeddings_only_the_names_are_held_against_a_file(tmp_path):
-    tensors = trainer_tensors("rwkv5")
-    del tensors["emb.weight"]
-    with pytest.raises(ConversionError, match=r"type rwkv5; missing: rwkv\.embeddings\.weight\.$"):
-        recognise(save(tmp_path / "model.pth", tensors))
-
-
-def test_a_stray_block_does_not_ask_for_millions_of_tensors(tmp_path):
-    tensors = trainer_tensors("rwkv5") | {"blocks.99999999.ln1.weight": torch.zeros(192)}
-    with pytest.raises(ConversionError, match=r"missing: .* and \d+ more") as error:
-        recognise(save(tmp_path / "model.pth", tensors))
-    assert len(str(error.value)) < 2000
 
 
 class RunsCode:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from rwkv_files import hub_tensors, reference_logits, tower, trainer_tensors, visual_tensors
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, CLIPConfig, CLIPModel
 
 from subquad import VisualRwkvConfig, VisualRwkvForConditionalGeneration
@@ -320,7 +320,7 @@ def test_what_no_tensor_tells(vision, save, make, tmp_path):
         ({"grid_size": 3}, {}, "`grid_size` must be -1, 0 or a divisor of the 4 patches"),
         ({}, {"grid_size": 5}, "`grid_size` must be -1, 0 or a divisor of the 4 patches"),
         ({"text_config": [1]}, {}, "`text_config` must hold an object, found a list"),
-        ({"vision_config": {"num_attention_heads": 3}}, {}, "128 channels make no 3 heads"),
+        ({"vision_config": {"num_attention_heads": 3}}, {}, "128 channels .* make no 3 heads"),
         ({"model_type": "rwkv6"}, {}, "for the model type 'rwkv6', the tensors are 'visual_rwkv'"),
         ({"image_token_id": 98}, {"tokenizer": world_like(tmp_path / "tokenizer")}, "<image> at the id 99, .* is 98"),
         ({"text_config": {"tie_word_embeddings": True}}, {}, r"rwkv\.emb\.weight and rwkv\.head\.weight differ"),
@@ -336,17 +336,8 @@ def test_what_no_tensor_tells(vision, save, make, tmp_path):
 def test_a_tower_whose_heads_cannot_be_assumed(save):
     tensors = visual_tensors("rwkv6", tower(64))
     tensors |= {name: t[..., :40].contiguous() for name, t in tensors.items() if "class_embedding" in name}
-    with pytest.raises(ConversionError, match="40 channels make no 0 heads; give `num_attention_heads`"):
+    with pytest.raises(ConversionError, match="40 channels .* make no 0 heads; give `num_attention_heads`"):
         recognise(save("trained.pth", tensors | {"proj.weight": torch.zeros(192, 40)}))
-
-
-def test_tied_embeddings(vision, save, make):
-    tensors = visual_tensors("rwkv5", vision)
-    tensors["rwkv.head.weight"] = tensors["rwkv.emb.weight"].clone()
-    report = make(save("trained.pth", tensors), "model", {"tie_word_embeddings": True})
-    assert "head.weight" not in load_file(report.directory / "model.safetensors")
-    model = AutoModelForImageTextToText.from_pretrained(report.directory)
-    assert model.head.weight is model.model.rwkv.embeddings.weight
 
 
 def test_the_commands(vision, save, tmp_path, capsys):

@@ -1,0 +1,156 @@
+"""
+What the formats of Eagle (RWKV-5.2) and Finch (RWKV-6.0) have in common. Two spell the names as the trainer does, two
+as the published Hub models do, which are ours. The shapes of the vectors differ from one trainer to another.
+"""
+
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from .errors import ConversionError
+from .formats import Format, Found, Reading, Shape, Tensors, count_blocks, lengths_of
+
+
+HEAD_SIZE = 64  # of every published model; only used if a file does not tell
+EMBEDDINGS, HEAD = "rwkv.embeddings.weight", "head.weight"
+ATTENTION = "rwkv.blocks.0.attention."
+# Where each size is read: tensor, axis.
+PLACES = {
+    "vocab_size": (EMBEDDINGS, 0),
+    "hidden_size": (EMBEDDINGS, 1),
+    "attention_hidden_size": (f"{ATTENTION}key.weight", 0),
+    "intermediate_size": ("rwkv.blocks.0.feed_forward.key.weight", 0),
+}
+RANKS = {
+    "lora_rank_tokenshift": (f"{ATTENTION}time_maa_w2", 1),
+    "lora_rank_decay": (f"{ATTENTION}time_decay_w2", 0),
+}
+# One axis of them, or both as one.
+HEADS = {"num_attention_heads": (f"{ATTENTION}time_faaaa", 0)}
+
+
+class RwkvFormat(Format):
+    """
+    A format of this family.
+
+    Attributes:
+        places: size to the tensor and axis where it is read.
+        vectors_of_heads: tensors of the first block's time mixing with a row for each head.
+    """
+
+    # Published configurations have the size of a head in this field.
+    misused_fields = ("num_attention_heads",)
+    places: Mapping[str, tuple[str, int]]
+    vectors_of_heads: tuple[str, ...]
+
+    def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
+        """Every size is read by itself: the sizes of published models follow no formula."""
+        sizes = lengths_of(found, self.places) | {"num_hidden_layers": count_blocks(found, "rwkv.blocks.")}
+        heads, head_size, notes = self._heads(found, sizes["attention_hidden_size"], given)
+        if "head_size_divisor" not in given:
+            notes.append("the source does not tell `head_size_divisor`; 8 was assumed, as in every World model")
+        return Reading(
+            sizes | {"num_attention_heads": heads, "head_size": head_size},
+            {"num_hidden_layers": sizes["num_hidden_layers"]},
+            self.places | HEADS,
+            tied=(EMBEDDINGS, HEAD) if given.get("tie_word_embeddings") is True else None,
+            notes=notes,
+        )
+
+    def _heads(self, found: Mapping[str, Found], width: int, given: Mapping[str, Any]) -> tuple[int, int, list[str]]:
+        """Number and size of the heads, and notes. Some trainers flatten the vectors, which hides both."""
+        if not lengths_of(found, HEADS)["num_attention_heads"]:
+            return 0, 0, []  # the list of faults will say so
+        for name in self.vectors_of_heads:
+            shape = found[ATTENTION + name].shape if ATTENTION + name in found else ()
+            if len(shape) != 2:
+                shape = without_ones(shape)
+            if len(shape) == 2:
+                return shape[0], shape[1], []
+        head_size = given.get("head_size")
+        notes = []
+        if not isinstance(head_size, int) or head_size < 1:
+            head_size = HEAD_SIZE
+            notes.append(f"the file does not tell the size of a head; {HEAD_SIZE} was assumed")
+        if width % head_size:
+            raise ConversionError(
+                f"The per-head vectors are flattened and {width} channels are no multiple of a head size of "
+                f"{head_size}; give `head_size` in a configuration file."
+            )
+        return width // head_size, head_size, notes
+
+    def fits(self, name: str, stored: Shape, shape: Shape, fields: Mapping[str, Any]) -> bool:
+        """Vectors come with and without axes of length 1, and flattened; decays also with a row for each head."""
+        if stored == shape:
+            return True
+        leaf = name.rpartition(".")[2]
+        if not leaf.startswith("time_"):
+            return False
+        forms = {without_ones(shape), (prod(shape),)}
+        if leaf == "time_decay":
+            forms.add(without_ones((fields["num_attention_heads"], fields["head_size"])))
+        return without_ones(stored) in forms
+
+
+class Rwkv5Format(RwkvFormat):
+    """
+    Eagle.
+
+    Attributes:
+        attention: how the names of the first block's time mixing begin in the source.
+    """
+
+    model_type = "rwkv5"
+    places = PLACES
+    vectors_of_heads = ("time_faaaa", "time_decay")
+    attention: str
+
+    def matches(self, tensors: Tensors) -> bool:
+        newer = f"{self.attention}time_maa_x" in tensors
+        return has_gate(tensors, self.attention) and has_vector_decay(tensors, self.attention) and not newer
+
+
+class Rwkv6Format(RwkvFormat):
+    """
+    Finch.
+
+    Attributes:
+        attention: how the names of the first block's time mixing begin in the source.
+    """
+
+    model_type = "rwkv6"
+    places = PLACES | RANKS
+    vectors_of_heads = ("time_faaaa",)
+    attention: str
+
+    def matches(self, tensors: Tensors) -> bool:
+        return f"{self.attention}time_maa_x" in tensors
+
+
+def has_gate(tensors: Tensors, attention: str) -> bool:
+    """Whether block 0's time mixing, whose names start with `attention`, is gated: version 5.1 and later."""
+    return any(f"{attention}{name}" in tensors for name in ("gate.weight", "time_mix_g", "time_mix_gate"))
+
+
+def has_vector_decay(tensors: Tensors, attention: str) -> bool:
+    """Whether every channel of a head has its own decay (version 5.2), instead of one for the whole head."""
+    decay, key = tensors.get(f"{attention}time_decay"), tensors.get(f"{attention}key.weight")
+    if decay is None or key is None or not key.shape:
+        return True  # a damaged file: the list of faults says more than a refusal
+    return decay.elements == key.shape[0] or len(without_ones(decay.shape)) > 1
+
+
+def trainer_name(name: str) -> str:
+    """Our name for a trainer's, as far as both versions agree."""
+    block = re.fullmatch(r"(blocks\.\d+\.)(\w+)(\..+)", name)
+    if block:
+        part = {"att": "attention", "ffn": "feed_forward", "ln0": "pre_ln"}.get(block[2], block[2])
+        return f"rwkv.{block[1]}{part}{block[3]}"
+    if name == "emb.weight":
+        return EMBEDDINGS
+    return f"rwkv.{name}" if name.startswith("ln_out.") else name
+
+
+def without_ones(shape: Shape) -> Shape:
+    return tuple(length for length in shape if length != 1)

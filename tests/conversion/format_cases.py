@@ -1,0 +1,420 @@
+"""
+One case for each source format: a small checkpoint as others save it. What every format promises is checked on all of
+them in `test_formats.py`; a new format joins by one entry of `CASES`.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rwkv_files import hub_tensors, tower, trainer_tensors, visual_tensors
+from safetensors.torch import save_file
+
+from subquad import (
+    AveyBConfig,
+    AveyBForMaskedLM,
+    AveyConfig,
+    AveyForCausalLM,
+    GeckoConfig,
+    GeckoForCausalLM,
+    RavenConfig,
+    RavenForCausalLM,
+)
+from subquad_conversion.formats import Format
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        format: its short name.
+        model_type: of the model that it becomes.
+        make: returns the tensors under the source's names, and those to be written under ours, in the same order.
+        block: how the names of its last block begin in the source, up to the number.
+        embeddings, head: names of the source. A source without `head` ties it to the embeddings.
+        sizes: what the tensors tell.
+        described: what the command line says about the sizes.
+        fields: fields of the configuration that no tensor tells.
+        text: name of the field that holds the language model's configuration, if it is not the whole.
+        again: the format of what is written, None if that is not a source format.
+        twice: a tensor that has a second name in sources of this format, and this name.
+        buffers: tensors that are read but not written.
+    """
+
+    format: str
+    model_type: str
+    make: Callable[[], tuple[Tensors, Tensors]]
+    block: tuple[str, int]
+    embeddings: str
+    head: str | None
+    sizes: dict[str, Any]
+    described: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    text: str | None = None
+    again: str | None = None
+    twice: tuple[str, str] | None = None
+    buffers: Tensors = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Tensors:
+        return {**_made(self)[0], **self.buffers}
+
+    @property
+    def written(self) -> Tensors:
+        """The tensors under our names."""
+        return dict(_made(self)[1])
+
+    @property
+    def ours(self) -> dict[str, str]:
+        """A name of the source to ours."""
+        source, written = _made(self)
+        return dict(zip(source, written, strict=True))
+
+    @property
+    def last_block(self) -> str:
+        prefix, number = self.block
+        return f"{prefix}{number}."
+
+    def with_text(self, **fields: Any) -> dict[str, Any]:
+        """The configuration fields, with others of the language model's."""
+        if self.text is None:
+            return self.fields | fields
+        return self.fields | {self.text: self.fields.get(self.text, {}) | fields}
+
+    def write_file(self, path: Path, tensors: Tensors | None = None) -> Path:
+        tensors = self.tensors if tensors is None else tensors
+        if path.suffix == ".safetensors":
+            save_file({name: x.contiguous().clone() for name, x in tensors.items()}, path)
+        else:
+            torch.save(tensors, path)
+        return path
+
+    def write_directory(self, path: Path, tensors: Tensors | None = None, **fields: Any) -> Path:
+        """A directory with a configuration that tells what no tensor does."""
+        path.mkdir()
+        self.write_file(path / "model.safetensors", tensors)
+        config = {"model_type": self.model_type} | self.fields | fields
+        (path / "config.json").write_text(json.dumps(config))
+        return path
+
+
+@cache
+def _make(make: Callable[[], tuple[Tensors, Tensors]]) -> tuple[Tensors, Tensors]:
+    return make()
+
+
+def _made(case: Case) -> tuple[Tensors, Tensors]:
+    return _make(case.make)
+
+
+def make_models_once(known: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that plan many conversions of the same sizes."""
+    shapes, made = known.shapes, {}
+
+    def made_once(fields):
+        key = json.dumps(fields, sort_keys=True)
+        if key not in made:
+            made[key] = shapes(fields)
+        return dict(made[key])
+
+    monkeypatch.setattr(known, "shapes", made_once)
+
+
+def perturbed(model):
+    """The model with parameters of which none is zero or constant."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+def without_head(model, head: str = "lm_head.weight") -> Tensors:
+    """A state dict under the names of published models, which have no head and no prefix."""
+    weights = model.state_dict()
+    return {name.removeprefix("model."): x.contiguous() for name, x in weights.items() if name != head}
+
+
+# --- Eagle, Finch, VisualRWKV ---
+
+RWKV = {"layers": 2, "heads": 3, "head_size": 4, "vocabulary": 20, "intermediate": 16, "ranks": (2, 5)}
+RWKV_SIZES = {
+    "vocab_size": 20,
+    "hidden_size": 12,
+    "attention_hidden_size": 12,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "head_size": 4,
+}
+SIZES_OF = {"rwkv5": RWKV_SIZES, "rwkv6": RWKV_SIZES | {"lora_rank_tokenshift": 2, "lora_rank_decay": 5}}
+
+
+def trained_rwkv(model_type: str) -> Callable[[], tuple[Tensors, Tensors]]:
+    return lambda: (trainer_tensors(model_type, **RWKV), hub_tensors(model_type, **RWKV))
+
+
+def published_rwkv(model_type: str) -> Callable[[], tuple[Tensors, Tensors]]:
+    return lambda: (hub_tensors(model_type, **RWKV),) * 2
+
+
+def visual_rwkv(model_type: str) -> Callable[[], tuple[Tensors, Tensors]]:
+    def make():
+        source = visual_tensors(model_type, tower(64, layers=2), **RWKV)
+        text = [n if n == "head.weight" else f"model.{n}" for n in hub_tensors(model_type, **RWKV)]
+        rest = [f"model.{name}" for name in source if not name.startswith("rwkv.")]
+        return source, dict(zip([*text, *rest], source.values(), strict=True))
+
+    return make
+
+
+VISION_SIZES = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_channels": 3,
+    "patch_size": 4,
+    "image_size": 16,
+    "num_hidden_layers": 2,
+}
+
+
+def rwkv_cases(model_type: str, version: str, generation: str) -> list[Case]:
+    described = "2 layers of 12, 3 heads of 4, vocabulary 20."
+    return [
+        Case(
+            f"{model_type}-trainer",
+            model_type,
+            trained_rwkv(model_type),
+            ("blocks.", 1),
+            "emb.weight",
+            "head.weight",
+            SIZES_OF[model_type],
+            f"{version}, trainer checkpoint: {described}",
+            again=f"{model_type}-hub",
+        ),
+        Case(
+            f"{model_type}-hub",
+            model_type,
+            published_rwkv(model_type),
+            ("rwkv.blocks.", 1),
+            "rwkv.embeddings.weight",
+            "head.weight",
+            SIZES_OF[model_type],
+            f"{version}, Hub model: {described}",
+            # The quirk of published files: the size of a head in the field for their number.
+            fields={"num_attention_heads": 4},
+            again=f"{model_type}-hub",
+        ),
+        Case(
+            f"visual-{model_type}",
+            "visual_rwkv",
+            visual_rwkv(model_type),
+            ("rwkv.blocks.", 1),
+            "rwkv.emb.weight",
+            "rwkv.head.weight",
+            {
+                "vision_config": VISION_SIZES,
+                "text_config": SIZES_OF[model_type] | {"model_type": model_type},
+            },
+            f"{generation}: 2 layers of 12, 3 heads of 4, images of 16 x 16 in 17 tokens, vocabulary 20.",
+            fields={"image_token_id": 19, "vision_config": {"num_attention_heads": 2, "hidden_act": "gelu"}},
+            text="text_config",
+            twice=("vit.vision_model.post_layernorm.weight", "vit.post_layernorm.weight"),
+        ),
+    ]
+
+
+# --- Avey, Avey-B ---
+
+AVEY = {"vocab_size": 30, "d_embed": 8, "n_blocks": 2, "chunk_size": 4, "k": 2, "expansion_factor": 2}
+AVEY_B = {"vocab_size": 30, "d_embed": 8, "n_layers": 4, "chunk_size": 4, "k": 2, "expansion_factor": 2}
+AVEY_B_VARIANTS = {
+    "hub": {"residual_gain": True, "final_norm": False, "compressor": True},
+    "paper": {
+        "hidden_act": "relu2",
+        "similarity_norm": "sum",
+        "residual_gain": False,
+        "final_norm": True,
+        "compressor": True,
+    },
+}
+
+
+def avey() -> tuple[Tensors, Tensors]:
+    weights = without_head(perturbed(AveyForCausalLM(AveyConfig(**AVEY))))
+    return weights, weights
+
+
+def avey_b(variant: str) -> Tensors:
+    weights = without_head(perturbed(AveyBForMaskedLM(AveyBConfig(**AVEY_B | AVEY_B_VARIANTS[variant]))))
+    return {name: x[0] if name.endswith(".alpha") else x for name, x in weights.items()}  # published as scalars
+
+
+def avey_b_hub() -> tuple[Tensors, Tensors]:
+    weights = avey_b("hub")
+    return weights, weights
+
+
+def avey_b_paper() -> tuple[Tensors, Tensors]:
+    """Under the names of the paper's code."""
+    source, weights = {}, avey_b("paper")
+    for name, x in weights.items():
+        for ours, theirs in (
+            (".norm.", ".rms_norm."),
+            (".enricher.", ".ctxt.enricher."),
+            (".spatial_proj", ".ctxt.contextualizer.spatial_proj"),
+            (".fuser.", ".ctxt.fuser."),
+            ("embed.", "embeddings."),
+        ):
+            name = name.replace(ours, theirs)
+        source[name if name == "ln_f.weight" else f"base_avey_model.{name}"] = x
+    return source, weights
+
+
+# --- Raven, Gecko ---
+
+RAVEN = {
+    "vocab_size": 30,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "num_slots": 6,
+    "topk": 2,
+    "intermediate_size": 24,
+}
+# Of a hybrid: layers of softmax attention in a window, and over the whole text.
+WINDOW = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 5, "qkv_bias": True, "use_rope": False}
+WHOLE = {"layers": [2], "num_heads": 2, "num_kv_heads": 2, "window_size": None, "rope_theta": 500.0}
+RAVEN_VARIANTS = {
+    "plain": {},
+    "hybrid": {"router_type": "mlp", "bias_rmm": True, "decay_type": "GLA", "use_output_gate": True, "attn": WINDOW},
+}
+GECKO = {
+    "vocab_size": 30,
+    "model_dim": 16,
+    "num_layers": 3,
+    "num_heads": 2,
+    "z_dim": 8,
+    "value_dim": 12,
+    "ffn_hidden_dim": 20,
+    "cema_ndim": 3,
+    "chunk_size": 4,
+    "timenorm_num_groups": 4,
+}
+# Fields that no weight tells and that no model can do without.
+GECKO_UNTOLD = {name: GECKO[name] for name in ("num_heads", "chunk_size", "timenorm_num_groups")}
+
+
+def tiny_raven(**fields) -> RavenForCausalLM:
+    return perturbed(RavenForCausalLM(RavenConfig(**RAVEN | fields)))
+
+
+def tiny_gecko(**fields) -> GeckoForCausalLM:
+    return perturbed(GeckoForCausalLM(GeckoConfig(**GECKO | fields)))
+
+
+def gecko_buffers(config) -> Tensors:
+    """What the authors' code saves beside the weights."""
+    buffers = {}
+    norms = [f"layers.{i}.mega.timenorm" for i in range(config.num_layers)]
+    for norm in [*norms, "output.final_norm"]:
+        buffers[f"{norm}.prior_count"] = torch.tensor(0)
+        buffers |= {f"{norm}.prior_{name}": torch.zeros(config.timenorm_num_groups) for name in ("mean", "var")}
+    pairs = config.z_dim // config.num_heads // 2
+    return buffers | {"rope.freqs": config.rope_base ** (torch.arange(pairs) / -pairs)}
+
+
+def raven_case(variant: str) -> Case:
+    fields = RAVEN_VARIANTS[variant]
+    lin = {"use_output_gate": False, "decay_type": "Mamba2", "router": "raven", "router_type": "lin"}
+    memory = "3 layers of 16, 4 heads of 4 with 6 slots"
+    softmax = ", softmax attention in 1 of the layers" if "attn" in fields else ""
+    return Case(
+        "raven",
+        "raven",
+        lambda: (dict(tiny_raven(**fields).state_dict()),) * 2,
+        ("model.layers.", 2),
+        "model.embeddings.weight",
+        "lm_head.weight",
+        RAVEN | lin | {"bias_rmm": False, "expand_k": 1, "expand_v": 1} | fields,
+        f"Raven, published model or training checkpoint: {memory}{softmax}, vocabulary 30.",
+        fields={"topk": 2} | fields,
+        again="raven",
+    )
+
+
+def gecko() -> tuple[Tensors, Tensors]:
+    weights = dict(tiny_gecko(rescale_nffn=True).state_dict())
+    return {name.removeprefix("model."): x for name, x in weights.items()}, weights
+
+
+CASES = {
+    **{case.format: case for case in rwkv_cases("rwkv5", "Eagle (RWKV-5.2)", "VisualRWKV-5.0 (CLIP and Eagle)")},
+    **{case.format: case for case in rwkv_cases("rwkv6", "Finch (RWKV-6.0)", "VisualRWKV-6.0 (CLIP and Finch)")},
+    "avey": Case(
+        "avey",
+        "avey",
+        avey,
+        ("blocks.", 1),
+        "wte.weight",
+        None,
+        AVEY | {"extended_len": 8, "context_proportion": 0.5},
+        "Avey, published model or training checkpoint: 2 layers of 8, windows of 2 splits of 4, vocabulary 30.",
+        fields={"chunk_size": 4},
+        again="avey",
+        twice=("wte.weight", "model.wte.weight"),
+    ),
+    "avey-b-hub": Case(
+        "avey-b-hub",
+        "avey-b",
+        avey_b_hub,
+        ("layers.", 3),
+        "embed.weight",
+        None,
+        AVEY_B | {"context_proportion": 0.5, "layer_pattern": "interleaved"} | AVEY_B_VARIANTS["hub"],
+        "Avey-B, published model or training checkpoint: 4 layers of 8, splits of 4, each read with 2 others, "
+        "vocabulary 30.",
+        again="avey-b-hub",
+        twice=("embed.weight", "model.embed.weight"),
+    ),
+    "avey-b-paper": Case(
+        "avey-b-paper",
+        "avey-b",
+        avey_b_paper,
+        ("base_avey_model.layers.", 3),
+        "base_avey_model.embeddings.weight",
+        None,
+        AVEY_B | {"context_proportion": 0.5, "layer_pattern": "interleaved"} | AVEY_B_VARIANTS["paper"],
+        "Avey-B, the paper's variant: 4 layers of 8, splits of 4, each read with 2 others, vocabulary 30.",
+        again="avey-b-hub",
+        twice=("base_avey_model.embeddings.weight", "embeddings.weight"),
+    ),
+    "raven": raven_case("plain"),
+    "raven-hybrid": raven_case("hybrid"),
+    "gecko": Case(
+        "gecko",
+        "gecko",
+        gecko,
+        ("layers.", 2),
+        "embed.weight",
+        "output.output.weight",
+        GECKO | {"norm_affine": True, "swiglu": True, "rescale_nffn": True, "share_emb": False},
+        "Gecko, published model or training checkpoint: 3 layers of 16, 2 heads, chunks of 4, vocabulary 30.",
+        fields={"chunk_size": 4},
+        again="gecko",
+        twice=("embed.weight", "model.embed.weight"),
+        buffers=gecko_buffers(GeckoConfig(**GECKO)),
+    ),
+}
+
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
