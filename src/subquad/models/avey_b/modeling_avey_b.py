@@ -28,8 +28,8 @@ from .loading_avey_b import load_scalar
 dynamic_mixing, split_ranker, static_mixing = replaceable(dynamic_mixing, split_ranker, static_mixing)
 
 
-# Maximum number of rows that go through the layers together if no gradient is needed, so that memory does not grow with
-# the text. A CPU gets fewer: their memory is used again, and not mapped anew for every layer.
+# Maximum number of rows that go through the layers together if no gradient is needed, so that memory does not grow
+# with the text. A CPU gets fewer: their memory is used again, and not mapped anew for every layer.
 MAX_ROWS, MAX_ROWS_OF_CPU = 2**15, 2**11
 
 
