@@ -228,13 +228,13 @@ class AveyModel(AveyPreTrainedModel):
         Section 2.1: the rows of windows, (rows, d_embed) for each group. A window holds the splits that a split
         retrieves, times their weights, and then the split itself.
         """
-        current, groups = selection.current.flatten(0, 1), []
+        groups, selected = [], selection.number.shape[1]
         for retrieved, chosen in windows.groups:
-            columns = slice(index.shape[1] - retrieved, None)
-            row = chosen // selection.number.shape[1]
+            columns, row = slice(index.shape[1] - retrieved, None), chosen // selected
             others = text.splits[row[:, None], index[chosen, columns].clamp_min(0)]
             others = others * weights[chosen, columns, None, None].to(others.dtype)
-            rows = torch.cat((others, current[chosen, None]), dim=1).flatten(1, 2)
+            current = selection.current[row, chosen % selected]
+            rows = torch.cat((others, current[:, None]), dim=1).flatten(1, 2)
             groups.append(rows[:, : retrieved * windows.size + windows.end].flatten(0, 1))
         return groups
 
