@@ -71,8 +71,8 @@ class AveyConfig(PreTrainedConfig):
         """Refuses sizes that do not fit together, before any tensor is made."""
         if hasattr(self, "n_layers"):
             raise ValueError(
-                f"`n_layers` ({self.n_layers}) is a field of Avey-B, whose files name `avey` as their model type in the "
-                "format of its paper. `subquad convert` converts them."
+                f"`n_layers` ({self.n_layers}) is a field of Avey-B, whose files in the format of its paper name "
+                "`avey` as their model type. `subquad convert` converts them."
             )
         for name in ("vocab_size", "d_embed", "n_blocks", "expansion_factor", "chunk_size", "k"):
             if getattr(self, name) < 1:
