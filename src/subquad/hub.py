@@ -37,8 +37,8 @@ def _write_json(path: Path, fields: dict[str, Any]) -> None:
 
 def add_model_code(directory: str | os.PathLike) -> None:
     """
-    Makes a saved model load where this package is not installed: adds the code that it needs, with its licence, and
-    tells the Auto classes in `config.json` where it is.
+    Makes a saved model load if this package is not installed: adds the code that it needs, with its licence, and the
+    `auto_map` in `config.json`, by which the Auto classes find it.
 
     Raises:
         ValueError: if the directory does not hold a model of this package.

@@ -11,7 +11,7 @@ from .layers import Linear
 class SavedPreTrainedModel(PreTrainedModel):
     """
     The base class of all models. Weights come from safetensors files only, because unpickling others may run code.
-    What is pushed to the Hub loads where this package is not installed.
+    A model that is pushed to the Hub loads also if this package is not installed.
     """
 
     def post_init(self) -> None:
@@ -50,7 +50,7 @@ class SavedPreTrainedModel(PreTrainedModel):
     ) -> None:
         """
         As in transformers. With `self_contained`, the code that the model needs is saved too: the directory loads with
-        `trust_remote_code=True` where this package is not installed, and without remote code where it is. A model that
+        `trust_remote_code=True` if this package is not installed, and without remote code if it is. A model that
         was loaded from such a directory is always saved like this, because its configuration names the code. For a
         model with an adapter, only the adapter is saved, as in transformers.
         """

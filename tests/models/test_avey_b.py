@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import ENCODERS, VOCABULARY, model_class, random_ids, tiny_config, tiny_model
+from architectures import model_class, random_ids, tiny_config, tiny_model
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -118,6 +118,7 @@ def padded(rows, side, width=None):
 # The published model, and the equations.
 
 
+@pytest.mark.fast
 def test_published_outputs(published):
     path, ids, hidden, logits = published
     model, info = AutoModelForMaskedLM.from_pretrained(path, output_loading_info=True)
@@ -368,6 +369,7 @@ def test_few_rows_at_a_time(variant, monkeypatch):
     assert seen[-1] == sum(seen[:-1])
 
 
+@pytest.mark.fast
 @torch.no_grad()
 def test_only_splits_with_tokens_are_computed():
     model = tiny()
@@ -379,7 +381,7 @@ def test_only_splits_with_tokens_are_computed():
 
 @torch.no_grad()
 def test_a_text_of_more_than_96k_tokens():
-    model = tiny(d_embed=32, n_layers=2, chunk_size=256)
+    model = tiny(d_embed=16, n_layers=2, chunk_size=256)
     seen, ids = rows_seen(model), random_ids(1, 98_304 + 1_000)
     out = model.model(ids).last_hidden_state[0]
     assert out.isfinite().all()
@@ -483,9 +485,3 @@ def test_low_precision(variant, dtype):
 def test_wrong_configuration(fields, message):
     with pytest.raises(StrictDataclassClassValidationError, match=message):
         tiny_config("avey-b", **fields)
-
-
-def test_names_of_transformers():
-    config = tiny_config("avey-b")
-    assert (config.hidden_size, config.num_hidden_layers) == (ENCODERS["avey-b"]["d_embed"], 3)
-    assert config.vocab_size == VOCABULARY

@@ -10,8 +10,8 @@ from .vocabulary import WORLD_MODEL_TYPES, WORLD_VOCAB_FILE
 
 class _PublishedTokenizer(RwkvWorldTokenizerFast):
     """
-    Stands in for the classes that published Eagle and Finch repositories name. They all hold the World vocabulary,
-    some in a file of another format, which there is then no need to read.
+    Replaces the classes that published Eagle and Finch repositories name. All of these repositories have the World
+    vocabulary, some in a file of another format, which is not read.
     """
 
     @classmethod
@@ -29,14 +29,13 @@ _PUBLISHED = [
 
 def register(*config_classes: type) -> None:
     """
-    Let `AutoTokenizer` load tokenizers for models with these configurations: RWKV World for Eagle and Finch, whatever
-    `tokenizer.json` holds for others, and every tokenizer of this package by the class name in its
-    `tokenizer_config.json`. It gives the fast World tokenizer; `RwkvWorldTokenizer.from_pretrained` loads the same
-    directory in Python. May be called again.
+    Makes `AutoTokenizer` load tokenizers for models with these configurations: RWKV World for Eagle and Finch, for
+    others the `tokenizer.json` of the directory, and every tokenizer of this package by the class name in
+    `tokenizer_config.json`. `AutoTokenizer` loads the fast World tokenizer; `RwkvWorldTokenizer.from_pretrained` loads
+    the one in Python from the same directory. It is safe to call this again.
     """
     for config_class in config_classes:
-        # The name of a class becomes known with any registration; the last one decides what the configuration stands
-        # for.
+        # Every registration makes the name of a class known; the last one decides which class the configuration gets.
         for named in (ByteTokenizer, *_PUBLISHED):
             AutoTokenizer.register(config_class, tokenizer_class=named, exist_ok=True)
         if config_class.model_type in WORLD_MODEL_TYPES:

@@ -15,15 +15,16 @@ _HEADS = frozenset(
 
 class GreedyEncoder:
     """
-    Encodes bytes as the longest token that matches, then the longest that matches after it, and so on.
+    Encodes bytes as the longest token that matches, then the longest one that matches after it, and so on.
 
-    Two byte strings can be encoded apart wherever no token holds both the byte before and the byte after the cut. Such
-    cuts, found from the byte pairs inside the tokens, split the input into pieces of about a word, and the ids of
-    pieces are remembered in a bounded dictionary. A new piece goes through a trie that reads every byte once: where a
-    walk ends, its last node says which tokens the bytes behind it make, and at which node the walk goes on.
+    Bytes can be cut in two, and the parts encoded on their own, if no token contains the byte before the cut followed
+    by the byte after it. Such cuts are found from the byte pairs in the tokens. They split the input into pieces of
+    about a word, and the ids of pieces are kept in a bounded dictionary. A new piece goes through a trie, which reads
+    every byte once: when no edge continues the path, the last node knows the tokens of the bytes so far, and the node
+    to continue from.
 
     Args:
-        tokens: the tokens, of which the first has id 1. Every single byte has to be among them.
+        tokens: the tokens; the first one has id 1. Every single byte must be one of them.
     """
 
     max_piece_bytes = 48
@@ -41,7 +42,7 @@ class GreedyEncoder:
         self._uncached_bytes = 0
         self._split, self._cut = _safe_cuts(self.tokens)
 
-    # Immutable but for what it has learnt, so copies may share it; a pickle needs nothing but the tokens.
+    # Only the dictionary of pieces ever changes, so copies may share the encoder. A pickle only needs the tokens.
     def __deepcopy__(self, memo):
         return self
 
@@ -52,7 +53,7 @@ class GreedyEncoder:
         """The ids of `data`."""
         if len(data) <= self.block_bytes:
             return self._encode_block(data)
-        # In blocks, or a long text would be in memory as small pieces all at once.
+        # In blocks, so that the pieces of a long text are not all in memory together.
         ids, start = [], 0
         while start < len(data):
             cut = self._cut.search(data, start + self.block_bytes)
@@ -67,8 +68,8 @@ class GreedyEncoder:
             return self.encode_piece(block)
         pieces = self._split(block)
         ids = list(chain.from_iterable(map(self._pieces.__getitem__, pieces)))
-        # Noise, where hardly a piece occurs twice, is quicker without the dictionary. When most pieces of a sample
-        # were new, it rests for a while, and longer each time. In ordinary text this only delays the filling.
+        # Noise, in which hardly any piece occurs twice, is encoded faster without the dictionary. If most pieces of a
+        # sample were new, the dictionary is not used for a while, longer each time. Ordinary text fills it later.
         self._sampled += len(pieces)
         if self._sampled >= 1024:
             noise = 2 * self._pieces.misses > self._sampled
@@ -100,7 +101,7 @@ class GreedyEncoder:
 
 
 class _Pieces(dict):
-    """Piece to ids, filled on a miss. It starts anew when it is full."""
+    """Pieces and their ids, computed when they are missing. It is emptied when it is full."""
 
     def __init__(self, encoder: GreedyEncoder):
         self.encoder = encoder
@@ -120,11 +121,10 @@ class _Pieces(dict):
 
 def _build_trie(tokens: Sequence[bytes]) -> tuple[list[dict[int, int]], list[tuple[int, ...]], list[int]]:
     """
-    The trie, as three lists over its nodes: the node that each byte leads to, and for a byte that leads nowhere, the
-    ids that the path to the node is certain of and the node that the remainder of the path leads to. Node 0 is the
-    root.
+    The trie, as three lists with an entry for each node: the node that each byte leads to; and, for a byte that leads
+    to no node, the ids of the first tokens of the path and the node of the rest of the path. Node 0 is the root.
     """
-    # Numbers rather than nested dictionaries: the garbage collector does not look into these.
+    # Numbers instead of nested dictionaries, because the garbage collector does not visit these.
     children: list[dict[int, int]] = [{}]
     token_at = {}
     for index, token in enumerate(tokens, 1):
@@ -140,8 +140,8 @@ def _build_trie(tokens: Sequence[bytes]) -> tuple[list[dict[int, int]], list[tup
     rest = [0] * len(children)
     for node, index in token_at.items():
         done[node] = (index,)
-    # Where no token ends, the path is one byte longer than its parent's: take what the parent would have done, then
-    # that byte. This needs nearer nodes only, and level by level these come first.
+    # At a node where no token ends, the path is its parent's and one more byte: the tokens are those of the parent's
+    # path, then those of the rest with that byte. Only nodes nearer to the root are needed, so go level by level.
     level = [0]
     while level:
         below = []
@@ -161,11 +161,11 @@ def _build_trie(tokens: Sequence[bytes]) -> tuple[list[dict[int, int]], list[tup
 
 def _safe_cuts(tokens: Sequence[bytes]):
     """
-    A function that splits bytes where no token can cross, and a pattern that finds such places one at a time.
+    A function that splits bytes where no token crosses the cut, and a pattern that finds such cuts one at a time.
 
-    A cut is between a byte that is no head and a head. Pairs of this kind that some token does hold are exceptions.
-    The product of their first and their second bytes is a little larger than the set of exceptions, which costs a few
-    cuts and is as safe.
+    A cut is between a byte outside `_HEADS` and one of `_HEADS`. Pairs of this kind that a token contains are
+    exceptions. All pairs of a first byte and a second byte of exceptions are excluded, which is safe and only loses a
+    few cuts.
     """
     pairs = set()
     for token in tokens:
@@ -174,7 +174,7 @@ def _safe_cuts(tokens: Sequence[bytes]):
     before, after = {first for first, _ in exceptions}, {second for _, second in exceptions}
     rest = set(range(256)) - _HEADS
     head, tail, first, second = map(_byte_class, (_HEADS, rest, before, after))
-    # At an exception the piece goes on. Runs of a byte class are what the `re` module is quickest at.
+    # At an exception the piece continues. The `re` module is fastest at runs of a byte class.
     piece = rb"(?:%b+%b*|%b+)(?:(?<=%b)(?=%b)%b+%b*)*" % (head, tail, tail, first, second, head, tail)
     cut = rb"(?<=%b)(?=%b)|(?<=%b)(?=%b)" % (_byte_class(rest - before), head, tail, _byte_class(_HEADS - after))
     return re.compile(piece).findall, re.compile(cut)

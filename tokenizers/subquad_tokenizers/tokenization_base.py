@@ -1,4 +1,4 @@
-"""What the tokenizers of this package add to those of transformers: saving and pushing with their code."""
+"""Tokenizers that are saved and pushed together with their code."""
 
 import os
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 class SelfContainedMixin:
     """
-    Mixin of a tokenizer, before the class of transformers. What is pushed to the Hub holds the tokenizer's code, and
-    `AutoTokenizer.from_pretrained(..., trust_remote_code=True)` loads it where this package is not installed.
+    Mixin for tokenizers, placed before the class of transformers. A tokenizer is pushed to the Hub with its code. Then
+    `AutoTokenizer.from_pretrained(..., trust_remote_code=True)` loads it if this package is not installed.
     """
 
     def save_pretrained(
@@ -22,20 +22,20 @@ class SelfContainedMixin:
         **kwargs,
     ) -> tuple[str, ...]:
         """
-        As in transformers; with `self_contained` or `push_to_hub`, and where it was loaded from such a directory, the
-        tokenizer's code goes along.
+        As in transformers. The tokenizer's code is saved too with `self_contained` or `push_to_hub`, and if the
+        tokenizer was loaded from a directory with its code.
         """
         with self._with_code(self_contained or push_to_hub or "auto_map" in self.init_kwargs):
             return super().save_pretrained(save_directory, legacy_format, filename_prefix, push_to_hub, **kwargs)
 
     def push_to_hub(self, *args, **kwargs):
-        """As in transformers; the tokenizer's code goes along."""
+        """As in transformers. The tokenizer's code is uploaded too."""
         with self._with_code():
             return super().push_to_hub(*args, **kwargs)
 
     @contextmanager
     def _with_code(self, code: bool = True) -> Iterator[None]:
-        # transformers copies the code of a class that is registered so, and the modules that this imports.
+        # transformers copies the module of a class with this attribute, and the modules that it imports.
         if not code or self._auto_class is not None:
             yield
             return

@@ -7,7 +7,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from .tokenization_base import SelfContainedMixin
 
 
-# Letters and signs of tune titles that have an obvious spelling in ASCII but no decomposition that leads to it.
+# Letters and signs in titles of tunes that have an obvious spelling in ASCII, but no decomposition to it.
 _SPELLINGS = {
     "[‘’‚′]": "'",
     "[“”„″«»]": '"',
@@ -42,20 +42,20 @@ class ByteTokenizer(SelfContainedMixin, PreTrainedTokenizerFast):
     """
     Byte-level tokenizer with V = 128 tokens, for music in ABC notation (section 10.1 of "Eagle and Finch",
     arXiv:2404.05892). An id is the ASCII code of its character. Id 0, the character NUL, is the boundary between
-    documents: it begins, ends and pads, and a decoder that skips special tokens drops it.
+    documents: it is the BOS, EOS and padding token, and is left out when special tokens are skipped in decoding.
 
-    ASCII text decodes to itself. Of other text, accents are dropped and compatibility characters decomposed (é is e, ﬁ
-    is fi), quotation marks, dashes, ♯ and ♭ and some letters get their ASCII spelling, and each character that is left
-    becomes a question mark.
+    ASCII text decodes to itself. In other text, accents are removed and compatibility characters are decomposed (é
+    becomes e, ﬁ becomes fi). Quotation marks, dashes, ♯, ♭ and some letters get an ASCII spelling. Every other
+    character becomes a question mark.
 
-    No files are needed: `ByteTokenizer()`.
+    It needs no files: `ByteTokenizer()`.
 
     Args:
         tokenizer_file: path of a `tokenizer.json` that this class saved.
-        bos_token: begins a document.
-        eos_token: ends a document.
-        pad_token: fills a batch.
-        padding_side: "left" by default, as generation wants it.
+        bos_token: the token that begins a document.
+        eos_token: the token that ends a document.
+        pad_token: the padding token.
+        padding_side: "left" by default, which generation needs.
         kwargs: as in `PreTrainedTokenizerFast`.
     """
 
@@ -81,7 +81,7 @@ class ByteTokenizer(SelfContainedMixin, PreTrainedTokenizerFast):
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs):
-        """Leave the files to `__init__`: the base class would take a tokenizer.json apart and put half of it back."""
+        """Leaves the files to `__init__`: the base class would rebuild the tokenizer from parts of a file."""
         return kwargs
 
 
@@ -90,7 +90,7 @@ def _build_backend() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(vocab={chr(code): code for code in range(VOCAB_SIZE)}, merges=[]))
     spellings = [normalizers.Replace(tokenizers.Regex(source), target) for source, target in _SPELLINGS.items()]
     other = normalizers.Replace(tokenizers.Regex(r"[^\x00-\x7f]"), "?")
-    # The spellings come after NFKD, for letters that carry an accent as well, such as ǿ.
+    # The spellings come after NFKD, for letters that also have an accent, such as ǿ.
     backend.normalizer = normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents(), *spellings, other])
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(DOCUMENT_BOUNDARY, normalized=False, special=True)])

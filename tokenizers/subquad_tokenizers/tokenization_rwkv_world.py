@@ -1,4 +1,4 @@
-"""The RWKV World tokenizer, of Eagle, Finch and the later RWKV models."""
+"""The RWKV World tokenizer of Eagle, Finch and later RWKV models."""
 
 import os
 import re
@@ -51,24 +51,24 @@ WORLD_CHAT_TEMPLATE = r"""
 
 
 def _boundary(added_tokens_decoder: dict | None) -> str:
-    """The spelling of id 0: published repositories have `<s>` there, and say so in their added tokens."""
+    """The spelling of id 0. In published repositories it is `<s>`, which is one of their added tokens."""
     return str((added_tokens_decoder or {}).get(0, DOCUMENT_BOUNDARY))
 
 
 def _special_tokens(boundary: str, **given: str | AddedToken | None) -> dict[str, str | AddedToken | None]:
-    """Special tokens left at their default follow the spelling of id 0, instead of becoming tokens of their own."""
+    """Special tokens with the default spelling get the spelling of id 0; else they would become new tokens."""
     return {name: boundary if str(token) == DOCUMENT_BOUNDARY else token for name, token in given.items()}
 
 
 def _find_vocabulary(vocab_file: str | None, name_or_path: str | None) -> str:
     if vocab_file is not None:
         return vocab_file
-    # Only a tokenizer that is made from nothing gets the table of the package: another model's directory, without its
-    # vocabulary, must not pass for World.
+    # Only a tokenizer that is made without files gets the vocabulary of the package: the directory of another model
+    # without its vocabulary must not be taken for World.
     if name_or_path:
         raise ValueError(
-            f"{name_or_path} has no {WORLD_VOCAB_FILE_NAME}, which is the vocabulary of RWKV World. If that is the "
-            "vocabulary of this model, save `RwkvWorldTokenizerFast()` there."
+            f"{name_or_path} has no {WORLD_VOCAB_FILE_NAME}, the vocabulary of RWKV World. If the model was trained "
+            "with it, save `RwkvWorldTokenizerFast()` in that directory."
         )
     return WORLD_VOCAB_FILE
 
@@ -77,28 +77,28 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
     """
     RWKV World tokenizer in Python: greedy longest match over the bytes of the text.
 
-    It is the quicker of the two for ids (see [`GreedyEncoder`]) and encodes arbitrary bytes. It knows no offsets: for
-    these, and for encoding a batch on several cores, there is [`RwkvWorldTokenizerFast`]. Both give equal ids and
-    text, also with tokens that a user adds, unless these take in the space around them (`lstrip`, `rstrip`) or stand
-    alone only (`single_word`).
+    It is the faster of the two for ids (see [`GreedyEncoder`]) and encodes any bytes. It has no offsets. Use
+    [`RwkvWorldTokenizerFast`] for these, and to encode a batch on several cores. Both give the same ids and text, also
+    with added tokens, except for added tokens with `lstrip`, `rstrip` or `single_word`.
 
-    The ids 1 to 65529 are the tokens, id 0 is the boundary between documents, written `<|endoftext|>`: it begins, ends
-    and pads. `vocab_size` is thus 65530. Published models have 65536 embeddings, and tokens that are added get the ids
-    that are left, 65530 to 65535, before a model has to grow. An id without a token decodes to nothing.
+    The ids 1 to 65529 are the tokens. Id 0 is the boundary between documents, written `<|endoftext|>`: it is the BOS,
+    EOS and padding token. So `vocab_size` is 65530. Published models have 65536 embeddings: the first added tokens get
+    the unused ids 65530 to 65535, and only more tokens than that make a model grow. An id without a token decodes to
+    nothing.
 
-    Tokens appear as strings in the alphabet of byte-level tokenizers, where a space is `Ġ`. Where ids decode to bytes
-    that are not UTF-8, the text has U+FFFD.
+    As strings, tokens are in the alphabet of byte-level tokenizers, in which a space is `Ġ`. If ids decode to bytes
+    that are not UTF-8, the text contains U+FFFD.
 
     Args:
-        vocab_file: path of the vocabulary; the table of the World models where None.
-        bos_token: begins a document. No token is added to a text.
-        eos_token: ends a document. A chat's turns end with a blank line instead, the token `ĊĊ` with id 261.
-        pad_token: fills a batch. It is the same id as `eos_token`: a collator that hides padding from the loss by its
-            id hides the end of documents too; give another one of the ids that are left where that matters.
-        unk_token: never needed, since every byte is a token.
+        vocab_file: path of the vocabulary; that of the World models if None.
+        bos_token: the token that begins a document. It is not added to a text.
+        eos_token: the token that ends a document. In a chat, a turn ends with a blank line: the token `ĊĊ`, id 261.
+        pad_token: the padding token. By default it has the same id as `eos_token`, so a collator that removes padding
+            from the loss by its id also removes the end of documents. If that matters, use one of the unused ids.
+        unk_token: never needed, because every byte is a token.
         chat_template: the template of `apply_chat_template`; by default that of the World models, `User: ...` and
             `Assistant: ...` with a blank line after each turn.
-        padding_side: "left" by default, as generation wants it.
+        padding_side: "left" by default, which generation needs.
         kwargs: as in `PreTrainedTokenizer`.
     """
 
@@ -125,7 +125,7 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
         self._encoder = GreedyEncoder(tokens)
         self._vocab = _string_vocabulary(tokens, boundary)
         self._tokens = list(self._vocab)
-        # What decoding puts together. Tokens that are added later join in `_update_trie`.
+        # The bytes of each id, for decoding. `_update_trie` adds those of added tokens.
         self._bytes = dict(enumerate(tokens, 1))
         self._added_tokens_decoder = {0: AddedToken(boundary, normalized=False, special=True)}
         self._added_pattern = None
@@ -141,19 +141,19 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, the document boundary among them, without those that were added."""
+        """Number of tokens, including the document boundary, without added tokens."""
         return len(self._tokens)
 
     def get_vocab(self) -> dict[str, int]:
-        """Token to id, with the tokens that were added."""
+        """The id of each token, including added tokens."""
         return {**self._vocab, **self._added_tokens_encoder}
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """The ids of any bytes, UTF-8 or not. Special tokens are not looked for."""
+        """The ids of any bytes, UTF-8 or not. Special tokens in them are not recognised."""
         return self._encoder.encode(bytes(data))
 
     def decode_bytes(self, ids: Sequence[int], skip_special_tokens: bool = False) -> bytes:
-        """The bytes that `ids` stand for. What [`encode_bytes`] returned gives back its argument."""
+        """The bytes of `ids`, the inverse of [`encode_bytes`]."""
         skipped = set(self.all_special_ids) if skip_special_tokens else ()
         return b"".join([self._bytes.get(index, b"") for index in ids if index not in skipped])
 
@@ -161,14 +161,14 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
         super()._update_trie(*args, **kwargs)
         added = self._added_tokens_decoder
         self._bytes.update({index: token.content.encode("utf-8") for index, token in added.items()})
-        # Longest first, as a regular expression takes the first alternative that matches. Tokens that have a say in
-        # the text around them are left to the base class.
+        # Longest first, because a regular expression takes the first alternative that matches. The base class handles
+        # tokens that depend on the text around them.
         contents = sorted((token.content for token in added.values()), key=len, reverse=True)
         plain = not any(token.lstrip or token.rstrip or token.single_word for token in added.values())
         self._added_pattern = re.compile(f"({'|'.join(map(re.escape, contents))})") if plain else None
 
     def _encode_text(self, text: str, split_special_tokens: bool) -> list[int]:
-        """The ids of a text with added tokens in it, these taken for text where `split_special_tokens`."""
+        """The ids of a text. With `split_special_tokens`, added tokens in it are encoded like other text."""
         if split_special_tokens:
             return self._encoder.encode(text.encode("utf-8"))
         if self._added_pattern is None:
@@ -181,7 +181,7 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
         return ids
 
     def _encode_plus(self, text, text_pair=None, **kwargs):
-        # The base class goes by way of token strings. It accepts ids in the place of a text, so it gets ids.
+        # The base class would make token strings first. It accepts ids instead of a text, so it gets ids.
         if not (kwargs.get("is_split_into_words") or kwargs.get("sanitize_control_tokens")):
             split = kwargs.get("split_special_tokens")
             split = self.split_special_tokens if split is None else split
@@ -190,7 +190,7 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
 
     def _replace_texts(self, text, split_special_tokens: bool):
         if isinstance(text, str):
-            # No ids are no input to the base class, an empty text is.
+            # The base class refuses an empty list of ids, but not an empty text.
             return self._encode_text(text, split_special_tokens) or ""
         if isinstance(text, (list, tuple)) and text and not isinstance(text[0], int):
             return type(text)([self._replace_texts(item, split_special_tokens) for item in text])
@@ -206,7 +206,7 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
         return self._tokens[index] if 0 <= index < len(self._tokens) else None
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text that a list of tokens stands for."""
+        """The text of a list of tokens."""
         added = self._added_tokens_encoder
         parts = [token.encode("utf-8") if token in added else token_to_bytes(token) for token in tokens if token]
         return b"".join(parts).decode("utf-8", errors="replace")
@@ -219,21 +219,21 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
         return self.clean_up_tokenization(text) if clean_up_tokenization_spaces else text
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
-        """Write the vocabulary file and return its path."""
+        """Writes the vocabulary file and returns its path."""
         return _save_vocabulary(self._encoder.tokens, save_directory, filename_prefix)
 
 
 class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
     """
-    RWKV World tokenizer on the tokenizers library, with offsets and a `tokenizer.json` that needs nothing of this
+    RWKV World tokenizer on the tokenizers library, with offsets and a `tokenizer.json` that loads without this
     package.
 
-    The greedy longest match is a regular expression: the vocabulary as a trie, each continuation an optional group.
-    See [`RwkvWorldTokenizer`] for the ids and for the arguments.
+    A regular expression finds the longest match: the vocabulary as a trie, with each continuation as an optional
+    group. See [`RwkvWorldTokenizer`] for the ids.
 
     Args:
-        vocab_file: path of the vocabulary; the table of the World models where None and there is no `tokenizer_file`.
-        tokenizer_file: path of a `tokenizer.json`, which goes before `vocab_file`.
+        vocab_file: path of the vocabulary; that of the World models if this and `tokenizer_file` are None.
+        tokenizer_file: path of a `tokenizer.json`, used instead of `vocab_file`.
         bos_token, eos_token, pad_token, unk_token, chat_template: as in [`RwkvWorldTokenizer`].
         kwargs: as in `PreTrainedTokenizerFast`.
     """
@@ -272,11 +272,11 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs):
-        """Leave the files to `__init__`: the base class would take a tokenizer.json apart and put half of it back."""
+        """Leaves the files to `__init__`: the base class would rebuild the tokenizer from parts of a file."""
         return kwargs
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
-        """Write the vocabulary file and return its path."""
+        """Writes the vocabulary file and returns its path."""
         return _save_vocabulary(_tokens_of(self._tokenizer), save_directory, filename_prefix)
 
     def _save_pretrained(self, save_directory, file_names, legacy_format=None, filename_prefix=None):
@@ -295,7 +295,7 @@ def _string_vocabulary(tokens: Sequence[bytes], boundary: str) -> dict[str, int]
     """Token strings to ids, in the order of the ids."""
     vocabulary = {boundary: 0, **{bytes_to_token(token): index for index, token in enumerate(tokens, 1)}}
     if len(vocabulary) != len(tokens) + 1:
-        raise ValueError(f"{boundary!r} cannot be the name of id 0, the vocabulary has it as a token")
+        raise ValueError(f"{boundary!r} cannot be the name of id 0, because it is a token of the vocabulary")
     return vocabulary
 
 
@@ -309,7 +309,7 @@ def _tokens_of(backend: tokenizers.Tokenizer) -> list[bytes]:
 
 def _build_backend(tokens: Sequence[bytes], boundary: str) -> tokenizers.Tokenizer:
     vocabulary = _string_vocabulary(tokens, boundary)
-    # The model never meets an unknown token, as each byte is one.
+    # There are no unknown tokens, because every byte is a token.
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=boundary))
     backend.normalizer = normalizers.ByteLevel()
     backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(_longest_match(list(vocabulary)[1:])), "isolated")
@@ -324,7 +324,7 @@ def _longest_match(tokens: Sequence[str]) -> str:
 
 
 def _continuations(suffixes: list[str]) -> str:
-    """What may follow a common beginning; `suffixes` are sorted. Alternatives differ in their first character."""
+    """What may follow a common prefix; `suffixes` are sorted. Alternatives differ in their first character."""
     optional = suffixes[0] == ""
     last, branches = [], []
     for char, group in groupby(suffixes[optional:], key=itemgetter(0)):
@@ -337,7 +337,7 @@ def _continuations(suffixes: list[str]) -> str:
         branches.append(last[0] if len(last) == 1 else f"[{''.join(last)}]")
     if len(branches) == 1 and (last or not optional):
         return branches[0] + "?" * optional
-    # Greedy: a longer match goes before the end of the token.
+    # Greedy: a longer match comes before the end of the token.
     return f"(?:{'|'.join(branches)})" + "?" * optional
 
 

@@ -1,4 +1,4 @@
-"""Vocabulary files of RWKV World: one token a line, as its id, a Python literal and its length in bytes."""
+"""Vocabulary files of RWKV World: one token per line, as its id, a Python literal and its length in bytes."""
 
 import ast
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 WORLD_VOCAB_FILE_NAME = "rwkv_vocab_v20230424.txt"
-# The table that every World model was trained with.
+# The vocabulary that every World model was trained with.
 WORLD_VOCAB_FILE = str(Path(__file__).parent / "data" / WORLD_VOCAB_FILE_NAME)
 # Types of the models that were trained with it.
 WORLD_MODEL_TYPES = ("rwkv5", "rwkv6", "visual_rwkv")
@@ -14,13 +14,12 @@ WORLD_MODEL_TYPES = ("rwkv5", "rwkv6", "visual_rwkv")
 
 def read_vocabulary(path) -> list[bytes]:
     """
-    Read a vocabulary file. The token with id `i` is at index `i - 1` of the result: id 0 is no token, it is the
-    boundary between documents.
+    Reads a vocabulary file. The token with id `i` is at index `i - 1` of the result. Id 0 is the boundary between
+    documents, which the file does not have.
 
     Raises:
-        ValueError: a line that is not `id literal length`, a wrong length, an id or a token that occurs twice, ids
-            that do not count up from 1, or a byte that is no token. The message names the file and, where there is
-            one, the line.
+        ValueError: if a line is not `id literal length`, a length is wrong, an id or a token occurs twice, the ids are
+            not 1, 2, ..., or a byte is not a token. The message names the file and, if there is one, the line.
     """
     tokens: dict[int, bytes] = {}
     line_of: dict[bytes, int] = {}
@@ -34,11 +33,11 @@ def read_vocabulary(path) -> list[bytes]:
                 raise ValueError(f"{where}: token {token!r} occurs twice, first on line {line_of[token]}")
             tokens[index] = token
             line_of[token] = number
-    # New tokens go after the last id, so a hole would give one id to two of them.
+    # Added tokens get ids from the number of tokens on. With a gap in the ids, one of them would get an id twice.
     for index in range(1, len(tokens) + 1):
         if index not in tokens:
             raise ValueError(f"{path}: there are {len(tokens)} tokens, but none with id {index}")
-    # Without every byte, some text could not be encoded at all.
+    # Without a token for every byte, some texts could not be encoded.
     missing = [byte for byte in range(256) if bytes([byte]) not in line_of]
     if missing:
         raise ValueError(f"{path}: no token for the single bytes {missing}")
@@ -52,7 +51,7 @@ def _parse_line(line: str, where: str) -> tuple[int, bytes]:
     if not (index.isdecimal() and length.isdecimal() and literal):
         raise ValueError(f"{where}: expected `id literal length`, found {line!r}")
     try:
-        # Most tokens are written without escapes; reading those directly halves the time.
+        # Most tokens are written without escapes; reading these directly halves the time.
         plain = literal[0] == literal[-1] == "'" and "\\" not in literal and literal.count("'") == 2
         token = literal[1:-1] if plain else ast.literal_eval(literal.strip())
         token = token.encode("utf-8") if isinstance(token, str) else token
@@ -68,7 +67,7 @@ def _parse_line(line: str, where: str) -> tuple[int, bytes]:
 
 
 def write_vocabulary(tokens: Sequence[bytes], path) -> None:
-    """Write tokens, the first of which has id 1, in the format that [`read_vocabulary`] reads."""
+    """Writes tokens, the first of which has id 1, in the format that [`read_vocabulary`] reads."""
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         for index, token in enumerate(tokens, 1):
             try:
@@ -84,19 +83,18 @@ def _visible_bytes() -> dict[int, str]:
     return {**{byte: chr(byte) for byte in visible}, **{byte: chr(256 + n) for n, byte in enumerate(hidden)}}
 
 
-# One printable character for each byte: what the `ByteLevel` parts of the tokenizers library use, since they hold text
-# only.
+# One printable character for each byte, as in the `ByteLevel` classes of the tokenizers library, which only hold text.
 BYTE_TO_CHAR = _visible_bytes()
 CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 
 
 def bytes_to_token(data: bytes) -> str:
-    """Spell bytes in the alphabet of byte-level tokenizers."""
+    """Bytes in the alphabet of byte-level tokenizers."""
     return data.decode("latin-1").translate(BYTE_TO_CHAR)
 
 
 def token_to_bytes(token: str) -> bytes:
-    """Undo [`bytes_to_token`]. A string that it could not have made is encoded as it stands."""
+    """The inverse of [`bytes_to_token`]. Other strings are encoded as UTF-8."""
     try:
         return bytes([CHAR_TO_BYTE[char] for char in token])
     except KeyError:

@@ -12,8 +12,8 @@ class AveyCache(GrowingCache):
     """
     What Avey keeps of a text. It grows with the text: the ranker may retrieve any earlier split, so the embeddings of
     all tokens are kept. The blocks keep nothing of the text, because the weights of retrieved splits change with every
-    token. But what they make of the rows that stand for missing splits is computed only once, so a cache belongs to
-    the weights of the model that filled it.
+    token. But their output for the rows of missing splits is computed only once, so a cache belongs to the weights of
+    the model that filled it.
 
     The states are in a single layer:
 
@@ -33,7 +33,7 @@ class AveyCache(GrowingCache):
         self.growing = {"embeddings": 1, "sums": config.chunk_size}
         super().__init__(config, static, max_cache_len)
         self.layers = self.layers[-1:]
-        # What the blocks make of the zero rows that stand for missing splits of a short text: the same for every text.
+        # What each block's contextualizer gets for the rows of missing splits, which is the same for every text.
         self.zero_rows: list[torch.Tensor] | None = None
 
     @property

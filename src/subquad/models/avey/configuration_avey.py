@@ -13,15 +13,15 @@ class AveyConfig(PreTrainedConfig):
     Args:
         vocab_size: number of token ids.
         d_embed: width of an embedding, d.
-        n_blocks: number of layers of the neural processor, L.
-        expansion_factor: the enricher makes `expansion_factor * d_embed` features, m, of an embedding (equation 1).
-        chunk_size: tokens of a split, S.
-        k: splits of a window, the current one included: one more than the paper's k.
-        context_proportion: share of the features that form the tail; one half of the tail is contextualised, the
-            other is its gate, and what is not tail goes to the fuser as it is (section 2.2.1).
+        n_blocks: number of blocks of the neural processor, L.
+        expansion_factor: the enricher computes `expansion_factor * d_embed` features, m, per token (equation 1).
+        chunk_size: number of tokens of a split, S.
+        k: number of splits of a window, including the current one: one more than the paper's k.
+        context_proportion: share of the features in the tail. One half of the tail is contextualised, the other
+            half is its gate. The other features go to the fuser unchanged (section 2.2.1).
         score_normalization: what the score of a retrieved split is divided by (section 2.1): `"first"`, the score of
-            the earliest retrieved one, as the published models do it, or `"max"`, the largest, as the paper has it.
-        extended_len: rows of a window, C. Always `k * chunk_size`; accepted because published files may hold it.
+            the earliest retrieved split, as in the published models, or `"max"`, the largest score, as in the paper.
+        extended_len: number of rows of a window, C: `k * chunk_size`. Published files may have this field.
         rms_norm_eps: epsilon of every norm.
     """
 
@@ -33,7 +33,7 @@ class AveyConfig(PreTrainedConfig):
         "blocks.*": "free_full_weight",
         "ln_f": "keep_full_weight",
     }
-    # Ranker and contextualizer compare whole embeddings: every process has them.
+    # Ranker and contextualizer compare whole embeddings, so every process has these.
     base_model_tp_plan = {
         "wte": "embedding_rowwise",
         "blocks.*.ctxt.enricher": "colwise_gather_output",
@@ -63,7 +63,7 @@ class AveyConfig(PreTrainedConfig):
 
     @property
     def tail_size(self) -> int:
-        """Features of the tail, m_t: always even."""
+        """Number of features of the tail, m_t, which is even."""
         size = int(self.expansion_factor * self.d_embed * self.context_proportion)
         return size + size % 2
 
@@ -71,8 +71,8 @@ class AveyConfig(PreTrainedConfig):
         """Refuses sizes that do not fit together, before any tensor is made."""
         if hasattr(self, "n_layers"):
             raise ValueError(
-                f"`n_layers` ({self.n_layers}) is a field of Avey-B, whose files call themselves `avey` in the layout "
-                "of its paper; `subquad convert` makes a model of them."
+                f"`n_layers` ({self.n_layers}) is a field of Avey-B, whose files in the format of its paper name "
+                "`avey` as their model type. `subquad convert` converts them."
             )
         for name in ("vocab_size", "d_embed", "n_blocks", "expansion_factor", "chunk_size", "k"):
             if getattr(self, name) < 1:

@@ -31,40 +31,40 @@ CHOICES = {
 class AveyBConfig(PreTrainedConfig):
     r"""
     Configuration of an Avey-B encoder ("Avey-B", Acharya and Hammoud). The names are those of the published
-    `config.json` files, the defaults reproduce the published weights. The paper's own variant has
+    `config.json` files, and the defaults are those of the published weights. The paper's variant has
     `hidden_act="relu2", similarity_norm="sum", residual_gain=False, final_norm=True`.
 
     Args:
         vocab_size: number of token ids.
         d_embed: width of an embedding, d.
         n_layers: number of layers of the neural processor, L.
-        chunk_size: tokens of a split, S.
-        k: splits that each split retrieves.
-        eps: epsilon of every norm, of the similarities' and of their rows'.
-        expansion_factor: the enricher makes `expansion_factor * d_embed` features, m, of an embedding (equation 1).
-        context_proportion: share of the features that form the tail; one half of the tail is contextualised, the
-            other is its gate, and what is not tail goes to the fuser as it is (section 3.2).
-        hidden_act: activation of the enricher: `"gelu"` (exact) or `"relu2"`, ReLU², as the paper has it.
+        chunk_size: number of tokens of a split, S.
+        k: number of splits that each split retrieves.
+        eps: epsilon of every norm, also of those in the similarities of a dynamic layer.
+        expansion_factor: the enricher computes `expansion_factor * d_embed` features, m, per token (equation 1).
+        context_proportion: share of the features in the tail. One half of the tail is contextualised, the other
+            half is its gate. The other features go to the fuser unchanged (section 3.2).
+        hidden_act: activation of the enricher: `"gelu"` (exact) or `"relu2"`, ReLU², as in the paper.
         similarity_norm: what a dynamic layer divides a row of similarities by: `"l1"`, the sum of their magnitudes, or
-            `"sum"`, their sum, as the paper has it (equation 6).
+            `"sum"`, their sum, as in the paper (equation 6).
         residual_gain: whether a layer adds its input times a learned number, or, as in the paper, the input itself.
         final_norm: whether the masked language model has an RMSNorm before its head, as in the paper.
         score_normalization: what the score of a retrieved split is divided by (section 3.1): `"min"`, the smallest
-            score of those retrieved, as the published models do it, or `"max"`, the largest, as the paper has it.
+            score of those retrieved, as in the published models, or `"max"`, the largest, as in the paper.
         layer_pattern: which layers are static and which dynamic (appendix D): `"interleaved"` (static first),
             `"interleaved-dynamic-first"`, `"single-dynamic-head"`, `"single-dynamic-tail"`, `"static-then-dynamic"`,
             `"dynamic-then-static"`, `"all-static"` or `"all-dynamic"`.
         bidirectional_ranker: whether a split may retrieve splits that follow it (appendix C).
-        compressor: whether a split and those that it retrieved are compressed to the size of one (section 4.3). If
+        compressor: whether a split and those that it retrieves are compressed to the size of one (section 4.3). If
             not, the layers work on windows of `(k + 1) * chunk_size` rows.
-        compressor_residual: whether the split itself is added to what the compressor makes (section 4.3).
+        compressor_residual: whether the split itself is added to the output of the compressor (section 4.3).
         classifier_dropout: probability of dropout before the classifiers of texts and tokens.
     """
 
     model_type = "avey-b"
     attribute_map = {"hidden_size": "d_embed", "num_hidden_layers": "n_layers"}
     base_model_fsdp_plan = {"embed": "free_full_weight", "layers.*": "free_full_weight"}
-    # Ranker and contextualizer compare whole embeddings: every process has them.
+    # Ranker and layers compare whole embeddings, so every process has these.
     base_model_tp_plan = {
         "embed": "embedding_rowwise",
         "layers.*.enricher": "colwise_gather_output",
@@ -99,18 +99,18 @@ class AveyBConfig(PreTrainedConfig):
 
     @property
     def tail_size(self) -> int:
-        """Features of the tail, m_t: always even."""
+        """Number of features of the tail, m_t, which is even."""
         size = int(self.expansion_factor * self.d_embed * self.context_proportion)
         return size + size % 2
 
     @property
     def context_size(self) -> int:
-        """Rows of a window, which the layers mix: C."""
+        """Number of rows of a window, C."""
         return self.chunk_size if self.compressor else (self.k + 1) * self.chunk_size
 
     @property
     def dynamic_layers(self) -> list[bool]:
-        """Of each layer whether it is dynamic."""
+        """Whether each layer is dynamic."""
         return [kind == DYNAMIC for kind in LAYER_PATTERNS[self.layer_pattern](self.n_layers)]
 
     def validate_architecture(self):

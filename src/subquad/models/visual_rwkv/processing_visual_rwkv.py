@@ -9,9 +9,9 @@ from transformers import ProcessorMixin
 from transformers.image_utils import make_flat_list_of_images
 
 
-# A blank line ends a turn, so there must be none inside a message; an image stands on a line of its own, where it is
-# among the parts of the content: before the question, after it, or between the question and its repetition. No space
-# follows the last colon: the space belongs to the first token of the answer.
+# A blank line ends a turn, so there must be none in a message. An image has a line of its own, before the question,
+# after it, or between the question and its repetition, in the order of the message's parts. No space follows the last
+# colon: the space belongs to the first token of the answer.
 CHAT_TEMPLATE = r"""
 {%- set names = {'system': 'System', 'user': 'User', 'assistant': 'Assistant'} -%}
 {%- for message in messages -%}
@@ -51,15 +51,15 @@ CHAT_TEMPLATE = r"""
 
 class VisualRwkvProcessor(ProcessorMixin):
     """
-    Images and text for VisualRWKV: `processor(images=..., text="User: <image>\n...")` makes the inputs of the model,
-    `apply_chat_template` those of a conversation whose messages have parts of type "image" and "text".
+    Images and text for VisualRWKV: `processor(images=..., text="User: <image>\n...")` makes the inputs of the model.
+    `apply_chat_template` makes them from a conversation, whose messages have parts of type "image" and "text".
 
     Args:
         image_processor: a `CLIPImageProcessor` for the tower's size of images.
-        tokenizer: a [`RwkvWorldTokenizerFast`], or another; `image_token` is added where it lacks that.
-        image_seq_length: placeholders that an image takes, the model's `config.num_image_tokens`.
+        tokenizer: a [`RwkvWorldTokenizerFast`], or another. `image_token` is added to it if it is missing.
+        image_seq_length: number of placeholders of an image, the model's `config.num_image_tokens`.
         chat_template: by default that of the published models, `User: <image>` and a line with the question.
-        image_token: what stands for an image in a text.
+        image_token: the placeholder of an image in a text.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class VisualRwkvProcessor(ProcessorMixin):
         self.image_token = image_token
         tokenizer.add_special_tokens({"extra_special_tokens": [image_token]}, replace_extra_special_tokens=False)
         self.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
-        # The two save theirs to one file.
+        # Both save their template to the same file.
         tokenizer.chat_template = chat_template
         super().__init__(image_processor, tokenizer, chat_template=chat_template, **kwargs)
 
     def validate_inputs(self, images=None, text=None, **kwargs) -> None:
         """
         Raises:
-            ValueError: where there are more images than texts have places for them, or fewer.
+            ValueError: if the number of images is not the number of placeholders in the texts.
         """
         places = [sample.count(self.image_token) for sample in text or ()]
         if isinstance(images, list | tuple) and images and isinstance(images[0], list | tuple):
@@ -114,15 +114,15 @@ class VisualRwkvProcessor(ProcessorMixin):
         **kwargs,
     ):
         """
-        As in transformers; with `self_contained` or `push_to_hub`, and where it was loaded from such a directory or is
-        saved beside a model that has its code there, the code of processor and tokenizer goes along: the directory
-        loads with `trust_remote_code=True` where this package is not installed.
+        As in transformers. With `self_contained` or `push_to_hub`, the code of processor and tokenizer is saved too:
+        the directory loads with `trust_remote_code=True` if this package is not installed. The code is always saved if
+        the processor was loaded from such a directory, or a model was saved with its code in the same directory.
         """
         with self._with_code(self_contained or push_to_hub or self._belongs_to_code(save_directory)):
             return super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     def push_to_hub(self, *args, **kwargs):
-        """As in transformers; the code of processor and tokenizer goes along."""
+        """As in transformers. The code of processor and tokenizer is uploaded too."""
         with self._with_code():
             return super().push_to_hub(*args, **kwargs)
 
@@ -137,7 +137,7 @@ class VisualRwkvProcessor(ProcessorMixin):
 
     @contextmanager
     def _with_code(self, code: bool = True) -> Iterator[None]:
-        # transformers copies the code of a class that is registered so, and the tokenizers here do as it does.
+        # transformers copies the module of a class with this attribute, and so do our tokenizers.
         if not code or self._auto_class is not None:
             yield
             return
@@ -145,7 +145,7 @@ class VisualRwkvProcessor(ProcessorMixin):
         self._auto_class = "AutoProcessor"
         try:
             yield
-        finally:  # it also notes where the code is, in all of these
+        finally:  # it also writes the `auto_map` into all of these
             after = vars(self), vars(self.image_processor), self.tokenizer.init_kwargs
             for fields, before in zip(after, kept, strict=True):
                 fields.clear()
