@@ -225,8 +225,8 @@ class ContextParallelCache(GeckoCache):
     def end_block(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         return self.layers[layer].end_block(x)
 
-    def finish(self, position: torch.Tensor, real: torch.Tensor, packed: bool) -> None:
-        super().finish(position, real, packed)
+    def advance(self, tokens: int) -> None:
+        super().advance(tokens)
         self.link.wait()
 
 
