@@ -16,7 +16,7 @@ class GeckoCache(CountingCache):
     documents, `begins` (batch, 2 * chunk_size): where the document of each of those tokens begins.
 
     Args:
-        config, static: see [`RecurrentCache`].
+        config, static, max_cache_len: see [`RecurrentCache`].
     """
 
     size_names = (
@@ -29,7 +29,7 @@ class GeckoCache(CountingCache):
         "boundary_token_id",
     )
 
-    def __init__(self, config: PreTrainedConfig, static: bool = False):
+    def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         super().__init__(config, static)
         self.window = 2 * config.chunk_size
 

@@ -6,7 +6,7 @@ import functools
 import torch
 from torch import nn
 
-from subquad_kernels import cema, timestep_decay_norm_state, working_memory
+from subquad_kernels import working_memory
 
 from ...cache import LayerState, States
 from ...layout import TokenLayout
@@ -78,13 +78,13 @@ class GeckoLayout(TokenLayout):
         rotated = torch.stack(pairs, dim=-1).flatten(-2).to(x.dtype)
         return rotated if heads == x.shape[2] else torch.cat((rotated, x[:, :, heads:]), dim=2)
 
-    def update(self, state: LayerState, name: str, after: torch.Tensor, replay, x: torch.Tensor) -> None:
-        """Sets a state to `after`, its value after the tokens x: `replay(before, x, starts, real)`."""
+    def update(self, state: LayerState, name: str, after: torch.Tensor, operator, x: torch.Tensor) -> None:
+        """Sets a state to `after`, its value after the tokens x of an operator that needs only them to compute it."""
         updates = ()
         if state.record_past:
             starts = torch.zeros_like(self.kept) if self.starts is None else self.starts
             updates = self.as_given(x), self.as_given(starts), self.given_kept
-        state.update(name, after, replay, *updates)
+        state.update(name, after, functools.partial(replay, operator), *updates)
 
     def window(self, state: LayerState | None, rows: Rows) -> Rows:
         """
@@ -106,8 +106,8 @@ class GeckoLayout(TokenLayout):
         for name, x in rows.items():
             ring = state.get(name)
             ring = None if ring is None else ring.transpose(1, 2)
-            tokens = x.transpose(1, 2), self.kept_position, self.kept, self.ring, self.all_real
-            rings[name] = write_to_ring(state, name, ring, *tokens).transpose(1, 2).contiguous()
+            ring = write_to_ring(state, name, ring, x.transpose(1, 2), self, self.ring)
+            rings[name] = ring.transpose(1, 2).contiguous()
         if state.record_past:
             given = [self.as_given(x.transpose(1, 2)) for x in rows.values()]
             updates = *given, self.given_position, self.given_kept, self.as_given(self.forgets)
@@ -322,11 +322,6 @@ def replay_memory(
     return {**rings, "memory": memory, "normalizer": normalizer}
 
 
-def replay_cema(weights: dict[str, torch.Tensor], before: torch.Tensor | None, x, starts, real) -> torch.Tensor:
-    """CEMA's state after the tokens x, (batch, length, model_dim)."""
-    return cema(x=x, **weights, initial_state=before, starts=starts, real=real)[1]
-
-
-def replay_norm(decays: dict[str, float], before: torch.Tensor | None, x, starts, real) -> torch.Tensor:
-    """The moments of a timestep decay norm after the tokens x, (batch, length, model_dim)."""
-    return timestep_decay_norm_state(before, x, **decays, starts=starts, real=real)
+def replay(operator, before: torch.Tensor | None, x, starts, real) -> torch.Tensor:
+    """A state of [`GeckoLayout.update`] after the tokens x, (batch, length, model_dim)."""
+    return operator(x=x, initial_state=before, starts=starts, real=real)[1]

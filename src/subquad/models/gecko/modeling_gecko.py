@@ -22,7 +22,7 @@ from ...layers import Linear, replaceable
 from ...tensor_parallel import local_part
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
-from .layout_gecko import GeckoLayout, find_bos, find_layout, replay_cema, replay_norm
+from .layout_gecko import GeckoLayout, find_bos, find_layout
 
 
 cema, chunk_attention, timestep_decay_norm, working_memory = replaceable(
@@ -35,9 +35,8 @@ class GeckoTimestepDecayNorm(nn.Module):
 
     def __init__(self, config: GeckoConfig):
         super().__init__()
-        self.eps = config.norm_eps
-        betas = {"beta1": float(config.timenorm_beta1), "beta2": float(config.timenorm_beta2)}
-        self.averages = {"groups": config.timenorm_num_groups, **betas}
+        beta1, beta2 = float(config.timenorm_beta1), float(config.timenorm_beta2)
+        self.options = {"groups": config.timenorm_num_groups, "beta1": beta1, "beta2": beta2, "eps": config.norm_eps}
         self.weight = nn.Parameter(torch.empty(config.model_dim))
         self.bias = nn.Parameter(torch.empty(config.model_dim))
 
@@ -47,15 +46,15 @@ class GeckoTimestepDecayNorm(nn.Module):
             x=x,
             weight=self.weight,
             bias=self.bias,
-            **self.averages,
-            eps=self.eps,
+            **self.options,
             initial_state=state and state.get("timenorm"),
             starts=layout.starts,
             real=layout.real,
             inplace=state is not None and state.can_overwrite("timenorm"),
         )
         if state is not None:
-            layout.update(state, "timenorm", after, functools.partial(replay_norm, self.averages), x)
+            norm = functools.partial(timestep_decay_norm, weight=None, bias=None, **self.options)
+            layout.update(state, "timenorm", after, norm, x)
         return out
 
 
@@ -85,7 +84,7 @@ class GeckoCEMA(nn.Module):
             # The first record replays all tokens, maybe after offloading or FSDP has freed the module's weights.
             if state.record_past and "cema" not in state.records:
                 weights = {name: weight.clone() for name, weight in weights.items()}
-            layout.update(state, "cema", after, functools.partial(replay_cema, weights), x)
+            layout.update(state, "cema", after, functools.partial(cema, **weights), x)
         return out
 
 

@@ -42,9 +42,9 @@ class RavenCache(GrowingCache):
         self, layer: LayerState, name: str, x: torch.Tensor, layout: TokenLayout, window: int
     ) -> torch.Tensor:
         """Writes the tokens x (batch, length, ...) to a ring; returns it, (batch, window, ...)."""
-        tokens = x, layout.kept_position, layout.kept
-        ring = write_to_ring(layer, name, layer.get(name), *tokens, window, layout.all_real)
-        layer.update(name, ring, functools.partial(ring_state, window=window), *tokens)
+        ring = write_to_ring(layer, name, layer.get(name), x, layout, window)
+        replay = functools.partial(ring_state, window=window)
+        layer.update(name, ring, replay, x, layout.kept_position, layout.kept)
         layer.lend(name)
         return ring
 

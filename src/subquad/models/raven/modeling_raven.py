@@ -237,10 +237,6 @@ class RavenPreTrainedModel(RecurrentPreTrainedModel):
     _input_embed_layer = "embeddings"
     _can_record_outputs = {"hidden_states": RavenBlock, "attentions": RavenAttention}
 
-    def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RavenCache:
-        """An empty [`RavenCache`] for this model."""
-        return RavenCache(self.config, static, max_cache_len)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
