@@ -30,8 +30,8 @@ class GeckoLayout(TokenLayout):
         starts: which tokens begin a document, (batch, length); None if none does.
         real: which tokens are not padding, (batch, length); None if none is padding.
         cos, sin: of rotary embeddings, (batch or 1, length, 1, size of a head / 2).
-        held: where in a ring the tokens are that are read before those of the call, in their order, (batch, held);
-            None if there are none.
+        held: the rows of a ring that are read before the tokens of the call, (batch, held), from the oldest token on;
+            None if none is.
         first, aligned: see [`subquad_kernels.chunk_attention`].
         seen: see `mask` of [`subquad_kernels.chunk_attention_step`]: a single token reads the rings of a cache as they
             are. None if there are several tokens or no cache.
@@ -160,7 +160,7 @@ def find_layout(
     elif fresh and tokens.starts is None and bos is None:
         position = position[:1]  # one row stands for all
 
-    # Documents: where that of each token begins.
+    # Documents: the position at which that of each token begins.
     before = None if fresh or bos is None else cache.after_blocks.get("begins")
     layout.starts, begin, layout.forgets = find_documents(layout, bos, position, before)
     if bos is not None and cache is not None:
