@@ -193,7 +193,7 @@ class GeckoMega(nn.Module):
         remembered, *memory = self.remember(q_m, read["memory_keys"], read["values"], layout, state)
         if state is not None:
             rings = layout.keep(state, rows, *memory)
-            read = read if layout.seen is None else rings  # with the token itself
+            read = read if layout.seen is None else rings  # a single token reads the rings, where its own key is now
         attended = self.attend(q, read["keys"], read["values"].to(v.dtype), layout)
         attended, remembered = (y.to(v.dtype).transpose(1, 2).flatten(2) for y in (attended, remembered))
 
