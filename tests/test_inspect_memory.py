@@ -1,4 +1,4 @@
-"""What slot memories are said to hold: the numbers against the model's own state, the files, and what is refused."""
+"""The inspection of slot memories: its numbers against the model's own state, its files, and what is refused."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from byte_level_bpe import TEXT, encoder_tokenizer
 from PIL import Image
 
 from subquad import cli
-from subquad.inspect_memory import (
+from subquad.models.raven.inspect_memory import (
     KINDS,
     choose_layers,
     classify,
@@ -22,8 +22,8 @@ from subquad.inspect_memory import (
     inspect_memory,
     save,
 )
-from subquad.inspect_memory import _recorded as recorded
-from subquad.inspect_memory import _strongest as strongest
+from subquad.models.raven.inspect_memory import _recorded as recorded
+from subquad.models.raven.inspect_memory import _strongest as strongest
 from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer
 
 
@@ -82,6 +82,7 @@ def random_log_f(tokens=40, heads=2, slots=5, seed=0):
     return log_f
 
 
+@pytest.mark.fast
 def test_holdings_equal_the_recurrence():
     log_f = random_log_f()
     tokens, heads, slots = log_f.shape
@@ -165,6 +166,7 @@ def test_a_window_holds_its_last_tokens():
     assert short.order() == [1, 0, 2, *range(3, 12)]
 
 
+@pytest.mark.fast
 def test_kinds():
     held = torch.tensor([[0.09, 0.01], [0.8, 0.2], [0.25, 0.75], [1e-9, 1e-7], [0.0, 0.0], [1.0, 0.0], [0.0, 0.3]])
     marked = torch.tensor([True, False])
@@ -174,7 +176,7 @@ def test_kinds():
     assert classify(held.double(), marked, 1.0) == ["shared"] * 4 + ["empty", "marked", "other"]
 
 
-# --- what is asked for ---
+# --- arguments ---
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,7 @@ def test_the_files(directory, tmp_path, capsys):
 
 def test_a_long_text_without_marks(tmp_path, monkeypatch, capsys):
     """More tokens than columns, and more slots than can be numbered; `$` and characters that no font has."""
-    monkeypatch.setattr("subquad.inspect_memory.MAX_COLUMNS", 100)
+    monkeypatch.setattr("subquad.models.raven.inspect_memory.MAX_COLUMNS", 100)
     report = inspect_memory(raven(num_slots=40), ByteTokenizer(), "long " * 50, layers=[0], heads=[0])
     assert save(report, tmp_path) == ["effective_lengths.png", "layer00-head00.png", "memory.json"]
     numbers = json.loads((tmp_path / "memory.json").read_text())
@@ -410,7 +412,7 @@ def test_refused_models_and_directories(directory, tmp_path, capsys):
     line = refused(capsys, 2, PROMPT, "--model", tmp_path, "--out", tmp_path / "out")
     assert line == f"{tmp_path} is of type rwkv6: only a model of type raven has slot memories."
     line = refused(capsys, 2, PROMPT, "--model", directory, "--out", tmp_path / "config.json")
-    assert line == f"{tmp_path / 'config.json'} is no directory."
+    assert line == f"{tmp_path / 'config.json'} is not a directory."
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 

@@ -32,9 +32,9 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
 
         Args:
             static: see [`RecurrentCache`].
-            max_cache_len: number of tokens that a static cache must have room for. A recurrent state has no limit.
+            max_cache_len: number of tokens that a static cache has room for. A recurrent state has no limit.
         """
-        return self.cache_class(self.config, static)
+        return self.cache_class(self.config, static, max_cache_len)
 
     def read_inputs(
         self,

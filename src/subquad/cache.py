@@ -233,6 +233,7 @@ class RecurrentCache(Cache):
             on. No gradient passes through them. `generate(cache_implementation="static")` makes such a cache, and on
             a GPU compiles the decoding step. [`~RecurrentCache.reset`] fills it with zeros, for a batch of the same
             size. Once it records the past, it is no longer static.
+        max_cache_len: not used. Subclasses whose static states grow with the text have room for so many tokens.
     """
 
     # The configuration fields that two models must have in common for the states of one to fit the other.
@@ -244,7 +245,7 @@ class RecurrentCache(Cache):
         "head_size",
     )
 
-    def __init__(self, config: PreTrainedConfig, static: bool = False):
+    def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         config = config.get_text_config()
         # One layer more than there are blocks, for what the model itself keeps.
         super().__init__(layers=[LayerState(static=static) for _ in range(config.num_hidden_layers + 1)])

@@ -3,6 +3,7 @@
 import torch
 
 from .cache import RecurrentCache
+from .layout import TokenLayout
 
 
 def _add_tokens(lengths: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
@@ -23,10 +24,9 @@ class CountingCache(RecurrentCache):
         lengths = _add_tokens(self.after_blocks.get("lengths"), real)
         self.after_blocks.update("lengths", lengths, _add_tokens, real)
 
-    def finish(self, position: torch.Tensor, real: torch.Tensor, packed: bool) -> None:
-        """Counts the tokens of a call, whose positions and flags (batch, tokens) are those of [`entries_at`]."""
-        if packed:
-            self.after_blocks.write("lengths", position[:, -1] + 1)
+    def count_tokens(self, layout: TokenLayout) -> None:
+        """Counts the tokens of a layout: those of each row's last document, which may continue the cache."""
+        if layout.document is None:
+            self.count(layout.kept)
         else:
-            self.count(real)
-        self.advance(real.shape[1])
+            self.after_blocks.write("lengths", layout.kept_position[:, -1] + 1)

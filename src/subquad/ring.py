@@ -3,6 +3,7 @@
 import torch
 
 from .cache import LayerState
+from .layout import TokenLayout
 from .padding import expand_to
 
 
@@ -47,21 +48,20 @@ def write_to_ring(
     name: str,
     ring: torch.Tensor | None,
     x: torch.Tensor,
-    position: torch.Tensor,
-    real: torch.Tensor,
+    layout: TokenLayout,
     window: int,
-    all_real: bool,
 ) -> torch.Tensor:
     """
-    [`ring_state`], which may modify the layer's state of that name in place if nothing else needs it. A few tokens
-    change their own rows only. `all_real` says that no token is padding.
+    [`ring_state`] after the tokens of a layout, which may modify the layer's state of that name in place if nothing
+    else needs it. A few tokens change their own rows only.
     """
-    few = all_real and x.shape[1] <= window
+    position, real = layout.kept_position, layout.kept
+    few = layout.all_real and x.shape[1] <= window
     if ring is None or ring.shape[1] < window or not (few or x.shape[1] == 1):
         return ring_state(ring, x, position, real, window)
     index = expand_to(position % window, x).expand_as(x)
     rows = x.to(ring.dtype)
-    if not all_real:
+    if not layout.all_real:
         rows = torch.where(expand_to(real, x), rows, ring.gather(1, index))
     inplace = not layer.record_past and layer.can_modify(name, ring)
     return ring.scatter_(1, index, rows) if inplace else ring.scatter(1, index, rows)

@@ -1,13 +1,9 @@
 """The cache of Gecko."""
 
-from collections.abc import Callable
-
 import torch
 from transformers import PreTrainedConfig
 
-from ...cache import LayerState, States
 from ...counting_cache import CountingCache
-from ...ring import write_to_ring
 
 
 class GeckoCache(CountingCache):
@@ -20,7 +16,7 @@ class GeckoCache(CountingCache):
     documents, `begins` (batch, 2 * chunk_size): where the document of each of those tokens begins.
 
     Args:
-        config, static: see [`RecurrentCache`].
+        config, static, max_cache_len: see [`RecurrentCache`].
     """
 
     size_names = (
@@ -33,7 +29,7 @@ class GeckoCache(CountingCache):
         "boundary_token_id",
     )
 
-    def __init__(self, config: PreTrainedConfig, static: bool = False):
+    def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         super().__init__(config, static)
         self.window = 2 * config.chunk_size
 
@@ -52,32 +48,6 @@ class GeckoCache(CountingCache):
     def held_tokens(self) -> int:
         """The number of tokens whose keys and values there is room for now."""
         return self.layers[0].states["keys"].shape[2]
-
-    def keep(
-        self,
-        layer: LayerState,
-        rows: dict[str, torch.Tensor],
-        states: dict[str, torch.Tensor],
-        position: torch.Tensor,
-        real: torch.Tensor,
-        all_real: bool,
-        replay: Callable[..., States],
-        *updates: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
-        """
-        Writes the tokens (batch, heads, tokens, size) of [`write_to_ring`] to their rings, which are returned, and
-        sets the states that depend on them.
-        """
-        size, rings = self.ring_size(position.shape[1]), {}
-        for name, x in rows.items():
-            held = layer.get(name)
-            held = None if held is None else held.transpose(1, 2)
-            ring = write_to_ring(layer, name, held, x.transpose(1, 2), position, real, size, all_real)
-            rings[name] = ring.transpose(1, 2).contiguous()
-        layer.update_together({**rings, **states}, replay, *updates)
-        for name in rings:
-            layer.lend(name)
-        return rings
 
     def end_block(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         """Called with the output of a block, (batch, length, model_dim), once its states are set; returns it."""

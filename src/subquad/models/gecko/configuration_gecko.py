@@ -27,21 +27,21 @@ class GeckoConfig(PreTrainedConfig):
         timenorm_num_groups: groups of channels that have a mean and a variance in timestep decay normalization.
         timenorm_beta1, timenorm_beta2: decays of their averages (equation 11).
         layernorm_num_groups: groups of channels that the other norms, after CEMA and before the feed-forward network,
-            normalise by themselves.
+            normalize separately.
         norm_affine: whether these have weights (and biases).
         norm_eps: epsilon of every norm.
-        two_hop_residual: whether the feed-forward network's output is added to the block's input, not to what
-            attention made of it.
+        two_hop_residual: whether the feed-forward network's output is added to the block's input instead of the
+            output of its first half.
         rope_base: base of the rotary embeddings.
-        num_rope_heads: how many of the first heads have rotary embeddings; all where None.
+        num_rope_heads: number of heads, from the first on, that have rotary embeddings. If None, all.
         swiglu: whether the feed-forward network is gated.
         rescale_nffn: whether its output has a learned factor for each channel.
         scale_emb: whether embeddings are multiplied by the square root of `model_dim`.
         share_emb: whether the head has the weights of the embeddings; also as `tie_word_embeddings`.
-        dropout: of the embeddings and of what either half of a block adds.
-        hidden_dropout: of what CEMA puts out, of the gated attention, and of the hidden layer of the feed-forward
-            network.
-        attention_dropout: of the attention's weights.
+        dropout: dropout of the embeddings and of the output of either half of a block.
+        hidden_dropout: dropout of the normalized output of CEMA, of the gated attention, and of the hidden layer of
+            the feed-forward network.
+        attention_dropout: dropout of the attention weights.
         document_boundaries: whether every `bos_token_id` begins a new document, which sees nothing of those before.
     """
 
@@ -94,8 +94,8 @@ class GeckoConfig(PreTrainedConfig):
     @plan_property
     def base_model_tp_plan(self) -> dict[str, str]:
         """
-        How tensor parallel processes share the model: by heads, where their number divides that of the heads and these
-        are alike, all of them with rotary embeddings or none.
+        How tensor parallel processes share the model: by heads, if their number divides the number of heads and
+        either all heads have rotary embeddings or none has.
         """
         split = divides_heads(self, self.num_heads) and self.num_rope_heads in (0, self.num_heads)
         return {
@@ -108,7 +108,7 @@ class GeckoConfig(PreTrainedConfig):
 
     @property
     def boundary_token_id(self) -> int | None:
-        """The token that begins a document; None where none does."""
+        """The id of the token that begins a document; None if no token does."""
         bos = self.bos_token_id
         return bos if self.document_boundaries and bos is not None and 0 <= bos < self.vocab_size else None
 

@@ -1,6 +1,6 @@
 """
 Context parallelism (section 3.2 of the paper of Gecko): one long text on several devices. Each reads a piece of it and
-takes over from the one before what a cache would hold of the text up to there, which does not depend on its length.
+receives from the one before what a cache holds of the text up to there. Its size does not depend on the length.
 """
 
 from collections.abc import Callable
@@ -34,19 +34,19 @@ class _Link:
         return self.rank == self.size - 1
 
     def send(self, step: int, *tensors: torch.Tensor) -> None:
-        """Does not wait until the tensors have arrived, but until those sent before have."""
+        """Waits until the tensors sent before have arrived, and does not wait for these."""
         self.wait()
         tensors = [x.detach().contiguous() for x in tensors]
         self.pending = [(dist.isend(x, group=self.group, group_dst=self.rank + step), x) for x in tensors]
 
     def wait(self) -> None:
-        """Until all has arrived; what was never waited for may not."""
+        """Waits until everything has arrived. Without a wait, it may never arrive."""
         for work, _ in self.pending:
             work.wait()
         self.pending.clear()
 
     def receive(self, step: int, *like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Fills tensors."""
+        """Fills tensors with what the neighbor sends."""
         for x in like:
             dist.recv(x, group=self.group, group_src=self.rank + step)
         return like
@@ -68,7 +68,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """x as it is, while states go to the next process; their gradients come back from it."""
+    """Returns x and sends states to the next process; their gradients come back from it."""
 
     @staticmethod
     def forward(ctx, anchor: torch.Tensor, link: _Link, x: torch.Tensor, *states: torch.Tensor):
@@ -83,7 +83,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Layer(LayerState):
-    """States of which those in `shapes` come from the process before and go to the next, in that order."""
+    """States. Those in `shapes` come from the process before and go to the next, in that order."""
 
     def __init__(self, link: _Link, shapes: dict[str, tuple[int, ...]]):
         super().__init__()
@@ -93,7 +93,7 @@ class _Layer(LayerState):
         self.x: torch.Tensor | None = None
 
     def expect(self, x: torch.Tensor) -> None:
-        """States of as many rows, on the same device; keys and values have the same dtype."""
+        """Reads from the piece x how many rows the states have, their device, and the dtype of keys and values."""
         self.x = x.new_empty(len(x), 0)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -101,7 +101,7 @@ class _Layer(LayerState):
         return self.x.dtype if keys else torch.promote_types(self.x.dtype, torch.float32)
 
     def anchor(self) -> torch.Tensor:
-        """Lets autograd pass by whatever else needs a gradient, because the other process waits for it."""
+        """Makes autograd run the backward pass of what receives it, because the other process waits for that."""
         return torch.zeros((), requires_grad=torch.is_grad_enabled())
 
     def get(self, name: str) -> torch.Tensor | None:
@@ -121,7 +121,7 @@ class _Layer(LayerState):
         self.outgoing.update(states)
 
     def end_block(self, x: torch.Tensor) -> torch.Tensor:
-        """Sends the states. What is made of the x that is returned lets their gradients come back."""
+        """Sends the states. Their gradients come back in the backward pass of the x that is returned."""
         if self.link.is_last:
             return x
         states = [self.outgoing[name].to(self.dtype(name)) for name in self.shapes]
@@ -129,7 +129,7 @@ class _Layer(LayerState):
 
 
 class _AfterBlocks(_Layer):
-    """Where documents begin is known, and needed, before the first block."""
+    """The begins of documents are known, and needed, before the first block."""
 
     def __init__(self, link: _Link, shapes: dict[str, tuple[int, ...]], window: int):
         super().__init__(link, shapes)
@@ -150,27 +150,27 @@ class _AfterBlocks(_Layer):
 
 class ContextParallelCache(GeckoCache):
     """
-    Makes a Gecko read one text in pieces on the processes of a group, each its own. Given as `past_key_values`, it
-    brings every block the states that the process before has after its piece, and takes those of this one to the next;
-    gradients take the way back, so that the sum of all processes' gradients is that of the whole text. While one
-    process reads its piece in a block, the process before it is in the block after that.
+    Makes a Gecko read one text in pieces on the processes of a group, one piece each. As `past_key_values`, it gives
+    every block the states that the process before has after its piece, and sends this process's states to the next.
+    Gradients go back the same way, so the sum of all processes' gradients is the gradient of the whole text. While
+    one process reads its piece in a block, the process before it is in the next block.
 
     ```python
-    inputs = split_text(input_ids, labels)  # on every process the whole text, of which it takes its piece
+    inputs = split_text(input_ids, labels)  # every process has the whole text and takes its piece
     loss = model(**inputs, past_key_values=ContextParallelCache(model.config)).loss
     loss.backward()
     ```
 
-    The gradients are to be added up over the processes; what takes their mean instead, as DistributedDataParallel
-    does, needs the loss times the number of processes.
+    The gradients must be summed over the processes. If they are averaged, as DistributedDataParallel does, multiply
+    the loss by the number of processes.
 
-    Every forward pass needs a new one, and every process the same batch. Rows have neither padding nor borders of
-    packed documents (begin tokens separate documents). Pieces may have any length. It does not go with gradient
-    checkpointing, which reads a piece twice.
+    Every forward pass needs a new cache, and every process the same batch. Rows have neither padding nor boundaries of
+    packed documents (BOS tokens separate documents). Pieces may have any length. Gradient checkpointing is not
+    possible, because it reads a piece twice.
 
     Args:
         config: configuration of the model.
-        group: the processes, in the order of their pieces; all where None.
+        group: the processes, in the order of their pieces. If None, all.
     """
 
     def __init__(self, config: PreTrainedConfig, group: dist.ProcessGroup | None = None):
@@ -225,8 +225,8 @@ class ContextParallelCache(GeckoCache):
     def end_block(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         return self.layers[layer].end_block(x)
 
-    def finish(self, position: torch.Tensor, real: torch.Tensor, packed: bool) -> None:
-        super().finish(position, real, packed)
+    def advance(self, tokens: int) -> None:
+        super().advance(tokens)
         self.link.wait()
 
 
@@ -239,15 +239,15 @@ def split_text(
     Args:
         input_ids: (batch, length), at least one token for every process.
         labels: (batch, length) ids to predict, not yet shifted; -100 is ignored.
-        group: the processes, in the order of their pieces; all where None.
+        group: the processes, in the order of their pieces. If None, all.
 
     Returns:
-        arguments of the causal model: `input_ids` and, where `labels` are given, `labels`, `shift_labels` (which a
-        piece's last token takes from the next) and `num_items_in_batch`, with which the losses of all processes add up
+        arguments of the causal model: `input_ids` and, if `labels` are given, `labels`, `shift_labels` (the label of a
+        piece's last token is in the next piece) and `num_items_in_batch`, so that the losses of all processes add up
         to the mean over the whole text.
 
     Raises:
-        ValueError: where there are fewer tokens than processes.
+        ValueError: if there are fewer tokens than processes.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if input_ids.shape[1] < size:

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from ...cache import LayerState
 from ...growing_cache import GrowingCache
+from ...layout import TokenLayout
 from ...padding import expand_to
 from ...ring import entries_at, ring_state, with_room, write_to_ring
 
@@ -38,31 +39,23 @@ class RavenCache(GrowingCache):
         self.same_lengths = True
 
     def update_window(
-        self,
-        layer: LayerState,
-        name: str,
-        x: torch.Tensor,
-        position: torch.Tensor,
-        real: torch.Tensor,
-        window: int,
-        all_real: bool,
+        self, layer: LayerState, name: str, x: torch.Tensor, layout: TokenLayout, window: int
     ) -> torch.Tensor:
-        """Writes the tokens x (batch, tokens, ...) of [`entries_at`] to a ring; returns it, (batch, window, ...)."""
-        ring = write_to_ring(layer, name, layer.get(name), x, position, real, window, all_real)
-        layer.update(name, ring, functools.partial(ring_state, window=window), x, position, real)
+        """Writes the tokens x (batch, length, ...) to a ring; returns it, (batch, window, ...)."""
+        ring = write_to_ring(layer, name, layer.get(name), x, layout, window)
+        replay = functools.partial(ring_state, window=window)
+        layer.update(name, ring, replay, x, layout.kept_position, layout.kept)
         layer.lend(name)
         return ring
 
-    def restart(
-        self, layer: LayerState, name: str, x: torch.Tensor, position: torch.Tensor, real: torch.Tensor
-    ) -> None:
-        """Keeps each row's last packed document: the tokens x (batch, tokens, ...) of [`entries_at`]."""
+    def restart(self, layer: LayerState, name: str, x: torch.Tensor, layout: TokenLayout) -> None:
+        """Keeps what x (batch, length, ...) has of each row's last packed document, which may continue the cache."""
         held, wanted = layer.get(name), torch.arange(self.room_for(x.shape[1]), device=x.device)[None]
         if held is None:
             held = x.new_zeros(x.shape[0], wanted.shape[1], *x.shape[2:])
         held = with_room(held, wanted.shape[1] - held.shape[1])
-        held = entries_at(held, x, wanted.expand(x.shape[0], -1), position, real)
-        layer.write(name, held.masked_fill(expand_to(wanted > position[:, -1:], x), 0.0))
+        held = entries_at(held, x, wanted.expand(x.shape[0], -1), layout.kept_position, layout.kept)
+        layer.write(name, held.masked_fill(expand_to(wanted > layout.kept_position[:, -1:], x), 0.0))
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         super().set_states(states)

@@ -17,7 +17,7 @@ CHOICES = {
     "feature_map": ("swish", "relu"),
     "hidden_act": ("swish", "silu"),
 }
-# Fields of `attn`, and what they are where it lacks them; None: it must have them.
+# The fields of `attn` and their defaults.
 ATTENTION = {
     "layers": None,
     "num_heads": None,
@@ -42,13 +42,13 @@ class RavenConfig(PreTrainedConfig):
         num_hidden_layers: number of blocks.
         num_heads: heads of a block, each with a memory of its own.
         num_kv_heads: heads of keys, values and routers, each shared by `num_heads / num_kv_heads` heads of queries;
-            `num_heads` where None.
-        num_slots: slots of a head's memory, M; the size of a head's keys where None.
+            `num_heads` if None.
+        num_slots: slots of a head's memory, M; the size of a head's keys if None.
         topk: slots that a token is written to, K.
         expand_k: width of all heads' queries (and keys), in widths of the model.
         expand_v: width of all heads' values, in widths of the model.
         feature_map: what queries and keys pass through: `"swish"` (SiLU) or `"relu"`.
-        use_output_gate: whether a head's output is normalised by itself and gated (section 6.1).
+        use_output_gate: whether each head's output is normalized separately and gated (section 6.1).
         decay_type: `"Mamba2"`, a decay for each head (equation 19), or `"GLA"`, one for each slot.
         gate_logit_normalizer: what the log decays of `"GLA"` are divided by, the temperature.
         router: which slots a token is written to (table 1). `"raven"`: the `topk` that the learned router chooses;
@@ -60,10 +60,10 @@ class RavenConfig(PreTrainedConfig):
         bias_rmm: whether a bias takes part in the choice of slots, not in their weights; training leaves it alone.
         add_gumbel_noise: whether training adds Gumbel noise to the router's logits (equation 23).
         use_rope, rope_theta: rotary embeddings of the queries and keys of slot memories.
-        attn: layers that are softmax attention in place of slot memories, None where there are none: `layers` (their
+        attn: layers with softmax attention instead of slot memories; None if there are none: `layers` (their
             numbers), `num_heads`, `num_kv_heads`, `window_size` (None: no limit), `qkv_bias`, `use_rope` (False:
             NoPE), `rope_theta`; or a list of such dictionaries.
-        hidden_ratio, intermediate_size: width of the MLP; where None, two thirds of `hidden_ratio * hidden_size`,
+        hidden_ratio, intermediate_size: width of the MLP; if None, two thirds of `hidden_ratio * hidden_size`,
             rounded up to a multiple of 256.
         hidden_act: `"swish"`, the activation of values, outputs, gates and MLP.
         norm_eps: epsilon of every norm.
@@ -140,7 +140,7 @@ class RavenConfig(PreTrainedConfig):
     @plan_property
     def base_model_tp_plan(self) -> dict[str, str]:
         """
-        How tensor parallel processes share the model: by heads, where their number divides that of the heads of every
+        How tensor parallel processes share the model: by heads, if their number divides the number of heads of every
         layer and nothing reads all heads: outputs without a gate have one norm, a router of two layers is not split.
         """
         raven, lone = self.router == "raven", self.router != "raven" or self.router_type == "lin"

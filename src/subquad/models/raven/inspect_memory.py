@@ -1,6 +1,6 @@
 """
-What the slot memories of a Raven hold after a text (section 7 of "Raven"): how many tokens every slot took in, and
-which tokens are in it at the end. `subquad inspect-memory` is this module on the command line.
+What the slot memories of a Raven hold after a text (section 7 of "Raven"): how many tokens were written to each slot,
+and which tokens it holds at the end. `subquad inspect-memory` is this module on the command line.
 
     report = inspect_memory(model, tokenizer, "The password is 1378. ...", mark=["1378"])
     save(report, "out")
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .configuration_raven import RavenConfig
 
-# What a slot holds of the marked tokens; in this order from top to bottom of a figure. The colours are the paper's.
+# Kinds of slots, from top to bottom of a figure. The colors are the paper's.
 KINDS = {"marked": "#c8202c", "shared": "#2456b0", "other": "#1f8a3b", "empty": "#9a9a9a"}
 LABELS = {
     "marked": "marked tokens",
@@ -32,7 +32,7 @@ LABELS = {
     "other": "other tokens",
     "empty": "nothing: it is empty",
 }
-COLOUR = KINDS["shared"]  # where nothing is marked
+COLOUR = KINDS["shared"]  # if nothing is marked
 # Weights below this are white in a figure and left out of the JSON.
 FLOOR = 1e-3
 NUMBERS = "memory.json"
@@ -47,10 +47,10 @@ class Memory:
     The memory of a head at the end of a text.
 
     Attributes:
-        layer, head: where it is. Where heads of queries share their keys, there is one memory for all that share.
-        effective_lengths: of every slot, int64 (slots): see [`effective_lengths`].
-        holdings: what every slot holds of every token, float32 (slots, tokens): see [`holdings`].
-        kinds: of every slot: see [`classify`]; None where nothing is marked.
+        layer, head: the indices of its layer and head. Query heads that share a key head also share its memory.
+        effective_lengths: int64 (slots), see [`effective_lengths`].
+        holdings: float32 (slots, tokens), see [`holdings`].
+        kinds: the kind of each slot, see [`classify`]; None if nothing is marked.
     """
 
     layer: int
@@ -70,7 +70,7 @@ class Memory:
         return self.effective_lengths.double() / self.holdings.shape[1]
 
     def order(self) -> list[int]:
-        """Numbers of the slots from top to bottom of a figure: by kind, then by where in the text its tokens are."""
+        """Numbers of the slots from top to bottom of a figure: by kind, then by the position of what they hold."""
         held = self.holdings.double()
         centre = (held @ torch.arange(held.shape[1]).double()) / held.sum(1)
         ranks = [0] * len(held) if self.kinds is None else [list(KINDS).index(kind) for kind in self.kinds]
@@ -85,11 +85,11 @@ class Inspection:
 
     Attributes:
         router: `"raven"`, `"gsa"` or `"swa"`.
-        ids, tokens: of the prompt, as the model read it, and their texts.
-        marks: what was looked for.
-        marked: which tokens overlap with it, bool (tokens).
+        ids, tokens: the ids of the prompt, as the model read it, and their texts.
+        marks: the texts that were marked.
+        marked: which tokens overlap with them, bool (tokens).
         threshold: see [`classify`].
-        memories: of every layer and head that was asked for.
+        memories: the memory of each chosen layer and head.
     """
 
     router: str
@@ -175,11 +175,11 @@ class Prompt:
 
 def effective_lengths(log_f: torch.Tensor) -> torch.Tensor:
     """
-    How many tokens were written to every slot (definition 4): those whose routing weight is not zero. A token whose
-    decay is so close to one that nothing of it is written does not count.
+    The number of tokens that were written to each slot (definition 4): those whose routing weight is not zero. A token
+    does not count if its decay is so close to one that nothing of it is written.
 
     Args:
-        log_f: logarithm of what every slot keeps at every token, a r, at most 0: (tokens, heads, slots).
+        log_f: (tokens, heads, slots), the logarithm of what each slot keeps at each token, a r, at most 0.
 
     Returns:
         int64 (heads, slots).
@@ -189,7 +189,7 @@ def effective_lengths(log_f: torch.Tensor) -> torch.Tensor:
 
 def holdings(log_f: torch.Tensor) -> torch.Tensor:
     """
-    How much of every token every slot holds at the end: the recurrence unrolled (section 7.1),
+    How much each slot holds of each token at the end: the recurrence unrolled (section 7.1),
 
         h[i, t] = (1 - exp(log_f[t, i])) exp(sum of log_f[u, i] over the later tokens u)
 
@@ -202,7 +202,7 @@ def holdings(log_f: torch.Tensor) -> torch.Tensor:
         float64 (heads, slots, tokens).
     """
     log_f = log_f.double().permute(1, 2, 0)
-    # Summed from the end, so that nothing is subtracted: of long sums only noise would be left.
+    # Sums from the end need no subtraction, which would leave only rounding errors of long sums.
     later = torch.nn.functional.pad(log_f[..., 1:].flip(-1).cumsum(-1).flip(-1), (0, 1))
     return -log_f.expm1() * later.exp()
 
@@ -217,8 +217,8 @@ def classify(held: torch.Tensor, marked: torch.Tensor, threshold: float = 0.9) -
         threshold: share of the weights in a slot.
 
     Returns:
-        For each slot `"marked"` or `"other"`, where at least that share is in marked or in other tokens, `"shared"`
-        where neither is, `"empty"` where it holds nothing.
+        for each slot: `"marked"` or `"other"` if at least that share is in marked or in other tokens, `"shared"` if
+        neither is, `"empty"` if it holds nothing.
     """
     weights = torch.stack((held[:, marked].sum(1), held[:, ~marked].sum(1)))
     kinds = []
@@ -234,16 +234,15 @@ def classify(held: torch.Tensor, marked: torch.Tensor, threshold: float = 0.9) -
     return kinds
 
 
-# --- what is asked for ---
+# --- arguments ---
 
 
 def choose_layers(config: "RavenConfig", layers: Sequence[int] | Literal["all"] | None) -> list[int]:
     """
-    The layers that are looked at, in order: those given, all slot memories, or where None the first, the middle and
-    the last of them.
+    The chosen layers, in order: those given, all slot memories, or if None the first, the middle and the last of them.
 
     Raises:
-        ValueError: where one is not there, or is attention.
+        ValueError: if there is no such layer, or it is attention.
     """
     there = [number for number in range(config.num_hidden_layers) if config.attention(number) is None]
     memories = f"slot memories are the layers {', '.join(map(str, there))}" if there else "it has no slot memories"
@@ -262,10 +261,10 @@ def choose_layers(config: "RavenConfig", layers: Sequence[int] | Literal["all"] 
 
 def choose_heads(config: "RavenConfig", heads: Sequence[int] | None) -> list[int]:
     """
-    The heads that are looked at, in order; all where None. There are `num_kv_heads` that have a memory of their own.
+    The chosen heads, in order; all if None. `num_kv_heads` heads have a memory of their own.
 
     Raises:
-        ValueError: where one is not there.
+        ValueError: if there is no such head.
     """
     if heads is None:
         heads = range(config.num_kv_heads)
@@ -284,8 +283,8 @@ def _check_numbers(name: str, numbers, count: int) -> None:
 def read_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str, mark: str | Sequence[str] = ()) -> Prompt:
     """
     Raises:
-        ValueError: where there is no token, where a mark touches none, or where the tokenizer does not know which part
-            of a text a token is, and something is to be marked.
+        ValueError: if there is no token, if a mark overlaps with none, or if there are marks and the tokenizer does
+            not know which part of a text a token is.
     """
     marks = [mark] if isinstance(mark, str) else list(mark)
     if marks and not tokenizer.is_fast:
@@ -298,7 +297,7 @@ def read_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str, mark: str | S
         raise ValueError("`prompt` is empty.")
     marked = torch.zeros(len(ids), dtype=torch.bool)
     for text in marks:
-        found = bytearray(len(prompt))  # 1 where a character is part of an occurrence
+        found = bytearray(len(prompt))  # 1 for a character that is part of an occurrence
         begin = prompt.find(text) if text else -1
         while begin >= 0:
             found[begin : begin + len(text)] = b"\1" * len(text)
@@ -324,21 +323,21 @@ def inspect_memory(
     threshold: float = 0.9,
 ) -> Inspection:
     """
-    Reads a text and tells what the slot memories hold at its end. It keeps the routing of the chosen layers and heads,
-    tokens * slots numbers each, and needs no cache.
+    Reads a text and returns what the slot memories hold at its end. It keeps the routing of the chosen layers and
+    heads, tokens * slots numbers each, and needs no cache.
 
     Args:
-        model: a Raven with any head, or none. It is run as in evaluation and left as it was.
+        model: a Raven with any head, or none. It runs in evaluation mode and is left as it was.
         tokenizer: the model's.
         prompt: the text, to which the tokenizer may add special tokens.
-        layers: numbers of slot memories, or `"all"`; where None, the first, the middle and the last.
-        heads: numbers of heads; all where None.
+        layers: numbers of slot memories, or `"all"`. If None, the first, the middle and the last.
+        heads: numbers of heads. If None, all.
         mark: texts; every token that overlaps with an occurrence of one of them is marked.
         threshold: share of the weights in a slot that must be in marked (or in other) tokens for it to count as one of
             these alone; above 0.5, at most 1.
 
     Raises:
-        ValueError: before any work, where an argument does not fit; the message names it.
+        ValueError: before any work, if an argument does not fit; the message names it.
     """
     from .modeling_raven import RavenModel
 
@@ -365,7 +364,7 @@ def inspect_memory(
 
 @contextmanager
 def _recorded(memories: dict[int, torch.nn.Module], heads: list[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Fills the dictionary with log_f, (tokens, heads, slots) on the CPU, of every slot memory that reads a text."""
+    """Yields a dictionary that each slot memory fills with its log_f, (tokens, heads, slots) on the CPU."""
     seen = {}
 
     def recording(number, route):
@@ -387,7 +386,7 @@ def _recorded(memories: dict[int, torch.nn.Module], heads: list[int]) -> Iterato
 
 @contextmanager
 def _evaluation(model: torch.nn.Module) -> Iterator[None]:
-    """Without gradients or noise; what was in training is so again afterwards."""
+    """Without gradients or noise. Modules that were in training mode are so again afterwards."""
     training = [module for module in model.modules() if module.training]
     try:
         with torch.no_grad():
@@ -409,11 +408,11 @@ def file_names(layers: Sequence[int], heads: Sequence[int]) -> list[str]:
 def check_directory(directory: str | os.PathLike, names: Sequence[str], force: bool) -> None:
     """
     Raises:
-        ValueError: where files of these names could not be written there, or would replace others, without `force`.
+        ValueError: if the directory is a file, or files of these names exist and `force` is not set.
     """
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is no directory.")
+        raise ValueError(f"{directory} is not a directory.")
     for name in names:
         if not force and (directory / name).exists():
             raise ValueError(f"{directory / name} exists already; --force (`force=True`) replaces it.")
@@ -421,8 +420,8 @@ def check_directory(directory: str | os.PathLike, names: Sequence[str], force: b
 
 def save(inspection: Inspection, directory: str | os.PathLike, force: bool = False) -> list[str]:
     """
-    Writes the figures and `memory.json` (see [`Inspection.as_dict`]) into a directory, which is made where it is not
-    there. No file appears before all are complete.
+    Writes the figures and `memory.json` (see [`Inspection.as_dict`]) to a directory, which is created if it does not
+    exist. No file appears before all are complete.
 
     Args:
         force: whether to replace files of the same names.
@@ -431,8 +430,8 @@ def save(inspection: Inspection, directory: str | os.PathLike, force: bool = Fal
         The names of the files: `effective_lengths.png`, one for each layer and head, `memory.json`.
 
     Raises:
-        ImportError: where matplotlib is not installed.
-        ValueError: where a file exists.
+        ImportError: if matplotlib is not installed.
+        ValueError: if a file exists and `force` is not set.
     """
     require_matplotlib()
     memories = inspection.memories
@@ -464,7 +463,7 @@ def save(inspection: Inspection, directory: str | os.PathLike, force: bool = Fal
 def require_matplotlib() -> None:
     """
     Raises:
-        ImportError: where it is not installed; the message says how to.
+        ImportError: if it is not installed; the message says how to install it.
     """
     try:
         import matplotlib  # noqa: F401
@@ -484,7 +483,7 @@ def _rounded(x: torch.Tensor) -> list[float]:
 
 
 def _lengths_figure(inspection: Inspection):
-    """Normalised effective lengths from the longest to the shortest, an axis for each layer and head (figure 8)."""
+    """Normalized effective lengths from the longest to the shortest, one axis per layer and head (figure 8)."""
     from matplotlib.figure import Figure
 
     memories = inspection.memories
@@ -507,7 +506,7 @@ def _lengths_figure(inspection: Inspection):
 
 
 def _holdings_figure(inspection: Inspection, memory: Memory):
-    """Slots by tokens: how much of a token a slot holds at the end, in the colour of the slot's kind (figure 7)."""
+    """Slots by tokens: how much a slot holds of a token at the end, in the color of the slot's kind (figure 7)."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgb
     from matplotlib.figure import Figure
@@ -524,7 +523,7 @@ def _holdings_figure(inspection: Inspection, memory: Memory):
     width = 2.5 + 0.14 * length if labelled else 13
     figure = Figure(figsize=(max(width, 8), 5.2 if len(order) < 128 else 6.5), layout="constrained")
     if memory.kinds:
-        # The kind of every slot beside its row.
+        # The kind of each slot, beside its row.
         beside, axis = figure.subplots(1, 2, width_ratios=(1, 90))
         beside.imshow(colours.numpy(), aspect="auto", interpolation="nearest")
         beside.set_xticks([])
@@ -550,7 +549,7 @@ def _holdings_figure(inspection: Inspection, memory: Memory):
     figure.colorbar(scale, ax=axis, pad=0.01, fraction=0.03, label="what the slot holds of the token")
 
     if memory.kinds:
-        # Where the marked tokens are, above their columns.
+        # The marked tokens, above their columns.
         places = inspection.marked.nonzero()[:, 0].tolist()
         style = {"linestyle": "none", "marker": "v", "markersize": 5 if labelled else 3, "color": KINDS["marked"]}
         above = {"transform": axis.get_xaxis_transform(), "clip_on": False}
@@ -564,13 +563,13 @@ def _holdings_figure(inspection: Inspection, memory: Memory):
 
 
 def _strongest(x: torch.Tensor, step: int) -> torch.Tensor:
-    """The largest of every `step` columns: single tokens stay visible where there are more of them than pixels."""
+    """The largest of every `step` columns, so that single tokens stay visible if there are more tokens than pixels."""
     x = torch.nn.functional.pad(x, (0, -x.shape[1] % step))
     return x.unflatten(1, (-1, step)).amax(2)
 
 
 def _visible(token: str) -> str:
-    """A token's text as a label: what would not be seen is replaced."""
+    """A token's text as a label. Characters that would not be visible are replaced."""
     token = token.replace("\n", "↵").replace("\t", "→")
     token = "".join(c if c.isprintable() else "�" for c in token)
     return f"␣{token[1:]}" if token.startswith(" ") else token or "∅"

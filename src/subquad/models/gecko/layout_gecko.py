@@ -1,0 +1,327 @@
+"""Positions, chunks and documents of the tokens that Gecko reads, and the rings of a cache before and after them."""
+
+import dataclasses
+import functools
+
+import torch
+from torch import nn
+
+from subquad_kernels import working_memory
+
+from ...cache import LayerState, States
+from ...layout import TokenLayout
+from ...padding import Tokens, can_read_values
+from ...ring import ring_state, write_to_ring
+from .cache_gecko import GeckoCache
+from .configuration_gecko import GeckoConfig
+
+
+Rows = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass
+class GeckoLayout(TokenLayout):
+    """
+    The tokens of a call, as all layers need them. Every row begins with its text: padding before it is moved to the
+    end.
+
+    Attributes:
+        chunk_size: the number of tokens of a chunk.
+        starts: which tokens begin a document, (batch, length); None if none does.
+        real: which tokens are not padding, (batch, length); None if none is padding.
+        cos, sin: of rotary embeddings, (batch or 1, length, 1, size of a head / 2).
+        held: the rows of a ring that are read before the tokens of the call, (batch, held), from the oldest token on;
+            None if none is.
+        first, aligned: see [`subquad_kernels.chunk_attention`].
+        seen: see `mask` of [`subquad_kernels.chunk_attention_step`]: a single token reads the rings of a cache as they
+            are. None if there are several tokens or no cache.
+        leaving, begins, reads: see [`subquad_kernels.working_memory`].
+        forgets: what `begins` is of the chunk that leaves attention at a token, (batch, length). It has no meaning at
+            other tokens.
+        ring: the number of tokens that the rings have room for after the call.
+        shifts: by how many tokens each row was moved to the left, (batch); None if none was.
+        given_position, given_kept: `kept_position` and `kept` of the tokens in their given order.
+    """
+
+    chunk_size: int = 0
+    starts: torch.Tensor | None = None
+    real: torch.Tensor | None = None
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    held: torch.Tensor | None = None
+    first: torch.Tensor | None = None
+    aligned: bool = False
+    seen: torch.Tensor | None = None
+    leaving: torch.Tensor | None = None
+    begins: torch.Tensor | None = None
+    reads: torch.Tensor | None = None
+    forgets: torch.Tensor | None = None
+    ring: int = 0
+    shifts: torch.Tensor | None = None
+    given_position: torch.Tensor | None = None
+    given_kept: torch.Tensor | None = None
+
+    def text_first(self, x: torch.Tensor) -> torch.Tensor:
+        """x (batch, length, ...), with the tokens in their given order, in the layout's order."""
+        return x if self.shifts is None else shift(x, self.shifts)
+
+    def as_given(self, x: torch.Tensor) -> torch.Tensor:
+        """x (batch, length, ...), with the tokens in the layout's order, in their given order."""
+        return x if self.shifts is None else shift(x, -self.shifts)
+
+    def rotate(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        """Rotary embeddings of the first heads of x (batch, length, heads, size), by pairs of neighbors."""
+        if heads == 0:
+            return x
+        left, right = x[:, :, :heads].unflatten(-1, (-1, 2)).unbind(-1)
+        pairs = left * self.cos - right * self.sin, left * self.sin + right * self.cos
+        rotated = torch.stack(pairs, dim=-1).flatten(-2).to(x.dtype)
+        return rotated if heads == x.shape[2] else torch.cat((rotated, x[:, :, heads:]), dim=2)
+
+    def update(self, state: LayerState, name: str, after: torch.Tensor, operator, x: torch.Tensor) -> None:
+        """Sets a state to `after`, its value after the tokens x of an operator that needs only them to compute it."""
+        updates = ()
+        if state.record_past:
+            starts = torch.zeros_like(self.kept) if self.starts is None else self.starts
+            updates = self.as_given(x), self.as_given(starts), self.given_kept
+        state.update(name, after, functools.partial(replay, operator), *updates)
+
+    def window(self, state: LayerState | None, rows: Rows) -> Rows:
+        """
+        What is read, from the rows of the call's tokens, (batch, heads, length, size) each: these behind the rows of
+        earlier tokens. A single token reads the rings as they are.
+        """
+        if state is None or state.get("memory") is None:
+            return rows
+        if self.seen is not None:
+            return {name: state.get(name) for name in rows}
+        return {name: behind(state.get(name), x, self.held) for name, x in rows.items()}
+
+    def keep(self, state: LayerState, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:
+        """Writes the rows of the call's tokens to the rings, and what the memory is after them; returns the rings."""
+        if self.document is not None:  # the memory holds nothing of a last document of at most two chunks
+            short = (self.kept_position[:, -1] < 2 * self.chunk_size)[:, None, None]
+            memory, normalizer = memory.masked_fill(short[..., None], 0.0), normalizer.masked_fill(short, 0.0)
+        rings, updates = {}, ()
+        for name, x in rows.items():
+            ring = state.get(name)
+            ring = None if ring is None else ring.transpose(1, 2)
+            ring = write_to_ring(state, name, ring, x.transpose(1, 2), self, self.ring)
+            rings[name] = ring.transpose(1, 2).contiguous()
+        if state.record_past:
+            given = [self.as_given(x.transpose(1, 2)) for x in rows.values()]
+            updates = *given, self.given_position, self.given_kept, self.as_given(self.forgets)
+        replay = functools.partial(replay_memory, self.chunk_size)
+        state.update_together({**rings, "memory": memory, "normalizer": normalizer}, replay, *updates)
+        for name in rings:
+            state.lend(name)
+        return rings
+
+
+def find_bos(
+    config: GeckoConfig, embed: nn.Module, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Which tokens are BOS tokens that begin a document, (batch, length); None if none can be."""
+    bos = config.boundary_token_id
+    if bos is None:
+        return None
+    if input_ids is not None:
+        return input_ids == bos
+    embedding = embed(torch.full((1,), bos, device=inputs_embeds.device))
+    return (inputs_embeds == embedding.to(inputs_embeds)).all(-1)
+
+
+def find_layout(
+    config: GeckoConfig,
+    x: torch.Tensor,
+    tokens: Tokens,
+    bos: torch.Tensor | None,
+    cache: GeckoCache | None,
+    training: bool,
+) -> GeckoLayout:
+    """The layout of the tokens x (batch, length, model_dim), with the BOS tokens of [`find_bos`], after a cache's."""
+    size, length, fresh = config.chunk_size, tokens.length, cache is None or not cache.is_initialized
+    steps = torch.arange(length, device=x.device)
+    lengths = torch.zeros_like(steps[:1]).expand(x.shape[0]) if cache is None else cache.lengths(x)
+    given, shifts = None, find_shifts(tokens)
+    if shifts is not None:
+        given = TokenLayout.after(lengths, tokens)
+        tokens = Tokens(tokens.batch, length, tokens.mask.device, shift(tokens.mask, shifts))
+        bos = None if bos is None else shift(bos, shifts)
+    layout = GeckoLayout.after(lengths, tokens)
+    given = given or layout
+    layout.given_position, layout.given_kept = given.kept_position, given.kept
+    layout.chunk_size, layout.real, layout.shifts = size, tokens.mask, shifts
+
+    position = layout.position
+    if tokens.mask is not None:  # padding, which follows a text, goes on counting
+        position = lengths[:, None] + steps
+        bos = None if bos is None else bos & tokens.mask
+    elif fresh and tokens.starts is None and bos is None:
+        position = position[:1]  # one row stands for all
+
+    # Documents: the position at which that of each token begins.
+    before = None if fresh or bos is None else cache.after_blocks.get("begins")
+    layout.starts, begin, layout.forgets = find_documents(layout, bos, position, before)
+    if bos is not None and cache is not None:
+        replay = functools.partial(ring_state, window=2 * size)
+        updates = layout.as_given(begin), layout.given_position, layout.given_kept
+        cache.after_blocks.update("begins", replay(before, *updates), replay, *updates)
+
+    # Working memory: the chunks that leave attention, and the tokens that read the memory of those before.
+    one = cache is not None and length == 1 and tokens.starts is None
+    one = one and not (training and config.attention_dropout > 0)
+    held = 0 if fresh or one else cache.held_tokens
+    most = max((length - 1) // size - 1, 0) if fresh else -(-length // size)
+    # A size of 0 or 1 would tie a program of many lengths to those of its example.
+    if torch.compiler.is_exporting() and not isinstance(length, int):
+        most = length // size + 2
+    real = torch.ones_like(layout.kept) if tokens.mask is None else tokens.mask
+    leaving = find_leaving(position.expand_as(real), real, layout.forgets, held, size, most)
+    layout.leaving, layout.begins, left = leaving
+    seen_from = torch.maximum((position // size - 1) * size, begin)
+    remembers = (position >= 2 * size) & (begin < (position // size - 1) * size) & real
+    layout.reads = torch.where(remembers, left, -1)
+
+    # Sliding chunk attention: what a token sees of its own chunk and the one before.
+    layout.ring = 0 if cache is None else cache.ring_size(length)
+    if one:
+        # The chunk that leaves a ring begins in the row that the token is written to.
+        layout.leaving = torch.where(layout.leaving == -2 * size, position % (2 * size), -1)
+        ring = torch.arange(layout.ring, device=x.device)
+        layout.seen = position - (position - ring) % len(ring) >= seen_from
+    else:
+        layout.held = ring_order(lengths[:, None], held) if held else None
+        layout.first = held + steps - (position - seen_from)
+        layout.aligned = fresh and tokens.starts is None
+    if config.num_rope_heads:
+        pairs = config.z_dim // config.num_heads // 2
+        # In float32 the angles of a long text would be wrong by tenths.
+        wide = torch.float32 if x.device.type == "mps" else torch.float64
+        frequencies = config.rope_base ** (torch.arange(pairs, dtype=wide, device=x.device) / -pairs)
+        angles = (position[..., None] * frequencies)[:, :, None]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        layout.cos, layout.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    if cache is not None:
+        cache.count_tokens(given)
+    return layout
+
+
+def find_documents(
+    layout: GeckoLayout, bos: torch.Tensor | None, position: torch.Tensor, before: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """
+    `GeckoLayout.starts`, the position at which the document of each token begins, and `GeckoLayout.forgets`. `before`
+    (batch, 2 * chunk_size) is a ring with the begins of earlier tokens; None if there are none.
+    """
+    size, window, tokens = layout.chunk_size, 2 * layout.chunk_size, layout.tokens
+    starts = None if tokens.starts is None else tokens.starts.expand(tokens.batch, -1)
+    if bos is None:
+        return starts, torch.zeros_like(position), (window - position).clamp_min(-1).expand_as(layout.position)
+
+    steps, begin = torch.arange(tokens.length, device=position.device), torch.zeros_like(position)
+    if before is not None:
+        begin = before.gather(1, (position[:, :1] - 1) % window).expand_as(position)
+    last = torch.where(bos, steps, -1).cummax(1).values
+    begin = torch.where(last < 0, begin, position - (steps - last))
+    if starts is not None:  # at a boundary, or at a BOS token after it
+        begin = begin.masked_fill(torch.where(starts, steps, -1).cummax(1).values > last, 0)
+        starts = bos | starts
+    elif bos.device.type != "cpu" or not can_read_values(bos) or bool((bos & (position > 0)).any()):
+        starts = bos
+
+    around, source = begin, steps - size - 1  # the last token of the chunk that leaves
+    if before is not None:
+        around = torch.cat((before.gather(1, ring_order(position[:, :1], window)), begin), dim=1)
+        source = source + window
+    forgets = around[:, source.clamp_min(0)] - position + window
+    return starts, begin, forgets.clamp_min(-1)
+
+
+def find_leaving(
+    position: torch.Tensor, real: torch.Tensor, forgets: torch.Tensor, held: int, size: int, most: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    The chunks of `size` tokens, at most `most`, that leave attention while the tokens at these positions (batch,
+    length) are read, behind `held` earlier ones. Returns where each begins and where its document does, (batch, most),
+    and how many have left once a token is read, (batch, length).
+    """
+    leaves = (position % size == 0) & (position >= 2 * size) & real
+    number = leaves.cumsum(1)
+    index = torch.where(leaves, number - 1, most)
+    steps = torch.arange(position.shape[1], device=position.device).expand_as(position)
+    leaving = torch.full_like(position[:, :1], -1).expand(-1, most + 1).scatter(1, index, steps + held - 2 * size)
+    begins = torch.zeros_like(leaving).scatter(1, index, forgets)
+    return leaving[:, :most].contiguous(), begins[:, :most].contiguous(), number
+
+
+def find_shifts(tokens: Tokens) -> torch.Tensor | None:
+    """The number of padding tokens before the text of each row, (batch); None if there are none."""
+    if tokens.mask is None or tokens.length == 1:
+        return None
+    shifts = tokens.mask.int().argmax(1)
+    return None if can_read_values(shifts) and not shifts.any() else shifts
+
+
+def shift(x: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+    """x (batch, length, ...) with each row rotated to the left by `shifts` (batch) tokens."""
+    source = (torch.arange(x.shape[1], device=x.device) + shifts.to(x.device)[:, None]) % x.shape[1]
+    return x.gather(1, source.view(*source.shape, *[1] * (x.dim() - 2)).expand_as(x))
+
+
+def ring_order(lengths: torch.Tensor, ring: int) -> torch.Tensor:
+    """The rows of a ring, (batch, ring), from the oldest token to the last of texts of these lengths (batch, 1)."""
+    return (lengths + torch.arange(ring, device=lengths.device)) % ring
+
+
+def behind(ring: torch.Tensor, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """x (batch, heads, length, size) behind the rows of a ring, in that order (batch, ring)."""
+    held = ring.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    return torch.cat((held.to(x.dtype), x), dim=2)
+
+
+def replay_memory(
+    size: int,
+    before: States,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    memory_keys: torch.Tensor,
+    position: torch.Tensor,
+    real: torch.Tensor,
+    forgets: torch.Tensor,
+) -> States:
+    """The rings and the memory of a block after these tokens, for chunks of that size."""
+    rows = {"keys": keys, "values": values, "memory_keys": memory_keys}
+    rings = {
+        name: ring_state(None if before[name] is None else before[name].transpose(1, 2), x, position, real, 2 * size)
+        for name, x in rows.items()
+    }
+    lengths = position[:, :1] + 1 - real[:, :1].long()
+    # Chunks are read in one piece, so padding goes to the end.
+    order = real.int().argsort(dim=1, descending=True, stable=True)
+    position, real, forgets = (x.gather(1, order) for x in (position, real, forgets))
+    for name, x in rows.items():
+        x = x.gather(1, order[..., None, None].expand_as(x)).transpose(1, 2)
+        ring = before[name]
+        rows[name] = x if ring is None else behind(ring, x, ring_order(lengths, ring.shape[2]))
+    length = position.shape[1]
+    held = rows["keys"].shape[2] - length
+    leaving, begins, _ = find_leaving(position, real, forgets, held, size, -(-length // size))
+    _, memory, normalizer = working_memory(
+        q=memory_keys.transpose(1, 2),  # nothing is read
+        k=rows["memory_keys"],
+        v=rows["values"],
+        memory=before["memory"],
+        normalizer=before["normalizer"],
+        leaving=leaving,
+        begins=begins,
+        reads=torch.full_like(position, -1),
+        chunk_size=size,
+    )
+    rings = {name: ring.transpose(1, 2).contiguous() for name, ring in rings.items()}
+    return {**rings, "memory": memory, "normalizer": normalizer}
+
+
+def replay(operator, before: torch.Tensor | None, x, starts, real) -> torch.Tensor:
+    """A state of [`GeckoLayout.update`] after the tokens x, (batch, length, model_dim)."""
+    return operator(x=x, initial_state=before, starts=starts, real=real)[1]
