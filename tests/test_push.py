@@ -386,7 +386,7 @@ def test_a_pull_request_is_against_main(server, directory):
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
-        (["{tmp}/none", "user/finch"], 2, "{tmp}/none is no directory."),
+        (["{tmp}/none", "user/finch"], 2, "{tmp}/none is not a directory."),
         (["{tmp}", "user/finch"], 1, "{tmp} has no `config.json`"),
         (["{finch}", "a/b/c"], 2, "Repo id must be in the form"),
         (["{finch}", "user/finch", "--create-pr", "--revision", "dev"], 2, "--create-pr opens a pull request"),

@@ -49,7 +49,7 @@ def check_files(
         if path.suffix.lower() not in suffixes:
             raise ValueError(f"{path} must end in {' or '.join(suffixes)}.")
         if not path.parent.is_dir():
-            raise ValueError(f"{path.parent} is no directory.")
+            raise ValueError(f"{path.parent} is not a directory.")
         if path.is_dir():
             raise ValueError(f"{path} is a directory.")
         if not force and path.exists():
@@ -102,7 +102,7 @@ def read_tune(text: str):
 
     match = _TUNE.search(text)
     if match is None or not _KEY.search(match[0]):
-        raise ValueError("the text is no tune in ABC notation: there are no X: and K: fields in it.")
+        raise ValueError("the text is not a tune in ABC notation: it does not have the fields X: and K:.")
     # At a broken rhythm music21 takes a tie for the end of it. Most of these ties are meant as slurs.
     tune = _TIE_AT_BROKEN_RHYTHM.sub("", match[0])
     try:
@@ -121,7 +121,7 @@ def read_tune(text: str):
             _mark_endings(part)
             _mend_ties(part)
     except Exception as error:  # music21's exceptions have no common base
-        raise ValueError(f"the text is no tune in ABC notation: {type(error).__name__}: {error}") from error
+        raise ValueError(f"the text is not a tune in ABC notation: {type(error).__name__}: {error}") from error
     if not score.recurse().notes:
         raise ValueError("the tune has no notes.")
     return score

@@ -413,7 +413,7 @@ def check_directory(directory: str | os.PathLike, names: Sequence[str], force: b
     """
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is no directory.")
+        raise ValueError(f"{directory} is not a directory.")
     for name in names:
         if not force and (directory / name).exists():
             raise ValueError(f"{directory / name} exists already; --force (`force=True`) replaces it.")
