@@ -247,7 +247,7 @@ def test_adapters_load_where_nothing_else_is_imported():
 
 
 def test_wrong_targets():
-    for targets, message in ((["key"], "is a Linear, which has no state"), (["nothing"], "not found")):
+    for targets, message in ((["key"], "is a Linear, without a state to train"), (["nothing"], "not found")):
         with pytest.raises(ValueError, match=message):
             get_peft_model(tiny_model("rwkv6"), StateTuningConfig(target_modules=targets))
 
