@@ -320,6 +320,18 @@ def test_info_of_a_quantised_directory(tmp_path, capsys):
     assert info["state_bytes"] == 4 * info["state_elements"]
 
 
+def test_info_of_an_architecture_of_transformers(tmp_path, capsys):
+    """Its sizes are known, its costs are not."""
+    config = AutoConfig.for_model(
+        "llama", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert cli.main(["info", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "architecture  llama" in text and "layers        2" in text
+    assert "state" not in text and "FLOPs" not in text
+
+
 @pytest.fixture
 def foreign(directory, tmp_path):
     """A model directory that wants its own code to be run."""

@@ -25,7 +25,7 @@ from transformers import (
 from transformers import pipelines as transformers_pipelines
 
 import subquad
-from subquad import QuestionAnsweringPipeline
+from subquad import QuestionAnsweringPipeline, registration
 from subquad.question_answering import read_passage
 
 
@@ -525,11 +525,11 @@ assert check_task("question-answering")[1]["impl"] is subquad.QuestionAnsweringP
 def test_a_task_of_transformers_stays(monkeypatch):
     tasks = {"question-answering": "theirs"}
     monkeypatch.setattr(transformers_pipelines.PIPELINE_REGISTRY, "supported_tasks", tasks)
-    subquad._register_pipelines()
+    registration._register_pipelines()
     assert tasks == {"question-answering": "theirs"}
     tasks.clear()
     monkeypatch.setattr(transformers_pipelines, "REMOVED_TASKS", {"question-answering": "", "vqa": ""}, raising=False)
-    subquad._register_pipelines()
+    registration._register_pipelines()
     assert tasks["question-answering"]["impl"] is QuestionAnsweringPipeline
     assert transformers_pipelines.REMOVED_TASKS == {"vqa": ""}
 

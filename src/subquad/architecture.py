@@ -95,8 +95,8 @@ class Costs:
         inference_flops, training_flops: floating-point operations for one token.
     """
 
-    inference_flops: int
-    training_flops: int
+    inference_flops: int | None = None
+    training_flops: int | None = None
     fixed_state: tuple[int, int] | None = None
     growing_state: int | None = None
 
