@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from abc_check import find_fault
 from abc_corpus import FOLDERS, MAX_BYTES, load_corpus, transpose
-from evaluation.models import NAMES, make_config, make_model, make_optimizer
+from evaluation.models import ENCODERS, NAMES, is_encoder, make_config, make_model, make_optimizer
 from evaluation.runs import hardware
 from help_formatter import HelpFormatter
 from tqdm import tqdm
@@ -111,10 +111,11 @@ def losses_of(model: PreTrainedModel, rows: torch.Tensor, generator: torch.Gener
     those that `generator` chooses to mask given all others.
     """
     ids, there = rows.clamp(min=BOUNDARY), rows >= 0
-    is_encoder = model.config.model_type == "avey-b"
-    # What follows a text is seen by an encoder, and by the last split of an Avey; training goes quicker without.
-    mask = there.long() if is_encoder or not model.training else None
-    if is_encoder:
+    encoder = is_encoder(model.config)
+    # Without a mask, an encoder and the last split of an Avey would see the padding. Training causal models is faster
+    # without one.
+    mask = there.long() if encoder or not model.training else None
+    if encoder:
         hidden = there & (torch.rand(rows.shape, generator=generator) < MASKED)
         ids = ids.masked_fill(hidden, MASK)
         logits, targets = model(input_ids=ids, attention_mask=mask).logits[hidden], rows[hidden]
@@ -253,8 +254,8 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     arguments.output.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(tuple(arguments.folders))
-    is_encoder = arguments.architecture == "avey-b"
-    tokenizer = ByteTokenizer(mask_token=chr(MASK)) if is_encoder else ByteTokenizer()
+    encoder = arguments.architecture in ENCODERS
+    tokenizer = ByteTokenizer(mask_token=chr(MASK)) if encoder else ByteTokenizer()
     ids = {"bos_token_id": BOUNDARY, "eos_token_id": BOUNDARY, "pad_token_id": BOUNDARY}
     config = make_config(
         arguments.architecture,
@@ -264,14 +265,14 @@ def main() -> None:
         context=arguments.context,
         lr=arguments.lr,
         **ids,
-        **({"mask_token_id": MASK} if is_encoder else {}),
+        **({"mask_token_id": MASK} if encoder else {}),
     )
     model = make_model(config)
     sizes = [f"{len(tunes):,} tunes ({sum(map(len, tunes)):,} bytes)" for tunes in corpus[:2]]
     print(f"{model.num_parameters():,} parameters; {sizes[0]} to train on, {sizes[1]} to validate on")
     report = train(arguments, model, corpus)
 
-    if not is_encoder:
+    if not encoder:
         model.generation_config = GenerationConfig(
             do_sample=True,
             temperature=arguments.temperature,
@@ -288,7 +289,7 @@ def main() -> None:
     bits = bits_per_byte(model, corpus.validation)
     chosen = random.Random(arguments.seed).sample(corpus.validation, min(arguments.seeds, len(corpus.validation)))
     accuracy = None
-    if is_encoder:
+    if encoder:
         tunes, accuracy = fill_masks(model, chosen, arguments.seed)
     else:
         tunes = continue_headers(model, tokenizer, chosen, arguments.seed)
@@ -310,7 +311,7 @@ def main() -> None:
         "validation_tunes": f"{len(corpus.validation):,}",
         "validation_bytes": f"{sum(map(len, corpus.validation)):,}",
         "validation_bits": f"{bits:.3f}",
-        "accuracy": f"{accuracy:.1%}" if is_encoder else "",
+        "accuracy": f"{accuracy:.1%}" if encoder else "",
         "seeds": len(faults),
         "valid": faults.count(None),
         "steps": f"{report['step']:,}",
@@ -321,11 +322,11 @@ def main() -> None:
         "sample": first_valid.strip(),
     }
     numbers["data"] = (TEMPLATES / "abc_data.md").read_text(encoding="utf-8").strip()
-    template = TEMPLATES / ("abc_encoder.md" if is_encoder else "abc.md")
+    template = TEMPLATES / ("abc_encoder.md" if encoder else "abc.md")
     # Twice, as the section on the data has numbers, too.
     card = Template(Template(template.read_text(encoding="utf-8")).safe_substitute(numbers)).substitute(numbers)
     (arguments.output / "README.md").write_text(card, encoding="utf-8")
-    made = "tunes told again are valid" if is_encoder else "headers became valid tunes"
+    made = "tunes told again are valid" if encoder else "headers became valid tunes"
     print(f"validation: {bits:.4f} bits a byte; {faults.count(None)} of {len(faults)} {made}")
 
 
