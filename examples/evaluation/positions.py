@@ -88,7 +88,8 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def directory_of(architecture: str, arguments: argparse.Namespace) -> Path | None:
-    return subquad.embedded_model(f"{architecture}-abc") or arguments.transformer
+    given = {"transformer": arguments.transformer}  # architectures without an embedded model
+    return given[architecture] if architecture in given else subquad.embedded_model(f"{architecture}-abc")
 
 
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
