@@ -1,11 +1,11 @@
 """
-Accepts or refuses tunes in ABC notation.
+Checks whether files contain valid tunes in ABC notation.
 
     python examples/abc_check.py tune.abc [...]
 
-A tune is valid where music21's ABC parser reads it *and* a musician would call it one: a header with X, M, L and K, a
-body of nothing but known tokens, at least 4 full bars and 16 notes, and bars that are as long as the metre says. The
-parser alone is lenient: it skips characters that it does not know and takes bars of any length.
+A tune is valid if music21's ABC parser reads it *and* a musician would call it a tune: it has a header with X, M, L
+and K, a body of known tokens only, at least 4 full bars and 16 notes, and bars that are as long as the metre says. The
+parser alone is lenient: it skips unknown characters and accepts bars of any length.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-# Lines between which a bar must be full: a plain one, and the one before an ending. All others bound a section.
+# A bar between two of these bar lines must be full: plain ones, and those before an ending. All others end a section.
 _INNER_LINE = re.compile(r"\|(?: ?\[?[1-9].*)?|\[[1-9].*")
 _CHORD_NOTE = re.compile(rf"({_PITCH})({_LENGTH})")
-# Letters that are notes are no fields inside the body: "A:|" is the end of a repeat.
+# In the body, letters that are notes do not begin a field: "A:|" is the end of a repeat.
 _BODY_FIELD = re.compile(r"[H-WYh-wy]:")
 _TUPLET_TIME = {2: 3, 3: 2, 4: 3, 6: 2, 8: 3}
 
 
 class AbcError(ValueError):
-    """Why a text is no tune."""
+    """A text that is not a valid tune; the message says why."""
 
 
 class Metre(NamedTuple):
@@ -66,7 +66,7 @@ class Metre(NamedTuple):
 
 @dataclass
 class Event:
-    """A note, chord or rest: what is written, and how long it sounds in whole notes."""
+    """A note, chord or rest: its written length and its sounding length, in whole notes."""
 
     pitch: str
     written: Fraction
@@ -77,7 +77,9 @@ class Event:
 
 @dataclass
 class Bar:
-    """The events between two bar lines; the lines are spelled as in the text, "" where the body begins or ends."""
+    """
+    The events between two bar lines. The lines are spelled as in the text; "" is the beginning or end of the body.
+    """
 
     left: str
     right: str = ""
@@ -102,7 +104,7 @@ class Tune:
 
 @cache
 def parse_length(text: str) -> Fraction:
-    """The factor that a note's suffix stands for: "" is 1, "3/2" is 3/2, "/" is 1/2, "//" is 1/4."""
+    """The factor that a note's suffix means: "" is 1, "3/2" is 3/2, "/" is 1/2, "//" is 1/4."""
     number, slashes, divisor = re.fullmatch(r"(\d*)(/*)(\d*)", text).groups()
     below = int(divisor) if divisor else 2 ** len(slashes)
     above = int(number) if number else 1
@@ -114,12 +116,12 @@ def parse_length(text: str) -> Fraction:
 def parse_metre(text: str) -> Metre:
     text = {"C": "4/4", "C|": "2/2"}.get(text, text)
     if not (match := re.fullmatch(r"([1-9]\d?)/(1|2|4|8|16)", text)):
-        raise AbcError(f"no metre: M:{text}")
+        raise AbcError(f"not a metre: M:{text}")
     return Metre(int(match[1]), int(match[2]))
 
 
 def split_header(text: str) -> tuple[dict[str, str], list[str]]:
-    """The header's fields (the first of each letter) and the body's lines of music, comments removed."""
+    """The fields of the header (the first one of each letter) and the lines of music, without comments."""
     fields: dict[str, str] = {}
     body: list[str] = []
     for line in text.split("\n"):
@@ -143,13 +145,13 @@ def parse_bars(lines: list[str], unit: Fraction, metre: Metre, close_full_lines:
 
     Args:
         unit: length of an unmarked note, the L field.
-        close_full_lines: supply the bar line that is missing where a line of text ends with a full bar.
+        close_full_lines: add the missing bar line if a line of text ends with a full bar.
     """
-    # A backslash continues the line: the newline after it means nothing.
+    # A backslash continues the line, so the newline after it is ignored.
     text = re.sub(r"\\\s*\n", " ", "\n".join(lines) + "\n").replace("\\", "")
     bars = [Bar("")]
     in_tuplet, tuplet_factor, tuplet_mark = 0, Fraction(1), ""
-    broken = Fraction(1)  # what the event after "<" or ">" is stretched by
+    broken = Fraction(1)  # factor on the length of the event after "<" or ">"
     position = 0
     while position < len(text):
         match = _TOKEN.match(text, position)
@@ -157,7 +159,7 @@ def parse_bars(lines: list[str], unit: Fraction, metre: Metre, close_full_lines:
             raise AbcError(f"unknown token {text[position : position + 8]!r}")
         position = match.end()
         kind, token, events = match.lastgroup, match[0], bars[-1].events
-        # Named groups nest: the last one closed is not always the token's own.
+        # `lastgroup` is not always the kind of the token, because named groups are nested.
         if match["note"] or match["chord"]:
             if match["note"]:
                 pitch, written = match["pitch"].replace("x", "z"), parse_length(match["length"])
@@ -194,7 +196,7 @@ def parse_bars(lines: list[str], unit: Fraction, metre: Metre, close_full_lines:
             events[-1].time *= 2 - short if token[0] == ">" else short
             broken = short if token[0] == ">" else 2 - short
         elif kind == "tie":
-            # The note before it may lie before the bar line.
+            # The note before a tie may be before the bar line.
             if events:
                 events[-1].after += token
         elif kind == "field" and token[1] in "KLMVX":
@@ -207,7 +209,7 @@ def parse_bars(lines: list[str], unit: Fraction, metre: Metre, close_full_lines:
 def parse_tune(text: str) -> Tune:
     """
     Raises:
-        AbcError: where the text is no single-voice tune in one metre.
+        AbcError: if the text is not a tune with one voice and one metre.
     """
     fields, body = split_header(text)
     for letter in "XMLK":
@@ -225,7 +227,7 @@ def parse_tune(text: str) -> Tune:
 def check_bars(tune: Tune) -> None:
     """
     Raises:
-        AbcError: where the tune is too short or its bars do not fit the metre.
+        AbcError: if the tune is too short or its bars do not fit the metre.
     """
     notes = sum(event.pitch != "z" for bar in tune.bars for event in bar.events)
     if notes < MIN_NOTES:
@@ -244,7 +246,7 @@ def check_bars(tune: Tune) -> None:
 def check_with_music21(text: str, tune: Tune) -> None:
     """
     Raises:
-        AbcError: where music21 refuses the text, or hears another length than was counted here.
+        AbcError: if music21 rejects the text, or its length differs from the one that was counted here.
     """
     from music21 import converter
 
@@ -261,10 +263,10 @@ def check_with_music21(text: str, tune: Tune) -> None:
 
 def find_fault(text: str, music21: bool = True) -> str | None:
     """
-    Why a text is no valid tune; None where it is one.
+    The reason why a text is not a valid tune; None if it is one.
 
     Args:
-        music21: also ask music21's parser, which takes some ten milliseconds a tune.
+        music21: whether to run music21's parser too, which takes about ten milliseconds per tune.
     """
     try:
         tune = parse_tune(text)
@@ -281,7 +283,7 @@ def is_valid_tune(text: str) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Say whether files hold a valid tune in ABC notation each.")
+    parser = argparse.ArgumentParser(description="Check whether each file contains a valid tune in ABC notation.")
     parser.add_argument("files", nargs="+", type=Path)
     for path in parser.parse_args().files:
         print(f"{path}: {find_fault(path.read_text(encoding='utf-8')) or 'valid'}")

@@ -1,12 +1,12 @@
 """
-Tunes to train on: the ABC collections that the PyPI package music21 carries, cleaned and written one way.
+Tunes to train on: the ABC collections in the PyPI package music21, cleaned and normalised.
 
     python examples/abc_corpus.py [--show 3]
 
-Every tune becomes a header of five lines (X, T, M, L, K; L is always 1/8) and a body of bare melody: notes, rests,
-ties, tuplets, broken rhythm, chords and bar lines; four bars a line, notes grouped by the beat, no slurs, grace notes,
-decorations, chord symbols, words or comments. Tunes that the checker refuses, that have several voices or that occur
-twice are left out.
+Every tune becomes a header of five lines (X, T, M, L, K; L is always 1/8) and a melody of notes, rests, ties, tuplets,
+broken rhythm, chords and bar lines, with four bars per line and notes grouped by the beat. Slurs, grace notes,
+decorations, chord symbols, words and comments are removed. Tunes that abc_check.py rejects, tunes with several voices
+and duplicates are left out.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import NamedTuple
 from abc_check import AbcError, Bar, Metre, Tune, check_bars, parse_bars, parse_metre, parse_tune, split_header
 
 
-# Left out: josquin (polyphony), nottingham-dataset (two tunes), and essenFolksong, which is given for non-commercial
-# use only (`--folders` takes it all the same).
+# Left out: josquin (polyphony), nottingham-dataset (two tunes), and essenFolksong, which is for non-commercial use
+# only (`--folders` accepts it).
 FOLDERS = ("airdsAirs", "miscFolk", "oneills1850", "ryansMammoth")
 MAX_BYTES = 1023
 VALIDATION_PERCENT = 5
 UNIT = Fraction(1, 8)
 BARS_A_LINE = 4
 
-# Text in quotes, marks that no two programs read alike, and what mail programs of the time did to line ends.
+# Text in quotes, marks that every program reads differently, and line ends that old mail programs have changed.
 _NOISE = re.compile(r'"[^"]*"|\[\|\]|![a-zA-Z]+!|[!kKUVy]|=20|=(?=\\?$)')
 _MODES = {
     **dict.fromkeys(("", "maj", "ion"), ""),
@@ -46,7 +46,7 @@ _MODES = {
 class Corpus(NamedTuple):
     train: list[str]
     validation: list[str]
-    statistics: dict[str, Counter]  # folder to counts: "found", "kept", and why the others were left out
+    statistics: dict[str, Counter]  # folder to counts: "found", "kept", and the reasons for leaving tunes out
 
 
 def plain_title(text: str) -> str:
@@ -71,12 +71,12 @@ def plain_key(text: str) -> str:
 def write_length(value: Fraction) -> str:
     above = "" if value.numerator == 1 else str(value.numerator)
     below = {1: "", 2: "/"}.get(value.denominator, f"/{value.denominator}")
-    # "3/" would be legal and is misread by some programs.
+    # "3/" is allowed too, but some programs misread it.
     return above + ("/2" if above and below == "/" else below)
 
 
 def beat_of(metre: Metre) -> Fraction:
-    """How far the notes under one beam reach."""
+    """The length of the notes under one beam."""
     if metre.is_compound:
         return Fraction(3, metre.unit)
     return Fraction(1, 2) if metre.unit < 4 or metre == (4, 4) else Fraction(1, 4)
@@ -138,7 +138,7 @@ def normalise(text: str) -> str:
     if "V" in fields:
         raise AbcError("several voices")
     metre = parse_metre(fields.get("M", "").replace(" ", ""))
-    # What the standard says of a missing L field.
+    # The default length of the standard, for a tune without an L field.
     unit = parse_unit(fields["L"]) if fields.get("L") else Fraction(1, 16 if metre.time < Fraction(3, 4) else 8)
     bars = parse_bars([_NOISE.sub("", line) for line in lines], unit, metre, close_full_lines=True)
     header = {
@@ -165,10 +165,10 @@ def parse_unit(text: str) -> Fraction:
 
 
 def read_folder(folder: str) -> list[str]:
-    """The single tunes of one of the package's folders, as they are."""
-    spec = importlib.util.find_spec("music21")  # a path is wanted, and the import would take seconds
+    """The tunes of one of the package's folders, unchanged."""
+    spec = importlib.util.find_spec("music21")  # only its path is needed, and importing it takes seconds
     if spec is None:
-        raise ImportError('music21 carries the tunes: pip install "subquad[train]"')
+        raise ImportError('The tunes are in music21: pip install "subquad[train]"')
     tunes = []
     for path in sorted((Path(spec.origin).parent / "corpus" / folder).glob("*.abc")):
         raw = path.read_bytes()
@@ -183,7 +183,7 @@ def read_folder(folder: str) -> list[str]:
 
 _LETTERS = "CDEFGAB"
 _FIFTHS = "FCGDAEB"
-# Keys that fiddle tunes are written in, by mode; and how many sharps fewer than major the mode has.
+# The usual keys of fiddle tunes by mode, and how many sharps fewer than major the mode has.
 _KEYS = {
     "": (("C", "D", "F", "G", "A", "Bb"), 0),
     "mix": (("A", "D", "E", "G"), 1),
@@ -196,13 +196,13 @@ _NOTE = re.compile(r"([_^=]?)([A-Ga-g])([,']*)")
 
 
 def _signature(tonic: str, mode: str) -> dict[str, int]:
-    """What a key signature does to each letter: 1 a sharp, -1 a flat."""
+    """The accidental of each letter in a key signature: 1 is a sharp, -1 a flat."""
     sharps = _FIFTHS.index(tonic[0]) - 1 + 7 * tonic.count("#") - 7 * tonic.count("b") - _KEYS[mode][1]
     return {x: (i < sharps) - (6 - i < -sharps) for i, x in enumerate(_FIFTHS)}
 
 
 def _step(letter: str, marks: str) -> int:
-    """Where a note is written, counted in lines and spaces from middle C."""
+    """The position of a note on the staff, counted in lines and spaces from middle C."""
     return _LETTERS.index(letter.upper()) + 7 * (letter.islower() + marks.count("'") - marks.count(","))
 
 
@@ -215,8 +215,8 @@ def passages(tune: str, length: int = 24) -> set[tuple[int, ...]]:
 
 def transpose(tune: str, generator: random.Random) -> str:
     """
-    The tune in a random usual key of its mode that keeps it in the fiddle's range and needs no double accidentals; the
-    tune as it is where there is none.
+    The tune, transposed to a random usual key of its mode that keeps it within the range of the fiddle and does not
+    need double accidentals. If there is no such key, the tune is not changed.
     """
     header, key, body = re.fullmatch(r"(.*?\nK:)(.*?)(\n.*)", tune, re.DOTALL).groups()
     tonic, mode = re.fullmatch(r"([A-G][#b]?)(.*)", key).groups()
@@ -245,9 +245,9 @@ def transpose(tune: str, generator: random.Random) -> str:
 
 def load_corpus(folders: tuple[str, ...] = FOLDERS) -> Corpus:
     """
-    Reads, cleans and splits the tunes. A tune's half depends on its music alone, so it never changes with the others.
-    Held-out tunes that share more than half of their passages with the other half, mostly variants of one tune, are
-    left out.
+    Reads, cleans and splits the tunes. Whether a tune is held out depends on its music alone, so it stays the same
+    with other folders. Held-out tunes that share more than half of their passages with the training tunes, mostly
+    variants of them, are left out.
     """
     corpus, seen = Corpus([], [], {}), set()
     for folder in folders:
@@ -273,9 +273,9 @@ def load_corpus(folders: tuple[str, ...] = FOLDERS) -> Corpus:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Report on the tunes that music21 carries.")
+    parser = argparse.ArgumentParser(description="Count the tunes in music21.")
     parser.add_argument("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
-    parser.add_argument("--show", type=int, default=0, help="print so many validation tunes")
+    parser.add_argument("--show", type=int, default=0, help="number of validation tunes to print")
     arguments = parser.parse_args()
     corpus = load_corpus(tuple(arguments.folders))
     for folder, counts in corpus.statistics.items():

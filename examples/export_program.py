@@ -1,19 +1,20 @@
 """
-Exports a causal language model as programs that generate where neither transformers nor subquad is installed.
+Exports a causal language model as programs that generate text without transformers and subquad.
 
     python examples/export_program.py --output finch-abc-pt2
     python examples/export_program.py --output finch-abc-onnx --format onnx
     python examples/export_program.py --model DIRECTORY --output programs --chunk 0 --max-cache-len 2048
 
-Two programs are written, and the states that a text begins with (states.safetensors): `prefill` reads so many tokens
-of a prompt in one call, padding included, and `decode` reads a single token. Both take the states and return new ones,
-so that a runtime carries a few tensors of constant size and no cache. Then they are loaded again, generate a text, and
-must choose the tokens that `generate` of transformers does.
+It writes two programs and the initial states (states.safetensors). `prefill` reads `--chunk` tokens of a prompt in one
+call, padding included, and `decode` reads a single token. Both take the states and return new ones, so a runtime keeps
+a few tensors of constant size instead of a cache. Then the example loads the programs again, generates a text with
+them, and checks that the tokens are those of `generate` of transformers.
 
-A .pt2 file is for torch: `torch.export.load`, as `load_pt2` below has it. It is made of torch's own operators, unless
-`--chunk 0` asks for a prefill of any length, which needs `import subquad_kernels` first. For C++ without Python,
-`torch._inductor.aoti_compile_and_package(torch.export.load(path), package_path=...)` compiles it. An .onnx file is for
-ONNX Runtime (`pip install onnxscript onnxruntime`), and takes a minute to make. Both programs have all the weights.
+A .pt2 file is for torch: `torch.export.load`, see `load_pt2` below. It only has torch's own operators, except with
+`--chunk 0`: then prefill reads any number of tokens, and needs `import subquad_kernels` first. For C++ without Python,
+compile it by `torch._inductor.aoti_compile_and_package(torch.export.load(path), package_path=...)`. An .onnx file is
+for ONNX Runtime (`pip install onnxscript onnxruntime`), and takes about a minute to make. Each program has all the
+weights.
 
 The states of Avey, and of Raven with attention to the whole text, have room for `--max-cache-len` tokens.
 """
@@ -38,13 +39,13 @@ from subquad.torch_export import SHORTEST, export_program, initial_states, inlin
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default=subquad.embedded_model("finch-abc"), help="directory of a model; finch-abc otherwise")
+    add("--model", default=subquad.embedded_model("finch-abc"), help="directory of a model (default: finch-abc)")
     add("--output", type=Path, required=True, help="directory for the programs")
-    add("--format", choices=("pt2", "onnx"), default="pt2", help="files for torch (the default) or ONNX Runtime")
-    add("--chunk", type=int, default=64, help="tokens that prefill reads in a call (default 64), 0: any number")
-    add("--max-cache-len", type=int, default=1024, help="most tokens of a text, where states grow (default 1024)")
-    add("--prompt", default="X:1\nT:The Exported Jig\nM:6/8\n", help="beginning of the text that is generated")
-    add("--new-tokens", type=int, default=40, help="tokens to generate (default 40)")
+    add("--format", choices=("pt2", "onnx"), default="pt2", help="pt2 for torch (default), or onnx for ONNX Runtime")
+    add("--chunk", type=int, default=64, help="tokens that prefill reads in a call; 0 for any number (default: 64)")
+    add("--max-cache-len", type=int, default=1024, help="maximum number of tokens, if states grow (default: 1024)")
+    add("--prompt", default="X:1\nT:The Exported Jig\nM:6/8\n", help="the text to continue")
+    add("--new-tokens", type=int, default=40, help="number of new tokens (default: 40)")
     arguments = parser.parse_args()
     if arguments.chunk < 0 or arguments.chunk == 1:
         parser.error("--chunk must be 0 or at least 2")
@@ -54,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def write_programs(model, directory: Path, format: str, chunk: int, max_cache_len: int) -> None:
-    """Writes `prefill`, `decode` and the initial states; files of the same names are replaced once all are written."""
+    """Writes `prefill`, `decode` and the initial states. Old files are replaced when all new ones are complete."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         save_file(initial_states(model, max_cache_len=max_cache_len), f"{temporary}/states.safetensors")
@@ -69,12 +70,12 @@ def write_programs(model, directory: Path, format: str, chunk: int, max_cache_le
 
 
 def load_pt2(path: Path) -> Callable:
-    """A function of `input_ids`, states, and of prefill `attention_mask`; returns logits and states."""
+    """A function of `input_ids`, states and, for prefill, `attention_mask`. It returns logits and states."""
     return torch.no_grad()(torch.export.load(path).module())
 
 
 def load_onnx(path: Path) -> Callable:
-    """The same of an ONNX model."""
+    """The same function for an ONNX model."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -92,7 +93,7 @@ def load_onnx(path: Path) -> Callable:
 
 
 def generate(prefill: Callable, decode: Callable, states, prompt: torch.Tensor, chunk: int, new_tokens: int):
-    """The most likely tokens after a prompt (1, length), and the seconds for the prompt and for each of them."""
+    """The most likely tokens after a prompt (1, length), and the seconds for the prompt and for each new token."""
     start = time.perf_counter()
     real = torch.ones_like(prompt)
     missing = -prompt.shape[1] % chunk if chunk else max(SHORTEST - prompt.shape[1], 0)
@@ -120,10 +121,10 @@ def main() -> None:
 
     prompt = tokenizer(arguments.prompt, return_tensors="pt").input_ids
     options = {"max_new_tokens": arguments.new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model.generate(prompt, **options)  # the first call is slow, of programs too
+    model.generate(prompt, **options)  # the first call is slow, also that of a program
     start = time.perf_counter()
     expected = model.generate(prompt, **options)[:, prompt.shape[1] :]
-    print(f"transformers: {expected.shape[1] / (time.perf_counter() - start):.0f} tokens/s, the prompt included")
+    print(f"transformers: {expected.shape[1] / (time.perf_counter() - start):.0f} tokens/s, prompt included")
 
     load = load_onnx if suffix == "onnx" else load_pt2
     programs = [load(output / f"{name}.{suffix}") for name in ("prefill", "decode")]

@@ -1,15 +1,15 @@
 """
-Fine-tunes any architecture as a classifier of texts, with the Trainer of transformers: the metre of a tune in ABC
-notation, from its notes alone.
+Fine-tunes any architecture as a text classifier with the Trainer of transformers. The classifier recognises the metre
+of a tune in ABC notation from its notes.
 
     python examples/finetune_classifier.py --output metre
     python examples/finetune_classifier.py --output metre --lora
     python examples/finetune_classifier.py --output metre --model avey-b-abc --bf16
 
-By default it is finch-abc, the small Finch that comes with the package, that learns (`pip install "subquad[train]"`,
-and `peft` for --lora), in about two minutes of a CPU core. Any directory with a model and its tokenizer serves as
-well: a causal one classifies by what it knows after the last token, an encoder such as the one that
-examples/train_avey_b_mlm.py leaves by the mean of all tokens. The output directory is ready for
+By default it trains finch-abc, the small Finch that comes with the package, in about two minutes on a CPU core (`pip
+install "subquad[train]"`, and `peft` for --lora). `--model` takes any directory with a model and its tokenizer. A
+causal model classifies by the hidden states of the last token; an encoder, such as that of
+examples/train_avey_b_mlm.py, by the mean of all tokens. The output directory is ready for
 `pipeline("text-classification", model=...)`.
 """
 
@@ -38,7 +38,7 @@ from subquad.optimizer import parameter_groups
 
 
 SAME = {"C": "4/4", "C|": "2/2"}
-RARE = 0.01  # a metre that a smaller share of the tunes has is left out
+RARE = 0.01  # metres with a smaller share of the tunes are left out
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,20 +47,20 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", type=Path, required=True, help="directory for the classifier")
     add("--model", default=str(embedded_model("finch-abc")), help="directory of a model with its tokenizer")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
-    add("--length", type=int, default=96, help="tokens that are read of a tune")
-    add("--lora", action="store_true", help="train low-rank adapters; everything otherwise")
-    add("--rank", type=int, default=16, help="of the adapters")
+    add("--length", type=int, default=96, help="maximum number of tokens that are read of a tune")
+    add("--lora", action="store_true", help="train low-rank adapters only, not the whole model")
+    add("--rank", type=int, default=16, help="rank of the adapters")
     add("--lr", type=float, default=1e-3, help="peak of the learning rate")
-    add("--batch-size", type=int, default=32, help="tunes in a step")
-    add("--epochs", type=float, default=1, help="how often each tune is read")
-    add("--bf16", action="store_true", help="multiply in bfloat16, which many CPUs and all newer GPUs do faster")
+    add("--batch-size", type=int, default=32, help="tunes per step")
+    add("--epochs", type=float, default=1, help="number of passes over the tunes")
+    add("--bf16", action="store_true", help="multiply in bfloat16, which is faster on many CPUs and all newer GPUs")
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     add("--seed", type=int, default=0, help="seed of new weights and of the order")
     return parser.parse_args()
 
 
 def split(tune: str) -> tuple[str, str]:
-    """A tune without number, title and metre, and its metre: a title may tell of jigs, which are in 6/8."""
+    """A tune without number, title and metre, and its metre. The title would help: a jig is in 6/8."""
     fields, rest = tune.split("\n")[:5], tune.split("\n")[5:]
     metre = next(field[2:] for field in fields if field.startswith("M:"))
     kept = [field for field in fields if not field.startswith(("X:", "T:", "M:"))]
@@ -85,7 +85,7 @@ def main() -> None:
         config = LoraConfig(task_type="SEQ_CLS", r=arguments.rank)
         model = get_peft_model(model, config)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    print(f"{trainable:,} of {model.num_parameters():,} parameters learn to tell {', '.join(metres)}")
+    print(f"{trainable:,} of {model.num_parameters():,} parameters learn to recognise {', '.join(metres)}")
 
     def encode(pairs):
         pairs = [(text, metre) for text, metre in pairs if metre in metres]

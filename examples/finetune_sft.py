@@ -1,15 +1,15 @@
 """
-Fine-tunes any causal model on prompts and completions, with the SFTTrainer of TRL: to write a tune in ABC notation of
-the metre and in the key that are asked for.
+Fine-tunes any causal model on prompts and completions with the SFTTrainer of TRL. The model learns to write a tune in
+ABC notation in the metre and key of the prompt.
 
     python examples/finetune_sft.py --output tunes-to-order
     python examples/finetune_sft.py --output tunes-to-order --lora --packing --bf16 --gradient-checkpointing
 
-By default it is finch-abc, the small Finch that comes with the package, that learns (`pip install trl
-"subquad[train]"`, and `peft` for --lora), in about two minutes of a CPU core; it writes a tune for orders that it was
-not trained on before and after. Any directory with a causal model and its tokenizer serves as well. With
---packing the tunes of a batch are laid behind one another instead of padded. That needs no special attention: TRL
-passes the borders along, and a model of this package lets no document see another. The loss is the same.
+By default it trains finch-abc, the small Finch that comes with the package, in about two minutes on a CPU core
+(`pip install trl "subquad[train]"`, and `peft` for --lora). Before and after the training, the model writes tunes for
+held-out prompts. `--model` takes any directory with a causal model and its tokenizer. With --packing, the tunes of a
+batch are packed into rows without padding: TRL passes the boundaries to the model, in which a document never sees
+another one. The loss is the same.
 """
 
 from __future__ import annotations
@@ -35,24 +35,33 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", type=Path, required=True, help="directory for the model")
     add("--model", default=str(embedded_model("finch-abc")), help="directory of a causal model with its tokenizer")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
-    add("--length", type=int, default=1152, help="most tokens of a prompt with its tune, and of a packed row")
-    add("--lora", action="store_true", help="train low-rank adapters; everything otherwise")
-    add("--rank", type=int, default=16, help="of the adapters")
+    add(
+        "--length",
+        type=int,
+        default=1152,
+        help="maximum number of tokens of a prompt with its tune, or a packed row",
+    )
+    add("--lora", action="store_true", help="train low-rank adapters only, not the whole model")
+    add("--rank", type=int, default=16, help="rank of the adapters")
     add("--lr", type=float, default=2e-3, help="peak of the learning rate")
-    add("--batch-size", type=int, default=8, help="tunes, or packed rows, in a step")
+    add("--batch-size", type=int, default=8, help="tunes, or packed rows, per step")
     add("--steps", type=int, default=120, help="steps to train for")
-    add("--packing", action="store_true", help="lay tunes behind one another, without padding")
-    add("--bf16", action="store_true", help="multiply in bfloat16, which many CPUs and all newer GPUs do faster")
-    add("--gradient-checkpointing", action="store_true", help="compute activations twice rather than keep them")
-    add("--orders", type=int, default=32, help="held-out prompts that are tried before and after")
-    add("--max-new-tokens", type=int, default=400, help="longest tune that is written")
+    add("--packing", action="store_true", help="pack several tunes into a row, without padding")
+    add("--bf16", action="store_true", help="multiply in bfloat16, which is faster on many CPUs and all newer GPUs")
+    add(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="recompute activations in the backward pass",
+    )
+    add("--orders", type=int, default=32, help="held-out prompts that are tried before and after training")
+    add("--max-new-tokens", type=int, default=400, help="maximum number of new tokens")
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     add("--seed", type=int, default=0, help="seed of adapters, order and sampling")
     return parser.parse_args()
 
 
 def order(tune: str) -> dict[str, str]:
-    """A prompt that asks for a metre and a key, and a tune that has them, from the header's third line on."""
+    """A prompt with a metre and a key, and a tune in them, from the third line of its header on."""
     lines = tune.split("\n")
     metre, key = lines[2].removeprefix("M:"), lines[4].removeprefix("K:")
     return {"prompt": f"% a tune in {metre} and {key}\n", "completion": "\n".join(lines[2:])}
@@ -65,7 +74,7 @@ def header(tune: str) -> list[str]:
 
 @torch.no_grad()
 def fill(model, tokenizer, prompts: list[str], max_new_tokens: int, seed: int) -> list[str]:
-    """What the model writes after each prompt, by its own way to sample."""
+    """The text that the model generates after each prompt, with its own sampling defaults."""
     torch.manual_seed(seed)
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     ids = model.eval().generate(**inputs, max_new_tokens=max_new_tokens)
@@ -114,7 +123,7 @@ def main() -> None:
         prompts = [order["prompt"] for order in orders]
         tunes = fill(model, tokenizer, prompts, arguments.max_new_tokens, arguments.seed)
         filled = sum(header(tune) == header(order["completion"]) for tune, order in zip(tunes, orders, strict=True))
-        print(f"\n{when} training, {filled} of {len(orders)} tunes have the metre and the key asked for; the first is")
+        print(f"\n{when} training, {filled} of {len(orders)} tunes have the right metre and key; the first is")
         print(f"{prompts[0]}{tunes[0]}")
 
     show(trainer.model, "before")

@@ -1,4 +1,4 @@
-"""How the examples' `--help` looks."""
+"""The format of the examples' `--help`."""
 
 import argparse
 

@@ -1,28 +1,29 @@
 """
-Quantises a model in every way that runs here, and prints what that costs and what it gains.
+Quantises a model by every method that runs on this machine, and prints loss, size and speed of each.
 
     python examples/quantize.py
     python examples/quantize.py --model my-raven --text my.txt --methods bfloat16 int8 nf4 --dtype bfloat16
 
-Quantised are the weights of the linear layers below the head; all else stays as it is: embeddings, head, norms, decays
-and states. In a program it is one argument:
+The weights of the linear layers below the head are quantised. Embeddings, head, norms, decays and states stay as they
+are. In a program, it takes one argument:
 
     config = TorchAoConfig(Int8WeightOnlyConfig())  # from transformers, from torchao.quantization
     model = AutoModelForCausalLM.from_pretrained("my-raven", quantization_config=config)
 
-int8          8 bits a weight, a scale for each output of a layer (torchao). LoRA trains on it.
-int8-dynamic  the same, and 8 bits for activations, a scale a token (torchao). No gradient passes: for inference only.
-int4          4 bits a weight, a scale for each 32 of them (torchao). On a GPU two share a byte, for which the package
-              mslk is needed; on a CPU each has a byte of its own, and only the loss tells what it is worth.
-llm-int8      8 bits, and 16 for activations that stand out (bitsandbytes). LoRA trains on it.
-nf4           4 bits a weight, for weights distributed normally, a scale for each 64 (bitsandbytes). QLoRA trains on
-              it. On a CPU only where layers read multiples of 64 numbers, which those of finch-abc do not.
+int8          8 bits per weight, a scale for each output of a layer (torchao). LoRA trains on it.
+int8-dynamic  the same, and 8 bits per activation, a scale for each token (torchao). For inference only: gradients do
+              not pass through it.
+int4          4 bits per weight, a scale for every 32 weights (torchao). On a GPU, where it needs the package mslk, two
+              weights share a byte. On a CPU each weight has a byte of its own, so only the loss is informative.
+llm-int8      8 bits, and 16 for outliers among the activations (bitsandbytes). LoRA trains on it.
+nf4           4 bits per weight, for weights with a normal distribution, a scale for every 64 (bitsandbytes). QLoRA
+              trains on it. On a CPU the inputs of layers must be multiples of 64, which those of finch-abc are not.
 
-TorchAoConfig's `modules_to_not_convert` (`llm_int8_skip_modules` of BitsAndBytesConfig) names what else is left as it
-is: [r".*\\.(r_proj|a_proj|f_proj)"] is what tells where Raven writes and how fast it forgets.
+`modules_to_not_convert` of TorchAoConfig (`llm_int8_skip_modules` of BitsAndBytesConfig) excludes more layers. For
+example, [r".*\\.(r_proj|a_proj|f_proj)"] are the layers that decide where Raven writes and how fast it forgets.
 
-The loss is that of tunes which the model has not seen (`pip install "subquad[train]" torchao bitsandbytes`), or of
---text; the size that of the saved weights; the speeds are the best of some runs, in tokens a second.
+The loss is measured on held-out tunes (`pip install "subquad[train]" torchao bitsandbytes`) or on --text, the size on
+the saved weights. The speeds are the best of several runs, in tokens per second.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def load(path: str, method: str, dtype: str, device: str) -> torch.nn.Module:
 
 @torch.no_grad()
 def bits_per_byte(model: torch.nn.Module, tokenizer, texts: list[str], rows: int = 16) -> float:
-    """Each text by itself and with the token that ends it, which counts as a byte; its first token is given."""
+    """
+    Bits per byte of the texts, each read alone. The end token counts as a byte; the first token is not predicted.
+    """
     ids = [torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in sorted(texts, key=len)]
     nats = 0.0
     for start in range(0, len(ids), rows):
@@ -105,7 +108,7 @@ def megabytes(model: torch.nn.Module) -> float:
 
 
 def speeds(model: torch.nn.Module, length: int, count: int, repeats: int) -> list[float]:
-    """Tokens a second of a prompt that is read and of what is written, in the best of some runs after a first one."""
+    """Tokens per second of reading a prompt and of writing: the best of several runs, after a first one."""
     prompt = torch.randint(1, model.config.vocab_size, (1, length), device=model.device)
     options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     times = []

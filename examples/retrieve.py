@@ -1,16 +1,17 @@
 """
-Finds a tune by a few bars of it, in whatever key they are played, with Avey-B in sentence-transformers.
+Finds a tune by a few of its bars, in any key, with Avey-B in sentence-transformers.
 
     python examples/retrieve.py --model avey-b-abc --output avey-b-tunes
     python examples/retrieve.py --model avey-b-tunes --steps 0 --query "B2 BA|GABG|A2 AG|FDEF"
 
-Every tune of examples/abc_corpus.py becomes one vector, the mean of what the encoder makes of its tokens, and so does
-a line of a tune that was moved to another key; the tune whose vector is nearest is the answer. The encoder is trained
-on pairs of a line and its tune: among the tunes of a batch it must find the line's own (MultipleNegativesRankingLoss).
-It is measured before and after on lines of tunes that it was not trained on, which it has to find among all tunes.
+The encoder turns every tune of examples/abc_corpus.py into one vector, the mean of its hidden states, and also the
+line to look for, transposed to another key. The answer is the tune with the nearest vector. The encoder is trained on
+pairs of a line and its tune: it must find the tune among those of the batch (MultipleNegativesRankingLoss). Before and
+after, it is measured on lines of held-out tunes, which it must find among all tunes.
 
-`--model` is a directory that examples/train_avey_b_mlm.py has made, or this example before; without it, a tiny encoder
-begins with random weights. (`pip install "subquad[train]" sentence-transformers`; about two minutes on two CPU cores.)
+`--model` is a directory made by examples/train_avey_b_mlm.py or by this example. Without it, training starts from a
+tiny encoder with random weights. (`pip install "subquad[train]" sentence-transformers`; about two minutes on two CPU
+cores.)
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ WARMUP = 0.1  # section 5.1: the learning rate rises over a tenth of the steps, 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
-    add("--model", type=Path, help="directory of an encoder and its tokenizer; a new tiny encoder otherwise")
+    add("--model", type=Path, help="directory of an encoder and its tokenizer (default: a new tiny encoder)")
     add("--output", type=Path, help="directory to save the trained encoder to, for SentenceTransformer(...)")
-    add("--query", help="bars in ABC notation to look for; otherwise lines of three held-out tunes are")
+    add("--query", help="bars in ABC notation to look for (default: lines of three held-out tunes)")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
     add("--steps", type=int, default=250, help="training steps; 0 measures only")
-    add("--batch-size", type=int, default=32, help="pairs in a step")
+    add("--batch-size", type=int, default=32, help="pairs per step")
     add("--lr", type=float, default=4e-3, help="peak of the learning rate")
     add("--top-k", type=int, default=5, help="tunes to print for a query")
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     add("--seed", type=int, default=0, help="seed of weights, pairs and keys")
     arguments = parser.parse_args()
     if arguments.model is not None and not arguments.model.is_dir():
-        parser.error(f"--model: there is no directory {arguments.model}")
+        parser.error(f"--model: {arguments.model} is not a directory")
     return arguments
 
 
 def music(tune: str) -> str:
-    """A tune without its number and title, which would give it away."""
+    """A tune without its number and title, which would identify it."""
     return tune.split("\n", 2)[2]
 
 
@@ -108,7 +109,7 @@ def train(encoder: SentenceTransformer, tunes: list[str], arguments: argparse.Na
 
 
 def measure(encoder: SentenceTransformer, lines: list[str], answers: list[int], index: torch.Tensor) -> str:
-    """Share of lines whose tune comes first, and NDCG@10: one relevant tune, worth 1 / log2(1 + its rank)."""
+    """Recall at 1 and 10, and NDCG@10: the only relevant tune counts 1 / log2(1 + its rank)."""
     found = encoder.encode(lines, convert_to_tensor=True, normalize_embeddings=True) @ index.T
     ranks = 1 + (found > found.gather(1, torch.tensor(answers, device=found.device)[:, None])).sum(1)
     gain = torch.where(ranks <= 10, 1 / (1 + ranks).log2(), 0.0)
@@ -143,8 +144,8 @@ def main() -> None:
     for query, answer in [(arguments.query, None)] if arguments.query else list(zip(lines, answers, strict=True))[:3]:
         print(f"\n{query}" + ("" if answer is None else f"   (from {title(tunes[answer])})"))
         scores = encoder.encode([query], convert_to_tensor=True, normalize_embeddings=True)[0] @ index.T
-        for score, place in zip(*(x.tolist() for x in scores.topk(min(arguments.top_k, len(tunes)))), strict=True):
-            print(f"  {score:.3f}  {title(tunes[place])}")
+        for score, best in zip(*(x.tolist() for x in scores.topk(min(arguments.top_k, len(tunes)))), strict=True):
+            print(f"  {score:.3f}  {title(tunes[best])}")
 
 
 if __name__ == "__main__":

@@ -5,21 +5,22 @@ Talks to a server of `transformers serve` with the client of OpenAI.
     subquad run transformers serve                                            # in one terminal
     python examples/serve_client.py "Why is the sky blue?" --model ./finch-1b6 --stop $'\\n\\n'        # in another
 
-`subquad run` makes the architectures known to the server, so that it serves what `subquad convert`, `subquad export`
-and training leave, and repositories on the Hub; it loads a model when the first request names it, by its path (as the
-server sees it) or its name on the Hub. Without a question this client lists the models that the server finds in the
-cache of the Hub. With `subquad run transformers serve MODEL` the server loads MODEL at once, and serves no other.
+`subquad run` makes the architectures known to the server, so that it serves repositories on the Hub and the
+directories that `subquad convert`, `subquad export` and training write. The server loads a model at the first request
+for it, by its path (on the machine of the server) or its name on the Hub. Without a question, this client lists the
+models that the server finds in the cache of the Hub. With `subquad run transformers serve MODEL`, the server loads
+MODEL when it starts and serves only this model.
 
-The answer is printed as it is made, and Ctrl-C ends the making of it, too. Models whose tokenizer has a chat template
-answer. The others continue a text, as `--complete` does:
+The answer is printed while it is generated, and Ctrl-C also stops the generation. A model answers questions if its
+tokenizer has a chat template. Any model continues a text with `--complete`:
 
     python examples/serve_client.py $'X:1\\nT:The Finch\\nM:6/8\\nL:1/8\\nK:D\\n' --complete \\
         --model src/subquad/data/finch-abc
 
-A turn of the RWKV World models ends with a blank line and not with a token of its own, hence `--stop` above; what
-stops an answer is printed with it. The server answers the requests for a model one after the other, each from the
-beginning of its conversation. Its `--continuous-batching` is made of pages of keys and values, which a recurrent state
-has not; it is ignored.
+RWKV World models end an answer with a blank line instead of a special token, which is why `--stop` is used above; the
+text that stops an answer is printed too. The server handles the requests for a model one after the other and reads
+each conversation from its beginning. Its `--continuous-batching` is ignored: it needs pages of keys and values, which
+a recurrent state does not have.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("prompt", nargs="?", help="a question, or with --complete a text to continue")
     add("--model", help="directory of the model, or its name on the Hub")
-    add("--system", help="what the model is told before the question")
+    add("--system", help="system message before the question")
     add("--complete", action="store_true", help="continue the text, without the chat template")
     add("--url", default="http://localhost:8000/v1", help="address of the server")
-    add("--max-tokens", type=int, default=512, help="most tokens of the answer")
-    add("--temperature", type=float, help="0 takes the likeliest token each time; as the model's files say otherwise")
-    add("--seed", type=int, help="makes sampling repeatable")
-    add("--stop", action="append", help="text that ends the answer; may be given again")
+    add("--max-tokens", type=int, default=512, help="maximum number of new tokens")
+    add("--temperature", type=float, help="0 always takes the most likely token (default: that of the model)")
+    add("--seed", type=int, help="seed of the sampling, which makes it repeatable")
+    add("--stop", action="append", help="text that ends the answer; may be repeated")
     arguments = parser.parse_args()
     if arguments.prompt is not None and arguments.model is None:
         parser.error("a question needs --model")
@@ -49,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def answer(client: OpenAI, arguments: argparse.Namespace) -> Iterator[str]:
-    """The answer, a token or a few at a time."""
+    """Yields the answer in pieces of one or a few tokens."""
     options = {name: getattr(arguments, name) for name in ("model", "max_tokens", "temperature", "seed", "stop")}
     options = {name: value for name, value in options.items() if value is not None}
     if arguments.complete:
@@ -67,7 +68,7 @@ def answer(client: OpenAI, arguments: argparse.Namespace) -> Iterator[str]:
 
 def main() -> None:
     arguments = parse_arguments()
-    client = OpenAI(base_url=arguments.url, api_key="none")  # the server asks for none, the client for any
+    client = OpenAI(base_url=arguments.url, api_key="none")  # the client needs a key, and the server ignores it
     if arguments.prompt is None:
         for model in client.models.list():
             print(model.id)

@@ -1,17 +1,17 @@
 """
-Tunes the initial state of a recurrent model, and compares that with a tuned prompt of as many numbers.
+Tunes the initial state of a recurrent model, or a prompt with as many numbers to compare with.
 
     pip install "subquad[train]" peft
     python examples/state_tuning.py --output spaced
     python examples/state_tuning.py --output spaced-prompt --method prompt
     python examples/state_tuning.py --output my-style --model my-model --text my.txt --steps 500
 
-The weights of the model stay as they are; what is trained is the state that a text begins with, one a layer
-(`StateTuningConfig`), an adapter of PEFT. A tuned prompt (PEFT's `PromptTuningConfig`) is the nearest that a model
-without attention has to a tuned prefix: vectors that every text is read behind.
+The weights of the model stay as they are. An adapter of PEFT (`StateTuningConfig`) trains the initial state of every
+layer. A tuned prompt (PEFT's `PromptTuningConfig`) consists of vectors in front of every text; for a model without
+attention, it is the closest equivalent of a tuned prefix.
 
-By default the model that comes with subquad, which writes the notes of a beat together, learns from 256 tunes to put a
-space after every note.
+By default, finch-abc learns from 256 tunes to write a space after every note. Before, it writes the notes of a beat
+together.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="directory for the adapter")
     add("--model", default="finch-abc", help="directory of a causal model, or the name of an embedded one")
-    add("--text", type=Path, help="a UTF-8 text to learn from, examples separated by blank lines; tunes otherwise")
+    add("--text", type=Path, help="a UTF-8 text to learn from, with blank lines between examples (default: tunes)")
     add("--method", choices=("state", "prompt"), default="state", help="what is tuned")
-    add("--prompt-tokens", type=int, help="length of a tuned prompt; as many numbers as the states have otherwise")
-    add("--examples", type=int, default=256, help="most examples to train on")
+    add("--prompt-tokens", type=int, help="length of a tuned prompt (default: as many numbers as the states have)")
+    add("--examples", type=int, default=256, help="maximum number of examples to train on")
     add("--steps", type=int, default=200, help="steps to train for")
-    add("--batch-size", type=int, default=8, help="examples in a step")
-    add("--lr", type=float, help=f"peak of the learning rate; {LEARNING_RATES} otherwise")
-    add("--prompt", help="what to continue at the end; the head of a held-out example otherwise")
+    add("--batch-size", type=int, default=8, help="examples per step")
+    add("--lr", type=float, help=f"peak of the learning rate (default: {LEARNING_RATES})")
+    add("--prompt", help="text to continue at the end (default: the beginning of a held-out example)")
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
-    add("--seed", type=int, default=0, help="seed of the order and of what is written at the end")
+    add("--seed", type=int, default=0, help="seed of the order and of the sampling")
     return parser.parse_args()
 
 
@@ -65,7 +65,7 @@ def spaced(tune: str) -> str:
 
 
 def load_examples(path: Path | None) -> tuple[list[str], list[str]]:
-    """Examples to learn from, and those that are held out."""
+    """Training examples and held-out examples."""
     if path is None:
         corpus = load_corpus()
         return [spaced(tune) for tune in corpus.train], [spaced(tune) for tune in corpus.validation]
@@ -91,7 +91,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     train, held_out = load_examples(arguments.text)
     path = embedded_model(arguments.model) or arguments.model
-    # Between a tuned prompt and the text, padding would be a hole.
+    # Padding on the left would separate a tuned prompt from the text.
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="right")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     set_seed(arguments.seed)

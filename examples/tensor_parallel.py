@@ -1,17 +1,18 @@
 """
-Generates with a model whose weights are shared by several processes, each of which may have a GPU of its own.
+Generates text with a model whose weights are split over several processes, each with a GPU of its own if there are
+any.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
     torchrun --nproc-per-node 4 examples/tensor_parallel.py --model ./finch-7b --dtype bfloat16 --prompt "Once upon"
 
-`from_pretrained(..., distributed_config=DistributedConfig(tp_size=n))` reads in every process its own part of the
-weights, by the plan in the configuration of the model: as a rule some of the heads, with their recurrent states, and
-some columns or rows of the other linear layers. In every block the processes exchange what they have, so that all go
-on with the same numbers. So they must be given the same text, and where they sample, the same seed. Such a model
-trains as well (optimizers and the clipping of gradients refuse to mix what is shared with what is not: take the groups
-of `subquad.optimizer.parameter_groups`), and `save_pretrained`, called in every process, writes it in one piece.
+With `from_pretrained(..., distributed_config=DistributedConfig(tp_size=n))`, every process loads its own part of the
+weights, by the plan in the model's configuration: usually some of the heads, with their recurrent states, and some
+columns or rows of the other linear layers. In every block the processes exchange their results, so that all continue
+with the same numbers. They must be given the same text and, for sampling, the same seed. Such a model can also be
+trained, with the groups of `subquad.optimizer.parameter_groups`, because optimizers and gradient clipping do not
+accept split and whole parameters in one group. `save_pretrained`, called in every process, writes one whole model.
 
-Without torchrun, or on a machine without GPUs, the same lines work in one process and on CPUs.
+The example also works without torchrun, in one process, and on CPUs.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="finch-abc", help="directory of a causal model, or the name of an embedded one")
     add("--prompt", default="X:1\nT:", help="the text to continue")
-    add("--max-new-tokens", type=int, default=200, help="tokens to write")
+    add("--max-new-tokens", type=int, default=200, help="maximum number of new tokens")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the weights")
-    add("--seed", type=int, help="sample, with this seed; the most probable token is taken otherwise")
+    add("--seed", type=int, help="sample with this seed (default: take the most likely token)")
     return parser.parse_args()
 
 
 def share(model: torch.nn.Module) -> float:
-    """How much of the weights this process has."""
+    """The share of the weights that this process has."""
     own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     return own / model.num_parameters()
 
@@ -55,7 +56,6 @@ def main() -> None:
         logging.disable_progress_bar()
     path = embedded_model(arguments.model) or arguments.model
     tokenizer = AutoTokenizer.from_pretrained(path)
-    # Of one process the accelerator, too, where there is any.
     distributed = DistributedConfig(tp_size=processes)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=arguments.dtype, distributed_config=distributed)
     if processes == 1 and torch.accelerator.is_available():

@@ -1,19 +1,19 @@
 """
-Trains a small model of any architecture that writes tunes in ABC notation, from scratch on a CPU. The zoo that comes
-with the package was made like this.
+Trains a small model of any architecture to write tunes in ABC notation, from scratch on a CPU. The embedded models of
+the package were made like this.
 
     python examples/train_abc.py finch --output finch-abc
 
-The tunes come with the PyPI package music21 (`pip install "subquad[train]"`). With one seed all architectures read the
-same rows in the same order. The schedule is as in appendix G of "Eagle and Finch" (arXiv:2404.05892), with a learning
-rate for models this small, and Adam's betas and epsilon are those of each architecture's paper. Avey-B, an encoder,
-learns to tell masked bytes again; "transformer", a Llama, is there to compare with.
+The tunes come with the PyPI package music21 (`pip install "subquad[train]"`). With the same seed, all architectures
+read the same rows in the same order. The schedule is that of appendix G of "Eagle and Finch" (arXiv:2404.05892), with
+a learning rate for models of this size. Adam's betas and epsilon are those of each architecture's paper. Avey-B, an
+encoder, learns to predict masked bytes. "transformer" is a Llama to compare with.
 
-The output directory is ready for `from_pretrained`: configuration, bfloat16 weights, generation settings, tokenizer
-and a model card that holds the measured numbers.
+The output directory is ready for `from_pretrained`. It has the configuration, bfloat16 weights, generation settings,
+the tokenizer, and a model card with the measured numbers.
 
-On a machine that others use, too, set OMP_WAIT_POLICY=passive: threads that spin while they wait for each other lose
-more than half of the speed there.
+On a machine with other users, set OMP_WAIT_POLICY=passive: there, threads that spin while they wait for each other
+lose more than half of the speed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from abc_check import find_fault
 from abc_corpus import FOLDERS, MAX_BYTES, load_corpus, transpose
-from evaluation.models import NAMES, make_config, make_model, make_optimizer
+from evaluation.models import ENCODERS, NAMES, is_encoder, make_config, make_model, make_optimizer
 from evaluation.runs import hardware
 from help_formatter import HelpFormatter
 from tqdm import tqdm
@@ -42,35 +42,40 @@ from subquad_tokenizers import ByteTokenizer
 
 
 BOUNDARY = 0  # the id between two tunes
-MASK = 1  # a character that no tune has
-MASKED = 0.2  # share of the bytes that an encoder must tell
+MASK = 1  # a character that does not occur in tunes
+MASKED = 0.2  # share of the bytes that an encoder must predict
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("architecture", choices=NAMES, help="what to train")
-    add("--output", type=Path, required=True, help="directory for the model; checkpoint and samples lie beside it")
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        help="directory for the model; checkpoint and samples go next to it",
+    )
     add("--steps", type=int, default=3000, help="steps to train for")
-    add("--resume", action="store_true", help="go on from the output directory's checkpoint")
+    add("--resume", action="store_true", help="continue from the checkpoint of the output directory")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus to train on")
-    add("--width", type=int, default=128, help="of the model")
-    add("--layers", type=int, default=4, help="number of blocks; Avey and Avey-B, whose blocks are smaller, have more")
-    add("--context", type=int, default=1024, help="bytes in a row of packed whole tunes")
-    add("--batch-size", type=int, default=2, help="rows in a step")
+    add("--width", type=int, default=128, help="width of the model")
+    add("--layers", type=int, default=4, help="number of layers; Avey and Avey-B, whose layers are smaller, get more")
+    add("--context", type=int, default=1024, help="bytes of a row of packed tunes")
+    add("--batch-size", type=int, default=2, help="rows per step")
     add("--lr", type=float, default=3e-3, help="maximum learning rate")
     add("--min-lr", type=float, default=1e-5, help="learning rate at the end")
-    add("--warmup", type=int, default=100, help="steps until the learning rate has risen to its maximum")
+    add("--warmup", type=int, default=100, help="steps until the learning rate reaches its maximum")
     add("--weight-decay", type=float, default=0.1, help="decay of matrices and embeddings")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
     add("--validate-every", type=int, default=1000, help="steps between two validations")
     add("--checkpoint-every", type=int, default=500, help="steps between two checkpoints")
-    add("--seeds", type=int, default=100, help="headers of the final evaluation that the model continues")
+    add("--seeds", type=int, default=100, help="number of headers to continue in the final evaluation")
     add("--max-new-tokens", type=int, default=MAX_BYTES, help="sampling default that is saved with the model")
     add("--temperature", type=float, default=0.8, help="sampling default that is saved with the model")
     add("--top-p", type=float, default=0.95, help="sampling default that is saved with the model")
-    add("--float32", action="store_true", help="multiply matrices in float32; bfloat16 otherwise")
-    add("--threads", type=int, default=1, help="CPU threads; models this small gain little by a second one")
+    add("--float32", action="store_true", help="multiply matrices in float32 instead of bfloat16")
+    add("--threads", type=int, default=1, help="CPU threads; a second one hardly helps models of this size")
     add("--seed", type=int, default=0, help="seed of weights, order, masks and sampling")
     arguments = parser.parse_args()
     if arguments.context <= MAX_BYTES:
@@ -80,8 +85,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def pack(tunes: list[str], context: int, generator: random.Random) -> torch.Tensor:
     """
-    An epoch's rows, (rows, context): whole tunes in random order and keys, each followed by the boundary, -1 where a
-    row is left empty. Half of the rows begin with a boundary, so that the model knows both beginnings.
+    The rows of an epoch, (rows, context): whole tunes in random order and keys, each followed by the boundary, and -1
+    at the empty end of a row. Half of the rows begin with a boundary, so that the model learns both beginnings.
     """
     open_rows: list[list[int]] = []
     full_rows: list[list[int]] = []
@@ -100,21 +105,22 @@ def pack(tunes: list[str], context: int, generator: random.Random) -> torch.Tens
 
 
 def schedule(step: int, steps: int, warmup: int, lowest: float) -> float:
-    """Share of the peak that the learning rate has: it rises from 20 %, then follows a cosine to the lowest share."""
+    """Learning rate as a share of its peak: it rises from 20 %, then follows a cosine down to the lowest share."""
     rise = min(1.0, 0.2 + 0.8 * step / max(warmup, 1))
     return rise * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 def losses_of(model: PreTrainedModel, rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """
-    Cross entropies in nats of the bytes of the rows, -1 excepted: of each given those before it, or, of an encoder, of
-    those that `generator` chooses to mask given all others.
+    Cross entropies in nats of the bytes of the rows, without -1. A causal model predicts each byte from those before
+    it; an encoder predicts the bytes that `generator` masks from all others.
     """
     ids, there = rows.clamp(min=BOUNDARY), rows >= 0
-    is_encoder = model.config.model_type == "avey-b"
-    # What follows a text is seen by an encoder, and by the last split of an Avey; training goes quicker without.
-    mask = there.long() if is_encoder or not model.training else None
-    if is_encoder:
+    encoder = is_encoder(model.config)
+    # Without a mask, an encoder and the last split of an Avey would see the padding. Training causal models is faster
+    # without one.
+    mask = there.long() if encoder or not model.training else None
+    if encoder:
         hidden = there & (torch.rand(rows.shape, generator=generator) < MASKED)
         ids = ids.masked_fill(hidden, MASK)
         logits, targets = model(input_ids=ids, attention_mask=mask).logits[hidden], rows[hidden]
@@ -127,7 +133,9 @@ def losses_of(model: PreTrainedModel, rows: torch.Tensor, generator: torch.Gener
 
 @torch.no_grad()
 def bits_per_byte(model: PreTrainedModel, tunes: list[str], rows: int = 16) -> float:
-    """Each tune by itself and with the boundary that ends it; the first byte, always an X, is given."""
+    """
+    Loss of the tunes, each read alone with the boundary at its end. The first byte, always an X, is not predicted.
+    """
     was_training = model.training
     model.eval()
     ids = sorted((torch.tensor([*tune.encode("ascii"), BOUNDARY]) for tune in tunes), key=len)
@@ -142,7 +150,7 @@ def bits_per_byte(model: PreTrainedModel, tunes: list[str], rows: int = 16) -> f
 
 @torch.no_grad()
 def continue_headers(model, tokenizer, tunes: list[str], seed: int, rows: int = 25) -> list[str | None]:
-    """What the model makes of each tune's header with its own sampling defaults; None where it did not end."""
+    """The headers of the tunes, continued with the model's sampling defaults; None if the boundary was not reached."""
     torch.manual_seed(seed)
     results: list[str | None] = []
     headers = ["\n".join(tune.split("\n")[:5]) + "\n" for tune in tunes]
@@ -155,7 +163,7 @@ def continue_headers(model, tokenizer, tunes: list[str], seed: int, rows: int = 
 
 
 def beside(output: Path, name: str) -> Path:
-    """A file that belongs to the run and not to the model."""
+    """The path of a file that belongs to the run and not to the model: it is next to the output directory."""
     return output.with_name(f"{output.name}-{name}")
 
 
@@ -165,27 +173,27 @@ def save_atomically(state: dict, path: Path) -> None:
 
 
 def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict[str, float]:
-    """Trains in place. Returns what the card wants to know: epochs, seconds, bytes."""
+    """Trains the model in place. Returns the numbers for the card: epochs, seconds, bytes."""
     optimizer = make_optimizer(model, arguments.lr, arguments.weight_decay)
     peaks = [group["lr"] for group in optimizer.param_groups]
     checkpoint = beside(arguments.output, "checkpoint.pt")
     at = {"step": 0, "epoch": 0, "batch": 0, "seconds": 0.0, "bytes": 0}
     if arguments.resume:
         if not checkpoint.exists():
-            raise SystemExit(f"--resume: there is no {checkpoint}")
+            raise SystemExit(f"--resume: {checkpoint} does not exist")
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         at = state["at"]
     bar = tqdm(initial=at["step"], total=arguments.steps, unit="step", smoothing=0.02, desc=arguments.architecture)
-    # About twice as fast where the CPU multiplies bfloat16.
+    # About twice as fast if the CPU can multiply bfloat16.
     mixed = torch.autocast("cpu", torch.bfloat16, enabled=not arguments.float32)
     smooth = None
     clock = time.monotonic()
     model.train()
 
     def epoch_of_batches():
-        # The order depends on seed and epoch alone, so a resumed run sees the rows that it has not seen.
+        # The order only depends on seed and epoch, so a resumed run reads the remaining rows of the epoch.
         rows = pack(corpus.train, arguments.context, random.Random(f"{arguments.seed} {at['epoch']}"))
         return rows[: len(rows) // arguments.batch_size * arguments.batch_size].split(arguments.batch_size)
 
@@ -234,16 +242,16 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
 
 @torch.no_grad()
 def fill_masks(model: PreTrainedModel, tunes: list[str], seed: int) -> tuple[list[str], float]:
-    """The tunes with a share of their bytes masked and told again by an encoder, and how many it told right."""
+    """Tunes in which an encoder has predicted a masked share of the bytes, and the share of correct predictions."""
     generator = torch.Generator().manual_seed(seed)
     results, right = [], []
     for tune in tunes:
         ids = torch.tensor([[*tune.encode("ascii")]])
         hidden = torch.rand(ids.shape, generator=generator) < MASKED
         hidden[:, 0] = False
-        told = torch.where(hidden, model(input_ids=ids.masked_fill(hidden, MASK)).logits.argmax(-1), ids)
-        right.append(told[hidden] == ids[hidden])
-        results.append(bytes(told[0].tolist()).decode("ascii"))
+        filled = torch.where(hidden, model(input_ids=ids.masked_fill(hidden, MASK)).logits.argmax(-1), ids)
+        right.append(filled[hidden] == ids[hidden])
+        results.append(bytes(filled[0].tolist()).decode("ascii"))
     return results, torch.cat(right).float().mean().item()
 
 
@@ -253,8 +261,8 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     arguments.output.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(tuple(arguments.folders))
-    is_encoder = arguments.architecture == "avey-b"
-    tokenizer = ByteTokenizer(mask_token=chr(MASK)) if is_encoder else ByteTokenizer()
+    encoder = arguments.architecture in ENCODERS
+    tokenizer = ByteTokenizer(mask_token=chr(MASK)) if encoder else ByteTokenizer()
     ids = {"bos_token_id": BOUNDARY, "eos_token_id": BOUNDARY, "pad_token_id": BOUNDARY}
     config = make_config(
         arguments.architecture,
@@ -264,14 +272,14 @@ def main() -> None:
         context=arguments.context,
         lr=arguments.lr,
         **ids,
-        **({"mask_token_id": MASK} if is_encoder else {}),
+        **({"mask_token_id": MASK} if encoder else {}),
     )
     model = make_model(config)
     sizes = [f"{len(tunes):,} tunes ({sum(map(len, tunes)):,} bytes)" for tunes in corpus[:2]]
     print(f"{model.num_parameters():,} parameters; {sizes[0]} to train on, {sizes[1]} to validate on")
     report = train(arguments, model, corpus)
 
-    if not is_encoder:
+    if not encoder:
         model.generation_config = GenerationConfig(
             do_sample=True,
             temperature=arguments.temperature,
@@ -283,16 +291,16 @@ def main() -> None:
     model.to(torch.bfloat16).save_pretrained(arguments.output)
     tokenizer.save_pretrained(arguments.output)
 
-    # What is measured is what was saved, rounded to bfloat16 and read back.
+    # The measurements are for the saved weights, rounded to bfloat16.
     model = type(model).from_pretrained(arguments.output, dtype=torch.float32).eval()
     bits = bits_per_byte(model, corpus.validation)
     chosen = random.Random(arguments.seed).sample(corpus.validation, min(arguments.seeds, len(corpus.validation)))
     accuracy = None
-    if is_encoder:
+    if encoder:
         tunes, accuracy = fill_masks(model, chosen, arguments.seed)
     else:
         tunes = continue_headers(model, tokenizer, chosen, arguments.seed)
-    faults = ["does not come to an end" if tune is None else find_fault(tune) for tune in tunes]
+    faults = ["does not end" if tune is None else find_fault(tune) for tune in tunes]
     samples = [f"% {fault or 'valid'}\n{tune or ''}\n" for tune, fault in zip(tunes, faults, strict=True)]
     beside(arguments.output, "samples.abc").write_text("".join(samples), encoding="ascii")
     first_valid = next((tune for tune, fault in zip(tunes, faults, strict=True) if fault is None), "(none)")
@@ -310,7 +318,7 @@ def main() -> None:
         "validation_tunes": f"{len(corpus.validation):,}",
         "validation_bytes": f"{sum(map(len, corpus.validation)):,}",
         "validation_bits": f"{bits:.3f}",
-        "accuracy": f"{accuracy:.1%}" if is_encoder else "",
+        "accuracy": f"{accuracy:.1%}" if encoder else "",
         "seeds": len(faults),
         "valid": faults.count(None),
         "steps": f"{report['step']:,}",
@@ -321,11 +329,11 @@ def main() -> None:
         "sample": first_valid.strip(),
     }
     numbers["data"] = (TEMPLATES / "abc_data.md").read_text(encoding="utf-8").strip()
-    template = TEMPLATES / ("abc_encoder.md" if is_encoder else "abc.md")
-    # Twice, as the section on the data has numbers, too.
+    template = TEMPLATES / ("abc_encoder.md" if encoder else "abc.md")
+    # Substitute twice, because the section about the data contains numbers too.
     card = Template(Template(template.read_text(encoding="utf-8")).safe_substitute(numbers)).substitute(numbers)
     (arguments.output / "README.md").write_text(card, encoding="utf-8")
-    made = "tunes told again are valid" if is_encoder else "headers became valid tunes"
+    made = "filled tunes are valid" if encoder else "headers became valid tunes"
     print(f"validation: {bits:.4f} bits a byte; {faults.count(None)} of {len(faults)} {made}")
 
 

@@ -4,13 +4,14 @@ Trains an Avey-B encoder on masked language modelling, from scratch, with the Tr
     python examples/train_avey_b_mlm.py --output avey-b-abc
     python examples/train_avey_b_mlm.py --output my-encoder --text my.txt --preset avey-b-base --bf16 --steps 10000
 
-By default a tiny model learns ABC tunes (`pip install "subquad[train]"`) in about three minutes on two CPU cores. The
+By default, a tiny model learns ABC tunes (`pip install "subquad[train]"`) in about three minutes on two CPU cores. The
 output directory has the model and its tokenizer, ready for `pipeline("fill-mask", model=...)` and for
 examples/retrieve.py.
 
-The recipe is appendix B of "Avey-B": documents are concatenated and cut into rows of one length, a fifth of the tokens
-is replaced by [MASK] and told again, AdamW (betas 0.95 and 0.95, epsilon 1e-18, weight decay 0.01), gradients clipped
-at 1, the learning rate rising over a tenth of the steps and falling to zero along a cosine.
+The recipe is that of appendix B of "Avey-B". Documents are concatenated and cut into rows of one length. A fifth of
+the tokens is replaced by [MASK] and predicted. The optimizer is AdamW (betas 0.95 and 0.95, epsilon 1e-18, weight
+decay 0.01), with gradients clipped at 1. The learning rate rises over a tenth of the steps and falls to zero along a
+cosine.
 """
 
 from __future__ import annotations
@@ -50,31 +51,31 @@ SIZES = {
     "avey-b-large": PUBLISHED | PRESETS["avey-b-large"][1] | {"lr": 2.5e-4},
 }
 MASKED = 0.2
-HELD_OUT = 20  # of so many documents of a text, one is held out
+HELD_OUT = 20  # one of this many documents of a text is held out
 SPECIAL = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="directory for the model; checkpoints lie beside it")
-    add("--text", type=Path, help="a UTF-8 text to train on, documents separated by blank lines; tunes otherwise")
-    add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus, where there is no --text")
-    add("--tokenizer", help="directory of a tokenizer with [CLS], [SEP], [PAD] and [MASK]; one is trained otherwise")
-    add("--preset", choices=SIZES, default="tiny", help="size; the options below change single numbers of it")
-    add("--vocabulary", type=int, default=argparse.SUPPRESS, help="most tokens of the tokenizer that is trained")
+    add("--output", type=Path, required=True, help="directory for the model; checkpoints go next to it")
+    add("--text", type=Path, help="a UTF-8 text to train on, with blank lines between documents (default: tunes)")
+    add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus, if --text is not given")
+    add("--tokenizer", help="directory of a tokenizer with [CLS], [SEP], [PAD] and [MASK] (default: train one)")
+    add("--preset", choices=SIZES, default="tiny", help="size of the model; the options below override single values")
+    add("--vocabulary", type=int, default=argparse.SUPPRESS, help="maximum vocabulary of the trained tokenizer")
     add("--d-embed", type=int, default=argparse.SUPPRESS, help="width of an embedding")
     add("--n-layers", type=int, default=argparse.SUPPRESS, help="number of layers")
     add("--chunk-size", type=int, default=argparse.SUPPRESS, help="tokens of a split")
     add("--k", type=int, default=argparse.SUPPRESS, help="splits that each split retrieves")
     add("--length", type=int, default=argparse.SUPPRESS, help="tokens of a row of concatenated documents")
-    add("--batch-size", type=int, default=argparse.SUPPRESS, help="rows in a step")
+    add("--batch-size", type=int, default=argparse.SUPPRESS, help="rows per step")
     add("--lr", type=float, default=argparse.SUPPRESS, help="peak of the learning rate")
-    add("--accumulate", type=int, default=1, help="parts that a step's rows are read in, where memory is short")
+    add("--accumulate", type=int, default=1, help="parts that the rows of a step are read in, to save memory")
     add("--steps", type=int, default=1500, help="steps to train for")
     add("--checkpoint-every", type=int, default=500, help="steps between two checkpoints")
-    add("--resume", action="store_true", help="go on from the last checkpoint")
-    add("--bf16", action="store_true", help="multiply in bfloat16, which many CPUs and all newer GPUs do faster")
+    add("--resume", action="store_true", help="continue from the last checkpoint")
+    add("--bf16", action="store_true", help="multiply in bfloat16, which is faster on many CPUs and all newer GPUs")
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     add("--seed", type=int, default=0, help="seed of weights, order and masks")
     arguments = parser.parse_args()
@@ -86,25 +87,25 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_documents(path: Path | None, folders: list[str]) -> tuple[list[str], list[str]]:
-    """Documents to train on, and documents that are held out."""
+    """Training documents and held-out documents."""
     if path is None:
         corpus = load_corpus(tuple(folders))
         return corpus.train, corpus.validation
     documents = re.split(r"\n\s*\n", path.read_text(encoding="utf-8").strip())
     if len(documents) < 2:
         raise SystemExit(f"--text: {path} must have two documents or more, separated by a blank line.")
-    random.Random(0).shuffle(documents)  # the same half for every seed
+    random.Random(0).shuffle(documents)  # the same split for every seed
     held_out = -(-len(documents) // HELD_OUT)
     return documents[held_out:], documents[:held_out]
 
 
 def train_tokenizer(documents: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of the kind that the published models have; each text becomes [CLS] text [SEP]."""
+    """A byte-level BPE tokenizer like that of the published models; each text becomes [CLS] text [SEP]."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    # The mask takes the space before it along, as the words that it stands for do.
+    # The mask includes the space before it, as the words that it replaces do.
     special = [*SPECIAL.values(), AddedToken("[MASK]", lstrip=True, special=True)]
     if vocabulary < len(alphabet) + len(special):
         raise SystemExit(f"--vocabulary must be at least {len(alphabet) + len(special)}.")
@@ -121,28 +122,27 @@ def train_tokenizer(documents: list[str], vocabulary: int) -> PreTrainedTokenize
 
 def pack(tokenizer, documents: list[str], length: int) -> list[dict]:
     """
-    Rows of `length` tokens: the documents behind one another, cut without regard to their borders, as the paper has
-    it. What is left at the end is a shorter row. (Documents that must not see each other would be packed with
-    `cu_seqlens` or restarting `position_ids`.)
+    Rows of `length` tokens: the documents are concatenated and cut without regard to their boundaries, as in the
+    paper. The last row is shorter. (To keep documents apart, pass `cu_seqlens` or restarting `position_ids`.)
     """
     ids = [token for row in tokenizer(documents, verbose=False)["input_ids"] for token in row]
     return [{"input_ids": ids[i : i + length]} for i in range(0, len(ids), length)]
 
 
 def judge(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of every token its loss in nats and whether the most probable one is right: (rows, length, 2)."""
+    """The loss of every token in nats, and whether the most probable token is right: (rows, length, 2)."""
     loss = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
     return torch.stack((loss, (logits.argmax(-1) == labels).float()), dim=-1)
 
 
 def average(prediction) -> dict[str, float]:
-    """Over the masked tokens."""
+    """Loss and accuracy, averaged over the masked tokens."""
     loss, accuracy = prediction.predictions[prediction.label_ids != -100].mean(0).tolist()
     return {"masked_loss": loss, "accuracy": accuracy}
 
 
 def hide_a_token(tokenizer, document: str) -> tuple[str, str]:
-    """The document with a token in its middle masked, and what that token was."""
+    """The document with a token in the middle masked, and the text of that token."""
     offsets = tokenizer(document, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
     begin, end = offsets[len(offsets) // 2]
     return document[:begin] + tokenizer.mask_token + document[end:], document[begin:end]
@@ -173,7 +173,7 @@ def main() -> None:
 
     masking = {"mlm_probability": MASKED, "mask_replace_prob": 1.0, "random_replace_prob": 0.0}
     mask = DataCollatorForLanguageModeling(tokenizer, **masking)
-    # Masked once, so that every evaluation asks for the same tokens.
+    # Masked only once, so that every evaluation predicts the same tokens.
     masked = DataCollatorForLanguageModeling(tokenizer, seed=arguments.seed, **masking)(held_out_rows)
     questions = [dict(zip(masked, values, strict=True)) for values in zip(*masked.values(), strict=True)]
     trainer = Trainer(
@@ -211,7 +211,7 @@ def main() -> None:
 
     for when, measured in (("before", before), ("after", after)):
         loss, accuracy = measured["eval_masked_loss"], measured["eval_accuracy"]
-        print(f"held out, {when} training: loss {loss:.3f} a masked token, {accuracy:.1%} told right")
+        print(f"held out, {when} training: loss {loss:.3f} a masked token, {accuracy:.1%} predicted correctly")
     text, hidden = hide_a_token(tokenizer, held_out[0])
     print(f"\n{text}\n[MASK] was {hidden!r}; {arguments.output} says")
     for guess in pipeline("fill-mask", model=str(arguments.output))(text):

@@ -1,28 +1,28 @@
 """
-Trains VisualRWKV, images in front of Eagle or Finch, by the two stages of "Eagle and Finch" (section 10.2), with the
-Trainer of transformers: to answer questions about pictures of shapes (examples/visual_shapes.py).
+Trains VisualRWKV to answer questions about pictures of shapes (examples/visual_shapes.py), by the two stages of "Eagle
+and Finch" (section 10.2), with the Trainer of transformers.
 
     python examples/train_visual_rwkv.py --out visual-shapes --architecture finch
     python examples/train_visual_rwkv.py --out my-model --vision-tower clip-vit-large-patch14-336 \\
         --language-model finch-1b6 --lr 0 0 1e-3 2e-5 --batch-size 128
 
-A vision tower makes features of a picture's patches, a projection turns each into what stands among the embeddings of
-the text, and the language model reads on. In stage 1 only the projection learns, between a tower and a language model
-that are frozen: it aligns pictures with words that the language model knows. In stage 2 the language model learns too,
-and the tower stays frozen. The loss is that of the answers.
+A vision tower turns the patches of a picture into features, a projection turns these into embeddings, and the language
+model, Eagle or Finch, reads them together with the text. In stage 1 only the projection is trained; the tower and the
+language model are frozen. So the projection learns to express pictures in words that the language model knows. In
+stage 2 the language model is trained too, and the tower stays frozen. The loss is that of the answers.
 
-Both stages need something that is frozen. The second command takes a trained CLIP and a trained Eagle or Finch: these
-are the published stages, on other data. The first needs no files, takes less than ten minutes of a CPU core
-(`pip install "subquad[train]"`), and begins with two stages that are no part of the recipe and stand for the
-pretraining of the parts:
+Both stages need trained parts. The second command uses a trained CLIP and a trained Eagle or Finch: these are the
+published stages, on other data. The first command does not need any files and takes less than ten minutes on a CPU
+core (`pip install "subquad[train]"`). It begins with two stages that are not part of the recipe, in place of
+pretraining:
 
-  - tower: a small CLIP tower, of which a linear layer must tell what lies where in a picture;
-  - language model: a small Eagle or Finch, which answers questions about scenes that are described in words.
+  - tower: a small CLIP tower with a linear layer learns to recognise what is where in a picture;
+  - language model: a small Eagle or Finch learns to answer questions about scenes that are described in words.
 
-So the tower has seen shapes, but no word, and the language model has read of shapes, but seen none. Each stage draws
-pictures of its own, and the held-out ones are in none. What is measured is the share of right answers about these: by
-the language model that is told what is there, after both stages, and after the last with a blank picture in place of
-each, beside chance, which is who knows the answers of the training data and never looks.
+So the tower has seen shapes but never words, and the language model has read about shapes but never seen them. Each
+stage draws its own pictures, and none of them is held out. The accuracy is the share of right answers about held-out
+pictures: of the language model with descriptions, after both stages, and after the last stage with blank pictures.
+They are compared with chance: the most frequent answer of the training data to each question.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from subquad import VisualRwkvConfig, VisualRwkvForConditionalGeneration, Visual
 
 
 STAGES = ("tower", "language model", "stage 1", "stage 2")
-# What is trained where nothing trained is given.
+# The parts that are trained if trained ones are not given.
 TOWER = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 6}
 TOWER |= {"image_size": 56, "patch_size": 14}
 TEXT = {"hidden_size": 96, "num_hidden_layers": 3, "head_size": 32, "initializer_range": 1e-2}
@@ -73,14 +73,32 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory for the model, its processor and results.json")
-    add("--architecture", choices=ARCHITECTURES, default="eagle", help="of the language model that is trained")
-    add("--reading-order", choices=("forward", "alternate"), help="of the patches; the architecture's if not given")
-    add("--grid-size", type=int, default=-1, help="-1: all patches; n: means of n x n squares; 0: class token alone")
-    add("--vision-tower", help="directory of a trained CLIP model; a small tower is trained otherwise")
-    add("--language-model", help="directory of a trained Eagle or Finch; a small one is trained otherwise")
-    add("--steps", type=int, nargs=4, default=(1500, 2000, 600, 1600), metavar="N", help=f"of {', '.join(STAGES)}")
-    add("--lr", type=float, nargs=4, default=(2e-3, 3e-3, 1e-2, 2e-3), metavar="LR", help="peaks, of the same")
-    add("--batch-size", type=int, default=32, help="pictures in a step")
+    add("--architecture", choices=ARCHITECTURES, default="eagle", help="architecture of the language model to train")
+    add(
+        "--reading-order",
+        choices=("forward", "alternate"),
+        help="reading order of the patches (default: that of the architecture)",
+    )
+    add("--grid-size", type=int, default=-1, help="-1: all patches; n: averages of n x n squares; 0: class token only")
+    add("--vision-tower", help="directory of a trained CLIP model (default: train a small tower)")
+    add("--language-model", help="directory of a trained Eagle or Finch (default: train a small one)")
+    add(
+        "--steps",
+        type=int,
+        nargs=4,
+        default=(1500, 2000, 600, 1600),
+        metavar="N",
+        help=f"steps of {', '.join(STAGES)}",
+    )
+    add(
+        "--lr",
+        type=float,
+        nargs=4,
+        default=(2e-3, 3e-3, 1e-2, 2e-3),
+        metavar="LR",
+        help="peak learning rates of these stages",
+    )
+    add("--batch-size", type=int, default=32, help="pictures per step")
     add("--held-out", type=int, default=1000, help="questions about held-out pictures")
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     add("--seed", type=int, default=0, help="seed of weights and pictures")
@@ -89,8 +107,8 @@ def parse_arguments() -> argparse.Namespace:
 
 class Probe(nn.Module):
     """
-    A linear layer on the tower's tokens: of each patch it tells shape and colour of what has its middle there, of the
-    class token the shapes and colours of the whole picture.
+    A linear layer on the tower's tokens. For each patch, it predicts the shapes and colours of the things with their
+    centre in the patch; for the class token, those of the whole picture.
     """
 
     def __init__(self, tower: CLIPVisionModel, image_processor):
@@ -115,7 +133,7 @@ class Probe(nn.Module):
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE, to which each word of the conversations is one token."""
+    """A byte-level BPE tokenizer in which each word of the conversations is one token."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -127,7 +145,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def assemble(tower: CLIPVisionModel, image_processor, arguments: argparse.Namespace):
-    """The model, with a new projection between the tower and a given or new language model; and its processor."""
+    """The model, with a new projection between the tower and a given or new language model, and its processor."""
     given = arguments.language_model
     tokenizer = AutoTokenizer.from_pretrained(given) if given else train_tokenizer()
     processor = VisualRwkvProcessor(image_processor, tokenizer)
@@ -155,7 +173,7 @@ def assemble(tower: CLIPVisionModel, image_processor, arguments: argparse.Namesp
 
 
 def converse(example: Example, view: str, answer: bool) -> list[dict]:
-    """A question about a picture, a blank one or a description ("picture", "blank", "text"); its answer if asked."""
+    """A question about a picture, a blank picture or a description ("picture", "blank", "text"), maybe answered."""
     if view == "text":
         shown = {"type": "text", "text": f"{example.description}\n"}
     else:
@@ -168,7 +186,7 @@ def converse(example: Example, view: str, answer: bool) -> list[dict]:
 
 
 def collate(processor: VisualRwkvProcessor, view: str, examples: list[Example], answer: bool = True) -> dict:
-    """The inputs of a batch, with labels on the answers alone; or for `generate`, without answers."""
+    """The inputs of a batch, with labels for the answers only, or without answers for `generate`."""
     inputs = processor.apply_chat_template(
         [converse(example, view, answer) for example in examples],
         add_generation_prompt=not answer,
@@ -184,7 +202,7 @@ def collate(processor: VisualRwkvProcessor, view: str, examples: list[Example], 
 
 
 def train(model: nn.Module, parts: tuple[nn.Module, ...], stage: str, collator, size: int, arguments) -> float:
-    """Trains these parts of the model, all else frozen, on pictures of `size` pixels; returns the average loss."""
+    """Trains only these parts of the model on pictures of `size` pixels; returns the average loss."""
     model.requires_grad_(False)
     for part in parts:
         part.requires_grad_(True)
@@ -212,7 +230,7 @@ def train(model: nn.Module, parts: tuple[nn.Module, ...], stage: str, collator, 
 
 
 def measure(model, processor, examples: list[Example], view: str, batch_size: int = 50) -> dict[str, float]:
-    """The share of right answers, generated greedily, of each kind of question."""
+    """The share of right answers to each kind of question, with greedy decoding."""
     answers = []
     for begin in range(0, len(examples), batch_size):
         batch = collate(processor, view, examples[begin : begin + batch_size], answer=False)

@@ -1,12 +1,12 @@
 """
 Pictures of shapes and questions about them that have answers of one word: data for examples/train_visual_rwkv.py.
 
-A picture has one to four shapes of some colours at random places on a plain background; nothing overlaps. A question
-asks for the colour of a shape, for the shape of a colour, or for how many there are. It is never ambiguous: who asks
-for the colour of the circle sees one circle.
+A picture has one to four coloured shapes at random positions on a plain background; they never overlap. A question is
+about the colour of a shape, the shape of a colour, or the number of things. It is never ambiguous: a question about
+the colour of the circle is only asked if there is one circle.
 
-All is drawn from a seed. Which pictures are held out is decided by the pixels themselves, so that no seed brings a
-held-out picture into the training data.
+Everything is drawn from a seed. A picture is held out or not depending on its pixels, so a held-out picture is never
+in the training data, whatever the seed.
 
     python examples/visual_shapes.py shapes.png     # a sheet of training pictures; prints their questions
 """
@@ -107,12 +107,12 @@ def questions(things: tuple[Thing, ...]) -> dict[str, list[tuple[str, str]]]:
 
 
 def is_held_out(image: Image.Image) -> bool:
-    """Whether a picture belongs to the held-out ones, by its pixels."""
+    """Whether a picture is held out, which depends on its pixels alone."""
     return zlib.crc32(image.tobytes()) % HELD_OUT == 0
 
 
 class VisualShapes:
-    """A sequence of `number` examples, each drawn when it is asked for; held-out pictures or the others."""
+    """A sequence of `number` examples, each drawn when it is read, with held-out pictures only or with others only."""
 
     def __init__(self, number: int, seed: int = 0, size: int = 56, held_out: bool = False):
         self.number, self.seed, self.size, self.held_out = number, seed, size, held_out
@@ -135,8 +135,8 @@ class VisualShapes:
 
 def chance(training, held_out) -> dict[str, float]:
     """
-    How often one is right who never looks: who gives to each question the answer that is the most frequent one to it
-    in the training data. Of each kind of question in `held_out`, and "all"; both are iterables of [`Example`].
+    The accuracy without looking at the pictures: of always giving the most frequent answer to the same question in the
+    training data. For each kind of question in `held_out`, and "all". Both arguments are iterables of [`Example`].
     """
     answers = defaultdict(Counter)
     for example in training:
@@ -146,7 +146,7 @@ def chance(training, held_out) -> dict[str, float]:
 
 
 def accuracy(examples, answers: list[str]) -> dict[str, float]:
-    """The share of right answers of each kind of question in `examples`, and of "all"."""
+    """The share of right answers to each kind of question in `examples`, and to "all"."""
     right = defaultdict(list)
     for example, answer in zip(examples, answers, strict=True):
         for kind in (example.kind, "all"):

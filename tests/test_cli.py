@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,12 +15,17 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from test_visual_rwkv_processor import save as save_visual
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPImageProcessorPil,
+)
 from transformers.generation import GenerationMixin
 
 import subquad
 from subquad import cli
+from subquad.cli.generate import ABC_HEADER, character_streamer, stop_after
 from subquad_tokenizers import ByteTokenizer
 
 
@@ -67,7 +73,7 @@ def fails(capsys, code, *arguments):
     captured = capsys.readouterr()
     assert captured.out == ""
     lines = re.sub(rf"\A{usage}", "", captured.err).splitlines()
-    # Where bitsandbytes is installed, it tells of kernels that it looks for when it is first imported.
+    # When bitsandbytes is first imported, it prints the kernels that it looks for.
     lines = [line for line in lines if "kernels-community" not in line]
     assert len(lines) == 1, captured.err
     line = lines[0]
@@ -75,13 +81,32 @@ def fails(capsys, code, *arguments):
     return line
 
 
-@pytest.mark.parametrize("command", [None, "generate", "convert", "info"])
-def test_help_teaches(command, capsys):
+def read_help(capsys, *arguments):
     with pytest.raises(SystemExit) as exit_:
-        cli.main([command, "--help"] if command else ["--help"])
+        cli.main([*arguments, "--help"])
     assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    assert "examples:" in text if command else all(name in text for name in ("generate", "convert", "info"))
+    return capsys.readouterr().out
+
+
+def test_help_lists_the_commands(capsys):
+    text = " ".join(read_help(capsys).split())
+    assert all(f"{name} {module.SUMMARY}" in text for name, module in cli.COMMANDS.items())
+    assert set(cli.COMMANDS) == {"generate", "convert", "info", "export", "push", "run", "inspect-memory"}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_of_a_command_teaches(command, capsys):
+    """Its examples parse, so no option in them is misspelled or missing."""
+    text = read_help(capsys, command)
+    assert re.search(r"^  --debug ", text, re.MULTILINE)
+    examples = text.partition("\nexamples:\n")[2].partition("\n\n")[0].replace("\\\n", " ").splitlines()
+    calls = [call for line in examples for call in re.split(r"&&|\|", line) if f"subquad {command} " in call]
+    assert len(calls) >= len(examples) > 1
+    for call in calls:
+        arguments = shlex.split(call.replace("$'", "'"))
+        arguments = arguments[: arguments.index("<")] if "<" in arguments else arguments
+        assert cli.build_parser().parse_args(arguments[1:]).command == command
 
 
 @pytest.mark.parametrize("module", ["subquad", "subquad.cli"])
@@ -249,8 +274,9 @@ def test_info_of_a_directory(dtype, directory, tmp_path, capsys):
 
 def test_info_of_something_unknown(capsys):
     assert fails(capsys, 2, "info", "finch-9b") == (
-        f"subquad info: error: 'finch-9b' is neither a preset ({', '.join(subquad.PRESETS)}), nor an embedded model "
-        "(avey-abc, avey-b-abc, eagle-abc, finch-abc, gecko-abc, raven-abc), nor a directory, nor a checkpoint file."
+        f"subquad info: error: 'finch-9b' is not a preset ({', '.join(subquad.PRESETS)}), not an embedded model "
+        "(avey-abc, avey-b-abc, eagle-abc, finch-abc, gecko-abc, raven-abc), not a directory and not a checkpoint "
+        "file."
     )
 
 
@@ -292,6 +318,18 @@ def test_info_of_a_quantised_directory(tmp_path, capsys):
     assert (info["parameters"], info["dtype"]) == (110, "U8")
     assert info["weight_bytes"] == sum(tensor.nbytes for tensor in tensors.values())
     assert info["state_bytes"] == 4 * info["state_elements"]
+
+
+def test_info_of_an_architecture_of_transformers(tmp_path, capsys):
+    """Its sizes are known, its costs are not."""
+    config = AutoConfig.for_model(
+        "llama", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert cli.main(["info", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "architecture  llama" in text and "layers        2" in text
+    assert "state" not in text and "FLOPs" not in text
 
 
 @pytest.fixture
@@ -437,7 +475,7 @@ def test_generate_passes_its_arguments_on(directory, asked, capsys):
 
 
 def test_the_end_of_a_turn_is_not_looked_for_in_the_prompt():
-    until = cli._until(ByteTokenizer(), "b", prompt_length=3)
+    until = stop_after(ByteTokenizer(), "b", prompt_length=3)
     rows = [ByteTokenizer()(text)["input_ids"][-5:] for text in ("abcde", "acdeb")]
     assert until(torch.tensor(rows), None).tolist() == [False, True]
 
@@ -466,7 +504,7 @@ def test_generate_reads_standard_input(directory, capsys, monkeypatch):
 def test_generate_from_the_embedded_model(directory, tmp_path, capsys, monkeypatch):
     (tmp_path / "finch-abc").symlink_to(directory)
     monkeypatch.setattr("subquad.info.EMBEDDED", tmp_path)
-    assert generate(capsys, "--max-new-tokens", 5).startswith(cli.ABC_HEADER)
+    assert generate(capsys, "--max-new-tokens", 5).startswith(ABC_HEADER)
     assert cli.main(["info", "finch-abc"]) == 0
 
 
@@ -475,7 +513,7 @@ def test_generate_prints_every_token_and_no_half_characters(capsys):
         def decode(self, ids, **kwargs):
             return bytes(ids).decode("utf-8", errors="replace")
 
-    streamer = cli._character_streamer(Bytes(), skip_prompt=False)
+    streamer = character_streamer(Bytes(), skip_prompt=False)
     printed = []
     for byte in "a é\n€".encode():
         streamer.put(torch.tensor([byte]))
@@ -487,7 +525,7 @@ def test_generate_prints_every_token_and_no_half_characters(capsys):
 
 
 def test_generate_chat(directory, tmp_path, capsys):
-    assert "no chat template" in fails(capsys, 2, "generate", "Hi", "--model", directory, "--chat")
+    assert "does not have a chat template" in fails(capsys, 2, "generate", "Hi", "--model", directory, "--chat")
     AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path)
     tokenizer = ByteTokenizer()
     template = (
@@ -508,6 +546,34 @@ def test_generate_chat(directory, tmp_path, capsys):
     assert generate(capsys, "Hi", "--chat", *arguments) == answer[: answer.index(end) + 1] + "\n"
 
 
+def save_visual(path):
+    """A tiny VisualRWKV that reads bytes, and its processor."""
+    vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 7}
+    config = AutoConfig.for_model(
+        "visual_rwkv",
+        text_config={
+            "model_type": "rwkv6",
+            "vocab_size": 130,
+            "hidden_size": 48,
+            "head_size": 16,
+            "num_hidden_layers": 2,
+        },
+        vision_config=vision,
+        image_token_id=128,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
+    processor = subquad.VisualRwkvProcessor(images, ByteTokenizer(), config.num_image_tokens)
+    for part in (model, processor):
+        part.save_pretrained(path)
+    return model, processor
+
+
 def test_generate_about_an_image(directory, tmp_path, capsys):
     model, processor = save_visual(tmp_path / "visual")
     image, other = (Image.new("RGB", (40, 30), colour) for colour in ("red", "blue"))
@@ -522,10 +588,11 @@ def test_generate_about_an_image(directory, tmp_path, capsys):
     assert generate(capsys, "What?", *red, *arguments) != generate(capsys, "What?", *blue, *arguments)
     assert generate(capsys, "What?", *arguments).startswith("What?")  # text alone
 
-    assert "finch-abc is of type rwkv6: it reads no images" in fails(capsys, 2, "generate", "What?", *red)
-    assert "there is no PROMPT" in fails(capsys, 2, "generate", *red)
+    line = fails(capsys, 2, "generate", "What?", *red)
+    assert line.endswith("finch-abc is of type rwkv6, which does not read images; leave out --image.")
+    assert "PROMPT is missing" in fails(capsys, 2, "generate", *red)
     absent = ["--image", tmp_path / "absent.png"]
-    assert "absent.png is no file" in fails(capsys, 2, "generate", "What?", *absent, *arguments)
+    assert "absent.png is not a file" in fails(capsys, 2, "generate", "What?", *absent, *arguments)
     broken = ["--image", tmp_path / "broken.png"]
     assert "broken.png" in fails(capsys, 1, "generate", "What?", *broken, *arguments)
 
@@ -541,15 +608,15 @@ def test_generate_about_an_image(directory, tmp_path, capsys):
         (["x", "--seed", str(2**32)], "--seed"),
         (["x", "--dtype", "int8"], "--dtype"),
         (["x", "--greedy", "--top-k", "3"], "--greedy does not sample"),
-        (["--model", "{directory}"], "there is no PROMPT"),
-        (["x", "--model", "finch-3b"], "finch-3b is a preset, sizes without weights"),
-        (["x", "--model", "{directory}/config.json"], "`subquad convert` makes a model directory of it"),
+        (["--model", "{directory}"], "PROMPT is missing"),
+        (["x", "--model", "finch-3b"], "finch-3b is a preset, which is sizes without weights"),
+        (["x", "--model", "{directory}/config.json"], "`subquad convert` makes a model directory from it"),
         (["x", "--model", "{directory}", "--device", "abacus"], "device 'abacus' cannot be used"),
         (["x", "--model", "{directory}", "--device", "meta"], "device 'meta' cannot be used"),
         (["x", "--model", "{directory}", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
         (
             ["x", "--model", "finch-abd"],
-            "'finch-abd' is neither an embedded model, nor a directory, nor an OWNER/NAME",
+            "'finch-abd' is not an embedded model, not a directory and not the OWNER/NAME",
         ),
     ],
 )
@@ -562,7 +629,7 @@ def test_an_encoder_does_not_generate(tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "avey-b"}')
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("work was done"))
     line = fails(capsys, 2, "generate", "x", "--model", tmp_path)
-    assert line == f"subquad generate: error: {tmp_path} is an encoder, of type avey-b: it does not generate text."
+    assert line == f"subquad generate: error: {tmp_path} is of type avey-b, an encoder, which does not generate text."
 
 
 def test_generate_failures_are_one_line(tmp_path, capsys):

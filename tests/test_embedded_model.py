@@ -53,7 +53,7 @@ def test_the_zoo_is_of_one_size_and_training():
     sizes = [int(re.search(r"([\d,]+) parameters", card_of(name))[1].replace(",", "")) for name in ZOO]
     assert max(sizes) <= 1.06 * min(sizes)
     trainings = {
-        re.search(r"\d rows a step, ([\d,]+)\s+steps,\s+([\d,]+) bytes", card_of(name)).groups() for name in ZOO
+        re.search(r"\d rows\s+per\s+step, ([\d,]+)\s+steps,\s+([\d,]+) bytes", card_of(name)).groups() for name in ZOO
     }
     assert len(trainings) == 1
 
@@ -71,7 +71,7 @@ def test_loss_is_the_one_on_the_card(name, tunes):
     assert nats / count / math.log(2) == pytest.approx(stated(name, "validation loss"), rel=0.05)
 
 
-def test_masked_bytes_are_told_as_the_card_says(tunes):
+def test_masked_bytes_are_predicted_as_the_card_says(tunes):
     model, tokenizer = load("avey-b-abc", AutoModelForMaskedLM)
     generator, right = torch.Generator().manual_seed(1), []
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_masked_bytes_are_told_as_the_card_says(tunes):
             logits = model(ids.masked_fill(hidden, tokenizer.mask_token_id)).logits
             right.append(logits.argmax(-1)[hidden] == ids[hidden])
     accuracy = torch.cat(right).float().mean().item()
-    assert 100 * accuracy == pytest.approx(stated("avey-b-abc", "masked bytes told right"), abs=5)
+    assert 100 * accuracy == pytest.approx(stated("avey-b-abc", "masked bytes predicted correctly"), abs=5)
 
 
 @pytest.mark.parametrize("name", CAUSAL)

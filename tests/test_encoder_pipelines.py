@@ -25,7 +25,7 @@ from transformers import (
 from transformers import pipelines as transformers_pipelines
 
 import subquad
-from subquad import QuestionAnsweringPipeline
+from subquad import QuestionAnsweringPipeline, registration
 from subquad.question_answering import read_passage
 
 
@@ -437,7 +437,7 @@ def test_padding_to_one_length(qa, monkeypatch, padding_side):
         ({"max_seq_len": 5}, ValueError, "`question` is too long"),
         ({"padding": "left"}, ValueError, "`padding` must be True, False, 'longest' or 'max_length', got 'left'"),
         ({"padding": "max_length"}, ValueError, "`padding` 'max_length' needs `max_seq_len`"),
-        ({"context": "東", "max_answer_len": 1}, ValueError, "`max_answer_len` 1 leaves no answer"),
+        ({"context": "東", "max_answer_len": 1}, ValueError, "`max_answer_len` 1 is too small"),
         ({"tok_k": 3}, TypeError, "tok_k"),
     ],
 )
@@ -465,11 +465,11 @@ def test_wrong_models_and_tokenizers(tokenizer, tmp_path):
     qa = QuestionAnsweringPipeline(model=model, tokenizer=tokenizer, device="cpu")
     with pytest.raises(ValueError, match="`model` gave logits that are not numbers"):
         qa(question=QUESTION, context=TEXT)
-    with pytest.raises(ValueError, match="`tokenizer` must be a fast one.*got none"):
+    with pytest.raises(ValueError, match="`tokenizer` must be a fast tokenizer.*got none"):
         QuestionAnsweringPipeline(model=model)
     from subquad_tokenizers import RwkvWorldTokenizer
 
-    with pytest.raises(ValueError, match="`tokenizer` must be a fast one.*got RwkvWorldTokenizer"):
+    with pytest.raises(ValueError, match="`tokenizer` must be a fast tokenizer.*got RwkvWorldTokenizer"):
         QuestionAnsweringPipeline(model=model, tokenizer=RwkvWorldTokenizer())
 
 
@@ -525,11 +525,11 @@ assert check_task("question-answering")[1]["impl"] is subquad.QuestionAnsweringP
 def test_a_task_of_transformers_stays(monkeypatch):
     tasks = {"question-answering": "theirs"}
     monkeypatch.setattr(transformers_pipelines.PIPELINE_REGISTRY, "supported_tasks", tasks)
-    subquad._register_pipelines()
+    registration._register_pipelines()
     assert tasks == {"question-answering": "theirs"}
     tasks.clear()
     monkeypatch.setattr(transformers_pipelines, "REMOVED_TASKS", {"question-answering": "", "vqa": ""}, raising=False)
-    subquad._register_pipelines()
+    registration._register_pipelines()
     assert tasks["question-answering"]["impl"] is QuestionAnsweringPipeline
     assert transformers_pipelines.REMOVED_TASKS == {"vqa": ""}
 

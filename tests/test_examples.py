@@ -132,7 +132,7 @@ def test_checker_accepts():
         ("Once upon a time\n", "no header"),
         (HEADER, "no music"),
         (HEADER.replace("M:6/8\n", "") + BODY, "no M field"),
-        (HEADER.replace("6/8", "six") + BODY, "no metre"),
+        (HEADER.replace("6/8", "six") + BODY, "not a metre"),
         (HEADER + "GAG GAB|ded dBG|\n", "notes, fewer"),
         (HEADER + "GAG GAB|ded dBG|ABcd|efga|abcd|\n", "full bars, fewer"),
         (HEADER + BODY.replace("|BAB AFD|", "|BAB AF|"), "inner bars"),
@@ -230,7 +230,9 @@ def test_masked_language_model(tmp_path, capsys, monkeypatch):
     def train(output, *arguments):
         arguments = ["--output", output, *TINY, "--folders", "miscFolk", *arguments]
         out = run_example("train_avey_b_mlm", capsys, monkeypatch, *arguments)
-        numbers = re.findall(r"held out, (?:before|after) training: loss ([\d.]+) .*, ([\d.]+)% told right", out)
+        numbers = re.findall(
+            r"held out, (?:before|after) training: loss ([\d.]+) .*, ([\d.]+)% predicted correctly", out
+        )
         return [tuple(map(float, pair)) for pair in numbers], out
 
     output = tmp_path / "avey-b-abc"

@@ -196,7 +196,7 @@ def test_wrong_use():
     model = tiny_model("rwkv6", num_hidden_layers=1)
     for other, name in (("avey-b", "AveyBForMaskedLM"), ("rwkv6", "Rwkv6ForSequenceClassification")):
         auto_class = "AutoModelForMaskedLM" if other == "avey-b" else "AutoModelForSequenceClassification"
-        with pytest.raises(ValueError, match=f"causal language model of this package, got {name}. Of an adapted one"):
+        with pytest.raises(ValueError, match=f"model of this package, got {name}. For a model with adapters"):
             export_program(tiny_model(other, auto_class, num_hidden_layers=1), 1)
     with pytest.raises(ValueError, match="got Rwkv6Model"):
         initial_states(model.base_model)
@@ -207,7 +207,7 @@ def test_wrong_use():
     for grows in (tiny_model("avey"), tiny_model("raven", attn={"layers": [1], "num_heads": 3, "window_size": None})):
         with pytest.raises(ValueError, match="`max_cache_len` must be given: the cache of (Avey|Raven)ForCausalLM"):
             export_program(grows, 1)
-    with pytest.raises(ValueError, match="inlined for fixed sizes"):
+    with pytest.raises(ValueError, match="`program` must have fixed sizes"):
         inline_operators(export_program(model.eval()))
 
 

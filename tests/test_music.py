@@ -9,6 +9,7 @@ import pytest
 from music21 import midi, pitch
 
 from subquad import cli, music
+from subquad.cli import generate
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -195,7 +196,7 @@ def test_generate_writes_the_tune_that_it_prints(tmp_path, capsys):
     files[0].write_bytes(b"old")
     assert cli.main(["generate", "--seed", "2", "--midi", str(files[0]), "--score", str(files[1]), "--force"]) == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith(cli.ABC_HEADER)
+    assert captured.out.startswith(generate.ABC_HEADER)
     assert captured.err.endswith(f"Wrote {files[0]} and {files[1]}.\n")
     assert sorted(tmp_path.iterdir()) == sorted(files)
     score = music.read_tune(captured.out)
@@ -210,7 +211,7 @@ def test_generate_prints_what_is_no_tune(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out.startswith("no tune")
     assert captured.err.splitlines()[-1] == (
-        "subquad generate: error: the text is no tune in ABC notation: there are no X: and K: fields in it."
+        "subquad generate: error: the text is not a tune in ABC notation: it does not have the fields X: and K:."
     )
     assert not list(tmp_path.iterdir())
 
@@ -220,7 +221,7 @@ def test_generate_prints_what_is_no_tune(tmp_path, capsys):
     [
         (["--midi", "x.wav"], 2, "x.wav must end in .mid or .midi."),
         (["--score", "x.png"], 2, "x.png must end in .svg."),
-        (["--score", "nowhere/x.svg"], 2, "nowhere is no directory."),
+        (["--score", "nowhere/x.svg"], 2, "nowhere is not a directory."),
         (["--midi", "there.mid"], 2, "there.mid exists already; --force (`force=True`) replaces it."),
         (["--score", "folder.svg", "--force"], 2, "folder.svg is a directory."),
         (["--midi", "x.mid", "--model", "without verovio"], 1, '`pip install "subquad[music]"`'),
@@ -230,7 +231,7 @@ def test_generate_refuses_files_before_any_work(arguments, code, message, tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.mid").touch()
     (tmp_path / "folder.svg").mkdir()
-    monkeypatch.setattr(cli, "_model_path", lambda name: pytest.fail("looked for the model"))
+    monkeypatch.setattr(generate, "find_model", lambda name: pytest.fail("looked for the model"))
     if "without verovio" in arguments:
         monkeypatch.setitem(sys.modules, "verovio", None)
     assert cli.main(["generate", *arguments]) == code

@@ -339,7 +339,7 @@ def test_an_upload_that_breaks_off_changes_nothing(server, directory, capsys, mo
     server.break_uploads = 1000
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # of the client, before it tries again
     error = run(capsys, directory, "user/finch", code=1)
-    assert error.startswith("the upload to user/finch broke off, and nothing was committed: ")
+    assert error.startswith("the upload to user/finch was interrupted and nothing was committed: ")
     repository = server.repositories["user/finch"]
     assert repository.refs.keys() == {"refs/heads/main"}
     assert len(repository.commits) == 1
@@ -354,7 +354,7 @@ def test_without_a_token_that_is_right(server, directory, capsys, monkeypatch, t
     assert run(capsys, directory, "user/finch", code=1).startswith("the Hub does not accept the token: log in")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    assert run(capsys, directory, "user/finch", code=1).startswith("there is no token: log in")
+    assert run(capsys, directory, "user/finch", code=1).startswith("the token is missing: log in")
     with pytest.raises(PushError, match="does not accept the token"):
         push(directory, "user/finch", token="hf_wrong")
     assert not server.repositories
@@ -386,7 +386,7 @@ def test_a_pull_request_is_against_main(server, directory):
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
-        (["{tmp}/none", "user/finch"], 2, "{tmp}/none is no directory."),
+        (["{tmp}/none", "user/finch"], 2, "{tmp}/none is not a directory."),
         (["{tmp}", "user/finch"], 1, "{tmp} has no `config.json`"),
         (["{finch}", "a/b/c"], 2, "Repo id must be in the form"),
         (["{finch}", "user/finch", "--create-pr", "--revision", "dev"], 2, "--create-pr opens a pull request"),

@@ -1,25 +1,25 @@
 """
-Trains or fine-tunes a language model of any architecture, on one device or on many. The script is the same; what
-starts it decides how the processes share the work:
+Trains or fine-tunes a language model of any architecture, on one device or on many. The command that starts the script
+decides how the processes share the work:
 
     python examples/distributed/train.py --output out
     torchrun --nproc-per-node 8 examples/distributed/train.py --output out
     accelerate launch --config_file examples/distributed/fsdp2.yaml examples/distributed/train.py --output out
     accelerate launch --config_file examples/distributed/zero3.yaml examples/distributed/train.py --output out
 
-torchrun trains copies (DDP): every process holds all weights, their gradients and the two moments of AdamW, in float32
-16 bytes a parameter. Where that is too much, FSDP2 and DeepSpeed's ZeRO-3 give each process a share of all of it, and
-gather the weights of one block at a time, for as long as it runs. The activations of a long row need memory too;
-`--gradient-checkpointing` keeps those between the blocks alone. (accelerate takes FSDP for accelerators only: on CPUs
-the third command trains copies.)
+torchrun trains copies of the model (DDP): every process has all weights, gradients and both moments of AdamW, in
+float32 16 bytes per parameter. If that is too much, FSDP2 and DeepSpeed's ZeRO-3 give each process a share of them,
+and gather the weights of one block at a time while it runs. The activations of long rows need memory too:
+`--gradient-checkpointing` only keeps those between blocks. (accelerate supports FSDP on accelerators only; on CPUs the
+third command trains copies.)
 
-Each process reads `--batch-size` rows at a time, so that a step reads processes * batch size * `--accumulate` rows. As
-long as that number is the same, so is the training, whatever the number of processes and however they share it.
+Each process reads `--batch-size` rows at a time, so a step reads processes * batch size * `--accumulate` rows. As long
+as this number is the same, the training is the same for any number of processes and any way of sharing.
 
-By default a tiny model learns ABC tunes (`pip install "subquad[train]"`); `--model` goes on from a directory. The
-output directory has the whole model, ready for `from_pretrained`. Checkpoints lie beside it; those of FSDP2 and ZeRO-3
-are written by all processes, each its share. `--resume` goes on from the last one, and with FSDP2 the number of
-processes may have changed.
+By default, a tiny model learns ABC tunes (`pip install "subquad[train]"`). `--model` continues from a directory. The
+output directory has the whole model, ready for `from_pretrained`. Checkpoints go next to it; with FSDP2 and ZeRO-3,
+each process writes its share of them. `--resume` continues from the last checkpoint. With FSDP2, the number of
+processes may be different then.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ TINY = {
     "gecko": {"model_dim": 128, "num_layers": 4, "num_heads": 2, "z_dim": 64, "value_dim": 256, "chunk_size": 64}
     | {"ffn_hidden_dim": 384, "bos_token_id": 0},
 }
-MASKED = 0.2  # share of the tokens that an encoder tells
+MASKED = 0.2  # share of the tokens that an encoder predicts
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="directory for the model; checkpoints lie beside it")
-    add("--model", help="directory of a model and its tokenizer to go on from; a tiny one is made otherwise")
-    add("--architecture", choices=TINY, default="rwkv6", help="of the tiny model")
-    add("--text", type=Path, help="a UTF-8 text to train on; tunes otherwise")
+    add("--output", type=Path, required=True, help="directory for the model; checkpoints go next to it")
+    add("--model", help="directory of a model and its tokenizer to continue from (default: make a tiny one)")
+    add("--architecture", choices=TINY, default="rwkv6", help="architecture of the tiny model")
+    add("--text", type=Path, help="a UTF-8 text to train on (default: tunes)")
     add("--length", type=int, default=256, help="tokens of a row")
     add("--batch-size", type=int, default=4, help="rows that a process reads at a time")
-    add("--accumulate", type=int, default=1, help="times that it reads so many in a step")
+    add("--accumulate", type=int, default=1, help="number of such batches per step")
     add("--steps", type=int, default=200, help="steps to train for")
     add("--lr", type=float, default=1e-3, help="peak of the learning rate")
     add("--log-every", type=int, default=50, help="steps between two lines of losses")
     add("--checkpoint-every", type=int, default=100, help="steps between two checkpoints")
-    add("--resume", action="store_true", help="go on from the last checkpoint")
-    add("--gradient-checkpointing", action="store_true", help="compute each block again in the backward pass")
+    add("--resume", action="store_true", help="continue from the last checkpoint")
+    add("--gradient-checkpointing", action="store_true", help="recompute each block in the backward pass")
     add("--bf16", action="store_true", help="multiply in bfloat16")
     add("--seed", type=int, default=0, help="seed of weights, order and masks")
     return parser.parse_args()
 
 
 def load_rows(path: Path | None, tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
-    """The tokens of all texts behind one another, in rows: (rows, length). What is left at the end is dropped."""
+    """The tokens of all texts, concatenated and cut into rows (rows, length). The rest at the end is dropped."""
     if path is None:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
         from abc_corpus import load_corpus
@@ -82,12 +82,14 @@ def load_rows(path: Path | None, tokenizer: PreTrainedTokenizerBase, length: int
     texts = [text + (tokenizer.eos_token or "") for text in texts]
     ids = torch.tensor([token for row in tokenizer(texts, verbose=False)["input_ids"] for token in row])
     if ids.shape[0] < length:
-        raise SystemExit(f"the text has {ids.shape[0]} tokens, not the {length} of a row (--length)")
+        raise SystemExit(f"the text has {ids.shape[0]} tokens, fewer than a row (--length {length})")
     return ids[: ids.shape[0] // length * length].view(-1, length)
 
 
 def with_labels(rows: torch.Tensor, mask_token_id: int | None, seed: int) -> list[dict[str, torch.Tensor]]:
-    """What a causal model reads and predicts; an encoder, which has a mask, tells the tokens that are behind some."""
+    """
+    The inputs and labels of a causal model; with a `mask_token_id`, those of an encoder, which predicts masked tokens.
+    """
     labels = rows
     if mask_token_id is not None:
         masked = torch.rand(rows.shape, generator=torch.Generator().manual_seed(seed)) < MASKED
@@ -98,7 +100,7 @@ def with_labels(rows: torch.Tensor, mask_token_id: int | None, seed: int) -> lis
 def main() -> None:
     arguments = parse_arguments()
     on_cpu, deepspeed = not torch.accelerator.is_available(), os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    # Before the model: by these ZeRO-3 shards it as it is made.
+    # These come before the model, because they make ZeRO-3 shard it while it is created.
     training_arguments = TrainingArguments(
         output_dir=str(arguments.output.with_name(f"{arguments.output.name}-checkpoints")),
         max_steps=arguments.steps,
@@ -114,7 +116,7 @@ def main() -> None:
         save_total_limit=2,
         report_to="none",
         seed=arguments.seed,
-        use_cpu=on_cpu and not deepspeed,  # with it, accelerate would leave DeepSpeed out
+        use_cpu=on_cpu and not deepspeed,  # otherwise accelerate ignores DeepSpeed
         ddp_backend="gloo" if on_cpu and deepspeed else None,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
@@ -137,7 +139,7 @@ def main() -> None:
         train_dataset=with_labels(rows, tokenizer.mask_token_id if encoder else None, arguments.seed),
     )
     trainer.train(resume_from_checkpoint=arguments.resume)
-    if trainer.is_fsdp_enabled:  # of checkpoints each process writes its part, of the model one the whole
+    if trainer.is_fsdp_enabled:  # checkpoints are sharded, but the model is saved as a whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(arguments.output))
 

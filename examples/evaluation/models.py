@@ -1,13 +1,15 @@
-"""The architectures that are compared, as small models of one width, one depth and about one size."""
+"""The architectures that are compared, as small models of the same width and depth and about the same size."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from subquad import ARCHITECTURES, AveyBConfig, AveyConfig, GeckoConfig, RavenConfig, Rwkv5Config, Rwkv6Config
+from subquad import AveyBConfig, AveyConfig, GeckoConfig, RavenConfig, Rwkv5Config, Rwkv6Config
+from subquad.models import REGISTRY
 from subquad.optimizer import parameter_groups
 
 
@@ -20,7 +22,103 @@ NAMES = {
     "avey-b": "Avey-B",
     "transformer": "Transformer (RoPE)",
 }
-CAUSAL = tuple(name for name in NAMES if name != "avey-b")
+ENCODERS = ("avey-b",)
+CAUSAL = tuple(name for name in NAMES if name not in ENCODERS)
+
+
+class Size(NamedTuple):
+    """The arguments of [`make_config`] that have the same name."""
+
+    width: int
+    layers: int
+    context: int
+    window: int
+    lr: float
+
+    @property
+    def layered(self) -> dict[str, int]:
+        return {"hidden_size": self.width, "num_hidden_layers": self.layers}
+
+
+# A function for each architecture: its configuration class, and the fields for a size.
+
+
+def _eagle(size: Size):
+    return Rwkv5Config, {
+        **size.layered,
+        "head_size": 32,
+        "context_length": size.context,
+        "initializer_range": size.lr,
+        "intermediate_size": 4 * size.width,
+    }
+
+
+def _finch(size: Size):
+    return Rwkv6Config, {
+        **size.layered,
+        "head_size": 32,
+        "context_length": size.context,
+        "initializer_range": size.lr,
+        "lora_rank_tokenshift": size.width // 8,
+        "lora_rank_decay": size.width // 8,
+        "intermediate_size": 13 * size.width // 4,
+    }
+
+
+def _avey(size: Size):
+    # A layer of the others has about 14 width**2 parameters; one of Avey has 7 width**2 and the square of a window.
+    width, layers = size.width, size.layers
+    blocks = max(round(14.2 * layers * width**2 / (6.8 * width**2 + (2 * size.window) ** 2)), layers + layers // 4)
+    return AveyConfig, {"d_embed": width, "n_blocks": blocks, "chunk_size": size.window // 2, "k": 4}
+
+
+def _raven(size: Size):
+    return RavenConfig, {
+        **size.layered,
+        "num_heads": size.width // 32,
+        "num_slots": 32,
+        "topk": 16,
+        "use_output_gate": True,
+        "intermediate_size": 21 * size.width // 8,
+    }
+
+
+def _gecko(size: Size):
+    return GeckoConfig, {
+        "model_dim": size.width,
+        "num_layers": size.layers,
+        "num_heads": max(size.width // 64, 1),
+        "z_dim": size.width // 2,
+        "value_dim": 3 * size.width // 2,
+        "ffn_hidden_dim": 41 * size.width // 16,
+        "timenorm_num_groups": size.width // 16,
+        "cema_ndim": 8,
+        "chunk_size": size.window,
+    }
+
+
+def _avey_b(size: Size):
+    return AveyBConfig, {"d_embed": size.width, "n_layers": 2 * size.layers, "chunk_size": size.window // 2, "k": 3}
+
+
+def _transformer(size: Size):
+    return LlamaConfig, {
+        **size.layered,
+        "num_attention_heads": size.width // 32,
+        "intermediate_size": 27 * size.width // 8,
+        "max_position_embeddings": size.context,
+    }
+
+
+CONFIGS: dict[str, Callable[[Size], tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
+    "eagle": _eagle,
+    "finch": _finch,
+    "avey": _avey,
+    "raven": _raven,
+    "gecko": _gecko,
+    "avey-b": _avey_b,
+    "transformer": _transformer,
+}
 
 
 def make_config(
@@ -38,64 +136,40 @@ def make_config(
     Args:
         architecture: a name of `NAMES`; `"transformer"` is a Llama.
         vocabulary: number of token ids.
-        width: of the model, a multiple of 32.
-        layers: blocks of a layer each of token and channel mixing. Avey and Avey-B, whose layers are smaller, have
-            more, so that they have about as many parameters.
-        context: tokens of a training row.
-        window: tokens that are looked at as they are: a chunk of Gecko's, two splits of Avey's and Avey-B's.
-        lr: learning rate of the training, which Eagle and Finch initialise their embeddings by.
+        width: width of the model, a multiple of 32.
+        layers: number of layers, each with token and channel mixing. Avey and Avey-B, whose layers are smaller, get
+            more of them, so that the number of parameters is about the same.
+        context: number of tokens of a training row.
+        window: number of tokens that attention sees: a chunk of Gecko, two splits of Avey and Avey-B.
+        lr: learning rate of the training, which is also the scale of the initial embeddings of Eagle and Finch.
         ids: `bos_token_id` and so on.
 
     Raises:
-        ValueError: where `width` is no multiple of 32, or `architecture` none of `NAMES`.
+        ValueError: if `width` is not a multiple of 32, or `architecture` is not one of `NAMES`.
     """
     if width % 32:
         raise ValueError(f"`width` must be a multiple of 32, got {width}.")
-    size: dict[str, Any] = {"vocab_size": vocabulary, **ids}
-    layered = {"hidden_size": width, "num_hidden_layers": layers}
-    match architecture:
-        case "eagle":
-            rest = {
-                "head_size": 32,
-                "context_length": context,
-                "initializer_range": lr,
-                "intermediate_size": 4 * width,
-            }
-            return Rwkv5Config(**size, **layered, **rest)
-        case "finch":
-            rest = {"head_size": 32, "context_length": context, "initializer_range": lr}
-            ranks = {"lora_rank_tokenshift": width // 8, "lora_rank_decay": width // 8}
-            return Rwkv6Config(**size, **layered, **rest, **ranks, intermediate_size=13 * width // 4)
-        case "avey":
-            # Layers of the others have about 14 width**2 parameters, Avey's 7 width**2 and a window's square.
-            blocks = max(round(14.2 * layers * width**2 / (6.8 * width**2 + (2 * window) ** 2)), layers + layers // 4)
-            return AveyConfig(**size, d_embed=width, n_blocks=blocks, chunk_size=window // 2, k=4)
-        case "raven":
-            rest = {"num_heads": width // 32, "num_slots": 32, "topk": 16, "use_output_gate": True}
-            return RavenConfig(**size, **layered, **rest, intermediate_size=21 * width // 8)
-        case "gecko":
-            rest = {"num_heads": max(width // 64, 1), "z_dim": width // 2, "value_dim": 3 * width // 2}
-            norms = {"timenorm_num_groups": width // 16, "cema_ndim": 8, "chunk_size": window}
-            return GeckoConfig(
-                **size, model_dim=width, num_layers=layers, ffn_hidden_dim=41 * width // 16, **rest, **norms
-            )
-        case "avey-b":
-            return AveyBConfig(**size, d_embed=width, n_layers=2 * layers, chunk_size=window // 2, k=3)
-        case "transformer":
-            rest = {"num_attention_heads": width // 32, "intermediate_size": 27 * width // 8}
-            return LlamaConfig(**size, **layered, **rest, max_position_embeddings=context)
-    raise ValueError(f"`architecture` must be one of {', '.join(NAMES)}, got {architecture!r}.")
+    if architecture not in CONFIGS:
+        raise ValueError(f"`architecture` must be one of {', '.join(NAMES)}, got {architecture!r}.")
+    config_class, fields = CONFIGS[architecture](Size(width, layers, context, window, lr))
+    return config_class(vocab_size=vocabulary, **ids, **fields)
+
+
+def is_encoder(config: PreTrainedConfig) -> bool:
+    """Whether a model of this configuration predicts masked tokens and does not generate text."""
+    architecture = REGISTRY.get(config.model_type)
+    return architecture is not None and architecture.is_encoder
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """With random weights, and the head of a language model: a masked one for an encoder."""
-    auto = AutoModelForMaskedLM if config.model_type == "avey-b" else AutoModelForCausalLM
+    """A language model with random weights: causal, or masked for an encoder."""
+    auto = AutoModelForMaskedLM if is_encoder(config) else AutoModelForCausalLM
     return auto.from_config(config)
 
 
 def make_optimizer(model: PreTrainedModel, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW with the groups of `subquad.optimizer`; the transformer has those of GPT-3."""
-    if model.config.model_type in ARCHITECTURES:
+    """AdamW with the groups of `subquad.optimizer`, or for the transformer with those of GPT-3."""
+    if model.config.model_type in REGISTRY:
         groups = parameter_groups(model, lr, weight_decay)
     else:
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]

@@ -58,6 +58,7 @@ PAPERS = {
     "gecko": ("nearly all up to 8 chunks, 4 times what it attends to (figure 5)", "window", 8),
     "transformer": ("100% up to the length of the training, 0% beyond (Raven's table 2)", "train_length", 1),
 }
+OWN_RATES = {"transformer": "transformer_lr"}  # architecture to the option with its learning rate
 BOUNDARY = 0  # the id that begins a text
 DIGITS = "0123456789"
 NEEDLES = {"passkey": "the pass key is", "number": "the special magic number for NOUN is"}
@@ -158,7 +159,7 @@ def make_text(variant: str, length: int, depth: float, digits: int, generator: r
 def train(arguments: argparse.Namespace, architecture: str) -> PreTrainedModel:
     torch.manual_seed(arguments.seed)
     ids = {"bos_token_id": BOUNDARY, "eos_token_id": None, "pad_token_id": None}
-    lr = arguments.transformer_lr if architecture == "transformer" else arguments.lr
+    lr = getattr(arguments, OWN_RATES.get(architecture, "lr"))
     sizes = {name: getattr(arguments, name) for name in ("width", "layers", "window")}
     config = make_config(architecture, vocabulary=len(IDS) + 1, context=arguments.train_length, lr=lr, **sizes, **ids)
     model = make_model(config).to(arguments.device).train()

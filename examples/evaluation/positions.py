@@ -54,6 +54,7 @@ from .models import CAUSAL, NAMES
 
 TITLE = "Loss by position"
 ARCHITECTURES = CAUSAL
+SEPARATING = ("gecko",)  # architectures with the field `document_boundaries`
 BOUNDARY = 0  # the id between two tunes
 TRAINED = 1024  # bytes of a row that the models were trained on
 BIN = 4  # positions that are averaged
@@ -87,7 +88,8 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def directory_of(architecture: str, arguments: argparse.Namespace) -> Path | None:
-    return arguments.transformer if architecture == "transformer" else subquad.embedded_model(f"{architecture}-abc")
+    given = {"transformer": arguments.transformer}  # architectures without an embedded model
+    return given[architecture] if architecture in given else subquad.embedded_model(f"{architecture}-abc")
 
 
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -98,7 +100,7 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             continue  # the findings say so
         weights = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()[:8]
         model = {"architecture": architecture, "weights": weights}
-        own = True if architecture == "gecko" else None
+        own = True if architecture in SEPARATING else None
         result.append({**model, "text": "tunes", "context": None, "document_boundaries": own})
         for boundaries in (True, False) if own else (None,):
             long = {**model, "text": "long", "document_boundaries": boundaries}

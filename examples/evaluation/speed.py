@@ -43,7 +43,7 @@ from typing import Any
 import torch
 
 from .figures import line_of, new_figure, short
-from .models import NAMES, make_config, make_model
+from .models import NAMES, is_encoder, make_config, make_model
 
 
 # Time and memory are measured as in the benchmarks of the operators.
@@ -134,7 +134,7 @@ def measure_here(
     )
     config.dtype = getattr(torch, plan["dtype"])
     model = make_model(config).to(device).eval()
-    encoder = architecture == "avey-b"
+    encoder = is_encoder(config)
     ids = torch.randint(1, VOCABULARY, (1, length), device=device)
     ready()
 

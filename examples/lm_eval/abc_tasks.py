@@ -1,4 +1,4 @@
-"""What abc.yaml measures on, and how a tune that a model wrote is judged."""
+"""The data of abc.yaml, and the check of the tunes that a model writes."""
 
 import functools
 import random
@@ -21,8 +21,9 @@ FIELDS = 5  # lines of a header
 @functools.cache
 def held_out(folders: tuple[str, ...]) -> Dataset:
     """
-    The held-out tunes, a row each: the whole `tune`, its `header`, its `beginning` up to the second line of music,
-    `lines` that may follow, and which of them is `right`. The others are lines of other tunes.
+    The held-out tunes, one per row: the whole `tune`, its `header`, its `beginning` (header and first line of music),
+    `lines` to choose the next line from, and the index `right` of the correct one. The others are lines of other
+    tunes.
     """
     generator = random.Random(0)
     tunes = [tune.splitlines(keepends=True) for tune in load_corpus(folders).validation]
@@ -39,10 +40,10 @@ def held_out(folders: tuple[str, ...]) -> Dataset:
 
 
 def load_tunes(folders: list[str] = FOLDERS, **metadata) -> dict[str, Dataset]:
-    """The data of every task. `--metadata '{"folders": ["miscFolk"]}'` takes fewer collections of tunes."""
+    """The data of every task. `--metadata '{"folders": ["miscFolk"]}'` uses fewer collections of tunes."""
     return {"test": held_out(tuple(folders))}
 
 
 def judge(row: dict, results: list[str]) -> dict[str, float]:
-    """1 where what the model wrote after the header makes a valid tune."""
+    """1 if the header and the text that the model wrote after it are a valid tune."""
     return {"valid": float(is_valid_tune(row["header"] + results[0]))}

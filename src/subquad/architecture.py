@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 
@@ -94,8 +95,8 @@ class Costs:
         inference_flops, training_flops: floating-point operations for one token.
     """
 
-    inference_flops: int
-    training_flops: int
+    inference_flops: int | None = None
+    training_flops: int | None = None
     fixed_state: tuple[int, int] | None = None
     growing_state: int | None = None
 
@@ -160,6 +161,8 @@ class Architecture:
         processor: name of the class behind `AutoProcessor`, for models that read images.
         tunable_state: see [`TunableState`]; None if state tuning cannot train the state.
         onnx: the programs of a causal model that `torch.onnx` can express: "prefill", "decode".
+        inspection: the module in the folder that shows what the memory holds after a text, for
+            `subquad inspect-memory`; None if there is none.
     """
 
     model_type: str
@@ -178,6 +181,7 @@ class Architecture:
     processor: str | None = None
     tunable_state: TunableState | None = None
     onnx: tuple[str, ...] = ()
+    inspection: str | None = None
 
     @property
     def package(self) -> str:
@@ -211,6 +215,10 @@ class Architecture:
     def load(self, name: str) -> Any:
         """One of the public names, imported."""
         return getattr(importlib.import_module(self.public_names[name]), name)
+
+    def load_inspection(self) -> ModuleType:
+        """The module `inspection`, imported."""
+        return importlib.import_module(f"{self.package}.{self.inspection}")
 
     @property
     def config_class(self) -> "type[PreTrainedConfig]":

@@ -1,6 +1,6 @@
 """
-The code of a model repository: modules of this package as files that lie beside one another, as transformers needs
-them, with nothing in them that the model does not use.
+The code of a model repository: modules of this package as files in one flat directory, as transformers needs them,
+without the definitions that the model does not use.
 """
 
 import ast
@@ -14,7 +14,7 @@ from pathlib import Path
 from . import __version__
 
 
-# Packages whose modules are taken along.
+# Packages whose modules are copied.
 OWN = ("subquad", "subquad_kernels")
 # Packages that may be missing where the code is loaded: transformers checks all imports but those in a `try`.
 OPTIONAL = ("triton",)
@@ -112,7 +112,7 @@ class Module:
                 yield home, alias.name
 
     def flatten(self) -> str:
-        """The source of what is kept, with every import from our packages replaced by one from a file beside it."""
+        """The source of what is kept, with every import from our packages replaced by one from a file next to it."""
         edits: list[tuple[int, int, list[str]]] = []  # first line, last line, what replaces them
         for node in self.body:
             if node not in self.kept and node not in self.imports:
@@ -210,7 +210,7 @@ def _order(alias: ast.alias) -> tuple[int, str]:
 
 
 def _statements(imported: Iterable[tuple[str, ast.alias]], indent: str) -> list[str]:
-    """Imports from files that lie beside the one with these statements."""
+    """Import statements for files in the same directory."""
     by_file: dict[str, list[ast.alias]] = {}
     for home, alias in imported:
         by_file.setdefault(flat_name(home), []).append(alias)
@@ -230,8 +230,8 @@ def _statements(imported: Iterable[tuple[str, ast.alias]], indent: str) -> list[
 
 def repository_code(*modules: str) -> dict[str, str]:
     """
-    The files that these modules need, by name: the modules themselves, and of every module of ours that they import,
-    directly or not, the definitions that are used.
+    The files that these modules need, by name: the modules themselves, and the used definitions of every module of
+    ours that they import, directly or indirectly.
 
     Raises:
         ValueError: if two modules would have the same name.

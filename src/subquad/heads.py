@@ -95,8 +95,8 @@ class SequenceClassificationHead:
     ) -> SequenceClassifierOutputWithPast:
         """
         Args:
-            labels: (batch) class ids, or regression targets, or (batch, classes) of a multi-label problem
-                (`config.problem_type`).
+            labels: (batch) class ids or regression targets, or (batch, classes) targets of a multi-label problem, see
+                `config.problem_type`.
 
         Without `attention_mask`, a run of `pad_token_id` at either end of a row counts as padding. For other arguments
         see the base model.

@@ -1,6 +1,6 @@
 """
-Model repositories that load without this package: `from_pretrained(..., trust_remote_code=True)` finds the code beside
-the weights. [`subquad.flatten`] makes it from the package's own.
+Model repositories that load without this package: `from_pretrained(..., trust_remote_code=True)` finds the code next
+to the weights. [`subquad.flatten`] makes this code from the package's own.
 """
 
 import importlib.metadata
@@ -37,8 +37,8 @@ def _write_json(path: Path, fields: dict[str, Any]) -> None:
 
 def add_model_code(directory: str | os.PathLike) -> None:
     """
-    Makes a saved model load if this package is not installed: adds the code that it needs, with its licence, and the
-    `auto_map` in `config.json`, by which the Auto classes find it.
+    Makes a saved model load without this package: adds the code that it needs, with its licence, and tells the Auto
+    classes in `config.json` where it is.
 
     Raises:
         ValueError: if the directory does not hold a model of this package.
@@ -168,7 +168,7 @@ def _copy_tokenizer(source: Path, destination: Path) -> None:
 
 
 def _legal(name: str) -> str:
-    """LICENSE or NOTICE: beside the metadata of the installed package, or at the root of the clone."""
+    """LICENSE or NOTICE: next to the metadata of the installed package, or at the root of the clone."""
     found = [Path(__file__).parents[2] / name]
     with suppress(importlib.metadata.PackageNotFoundError):
         files = importlib.metadata.distribution("subquad").files or ()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .architecture import Costs
 from .models import REGISTRY
 from .presets import PRESETS, preset_config
 
@@ -49,7 +50,7 @@ class UnknownModelError(ValueError):
 @dataclass(frozen=True)
 class ModelInfo:
     """
-    The numbers of one model. None if an architecture has no such number.
+    The numbers of one model. A number is None if the architecture does not have it, or belongs to another package.
 
     FLOPs are those of one token. What they count differs between the architectures: see `costs` in the
     `architecture.py` of each.
@@ -199,7 +200,8 @@ def _info(
     weight_bytes: int | None,
 ) -> ModelInfo:
     bits = _bits(dtype if dtype in FLOATS else "float32")
-    costs = REGISTRY[config.model_type].costs(config, parameters)
+    architecture = REGISTRY.get(config.model_type)
+    costs = Costs() if architecture is None else architecture.costs(config, parameters)
     text = config.get_text_config()
     state = state_bytes = None
     if costs.fixed_state is not None:

@@ -1,7 +1,7 @@
 """
-Tunes in ABC notation, which the embedded models write, as MIDI and as a picture of the score.
+Converts tunes in ABC notation, which the embedded models write, to MIDI and to a picture of the score.
 
-music21 reads the notation and writes MIDI, verovio engraves; `pip install "subquad[music]"` brings both.
+music21 reads the notation and writes MIDI, verovio draws the score; `pip install "subquad[music]"` installs both.
 """
 
 import copy
@@ -15,7 +15,7 @@ from pathlib import Path
 MIDI_SUFFIXES = (".mid", ".midi")
 SCORE_SUFFIXES = (".svg",)
 
-# A tune ends at an empty line, or where the text does.
+# A tune ends at an empty line or at the end of the text.
 _TUNE = re.compile(r"^X:.*?(?=\n[ \t\r]*\n|\Z)", re.MULTILINE | re.DOTALL)
 _KEY = re.compile(r"^K:", re.MULTILINE)
 _TIE_AT_BROKEN_RHYTHM = re.compile(r"-(?=[<>])|(?<=[<>])-")
@@ -24,7 +24,7 @@ _TIE_AT_BROKEN_RHYTHM = re.compile(r"-(?=[<>])|(?<=[<>])-")
 def require_music() -> None:
     """
     Raises:
-        ImportError: where music21 or verovio is not installed; the message says how to.
+        ImportError: if music21 or verovio is not installed; the message says how to install them.
     """
     try:
         import music21  # noqa: F401
@@ -40,7 +40,7 @@ def check_files(
 ) -> None:
     """
     Raises:
-        ValueError: where [`write`] could not write these files, or, without `force`, would replace others.
+        ValueError: if [`write`] could not write these files, or a file exists and `force` is false.
     """
     for path, suffixes in ((midi, MIDI_SUFFIXES), (score, SCORE_SUFFIXES)):
         if path is None:
@@ -49,7 +49,7 @@ def check_files(
         if path.suffix.lower() not in suffixes:
             raise ValueError(f"{path} must end in {' or '.join(suffixes)}.")
         if not path.parent.is_dir():
-            raise ValueError(f"{path.parent} is no directory.")
+            raise ValueError(f"{path.parent} is not a directory.")
         if path.is_dir():
             raise ValueError(f"{path} is a directory.")
         if not force and path.exists():
@@ -60,7 +60,7 @@ def write(
     text: str, midi: str | os.PathLike | None = None, score: str | os.PathLike | None = None, force: bool = False
 ) -> None:
     """
-    Writes the tune that a text holds. No file appears before all are complete.
+    Writes the first tune of a text to files, which appear only when all of them are complete.
 
     Args:
         text: see [`read_tune`].
@@ -69,8 +69,8 @@ def write(
         force: whether to replace files.
 
     Raises:
-        ImportError: where music21 or verovio is not installed.
-        ValueError: where the text holds no tune, or a file cannot be written or exists.
+        ImportError: if music21 or verovio is not installed.
+        ValueError: if the text does not contain a tune, a file cannot be written, or it exists and `force` is false.
     """
     require_music()
     check_files(midi, score, force)
@@ -89,26 +89,28 @@ def write(
 
 def read_tune(text: str):
     """
-    The first tune of a text as a `music21.stream.Score`: bars as long as they are written, whatever the metre says.
-    It has the first metre only: where that changes within the tune, the bars change, but no sign says so.
+    The first tune of a text as a `music21.stream.Score`. Bars are as long as they are written, whatever the metre
+    says. Only the first metre is shown: if the metre changes within the tune, the bars change without a sign.
 
     Args:
-        text: ABC notation, version 2.1: from a line that begins with `X:` to an empty line, with a `K:` field.
+        text: ABC notation, version 2.1. A tune goes from a line that begins with `X:` to an empty line and has a `K:`
+            field.
 
     Raises:
-        ValueError: where there is no such tune in it, or music21 does not understand it.
+        ValueError: if there is no such tune in the text, or music21 cannot read it.
     """
     from music21 import abcFormat
 
     match = _TUNE.search(text)
     if match is None or not _KEY.search(match[0]):
-        raise ValueError("the text is no tune in ABC notation: there are no X: and K: fields in it.")
-    # At a broken rhythm music21 takes a tie for the end of it. Most of these ties are meant as slurs.
+        raise ValueError("the text is not a tune in ABC notation: it does not have the fields X: and K:.")
+    # music21 misreads a tie next to the `<` or `>` of a broken rhythm. Most of these ties are meant as slurs.
     tune = _TIE_AT_BROKEN_RHYTHM.sub("", match[0])
     try:
-        # Without its version, a tune would be read as of 1999, when accidentals were not valid to the end of the bar.
+        # Without a version, music21 reads a tune by the standard of 1999, in which an accidental does not last until
+        # the end of the bar.
         handler = abcFormat.ABCFile().readstr(f"%abc-2.1\n{tune}\n")
-        # music21 cuts bars that are longer than the metre in two, which it cannot where it does not know the metre.
+        # music21 cuts bars that are longer than the metre in two, unless it does not know the metre.
         metres = [token for token in handler.tokens if isinstance(token, abcFormat.ABCMetadata) and token.isMeter()]
         handler.tokens = [token for token in handler.tokens if not any(token is metre for metre in metres)]
         score = abcFormat.translate.abcToStreamScore(handler)
@@ -121,7 +123,7 @@ def read_tune(text: str):
             _mark_endings(part)
             _mend_ties(part)
     except Exception as error:  # music21's exceptions have no common base
-        raise ValueError(f"the text is no tune in ABC notation: {type(error).__name__}: {error}") from error
+        raise ValueError(f"the text is not a tune in ABC notation: {type(error).__name__}: {error}") from error
     if not score.recurse().notes:
         raise ValueError("the tune has no notes.")
     return score
@@ -129,8 +131,8 @@ def read_tune(text: str):
 
 def to_midi(score) -> bytes:
     """
-    A tune as it is played, repeats and both endings included, without grace notes and chord symbols: a standard MIDI
-    file, with 120 quarter notes a minute where no `Q:` field asks for others.
+    A tune as a standard MIDI file: as it is played, with repeats and both endings, without grace notes and chord
+    symbols. It has 120 quarter notes a minute unless a `Q:` field gives another tempo.
 
     Args:
         score: what [`read_tune`] returns.
@@ -144,7 +146,7 @@ def to_midi(score) -> bytes:
         for measure in _play_order(part):
             measure = copy.deepcopy(measure)
             measure.leftBarline = measure.rightBarline = None
-            # Grace notes and chord symbols have no length; they would sound and not end.
+            # Grace notes and chord symbols have a length of zero; they would start to sound and never end.
             measure.remove([note for note in measure.notes if not note.quarterLength])
             sequence.append(measure)
         _mend_ties(sequence)
@@ -154,7 +156,7 @@ def to_midi(score) -> bytes:
 
 def to_svg(score) -> str:
     """
-    A tune as it is written: an SVG picture of one page, in which all musical signs are drawn as paths.
+    A tune as an SVG picture: one page, as it is written, with all musical signs drawn as paths.
 
     Args:
         score: what [`read_tune`] returns.
@@ -162,8 +164,8 @@ def to_svg(score) -> str:
     import verovio
     from music21.musicxml.m21ToXml import ScoreExporter
 
-    score.metadata.title = score.metadata.title or ""  # else music21 calls it a fragment of itself
-    # This exporter keeps the bars; the usual one fills them up to the metre or moves notes to the next.
+    score.metadata.title = score.metadata.title or ""  # without a title music21 writes one of its own
+    # This exporter keeps the bars; the usual one fills them up to the metre, or moves notes to the next bar.
     exporter = ScoreExporter(score)
     exporter.parse()
     toolkit = verovio.toolkit()
@@ -172,8 +174,8 @@ def to_svg(score) -> str:
             "pageHeight": 60000,
             "adjustPageHeight": True,
             "footer": "none",
-            "svgCss": "g.mNum {display: none}",  # the numbers of bars, among which upbeats would count
-            "svgFormatRaw": True,  # some viewers lose the title in the white space
+            "svgCss": "g.mNum {display: none}",  # no numbers of bars: upbeats would be counted too
+            "svgFormatRaw": True,  # with white space some viewers do not show the title
             "svgViewBox": True,
         }
     )
@@ -182,7 +184,7 @@ def to_svg(score) -> str:
 
 
 def _mark_endings(part) -> None:
-    """Endings reach to the next bar line that is no plain one; music21 knows only the bars where they begin or end."""
+    """Extends endings to the next bar line that is not a plain one; music21 only knows where they begin or end."""
     from music21 import spanner
 
     found = list(part.getElementsByClass("RepeatBracket"))
@@ -202,7 +204,7 @@ def _mark_endings(part) -> None:
 
 
 def _mend_ties(part) -> None:
-    """Ties hold between neighbours of the same pitch only: in many tunes they are written for slurs."""
+    """Removes ties between notes of different pitch: many tunes use ties where they mean slurs."""
     from music21 import tie
 
     notes = [note for note in part.recurse().notesAndRests if note.quarterLength]  # neither graces nor chord symbols
@@ -216,8 +218,8 @@ def _mend_ties(part) -> None:
 
 def _play_order(part) -> list:
     """
-    The bars in the order in which they are played, as section 4.8 of the ABC standard says: where no `|:` went before,
-    `:|` goes back to the latest double bar or end of a repeat, else to the beginning.
+    The bars in the order in which they are played, as in section 4.8 of the ABC standard: without a `|:` before it,
+    `:|` goes back to the latest double bar or end of a repeat, or to the beginning.
     """
     measures = list(part.getElementsByClass("Measure"))
     brackets = part.getElementsByClass("RepeatBracket")

@@ -1,4 +1,4 @@
-"""The published sizes, as data: the presets of all architectures by name."""
+"""The presets of all architectures by name: published sizes without weights."""
 
 from typing import TYPE_CHECKING, Any
 

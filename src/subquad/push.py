@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CARD = "README.md"
-# The weights that `from_pretrained` looks for: old ones must not stay beside new ones in another number of files.
+# The weight files that `from_pretrained` looks for. Old ones are deleted if the new ones have other names.
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-# In the card that transformers makes if the tokenizer is pushed first, which says nothing about the model.
+# In the card that transformers makes if a tokenizer is pushed first. It says nothing about the model.
 PLACEHOLDER = "# Model Card for Model ID"
 
 
@@ -39,25 +39,27 @@ def push(
 ) -> "CommitInfo":
     """
     Uploads a model directory in the form that [`subquad.hub.export`] writes, in one commit. Other files of the
-    repository stay, except for old weights. The card is the model directory's README.md if it was written by hand, or
-    else the one in the repository, or else a new one.
+    repository stay, except for the weights of another model. The card is the model directory's README.md if somebody
+    wrote it, otherwise the one that the repository has, otherwise a new one.
 
     Args:
         source: a directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights.
-        repo_id: owner and name of the repository. Without an owner it is yours. It is created if it does not exist.
-        private: whether a new repository is private; by default, as in the owner's settings.
-        token: the token of a user who may write to it; by default that of `hf auth login` or of the variable HF_TOKEN.
+        repo_id: owner and name of the repository, or only the name of one of your own. It is created if it does not
+            exist.
+        private: whether a new repository is private; by default as in the owner's settings.
+        token: token of a user who may write to the repository; by default that of `hf auth login` or the variable
+            HF_TOKEN.
         revision: branch to commit to, created if it does not exist; by default main.
-        create_pr: open a pull request with the commit, for which no right to write is needed.
+        create_pr: open a pull request with the commit, which does not need write access.
         commit_message: by default "Upload model".
 
     Returns:
         the URL of the commit, with `repo_url`, `oid` and `pr_url` as attributes.
 
     Raises:
-        ValueError: if the source cannot be exported, `repo_id` is not a name of a repository, a revision is given for
-            a pull request, or the model is to be private and the repository is public.
-        PushError: if the token is missing or wrong, it may not write to the repository, or the connection fails.
+        ValueError: if the source cannot be exported, `repo_id` is not a valid name, a revision is given for a pull
+            request, or `private` is true and the repository is public.
+        PushError: if the token is missing, wrong or not allowed to write to the repository, or the connection fails.
     """
     from .hub import export
 
@@ -80,7 +82,7 @@ def push(
             )
 
 
-# The arguments of `save_pretrained` that are those of an upload.
+# The arguments of `save_pretrained` that are for an upload.
 PUSH_ARGUMENTS = (
     "repo_id",
     "token",
@@ -105,8 +107,8 @@ def save_model(
     **kwargs,
 ) -> None:
     """
-    `save_pretrained` of the models. It is that of transformers, `save`, and adds the code of the model if
-    `self_contained` is set or the model was loaded from a directory with its code.
+    `save_pretrained` of the models. It calls that of transformers, `save`, and adds the model's code if
+    `self_contained`, or if the model was loaded from a directory with its code.
     """
     from .hub import add_model_code
 
@@ -136,14 +138,14 @@ def push_model(
     tags: str | list[str] | None = None,
 ) -> "CommitInfo":
     """
-    `push_to_hub` of the models. As in transformers, but the repository loads without this package.
+    `push_to_hub` of the models: like that of transformers, but in the form that loads without this package.
 
     Args:
-        source: the directory that the model was saved in, which is uploaded as by [`push`]. By default the model is
-            saved to a temporary one, in files of at most `max_shard_size`.
+        source: a directory that holds the saved model and whatever else [`push`] uploads; by default the model is
+            saved to a temporary directory, in files of at most `max_shard_size`.
 
     Raises:
-        ValueError: as [`push`]; what the Hub refuses raises the errors of huggingface_hub.
+        ValueError: as [`push`]. If the Hub refuses the upload, the errors are those of huggingface_hub.
     """
     from .hub import export
 
@@ -177,7 +179,7 @@ def _api(token: bool | str | None) -> "HfApi":
 
 
 def _target(api: "HfApi", repo_id: str, *, private: bool | None, revision: str | None, create_pr: bool) -> str:
-    """The full name of the repository. Before any slow work, checks that the upload is possible and not public."""
+    """The full name of the repository, after the checks that do not take long."""
     from huggingface_hub.utils import validate_repo_id
 
     if create_pr and revision not in (None, "main"):
@@ -203,8 +205,8 @@ def _upload(
     tags: list[str] | None = None,
 ) -> "CommitInfo":
     """
-    Uploads all files of the `directory` that `source` was exported to, with the repository's card, as one commit.
-    (`upload_folder` of huggingface_hub may make several.)
+    Uploads all files of `directory`, which `source` was exported to, and a card, as one commit. (`upload_folder` of
+    huggingface_hub may make several commits.)
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -235,7 +237,7 @@ def _upload(
 
 
 def _new_card(source: Path, directory: Path, repo_id: str, there: list[str]) -> None:
-    """Writes a new card. A tokenizer in the repository counts as the model's, like one in the directory."""
+    """Writes a new card. Its example uses a tokenizer if there is one in the directory or in the repository."""
     from .cards import TOKENIZER_FILES, base_model, model_card
 
     has_tokenizer = any(name in there or (directory / name).is_file() for name in TOKENIZER_FILES)
@@ -253,13 +255,13 @@ def _tag(path: Path, tags: list[str]) -> None:
 
 @contextmanager
 def _explained(api: "HfApi", repo_id: str) -> Iterator[None]:
-    """Replaces the Hub's errors by ones that say what to do."""
+    """Turns the Hub's errors into ones that say what to do about them."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
 
     try:
         yield
     except LocalTokenNotFoundError as error:
-        raise PushError("there is no token: log in with `hf auth login`, or set HF_TOKEN.") from error
+        raise PushError("the token is missing: log in with `hf auth login`, or set HF_TOKEN.") from error
     except HfHubHTTPError as error:
         if error.response.status_code == 401:
             message = "the Hub does not accept the token: log in with `hf auth login`, or set HF_TOKEN to a valid one."
@@ -273,4 +275,4 @@ def _explained(api: "HfApi", repo_id: str) -> Iterator[None]:
         raise PushError(f"the connection to {api.endpoint} failed: {error}") from error
     except RuntimeError as error:  # from the threads that upload large files
         reason = error.__cause__ or error
-        raise PushError(f"the upload to {repo_id} broke off, and nothing was committed: {reason}") from error
+        raise PushError(f"the upload to {repo_id} was interrupted and nothing was committed: {reason}") from error

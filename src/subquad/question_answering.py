@@ -1,4 +1,4 @@
-"""Answers to questions about a passage: the pipeline "question-answering", which transformers 5 no longer has."""
+"""The pipeline "question-answering", which transformers 5 removed: it answers questions about a passage."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from transformers.pipelines.base import ChunkPipeline
 from .models import REGISTRY
 
 
-CONTEXT, NO_ANSWER = 1, 2  # what a token is to the search: part of the passage, or what stands for "no answer"
+CONTEXT, NO_ANSWER = 1, 2  # role of a token: part of the passage, or the token whose logits mean "no answer"
 DEFAULT_STRIDE = 128
-UNLIMITED = 10**9  # a tokenizer that knows no limit has a larger number
+UNLIMITED = 10**9  # a `model_max_length` above this means that the tokenizer does not know a limit
 
 
 @dataclass
@@ -26,10 +26,10 @@ class Passage:
 
     Attributes:
         context: the passage as it was given.
-        starts, ends: characters where the text of each token begins and ends, without white space, (n).
-        can_start, can_end: of each token whether an answer may begin or end with it, (n). An answer never begins or
-            ends with white space; of several tokens that spell one character, the first begins and the last ends an
-            answer. So no two pairs of tokens are the same answer.
+        starts, ends: the characters where the text of each token begins and ends, without white space, (n).
+        can_start, can_end: whether an answer may begin or end with each token, (n). An answer never begins or ends
+            with white space. If several tokens spell one character, an answer may only begin with the first of them
+            and end with the last. So two different pairs of tokens are two different answers.
     """
 
     context: str
@@ -40,11 +40,11 @@ class Passage:
 
 
 def read_passage(context: str, offsets: np.ndarray) -> Passage:
-    """Of a passage and the characters [begin, end) of each of its tokens, (n, 2)."""
+    """The [`Passage`] of a text, given the characters [begin, end) of each of its tokens, (n, 2)."""
     text = np.fromiter((not character.isspace() for character in context), bool, len(context))
-    place = np.arange(len(context))
-    following = np.minimum.accumulate(np.where(text, place, len(context))[::-1])[::-1]
-    preceding = np.maximum.accumulate(np.where(text, place, -1))
+    index = np.arange(len(context))
+    following = np.minimum.accumulate(np.where(text, index, len(context))[::-1])[::-1]
+    preceding = np.maximum.accumulate(np.where(text, index, -1))
     begins, ends = offsets.T
     starts = np.append(following, len(context))[begins]
     ends = np.append(preceding, -1)[ends - 1] + 1
@@ -57,19 +57,24 @@ def read_passage(context: str, offsets: np.ndarray) -> Passage:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Tokens that a model has positions for; None where its configuration names no limit."""
+    """Number of positions that a model has; None if its configuration does not limit it."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
     for name, module in model.named_modules():
-        # RoBERTa and its kin count positions from the one that follows the padding's.
+        # RoBERTa and similar models count positions from `padding_idx` + 1 on.
         if "position" in name and isinstance(module, nn.Embedding) and module.padding_idx is not None:
             return limit - module.padding_idx - 1
     return limit
 
 
 def check(example: Any) -> Mapping:
-    """The example itself. Raises TypeError or ValueError, naming the argument, where it is no question and passage."""
+    """
+    Returns the example.
+
+    Raises:
+        TypeError, ValueError: if it is not a question and a passage; the message names the argument.
+    """
     if not isinstance(example, Mapping):
         raise TypeError(f"`inputs` must hold dictionaries with `question` and `context`, got {example!r:.80}.")
     for name in ("question", "context"):
@@ -84,7 +89,7 @@ def check(example: Any) -> Mapping:
 
 
 def pair(inputs: Mapping) -> Mapping | list[Mapping]:
-    """One example, or a list of them where `question` or `context` is a list."""
+    """One example, or a list of examples if `question` or `context` is a list."""
     question, context = inputs.get("question"), inputs.get("context")
     lists = [value for value in (question, context) if isinstance(value, list | tuple)]
     if not lists:
@@ -97,8 +102,16 @@ def pair(inputs: Mapping) -> Mapping | list[Mapping]:
 
 def cut(others: int, tokens: int, limit: int | None, stride: int | None) -> Iterator[tuple[int, int]]:
     """
-    Yields the pieces [begin, end) of a passage of so many tokens, which each is read with `others`, at most `limit`
-    together; two neighbours have `stride` tokens in common.
+    Yields the pieces [begin, end) of a passage. Neighbouring pieces have `stride` tokens in common.
+
+    Args:
+        others: number of tokens that are read together with each piece: the question and special tokens.
+        tokens: number of tokens of the passage.
+        limit: maximum number of tokens that can be read in one call; None for any number.
+        stride: by default 128, or half of the room that the question leaves if that is less.
+
+    Raises:
+        ValueError: if the question is too long, or `stride` is.
     """
     if limit is None or others + tokens <= limit:
         yield 0, tokens
@@ -106,12 +119,12 @@ def cut(others: int, tokens: int, limit: int | None, stride: int | None) -> Iter
     room = limit - others
     if room < 1:
         raise ValueError(
-            f"`question` is too long: {others} tokens with the special ones, of {limit} that can be read."
+            f"`question` is too long: with special tokens it has {others} tokens, and at most {limit} can be read."
         )
     if stride is None:
         stride = min(DEFAULT_STRIDE, room // 2)
     if stride >= room:
-        raise ValueError(f"`doc_stride` must be less than {room}, the tokens that a piece has room for, got {stride}.")
+        raise ValueError(f"`doc_stride` must be less than {room}, the room that the question leaves, got {stride}.")
     for begin in range(0, tokens, room - stride):
         end = min(begin + room, tokens)
         yield begin, end
@@ -127,26 +140,26 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         qa(question="Where is the Atomium?", context="The Atomium is in Brussels.")
         # {"score": 0.98, "start": 18, "end": 26, "answer": "Brussels"}
 
-    An answer is a run of the passage's tokens, `start` and `end` are characters of the passage. Its score is its
-    probability among all that are allowed: the softmax of the sum of its first token's start logit and its last
-    token's end logit.
+    An answer consists of consecutive tokens of the passage; `start` and `end` are characters of the passage. Its score
+    is its probability among all possible answers: the softmax over the sums of the start logit of the first token and
+    the end logit of the last token.
 
-    The architectures of this library read a passage of any length at once. Another model gets a passage that is longer
-    than it can read in pieces that overlap; an answer that is in two of them has the better one's logits.
+    The architectures of this library read a passage of any length in one call. For another model, a passage that is
+    too long is cut into pieces that overlap. An answer that is in two pieces gets the larger logits.
 
-    Options, of `pipeline(...)` or of a call:
-        top_k: number of answers; 1 gives a dictionary, more give a list of them, the best first.
-        max_answer_len: most tokens of an answer. Default 15.
+    Options of `pipeline(...)` and of a call:
+        top_k: number of answers. 1 (the default) gives a dictionary, more give a list of them, the best first.
+        max_answer_len: maximum number of tokens of an answer. Default: 15.
         handle_impossible_answer: whether "no answer" (an empty one, with `start` and `end` 0) may be the best. Its
-            logits are those of the [CLS] token (the first token where there is none); of several pieces, those of the
-            one which is least sure that it has no answer.
-        max_seq_len: most tokens of a piece, question and special tokens included. Default: whatever the model and its
-            tokenizer can read.
-        doc_stride: tokens that a piece has in common with the one before it. Default: 128, or half of the room that
-            the question leaves if that is less.
-        padding: `"max_length"` pads every piece to `max_seq_len`, for models that are compiled for one length. What is
-            read together in a batch is padded to the longest in any case.
-        batch_size: number of pieces that are read together.
+            logits are those of the [CLS] token, or of the first token if there is no [CLS] token. With several
+            pieces, the piece with the lowest logits for "no answer" counts.
+        max_seq_len: maximum number of tokens of a piece, with question and special tokens. Default: as many as the
+            model and its tokenizer can read.
+        doc_stride: number of tokens that a piece shares with the one before it. Default: 128, or half of the room
+            that the question leaves if that is less.
+        padding: `"max_length"` pads every piece to `max_seq_len`, for models that are compiled for one length. The
+            pieces of a batch are always padded to the longest.
+        batch_size: number of pieces that are read in one call.
     """
 
     _load_tokenizer = True
@@ -156,7 +169,7 @@ class QuestionAnsweringPipeline(ChunkPipeline):
     def __init__(self, model, tokenizer=None, **kwargs):
         if tokenizer is None or not getattr(tokenizer, "is_fast", False):
             raise ValueError(
-                "`tokenizer` must be a fast one, which knows the characters of each token, got "
+                "`tokenizer` must be a fast tokenizer, which knows the characters of each token, got "
                 f"{'none' if tokenizer is None else type(tokenizer).__name__}."
             )
         self.position_limit = position_limit(model)
@@ -192,15 +205,16 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         """
         Args:
             inputs: a dictionary with `question` and `context`, a list, dataset or generator of these; or give
-            question, context: strings, or lists of them; where one is a list, the other may be a single string.
+            question, context: strings, or lists of strings; if one is a list, the other may be a single string.
             kwargs: options, see the class.
 
         Returns:
-            For one question a dictionary with `score`, `start`, `end` and `answer`, or with `top_k` above 1 a list of
-            these; for a list of questions a list of that; for a dataset or a generator an iterator over it.
+            For one question a dictionary with `score`, `start`, `end` and `answer`, or a list of such dictionaries if
+            `top_k` is above 1. For a list of questions, a list of these results; for a dataset or a generator, an
+            iterator over them.
 
         Raises:
-            TypeError, ValueError: where an argument is missing, empty or of the wrong type; the message names it.
+            TypeError, ValueError: if an argument is missing, empty or of the wrong type; the message names it.
         """
         if inputs is None:
             inputs = {"question": question, "context": context}
@@ -217,21 +231,21 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         return [] if inputs == [] else super().__call__(inputs, **kwargs)
 
     def default_length(self) -> int | None:
-        """Most tokens of a piece where nobody says otherwise; None for any number."""
+        """Maximum number of tokens of a piece by default; None for any number."""
         if self.model.config.model_type in REGISTRY:
             return None
         limits = [self.position_limit, self.tokenizer.model_max_length]
         return min((limit for limit in limits if limit is not None and limit < UNLIMITED), default=None)
 
     def preprocess(self, example, max_seq_len=None, doc_stride=None, padding=False) -> Iterator[dict[str, Any]]:
-        """Yields the pieces that a passage is read in, as rows of one: (1, tokens)."""
+        """Yields the pieces of a passage as inputs of the model, with batch size 1: (1, tokens)."""
         example = check(example)
         encoding = self.tokenizer(
             *(example["question"], example["context"]),
             return_offsets_mapping=True,
             return_attention_mask=True,
             truncation=False,
-            verbose=False,  # what is too long is cut below
+            verbose=False,  # no warning about a long text: it is cut below
         )
         sequences = np.array([-1 if text is None else text for text in encoding.sequence_ids(0)])
         where = np.flatnonzero(sequences == 1)
@@ -267,13 +281,13 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         outputs = self.model(**inputs)
         if not hasattr(outputs, "start_logits") or not hasattr(outputs, "end_logits"):
             raise ValueError(
-                f"`model` must have a question answering head, as those of AutoModelForQuestionAnswering have; "
-                f"{type(self.model).__name__} tells no start and end of an answer."
+                "`model` must have a question answering head, as those of AutoModelForQuestionAnswering have; "
+                f"{type(self.model).__name__} does not return `start_logits` and `end_logits`."
             )
         return {"start": outputs.start_logits.float(), "end": outputs.end_logits.float(), **rest}
 
     def postprocess(self, pieces, top_k=1, max_answer_len=15, handle_impossible_answer=False):
-        """The best answers among all that some piece holds. Time and memory grow with `tokens * max_answer_len`."""
+        """The best answers of all pieces. Time and memory grow with `tokens * max_answer_len`."""
         passage = pieces[0]["passage"]
         length = len(passage.starts)
         width = min(max_answer_len, length)
@@ -294,7 +308,7 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         if np.isnan(best):
             raise ValueError("`model` gave logits that are not numbers (NaN).")
         if best == -np.inf:
-            raise ValueError(f"`max_answer_len` {max_answer_len} leaves no answer: it takes more tokens to spell one.")
+            raise ValueError(f"`max_answer_len` {max_answer_len} is too small: every answer has more tokens.")
         scores = np.exp(logits - best)
         total = scores.sum(dtype=np.float64)
         count = min(top_k, int((logits > -np.inf).sum()))
@@ -309,16 +323,16 @@ class QuestionAnsweringPipeline(ChunkPipeline):
 
 
 def register() -> None:
-    """Adds the pipeline to those of transformers, if it has none of this name."""
+    """Adds the pipeline to those of transformers, unless transformers has it already."""
     from transformers import pipelines
     from transformers.models.auto.modeling_auto import AutoModelForQuestionAnswering
 
     task, tasks = "question-answering", pipelines.PIPELINE_REGISTRY.supported_tasks
     if task in tasks:
         return
-    # Not by `register_pipeline`, which marks the class as a repository's own code: saving would copy it beside the
-    # model, and loading would ask for `trust_remote_code`.
+    # `register_pipeline` would mark the class as the code of a repository: saving would copy it next to the model, and
+    # loading would need `trust_remote_code`.
     entry = {"impl": QuestionAnsweringPipeline, "pt": (AutoModelForQuestionAnswering,), "default": {}, "type": "text"}
     tasks[task] = entry
-    # Newer versions refuse the name before they look for it.
+    # Newer versions refuse the names of removed tasks before they look them up.
     getattr(pipelines, "REMOVED_TASKS", {}).pop(task, None)

@@ -30,7 +30,7 @@ from .padding import Tokens
 
 
 PREFIX = "state_tuning_"
-_NO_MERGING = "A trained initial state cannot be merged: the weights of the model have no place for it."
+_NO_MERGING = "A trained initial state cannot be merged: the model does not have a weight for it."
 # Class name of a recurrence to its state.
 TUNABLE: dict[str, TunableState] = {
     architecture.tunable_state.module: architecture.tunable_state
@@ -160,7 +160,7 @@ class StateTuningModel(BaseTuner):
     def _prepare_model(self, peft_config: StateTuningConfig, model: nn.Module) -> None:
         names = [name for name, module in model.named_modules() if type(module).__name__ in TUNABLE]
         if not names:
-            raise ValueError(f"State tuning: {type(model).__name__} has no state of the kind that can be trained.")
+            raise ValueError(f"State tuning: {type(model).__name__} does not have a state that can be trained.")
         if (getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1) > 1:
             raise ValueError("State tuning: a model whose heads are split over several processes cannot be tuned.")
         if peft_config.target_modules is None:
@@ -182,7 +182,9 @@ class StateTuningModel(BaseTuner):
             return
         tunable = TUNABLE.get(type(target).__name__)
         if tunable is None:
-            raise ValueError(f"`target_modules`: {current_key} is a {type(target).__name__}, which has no state.")
+            raise ValueError(
+                f"`target_modules`: {current_key} is a {type(target).__name__}, without a state to train."
+            )
         shape = tunable.shape(self.model.config.get_text_config())
         layer = StateTuningLayer(target, adapter_name, peft_config, shape)
         if adapter_name not in self.active_adapters:

@@ -1,6 +1,6 @@
 """
-What tensor parallelism needs beside transformers: plans that split heads, and the parts of parameters outside of
-linear layers. A process that has some of the heads has their parameters and their states alone.
+What tensor parallelism needs besides transformers: plans that split heads, and access to the local part of parameters
+outside linear layers. A process that has some of the heads has only their parameters and states.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,14 +10,14 @@ from transformers import PreTrainedConfig
 
 
 def divides_heads(config: PreTrainedConfig, *heads: int) -> bool:
-    """Whether the processes that load a model can have equal numbers of these heads."""
+    """Whether the heads can be split evenly over the processes that load the model."""
     processes = getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
     return not any(number % processes for number in heads)
 
 
 def plan_property(plan: Callable[[PreTrainedConfig], dict[str, str]]) -> property:
-    """A configuration's `base_model_tp_plan`: the function's, and what is assigned over it."""
-    name = "base_model_tp_plan"  # where transformers looks for what is not to be saved
+    """A configuration's `base_model_tp_plan`: that of the function, updated by what is assigned to the property."""
+    name = "base_model_tp_plan"  # transformers leaves the attribute of this name out of saved configurations
 
     def read(config: PreTrainedConfig) -> dict[str, str]:
         return {**plan(config), **config.__dict__.get(name, {})}
@@ -37,12 +37,12 @@ def plan_heads(
 
     Args:
         module: its name.
-        into: names in it of the linear layers that make the heads.
-        output: name of the linear layer that reads them all.
-        parameters: what else the heads have, and its style; of a parameter outside of linear layers "rowwise" splits
-            the last axis, "colwise" the one before it, or the only one.
+        into: names, within the module, of the linear layers whose outputs are the heads.
+        output: name of the linear layer that reads all heads.
+        parameters: names of other parameters of the heads, with their styles. For a parameter outside linear layers,
+            "rowwise" splits the last axis; "colwise" splits the axis before it, or the only one.
         split: whether each process has heads of its own. If not, only the linear layers are split, and every process
-            gets what all of them put out.
+            gets their whole output.
     """
     styles = ("colwise", "rowwise") if split else ("colwise_gather_output", "rowwise_split_input")
     plan = {**dict.fromkeys(into, styles[0]), output: styles[1], **(parameters if split else {})}
@@ -50,16 +50,16 @@ def plan_heads(
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter that this process has: all of it where it is not split."""
+    """The part of a parameter that this process has; all of it if it is not split."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def times_own_columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight, or where the weight is split by its columns, the columns of that which this process has."""
+    """x @ weight; if the weight is split by columns, only the columns of the product that this process has."""
     if not hasattr(weight, "to_local"):
         return x @ weight
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    # Every process has all of x, but its columns tell only a part of the gradient: what is needed is their sum.
+    # Every process has all of x, but its columns give only a part of the gradient of x: these parts must be summed.
     x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
     return x.to_local(grad_placements=[Partial()]) @ weight.to_local()

@@ -1,15 +1,15 @@
 """
-A causal model as programs of `torch.export`, for runtimes that know neither transformers nor this package.
+A causal model as programs of `torch.export`, for runtimes without transformers and this package.
 
-A program is a function without side effects, from tokens and states to the logits of the token that comes next and
-the states after them. Two of them generate text: one reads a prompt, the other goes on token by token.
+A program is a function without side effects: from tokens and states to the logits of the next token and the new
+states. Two programs generate text: one reads the prompt, the other continues token by token.
 
     states = initial_states(model)
     prefill, decode = export_program(model).module(), export_program(model, length=1).module()
     logits, states = prefill(input_ids, states, attention_mask)    # tokens (batch, length)
     logits, states = decode(logits.argmax(-1, keepdim=True), states)
 
-States are tensors under the names, and in the order, of [`initial_states`], the batch first: those of a static cache.
+States are the tensors of a static cache, with the batch first, under the names and in the order of [`initial_states`].
 """
 
 import os
@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from .heads import CausalLMHead
 
 
-# Export ties a program to sizes of 0 and 1, and the token shift reads all tokens but one.
+# The shortest call of a program of any length. Export treats the sizes 0 and 1 as constants, and the token shift reads
+# all tokens but one.
 SHORTEST = 3
 
 
@@ -48,21 +49,21 @@ def initial_states(
     model: PreTrainedModel, batch_size: int = 1, max_cache_len: int | None = None
 ) -> dict[str, torch.Tensor]:
     """
-    The states that a text begins with: zeros, unless others were trained.
+    The states at the beginning of a text: zeros, unless state tuning trained others.
 
     Args:
         model: a causal language model.
         batch_size: number of texts.
-        max_cache_len: number of tokens that there is room for, padding included. Needed where the cache grows with the
-            text; of no meaning elsewhere.
+        max_cache_len: maximum number of tokens, padding included. Needed if the cache grows with the text, and ignored
+            otherwise.
 
     Raises:
-        ValueError: where the model is of another kind, or `max_cache_len` is missing.
+        ValueError: if the model is not a causal language model, or `max_cache_len` is needed and missing.
     """
     if not isinstance(model, CausalLMHead):
         raise ValueError(
-            f"`model` must be a causal language model of this package, got {type(model).__name__}. Of an adapted one "
-            "give `model.get_base_model()`, which has the adapters. What keeps no state is exported as it is: "
+            f"`model` must be a causal language model of this package, got {type(model).__name__}. For a model "
+            "with adapters give `model.get_base_model()`, which contains them. A model without a state is exported by "
             "`torch.export.export(model, (), {'input_ids': ..., 'attention_mask': ...})`."
         )
     cache = model.new_cache(static=True, max_cache_len=max_cache_len)
@@ -80,18 +81,18 @@ def export_program(
     """
     Exports one call of a causal model.
 
-    The program takes `input_ids` (batch, length), states, and where it reads more than one token an `attention_mask`
-    (batch, length), 0 where a token is padding, before or after the text: what is shorter is padded, what is longer
-    read in several calls. It returns the logits (batch, vocabulary) after each row's last token, and the states.
-    Nothing stops a caller who has no room for more tokens; `max_cache_len` is to be watched outside.
+    The program takes `input_ids` (batch, length), the states, and, if it reads more than one token, an
+    `attention_mask` (batch, length), which is 0 for padding before or after the text. Pad a shorter prompt, and read a
+    longer one in several calls. The program returns the logits (batch, vocabulary) after the last token of each row,
+    and the new states. It does not check whether `max_cache_len` is exceeded; the caller must.
 
     Args:
         model: a causal language model in evaluation mode, on the device where the program is to run.
-        length: number of tokens of a call; any number from 3 on where None.
+        length: number of tokens of a call; if None, any number of at least 3.
         batch_size, max_cache_len: see [`initial_states`].
 
     Raises:
-        ValueError: where an argument does not fit.
+        ValueError: if an argument is not valid, or the model is in training mode.
     """
     if length is not None and length < 1:
         raise ValueError(f"`length` must be at least 1, got {length}.")
@@ -110,17 +111,17 @@ def export_program(
 
 def inline_operators(program: ExportedProgram) -> ExportedProgram:
     """
-    The same program in torch's own operators, which loads where `subquad_kernels` is not installed. Operators that
-    export keeps whole are replaced by what they do in plain torch, laid out for the sizes of the program.
+    The same program in torch's own operators, so that it loads without `subquad_kernels`. The custom operators are
+    replaced by their plain torch code, traced for the sizes of the program.
 
     Args:
-        program: of any model of this package, with fixed sizes, exported on a CPU.
+        program: a program of any model of this package, with fixed sizes, exported on a CPU.
 
     Raises:
-        ValueError: where a size is not fixed.
+        ValueError: if a size is not fixed.
     """
     if program.range_constraints:
-        raise ValueError(f"Operators are inlined for fixed sizes; those of {program.range_constraints} are not.")
+        raise ValueError(f"`program` must have fixed sizes, got {program.range_constraints}.")
     module = program.module()
     for node in module.graph.nodes:
         if getattr(node.target, "namespace", None) == "subquad_kernels":
@@ -132,7 +133,7 @@ def inline_operators(program: ExportedProgram) -> ExportedProgram:
 
 
 def _cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`torch.cummax` of integers, which ONNX lacks."""
+    """`torch.cummax` of integers, which ONNX does not have."""
     x = x.movedim(dim, -1)
     earlier = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device).tril()
     found = torch.where(earlier, x.unsqueeze(-2), torch.iinfo(x.dtype).min).max(-1)
@@ -141,8 +142,9 @@ def _cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def save_onnx(program: ExportedProgram, path: str | os.PathLike) -> None:
     """
-    Writes a program of [`export_program`], inlined, as an ONNX model: inputs `input_ids`, `past.` and the name of each
-    state, and `attention_mask` where it reads more than one token; outputs `logits`, `present.` and the same names.
+    Writes a program of [`export_program`], inlined, as an ONNX model. Its inputs are `input_ids`, `past.NAME` for each
+    state, and `attention_mask` if it reads more than one token; its outputs are `logits` and `present.NAME` for each
+    state.
     """
     _, states, *mask = program.example_inputs[0]
     names = ["input_ids", *(f"past.{name}" for name in states), *["attention_mask" for _ in mask]]

@@ -15,7 +15,7 @@ HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "re
 
 
 def pickled_weights(directory: str | os.PathLike) -> list[Path]:
-    """The weight files in a directory that are not safetensors, except for what a Trainer keeps beside them."""
+    """The weight files in a directory that are not safetensors, except for the files of a Trainer."""
     files = (file for pattern in ("pytorch_model*.bin", "*.pth") for file in Path(directory).glob(pattern))
     return sorted(file for file in files if not file.name.startswith("rng_state"))
 

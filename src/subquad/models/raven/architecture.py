@@ -113,6 +113,7 @@ RAVEN = Architecture(
         scale=1.0,
     ),
     onnx=("decode",),
+    inspection="inspect_memory",
 )
 
 __all__ = ["RAVEN"]

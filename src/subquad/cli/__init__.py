@@ -1,0 +1,75 @@
+"""
+The command `subquad`. Each command is a module with its `SUMMARY`, its `DESCRIPTION`, `add_arguments` and `run`.
+
+A module that takes long to import is imported inside the function that needs it, so `--help` is fast.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from . import convert, export, generate, info, inspect_memory, push, run
+from .common import UsageError, one_line
+
+
+# In the order of the help.
+COMMANDS = {
+    "generate": generate,
+    "convert": convert,
+    "info": info,
+    "export": export,
+    "push": push,
+    "run": run,
+    "inspect-memory": inspect_memory,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Runs the command line.
+
+    Returns:
+        0; 1 if the command failed; 2 if the arguments are wrong; 130 after Ctrl-C; 141 if the reader of the output
+        closed it.
+    """
+    args = build_parser().parse_args(argv)
+    debug = args.debug or os.environ.get("SUBQUAD_DEBUG", "0") not in ("", "0")
+    try:
+        COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Python flushes stdout again at exit, which must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if debug:
+            raise
+        print(f"subquad {args.command}: error: {one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="subquad", description="Sub-quadratic language models: run them, convert them and see what they cost."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=module.SUMMARY,
+            description=module.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument(
+            "--debug", action="store_true", help="show the traceback of an error (also SUBQUAD_DEBUG=1)"
+        )
+        module.add_arguments(command)
+    return parser

@@ -1,0 +1,102 @@
+"""What several commands do before and around their work."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+class UsageError(Exception):
+    """Arguments that can be parsed but are wrong; exit code 2."""
+
+
+def find_model(name: str) -> Path | str:
+    """
+    The directory of an embedded model, or `name` if it is a directory or may be a model on the Hub.
+
+    Raises:
+        UsageError: if it cannot be any of these.
+    """
+    from ..info import embedded_model
+    from ..presets import PRESETS
+
+    path = embedded_model(name)
+    if path is None and not os.path.isdir(name):
+        if name in PRESETS:
+            raise UsageError(f"{name} is a preset, which is sizes without weights; --model needs a trained model.")
+        if os.path.isfile(name):
+            raise UsageError(f"{name} is a file; `subquad convert` makes a model directory from it.")
+        if "/" not in name:
+            raise UsageError(
+                f"{name!r} is not an embedded model, not a directory and not the OWNER/NAME of a model on the Hub."
+            )
+    return path or name
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself, or standard input if it is `-`."""
+    try:
+        if prompt == "-":
+            prompt = sys.stdin.read()
+        prompt.encode()  # bytes of an argument that are not UTF-8 arrive as lone surrogates
+    except UnicodeError as error:
+        raise UsageError("the prompt is not UTF-8.") from error
+    return prompt
+
+
+def usable_device(name: str | None) -> "torch.device":
+    """The device of that name, or the default one, after a test that it can hold a tensor."""
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=device).item()  # fails on `meta`, which stores no numbers
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise UsageError(f"device {name!r} cannot be used: {one_line(error)}") from error
+    return device
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """
+    Lets a signal that would end the process raise SystemExit, so that the code that removes an unfinished directory
+    runs.
+    """
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        # A signal that is ignored stays ignored: nohup works that way.
+        handlers = {number: signal.getsignal(number) for number in numbers}
+        handlers = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+
+    def stop(number, frame):
+        for each in handlers:
+            signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
+        sys.exit(128 + number)
+
+    for number in handlers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def one_line(error: Exception) -> str:
+    """The first sentence of an error, with its type if it is not one that users are expected to cause."""
+    text = ""
+    for line in str(error).strip().splitlines():
+        text = f"{text} {line.strip()}".lstrip()
+        if not text.endswith(":"):
+            break
+    expected = isinstance(error, ValueError | OSError | UsageError | ImportError)
+    return (text or type(error).__name__) if expected else f"{type(error).__name__}: {text}"

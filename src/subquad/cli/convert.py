@@ -1,0 +1,105 @@
+"""`subquad convert`"""
+
+import sys
+from argparse import ArgumentParser, Namespace
+
+from .arguments import DTYPES, positive_int, size
+from .common import signals_raise
+
+
+SUMMARY = "make a model directory from a checkpoint"
+DESCRIPTION = """\
+Convert a checkpoint to a directory that `from_pretrained` loads.
+
+SOURCE is either
+  - the .pth file of a trainer (RWKV-5.2, RWKV-6.0, Avey, Avey-B, Raven, Gecko, VisualRWKV-5.0 or -6.0); if a
+    VisualRWKV has two files, NAME_rwkv.pth and NAME_visual.pth, give one of them; or
+  - a Hub model of type rwkv5, rwkv6, avey, avey-b, raven or gecko: its directory, or the model.safetensors or
+    pytorch_model.bin in it, with the configuration and the tokenizer in the same directory.
+
+The names and shapes of the tensors tell which of these SOURCE is. No code in SOURCE is ever run. DEST appears only
+when it is complete.
+
+examples:
+  subquad convert RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth ./finch-1b6
+  subquad convert model.pth ./small --head-size-divisor 1 --tokenizer none
+  subquad convert ./v5-Eagle-7B-HF ./eagle-7b --dtype bfloat16 --max-shard-size 2GB
+  subquad convert visual.pth ./visual-3b --vision-tower ./clip-vit-large-patch14-336
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="checkpoint file or model directory")
+    add("dest", metavar="DEST", help="directory to make; it must be empty if it exists")
+    add(
+        "--config",
+        metavar="FILE",
+        help="config.json to use instead of the Hub model's, or with a .pth file; the tensors give the sizes",
+    )
+    add(
+        "--tokenizer",
+        default="auto",
+        metavar="CHOICE",
+        help="auto, rwkv-world, bytes, none, or a directory to copy from (default: auto, which copies the tokenizer "
+        "of a Hub model and otherwise chooses by model type and vocabulary size)",
+    )
+    add("--dtype", choices=("keep", *DTYPES), default="keep", help="dtype of all tensors (default: keep)")
+    add(
+        "--head-size-divisor",
+        type=positive_int,
+        metavar="N",
+        help="for Eagle and Finch: the group norm's epsilon is 1e-5 N², which no tensor shows (default: the "
+        "configuration's, or 8)",
+    )
+    add(
+        "--vision-tower",
+        metavar="PATH",
+        help="for VisualRWKV, if SOURCE does not contain the vision tower: directory of the CLIP model that it was "
+        "trained with",
+    )
+    add(
+        "--grid-size",
+        type=int,
+        metavar="N",
+        help="for VisualRWKV: average the patches of an image to N x N; 0 keeps the class token only, -1 keeps all "
+        "patches; no tensor shows it (default: the configuration's, or -1)",
+    )
+    add(
+        "--max-shard-size",
+        type=size,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="maximum size of a weight file, such as 500MB or 5GB (default: 5GB)",
+    )
+
+
+def run(args: Namespace) -> None:
+    from subquad_conversion import convert
+
+    from ..info import format_bytes
+    from ..models import REGISTRY
+
+    with signals_raise():
+        report = convert(
+            args.source,
+            args.dest,
+            config=args.config,
+            tokenizer=args.tokenizer,
+            dtype=args.dtype,
+            head_size_divisor=args.head_size_divisor,
+            vision_tower=args.vision_tower,
+            grid_size=args.grid_size,
+            max_shard_size=args.max_shard_size,
+            progress=sys.stderr.isatty(),
+        )
+    config = report.config.get_text_config()
+    sizes = [f"{config.num_hidden_layers} layers of {config.hidden_size}"]
+    sizes += REGISTRY[report.config.model_type].describe(report.config)
+    print(f"Recognised {report.recognised.title}: {', '.join(sizes)}, vocabulary {config.vocab_size:,}.")
+    written = f"{report.parameters:,} parameters, {format_bytes(report.bytes)} in {report.dtype}"
+    print(f"Wrote {written}, to {report.directory}:")
+    print(*(f"  {file}" for file in report.files), sep="\n")
+    print(f"Tokenizer: {report.tokenizer or 'none'}.")
+    for note in report.notes:
+        print(f"Note: {note}.")

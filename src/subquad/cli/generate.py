@@ -1,0 +1,220 @@
+"""`subquad generate`"""
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from contextlib import suppress
+
+from .arguments import add_dtype_and_device, positive_int, probability, seed, temperature
+from .common import UsageError, find_model, read_prompt, signals_raise, usable_device
+
+
+DEFAULT_MODEL = "finch-abc"
+# The prompt of an embedded model by default: the header of a jig, in the form that the training data have.
+ABC_HEADER = "X:1\nT:The Finch\nM:6/8\nL:1/8\nK:D\n"
+
+SUMMARY = "continue a text"
+DESCRIPTION = f"""\
+Continue a text and print each token as soon as it is generated.
+
+Without arguments, {DEFAULT_MODEL} writes a tune in ABC notation. It is one of the small models that come with the
+package: eagle-abc, finch-abc, avey-abc, raven-abc and gecko-abc (`subquad info NAME` shows their sizes). --midi and
+--score turn the tune into files, whatever model wrote it; they need `pip install "subquad[music]"`.
+
+examples:
+  subquad generate --seed 3
+  subquad generate --model gecko-abc
+  subquad generate --seed 3 --midi tune.mid --score tune.svg
+  subquad generate $'X:1\\nT:Reel\\nM:4/4\\nL:1/8\\nK:G\\n' --temperature 0.7
+  subquad generate "The Eiffel tower is in" --model RWKV/v6-Finch-1B6-HF --greedy --max-new-tokens 20
+  subquad generate "Why is the sky blue?" --model ./my-finch --chat
+  subquad generate "What is in the picture?" --model ./my-visualrwkv --image photo.jpg
+  printf 'X:1\\nT:Air\\nM:3/4\\nL:1/8\\nK:Am\\n' | subquad generate -
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompt", nargs="?", metavar="PROMPT", help="text to continue; `-` reads it, unchanged, from standard input")
+    add(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help="name of an embedded model, a model directory, or a model on the Hub (default: %(default)s)",
+    )
+    add(
+        "--max-new-tokens",
+        type=positive_int,
+        default=512,
+        metavar="N",
+        help="maximum number of new tokens (default: 512)",
+    )
+    add("--greedy", action="store_true", help="always take the most likely token instead of sampling")
+    add("--temperature", type=temperature, metavar="T", help="below 1 more predictable, above 1 more varied")
+    add("--top-p", type=probability, metavar="P", help="sample from the most likely tokens that sum to P")
+    add("--top-k", type=positive_int, metavar="K", help="sample from the K most likely tokens")
+    add("--seed", type=seed, metavar="N", help="seed of the sampling, which makes it repeatable")
+    add("--chat", action="store_true", help="put PROMPT into the model's chat template and print only the answer")
+    add(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="put this picture before the question and answer as with --chat, for a model that reads images; may be "
+        "repeated",
+    )
+    add(
+        "--midi",
+        metavar="FILE",
+        help="also write the printed tune to this .mid file, as it is played: with its repeats and both endings, at "
+        "120 quarter notes a minute unless the tune gives a tempo (Q:)",
+    )
+    add("--score", metavar="FILE", help="also draw the printed tune in this .svg file")
+    add("--force", action="store_true", help="replace FILE if it exists")
+    add_dtype_and_device(parser)
+
+
+def run(args: Namespace) -> None:
+    from ..info import embedded_model
+
+    if args.greedy and not (args.temperature is args.top_p is args.top_k is None):
+        raise UsageError("--greedy does not sample: leave out --temperature, --top-p and --top-k.")
+    files = [file for file in (args.midi, args.score) if file is not None]
+    if files:
+        _check_music(args)
+    path = find_model(args.model)
+    for file in args.image:
+        if not os.path.isfile(file):
+            raise UsageError(f"--image {file} is not a file.")
+    chat = args.chat or bool(args.image)
+    prompt = args.prompt
+    if prompt is None:
+        if embedded_model(args.model) is None or chat:
+            raise UsageError("PROMPT is missing; give a text, or - to read it from standard input.")
+        prompt = ABC_HEADER
+    prompt = read_prompt(prompt)
+
+    import torch
+    import transformers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    auto_class = _auto_class(args, path)
+    device = usable_device(args.device)
+    reader = transformers.AutoProcessor if args.image else transformers.AutoTokenizer
+    reader = reader.from_pretrained(path, trust_remote_code=False)
+    tokenizer = getattr(reader, "tokenizer", reader)
+    if chat:
+        if reader.chat_template is None:
+            raise UsageError(f"{args.model} does not have a chat template; leave out --chat.")
+        content = [*({"type": "image", "path": file} for file in args.image), {"type": "text", "text": prompt}]
+        inputs = reader.apply_chat_template(
+            [{"role": "user", "content": content if args.image else prompt}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    ids = inputs["input_ids"].long()
+    if ids.shape[1] == 0:
+        if tokenizer.bos_token_id is None:
+            raise UsageError(f"the prompt is empty, and {args.model} does not have a BOS token to begin with.")
+        ids = torch.tensor([[tokenizer.bos_token_id]])
+    ids = ids.to(device)
+
+    model = getattr(transformers, auto_class).from_pretrained(path, dtype=args.dtype, trust_remote_code=False)
+    model = model.to(device).eval()
+    options = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    if args.image:
+        options["pixel_values"] = inputs["pixel_values"].to(device)
+    if args.seed is not None:
+        transformers.set_seed(args.seed)
+    if chat and (end := _end_of_answer(tokenizer)):
+        options["stopping_criteria"] = [stop_after(tokenizer, end, ids.shape[1])]
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=args.max_new_tokens,
+        do_sample=not args.greedy,
+        streamer=character_streamer(tokenizer, skip_prompt=chat),
+        **{name: value for name, value in options.items() if value is not None},
+    )
+    if files:
+        from .. import music
+
+        text = tokenizer.decode(output[0, ids.shape[1] if chat else 0 :], skip_special_tokens=True)
+        with signals_raise():
+            music.write(text, args.midi, args.score, args.force)
+        print(f"Wrote {' and '.join(files)}.", file=sys.stderr)  # standard output has the text only
+
+
+def _check_music(args: Namespace) -> None:
+    from .. import music
+
+    music.require_music()
+    try:
+        music.check_files(args.midi, args.score, args.force)
+    except ValueError as error:
+        raise UsageError(error) from error
+
+
+def _auto_class(args: Namespace, path) -> str:
+    """Name of the Auto class that loads the model."""
+    from transformers import PreTrainedConfig
+
+    from ..models import REGISTRY
+
+    fields = {}
+    with suppress(OSError, ValueError):  # loading the tokenizer or the model will say what is wrong
+        fields, _ = PreTrainedConfig.get_config_dict(path)
+    model_type = fields.get("model_type")
+    architecture = REGISTRY.get(model_type)
+    if architecture is not None and architecture.is_encoder:
+        raise UsageError(f"{args.model} is of type {model_type}, an encoder, which does not generate text.")
+    if args.image and (architecture is None or architecture.processor is None):
+        raise UsageError(f"{args.model} is of type {model_type}, which does not read images; leave out --image.")
+    return "AutoModelForCausalLM" if architecture is None else architecture.lm_auto_class
+
+
+def _end_of_answer(tokenizer) -> str:
+    """The text that the chat template puts after an answer. World models do not end answers with a special token."""
+    answer = "An answer."
+    messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+    return tokenizer.apply_chat_template(messages, tokenize=False).rpartition(answer)[2]
+
+
+def stop_after(tokenizer, end: str, prompt_length: int):
+    """A stopping criterion: the text after the prompt contains `end`."""
+    import torch
+    from transformers import StoppingCriteria
+
+    class StopAfter(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            done = [end in tokenizer.decode(row[prompt_length:]) for row in input_ids]
+            return torch.tensor(done, device=input_ids.device)
+
+    return StopAfter()
+
+
+def character_streamer(tokenizer, skip_prompt: bool):
+    """A streamer that prints each token as soon as it is generated; `TextStreamer` waits for the end of a word."""
+    from transformers import TextStreamer
+
+    class CharacterStreamer(TextStreamer):
+        def put(self, value):
+            if self.skip_prompt and self.next_tokens_are_prompt:
+                self.next_tokens_are_prompt = False
+                return
+            self.next_tokens_are_prompt = False
+            self.token_cache.extend(value.reshape(-1).tolist())
+            text = self.tokenizer.decode(self.token_cache, **self.decode_kwargs)
+            if text.endswith("�"):  # the last bytes of a character are still missing
+                return
+            self.on_finalized_text(text[self.print_len :])
+            self.print_len = len(text)
+            if text.endswith("\n"):
+                self.token_cache, self.print_len = [], 0
+
+    return CharacterStreamer(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)

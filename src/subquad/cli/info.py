@@ -1,0 +1,43 @@
+"""`subquad info`"""
+
+from argparse import ArgumentParser, Namespace
+
+from .common import UsageError
+
+
+SUMMARY = "show the sizes and costs of a model"
+DESCRIPTION = """\
+Print the sizes of a model and the cost of a token. The weights are not loaded.
+
+NAME is a preset, an embedded model, a model directory, or a checkpoint that `subquad convert` reads. FLOPs are counted
+as in appendix E of the paper "Eagle and Finch" (arXiv:2404.05892). For Avey they are those of the matrix products of a
+full window; for Avey-B those of a token in a full split; for Raven and Gecko those of the matrix products, of full
+attention windows and of the memories.
+
+examples:
+  subquad info finch-1.6b
+  subquad info ./eagle-7b --json
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="preset, embedded model or path")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: Namespace) -> None:
+    import json
+    from dataclasses import asdict
+
+    from ..info import UnknownModelError, describe, labelled
+
+    try:
+        info = describe(args.name)
+    except UnknownModelError as error:
+        raise UsageError(error) from error
+    if args.json:
+        print(json.dumps(asdict(info)))
+        return
+    print(info.name)
+    for label, text in labelled(info).items():
+        print(f"  {label:<13} {text}")
