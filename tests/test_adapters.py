@@ -25,7 +25,7 @@ from peft.utils.hotswap import hotswap_adapter
 from torch import nn
 
 import subquad
-from subquad.heads import Linear
+from subquad.layers import Linear
 
 
 TASKS = {

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig
 
 from subquad import RecurrentCache
-from subquad.cache import RecurrentLayer
+from subquad.cache import LayerState
 
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -271,7 +271,7 @@ def test_recording_the_past(model_type):
 
 @torch.no_grad()
 def test_what_was_written_in_place_is_not_copied():
-    layer = RecurrentLayer(static=True)
+    layer = LayerState(static=True)
     layer.write("state", torch.zeros(2, 3))
     state = layer.get("state").add_(1)
     version = state._version
