@@ -46,7 +46,7 @@ class Case:
         decode_graphs: the largest number of graphs that ten steps of decoding are compiled to.
         dead: a pattern of the parameters that have no gradient, whatever the input.
         wrong: wrong fields, and the error message of each.
-        compiled_layers: the number of layers that compiled models have.
+        compiled_layers: the number of layers that compiled models have; None if the variant is not compiled.
         other_type: the name of a case whose caches are not this model's.
         linear: the names of the linear layers that adapters are put on.
     """
@@ -68,7 +68,7 @@ class Case:
     decode_graphs: int = 2
     dead: str = "^$"
     wrong: tuple[tuple[dict, str], ...] = ()
-    compiled_layers: int = 2
+    compiled_layers: int | None = 2
     other_type: str = "rwkv5"
     linear: tuple[str, ...] = ()
 
@@ -387,7 +387,7 @@ def _visual(text: Case, **top_fields) -> Case:
 
 def _variant(base: Case, name: str, **facts) -> Case:
     """Other fields of an architecture, or other inputs."""
-    return replace(base, name=f"{base.name}-{name}", state_sizes=None, **facts)
+    return replace(base, **{"name": f"{base.name}-{name}", "state_sizes": None, "compiled_layers": None, **facts})
 
 
 ATTENTION = {"num_heads": 3, "num_kv_heads": 1, "use_rope": False}
@@ -397,7 +397,7 @@ VISUAL = (_visual(EAGLE), _visual(FINCH))
 VARIANTS = (
     _visual(EAGLE, reading_order="alternate"),
     _visual(FINCH, reading_order="forward"),
-    _variant(RAVEN, "pure", fields={**RAVEN.fields, "attn": None}),
+    _variant(RAVEN, "pure", fields={**RAVEN.fields, "attn": None}, compiled_layers=2),
     _variant(RAVEN, "full", fields={**RAVEN.fields, "attn": {"layers": [1], **ATTENTION}}, compiled_layers=3),
     _variant(
         RAVEN,
@@ -413,7 +413,7 @@ VARIANTS = (
         },
     ),
     _variant(RAVEN, "rotary-memory", fields={**RAVEN.fields, "attn": None, "use_rope": True}),
-    _variant(RAVEN, "swa", fields={**RAVEN.fields, "attn": None, "router": "swa"}),
+    _variant(RAVEN, "swa", fields={**RAVEN.fields, "attn": None, "router": "swa"}, compiled_layers=2),
     *(
         _variant(GECKO, name, fields={**GECKO.fields, "num_layers": 1, **fields})
         for name, fields in {
@@ -451,9 +451,8 @@ each_case = each(*_TEXT, *VISUAL)
 each_text_case = each(*_TEXT)
 each_case_and_trained = each(*_TEXT, *VISUAL, *(case for case in TRAINED if case.causal))
 each_case_and_variant = each(*_TEXT, *VISUAL, *VARIANTS)
-# The variants that are compiled otherwise than their base.
-each_compiled_case = each(*_TEXT, *VISUAL, *(case for case in VARIANTS if case.compiled_layers > 2))
-each_compiled_model_case = each(*BASE, *VISUAL, *(case for case in VARIANTS if case.compiled_layers > 2))
+each_compiled_case = each(*_TEXT, *VISUAL, *(case for case in VARIANTS if case.compiled_layers))
+each_compiled_model_case = each(*BASE, *VISUAL, *(case for case in VARIANTS if case.compiled_layers))
 each_case_and_all = each(*_TEXT, *VISUAL, *VARIANTS, *(case for case in TRAINED if case.causal))
 each_model_case = each(*BASE, *VISUAL)
 each_text_model_case = each(*BASE)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from test_visual_rwkv_processor import save as save_visual
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation import GenerationMixin
+from visual_cases import save_visual
 
 import subquad
 from subquad import cli

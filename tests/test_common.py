@@ -3,8 +3,9 @@
 import pytest
 import torch
 import transformers
-from architectures import (
-    CAUSAL,
+from cases import (
+    CASES,
+    GREEDY,
     VOCABULARY,
     each_causal,
     each_head,
@@ -79,7 +80,7 @@ def test_outputs(model_type, auto_class):
     as_tuple = model(ids, output_hidden_states=True, return_dict=False)
     torch.testing.assert_close(as_tuple[0], out[0])
     torch.testing.assert_close(as_tuple[-1][0], out.hidden_states[0])
-    if model_type in CAUSAL:
+    if CASES[model_type].causal:
         assert out.past_key_values is not None
         assert model(ids, use_cache=False).past_key_values is None
         assert model.train()(ids).past_key_values is None
@@ -217,8 +218,8 @@ def test_offload_to_disk(model_type, tmp_path):
     }
     loaded = load(model_type, tmp_path, device_map=device_map, offload_folder=tmp_path / "off")
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
-    if model_type in CAUSAL:
-        options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if CASES[model_type].causal:
+        options = {"max_new_tokens": 4, **GREEDY}
         assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
 
 

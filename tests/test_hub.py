@@ -18,7 +18,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_visual_rwkv_processor import save as save_visual
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -28,6 +27,7 @@ from transformers import (
     pipeline,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from visual_cases import save_visual
 
 import subquad
 from subquad import hub

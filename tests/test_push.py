@@ -17,8 +17,8 @@ from hub_server import HubServer
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
-from test_visual_rwkv_processor import save as save_visual
 from transformers import AutoProcessor
+from visual_cases import save_visual
 
 from subquad import cli, embedded_model, hub
 from subquad.push import PushError, push, push_model
