@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import CLIPVisionConfig
+from flash_in_torch import flash_in_torch
+from transformers import AttentionInterface, CLIPVisionConfig
 
 import subquad
 
@@ -21,6 +22,9 @@ VOCABULARY = 97
 # One id more than a text draws from. An image of the tiny VisualRWKV models has as many placeholders.
 IMAGE_ID, IMAGE_TOKENS = VOCABULARY, 5
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+AttentionInterface.register("flash_attention_in_torch", flash_in_torch)
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Case:
         decode_graphs: the largest number of graphs that ten steps of decoding are compiled to.
         dead: a pattern of the parameters that have no gradient, whatever the input.
         wrong: wrong fields, and the error message of each.
-        compiled_layers: the number of layers that compiled models have; None if the variant is not compiled.
+        compiled_layers: the number of layers that compiled models have, one of each kind.
+        implementation: the attention implementation, if it is not the default.
         other_type: the name of a case whose caches are not this model's.
         linear: the names of the linear layers that adapters are put on.
     """
@@ -68,7 +73,8 @@ class Case:
     decode_graphs: int = 2
     dead: str = "^$"
     wrong: tuple[tuple[dict, str], ...] = ()
-    compiled_layers: int | None = 2
+    compiled_layers: int = 2
+    implementation: str | None = None
     other_type: str = "rwkv5"
     linear: tuple[str, ...] = ()
 
@@ -132,6 +138,8 @@ class Case:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        if self.implementation:
+            model.config._attn_implementation_internal = self.implementation  # the setter looks for its kernels
         return model
 
     def ids(self, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -385,46 +393,45 @@ def _visual(text: Case, **top_fields) -> Case:
     )
 
 
-def _variant(base: Case, name: str, **facts) -> Case:
-    """Other fields of an architecture, or other inputs."""
-    return replace(base, **{"name": f"{base.name}-{name}", "state_sizes": None, "compiled_layers": None, **facts})
+def _variant(base: Case, name: str, **fields) -> Case:
+    layers = fields.get("num_hidden_layers", base.fields.get("num_hidden_layers"))
+    return replace(
+        base, name=f"{base.name}-{name}", fields={**base.fields, **fields}, state_sizes=None, compiled_layers=layers
+    )
 
 
-ATTENTION = {"num_heads": 3, "num_kv_heads": 1, "use_rope": False}
 BASE = (EAGLE, FINCH, AVEY, RAVEN, GECKO, AVEY_B)
 # Every second block of the Finch case reads images backward.
 VISUAL = (_visual(EAGLE), _visual(FINCH))
+
+WHOLE_TEXT = {"layers": [1], "num_heads": 3, "num_kv_heads": 1, "use_rope": False}
+TWO_KINDS = [{"layers": [1], "num_heads": 2, "window_size": 9, "rope_theta": 500.0}, {**WHOLE_TEXT, "layers": [2]}]
+RAVEN_PURE = _variant(RAVEN, "pure", attn=None)
+RAVEN_FULL = _variant(RAVEN, "full", attn=WHOLE_TEXT)
+RAVEN_BOTH = _variant(RAVEN, "both", attn=TWO_KINDS, num_hidden_layers=4)
+RAVEN_SWA = _variant(RAVEN, "swa", attn=None, router="swa")
+# Other fields, or other inputs, than those of an architecture's case.
 VARIANTS = (
+    RAVEN_PURE,
+    RAVEN_FULL,
+    RAVEN_BOTH,
+    RAVEN_SWA,
+    _variant(RAVEN, "rotary-memory", attn=None, use_rope=True),
+    _variant(GECKO, "no-rope", num_layers=1, num_rope_heads=0),
+    _variant(GECKO, "chunk-1", num_layers=1, chunk_size=1),
+    _variant(GECKO, "chunk-3", num_layers=1, chunk_size=3),
+    _variant(GECKO, "chunk-64", num_layers=1, chunk_size=64),
+    _variant(GECKO, "no-bos", num_layers=1, bos_token_id=None),
+    replace(_variant(GECKO, "many-bos", num_layers=1), bos_below=12),
+)
+# These read otherwise, but generate and keep a state as their base does.
+READERS = (
     _visual(EAGLE, reading_order="alternate"),
     _visual(FINCH, reading_order="forward"),
-    _variant(RAVEN, "pure", fields={**RAVEN.fields, "attn": None}, compiled_layers=2),
-    _variant(RAVEN, "full", fields={**RAVEN.fields, "attn": {"layers": [1], **ATTENTION}}, compiled_layers=3),
-    _variant(
-        RAVEN,
-        "both",
-        compiled_layers=4,
-        fields={
-            **RAVEN.fields,
-            "num_hidden_layers": 4,
-            "attn": [
-                {"layers": [1], "num_heads": 2, "window_size": 9, "rope_theta": 500.0},
-                {"layers": [2], **ATTENTION},
-            ],
-        },
-    ),
-    _variant(RAVEN, "rotary-memory", fields={**RAVEN.fields, "attn": None, "use_rope": True}),
-    _variant(RAVEN, "swa", fields={**RAVEN.fields, "attn": None, "router": "swa"}, compiled_layers=2),
     *(
-        _variant(GECKO, name, fields={**GECKO.fields, "num_layers": 1, **fields})
-        for name, fields in {
-            "no-rope": {"num_rope_heads": 0},
-            "chunk-1": {"chunk_size": 1},
-            "chunk-3": {"chunk_size": 3},
-            "chunk-64": {"chunk_size": 64},
-            "no-bos": {"bos_token_id": None},
-        }.items()
+        replace(case, name=f"{case.name}-flash", implementation="flash_attention_in_torch")
+        for case in (RAVEN, RAVEN_FULL, RAVEN_BOTH)
     ),
-    _variant(GECKO, "many-bos", fields={**GECKO.fields, "num_layers": 1}, bos_below=12),
 )
 # The models that come with the package: the same promises hold for trained weights.
 TRAINED = tuple(
@@ -438,7 +445,7 @@ TRAINED = tuple(
         "avey-b-abc": AVEY_B,
     }.items()
 )
-CASES = {case.name: case for case in (*BASE, *VISUAL, *VARIANTS, *TRAINED)}
+CASES = {case.name: case for case in (*BASE, *VISUAL, *VARIANTS, *READERS, *TRAINED)}
 
 
 def each(*cases: Case):
@@ -446,14 +453,23 @@ def each(*cases: Case):
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
 
 
-_TEXT = tuple(case for case in BASE if case.causal)
-each_case = each(*_TEXT, *VISUAL)
-each_text_case = each(*_TEXT)
-each_case_and_trained = each(*_TEXT, *VISUAL, *(case for case in TRAINED if case.causal))
-each_case_and_variant = each(*_TEXT, *VISUAL, *VARIANTS)
-each_compiled_case = each(*_TEXT, *VISUAL, *(case for case in VARIANTS if case.compiled_layers))
-each_compiled_model_case = each(*BASE, *VISUAL, *(case for case in VARIANTS if case.compiled_layers))
-each_case_and_all = each(*_TEXT, *VISUAL, *VARIANTS, *(case for case in TRAINED if case.causal))
+def each_with(name: str, values, cases, few, others):
+    """Parametrises a test by a case and another argument: `cases` with all of its values, `others` with a few."""
+    pairs = [*itertools.product(cases, values), *itertools.product(others, few)]
+    return pytest.mark.parametrize(
+        ("case", name), [pytest.param(case, x, id=f"{case.name}-{values.index(x)}") for case, x in pairs]
+    )
+
+
+TEXT = tuple(case for case in BASE if case.causal)
+GENERATING = (*TEXT, *VISUAL)
+TRAINED_GENERATING = tuple(case for case in TRAINED if case.causal)
+each_case = each(*GENERATING)
+each_text_case = each(*TEXT)
+each_case_and_trained = each(*GENERATING, *TRAINED_GENERATING)
+each_case_and_variant = each(*GENERATING, *VARIANTS)
+each_case_and_reader = each(*GENERATING, *VARIANTS, *READERS)
+each_case_and_all = each(*GENERATING, *VARIANTS, *READERS, *TRAINED_GENERATING)
 each_model_case = each(*BASE, *VISUAL)
 each_text_model_case = each(*BASE)
 each_text_model_case_and_trained = each(*BASE, *TRAINED)

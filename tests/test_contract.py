@@ -8,20 +8,28 @@ import pytest
 import torch
 from cases import (
     BASE,
+    GENERATING,
     GREEDY,
+    RAVEN_BOTH,
+    RAVEN_FULL,
+    READERS,
+    TEXT,
+    TRAINED_GENERATING,
+    VARIANTS,
     VISUAL,
     assert_same_states,
     batch,
     cut,
+    each,
     each_case,
     each_case_and_all,
+    each_case_and_reader,
     each_case_and_trained,
     each_case_and_variant,
-    each_compiled_case,
-    each_compiled_model_case,
     each_model_case,
     each_text_case,
     each_text_model_case_and_trained,
+    each_with,
     join,
     padded,
     pick,
@@ -57,9 +65,10 @@ def texts(case, *lengths):
 
 # 1. Any split of a sequence gives the same logits.
 
+SPLITS = [(82, 1), (1, 82), (1,) * 27 + (40,) + (1,) * 16, (64, 19), (17, 1, 1, 40, 24)]
 
-@each_case_and_all
-@pytest.mark.parametrize("pieces", [(82, 1), (1, 82), (1,) * LENGTH, (64, 19), (17, 1, 1, 40, 24)])
+
+@each_with("pieces", SPLITS, (*GENERATING, *TRAINED_GENERATING), SPLITS[-1:], (*VARIANTS, *READERS))
 def test_any_split(case, pieces):
     model, text = case.model(), case.text(2, LENGTH)
     with torch.no_grad():
@@ -74,10 +83,13 @@ def test_any_split(case, pieces):
 
 # 2. Padding changes nothing.
 
+ROWS = [(7, 83, 1, 66), (5,)]
 
-@each_case_and_all
+
+@each_with(
+    "lengths", [(7, 83, 1, 66), (5,)], (*GENERATING, *TRAINED_GENERATING), [(7, 83, 1, 66)], (*VARIANTS, *READERS)
+)
 @each_side
-@pytest.mark.parametrize("lengths", [(7, 83, 1, 66), (5,)])
 def test_padding(case, side, lengths):
     model, rows = case.model(), texts(case, *lengths)
     inputs = padded(rows, side, more=9 * (len(rows) == 1))  # a batch of one that is padded all the same
@@ -94,7 +106,7 @@ def test_padding(case, side, lengths):
             torch.testing.assert_close(after[n], after_alone[0], **TOLERANCE)
 
 
-@each_case_and_variant
+@each_case_and_reader
 @each_side
 def test_padding_in_a_later_call(case, side):
     model, first, second = case.model(), texts(case, 4, 9), texts(case, 70, 2)
@@ -107,9 +119,8 @@ def test_padding_in_a_later_call(case, side):
             torch.testing.assert_close(out.logits[n][mask == 1], alone, **TOLERANCE)
 
 
-@each_case_and_all
+@each_with("lengths", [(3, 70, 12), (5,)], (*GENERATING, *TRAINED_GENERATING), [(3, 70, 12)], VARIANTS)
 @each_side
-@pytest.mark.parametrize("lengths", [(3, 70, 12), (5,)])
 def test_padding_in_generate(case, side, lengths):
     model, rows = case.model(), texts(case, *lengths)
     inputs = padded(rows, side, more=4 * (len(rows) == 1))
@@ -137,6 +148,8 @@ def test_gradients_under_padding(case):
 
 # 3. Every way of generating, and the cache's operations.
 
+BEAMS = [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 3}]
+
 
 @each_case_and_trained
 def test_greedy_is_the_arg_max(case):
@@ -160,15 +173,14 @@ def test_sampling_follows_the_seed(case):
     assert outs[0] == outs[1] == outs[2] != outs[3]
 
 
-@each_case_and_all
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 3}])
+@each_with("options", BEAMS, (*GENERATING, *TRAINED_GENERATING), BEAMS[:1], VARIANTS)
 def test_beam_search(case, options):
     model, text = case.model(), case.text(2, 5)
     options = {"max_new_tokens": 10, **GREEDY, **options}
     assert torch.equal(model.generate(**text, **options), model.generate(**text, use_cache=False, **options))
 
 
-@each_case_and_all
+@each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
 def test_assisted_decoding(case):
     model, text, options = case.model(), join(*[case.text(1, 6)] * 3), {"max_new_tokens": 24, **GREEDY}
     expected = model.generate(**text, **options)
@@ -203,7 +215,7 @@ def test_sampling_with_an_assistant(case):
     assert torch.equal(out, model.generate(**text, max_new_tokens=7, **GREEDY))
 
 
-@each_case_and_all
+@each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
 def test_continuing_from_a_returned_cache(case):
     model, text = case.model(), case.text(2, 6)
     expected = model.generate(**text, max_new_tokens=14, **GREEDY)
@@ -218,8 +230,10 @@ def test_continuing_from_a_returned_cache(case):
 @each_case
 def test_inputs_embeds(case):
     model, text = case.model(), case.text(2, 70)
-    embeds = {**text, "inputs_embeds": model.get_input_embeddings()(text["input_ids"])}
-    ids = embeds.pop("input_ids")
+    ids = text["input_ids"]
+    # First, because transformers takes the number of rows from the first argument.
+    embeds = {"inputs_embeds": model.get_input_embeddings()(ids), **text}
+    del embeds["input_ids"]
     with torch.no_grad():
         torch.testing.assert_close(model(**embeds).logits, model(**text).logits)
     expected = model.generate(**text, max_new_tokens=6, **GREEDY)
@@ -228,7 +242,7 @@ def test_inputs_embeds(case):
     assert torch.equal(model.generate(ids, **embeds, max_new_tokens=6, **GREEDY), expected)
 
 
-@each_case_and_variant
+@each(*TEXT, *VARIANTS)
 @each_side
 def test_chunked_prefill(case, side):
     # The short row is padding alone in several of the chunks. Without images, which no chunk may cut.
@@ -250,8 +264,10 @@ def test_static_cache_is_the_same_cache(case):
         model.generate(**text, cache_implementation="quantized", **options)
 
 
-@each_case_and_all
-@pytest.mark.parametrize("read", [(9,), (1,), (70, 1, 5), (1, 1, 1, 1)])
+READS = [(9,), (1,), (70, 1, 5), (1, 1, 1, 1)]
+
+
+@each_with("read", READS, (*GENERATING, *TRAINED_GENERATING), READS[2:3], VARIANTS)
 def test_crop(case, read):
     model, text = case.model(), case.text(2, 20 + sum(read))  # no image is among the last tokens
     with torch.no_grad():
@@ -356,7 +372,7 @@ def test_crop_is_refused_if_nothing_was_recorded(case):
     assert_same_states(cache, before)
 
 
-@each_case_and_all
+@each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
 def test_cache_operations(case, tmp_path):
     model, text = case.model(), case.text(3, 9)
     with torch.no_grad():
@@ -451,7 +467,7 @@ def test_packed_documents(case):
             torch.testing.assert_close(one, whole)
 
 
-@each_case_and_variant
+@each_case_and_reader
 def test_packed_documents_in_several_rows(case):
     model = case.model()
     rows = [join(*texts(case, 6, 14)), case.text(1, 20)]
@@ -484,7 +500,7 @@ def test_gradients_of_packed_documents(case):
     alone = [grads(**document) for document in documents]
     packed = grads(**join(*documents), cu_seqlens=torch.tensor([0, 5, 71]))
     expected = {name: sum(grads[name] for grads in alone) for name in packed}
-    assert_all_close(packed, expected, atol=1e-6, rtol=1e-6)
+    assert_all_close(packed, expected, atol=1e-5, rtol=1e-6)
 
 
 # 6. Gradients.
@@ -545,12 +561,12 @@ def test_backends_agree(case, backend, way, monkeypatch):
     assert_all_close(*results, **TOLERANCE)
 
 
-@each_case
+@each_text_case
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_of_every_backend(case, cache, monkeypatch):
     # The interpreter is slow; a chunk of 8 ends all the same while tokens are generated.
     model, results = case.model(num_hidden_layers=2), []
-    inputs = padded(texts(case, 22, 9), "left")
+    inputs = padded(texts(case, 14, 5), "left")
     backends = ["reference", "eager"] + ["triton"] * (find_spec("triton") is not None)
     for backend in backends:
         monkeypatch.setenv("SUBQUAD_BACKEND", backend)
@@ -570,7 +586,7 @@ def graphs():
     torch.compiler.reset()
 
 
-@each_compiled_model_case
+@each(*BASE, *VISUAL, RAVEN_FULL, RAVEN_BOTH)
 def test_compiled_training(case, graphs):
     model = case.model(num_hidden_layers=case.compiled_layers).train()
     inputs = padded(texts(case, 61, 70), "left")
@@ -587,7 +603,7 @@ def test_compiled_training(case, graphs):
     assert_all_close(found, gradients(case, model), **TOLERANCE)
 
 
-@each_compiled_case
+@each(*GENERATING, RAVEN_FULL, RAVEN_BOTH)
 def test_compiled_decode_step(case, graphs):
     model, text = case.model(num_hidden_layers=case.compiled_layers), case.text(2, 10)
     ids = case.ids(2, 10)
@@ -666,8 +682,8 @@ def test_autocast(case):
             "`position_ids` restart inside a row with padding",
         ),
         ({"input_ids": [[1, 2], [3, 4]], "cu_seqlens": [0, 2]}, "`cu_seqlens` describes one row"),
-        ({"input_ids": [[1, 2, 3]], "cu_seqlens": [0, 30]}, r"`cu_seqlens` must rise from 0 to 3.*got \[0, 30\]"),
-        ({"input_ids": [[1, 2, 3]], "cu_seqlens": [0, 3, 3]}, "`cu_seqlens` must rise"),
+        ({"input_ids": [[1, 2, 3]], "cu_seqlens": [0, 30]}, r"`cu_seqlens` must increase from 0 to 3.*got \[0, 30\]"),
+        ({"input_ids": [[1, 2, 3]], "cu_seqlens": [0, 3, 3]}, "`cu_seqlens` must increase"),
         ({"input_ids": [[1, 2, 3]], "cu_seqlens": [[0, 3]]}, "`cu_seqlens` must be int32 or int64"),
         ({"inputs_embeds": [[[0.0] * 47]]}, r"`inputs_embeds` must be \(batch, length, 48\)"),
     ],
@@ -708,7 +724,7 @@ def test_foreign_caches(case, tmp_path):
     with pytest.raises(ValueError, match="`num_hidden_layers` 3, not 4"):
         cache_class.load(tmp_path / "cache.safetensors", deeper)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="holds no cache"):
+    with pytest.raises(ValueError, match="does not hold a cache"):
         cache_class.load(tmp_path / "model.safetensors", model.config)
 
 

@@ -7,9 +7,15 @@ import pytest
 import torch
 from cases import (
     CASES,
+    GENERATING,
     GREEDY,
+    RAVEN_BOTH,
+    RAVEN_FULL,
+    RAVEN_PURE,
+    RAVEN_SWA,
+    TEXT,
     assert_same_states,
-    each_compiled_case,
+    each,
     each_text_case,
     padded,
     random_ids,
@@ -75,7 +81,7 @@ def both_caches(model, ids):
 # The compiled step.
 
 
-@each_compiled_case
+@each(*GENERATING, RAVEN_PURE, RAVEN_FULL, RAVEN_BOTH, RAVEN_SWA)
 @pytest.mark.parametrize(("tied", "rows", "padding"), [(False, 1, 0), (True, 3, 4)])
 def test_compiled_generation(case, tied, rows, padding, graphs):
     model = case.model(tie_word_embeddings=tied, num_hidden_layers=case.compiled_layers)
@@ -204,7 +210,7 @@ def test_beam_search(case):
 # The cache.
 
 
-@each_text_case
+@each(*TEXT, RAVEN_PURE, RAVEN_FULL, RAVEN_BOTH, RAVEN_SWA)
 def test_addresses_are_constant(case):
     model, ids = case.model(), random_ids(2, 20)
     _, cache = both_caches(model, ids[:, :5])
@@ -301,8 +307,8 @@ def test_another_batch_is_refused(case):
 def test_static_tensors_are_marked():
     cache = RecurrentCache(tiny_config("rwkv6"), static=True)
     tiny_model("rwkv6")(random_ids(1, 3), past_key_values=cache)
-    for each in (cache, cache.clone()):
-        tensors = [each.seen_tokens, *(x for layer in each.layers for x in layer.states.values())]
+    for one in (cache, cache.clone()):
+        tensors = [one.seen_tokens, *(x for layer in one.layers for x in layer.states.values())]
         assert all(x._dynamo_static_input_type == "unguarded" for x in tensors)
 
 

@@ -290,7 +290,14 @@ def test_placeholders_are_not_generated(generation):
         model.head.weight[IMAGE] = 3 * model.head.weight.abs().max() * model.model.rwkv.ln_out.bias.sign()
         model.model.rwkv.ln_out.bias.mul_(30)
         assert model(**row.inputs(model)).logits[0, -1].argmax() == IMAGE
-    for options in ({}, {"do_sample": True}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}):
+    ways = (
+        {},
+        {"do_sample": True},
+        {"do_sample": True, "top_k": 1},
+        {"num_beams": 2},
+        {"prompt_lookup_num_tokens": 2},
+    )
+    for options in ways:
         out = model.generate(**row.inputs(model), max_new_tokens=4, **GREEDY | options)
         assert (out[:, -4:] != IMAGE).all()
 
