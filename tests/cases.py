@@ -41,11 +41,23 @@ class Case:
         causal: whether the model generates text.
         images: whether the inputs have images.
         bos_below: ids below this one become the BOS token (1), so that a text has many documents.
-        quiet: the fields without which two runs in training mode differ.
+        quiet: fields with which two runs in training mode are the same.
+        dropout: fields with which training is random.
+        optimizer: the options of AdamW in the paper.
+        not_decayed: a pattern of the matrices without weight decay.
+        wide: fields with which every linear layer reads a multiple of 64 numbers.
+        tunable: fields of models that have a state to be trained.
         heads: whether the configuration has a number of heads and an intermediate size.
         attention: the names of the attention implementations that the model knows.
         window: the attention window of the only layer with softmax attention, or None.
         float32_states: the states that are float32 in every dtype.
+        growing: whether the state grows with the text.
+        splits: whether a token's result depends on tokens of its split, also later ones of the same call.
+        scalar: a tensor that is a vector in the model and a scalar in its files.
+        rows_apart: whether what the linear layers read has the rows of the batch.
+        context: fields that limit the context to 1024 tokens, for models that can tell it.
+        export_least: the least length of a program of `torch.export` for any length.
+        layer_kinds: the number of layers with which there is one of each kind.
         state_sizes: the elements of the cache of one row after 1, 5 and 200 tokens, from the configuration.
         decode_graphs: the largest number of graphs that ten steps of decoding are compiled to.
         dead: a pattern of the parameters that have no gradient, whatever the input.
@@ -65,10 +77,22 @@ class Case:
     images: bool = False
     bos_below: int = 0
     quiet: dict = field(default_factory=dict)
+    dropout: dict = field(default_factory=dict)
+    optimizer: dict = field(default_factory=dict)
+    not_decayed: str = "^$"
+    wide: dict = field(default_factory=dict)
+    tunable: tuple[dict, ...] = ()
     heads: bool = True
     attention: tuple[str, ...] = ("eager",)
     window: int | None = None
     float32_states: tuple[str, ...] = ()
+    growing: bool = False
+    splits: bool = False
+    scalar: str | None = None
+    rows_apart: bool = True
+    context: dict = field(default_factory=dict)
+    export_least: int = 2
+    layer_kinds: int = 1
     state_sizes: Callable[[Any], list[int]] | None = None
     decode_graphs: int = 2
     dead: str = "^$"
@@ -247,14 +271,20 @@ def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
 AT_LEAST_ONE = "`{}` must be at least 1, got 0"
 
 
-def _rwkv(model_type: str, **fields) -> Case:
+def _rwkv(model_type: str, other_type: str, **fields) -> Case:
     sizes = {"hidden_size": 48, "head_size": 16, "num_hidden_layers": 3, "intermediate_size": 64}
     return Case(
         model_type,
         model_type,
         {**sizes, **fields},
+        optimizer={"betas": (0.9, 0.99), "weight_decay": 0.001},
+        not_decayed=r"\.time_",
+        wide={"hidden_size": 64, "intermediate_size": 64},
+        tunable=({},),
+        context={"context_length": 1024},
+        export_least=3,
         float32_states=("wkv",),
-        other_type="rwkv6" if model_type == "rwkv5" else "rwkv5",
+        other_type=other_type,
         state_sizes=lambda c: [c.num_hidden_layers * (2 * c.hidden_size + c.attention_hidden_size * c.head_size)] * 3,
         linear=("key", "value", "receptance", "gate", "output"),
         wrong=(
@@ -290,6 +320,12 @@ AVEY = Case(
     "avey",
     {"d_embed": 48, "n_blocks": 3, "chunk_size": 8, "k": 4},
     heads=False,
+    optimizer={"betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.1},
+    wide={"d_embed": 64},
+    growing=True,
+    splits=True,
+    rows_apart=False,
+    layer_kinds=2,
     float32_states=("sums",),
     state_sizes=_embeddings_and_scores,
     # Once for a given number of tokens read, once for any; and both again when the room for embeddings grows.
@@ -323,6 +359,17 @@ RAVEN = Case(
         "attn": {"layers": [1], "num_heads": 3, "num_kv_heads": 1, "window_size": 9, "qkv_bias": True},
     },
     quiet={"add_gumbel_noise": False},
+    optimizer={"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    wide={
+        "hidden_size": 64,
+        "num_heads": 4,
+        "intermediate_size": 64,
+        "add_gumbel_noise": False,
+        "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 9, "qkv_bias": True},
+    },
+    # With one key and value head for three others, too: its state has all of them.
+    tunable=({}, {"num_kv_heads": 1}),
+    layer_kinds=2,
     attention=("eager", "sdpa"),
     window=9,
     float32_states=("slots",),
@@ -345,6 +392,10 @@ GECKO = Case(
         "timenorm_num_groups": 4,
         "num_rope_heads": 2,
     },
+    dropout=dict.fromkeys(("dropout", "hidden_dropout", "attention_dropout"), 0.1),
+    optimizer={"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+    not_decayed=r"\.cema\.|\.mega\.(gamma|beta)$",
+    wide={"model_dim": 64, "num_heads": 4, "z_dim": 64, "value_dim": 64, "timenorm_num_groups": 4},
     float32_states=("timenorm", "cema", "memory", "normalizer"),
     state_sizes=_moments_and_chunks,
     linear=("wz", "wv", "wr", "wh1", "wh2", "fc1", "fc2", "fc3"),
@@ -355,10 +406,15 @@ AVEY_B = Case(
     {"d_embed": 48, "n_layers": 3, "chunk_size": 8},
     causal=False,
     heads=False,
+    scalar="model.layers.0.alpha",
+    optimizer={"betas": (0.95, 0.95), "eps": 1e-18, "weight_decay": 0.01},
+    wide={"d_embed": 64},
+    splits=True,
+    rows_apart=False,
     linear=("enricher", "fuser"),
 )
-EAGLE = _rwkv("rwkv5")
-FINCH = _rwkv("rwkv6", lora_rank_tokenshift=4, lora_rank_decay=8)
+EAGLE = _rwkv("rwkv5", "rwkv6")
+FINCH = _rwkv("rwkv6", "rwkv5", lora_rank_tokenshift=4, lora_rank_decay=8)
 
 CLIP = {
     "hidden_size": 32,

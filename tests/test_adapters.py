@@ -8,7 +8,8 @@ import peft
 import pytest
 import torch
 import transformers
-from architectures import (
+from cases import (
+    CASES,
     CAUSAL,
     ENCODERS,
     each_causal,
@@ -278,7 +279,7 @@ def test_several_adapters(model_type, tmp_path):
 
     # One row of the batch with each, where a layer's input has the rows of the batch.
     names = {"adapter_names": ["default", "__base__"]}
-    if model_type.startswith("avey"):
+    if not CASES[model_type].rows_apart:
         with pytest.raises(ValueError, match="Length of `adapter_names`"):
             adapted(input_ids=ids, **names)
     else:

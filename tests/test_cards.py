@@ -11,8 +11,8 @@ import sys
 
 import pytest
 import yaml
-from architectures import CAUSAL, ENCODERS, each_model, lm_class, tiny_model
 from byte_level_bpe import encoder_tokenizer
+from cases import CASES, CAUSAL, ENCODERS, each_model, lm_class, tiny_model
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import Pipeline
 
@@ -46,7 +46,7 @@ HEADS |= {
 
 def save(path, model_type, auto_class=None, tokenizer=True):
     """A tiny model with a tokenizer: one with a mask for an encoder, one that needs code for the others."""
-    tokenizer = (encoder_tokenizer if model_type in ENCODERS else ByteTokenizer)() if tokenizer else None
+    tokenizer = (ByteTokenizer if CASES[model_type].causal else encoder_tokenizer)() if tokenizer else None
     model = tiny_model(model_type, auto_class, vocab_size=128 if tokenizer is None else len(tokenizer))
     model.save_pretrained(path)
     if tokenizer is not None:
@@ -132,7 +132,7 @@ def test_sizes_are_those_of_the_model(model_type, tmp_path):
     assert f"| hidden size | {model.config.hidden_size} |" in text
     for label, value in labelled(describe(str(tmp_path / "model"))).items():
         assert f"| {label} | {value} |\n" in text
-    assert ("a token of the text" in text) == (model_type == "avey")
+    assert ("a token of the text" in text) == CASES[model_type].growing
 
 
 def test_what_is_known(repositories):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import CAUSAL, ENCODERS, each_model, random_ids, tiny_model
+from cases import CAUSAL, ENCODERS, each_model, random_ids, tiny_model
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from PIL import Image

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import RWKV, each_causal, tiny_model
+from cases import CASES, each_causal, tiny_model
 
 import subquad
 from subquad import hub
@@ -66,7 +66,7 @@ def test_scores(model_type, batch_size, task_manager):
         bootstrap_iters=0,
     )["samples"]
     tunes, questions, headers = (samples[f"abc_{name}"] for name in ("tunes", "next_line", "continue"))
-    padded = model_type == "avey" and batch_size > 1
+    padded = CASES[model_type].splits and batch_size > 1
 
     rows = [[0, *TOKENIZER(sample["arguments"][0][0]).input_ids] for sample in tunes]
     width = padded and max(map(len, rows)) - 1
@@ -97,7 +97,7 @@ def test_scores(model_type, batch_size, task_manager):
 @each_causal
 def test_texts_longer_than_in_training(model_type):
     """By default each piece of a text begins anew; with `max_length`, one pass reads it all."""
-    fields = {"context_length": 1024} if model_type in RWKV else {}
+    fields = CASES[model_type].context
     model = tiny_model(model_type, vocab_size=128, **fields)
     text = "".join(chr(n) for n in torch.randint(32, 127, (2500,), generator=torch.Generator().manual_seed(0)))
     ids = TOKENIZER(text).input_ids

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from architectures import each_causal, tiny_model
+from cases import each_causal, tiny_model
 from transformers import TextIteratorStreamer, TextStreamer, pipeline
 
 from subquad import hub

@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from architectures import random_ids, tiny_model
+from cases import random_ids, tiny_model
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError

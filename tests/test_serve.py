@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import CAUSAL, each_causal, tiny_model
+from cases import CAUSAL, each_causal, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import subquad

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from architectures import RWKV, model_class, random_ids, tiny_model
+from cases import BASE, CASES, model_class, random_ids, tiny_model
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,9 +18,9 @@ from subquad import StateTuningConfig, embedded_model
 
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-# Raven with a key and value head for three others, too: its state has all of them.
-CASES = [*((name, {}) for name in RWKV), ("raven", {}), ("raven", {"num_kv_heads": 1})]
-each_case = pytest.mark.parametrize(("model_type", "fields"), CASES)
+each_case = pytest.mark.parametrize(
+    ("model_type", "fields"), [(case.name, fields) for case in BASE for fields in case.tunable]
+)
 
 
 def adapted_model(model_type, fields, seed=1, **options):
@@ -130,8 +130,7 @@ def test_generate(model_type, fields):
 
 @each_case
 def test_training(model_type, fields):
-    if model_type == "raven":
-        fields = {**fields, "add_gumbel_noise": False}
+    fields = {**fields, **CASES[model_type].quiet}
     model, ids = adapted_model(model_type, fields).double(), random_ids(2, 19)
 
     def gradients(labels, **inputs):
@@ -235,7 +234,7 @@ def test_low_precision(model_type, fields):
     assert torch.isfinite(read(fill(model, 1), ids)).all()
 
 
-@pytest.mark.parametrize("model_type", ["avey", "avey-b", "gecko"])
+@pytest.mark.parametrize("model_type", [case.name for case in BASE if not case.tunable])
 def test_models_without_such_a_state(model_type):
     with pytest.raises(ValueError, match=f"State tuning: {type(tiny_model(model_type)).__name__} has no"):
         get_peft_model(tiny_model(model_type), StateTuningConfig())

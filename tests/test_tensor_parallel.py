@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from architectures import ENCODERS, lm_class, random_ids, tiny_config, tiny_model
+from cases import ENCODERS, lm_class, random_ids, tiny_config, tiny_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
