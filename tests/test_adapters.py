@@ -138,6 +138,7 @@ def test_repositories_without_the_package_and_either_order_of_imports(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.fast
 @each_head
 def test_lora_needs_no_target_modules(model_type, auto_class):
     model = tiny_model(model_type, auto_class)
@@ -304,6 +305,7 @@ def test_gradient_checkpointing(model_type):
         torch.testing.assert_close(checkpointed, gradients[0])
 
 
+@pytest.mark.fast
 @each_causal
 def test_generate(model_type):
     ids, options = random_ids(2, 9), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

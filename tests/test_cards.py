@@ -123,6 +123,7 @@ def test_same_model_same_card(model_type, repositories, tmp_path):
     assert cards_of_it == [(repositories / model_type / "README.md").read_text(encoding="utf-8")] * 3
 
 
+@pytest.mark.fast
 @each_model
 def test_sizes_are_those_of_the_model(model_type, tmp_path):
     model = save(tmp_path / "model", model_type, tokenizer=False)

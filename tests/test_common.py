@@ -28,6 +28,7 @@ def load(model_type, path, **options):
     return getattr(transformers, lm_class(model_type)).from_pretrained(path, **options)
 
 
+@pytest.mark.fast
 @each_head
 def test_save_and_load(model_type, auto_class, tmp_path):
     model, ids = tiny_model(model_type, auto_class), random_ids(2, 9)
@@ -71,6 +72,7 @@ def test_base_model_in_a_head_and_back(model_type, tmp_path):
     torch.testing.assert_close(again.base_model(ids).last_hidden_state, base(ids).last_hidden_state)
 
 
+@pytest.mark.fast
 @each_head
 def test_outputs(model_type, auto_class):
     model, ids = tiny_model(model_type, auto_class), random_ids(2, 9)
@@ -109,6 +111,7 @@ def test_logits_to_keep(model_type, kept):
     torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, expected)
 
 
+@pytest.mark.fast
 @each_causal
 def test_loss(model_type):
     model, ids = tiny_model(model_type), random_ids(2, 9)
@@ -155,6 +158,7 @@ def test_classification_is_exact_under_padding(model_type):
     )
 
 
+@pytest.mark.fast
 @each_model
 @pytest.mark.parametrize(
     ("problem", "labels", "expected"),
@@ -193,6 +197,7 @@ def test_from_meta(model_type):
     assert model(torch.zeros(1, 3, dtype=torch.long, device="meta")).logits.shape == (1, 3, VOCABULARY)
 
 
+@pytest.mark.fast
 @each_model
 def test_seed_decides_the_weights(model_type):
     def weights(seed):

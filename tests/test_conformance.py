@@ -81,6 +81,7 @@ def seeded(monkeypatch):
 # Configurations.
 
 
+@pytest.mark.fast
 @each_text_model_case
 def test_configurations(case, tmp_path):
     config = case.config(unknown_field="kept", num_labels=5)
@@ -216,6 +217,7 @@ def test_attention_weights(case):
             assert shapes == [[(2, 3, 20, 20)], [(2, 3, 1, case.window)], [(2, 3, 1, case.window)]]
 
 
+@pytest.mark.fast
 @each_model_case
 def test_copies(case):
     text = case.text(2, 9)
@@ -358,6 +360,7 @@ def test_offload(case, tmp_path):
             torch.testing.assert_close(other(**text)[0], expected)
 
 
+@pytest.mark.fast
 @each_model_case
 def test_ties(case, tmp_path):
     text = case.text(1, 9)
@@ -434,6 +437,7 @@ def test_resizing_of_fewer_ids_than_an_embedding_has_numbers(case):
 # Outputs, losses and gradients.
 
 
+@pytest.mark.fast
 @each_model_case
 def test_tuples(case):
     text = case.text(2, 9)
@@ -629,6 +633,7 @@ def test_generation_from_embeddings(case):
     assert torch.equal(model.generate(read, past_key_values=cache, **options), expected)
 
 
+@pytest.mark.fast
 @each_case
 def test_arguments_that_change_nothing(case):
     model, text = case.model(), half_padded(case, 6, 2)

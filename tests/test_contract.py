@@ -106,6 +106,7 @@ def test_padding(case, side, lengths):
             torch.testing.assert_close(after[n], after_alone[0], **TOLERANCE)
 
 
+@pytest.mark.fast
 @each_case_and_reader
 @each_side
 def test_padding_in_a_later_call(case, side):
@@ -151,6 +152,7 @@ def test_gradients_under_padding(case):
 BEAMS = [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 3}]
 
 
+@pytest.mark.fast
 @each_case_and_trained
 def test_greedy_is_the_arg_max(case):
     model, text = case.model(), case.text(2, 6)
@@ -162,6 +164,7 @@ def test_greedy_is_the_arg_max(case):
     assert out[:, 6:].T.tolist() == [x.argmax(-1).tolist() for x in logits]
 
 
+@pytest.mark.fast
 @each_case
 def test_sampling_follows_the_seed(case):
     model, text = case.model(), case.text(2, 5)
@@ -198,6 +201,7 @@ def test_assisted_decoding(case):
         assert torch.equal(model.generate(**text, assistant_model=assistant, **options), expected)
 
 
+@pytest.mark.fast
 @each_case
 def test_early_exit(case):
     model, text, options = case.model(), case.text(1, 6), {"max_new_tokens": 12, **GREEDY}
@@ -215,6 +219,7 @@ def test_sampling_with_an_assistant(case):
     assert torch.equal(out, model.generate(**text, max_new_tokens=7, **GREEDY))
 
 
+@pytest.mark.fast
 @each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
 def test_continuing_from_a_returned_cache(case):
     model, text = case.model(), case.text(2, 6)
@@ -227,6 +232,7 @@ def test_continuing_from_a_returned_cache(case):
     assert torch.equal(second, expected)
 
 
+@pytest.mark.fast
 @each_case
 def test_inputs_embeds(case):
     model, text = case.model(), case.text(2, 70)
@@ -253,6 +259,7 @@ def test_chunked_prefill(case, side):
         assert torch.equal(model.generate(**options, prefill_chunk_size=size), expected)
 
 
+@pytest.mark.fast
 @each_case_and_variant
 def test_static_cache_is_the_same_cache(case):
     model, text = case.model(), case.text(2, 5)
@@ -288,6 +295,7 @@ def test_crop(case, read):
             assert_same_states(cache, expected)
 
 
+@pytest.mark.fast
 @each_case
 @each_side
 def test_crop_of_padded_calls(case, side):
@@ -316,6 +324,7 @@ def test_crop_of_padded_calls(case, side):
             assert_same_states(cache, read(*pieces))
 
 
+@pytest.mark.fast
 @each_case_and_variant
 def test_crop_to_nothing(case):
     model, ids = case.model(), case.ids(1, 5)
@@ -372,6 +381,7 @@ def test_crop_is_refused_if_nothing_was_recorded(case):
     assert_same_states(cache, before)
 
 
+@pytest.mark.fast
 @each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
 def test_cache_operations(case, tmp_path):
     model, text = case.model(), case.text(3, 9)
@@ -418,6 +428,7 @@ def test_cache_operations(case, tmp_path):
 # 4. The state does not grow.
 
 
+@pytest.mark.fast
 @each_case
 def test_state_size(case):
     model = case.model()
@@ -439,6 +450,7 @@ def test_state_does_not_hold_the_sequence(case):
 # 5. Packed documents.
 
 
+@pytest.mark.fast
 @each_case_and_all
 def test_packed_documents(case):
     model, lengths = case.model(), (3, 70, 1, 12)
@@ -488,6 +500,7 @@ def test_packed_documents_in_several_rows(case):
         assert_same_states(out.past_key_values, model(**rest).past_key_values)
 
 
+@pytest.mark.fast
 @each_case_and_variant
 def test_gradients_of_packed_documents(case):
     model, documents = case.model().double(), texts(case, 5, 66)
@@ -528,6 +541,7 @@ def test_gradient_checkpointing(case, backend, monkeypatch):
         model.gradient_checkpointing_disable()
 
 
+@pytest.mark.fast
 @each_case
 def test_gradient_checkpointing_and_caches(case):
     model, text = case.model(), case.text(1, 8)
@@ -700,6 +714,7 @@ def test_wrong_input(case, inputs, message):
         model(**inputs)
 
 
+@pytest.mark.fast
 @each_case
 def test_foreign_caches(case, tmp_path):
     model, text = case.model(), case.text(2, 4)
@@ -728,6 +743,7 @@ def test_foreign_caches(case, tmp_path):
         cache_class.load(tmp_path / "model.safetensors", model.config)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("case", "fields", "message"),
     [
@@ -741,6 +757,7 @@ def test_wrong_configuration(case, fields, message):
         case.config(**fields)
 
 
+@pytest.mark.fast
 @each_case
 def test_generation_config_is_saved(case, tmp_path):
     model = case.model()

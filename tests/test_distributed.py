@@ -178,6 +178,7 @@ def test_processes_share_a_training(configuration, part, alone, tmp_path):
             assert load_file(output / "model.safetensors")[scalar].shape == ()
 
 
+@pytest.mark.fast
 @torch.no_grad()
 def test_a_scalar_of_the_files_is_a_vector_of_the_model(tmp_path):
     """FSDP shards no scalars; those of Avey-B are published as such."""
@@ -279,6 +280,7 @@ def test_shards(tmp_path):
 # One process, several memories.
 
 
+@pytest.mark.fast
 @each_model
 def test_device_map_of_memory(model_type, tmp_path):
     model, ids = tiny_model(model_type), random_ids(2, 9)

@@ -89,6 +89,7 @@ def run(model, tokenizer, *text):
     return model(**tokenizer(*text, return_tensors="pt"))
 
 
+@pytest.mark.fast
 @sides
 def test_fill_mask(load, tokenizer, padding_side):
     pipe, model = load("fill-mask", "ForMaskedLM", padding_side)
@@ -142,6 +143,7 @@ def test_token_classification(load, tokenizer, padding_side):
     assert len({entity["entity"] for entity in itertools.chain(*single)}) == 3
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("strategy", ["simple", "first", "average", "max"])
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
 def test_token_classification_in_groups(strategy):
@@ -321,6 +323,7 @@ def test_a_long_passage_is_read_at_once(qa, monkeypatch):
     assert_exact(results, candidates(qa.model, qa.tokenizer, QUESTION, context, 15)[0])
 
 
+@pytest.mark.fast
 @sides
 @pytest.mark.parametrize("cutting", [{}, {"max_seq_len": 60, "doc_stride": 5}])
 def test_answers_of_a_batch(qa, monkeypatch, padding_side, cutting):

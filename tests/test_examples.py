@@ -77,6 +77,7 @@ def test_music21_accepts_human_tunes(corpus):
     assert faults.count(None) >= 19, faults
 
 
+@pytest.mark.fast
 def test_normalise():
     raw = (
         "X: 12\nT: Caf\\'e \\\"Uber, The % really\nT:Second\nR:jig\nM: 6/8\nL:1/16\nN:a note\nK: E Minor\n"
@@ -96,6 +97,7 @@ def test_a_missing_bar_line_at_the_end_of_a_line_is_supplied():
     assert normalise(raw).endswith("K:C\nCD EF|GA Bc|cB AG|FE DC|\nCD EF|GA Bc|]\n")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("raw", "plain"), [("E Minor", "Em"), ("Gmaj", "G"), ("A Mixolydian", "Amix"), ("Bb", "Bb"), ("F#min", "F#m")]
 )
@@ -108,6 +110,7 @@ def test_titles_are_ascii():
     assert plain_title("Humours of Cork, The") == "The Humours of Cork"
 
 
+@pytest.mark.fast
 def test_lengths():
     assert [parse_length(text) for text in ("", "2", "/", "//", "/4", "3/2")] == [1, 2, 1 / 2, 1 / 4, 1 / 4, 3 / 2]
     with pytest.raises(AbcError):
@@ -120,11 +123,13 @@ def test_durations():
     assert [float(event.time) for event in tune.bars[0].events] == pytest.approx(expected)
 
 
+@pytest.mark.fast
 def test_checker_accepts():
     assert is_valid_tune(HEADER + BODY)
     assert is_valid_tune(HEADER + "|:GAG GAB|ded dBG|BAB AFD|1 EFE E2D:|2 EFE E3|]")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("text", "fault"),
     [

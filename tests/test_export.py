@@ -185,6 +185,7 @@ def assert_onnx_reads(model, path, pieces):
         torch.testing.assert_close(torch.from_numpy(logits)[0], expected[begin - 1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.fast
 @ONNX
 def test_onnx(tmp_path):
     model = tiny_model("rwkv5", num_hidden_layers=1)
@@ -192,6 +193,7 @@ def test_onnx(tmp_path):
     assert_onnx_reads(model, tmp_path, [(1, 1)] * 6)
 
 
+@pytest.mark.fast
 def test_wrong_use():
     model = tiny_model("rwkv6", num_hidden_layers=1)
     for other, name in (("avey-b", "AveyBForMaskedLM"), ("rwkv6", "Rwkv6ForSequenceClassification")):

@@ -200,6 +200,7 @@ def test_installed_classes_load_a_repository(model_type, tmp_path):
         one.train()(ids).last_hidden_state.sum().backward()
 
 
+@pytest.mark.fast
 @each_model
 def test_code_of_a_repository(model_type, tmp_path):
     folder = subquad.ARCHITECTURES[model_type][0]
@@ -294,6 +295,7 @@ def test_saving_with_the_code(model_type, tmp_path):
     assert {path.name for path in (tmp_path / "again").glob("*.py")} == code
 
 
+@pytest.mark.fast
 def test_refusals(tmp_path, monkeypatch):
     source = tmp_path / "source"
     saved("rwkv5", source)

@@ -152,6 +152,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.lower().count("determined largest batch size: 2") == 3  # one a kind of task
 
 
+@pytest.mark.fast
 def test_errors_are_those_of_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["subquad"])
     with pytest.raises(SystemExit) as done:

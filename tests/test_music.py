@@ -66,6 +66,7 @@ def count(root, name):
     return sum(len(element) > 0 and name in element.get("class", "").split() for element in root.iter(f"{SVG}g"))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("text", "notes"),
     [
@@ -169,6 +170,7 @@ def test_a_long_tune_is_one_picture():
     assert (count(root, "measure"), count(root, "note")) == (bars, 8 * bars)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "text",
     ["", "Once upon a time", "X:1\nABc|def|", "K:C\nABc|def|", "X:1\nK:C\n", tune("z8|z8|"), tune("[ABc d|e|"),

@@ -52,6 +52,7 @@ def texts(results):
     return [result["generated_text"] for (result,) in results]
 
 
+@pytest.mark.fast
 @each_causal
 def test_text_generation(generator, model_type):
     pipe, model = generator(model_type)

@@ -196,6 +196,7 @@ def test_what_was_pushed_loads_without_this_package(server, tmp_path, capsys):
     assert type(transformers.AutoTokenizer.from_pretrained("user/raven")) is ByteTokenizer
 
 
+@pytest.mark.fast
 def test_to_a_branch(server, directory, capsys):
     out = run(capsys, directory, "user/finch", "--revision", "step/4000", "--private")
     repository = server.repositories["user/finch"]
@@ -349,6 +350,7 @@ def test_an_upload_that_breaks_off_changes_nothing(server, directory, capsys, mo
     assert len(repository.commits) == 2
 
 
+@pytest.mark.fast
 def test_without_a_token_that_is_right(server, directory, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert run(capsys, directory, "user/finch", code=1).startswith("the Hub does not accept the token: log in")

@@ -139,6 +139,7 @@ def test_lora_on_quantized_weights(model_type, auto_class, method, tmp_path):
     torch.testing.assert_close(run(loaded.train()), after)
 
 
+@pytest.mark.fast
 @each_model
 def test_merging_into_int8(model_type, tmp_path):
     """What is merged is quantised anew."""

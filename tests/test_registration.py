@@ -140,6 +140,7 @@ assert {"Rwkv6ForCausalLM", "RecurrentCache", "PRESETS"} <= set(dir(subquad))
     run(code)
 
 
+@pytest.mark.fast
 def test_every_export_is_there():
     for name in subquad.__all__:
         assert getattr(subquad, name) is not None

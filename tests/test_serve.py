@@ -117,6 +117,7 @@ def test_completion(client, models, model_type):
     assert last.choices[0].finish_reason == "length" and last.usage.completion_tokens == 12
 
 
+@pytest.mark.fast
 @each_causal
 def test_no_continuous_batching(model_type):
     """The server asks so, and generates for one request after the other where there is none."""

@@ -112,6 +112,7 @@ def test_a_text_begins_with_the_state(model_type, fields, tmp_path):
         assert torch.equal(state, kept[name])
 
 
+@pytest.mark.fast
 @each_case
 def test_generate(model_type, fields):
     model, ids = adapted_model(model_type, fields), random_ids(1, 5).repeat(1, 2)
@@ -234,6 +235,7 @@ def test_low_precision(model_type, fields):
     assert torch.isfinite(read(fill(model, 1), ids)).all()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("model_type", [case.name for case in BASE if not case.tunable])
 def test_models_without_such_a_state(model_type):
     with pytest.raises(ValueError, match=f"State tuning: {type(tiny_model(model_type)).__name__} has no"):

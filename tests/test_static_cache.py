@@ -210,6 +210,7 @@ def test_beam_search(case):
 # The cache.
 
 
+@pytest.mark.fast
 @each(*TEXT, RAVEN_PURE, RAVEN_FULL, RAVEN_BOTH, RAVEN_SWA)
 def test_addresses_are_constant(case):
     model, ids = case.model(), random_ids(2, 20)
@@ -227,6 +228,7 @@ def test_addresses_are_constant(case):
     assert_same_caches(cache, both_caches(model, ids)[0])
 
 
+@pytest.mark.fast
 @each_text_case
 def test_operations(case, tmp_path):
     model, ids = case.model(), random_ids(3, 9)
@@ -295,6 +297,7 @@ def test_what_was_written_in_place_is_not_copied():
     assert state._version == version
 
 
+@pytest.mark.fast
 @each_text_case
 def test_another_batch_is_refused(case):
     model = case.model()

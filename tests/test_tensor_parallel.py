@@ -159,6 +159,7 @@ def test_saves_whole_tensors(name, directory):
     torch.testing.assert_close(saved.state_dict(), tiny(name).state_dict(), atol=0, rtol=0)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("model_type", "fields"),
     [

@@ -85,6 +85,7 @@ def texts(rows, length):
 # Parameter groups.
 
 
+@pytest.mark.fast
 @each_model
 def test_groups_are_those_of_the_paper(model_type):
     model = tiny_model(model_type)
@@ -246,6 +247,7 @@ def test_parts_of_a_batch_with_several_targets(model_type, problem, tmp_path):
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
+@pytest.mark.fast
 @each_model
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
 def test_flattened_texts(model_type, options):

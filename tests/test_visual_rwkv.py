@@ -129,6 +129,7 @@ def images_read(model):
 # The plain implementation.
 
 
+@pytest.mark.fast
 @each_generation
 def test_image_features(generation):
     images = Row("image", "image").pixel_values.double()
@@ -220,6 +221,7 @@ def mixed_rows():
 # Calls that continue a cache.
 
 
+@pytest.mark.fast
 @each_generation
 def test_a_split_inside_an_image_is_refused(generation):
     model = tiny_visual_model(generation)
@@ -370,6 +372,7 @@ def test_embeddings_after_a_cache(generation):
         assert torch.equal(out, expected)
 
 
+@pytest.mark.fast
 @each_generation
 @pytest.mark.parametrize("questions", [((4,), (4,)), (("image", 2), (19,)), (("image", 1, "image"), (9, "image", 9))])
 def test_a_conversation(generation, questions):

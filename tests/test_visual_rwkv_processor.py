@@ -18,6 +18,7 @@ IMAGE = {"type": "image", "image": Image.new("RGB", (40, 30), (200, 30, 30))}
 TEXT = {"type": "text", "text": QUESTION}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("tokenizer_class", [RwkvWorldTokenizer, RwkvWorldTokenizerFast])
 def test_placeholders(tokenizer_class):
     tokenizer = tokenizer_class()
@@ -35,6 +36,7 @@ def test_placeholders(tokenizer_class):
     assert set(processor(text="A")) == {"input_ids", "attention_mask"}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("parts", "prompt"),
     [
