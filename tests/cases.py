@@ -510,10 +510,18 @@ def each(*cases: Case):
 
 
 def each_with(name: str, values, cases, few, others):
-    """Parametrises a test by a case and another argument: `cases` with all of its values, `others` with a few."""
-    pairs = [*itertools.product(cases, values), *itertools.product(others, few)]
+    """
+    Parametrises a test by a case and another argument: `cases` with all of its values, which may be `pytest.param`s,
+    and `others` with a few of them.
+    """
+    known = [x if hasattr(x, "marks") else pytest.param(x, id=str(n)) for n, x in enumerate(values)]
+    chosen = [known[values.index(x)] for x in few]
     return pytest.mark.parametrize(
-        ("case", name), [pytest.param(case, x, id=f"{case.name}-{values.index(x)}") for case, x in pairs]
+        ("case", name),
+        [
+            pytest.param(case, *x.values, id=f"{case.name}-{x.id or x.values[0]}", marks=x.marks)
+            for case, x in [*itertools.product(cases, known), *itertools.product(others, chosen)]
+        ],
     )
 
 

@@ -28,6 +28,7 @@ from cases import (
     each_case_and_variant,
     each_model_case,
     each_text_case,
+    each_text_model_case,
     each_text_model_case_and_trained,
     each_with,
     join,
@@ -185,7 +186,7 @@ def test_beam_search(case, options):
 
 @each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
 def test_assisted_decoding(case):
-    model, text, options = case.model(), join(*[case.text(1, 6)] * 3), {"max_new_tokens": 24, **GREEDY}
+    model, text, options = case.model(), join(*[case.text(1, 6)] * 3), {"max_new_tokens": 16, **GREEDY}
     expected = model.generate(**text, **options)
     lookup = model.generate(**text, prompt_lookup_num_tokens=4, **options)
     padded_lookup = model.generate(**padded([text], "left", more=5), prompt_lookup_num_tokens=4, **options)
@@ -519,8 +520,7 @@ def test_gradients_of_packed_documents(case):
 # 6. Gradients.
 
 
-@each_model_case
-@pytest.mark.parametrize("backend", ["eager", triton])
+@each_with("backend", ["eager", triton], BASE, ["eager"], VISUAL)
 def test_gradient_checkpointing(case, backend, monkeypatch):
     monkeypatch.setenv("SUBQUAD_BACKEND", backend)
     layers, size = (3, (2, 70)) if backend == "eager" else (1, (1, 9))
@@ -553,7 +553,7 @@ def test_gradient_checkpointing_and_caches(case):
     assert model.eval()(**text, past_key_values=cache).past_key_values.get_seq_length() == 16
 
 
-@each_model_case
+@each_text_model_case
 @pytest.mark.parametrize("backend", ["eager", triton])
 @pytest.mark.parametrize("way", ["rows", "padded", "packed"])
 def test_backends_agree(case, backend, way, monkeypatch):
@@ -564,7 +564,7 @@ def test_backends_agree(case, backend, way, monkeypatch):
     elif way == "padded":
         inputs = padded(texts(case, 20, 7), "left")
     else:
-        inputs = {**join(*texts(case, 7, 1, 32)), "cu_seqlens": torch.tensor([0, 7, 8, 40])}
+        inputs = {**join(*texts(case, 7, 1, 20)), "cu_seqlens": torch.tensor([0, 7, 8, 28])}
     results = []
     for one in (backend, "reference"):
         monkeypatch.setenv("SUBQUAD_BACKEND", one)
