@@ -80,7 +80,7 @@ def linear_layers(model):
     return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-# Runs where the package cannot be imported, and then where it can.
+# Runs first without the package, then with it.
 WITHOUT_THE_PACKAGE = """
 import os
 import sys
@@ -154,7 +154,7 @@ def test_lora_needs_no_target_modules(model_type, auto_class):
 
 @each_head
 def test_lora_on_every_linear_layer(model_type, auto_class):
-    """No layer's weight is read past the layer, where an adapter would have no effect."""
+    """Every weight is used through its layer: otherwise an adapter would have no effect."""
     model = tiny_model(model_type, auto_class)
     layers = linear_layers(model.base_model)
     # PEFT knows heads of two tasks only.
@@ -278,7 +278,7 @@ def test_several_adapters(model_type, tmp_path):
     hotswap_adapter(adapted, tmp_path, adapter_name="other")
     torch.testing.assert_close(adapted(input_ids=ids).logits, expected["default"])
 
-    # One row of the batch with each, where a layer's input has the rows of the batch.
+    # Another adapter for each row, if the layers' inputs have the rows of the batch.
     names = {"adapter_names": ["default", "__base__"]}
     if not CASES[model_type].rows_apart:
         with pytest.raises(ValueError, match="Length of `adapter_names`"):
@@ -337,6 +337,6 @@ def test_adapters_on_embeddings_and_head(model_type):
         assert not without_gradient(adapted, ids)
         expected = disturb(adapted)(input_ids=ids).logits
         torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, expected, atol=1e-3, rtol=1e-3)
-    # Where they are tied an adapter learns, but PEFT cannot merge it: there is one weight.
+    # If they are tied, an adapter learns, but PEFT cannot merge it: there is one weight.
     tied = tiny_model(model_type, tie_word_embeddings=True)
     assert not without_gradient(adapt(tied, target_modules=[embeddings, head]), ids)

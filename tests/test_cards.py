@@ -22,7 +22,7 @@ from subquad.info import describe, labelled
 from subquad_tokenizers import ByteTokenizer
 
 
-# Runs the examples of cards and tells what each of them printed.
+# Runs the examples of cards and prints what each of them printed.
 RUN = """
 import contextlib, io, json, sys
 for name in ("subquad", "subquad_kernels", "subquad_tokenizers", "subquad_conversion"):
@@ -191,7 +191,7 @@ def test_base_model(recorded, expected, repositories, tmp_path, monkeypatch):
         return cards.model_card(directory, base_model=cards.base_model(directory), **known).data.base_model
 
     assert base(tmp_path / "model", repo_id="another/finch") == expected
-    assert base(tmp_path / "model", repo_id="someone/finch") is None  # it is no base of itself
+    assert base(tmp_path / "model", repo_id="someone/finch") is None  # a model is not its own base
     # The configuration of an exported model names none, and its card does.
     hub.export(tmp_path / "model", tmp_path / "exported")
     assert base(tmp_path / "exported", repo_id="another/finch") == expected

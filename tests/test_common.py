@@ -149,7 +149,7 @@ def test_classification_is_exact_under_padding(model_type):
         gap = [(width - len(row), 0) if side == "left" else (0, width - len(row)) for row in rows]
         ids = torch.stack([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, gap, strict=True)])
         torch.testing.assert_close(model(ids, attention_mask=ids != 0).logits, alone, atol=1e-4, rtol=1e-4)
-        # Without a mask the padding id tells.
+        # Without a mask, the padding id marks the padding.
         torch.testing.assert_close(model(ids).logits, alone, atol=1e-4, rtol=1e-4)
     # Inside a text the padding id is a token like any other.
     torch.testing.assert_close(
@@ -253,7 +253,7 @@ def test_sizes_are_not_read_from_packed_weights(model_type):
 
 @each_model
 def test_mixed_dtypes_under_autocast(model_type):
-    """As on a GPU, where autocast computes layer norms in float32 whatever the weights."""
+    """On a GPU, autocast computes layer norms in float32, whatever the dtype of the weights."""
     model, ids = tiny_model(model_type).to(torch.bfloat16), random_ids(1, 9)
     expected = model(ids).logits
     for module in model.modules():

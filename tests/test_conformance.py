@@ -62,7 +62,7 @@ def labels_of(model, auto_class, ids):
 
 
 def half_padded(case, length, padding):
-    """Two rows, of which the first begins with padding."""
+    """Two rows; the first begins with padding."""
     return padded([case.text(1, length - padding), case.text(1, length, seed=1)], "left")
 
 
@@ -139,7 +139,7 @@ def test_configurations(case, tmp_path):
     assert {name: getattr(config, name) for name in given} == given
 
 
-# What a class tells of itself.
+# The attributes of classes.
 
 
 @each_text_model_case
@@ -252,7 +252,7 @@ def test_initialisation_from_meta(case, seeded):
         for model in (from_meta, from_nothing):
             torch.testing.assert_close(model.state_dict(), expected.state_dict(), atol=0, rtol=0)
             torch.testing.assert_close(dict(model.named_buffers()), dict(expected.named_buffers()), atol=0, rtol=0)
-            model.train(False)(**case.text(1, 5))  # where a tensor that is neither would be on meta
+            model.train(False)(**case.text(1, 5))  # fails if a tensor is still on meta
 
 
 @each_model_case
@@ -508,7 +508,7 @@ def test_one_label_is_a_regression(case):
     ids, targets = random_ids(2, 9), torch.tensor([0.5, -1.0])
     model = case.model("AutoModelForSequenceClassification", num_labels=1)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # where shapes would be broadcast
+        warnings.simplefilter("error")  # raised if shapes are broadcast
         out = model(ids, labels=targets)
     torch.testing.assert_close(out.loss, mse_loss(out.logits[:, 0], targets))
 

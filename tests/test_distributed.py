@@ -1,4 +1,4 @@
-"""What several processes do together, or a model that lies in several memories, equals the same in one."""
+"""Several processes, or several memories, give the same as one."""
 
 import functools
 import importlib.util
@@ -130,7 +130,7 @@ def losses(output):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Models, a text, and what the example makes of them in one process that reads all rows of a step."""
+    """Models, a text, and the results of the example in one process that reads all rows of a step."""
     path = tmp_path_factory.mktemp("alone")
     shutil.copy(ROOT / "examples" / "abc_check.py", path / "text.txt")
     tiny_model("avey-b", seed=1, vocab_size=128, mask_token_id=127).save_pretrained(path / "other")

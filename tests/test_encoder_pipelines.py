@@ -75,7 +75,7 @@ def load(tokenizer, tmp_path):
 
 
 def close(a, b, tolerance=1e-5):
-    """Whether two results are the same but for rounding."""
+    """Whether two results are the same up to rounding."""
     if isinstance(a, dict):
         assert a.keys() == b.keys()
         return all(close(a[key], b[key], tolerance) for key in a)
@@ -105,7 +105,7 @@ def test_fill_mask(load, tokenizer, padding_side):
     two = pipe("The [MASK] tower is in [MASK].", top_k=2)
     assert [len(guesses) for guesses in two] == [2, 2]
     (only,) = pipe(texts[0], targets=[" in"])
-    # The space before a mask belongs to the word that it stands for.
+    # The space before a mask belongs to the masked word.
     assert only["token_str"] == " in" and only["sequence"] == "The Eiffel tower is in in, and"
 
 
@@ -347,7 +347,7 @@ def test_one_question_for_several_passages(qa):
     assert qa(question=[QUESTION, "Is it?"], context=TEXTS[0])[0] == expected[0]
     assert qa([{"question": QUESTION, "context": TEXTS[0]}]) == expected[:1]
     assert qa([]) == []
-    # More than one answer is a list, also where there is only one.
+    # If more than one answer is allowed, the result is a list, also with only one answer.
     assert [a["answer"] for a in qa(question=QUESTION, context=" a", top_k=9)] == ["a"]
 
 

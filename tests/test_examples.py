@@ -168,7 +168,7 @@ def test_three_steps_give_a_directory_that_loads(tmp_path):
     # A run that is over is measured once more.
     third = subprocess.run([*command, "--steps", "3", "--resume"], capture_output=True, text=True)
     assert third.returncode == 0, third.stderr
-    # Where DeepSpeed is installed, it prints with a date what it found, when it is imported.
+    # DeepSpeed, if it is installed, prints a dated line when it is imported.
     lines = [re.sub(r"^\[20.*\n", "", run.stdout, flags=re.MULTILINE) for run in (second, third)]
     assert lines[0] == lines[1]
 

@@ -47,7 +47,7 @@ def generate(prefill, decode, states, ids, mask, new_tokens):
 @each_model
 @torch.no_grad()
 def test_forward_of_any_size(model_type):
-    """Of any length, or where Python lays out what is to be done for a length, of any batch, padded or not."""
+    """The length is dynamic; for Avey and Avey-B, whose layout depends on it in Python, the batch is, padded or not."""
     model, case = tiny_model(model_type), CASES[model_type]
     bos = getattr(model.config, "boundary_token_id", None)
 

@@ -38,7 +38,7 @@ from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer, RwkvWorldToken
 TOKENIZERS = {"rwkv5": RwkvWorldTokenizer, "rwkv6": RwkvWorldTokenizerFast}
 OURS = ("subquad", "subquad_kernels", "subquad_tokenizers", "subquad_conversion")
 
-# Runs where only torch, transformers and what these need can be imported.
+# Runs in an environment with torch, transformers and their dependencies alone.
 ELSEWHERE = """
 import sys
 from importlib.util import find_spec
@@ -92,7 +92,7 @@ def needed(*packages):
             continue
         try:
             found[name] = distribution(name)
-        except PackageNotFoundError:  # one that torch asks for where there is a GPU
+        except PackageNotFoundError:  # a dependency of torch on machines with a GPU
             continue
         requirements = (Requirement(text) for text in found[name].requires or ())
         waiting += [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
@@ -187,7 +187,7 @@ def test_installed_classes_load_a_repository(model_type, tmp_path):
         torch.testing.assert_close(loaded(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
         head = AutoModelForSequenceClassification.from_pretrained(tmp_path / "repository", trust_remote_code=trust)
         assert type(head).__module__.startswith("subquad.")
-        if not trust:  # else transformers takes a repository's tokenizer even where it knows the class
+        if not trust:  # otherwise transformers takes the repository's tokenizer although it knows the class
             tokenizer = AutoTokenizer.from_pretrained(tmp_path / "repository", trust_remote_code=trust)
             assert type(tokenizer).__module__.startswith("subquad_tokenizers.")
     # The two live side by side: a copy of the code, loaded by name, changes nothing about the package's operators.

@@ -40,7 +40,7 @@ def task_manager():
 
 @torch.no_grad()
 def log_likelihood(model, ids, scored, width=0):
-    """Of the last `scored` ids, read in one pass; `width` is that of the row where zeros follow."""
+    """Of the last `scored` ids, read in one pass; `width` is the length of the row if zeros follow."""
     row = torch.nn.functional.pad(torch.tensor(ids[:-1]), (0, max(0, width - len(ids) + 1)))
     logits = model(row[None]).logits[0, len(ids) - 1 - scored : len(ids) - 1].log_softmax(-1)
     return logits.gather(1, torch.tensor(ids[-scored:])[:, None]).sum().item()

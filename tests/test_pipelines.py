@@ -39,7 +39,7 @@ def generator(load):
 
 
 def continuation(model, tokenizer, prompt, **options):
-    """What the model itself makes of a text or of a conversation."""
+    """The model's own continuation of a text or a conversation."""
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt")
     else:

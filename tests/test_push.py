@@ -112,7 +112,7 @@ def test_the_readme_runs_as_printed(server, tmp_path, monkeypatch, capsys):
     assert {"modeling_rwkv6.py", "model.safetensors", "tokenizer.json", "LICENSE", "NOTICE"} < repository.files.keys()
 
 
-# Runs where no package of ours can be imported and nothing but the test's server can be reached.
+# Runs without our packages, and with the test's server as the only reachable host.
 ELSEWHERE = """
 import os, sys, urllib.parse
 
@@ -415,7 +415,7 @@ def test_the_help_shows_how(capsys):
 
 @pytest.mark.parametrize("processor_first", [True, False])
 def test_a_model_and_its_processor(server, tmp_path, processor_first):
-    """Pushed one after the other they are the repository that `subquad push` makes, but for the card."""
+    """Pushed one after the other, they give the repository of `subquad push`, apart from the card."""
     model, processor = save_visual(tmp_path / "visual")
     for part in (processor, model) if processor_first else (model, processor):
         part.push_to_hub("user/visual")

@@ -43,7 +43,7 @@ def model_of(model_type, auto_class=None):
 
 def load(model_type, path, method, auto_class=None, **options):
     model = model_class(model_type, auto_class).from_pretrained(path, quantization_config=METHODS[method](), **options)
-    # For inference on some CPUs it packs them, which no layer with fewer than 32 outputs bears.
+    # For inference on some CPUs bitsandbytes packs 4-bit weights, which fails in layers with fewer than 32 outputs.
     return model.train(method == "nf4")
 
 
@@ -89,7 +89,7 @@ def test_quantized(model_type, method, tmp_path):
         if name.rpartition(".")[0] not in names or name.endswith("bias"):
             assert torch.equal(parameter, source.get_parameter(name)), name
     logits = model(ids).logits
-    tolerance = 0.25 if method in DYNAMIC else 1e-4  # rounded activations tell in random models
+    tolerance = 0.25 if method in DYNAMIC else 1e-4  # random models are sensitive to rounded activations
     assert_near(logits, expected(ids).logits, tolerance)
     assert not torch.allclose(logits, source(ids).logits, atol=1e-3)
     if CASES[model_type].causal and method not in (*DYNAMIC, "nf4"):

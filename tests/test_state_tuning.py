@@ -42,7 +42,7 @@ def states(model):
 
 
 def read_behind_the_states(model, ids):
-    """What the model without the adapter makes of a text, from a cache in which the states are put by hand."""
+    """The logits of the model without the adapter, from a cache that holds the states."""
     rows, length = ids.shape
     mask = torch.ones(rows, length + 1)
     mask[:, 0] = 0  # padding alone leaves the states of a cache at zero
@@ -102,7 +102,7 @@ def test_a_text_begins_with_the_state(model_type, fields, tmp_path):
         cache = model.get_base_model().new_cache(static=True)
         model(input_ids=ids.flip(1), past_key_values=cache)
         cache.reset()
-        cache.save(tmp_path / "cache")  # of which nothing was read yet
+        cache.save(tmp_path / "cache")  # before any token is read
         check(read(model, ids, past_key_values=cache))
         cache = type(cache).load(tmp_path / "cache", model.config, static=True)
         check(read(model, ids, past_key_values=cache))
@@ -143,7 +143,7 @@ def test_training(model_type, fields):
     loss, expected = gradients(labels=ids, ids=ids)
     assert all(grad.abs().sum() > 0 for grad in expected.values())
     assert all(p.grad is None for name, p in model.named_parameters() if name not in expected)
-    # The direction that all gradients tell, by a difference of losses.
+    # The slope along all gradients, by a difference of losses.
     step = 1e-6
     with torch.no_grad():
         for name, state in states(model).items():
@@ -156,7 +156,7 @@ def test_training(model_type, fields):
 
     borders = torch.tensor([0, 19, 38])
     labels = ids.clone()
-    labels[:, 0] = -100  # of which the document before knows nothing
+    labels[:, 0] = -100  # the last token of the document before does not predict it
     packed = {"ids": ids.view(1, -1), "labels": labels.view(1, -1), "cu_seqlens": borders}
     model.train()
     model.enable_input_require_grads()

@@ -55,7 +55,7 @@ def compiling(graphs, **options):
 
 
 def prompts(case, rows, padding, length=9):
-    """The inputs of `generate`: rows of which the first begins with padding."""
+    """The inputs of `generate`; the first row begins with padding."""
     return padded([case.text(1, length - padding * (n == 0), seed=n) for n in range(rows)], "left")
 
 

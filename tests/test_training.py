@@ -160,7 +160,7 @@ def test_trainer(model_type, tmp_path):
     for name, weight in weights.items():
         assert torch.equal(weight, resumed[name]), name
         torch.testing.assert_close(weight, saved[name])
-    # The same run once more, at the end of which the first checkpoint is called the best.
+    # The same run, but the best checkpoint, here the first, is loaded at the end.
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     same, loaded, _ = train("best", **best)
     assert same == curve
@@ -228,7 +228,7 @@ def test_heads(model_type, auto_class, tmp_path):
     assert len(predictions) == len(expected)
     for prediction, logits in zip(predictions, expected, strict=True):
         assert len(prediction) == len(rows)
-        found = torch.tensor(prediction[:3, : logits.shape[1]])  # of more columns where other batches have more
+        found = torch.tensor(prediction[:3, : logits.shape[1]])  # it has more columns if another batch has more
         torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
 
 
@@ -251,7 +251,7 @@ def test_parts_of_a_batch_with_several_targets(model_type, problem, tmp_path):
 @each_model
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
 def test_flattened_texts(model_type, options):
-    """transformers' collator for packed texts, with and without the borders that FlashAttention asks for."""
+    """transformers' collator for packed texts, with and without the boundaries for FlashAttention."""
     fields = CASES[model_type].quiet
     model = tiny_model(model_type, **fields).train()
     rows = [random_ids(n, seed=n) for n in (5, 33, 1, 12)]
@@ -279,8 +279,8 @@ def test_flattened_texts(model_type, options):
 
 
 def test_compiled_trainer(tmp_path, monkeypatch):
-    """Of packed texts, whose borders compiled code reads from `cu_seq_lens_q` alone."""
-    # Where the arguments leave their backend to every Accelerator of the process.
+    """With packed texts: compiled code reads the boundaries from `cu_seq_lens_q` alone."""
+    # The arguments set the backend for every Accelerator of the process.
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     rows = [{"input_ids": random_ids(n, seed=n)} for n in (3, 10, 6, 7, 9, 4, 5, 8)]
@@ -359,7 +359,7 @@ def test_trl(model_type, tmp_path):
         return trainer
 
     rows = [{"prompt": f"tune {n}\n", "completion": "ABC def|"[n:] * (1 + n % 4)} for n in range(8)]
-    # TRL asks for no attention that knows of borders.
+    # TRL does not require attention that knows the boundaries.
     packing = trl.SFTConfig(packing=True, max_length=64, gradient_checkpointing=False, **shared)
     trainer = train(trl.SFTTrainer, packing, rows)
     batch = next(iter(trainer.get_train_dataloader()))

@@ -63,7 +63,7 @@ class Row:
 
 
 def batch(model, *rows, side="left"):
-    """`input_ids`, `attention_mask` where rows have different lengths, and `pixel_values` where there are any."""
+    """`input_ids`, `attention_mask` if rows have different lengths, and `pixel_values` if there are images."""
     ids, images = [row.ids(model) for row in rows], torch.cat([row.pixel_values for row in rows]).to(model.dtype)
     width = max(len(x) for x in ids)
     empty = [[0] * (width - len(x)) for x in ids]
@@ -98,7 +98,7 @@ def published(model):
 
 
 def tower_states(model, images):
-    """What the vision tower of transformers makes of images, in float64."""
+    """The output of transformers' vision tower, in float64."""
     tower = CLIPVisionModel(model.config.vision_config).double().eval()
     tower.load_state_dict(model.model.vit.state_dict())
     with torch.no_grad():
@@ -381,7 +381,7 @@ def test_a_conversation(generation, questions):
     asked = [Row(*question, seed=2 + n) for n, question in enumerate(questions)]
 
     def ask(rows, more):
-        """What is generated in the second turn: from the cache of the first one, and from everything at once."""
+        """The second answer, from the cache of the first one and from the whole conversation in one call."""
         first = batch(model, *rows)
         answered = model.generate(**first, return_dict_in_generate=True, **options)
         cache, new = answered.past_key_values, batch(model, *more)
@@ -448,7 +448,7 @@ def test_training_with_a_frozen_tower(generation):
 @each_generation
 @pytest.mark.parametrize("adapter", [LoraConfig(), subquad.StateTuningConfig()])
 def test_adapters(generation, adapter):
-    """Where nothing else is said the text model is adapted, and not the tower."""
+    """By default the text model is adapted, and not the tower."""
     model, row = tiny_visual_model(generation), Row(3, "image", 4)
     inputs = row.inputs(model)
     adapted = get_peft_model(model, copy.deepcopy(adapter))

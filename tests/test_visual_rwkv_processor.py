@@ -134,7 +134,7 @@ def test_a_repository(tmp_path):
         assert type(loaded) is VisualRwkvProcessor and loaded.to_dict().keys() >= {"image_seq_length"}
         assert loaded.chat_template == processor.chat_template and loaded.image_seq_length == 17
         assert type(AutoModelForImageTextToText.from_pretrained(directory)) is type(model)
-        # What goes together where the model is given another field.
+        # The processor fits a model with another field.
         coarse = AutoModelForImageTextToText.from_pretrained(directory, grid_size=2)
         assert coarse.config.num_image_tokens == 5
         assert AutoProcessor.from_pretrained(directory, image_seq_length=5).image_seq_length == 5

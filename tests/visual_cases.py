@@ -19,7 +19,7 @@ def tiny_visual_config(generation, *, layers=4, text_fields=None, **fields):
 
 
 def tiny_visual_model(generation, seed=0, **fields):
-    """A tiny model of which no parameter is zero or constant, as [`cases.Case.model`] makes it."""
+    """A tiny model without zero or constant parameters, as [`cases.Case.model`] makes it."""
     torch.manual_seed(seed)
     model = VisualRwkvForConditionalGeneration(tiny_visual_config(generation, **fields)).eval()
     with torch.no_grad():
