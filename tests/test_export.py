@@ -47,7 +47,7 @@ def generate(prefill, decode, states, ids, mask, new_tokens):
 @each_model
 @torch.no_grad()
 def test_forward_of_any_size(model_type):
-    """The length is dynamic; for Avey and Avey-B, whose layout depends on it in Python, the batch is, padded or not."""
+    """The length is dynamic; the batch is for Avey and Avey-B, whose layout Python computes from the length."""
     model, case = tiny_model(model_type), CASES[model_type]
     bos = getattr(model.config, "boundary_token_id", None)
 
