@@ -194,7 +194,9 @@ def test_merging_is_exact(model_type, method):
     assert layers
     adapted = adapt(model, config_class, **options)
     with torch.no_grad():
-        torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, base)  # nothing is learned yet
+        torch.testing.assert_close(
+            adapted.eval()(input_ids=ids).logits, base, atol=1e-4, rtol=1e-4
+        )  # nothing is learned yet
         expected = disturb(adapted)(input_ids=ids).logits
         assert not torch.allclose(expected, base, atol=1e-2)
         adapted.merge_adapter(safe_merge=True)
@@ -333,7 +335,7 @@ def test_adapters_on_embeddings_and_head(model_type):
         {"trainable_token_indices": [3, int(ids[0, 0])]},
     ):
         adapted = adapt(tiny_model(model_type, tie_word_embeddings=False), **options)
-        torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, base)
+        torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, base, atol=1e-4, rtol=1e-4)
         assert not without_gradient(adapted, ids)
         expected = disturb(adapted)(input_ids=ids).logits
         torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, expected, atol=1e-3, rtol=1e-3)

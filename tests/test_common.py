@@ -108,7 +108,8 @@ def test_logits_to_keep(model_type, kept):
     model, ids = tiny_model(model_type), random_ids(2, 9)
     logits = model(ids).logits
     expected = logits[:, kept] if isinstance(kept, torch.Tensor) else logits[:, -kept:]
-    torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, expected)
+    # Another number of tokens is multiplied in another order.
+    torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.fast
@@ -133,7 +134,7 @@ def test_resize_token_embeddings(model_type, size, tied, tmp_path):
     common = min(size, VOCABULARY)
     after = model(ids).logits
     assert after.shape[-1] == size
-    torch.testing.assert_close(after[..., :common], before[..., :common])
+    torch.testing.assert_close(after[..., :common], before[..., :common], atol=1e-4, rtol=1e-4)
     assert torch.isfinite(after).all()
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(type(model).from_pretrained(tmp_path)(ids).logits, after)

@@ -421,7 +421,7 @@ def test_resizing(case):
             if head is not None:
                 assert len(head.weight) == head.out_features == size
             out = model(**text)[0]
-            torch.testing.assert_close(out[..., : expected.shape[-1]], expected)
+            torch.testing.assert_close(out[..., : expected.shape[-1]], expected, atol=1e-4, rtol=1e-4)
         assert model(torch.full((2, 5), 191))[0].isfinite().all()
         with pytest.raises(ValueError, match="1.3"):
             model.resize_token_embeddings(vocabulary, pad_to_multiple_of=1.3)

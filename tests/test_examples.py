@@ -153,24 +153,24 @@ def test_checker_refuses(text, fault):
     assert fault in (find_fault(text) or "")
 
 
-def test_three_steps_give_a_directory_that_loads(tmp_path):
+def test_three_steps_give_a_directory_that_loads(tmp_path, capsys, monkeypatch):
     import torch
 
     output = tmp_path / "finch-abc"
-    command = f"{EXAMPLES / 'train_abc.py'} finch --output {output} --folders miscFolk --seeds 2 --threads 1"
-    command += " --width 32 --layers 2 --batch-size 2 --validate-every 2 --checkpoint-every 2 --max-new-tokens 40"
-    command = [sys.executable, *command.split()]
-    first = subprocess.run([*command, "--steps", "2"], capture_output=True, text=True)
+    arguments = (
+        f"finch --output {output} --folders miscFolk --seeds 2 --threads 1 --width 32 --layers 2 --batch-size 2"
+    )
+    arguments = f"{arguments} --validate-every 2 --checkpoint-every 2 --max-new-tokens 40".split()
+    command = [sys.executable, str(EXAMPLES / "train_abc.py"), *arguments, "--steps", "2"]
+    first = subprocess.run(command, capture_output=True, text=True)
     assert first.returncode == 0, first.stderr
-    second = subprocess.run([*command, "--steps", "3", "--resume"], capture_output=True, text=True)
-    assert second.returncode == 0, second.stderr
-    assert "of 2 headers became valid tunes" in second.stdout
-    # A run that is over is measured once more.
-    third = subprocess.run([*command, "--steps", "3", "--resume"], capture_output=True, text=True)
-    assert third.returncode == 0, third.stderr
+    # In this process, which has imported torch. A run that is over is measured once more.
+    second, third = (
+        run_example("train_abc", capsys, monkeypatch, *arguments, "--steps", 3, "--resume") for _ in range(2)
+    )
+    assert "of 2 headers became valid tunes" in second
     # DeepSpeed, if it is installed, prints a dated line when it is imported.
-    lines = [re.sub(r"^\[20.*\n", "", run.stdout, flags=re.MULTILINE) for run in (second, third)]
-    assert lines[0] == lines[1]
+    assert re.sub(r"^\[20.*\n", "", second, flags=re.MULTILINE) == re.sub(r"^\[20.*\n", "", third, flags=re.MULTILINE)
 
     from train_abc import bits_per_byte
     from transformers import AutoModelForCausalLM, AutoTokenizer
