@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: demo test lint bench report kernels
+.PHONY: demo test test-fast lint bench report kernels
 
 demo: $(VENV)/.installed
 	$(BIN)/subquad generate --seed 1
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-fast: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m fast $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

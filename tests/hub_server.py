@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 # Files that `.gitattributes` of a new repository puts into LFS.
 LFS_PATTERNS = ("*.bin", "*.gguf", "*.h5", "*.npz", "*.onnx", "*.pt", "*.pth", "*.safetensors")
 ATTRIBUTES = "".join(f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for pattern in LFS_PATTERNS).encode()
-# The Hub asks for LFS where a file is larger, whatever its name.
+# Larger files go through LFS on the Hub, whatever their name.
 LARGEST_REGULAR = 10 * 2**20
 NAME = r"(?P<repo>[\w.-]+/[\w.-]+)"
 
@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
         if match is None:
             self.server.problems.append(f"unknown: {self.command} {self.path}")
         try:
-            # What is uploaded or downloaded goes by its address alone, as on the Hub, where that is signed.
+            # Uploads and downloads need no token, as on the Hub, where their address is signed.
             self.user, self.writes = (None, False) if action in SIGNED else self.authorize()
             parts = {name: unquote(part) for name, part in match.groupdict().items()} if match else {}
             if action is not Handler.upload:
@@ -399,7 +399,7 @@ def is_lfs(path: str, size: int) -> bool:
 
 REVISION = r"(?P<revision>[^/]+)"
 ROUTES = {
-    ("GET", "/api/agent-harnesses"): Handler.missing,  # of which the client makes nothing then
+    ("GET", "/api/agent-harnesses"): Handler.missing,  # the client ignores a missing answer
     ("GET", "/api/whoami-v2"): Handler.whoami,
     ("POST", "/api/repos/create"): Handler.create,
     ("POST", "/api/validate-yaml"): Handler.validate_yaml,

@@ -8,7 +8,8 @@ import peft
 import pytest
 import torch
 import transformers
-from architectures import (
+from cases import (
+    CASES,
     CAUSAL,
     ENCODERS,
     each_causal,
@@ -25,7 +26,7 @@ from peft.utils.hotswap import hotswap_adapter
 from torch import nn
 
 import subquad
-from subquad.heads import Linear
+from subquad.layers import Linear
 
 
 TASKS = {
@@ -79,7 +80,7 @@ def linear_layers(model):
     return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-# Runs where the package cannot be imported, and then where it can.
+# Runs first without the package, then with it.
 WITHOUT_THE_PACKAGE = """
 import os
 import sys
@@ -137,6 +138,7 @@ def test_repositories_without_the_package_and_either_order_of_imports(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.fast
 @each_head
 def test_lora_needs_no_target_modules(model_type, auto_class):
     model = tiny_model(model_type, auto_class)
@@ -152,7 +154,7 @@ def test_lora_needs_no_target_modules(model_type, auto_class):
 
 @each_head
 def test_lora_on_every_linear_layer(model_type, auto_class):
-    """No layer's weight is read past the layer, where an adapter would have no effect."""
+    """Every weight is used through its layer: otherwise an adapter would have no effect."""
     model = tiny_model(model_type, auto_class)
     layers = linear_layers(model.base_model)
     # PEFT knows heads of two tasks only.
@@ -192,7 +194,9 @@ def test_merging_is_exact(model_type, method):
     assert layers
     adapted = adapt(model, config_class, **options)
     with torch.no_grad():
-        torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, base)  # nothing is learned yet
+        torch.testing.assert_close(
+            adapted.eval()(input_ids=ids).logits, base, atol=1e-4, rtol=1e-4
+        )  # nothing is learned yet
         expected = disturb(adapted)(input_ids=ids).logits
         assert not torch.allclose(expected, base, atol=1e-2)
         adapted.merge_adapter(safe_merge=True)
@@ -276,9 +280,9 @@ def test_several_adapters(model_type, tmp_path):
     hotswap_adapter(adapted, tmp_path, adapter_name="other")
     torch.testing.assert_close(adapted(input_ids=ids).logits, expected["default"])
 
-    # One row of the batch with each, where a layer's input has the rows of the batch.
+    # Another adapter for each row, if the layers' inputs have the rows of the batch.
     names = {"adapter_names": ["default", "__base__"]}
-    if model_type.startswith("avey"):
+    if not CASES[model_type].rows_apart:
         with pytest.raises(ValueError, match="Length of `adapter_names`"):
             adapted(input_ids=ids, **names)
     else:
@@ -303,6 +307,7 @@ def test_gradient_checkpointing(model_type):
         torch.testing.assert_close(checkpointed, gradients[0])
 
 
+@pytest.mark.fast
 @each_causal
 def test_generate(model_type):
     ids, options = random_ids(2, 9), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -330,10 +335,10 @@ def test_adapters_on_embeddings_and_head(model_type):
         {"trainable_token_indices": [3, int(ids[0, 0])]},
     ):
         adapted = adapt(tiny_model(model_type, tie_word_embeddings=False), **options)
-        torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, base)
+        torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, base, atol=1e-4, rtol=1e-4)
         assert not without_gradient(adapted, ids)
         expected = disturb(adapted)(input_ids=ids).logits
         torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, expected, atol=1e-3, rtol=1e-3)
-    # Where they are tied an adapter learns, but PEFT cannot merge it: there is one weight.
+    # If they are tied, an adapter learns, but PEFT cannot merge it: there is one weight.
     tied = tiny_model(model_type, tie_word_embeddings=True)
     assert not without_gradient(adapt(tied, target_modules=[embeddings, head]), ids)

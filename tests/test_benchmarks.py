@@ -151,6 +151,7 @@ def test_a_wrong_model_is_not_measured(models, run, monkeypatch):
     assert {row["part"] for row in run.rows} == {"check"}
 
 
+@pytest.mark.fast
 def test_random_tokens_are_not_special(models):
     options = SimpleNamespace(sizes="quick", quick=True, preset=None, device="cpu", dtype=torch.float32)
     ours = models.make_ours("gecko", options)
@@ -188,6 +189,7 @@ def test_plain_avey_b_is_the_published_model(models, peers, variant):
     torch.testing.assert_close(plain.logits(tensors["input_ids"]), tensors["logits"], atol=1e-4, rtol=0)
 
 
+@pytest.mark.fast
 def test_operations_are_counted(peers):
     config = AveyConfig(vocab_size=64, d_embed=32, n_blocks=1, chunk_size=8, k=2)
     width, half = 32, 64 // 2

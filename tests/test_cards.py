@@ -11,8 +11,8 @@ import sys
 
 import pytest
 import yaml
-from architectures import CAUSAL, ENCODERS, each_model, lm_class, tiny_model
 from byte_level_bpe import encoder_tokenizer
+from cases import CASES, CAUSAL, ENCODERS, each_model, lm_class, tiny_model
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import Pipeline
 
@@ -22,7 +22,7 @@ from subquad.info import describe, labelled
 from subquad_tokenizers import ByteTokenizer
 
 
-# Runs the examples of cards and tells what each of them printed.
+# Runs the examples of cards and prints what each of them printed.
 RUN = """
 import contextlib, io, json, sys
 for name in ("subquad", "subquad_kernels", "subquad_tokenizers", "subquad_conversion"):
@@ -46,7 +46,7 @@ HEADS |= {
 
 def save(path, model_type, auto_class=None, tokenizer=True):
     """A tiny model with a tokenizer: one with a mask for an encoder, one that needs code for the others."""
-    tokenizer = (encoder_tokenizer if model_type in ENCODERS else ByteTokenizer)() if tokenizer else None
+    tokenizer = (ByteTokenizer if CASES[model_type].causal else encoder_tokenizer)() if tokenizer else None
     model = tiny_model(model_type, auto_class, vocab_size=128 if tokenizer is None else len(tokenizer))
     model.save_pretrained(path)
     if tokenizer is not None:
@@ -123,6 +123,7 @@ def test_same_model_same_card(model_type, repositories, tmp_path):
     assert cards_of_it == [(repositories / model_type / "README.md").read_text(encoding="utf-8")] * 3
 
 
+@pytest.mark.fast
 @each_model
 def test_sizes_are_those_of_the_model(model_type, tmp_path):
     model = save(tmp_path / "model", model_type, tokenizer=False)
@@ -132,7 +133,7 @@ def test_sizes_are_those_of_the_model(model_type, tmp_path):
     assert f"| hidden size | {model.config.hidden_size} |" in text
     for label, value in labelled(describe(str(tmp_path / "model"))).items():
         assert f"| {label} | {value} |\n" in text
-    assert ("a token of the text" in text) == (model_type == "avey")
+    assert ("a token of the text" in text) == CASES[model_type].growing
 
 
 def test_what_is_known(repositories):
@@ -190,7 +191,7 @@ def test_base_model(recorded, expected, repositories, tmp_path, monkeypatch):
         return cards.model_card(directory, base_model=cards.base_model(directory), **known).data.base_model
 
     assert base(tmp_path / "model", repo_id="another/finch") == expected
-    assert base(tmp_path / "model", repo_id="someone/finch") is None  # it is no base of itself
+    assert base(tmp_path / "model", repo_id="someone/finch") is None  # a model is not its own base
     # The configuration of an exported model names none, and its card does.
     hub.export(tmp_path / "model", tmp_path / "exported")
     assert base(tmp_path / "exported", repo_id="another/finch") == expected

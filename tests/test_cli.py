@@ -18,10 +18,9 @@ from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    CLIPImageProcessorPil,
 )
 from transformers.generation import GenerationMixin
+from visual_cases import save_visual
 
 import subquad
 from subquad import cli
@@ -544,34 +543,6 @@ def test_generate_chat(directory, tmp_path, capsys):
     tokenizer.chat_template = template.replace("END", repr(end))
     tokenizer.save_pretrained(tmp_path)
     assert generate(capsys, "Hi", "--chat", *arguments) == answer[: answer.index(end) + 1] + "\n"
-
-
-def save_visual(path):
-    """A tiny VisualRWKV that reads bytes, and its processor."""
-    vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 7}
-    config = AutoConfig.for_model(
-        "visual_rwkv",
-        text_config={
-            "model_type": "rwkv6",
-            "vocab_size": 130,
-            "hidden_size": 48,
-            "head_size": 16,
-            "num_hidden_layers": 2,
-        },
-        vision_config=vision,
-        image_token_id=128,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
-    processor = subquad.VisualRwkvProcessor(images, ByteTokenizer(), config.num_image_tokens)
-    for part in (model, processor):
-        part.save_pretrained(path)
-    return model, processor
 
 
 def test_generate_about_an_image(directory, tmp_path, capsys):

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import transformers
-from architectures import (
-    CAUSAL,
+from cases import (
+    CASES,
+    GREEDY,
     VOCABULARY,
     each_causal,
     each_head,
@@ -27,6 +28,7 @@ def load(model_type, path, **options):
     return getattr(transformers, lm_class(model_type)).from_pretrained(path, **options)
 
 
+@pytest.mark.fast
 @each_head
 def test_save_and_load(model_type, auto_class, tmp_path):
     model, ids = tiny_model(model_type, auto_class), random_ids(2, 9)
@@ -70,6 +72,7 @@ def test_base_model_in_a_head_and_back(model_type, tmp_path):
     torch.testing.assert_close(again.base_model(ids).last_hidden_state, base(ids).last_hidden_state)
 
 
+@pytest.mark.fast
 @each_head
 def test_outputs(model_type, auto_class):
     model, ids = tiny_model(model_type, auto_class), random_ids(2, 9)
@@ -79,7 +82,7 @@ def test_outputs(model_type, auto_class):
     as_tuple = model(ids, output_hidden_states=True, return_dict=False)
     torch.testing.assert_close(as_tuple[0], out[0])
     torch.testing.assert_close(as_tuple[-1][0], out.hidden_states[0])
-    if model_type in CAUSAL:
+    if CASES[model_type].causal:
         assert out.past_key_values is not None
         assert model(ids, use_cache=False).past_key_values is None
         assert model.train()(ids).past_key_values is None
@@ -105,9 +108,11 @@ def test_logits_to_keep(model_type, kept):
     model, ids = tiny_model(model_type), random_ids(2, 9)
     logits = model(ids).logits
     expected = logits[:, kept] if isinstance(kept, torch.Tensor) else logits[:, -kept:]
-    torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, expected)
+    # Another number of tokens is multiplied in another order.
+    torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.fast
 @each_causal
 def test_loss(model_type):
     model, ids = tiny_model(model_type), random_ids(2, 9)
@@ -129,7 +134,7 @@ def test_resize_token_embeddings(model_type, size, tied, tmp_path):
     common = min(size, VOCABULARY)
     after = model(ids).logits
     assert after.shape[-1] == size
-    torch.testing.assert_close(after[..., :common], before[..., :common])
+    torch.testing.assert_close(after[..., :common], before[..., :common], atol=1e-4, rtol=1e-4)
     assert torch.isfinite(after).all()
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(type(model).from_pretrained(tmp_path)(ids).logits, after)
@@ -145,7 +150,7 @@ def test_classification_is_exact_under_padding(model_type):
         gap = [(width - len(row), 0) if side == "left" else (0, width - len(row)) for row in rows]
         ids = torch.stack([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, gap, strict=True)])
         torch.testing.assert_close(model(ids, attention_mask=ids != 0).logits, alone, atol=1e-4, rtol=1e-4)
-        # Without a mask the padding id tells.
+        # Without a mask, the padding id marks the padding.
         torch.testing.assert_close(model(ids).logits, alone, atol=1e-4, rtol=1e-4)
     # Inside a text the padding id is a token like any other.
     torch.testing.assert_close(
@@ -154,6 +159,7 @@ def test_classification_is_exact_under_padding(model_type):
     )
 
 
+@pytest.mark.fast
 @each_model
 @pytest.mark.parametrize(
     ("problem", "labels", "expected"),
@@ -192,6 +198,7 @@ def test_from_meta(model_type):
     assert model(torch.zeros(1, 3, dtype=torch.long, device="meta")).logits.shape == (1, 3, VOCABULARY)
 
 
+@pytest.mark.fast
 @each_model
 def test_seed_decides_the_weights(model_type):
     def weights(seed):
@@ -217,8 +224,8 @@ def test_offload_to_disk(model_type, tmp_path):
     }
     loaded = load(model_type, tmp_path, device_map=device_map, offload_folder=tmp_path / "off")
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
-    if model_type in CAUSAL:
-        options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if CASES[model_type].causal:
+        options = {"max_new_tokens": 4, **GREEDY}
         assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
 
 
@@ -247,7 +254,7 @@ def test_sizes_are_not_read_from_packed_weights(model_type):
 
 @each_model
 def test_mixed_dtypes_under_autocast(model_type):
-    """As on a GPU, where autocast computes layer norms in float32 whatever the weights."""
+    """On a GPU, autocast computes layer norms in float32, whatever the dtype of the weights."""
     model, ids = tiny_model(model_type).to(torch.bfloat16), random_ids(1, 9)
     expected = model(ids).logits
     for module in model.modules():

@@ -13,16 +13,16 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload
-from architectures import (
-    CAUSAL,
-    VOCABULARY,
-    each_causal,
-    each_model,
-    lm_class,
-    model_class,
+from cases import (
+    GREEDY,
+    IMAGE_ID,
+    each_case,
+    each_model_case,
+    each_text_case,
+    each_text_model_case,
+    padded,
+    pick,
     random_ids,
-    tiny_config,
-    tiny_model,
 )
 from safetensors import safe_open
 from torch.nn.functional import mse_loss
@@ -38,18 +38,14 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-import subquad
 from subquad import RecurrentCache
 from subquad_tokenizers import ByteTokenizer
 
 
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def each_class(model_type, **fields):
+def each_class(case, **fields):
     """The Auto class and a tiny model of every class of an architecture."""
-    for auto_class in subquad.ARCHITECTURES[model_type][2]:
-        yield auto_class, tiny_model(model_type, auto_class, **fields)
+    for auto_class in case.auto_classes:
+        yield auto_class, case.model(auto_class, **fields)
 
 
 def labels_of(model, auto_class, ids):
@@ -60,14 +56,14 @@ def labels_of(model, auto_class, ids):
         return {"start_positions": torch.full((len(ids),), 1), "end_positions": torch.full((len(ids),), 3)}
     if auto_class == "AutoModelForSequenceClassification":
         return {"labels": torch.arange(len(ids)) % model.config.num_labels}
-    return {"labels": ids % model.config.num_labels if auto_class == "AutoModelForTokenClassification" else ids}
+    if auto_class == "AutoModelForTokenClassification":
+        return {"labels": ids % model.config.num_labels}
+    return {"labels": ids.masked_fill(ids == IMAGE_ID, -100)}
 
 
-def padded_ids(rows, length, padding):
-    """Ids of which the first row begins with padding, and their mask."""
-    mask = torch.ones(rows, length, dtype=torch.long)
-    mask[0, :padding] = 0
-    return random_ids(rows, length), mask
+def half_padded(case, length, padding):
+    """Two rows; the first begins with padding."""
+    return padded([case.text(1, length - padding), case.text(1, length, seed=1)], "left")
 
 
 @pytest.fixture
@@ -85,11 +81,12 @@ def seeded(monkeypatch):
 # Configurations.
 
 
-@each_model
-def test_configurations(model_type, tmp_path):
-    config = tiny_config(model_type, unknown_field="kept", num_labels=5)
+@pytest.mark.fast
+@each_text_model_case
+def test_configurations(case, tmp_path):
+    config = case.config(unknown_field="kept", num_labels=5)
     config_class, names = type(config), ["hidden_size", "num_hidden_layers", "vocab_size"]
-    if not model_type.startswith("avey"):  # which has no heads
+    if case.heads:
         names += ["num_attention_heads", "intermediate_size"]
     for size, name in enumerate(names):
         other, own_name = copy.deepcopy(config), config.attribute_map.get(name, name)
@@ -142,12 +139,12 @@ def test_configurations(model_type, tmp_path):
     assert {name: getattr(config, name) for name in given} == given
 
 
-# What a class tells of itself.
+# The attributes of classes.
 
 
-@each_model
-def test_attributes(model_type):
-    for auto_class, model in each_class(model_type):
+@each_text_model_case
+def test_attributes(case):
+    for auto_class, model in each_class(case):
         assert next(iter(inspect.signature(model.forward).parameters)) == model.main_input_name == "input_ids"
         assert model.input_modalities in ("text", ("text",))
         base = getattr(model, model.base_model_prefix, model)
@@ -161,7 +158,7 @@ def test_attributes(model_type):
                 assert getattr(model.generation_config, name) == getattr(model.config, name)
 
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-        assert (head is not None) == (auto_class == lm_class(model_type))
+        assert (head is not None) == (auto_class == case.lm_class)
         numbers = sum(p.numel() for p in model.parameters())
         assert model.num_parameters() == numbers
         assert model.num_parameters(exclude_embeddings=True) == numbers - embeddings.weight.numel()
@@ -178,12 +175,12 @@ def test_attributes(model_type):
             assert all(module is not head for module in model.modules())
 
 
-@each_model
-def test_attention_implementations(model_type):
+@each_text_model_case
+def test_attention_implementations(case):
     ids = random_ids(2, 20)
-    for auto_class, model in each_class(model_type):
+    for auto_class, model in each_class(case):
         expected = model(ids)[0]
-        known = ["eager", "sdpa"] if model_type == "raven" else ["eager"]
+        known = case.attention
         for name in known:
             made = getattr(transformers, auto_class).from_config(model.config, attn_implementation=name)
             assert made.config._attn_implementation == name
@@ -197,50 +194,51 @@ def test_attention_implementations(model_type):
                 getattr(transformers, auto_class).from_config(model.config, attn_implementation=name)
 
 
-@each_model
-def test_attention_weights(model_type):
+@each_text_model_case
+def test_attention_weights(case):
     """Of the layers that are softmax attention; others have none."""
     ids = random_ids(2, 20)
-    for _, model in each_class(model_type):
+    for _, model in each_class(case):
         assert model(ids).attentions is None
         model.set_attn_implementation("eager")
         attentions = model(ids, output_attentions=True).attentions
-        if model_type != "raven":
+        if case.window is None:
             assert attentions is None
             continue
         (weights,) = attentions
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 20))
-        window = torch.ones(20, 20, dtype=torch.bool).tril().triu(-8)
+        window = torch.ones(20, 20, dtype=torch.bool).tril().triu(1 - case.window)
         assert torch.equal(weights > 0, window.expand(2, 3, -1, -1))
         model.config.output_attentions = True
         torch.testing.assert_close(model(ids).attentions, attentions)
         if model.can_generate():
             options = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_attentions": True, **GREEDY}
             shapes = [[x.shape for x in step] for step in model.generate(ids, **options).attentions]
-            assert shapes == [[(2, 3, 20, 20)], [(2, 3, 1, 9)], [(2, 3, 1, 9)]]
+            assert shapes == [[(2, 3, 20, 20)], [(2, 3, 1, case.window)], [(2, 3, 1, case.window)]]
 
 
-@each_model
-def test_copies(model_type):
-    ids = random_ids(2, 9)
-    for _, model in each_class(model_type, tie_word_embeddings=True):
-        expected = model(ids)[0]
+@pytest.mark.fast
+@each_model_case
+def test_copies(case):
+    text = case.text(2, 9)
+    for _, model in each_class(case, tie_word_embeddings=True):
+        expected = model(**text)[0]
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            torch.testing.assert_close(other(ids)[0], expected, atol=0, rtol=0)
+            torch.testing.assert_close(other(**text)[0], expected, atol=0, rtol=0)
             assert len(list(other.parameters())) == len(list(model.parameters()))  # what was tied is
             with torch.no_grad():
                 for parameter in other.parameters():
                     parameter.zero_()
-        torch.testing.assert_close(model(ids)[0], expected, atol=0, rtol=0)
+        torch.testing.assert_close(model(**text)[0], expected, atol=0, rtol=0)
 
 
 # How weights begin, and how they are loaded.
 
 
-@each_model
-def test_initialisation_from_meta(model_type, seeded):
-    for auto_class in subquad.ARCHITECTURES[model_type][2]:
-        made, config = model_class(model_type, auto_class), tiny_config(model_type)
+@each_model_case
+def test_initialisation_from_meta(case, seeded):
+    for auto_class in case.auto_classes:
+        made, config = case.model_class(auto_class), case.config()
         expected = made(config)
         with torch.device("meta"):
             from_meta = made(config)
@@ -254,12 +252,12 @@ def test_initialisation_from_meta(model_type, seeded):
         for model in (from_meta, from_nothing):
             torch.testing.assert_close(model.state_dict(), expected.state_dict(), atol=0, rtol=0)
             torch.testing.assert_close(dict(model.named_buffers()), dict(expected.named_buffers()), atol=0, rtol=0)
-            model.train(False)(random_ids(1, 5))  # where a tensor that is neither would be on meta
+            model.train(False)(**case.text(1, 5))  # fails if a tensor is still on meta
 
 
-@each_model
-def test_what_a_file_lacks_is_initialised(model_type):
-    for _, model in each_class(model_type, tie_word_embeddings=False):
+@each_model_case
+def test_what_a_file_lacks_is_initialised(case):
+    for _, model in each_class(case, tie_word_embeddings=False):
         states, fresh = model.state_dict(), type(model)(model.config).state_dict()
         for part in range(2):
             kept = dict(list(states.items())[part::2])
@@ -278,9 +276,9 @@ def test_what_a_file_lacks_is_initialised(model_type):
                     assert high - low >= spread / 4, name
 
 
-@each_model
-def test_mismatched_sizes(model_type, tmp_path):
-    for auto_class, model in each_class(model_type, num_labels=3):
+@each_text_model_case
+def test_mismatched_sizes(case, tmp_path):
+    for auto_class, model in each_class(case, num_labels=3):
         if not auto_class.endswith("Classification"):
             continue
         model.save_pretrained(tmp_path)
@@ -297,28 +295,28 @@ def test_mismatched_sizes(model_type, tmp_path):
             assert other(random_ids(2, 4) % 10)[0].shape[-1] == fields.get("num_labels", 48)
 
 
-@each_model
-def test_a_language_model_loads_into_every_class(model_type, tmp_path):
-    ids, auto_classes = random_ids(1, 9), list(subquad.ARCHITECTURES[model_type][2])
-    for source_class, source in each_class(model_type, tie_word_embeddings=False):
+@each_model_case
+def test_a_language_model_loads_into_every_class(case, tmp_path):
+    text = case.text(1, 9)
+    for source_class, source in each_class(case, tie_word_embeddings=False):
         prefix = f"{source.base_model_prefix}."
         head = {name for name in source.state_dict() if name.startswith(prefix)} and {
             name for name in source.state_dict() if not name.startswith(prefix)
         }
         source.save_pretrained(tmp_path / source_class)
-        for auto_class in auto_classes if source_class == lm_class(model_type) else ["AutoModel"]:
+        for auto_class in case.auto_classes if source_class == case.lm_class else ["AutoModel"]:
             target, info = getattr(transformers, auto_class).from_pretrained(
                 tmp_path / source_class, output_loading_info=True
             )
             same = auto_class in (source_class, "AutoModel")
             assert info["missing_keys"] == {n for n in target.state_dict() if not same and not n.startswith(prefix)}
             assert info["unexpected_keys"] == (set() if auto_class == source_class else head)
-            torch.testing.assert_close(target.base_model(ids)[0], source.base_model(ids)[0])
+            torch.testing.assert_close(target.base_model(**text)[0], source.base_model(**text)[0])
 
 
-@each_model
-def test_saving_and_loading(model_type, tmp_path):
-    for auto_class, model in each_class(model_type):
+@each_model_case
+def test_saving_and_loading(case, tmp_path):
+    for auto_class, model in each_class(case):
         load, path = getattr(transformers, auto_class).from_pretrained, tmp_path / auto_class
         half = copy.deepcopy(model).half()
         half.save_pretrained(path / "sub", variant="low", max_shard_size="20KB", state_dict=half.state_dict())
@@ -333,36 +331,40 @@ def test_saving_and_loading(model_type, tmp_path):
             for (name, p), q in zip(half.named_parameters(), loaded.parameters(), strict=True):
                 assert q.is_contiguous(), name
                 assert torch.equal(q, p.to(dtype)), name
-            assert loaded(random_ids(1, 9))[0].dtype == dtype
+            assert loaded(**case.text(1, 9))[0].dtype == dtype
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
-            fresh = getattr(transformers, auto_class).from_config(tiny_config(model_type), dtype=dtype).eval()
+            fresh = getattr(transformers, auto_class).from_config(case.config(), dtype=dtype).eval()
             assert {p.dtype for p in fresh.parameters()} == {dtype} == {fresh.config.dtype}
-            assert torch.isfinite(fresh(random_ids(1, 9))[0]).all()
+            assert torch.isfinite(fresh(**case.text(1, 9))[0]).all()
 
 
-@each_model
-def test_offload(model_type, tmp_path):
-    ids = random_ids(2, 9)
-    for auto_class, model in each_class(model_type):
-        expected, path = model(ids)[0], tmp_path / auto_class
+@each_model_case
+def test_offload(case, tmp_path):
+    text, options = case.text(2, 9), {"max_new_tokens": 4, **GREEDY}
+    for auto_class, model in each_class(case):
+        expected, path = model(**text)[0], tmp_path / auto_class
         model.save_pretrained(path)
         room = {"cpu": model.get_memory_footprint() * 2 // 3}
         loaded = type(model).from_pretrained(path, device_map="auto", max_memory=room, offload_folder=path / "parts")
         assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
-        torch.testing.assert_close(loaded(ids)[0], expected)
+        torch.testing.assert_close(loaded(**text)[0], expected)
+        if model.can_generate():
+            tokens = model.generate(**text, **options)
+            assert torch.equal(loaded.generate(**text, **options), tokens)
         # One module at a time, each when it is called.
         for other in (
             cpu_offload(copy.deepcopy(model), torch.device("cpu")),
             disk_offload(copy.deepcopy(model), path / "modules", torch.device("cpu")),
         ):
             assert {p.device.type for p in other.parameters()} == {"meta"}
-            torch.testing.assert_close(other(ids)[0], expected)
+            torch.testing.assert_close(other(**text)[0], expected)
 
 
-@each_model
-def test_ties(model_type, tmp_path):
-    ids = random_ids(1, 9)
-    model = tiny_model(model_type, tie_word_embeddings=True)
+@pytest.mark.fast
+@each_model_case
+def test_ties(case, tmp_path):
+    text = case.text(1, 9)
+    model = case.model(tie_word_embeddings=True)
 
     def tied(model):
         return model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -375,14 +377,16 @@ def test_ties(model_type, tmp_path):
         assert set(file.keys()) == set(model.state_dict()) - {target}
     loaded, info = type(model).from_pretrained(tmp_path / "tied", output_loading_info=True)
     assert tied(loaded) and not any(info.values())
-    loaded.resize_token_embeddings(VOCABULARY + 3)
+    loaded.resize_token_embeddings(case.vocabulary + 3)
     assert tied(loaded)
     with torch.device("meta"):
         other = type(model)(model.config)
     other.to_empty(device="cpu").tie_weights()
     assert tied(other)
     other.load_state_dict(model.state_dict())
-    torch.testing.assert_close(other.eval()(ids).logits, model(ids).logits)
+    for buffer, source in zip(other.buffers(), model.buffers(), strict=True):
+        buffer.copy_(source)  # no file has them
+    torch.testing.assert_close(other.eval()(**text).logits, model(**text).logits)
 
     untied, info = type(model).from_pretrained(tmp_path / "tied", tie_word_embeddings=False, output_loading_info=True)
     assert not tied(untied) and not untied.all_tied_weights_keys and info["missing_keys"] == {target}
@@ -392,49 +396,58 @@ def test_ties(model_type, tmp_path):
     torch.testing.assert_close(again.state_dict(), untied.state_dict(), atol=0, rtol=0)
 
 
-@each_model
-def test_resizing(model_type):
-    ids = random_ids(2, 5)
-    for _, model in each_class(model_type, tie_word_embeddings=False):
-        before, expected = model.get_input_embeddings().weight.detach().clone(), model(ids)[0]
+@each_model_case
+def test_resizing(case):
+    text, vocabulary = case.text(2, 5), case.vocabulary
+    for _, model in each_class(case, tie_word_embeddings=False):
+        before, expected = model.get_input_embeddings().weight.detach().clone(), model(**text)[0]
         assert model.resize_token_embeddings() is model.get_input_embeddings()
         for options, size in (
-            ({"new_num_tokens": VOCABULARY + 10, "mean_resizing": True}, VOCABULARY + 10),
+            ({"new_num_tokens": vocabulary + 10, "mean_resizing": True}, vocabulary + 10),
             ({"pad_to_multiple_of": 64}, 128),
             ({"new_num_tokens": 129, "pad_to_multiple_of": 64, "mean_resizing": False}, 192),
         ):
             embeddings, head = model.resize_token_embeddings(**options), model.get_output_embeddings()
             assert embeddings is model.get_input_embeddings() and type(embeddings) is torch.nn.Embedding
-            assert len(embeddings.weight) == embeddings.num_embeddings == model.config.vocab_size == size
-            assert torch.equal(embeddings.weight[:VOCABULARY], before)
+            assert (
+                len(embeddings.weight)
+                == embeddings.num_embeddings
+                == model.config.get_text_config().vocab_size
+                == size
+            )
+            assert torch.equal(embeddings.weight[:vocabulary], before)
             if size < 128:
-                torch.testing.assert_close(embeddings.weight[VOCABULARY:].mean(0), before.mean(0), atol=1e-2, rtol=0)
+                torch.testing.assert_close(embeddings.weight[vocabulary:].mean(0), before.mean(0), atol=1e-2, rtol=0)
             if head is not None:
                 assert len(head.weight) == head.out_features == size
-            out = model(ids)[0]
-            torch.testing.assert_close(out[..., : expected.shape[-1]], expected)
-        assert model(torch.full_like(ids, 191))[0].isfinite().all()
+            out = model(**text)[0]
+            torch.testing.assert_close(out[..., : expected.shape[-1]], expected, atol=1e-4, rtol=1e-4)
+        assert model(torch.full((2, 5), 191))[0].isfinite().all()
         with pytest.raises(ValueError, match="1.3"):
-            model.resize_token_embeddings(VOCABULARY, pad_to_multiple_of=1.3)
-    # Fewer ids than an embedding has numbers.
-    small = model_class(model_type)(tiny_config(model_type, vocab_size=4))
-    small.resize_token_embeddings(14)
-    assert small.eval()(ids % 14).logits.shape[-1] == 14
+            model.resize_token_embeddings(vocabulary, pad_to_multiple_of=1.3)
+
+
+@each_text_model_case
+def test_resizing_of_fewer_ids_than_an_embedding_has_numbers(case):
+    model = case.model_class()(case.config(vocab_size=4)).eval()
+    model.resize_token_embeddings(14)
+    assert model(random_ids(2, 5) % 14).logits.shape[-1] == 14
 
 
 # Outputs, losses and gradients.
 
 
-@each_model
-def test_tuples(model_type):
-    ids = random_ids(2, 9)
+@pytest.mark.fast
+@each_model_case
+def test_tuples(case):
+    text = case.text(2, 9)
 
     def tensors(out):
         return [x for x in tree_leaves(tuple(out)) if isinstance(x, torch.Tensor)]
 
-    for auto_class, model in each_class(model_type):
-        for labels in ({}, labels_of(model, auto_class, ids)):
-            inputs = {"input_ids": ids, "output_hidden_states": True, **labels}
+    for auto_class, model in each_class(case):
+        for labels in ({}, labels_of(model, auto_class, text["input_ids"])):
+            inputs = {**text, "output_hidden_states": True, **labels}
             expected = model(**inputs)
             results = [model(**inputs, return_dict=False)]
             model.config.return_dict = False
@@ -444,22 +457,22 @@ def test_tuples(model_type):
                 assert type(result) is tuple and len(result) == len(expected.to_tuple())
                 torch.testing.assert_close(tensors(result), tensors(expected.to_tuple()))
             if model.can_generate():
-                assert model.generate(ids, max_new_tokens=2, **GREEDY).shape == (2, 11)
+                assert model.generate(**text, max_new_tokens=2, **GREEDY).shape == (2, 11)
             model.config.return_dict = True
 
 
-@each_model
-def test_embeddings_in_place_of_ids(model_type):
-    ids, mask = padded_ids(2, 20, 7)
-    for _, model in each_class(model_type):
-        embeddings = model.get_input_embeddings()(ids)
-        for side in (mask, mask.flip(1), None):
-            out = model(inputs_embeds=embeddings, attention_mask=side)
-            torch.testing.assert_close(out[0], model(ids, attention_mask=side)[0])
+@each_model_case
+def test_embeddings_in_place_of_ids(case):
+    left, right = (padded([case.text(1, 13), case.text(1, 20, seed=1)], side) for side in ("left", "right"))
+    for _, model in each_class(case):
+        for text in (left, right, case.text(2, 20)):
+            given = {**text, "inputs_embeds": model.get_input_embeddings()(text["input_ids"])}
+            del given["input_ids"]
+            torch.testing.assert_close(model(**given)[0], model(**text)[0])
 
 
-@each_model
-def test_gradients_of_every_class(model_type):
+@each_text_model_case
+def test_gradients_of_every_class(case):
     ids = random_ids(2, 20)
 
     def grads(model, labels):
@@ -473,7 +486,7 @@ def test_gradients_of_every_class(model_type):
         assert all(state.grad.any() for state in states)
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
-    for auto_class, model in each_class(model_type, num_hidden_layers=2):
+    for auto_class, model in each_class(case, num_hidden_layers=2):
         labels, calls = labels_of(model.train(), auto_class, ids), []
         block = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
         next(block.children()).register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
@@ -490,24 +503,24 @@ def test_gradients_of_every_class(model_type):
         assert type(model)(model.config).is_gradient_checkpointing
 
 
-@each_model
-def test_one_label_is_a_regression(model_type):
+@each_text_model_case
+def test_one_label_is_a_regression(case):
     ids, targets = random_ids(2, 9), torch.tensor([0.5, -1.0])
-    model = tiny_model(model_type, "AutoModelForSequenceClassification", num_labels=1)
+    model = case.model("AutoModelForSequenceClassification", num_labels=1)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # where shapes would be broadcast
+        warnings.simplefilter("error")  # raised if shapes are broadcast
         out = model(ids, labels=targets)
     torch.testing.assert_close(out.loss, mse_loss(out.logits[:, 0], targets))
 
 
-@each_model
-def test_predictions_are_logits_alone(model_type, tmp_path):
-    ids = random_ids(2, 9)
+@each_model_case
+def test_predictions_are_logits_alone(case, tmp_path):
+    text = case.text(2, 9)
     arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-    for auto_class, model in each_class(model_type):
-        if labels := labels_of(model, auto_class, ids):
-            trainer, expected = Trainer(model, arguments), model(ids, **labels)
-            loss, logits, _ = trainer.prediction_step(model, {"input_ids": ids, **labels}, prediction_loss_only=False)
+    for auto_class, model in each_class(case):
+        if labels := labels_of(model, auto_class, text["input_ids"]):
+            trainer, expected = Trainer(model, arguments), model(**text, **labels)
+            loss, logits, _ = trainer.prediction_step(model, {**text, **labels}, prediction_loss_only=False)
             torch.testing.assert_close(loss, expected.loss)
             logits = [logits] if isinstance(logits, torch.Tensor) else list(logits)
             torch.testing.assert_close(logits, [x for name, x in expected.items() if name.endswith("logits")])
@@ -516,9 +529,9 @@ def test_predictions_are_logits_alone(model_type, tmp_path):
 # `generate`.
 
 
-@each_causal
-def test_outputs_of_generate(model_type):
-    model, (ids, mask) = tiny_model(model_type), padded_ids(2, 7, 3)
+@each_case
+def test_outputs_of_generate(case):
+    model, text = case.model(), half_padded(case, 7, 3)
     asked = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
     for options, returned, rows in (
         ({}, 2, 2),
@@ -531,11 +544,11 @@ def test_outputs_of_generate(model_type):
             torch.manual_seed(0)
             given = {"cache_implementation": cache, "disable_compile": True} if cache else {"use_cache": False}
             given |= {**GREEDY, **options, **asked, "return_dict_in_generate": True, "max_new_tokens": 4}
-            out = model.generate(ids, attention_mask=mask, **given)
+            out = model.generate(**text, **given)
             sequences.append(out.sequences)
             assert out.sequences.shape == (returned, 11)
             assert [len(x) for x in (out.scores, out.logits, out.hidden_states)] == [4, 4, 4]
-            assert {x.shape for x in (*out.scores, *out.logits)} == {(rows, VOCABULARY)}
+            assert {x.shape for x in (*out.scores, *out.logits)} == {(rows, case.vocabulary)}
             for step, states in enumerate(out.hidden_states):
                 length = 1 if step and cache else 7 + (0 if cache else step)
                 assert [x.shape for x in states] == [(rows, length, 48)] * (model.config.num_hidden_layers + 1)
@@ -550,23 +563,23 @@ def test_outputs_of_generate(model_type):
         assert torch.equal(sequences[0], sequences[1]) and torch.equal(sequences[0], sequences[2])
 
 
-@each_causal
-def test_generation_without_a_prompt(model_type):
-    model = tiny_model(model_type, bos_token_id=5)
+@each_text_case
+def test_generation_without_a_prompt(case):
+    model = case.model(bos_token_id=5)
     out = model.generate(max_new_tokens=4, **GREEDY)
     assert torch.equal(out, model.generate(torch.tensor([[5]]), max_new_tokens=4, **GREEDY))
     with pytest.raises(ValueError, match="`bos_token_id` has to be defined"):
-        tiny_model(model_type, bos_token_id=None).generate(max_new_tokens=4, **GREEDY)
+        case.model(bos_token_id=None).generate(max_new_tokens=4, **GREEDY)
 
 
-@each_causal
-def test_where_generation_ends(model_type):
-    model, ids = tiny_model(model_type), random_ids(2, 5)
-    whole = model.generate(ids, max_new_tokens=12, **GREEDY)
-    assert torch.equal(model.generate(ids, max_length=9, **GREEDY), whole[:, :9])
-    assert torch.equal(model.generate(ids, max_new_tokens=12, max_time=0.0, **GREEDY), whole[:, :6])
+@each_case
+def test_where_generation_ends(case):
+    model, text = case.model(), case.text(2, 5)
+    whole = model.generate(**text, max_new_tokens=12, **GREEDY)
+    assert torch.equal(model.generate(**text, max_length=9, **GREEDY), whole[:, :9])
+    assert torch.equal(model.generate(**text, max_new_tokens=12, max_time=0.0, **GREEDY), whole[:, :6])
     stop = [lambda ids, scores, **kwargs: torch.full((len(ids),), ids.shape[1] == 8)]
-    out = model.generate(ids, max_new_tokens=12, stopping_criteria=StoppingCriteriaList(stop), **GREEDY)
+    out = model.generate(**text, max_new_tokens=12, stopping_criteria=StoppingCriteriaList(stop), **GREEDY)
     assert torch.equal(out, whole[:, :8])
 
     # Rows that end at a token of their own, by every way of decoding.
@@ -577,17 +590,17 @@ def test_where_generation_ends(model_type):
         expected.append(torch.nn.functional.pad(row[:length], (0, 17 - length)))
     longest = max(int((row != 0).nonzero().max()) + 1 for row in expected)
     options = {**GREEDY, "eos_token_id": ends, "max_new_tokens": 12}
-    assert torch.equal(model.generate(ids, **options), torch.stack(expected)[:, :longest])
-    for row, row_expected in zip(ids, expected, strict=True):
+    assert torch.equal(model.generate(**text, **options), torch.stack(expected)[:, :longest])
+    for n, row_expected in enumerate(expected):
         length = int((row_expected != 0).nonzero().max()) + 1
-        for way in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model(model_type)}):
-            assert torch.equal(model.generate(row[None], **options, **way)[0], row_expected[:length])
-    assert model.generate(ids, **options, min_new_tokens=12).shape == (2, 17)
+        for way in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": case.model()}):
+            assert torch.equal(model.generate(**pick(text, n), **options, **way)[0], row_expected[:length])
+    assert model.generate(**text, **options, min_new_tokens=12).shape == (2, 17)
 
 
-@each_causal
-def test_guidance(model_type):
-    model, ids, other = tiny_model(model_type), random_ids(1, 5), random_ids(1, 4, seed=5)
+@each_text_case
+def test_guidance(case):
+    model, ids, other = case.model(), random_ids(1, 5), random_ids(1, 4, seed=5)
     read, unwanted = ids, other
     with torch.no_grad():
         for _ in range(6):
@@ -599,29 +612,33 @@ def test_guidance(model_type):
         assert torch.equal(model.generate(ids, **options, **GREEDY), read)
 
 
-@each_causal
-def test_generation_from_embeddings(model_type):
-    model, (ids, mask) = tiny_model(model_type), padded_ids(2, 6, 2)
+@each_case
+def test_generation_from_embeddings(case):
+    model, text = case.model(), half_padded(case, 7, 2)
     embed = model.get_input_embeddings()
+    ids, mask = text.pop("input_ids"), text["attention_mask"]
     for options in ({}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2}):
-        inputs = {"attention_mask": mask, "max_new_tokens": 7, **options, **GREEDY}
-        expected = model.generate(ids, **inputs)[:, 6:]
+        inputs = {**text, "max_new_tokens": 7, **options, **GREEDY}
+        expected = model.generate(ids, **inputs)[:, 7:]
         assert torch.equal(model.generate(inputs_embeds=embed(ids), **inputs), expected)
     # And on from there, with what was generated as embeddings too.
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=7, **GREEDY)
+    expected = model.generate(ids, **text, max_new_tokens=7, **GREEDY)
     options = {"max_new_tokens": 3, "return_dict_in_generate": True, **GREEDY}
-    first = model.generate(inputs_embeds=embed(ids), attention_mask=mask, **options)
-    read, mask = torch.cat((ids, first.sequences), 1), torch.cat((mask, torch.ones_like(first.sequences)), 1)
-    cache, options = first.past_key_values, {"attention_mask": mask, "max_new_tokens": 4, **GREEDY}
+    first = model.generate(inputs_embeds=embed(ids), **text, **options)
+    read = torch.cat((ids, first.sequences), 1)
+    text["attention_mask"] = torch.cat((mask, torch.ones_like(first.sequences)), 1)
+    cache, options = first.past_key_values, {**text, "max_new_tokens": 4, **GREEDY}
     out = model.generate(inputs_embeds=embed(read), past_key_values=cache.clone(), **options)
-    assert torch.equal(out, expected[:, 9:])
+    assert torch.equal(out, expected[:, 10:])
     assert torch.equal(model.generate(read, past_key_values=cache, **options), expected)
 
 
-@each_causal
-def test_arguments_that_change_nothing(model_type):
-    model, (ids, mask) = tiny_model(model_type), padded_ids(2, 6, 2)
-    options = {"attention_mask": mask, "max_new_tokens": 6, **GREEDY}
+@pytest.mark.fast
+@each_case
+def test_arguments_that_change_nothing(case):
+    model, text = case.model(), half_padded(case, 6, 2)
+    ids, mask = text.pop("input_ids"), text["attention_mask"]
+    options = {**text, "max_new_tokens": 6, **GREEDY}
     expected = model.generate(ids, **options)
     for arguments in (
         {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)},
@@ -641,8 +658,8 @@ def test_arguments_that_change_nothing(model_type):
 # Pipelines, with padding on the tokenizer's side.
 
 
-@each_model
-def test_pipelines(model_type):
+@each_text_model_case
+def test_pipelines(case):
     tokenizer, texts = ByteTokenizer(), ["X:1", "K:D major", "a"]
     names = ["contradiction", "neutral", "entailment"]
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
@@ -651,11 +668,11 @@ def test_pipelines(model_type):
     def read(model, *text):
         return model(torch.tensor([tokenizer(*text)["input_ids"]]))
 
-    model = tiny_model(model_type, "AutoModel", **fields)
+    model = case.model("AutoModel", **fields)
     features = pipeline("feature-extraction", model=model, tokenizer=tokenizer)
     for text, found in zip(texts, features(texts, return_tensors=True), strict=True):
         torch.testing.assert_close(found, read(model, text).last_hidden_state)
-    model = tiny_model(model_type, "AutoModelForSequenceClassification", **fields)
+    model = case.model("AutoModelForSequenceClassification", **fields)
     classify = pipeline("text-classification", model=model, tokenizer=tokenizer, top_k=None)
     for text, found in zip(texts, classify(texts, batch_size=3), strict=True):
         scores = read(model, text).logits[0].softmax(-1).tolist()
@@ -666,8 +683,8 @@ def test_pipelines(model_type):
     found = zero_shot("A tune.", candidate_labels=["jig", "a slow waltz"])
     logits = [read(model, "A tune.", f"This example is {label}.").logits[0, 2] for label in found["labels"]]
     assert found["scores"] == pytest.approx(torch.stack(logits).softmax(0).tolist(), abs=1e-5)
-    if model_type in CAUSAL:
-        model = tiny_model(model_type, **fields)
+    if case.causal:
+        model = case.model(**fields)
         generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
         options = {"max_new_tokens": 4, "do_sample": False}
         batched = [out[0]["generated_text"] for out in generate(texts, batch_size=3, **options)]

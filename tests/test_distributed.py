@@ -1,4 +1,4 @@
-"""What several processes do together, or a model that lies in several memories, equals the same in one."""
+"""Several processes, or several memories, give the same as one."""
 
 import functools
 import importlib.util
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import transformers
-from architectures import CAUSAL, ENCODERS, each_model, lm_class, random_ids, tiny_model
+from cases import CASES, CAUSAL, ENCODERS, each_model, lm_class, random_ids, tiny_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -130,13 +130,13 @@ def losses(output):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Models, a text, and what the example makes of them in one process that reads all rows of a step."""
+    """Models, a text, and the results of the example in one process that reads all rows of a step."""
     path = tmp_path_factory.mktemp("alone")
     shutil.copy(ROOT / "examples" / "abc_check.py", path / "text.txt")
     tiny_model("avey-b", seed=1, vocab_size=128, mask_token_id=127).save_pretrained(path / "other")
     ByteTokenizer(mask_token="\x7f").save_pretrained(path / "other")
     for model_type in MODELS:
-        fields = {"add_gumbel_noise": False} if model_type == "raven" else {}  # the noise is one of a process
+        fields = CASES[model_type].quiet  # noise is one of a process
         tiny_model(model_type, vocab_size=128, mask_token_id=127, **fields).save_pretrained(path / model_type)
         ByteTokenizer(mask_token="\x7f").save_pretrained(path / model_type)
         train(path, model_type, path / "whole", 2 * SIZE)
@@ -174,17 +174,18 @@ def test_processes_share_a_training(configuration, part, alone, tmp_path):
         for (name, p), q in zip(model.named_parameters(), parameters, strict=True):
             # Attention does not depend on Gecko's bias of keys, and AdamW makes steps of the noise in its gradient.
             torch.testing.assert_close(p, q, atol=1e-3 if name.endswith("mega.beta") else 1e-5, rtol=0)
-        if model_type == "avey-b":
-            assert load_file(output / "model.safetensors")["model.layers.0.alpha"].shape == ()
+        if scalar := CASES[model_type].scalar:
+            assert load_file(output / "model.safetensors")[scalar].shape == ()
 
 
+@pytest.mark.fast
 @torch.no_grad()
 def test_a_scalar_of_the_files_is_a_vector_of_the_model(tmp_path):
     """FSDP shards no scalars; those of Avey-B are published as such."""
     model, ids = tiny_model("avey-b"), random_ids(2, 9)
     model.save_pretrained(tmp_path)
     vectors, scalars = model.state_dict(), load_file(tmp_path / "model.safetensors")
-    name = "model.layers.0.alpha"
+    name = CASES["avey-b"].scalar
     assert (vectors[name].shape, scalars[name].shape) == ((1,), ())
     save_file({name: vectors[name] for name in scalars}, tmp_path / "model.safetensors", {"format": "pt"})
     from_vectors, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
@@ -240,7 +241,7 @@ def use_shards(path):
         save(path / "two" / model_type, *training)
 
         ids, model = random_ids(2, 11, seed=rank), tiny_model(model_type)
-        if model_type in CAUSAL:
+        if CASES[model_type].causal:
             options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
             assert torch.equal(shard(tiny_model(model_type)).generate(ids, **options), model.generate(ids, **options))
 
@@ -279,6 +280,7 @@ def test_shards(tmp_path):
 # One process, several memories.
 
 
+@pytest.mark.fast
 @each_model
 def test_device_map_of_memory(model_type, tmp_path):
     model, ids = tiny_model(model_type), random_ids(2, 9)
@@ -291,7 +293,7 @@ def test_device_map_of_memory(model_type, tmp_path):
     blocks = next(name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList))
     assert [loaded.hf_device_map[f"{blocks}.{i}"] for i in range(3)] == ["cpu", "disk", "disk"]
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
-    if model_type in CAUSAL:
+    if CASES[model_type].causal:
         options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
     loaded.save_pretrained(tmp_path / "again")

@@ -45,6 +45,7 @@ def stated(name, what):
     return float(re.search(rf"^\| {what} \| ([\d.]+)", card_of(name), re.MULTILINE)[1])
 
 
+@pytest.mark.fast
 def test_the_zoo_is_of_one_size_and_training():
     assert [path.name for path in sorted(EMBEDDED.iterdir())] == ZOO
     files = [path for path in EMBEDDED.rglob("*") if path.is_file()]
@@ -103,6 +104,7 @@ def test_the_code_on_the_card_runs(name, capsys):
     assert "T:The Finch" in capsys.readouterr().out
 
 
+@pytest.mark.fast
 def test_pipeline():
     generate = pipeline("text-generation", str(subquad.embedded_model("finch-abc")))
     text = generate(HEADER.format("6/8", "D"), max_new_tokens=20)[0]["generated_text"]

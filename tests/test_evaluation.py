@@ -110,6 +110,7 @@ def squares(out, *options):
     return json.loads((out / "squares.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.fast
 def test_a_call_goes_on_where_the_last_one_ended(calls, tmp_path, capsys):
     first = squares(tmp_path, "--architectures", "finch")
     assert calls == [("finch", 1), ("finch", 2)] and len(first["rows"]) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from architectures import RWKV, each_causal, each_model, random_ids, tiny_model
+from cases import CASES, each_causal, each_model, random_ids, tiny_model
 from transformers import AutoTokenizer, GenerationConfig
 
 import subquad
@@ -47,26 +47,26 @@ def generate(prefill, decode, states, ids, mask, new_tokens):
 @each_model
 @torch.no_grad()
 def test_forward_of_any_size(model_type):
-    """Of any length, or where Python lays out what is to be done for a length, of any batch, padded or not."""
-    model = tiny_model(model_type)
+    """The length is dynamic; the batch is for Avey and Avey-B, whose layout Python computes from the length."""
+    model, case = tiny_model(model_type), CASES[model_type]
     bos = getattr(model.config, "boundary_token_id", None)
 
     def inputs(rows, length, side="right"):
         ids = random_ids(rows, length, seed=length)
         if bos is not None:
             ids[:, 3] = bos
-        if model_type == "avey-b":
+        if not case.causal:
             mask = torch.ones_like(ids)
             for row, padding in enumerate((0, 27, 31)[:rows]):
                 mask[row, slice(padding) if side == "left" else slice(length - padding, None)] = 0
             return {"input_ids": ids, "attention_mask": mask}
         return {"input_ids": ids, "use_cache": False}
 
-    if model_type.startswith("avey"):
+    if case.splits:
         example, sizes = inputs(2, 40, "left"), {0: torch.export.Dim.DYNAMIC}
         others = [inputs(rows, 40) for rows in (1, 2, 3)]
     else:
-        example, sizes = inputs(1, 12), {1: torch.export.Dim("length", min=3 if model_type in RWKV else 2, max=1024)}
+        example, sizes = inputs(1, 12), {1: torch.export.Dim("length", min=case.export_least, max=1024)}
         others = [inputs(1, length) for length in (5, 9, 40, 100)]
     shapes = {name: sizes if isinstance(x, torch.Tensor) else None for name, x in example.items()}
     program = torch.export.export(model, (), example, dynamic_shapes=shapes).module()
@@ -81,7 +81,7 @@ def test_forward_of_any_size(model_type):
 @torch.no_grad()
 def test_programs_generate(model_type, tmp_path):
     # Layers of every kind.
-    model = tiny_model(model_type, num_hidden_layers=2 if model_type in ("avey", "raven") else 1)
+    model = tiny_model(model_type, num_hidden_layers=CASES[model_type].layer_kinds)
     states, sizes = initial_states(model, 2, ROOM), {"batch_size": 2, "max_cache_len": ROOM}
     assert not any(state.any() for state in states.values())
     programs = []
@@ -185,6 +185,7 @@ def assert_onnx_reads(model, path, pieces):
         torch.testing.assert_close(torch.from_numpy(logits)[0], expected[begin - 1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.fast
 @ONNX
 def test_onnx(tmp_path):
     model = tiny_model("rwkv5", num_hidden_layers=1)
@@ -192,6 +193,7 @@ def test_onnx(tmp_path):
     assert_onnx_reads(model, tmp_path, [(1, 1)] * 6)
 
 
+@pytest.mark.fast
 def test_wrong_use():
     model = tiny_model("rwkv6", num_hidden_layers=1)
     for other, name in (("avey-b", "AveyBForMaskedLM"), ("rwkv6", "Rwkv6ForSequenceClassification")):

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import CAUSAL, ENCODERS, each_model, random_ids, tiny_model
+from cases import CAUSAL, ENCODERS, each_model, random_ids, tiny_model
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_visual_rwkv_processor import save as save_visual
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -28,6 +27,7 @@ from transformers import (
     pipeline,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from visual_cases import save_visual
 
 import subquad
 from subquad import hub
@@ -38,7 +38,7 @@ from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer, RwkvWorldToken
 TOKENIZERS = {"rwkv5": RwkvWorldTokenizer, "rwkv6": RwkvWorldTokenizerFast}
 OURS = ("subquad", "subquad_kernels", "subquad_tokenizers", "subquad_conversion")
 
-# Runs where only torch, transformers and what these need can be imported.
+# Runs in an environment with torch, transformers and their dependencies alone.
 ELSEWHERE = """
 import sys
 from importlib.util import find_spec
@@ -92,7 +92,7 @@ def needed(*packages):
             continue
         try:
             found[name] = distribution(name)
-        except PackageNotFoundError:  # one that torch asks for where there is a GPU
+        except PackageNotFoundError:  # a dependency of torch on machines with a GPU
             continue
         requirements = (Requirement(text) for text in found[name].requires or ())
         waiting += [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
@@ -187,7 +187,7 @@ def test_installed_classes_load_a_repository(model_type, tmp_path):
         torch.testing.assert_close(loaded(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
         head = AutoModelForSequenceClassification.from_pretrained(tmp_path / "repository", trust_remote_code=trust)
         assert type(head).__module__.startswith("subquad.")
-        if not trust:  # else transformers takes a repository's tokenizer even where it knows the class
+        if not trust:  # otherwise transformers takes the repository's tokenizer although it knows the class
             tokenizer = AutoTokenizer.from_pretrained(tmp_path / "repository", trust_remote_code=trust)
             assert type(tokenizer).__module__.startswith("subquad_tokenizers.")
     # The two live side by side: a copy of the code, loaded by name, changes nothing about the package's operators.
@@ -200,6 +200,7 @@ def test_installed_classes_load_a_repository(model_type, tmp_path):
         one.train()(ids).last_hidden_state.sum().backward()
 
 
+@pytest.mark.fast
 @each_model
 def test_code_of_a_repository(model_type, tmp_path):
     folder = subquad.ARCHITECTURES[model_type][0]
@@ -294,6 +295,7 @@ def test_saving_with_the_code(model_type, tmp_path):
     assert {path.name for path in (tmp_path / "again").glob("*.py")} == code
 
 
+@pytest.mark.fast
 def test_refusals(tmp_path, monkeypatch):
     source = tmp_path / "source"
     saved("rwkv5", source)

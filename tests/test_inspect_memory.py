@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import tiny_config, tiny_model
 from byte_level_bpe import TEXT, encoder_tokenizer
+from cases import tiny_config, tiny_model
 from PIL import Image
 
 from subquad import cli

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import RWKV, each_causal, tiny_model
+from cases import CASES, each_causal, tiny_model
 
 import subquad
 from subquad import hub
@@ -40,7 +40,7 @@ def task_manager():
 
 @torch.no_grad()
 def log_likelihood(model, ids, scored, width=0):
-    """Of the last `scored` ids, read in one pass; `width` is that of the row where zeros follow."""
+    """Of the last `scored` ids, read in one pass; `width` is the length of the row if zeros follow."""
     row = torch.nn.functional.pad(torch.tensor(ids[:-1]), (0, max(0, width - len(ids) + 1)))
     logits = model(row[None]).logits[0, len(ids) - 1 - scored : len(ids) - 1].log_softmax(-1)
     return logits.gather(1, torch.tensor(ids[-scored:])[:, None]).sum().item()
@@ -66,7 +66,7 @@ def test_scores(model_type, batch_size, task_manager):
         bootstrap_iters=0,
     )["samples"]
     tunes, questions, headers = (samples[f"abc_{name}"] for name in ("tunes", "next_line", "continue"))
-    padded = model_type == "avey" and batch_size > 1
+    padded = CASES[model_type].splits and batch_size > 1
 
     rows = [[0, *TOKENIZER(sample["arguments"][0][0]).input_ids] for sample in tunes]
     width = padded and max(map(len, rows)) - 1
@@ -97,7 +97,7 @@ def test_scores(model_type, batch_size, task_manager):
 @each_causal
 def test_texts_longer_than_in_training(model_type):
     """By default each piece of a text begins anew; with `max_length`, one pass reads it all."""
-    fields = {"context_length": 1024} if model_type in RWKV else {}
+    fields = CASES[model_type].context
     model = tiny_model(model_type, vocab_size=128, **fields)
     text = "".join(chr(n) for n in torch.randint(32, 127, (2500,), generator=torch.Generator().manual_seed(0)))
     ids = TOKENIZER(text).input_ids
@@ -152,6 +152,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.lower().count("determined largest batch size: 2") == 3  # one a kind of task
 
 
+@pytest.mark.fast
 def test_errors_are_those_of_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["subquad"])
     with pytest.raises(SystemExit) as done:

@@ -56,7 +56,7 @@ def drawn(text):
     """The picture of a tune, checked to depend on nothing outside of it."""
     svg = music.to_svg(music.read_tune(text))
     root = ET.fromstring(svg)
-    assert "Music21" not in svg  # which it would put in the place of a title
+    assert "Music21" not in svg  # music21's default title
     assert all(element.get(HREF, "#").startswith("#") for element in root.iter())
     assert not any(word in svg for word in ("url(", "@import", "@font-face", "<image", 'href="http'))
     return root
@@ -67,6 +67,7 @@ def count(root, name):
     return sum(len(element) > 0 and name in element.get("class", "").split() for element in root.iter(f"{SVG}g"))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("text", "notes"),
     [
@@ -89,7 +90,7 @@ def count(root, name):
         # accidentals to the end of the bar
         (tune("^F=F_BB|F^c=cc|"), "F#4:1/2 F4:1/2 B-4:1/2 B-4:1/2 F4:1/2 C#5:1/2 C5:1/2 C5:1/2"),
         (tune("FBc=f|Ff^GG|", key="D"), "F#4:1/2 B4:1/2 C#5:1/2 F5:1/2 F#4:1/2 F#5:1/2 G#4:1/2 G#4:1/2"),
-        # an unmarked length depends on the metre where there is no L field
+        # without an L field, an unmarked length depends on the metre
         ("X:1\nM:2/4\nK:C\nABcd|A4|\n", "A4:1/4 B4:1/4 C5:1/4 D5:1/4 A4:1"),
         # what surrounds the tune is not part of it
         ("A tune:\n\nX:7\nL:1/4\nM:C\nK:C\nAB|c2|\n\nThat was X:7.\nX:8\nK:C\nG|G|", "A4:1 B4:1 C5:2"),
@@ -170,6 +171,7 @@ def test_a_long_tune_is_one_picture():
     assert (count(root, "measure"), count(root, "note")) == (bars, 8 * bars)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "text",
     ["", "Once upon a time", "X:1\nABc|def|", "K:C\nABc|def|", "X:1\nK:C\n", tune("z8|z8|"), tune("[ABc d|e|"),

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from architectures import each_causal, tiny_model
+from cases import each_causal, tiny_model
 from transformers import TextIteratorStreamer, TextStreamer, pipeline
 
 from subquad import hub
@@ -39,7 +39,7 @@ def generator(load):
 
 
 def continuation(model, tokenizer, prompt, **options):
-    """What the model itself makes of a text or of a conversation."""
+    """The model's own continuation of a text or a conversation."""
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt")
     else:
@@ -52,6 +52,7 @@ def texts(results):
     return [result["generated_text"] for (result,) in results]
 
 
+@pytest.mark.fast
 @each_causal
 def test_text_generation(generator, model_type):
     pipe, model = generator(model_type)

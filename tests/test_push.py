@@ -12,13 +12,13 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from architectures import random_ids, tiny_model
+from cases import random_ids, tiny_model
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
-from test_visual_rwkv_processor import save as save_visual
 from transformers import AutoProcessor
+from visual_cases import save_visual
 
 from subquad import cli, embedded_model, hub
 from subquad.push import PushError, push, push_model
@@ -112,7 +112,7 @@ def test_the_readme_runs_as_printed(server, tmp_path, monkeypatch, capsys):
     assert {"modeling_rwkv6.py", "model.safetensors", "tokenizer.json", "LICENSE", "NOTICE"} < repository.files.keys()
 
 
-# Runs where no package of ours can be imported and nothing but the test's server can be reached.
+# Runs without our packages, and with the test's server as the only reachable host.
 ELSEWHERE = """
 import os, sys, urllib.parse
 
@@ -196,6 +196,7 @@ def test_what_was_pushed_loads_without_this_package(server, tmp_path, capsys):
     assert type(transformers.AutoTokenizer.from_pretrained("user/raven")) is ByteTokenizer
 
 
+@pytest.mark.fast
 def test_to_a_branch(server, directory, capsys):
     out = run(capsys, directory, "user/finch", "--revision", "step/4000", "--private")
     repository = server.repositories["user/finch"]
@@ -349,6 +350,7 @@ def test_an_upload_that_breaks_off_changes_nothing(server, directory, capsys, mo
     assert len(repository.commits) == 2
 
 
+@pytest.mark.fast
 def test_without_a_token_that_is_right(server, directory, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert run(capsys, directory, "user/finch", code=1).startswith("the Hub does not accept the token: log in")
@@ -413,7 +415,7 @@ def test_the_help_shows_how(capsys):
 
 @pytest.mark.parametrize("processor_first", [True, False])
 def test_a_model_and_its_processor(server, tmp_path, processor_first):
-    """Pushed one after the other they are the repository that `subquad push` makes, but for the card."""
+    """Pushed one after the other, they give the repository of `subquad push`, apart from the card."""
     model, processor = save_visual(tmp_path / "visual")
     for part in (processor, model) if processor_first else (model, processor):
         part.push_to_hub("user/visual")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import CAUSAL, each_head, each_model, lm_class, model_class, random_ids, tiny_model
+from cases import CASES, each_head, each_model, lm_class, model_class, random_ids, tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig
@@ -36,31 +36,14 @@ TASKS = {
 DYNAMIC = ("int8-dynamic", "llm-int8")
 
 
-# On a CPU bitsandbytes reads 4-bit weights wrongly where a layer's input is not a multiple of 64 wide.
-RWKV_SIZES = {"hidden_size": 64, "intermediate_size": 64}
-SIZES = {
-    "rwkv5": RWKV_SIZES,
-    "rwkv6": RWKV_SIZES,
-    "avey": {"d_embed": 64},
-    "avey-b": {"d_embed": 64},
-    "raven": {
-        "hidden_size": 64,
-        "num_heads": 4,
-        "intermediate_size": 64,
-        "add_gumbel_noise": False,
-        "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 9, "qkv_bias": True},
-    },
-    "gecko": {"model_dim": 64, "num_heads": 4, "z_dim": 64, "value_dim": 64, "timenorm_num_groups": 4},
-}
-
-
 def model_of(model_type, auto_class=None):
-    return tiny_model(model_type, auto_class, **SIZES[model_type])
+    # On a CPU bitsandbytes reads 4-bit weights wrongly if the width of a layer's input is not a multiple of 64.
+    return tiny_model(model_type, auto_class, **CASES[model_type].wide)
 
 
 def load(model_type, path, method, auto_class=None, **options):
     model = model_class(model_type, auto_class).from_pretrained(path, quantization_config=METHODS[method](), **options)
-    # For inference on some CPUs it packs them, which no layer with fewer than 32 outputs bears.
+    # For inference on some CPUs bitsandbytes packs 4-bit weights, which fails in layers with fewer than 32 outputs.
     return model.train(method == "nf4")
 
 
@@ -106,10 +89,10 @@ def test_quantized(model_type, method, tmp_path):
         if name.rpartition(".")[0] not in names or name.endswith("bias"):
             assert torch.equal(parameter, source.get_parameter(name)), name
     logits = model(ids).logits
-    tolerance = 0.25 if method in DYNAMIC else 1e-4  # rounded activations tell in random models
+    tolerance = 0.25 if method in DYNAMIC else 1e-4  # random models are sensitive to rounded activations
     assert_near(logits, expected(ids).logits, tolerance)
     assert not torch.allclose(logits, source(ids).logits, atol=1e-3)
-    if model_type in CAUSAL and method not in (*DYNAMIC, "nf4"):
+    if CASES[model_type].causal and method not in (*DYNAMIC, "nf4"):
         options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         assert torch.equal(model.generate(ids, **options), expected.generate(ids, **options))
     low = load(model_type, tmp_path / "source", method, dtype="bfloat16")(ids).logits
@@ -156,6 +139,7 @@ def test_lora_on_quantized_weights(model_type, auto_class, method, tmp_path):
     torch.testing.assert_close(run(loaded.train()), after)
 
 
+@pytest.mark.fast
 @each_model
 def test_merging_into_int8(model_type, tmp_path):
     """What is merged is quantised anew."""

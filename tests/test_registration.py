@@ -106,7 +106,7 @@ def run(code: str) -> subprocess.CompletedProcess:
         "import subquad; from transformers import CLIPVisionModel",
         "import subquad; from transformers import LlamaConfig",
         "import subquad; from transformers import AutoProcessor",
-        # Asking where a module is does not import it.
+        # Finding a module does not import it.
         "import subquad, importlib.util as u; u.find_spec('transformers.models.auto.modeling_auto')",
         "import subquad, importlib, transformers.models.auto; importlib.reload(subquad)",
     ],
@@ -140,6 +140,7 @@ assert {"Rwkv6ForCausalLM", "RecurrentCache", "PRESETS"} <= set(dir(subquad))
     run(code)
 
 
+@pytest.mark.fast
 def test_every_export_is_there():
     for name in subquad.__all__:
         assert getattr(subquad, name) is not None
@@ -154,7 +155,7 @@ def test_avey_has_the_tokenizer_beside_it(tokenizer_class, tmp_path):
     subquad.preset_config("avey-0.1b").save_pretrained(tmp_path)
     expected = write_byte_level_bpe(tmp_path, tokenizer_class=tokenizer_class).encode(TEXT).ids
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert type(tokenizer).__module__.startswith("transformers.")  # and is no World tokenizer
+    assert type(tokenizer).__module__.startswith("transformers.")  # and not a World tokenizer
     assert tokenizer(TEXT)["input_ids"] == expected
     assert tokenizer.decode(expected) == TEXT
     assert tokenizer(END)["input_ids"] == [tokenizer.eos_token_id] == [0]
@@ -167,7 +168,7 @@ def test_walls():
 
 
 def test_no_network():
-    """Neither importing the package nor loading what lies on the disk asks for any host."""
+    """Neither the import of the package nor loading from the disk looks up any host."""
     script = (
         "import sys\n"
         "def watch(event, arguments):\n"

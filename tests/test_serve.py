@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import CAUSAL, each_causal, tiny_model
+from cases import CAUSAL, each_causal, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import subquad
@@ -117,9 +117,10 @@ def test_completion(client, models, model_type):
     assert last.choices[0].finish_reason == "length" and last.usage.completion_tokens == 12
 
 
+@pytest.mark.fast
 @each_causal
 def test_no_continuous_batching(model_type):
-    """The server asks so, and generates for one request after the other where there is none."""
+    """The server checks this, and then generates for one request after the other."""
     model = tiny_model(model_type)
     assert not hasattr(model, "init_continuous_batching")
     with pytest.raises(ValueError, match="which a recurrent state has not"):
@@ -173,7 +174,7 @@ def test_a_client_that_goes_away(client, models):
     text = "".join(next(stream).choices[0].text for _ in range(5))
     stream.close()
     assert text == expected
-    # It would wait for the others, of which there are 10^8.
+    # Otherwise it would wait for the other 10^8 tokens.
     assert complete(client, max_tokens=5, **request) == expected
 
 
@@ -211,7 +212,7 @@ def test_wrong_requests(client, url, models):
         ({"prompt": [HEADER, HEADER]}, openai.BadRequestError),
         ({"extra_body": {"max_tokes": 3}}, openai.UnprocessableEntityError),
     ):
-        with connect(url) as another, pytest.raises(error):  # the server closes the connection where it fails
+        with connect(url) as another, pytest.raises(error):  # the server closes the connection when it fails
             another.completions.create(**request | wrong)
         assert complete(client, **request) == expected
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from architectures import RWKV, model_class, random_ids, tiny_model
+from cases import BASE, CASES, model_class, random_ids, tiny_model
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,9 +18,9 @@ from subquad import StateTuningConfig, embedded_model
 
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-# Raven with a key and value head for three others, too: its state has all of them.
-CASES = [*((name, {}) for name in RWKV), ("raven", {}), ("raven", {"num_kv_heads": 1})]
-each_case = pytest.mark.parametrize(("model_type", "fields"), CASES)
+each_case = pytest.mark.parametrize(
+    ("model_type", "fields"), [(case.name, fields) for case in BASE for fields in case.tunable]
+)
 
 
 def adapted_model(model_type, fields, seed=1, **options):
@@ -42,7 +42,7 @@ def states(model):
 
 
 def read_behind_the_states(model, ids):
-    """What the model without the adapter makes of a text, from a cache in which the states are put by hand."""
+    """The logits of the model without the adapter, from a cache that holds the states."""
     rows, length = ids.shape
     mask = torch.ones(rows, length + 1)
     mask[:, 0] = 0  # padding alone leaves the states of a cache at zero
@@ -102,7 +102,7 @@ def test_a_text_begins_with_the_state(model_type, fields, tmp_path):
         cache = model.get_base_model().new_cache(static=True)
         model(input_ids=ids.flip(1), past_key_values=cache)
         cache.reset()
-        cache.save(tmp_path / "cache")  # of which nothing was read yet
+        cache.save(tmp_path / "cache")  # before any token is read
         check(read(model, ids, past_key_values=cache))
         cache = type(cache).load(tmp_path / "cache", model.config, static=True)
         check(read(model, ids, past_key_values=cache))
@@ -112,6 +112,7 @@ def test_a_text_begins_with_the_state(model_type, fields, tmp_path):
         assert torch.equal(state, kept[name])
 
 
+@pytest.mark.fast
 @each_case
 def test_generate(model_type, fields):
     model, ids = adapted_model(model_type, fields), random_ids(1, 5).repeat(1, 2)
@@ -130,8 +131,7 @@ def test_generate(model_type, fields):
 
 @each_case
 def test_training(model_type, fields):
-    if model_type == "raven":
-        fields = {**fields, "add_gumbel_noise": False}
+    fields = {**fields, **CASES[model_type].quiet}
     model, ids = adapted_model(model_type, fields).double(), random_ids(2, 19)
 
     def gradients(labels, **inputs):
@@ -143,7 +143,7 @@ def test_training(model_type, fields):
     loss, expected = gradients(labels=ids, ids=ids)
     assert all(grad.abs().sum() > 0 for grad in expected.values())
     assert all(p.grad is None for name, p in model.named_parameters() if name not in expected)
-    # The direction that all gradients tell, by a difference of losses.
+    # The slope along all gradients, by a difference of losses.
     step = 1e-6
     with torch.no_grad():
         for name, state in states(model).items():
@@ -156,7 +156,7 @@ def test_training(model_type, fields):
 
     borders = torch.tensor([0, 19, 38])
     labels = ids.clone()
-    labels[:, 0] = -100  # of which the document before knows nothing
+    labels[:, 0] = -100  # the last token of the document before does not predict it
     packed = {"ids": ids.view(1, -1), "labels": labels.view(1, -1), "cu_seqlens": borders}
     model.train()
     model.enable_input_require_grads()
@@ -235,7 +235,8 @@ def test_low_precision(model_type, fields):
     assert torch.isfinite(read(fill(model, 1), ids)).all()
 
 
-@pytest.mark.parametrize("model_type", ["avey", "avey-b", "gecko"])
+@pytest.mark.fast
+@pytest.mark.parametrize("model_type", [case.name for case in BASE if not case.tunable])
 def test_models_without_such_a_state(model_type):
     with pytest.raises(
         ValueError, match=f"State tuning: {type(tiny_model(model_type)).__name__} does not have a state"

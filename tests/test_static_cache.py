@@ -5,7 +5,23 @@ import shutil
 
 import pytest
 import torch
-from architectures import assert_same_states, each_causal, random_ids, tiny_config, tiny_model
+from cases import (
+    CASES,
+    GENERATING,
+    GREEDY,
+    RAVEN_BOTH,
+    RAVEN_FULL,
+    RAVEN_PURE,
+    RAVEN_SWA,
+    TEXT,
+    assert_same_states,
+    each,
+    each_text_case,
+    padded,
+    random_ids,
+    tiny_config,
+    tiny_model,
+)
 from functorch.compile import make_boxed_func
 from kernel_cases import TRITON
 from torch._dynamo.backends.common import aot_autograd
@@ -15,10 +31,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig
 
 from subquad import RecurrentCache
-from subquad.cache import RecurrentLayer
-
-
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+from subquad.cache import LayerState
 
 
 @pytest.fixture
@@ -41,10 +54,9 @@ def compiling(graphs, **options):
     return {"cache_implementation": "static", "compile_config": config}
 
 
-def prompts(rows, padding, length=9):
-    ids, mask = random_ids(rows, length), torch.ones(rows, length, dtype=torch.long)
-    mask[0, :padding] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+def prompts(case, rows, padding, length=9):
+    """The inputs of `generate`; the first row begins with padding."""
+    return padded([case.text(1, length - padding * (n == 0), seed=n) for n in range(rows)], "left")
 
 
 def addresses(cache):
@@ -69,13 +81,13 @@ def both_caches(model, ids):
 # The compiled step.
 
 
-@each_causal
+@each(*GENERATING, RAVEN_PURE, RAVEN_FULL, RAVEN_BOTH, RAVEN_SWA)
 @pytest.mark.parametrize(("tied", "rows", "padding"), [(False, 1, 0), (True, 3, 4)])
-def test_compiled_generation(model_type, tied, rows, padding, graphs):
-    model = tiny_model(model_type, tie_word_embeddings=tied, num_hidden_layers=2)
+def test_compiled_generation(case, tied, rows, padding, graphs):
+    model = case.model(tie_word_embeddings=tied, num_hidden_layers=case.compiled_layers)
     config = compiling(graphs)
     for choice in ({}, {"do_sample": True, "top_k": 0}):
-        options = {**prompts(rows, padding), **GREEDY, **choice, "max_new_tokens": 20}
+        options = {**prompts(case, rows, padding), **GREEDY, **choice, "max_new_tokens": 20}
         torch.manual_seed(0)
         expected = model.generate(**options)
         for _ in range(2):
@@ -84,11 +96,11 @@ def test_compiled_generation(model_type, tied, rows, padding, graphs):
             assert len(graphs) == 1
 
 
-@each_causal
+@each_text_case
 @pytest.mark.parametrize(
     ("chunk_size", "backend_name", "steps"), [(7, "eager", 2), pytest.param(None, "triton", 1, marks=TRITON)]
 )
-def test_only_static_inputs_are_written(model_type, chunk_size, backend_name, steps, graphs, monkeypatch):
+def test_only_static_inputs_are_written(case, chunk_size, backend_name, steps, graphs, monkeypatch):
     """Or else CUDA graphs would be skipped: see `check_for_mutation` in torch/_inductor/cudagraph_utils.py."""
 
     def compile_graph(graph, inputs):
@@ -101,8 +113,8 @@ def test_only_static_inputs_are_written(model_type, chunk_size, backend_name, st
     def backend(graph, inputs):
         return aot_autograd(fw_compiler=compile_graph, keep_inference_input_mutations=True)(graph, inputs)
 
-    model = tiny_model(model_type, num_hidden_layers=2)
-    options = {**prompts(2, 4, length=14 if chunk_size else 9), **GREEDY, "max_new_tokens": 3}
+    model = case.model(num_hidden_layers=2)
+    options = {**prompts(case, 2, 4, length=14 if chunk_size else 9), **GREEDY, "max_new_tokens": 3}
     expected, (_, cache) = model.generate(**options), both_caches(model, options["input_ids"])
     monkeypatch.setenv("SUBQUAD_BACKEND", backend_name)
     config = compiling(graphs, backend=backend)
@@ -114,11 +126,11 @@ def test_only_static_inputs_are_written(model_type, chunk_size, backend_name, st
         assert written <= static
 
 
-@each_causal
-def test_nothing_is_left_on_the_cpu(model_type):
+@each_text_case
+def test_nothing_is_left_on_the_cpu(case):
     """A single tensor of another device would keep the step out of CUDA graphs."""
     with torch.device("meta"):
-        model, ids = tiny_model(model_type), torch.ones(2, 1, dtype=torch.long)
+        model, ids = case.model(), torch.ones(2, 1, dtype=torch.long)
     cache, devices = model.new_cache(static=True, max_cache_len=64), set()
 
     class Devices(TorchDispatchMode):
@@ -136,14 +148,17 @@ def test_nothing_is_left_on_the_cpu(model_type):
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 def test_inductor(graphs):
-    model, options = tiny_model("rwkv6", num_hidden_layers=1), {**prompts(3, 4), **GREEDY, "max_new_tokens": 20}
+    model, options = (
+        tiny_model("rwkv6", num_hidden_layers=1),
+        {**prompts(CASES["rwkv6"], 3, 4), **GREEDY, "max_new_tokens": 20},
+    )
     config = compiling(graphs, backend="inductor", mode="reduce-overhead")
     assert torch.equal(model.generate(**options, **config), model.generate(**options))
 
 
-@each_causal
-def test_compiled_continuation(model_type, graphs):
-    model, ids = tiny_model(model_type, num_hidden_layers=2), random_ids(2, 6)
+@each_text_case
+def test_compiled_continuation(case, graphs):
+    model, ids = case.model(num_hidden_layers=2), random_ids(2, 6)
     expected = model.generate(ids, **GREEDY, max_new_tokens=20)
     config = compiling(graphs)
     options = {"max_new_tokens": 5, "max_cache_len": 26, "return_dict_in_generate": True}
@@ -160,10 +175,10 @@ def test_compiled_continuation(model_type, graphs):
     assert cache.get_seq_length() == 25
 
 
-@each_causal
-def test_compiled_chunks(model_type, graphs):
-    model = tiny_model(model_type, num_hidden_layers=2)
-    options = {**prompts(3, 0, length=18), **GREEDY, "max_new_tokens": 6}
+@each_text_case
+def test_compiled_chunks(case, graphs):
+    model = case.model(num_hidden_layers=2)
+    options = {**prompts(case, 3, 0, length=18), **GREEDY, "max_new_tokens": 6}
     expected, config = model.generate(**options), compiling(graphs)
     for _ in range(2):
         assert torch.equal(model.generate(**options, **config, prefill_chunk_size=7), expected)
@@ -171,33 +186,34 @@ def test_compiled_chunks(model_type, graphs):
         assert len(graphs) == 3
 
 
-@each_causal
-def test_one_token(model_type, graphs):
-    model, options = tiny_model(model_type), {**prompts(3, 4), **GREEDY, "max_new_tokens": 1}
+@each_text_case
+def test_one_token(case, graphs):
+    model, options = case.model(), {**prompts(case, 3, 4), **GREEDY, "max_new_tokens": 1}
     assert torch.equal(model.generate(**options, **compiling(graphs)), model.generate(**options))
     assert not graphs
 
 
-@each_causal
+@each_text_case
 @pytest.mark.parametrize("implementation", [None, "dynamic"])
-def test_a_dynamic_cache_is_not_compiled(model_type, implementation, graphs):
+def test_a_dynamic_cache_is_not_compiled(case, implementation, graphs):
     options = {**compiling(graphs), "cache_implementation": implementation}
-    tiny_model(model_type).generate(**prompts(1, 0), **GREEDY, **options, max_new_tokens=5)
+    case.model().generate(**prompts(case, 1, 0), **GREEDY, **options, max_new_tokens=5)
     assert not graphs
 
 
-@each_causal
-def test_beam_search(model_type):
-    model, options = tiny_model(model_type), {**prompts(3, 4), **GREEDY, "max_new_tokens": 8, "num_beams": 3}
+@each_text_case
+def test_beam_search(case):
+    model, options = case.model(), {**prompts(case, 3, 4), **GREEDY, "max_new_tokens": 8, "num_beams": 3}
     assert torch.equal(model.generate(**options, cache_implementation="static"), model.generate(**options))
 
 
 # The cache.
 
 
-@each_causal
-def test_addresses_are_constant(model_type):
-    model, ids = tiny_model(model_type), random_ids(2, 20)
+@pytest.mark.fast
+@each(*TEXT, RAVEN_PURE, RAVEN_FULL, RAVEN_BOTH, RAVEN_SWA)
+def test_addresses_are_constant(case):
+    model, ids = case.model(), random_ids(2, 20)
     _, cache = both_caches(model, ids[:, :5])
     before = addresses(cache)
     for start, stop in ((5, 12), (12, 13), (13, 20)):
@@ -212,9 +228,10 @@ def test_addresses_are_constant(model_type):
     assert_same_caches(cache, both_caches(model, ids)[0])
 
 
-@each_causal
-def test_operations(model_type, tmp_path):
-    model, ids = tiny_model(model_type), random_ids(3, 9)
+@pytest.mark.fast
+@each_text_case
+def test_operations(case, tmp_path):
+    model, ids = case.model(), random_ids(3, 9)
     dynamic, static = both_caches(model, ids)
     assert (dynamic.is_compileable, static.is_compileable) == (False, True)
     before = addresses(static)
@@ -252,9 +269,9 @@ def test_operations(model_type, tmp_path):
     assert_same_caches(static, dynamic)
 
 
-@each_causal
-def test_recording_the_past(model_type):
-    model, ids = tiny_model(model_type), random_ids(1, 9)
+@each_text_case
+def test_recording_the_past(case):
+    model, ids = case.model(), random_ids(1, 9)
     dynamic, static = both_caches(model, ids[:, :4])
     static.activate_past_recording()
     # What was recorded must not be overwritten.
@@ -271,7 +288,7 @@ def test_recording_the_past(model_type):
 
 @torch.no_grad()
 def test_what_was_written_in_place_is_not_copied():
-    layer = RecurrentLayer(static=True)
+    layer = LayerState(static=True)
     layer.write("state", torch.zeros(2, 3))
     state = layer.get("state").add_(1)
     version = state._version
@@ -280,9 +297,10 @@ def test_what_was_written_in_place_is_not_copied():
     assert state._version == version
 
 
-@each_causal
-def test_another_batch_is_refused(model_type):
-    model = tiny_model(model_type)
+@pytest.mark.fast
+@each_text_case
+def test_another_batch_is_refused(case):
+    model = case.model()
     _, cache = both_caches(model, random_ids(2, 3))
     cache.reset()
     with pytest.raises(ValueError, match="`past_key_values` holds the state of 2 sequences, the input has 3"):
@@ -292,14 +310,14 @@ def test_another_batch_is_refused(model_type):
 def test_static_tensors_are_marked():
     cache = RecurrentCache(tiny_config("rwkv6"), static=True)
     tiny_model("rwkv6")(random_ids(1, 3), past_key_values=cache)
-    for each in (cache, cache.clone()):
-        tensors = [each.seen_tokens, *(x for layer in each.layers for x in layer.states.values())]
+    for one in (cache, cache.clone()):
+        tensors = [one.seen_tokens, *(x for layer in one.layers for x in layer.states.values())]
         assert all(x._dynamo_static_input_type == "unguarded" for x in tensors)
 
 
-@each_causal
-def test_a_static_cache_in_training(model_type):
-    model, ids, grads = tiny_model(model_type), random_ids(2, 12), []
+@each_text_case
+def test_a_static_cache_in_training(case):
+    model, ids, grads = case.model(), random_ids(2, 12), []
     for cache in (model.new_cache(), model.new_cache(static=True, max_cache_len=64)):
         model.zero_grad()
         for piece in ids.split(4, dim=1):
@@ -310,18 +328,18 @@ def test_a_static_cache_in_training(model_type):
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
 
 
-@each_causal
+@each_text_case
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_static_caches_of_every_dtype(model_type, dtype):
-    model, ids = tiny_model(model_type).to(dtype), random_ids(2, 12)
+def test_static_caches_of_every_dtype(case, dtype):
+    model, ids = case.model().to(dtype), random_ids(2, 12)
     options = {**GREEDY, "max_new_tokens": 6, "disable_compile": True}
     expected = model.generate(ids, **options)
     assert torch.equal(model.generate(ids, **options, cache_implementation="static"), expected)
 
 
-@each_causal
-def test_a_static_cache_made_in_inference_mode(model_type):
-    model, ids = tiny_model(model_type), random_ids(2, 12)
+@each_text_case
+def test_a_static_cache_made_in_inference_mode(case):
+    model, ids = case.model(), random_ids(2, 12)
     cache, expected = model.new_cache(static=True, max_cache_len=64), model.new_cache()
     with torch.inference_mode():
         model(ids[:, :5], past_key_values=cache)

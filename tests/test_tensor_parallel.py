@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from architectures import ENCODERS, lm_class, random_ids, tiny_config, tiny_model
+from cases import ENCODERS, lm_class, random_ids, tiny_config, tiny_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
@@ -64,7 +64,7 @@ def whole(x):
 
 
 def read(model):
-    """What a model makes of texts, by name: logits, loss and gradients, and the tokens that follow."""
+    """The results of a model by name: logits, loss, gradients, and generated tokens."""
     ids, encoder = random_ids(2, 21), model.config.model_type in ENCODERS
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
@@ -78,7 +78,7 @@ def read(model):
     if not encoder:
         options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         found["tokens"] = model.generate(ids, attention_mask=mask, **options)
-        # By drafts, of which the state takes back those that are refused.
+        # With drafts: the state takes back the refused ones.
         found["tokens of drafts"] = model.generate(ids[1:], prompt_lookup_num_tokens=3, **options)
         found["state"] = out.past_key_values.num_elements
     return found
@@ -88,7 +88,7 @@ def run_example():
     """What the example prints."""
     sys.argv = [str(EXAMPLE), *WRITE]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        sys.path.insert(0, str(EXAMPLE.parent))  # as where Python runs a script
+        sys.path.insert(0, str(EXAMPLE.parent))  # as Python does for a script
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     return printed.getvalue()
 
@@ -116,7 +116,7 @@ def work(directory):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Where the processes were: models, what was saved of them, and results."""
+    """The directory of the processes: models, saved copies, and results."""
     directory = tmp_path_factory.mktemp("tensor_parallel")
     for name in CASES:
         tiny(name).save_pretrained(directory / name, self_contained=name == REPOSITORY)
@@ -159,6 +159,7 @@ def test_saves_whole_tensors(name, directory):
     torch.testing.assert_close(saved.state_dict(), tiny(name).state_dict(), atol=0, rtol=0)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("model_type", "fields"),
     [

@@ -14,11 +14,11 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from architectures import (
+from cases import (
+    CASES,
     CAUSAL,
     ENCODERS,
     LINEAR,
-    RWKV,
     each_causal,
     each_model,
     model_class,
@@ -46,14 +46,12 @@ each_trained = pytest.mark.parametrize(
     ("model_type", "auto_class"),
     [(name, head) for name in CAUSAL | ENCODERS for head in ARCHITECTURES[name][2] if head != "AutoModel"],
 )
-# What is random in training: Raven's router has noise of its own.
-DROPOUT = {"gecko": dict.fromkeys(("dropout", "hidden_dropout", "attention_dropout"), 0.1)}
 
 
 def new_model(model_type, **fields):
     """A model as it is before its training."""
     torch.manual_seed(0)
-    fields = {"initializer_range": 0.01, **DROPOUT.get(model_type, {}), **fields}
+    fields = {"initializer_range": 0.01, **CASES[model_type].dropout, **fields}
     return model_class(model_type)(tiny_config(model_type, **fields))
 
 
@@ -86,19 +84,8 @@ def texts(rows, length):
 
 # Parameter groups.
 
-PAPERS = {
-    **{name: {"betas": (0.9, 0.99), "weight_decay": 0.001} for name in RWKV},
-    "avey": {"betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.1},
-    "avey-b": {"betas": (0.95, 0.95), "eps": 1e-18, "weight_decay": 0.01},
-    "raven": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-    "gecko": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-}
-NOT_DECAYED = {
-    **dict.fromkeys(RWKV, r"\.time_"),
-    "gecko": r"\.cema\.|\.mega\.(gamma|beta)$",
-}
 
-
+@pytest.mark.fast
 @each_model
 def test_groups_are_those_of_the_paper(model_type):
     model = tiny_model(model_type)
@@ -107,8 +94,8 @@ def test_groups_are_those_of_the_paper(model_type):
     assert len(of) == sum(len(group["params"]) for group in optimizer.param_groups)
     assert set(of) == set(model.parameters())
     for name, parameter in model.named_parameters():
-        group, expected = of[parameter], {"lr": 3e-4, "eps": 1e-8, **PAPERS[model_type]}
-        if parameter.ndim < 2 or re.search(NOT_DECAYED.get(model_type, "^$"), name):
+        group, expected = of[parameter], {"lr": 3e-4, "eps": 1e-8, **CASES[model_type].optimizer}
+        if parameter.ndim < 2 or re.search(CASES[model_type].not_decayed, name):
             expected["weight_decay"] = 0.0
         if name.endswith("time_decay"):
             expected["lr"] = 6e-4
@@ -173,7 +160,7 @@ def test_trainer(model_type, tmp_path):
     for name, weight in weights.items():
         assert torch.equal(weight, resumed[name]), name
         torch.testing.assert_close(weight, saved[name])
-    # The same run once more, at the end of which the first checkpoint is called the best.
+    # The same run, but the best checkpoint, here the first, is loaded at the end.
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     same, loaded, _ = train("best", **best)
     assert same == curve
@@ -206,7 +193,7 @@ def rows_for(auto_class):
 def test_heads(model_type, auto_class, tmp_path):
     """Parts of a batch weigh what they weigh in the batch; label smoothing; evaluation with its metrics."""
     rows, collator = rows_for(auto_class)
-    fields = {"raven": {"add_gumbel_noise": False}}.get(model_type, {})
+    fields = dict(CASES[model_type].quiet)
     if auto_class.endswith("Classification"):
         fields["num_labels"] = 3
 
@@ -241,7 +228,7 @@ def test_heads(model_type, auto_class, tmp_path):
     assert len(predictions) == len(expected)
     for prediction, logits in zip(predictions, expected, strict=True):
         assert len(prediction) == len(rows)
-        found = torch.tensor(prediction[:3, : logits.shape[1]])  # of more columns where other batches have more
+        found = torch.tensor(prediction[:3, : logits.shape[1]])  # it has more columns if another batch has more
         torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
 
 
@@ -251,8 +238,7 @@ def test_parts_of_a_batch_with_several_targets(model_type, problem, tmp_path):
     data = [{"input_ids": row, "labels": [float(n % 2), 0.5, 1.0]} for n, row in enumerate(random_ids(8, 10))]
     curves = []
     for parts in (1, 4):
-        fields = {"add_gumbel_noise": False} if model_type == "raven" else {}
-        fields |= {"num_labels": 3, "problem_type": problem}
+        fields = CASES[model_type].quiet | {"num_labels": 3, "problem_type": problem}
         model = tiny_model(model_type, "AutoModelForSequenceClassification", **fields)
         arguments = {"max_steps": 2, "per_device_train_batch_size": 8 // parts, "gradient_accumulation_steps": parts}
         trainer = trainer_of(model, tmp_path, data, torch.optim.SGD, 1e-3, arguments)
@@ -261,15 +247,16 @@ def test_parts_of_a_batch_with_several_targets(model_type, problem, tmp_path):
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
+@pytest.mark.fast
 @each_model
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
 def test_flattened_texts(model_type, options):
-    """transformers' collator for packed texts, with and without the borders that FlashAttention asks for."""
-    fields = {"add_gumbel_noise": False} if model_type == "raven" else {}
+    """transformers' collator for packed texts, with and without the boundaries for FlashAttention."""
+    fields = CASES[model_type].quiet
     model = tiny_model(model_type, **fields).train()
     rows = [random_ids(n, seed=n) for n in (5, 33, 1, 12)]
     labels = [row.clone() for row in rows]
-    if model_type in ENCODERS:
+    if not CASES[model_type].causal:
         for label in labels:
             label[0] = -100  # as the collator makes it, whose labels are to be shifted
     items = sum((label[1:] != -100).sum() for label in labels)
@@ -292,8 +279,8 @@ def test_flattened_texts(model_type, options):
 
 
 def test_compiled_trainer(tmp_path, monkeypatch):
-    """Of packed texts, whose borders compiled code reads from `cu_seq_lens_q` alone."""
-    # Where the arguments leave their backend to every Accelerator of the process.
+    """With packed texts: compiled code reads the boundaries from `cu_seq_lens_q` alone."""
+    # The arguments set the backend for every Accelerator of the process.
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     rows = [{"input_ids": random_ids(n, seed=n)} for n in (3, 10, 6, 7, 9, 4, 5, 8)]
@@ -351,7 +338,7 @@ def test_trl(model_type, tmp_path):
     from datasets import Dataset
     from peft import LoraConfig
 
-    fields = {"add_gumbel_noise": False} if model_type == "raven" else {}
+    fields = CASES[model_type].quiet
     model = tiny_model(model_type, vocab_size=128, bos_token_id=0, eos_token_id=0, pad_token_id=0, **fields)
     tokenizer, directory = ByteTokenizer(), str(tmp_path / "model")
     # TRL loads references, and models, by such a name, and looks for an `auto_map` there.
@@ -372,7 +359,7 @@ def test_trl(model_type, tmp_path):
         return trainer
 
     rows = [{"prompt": f"tune {n}\n", "completion": "ABC def|"[n:] * (1 + n % 4)} for n in range(8)]
-    # TRL asks for no attention that knows of borders.
+    # TRL does not require attention that knows the boundaries.
     packing = trl.SFTConfig(packing=True, max_length=64, gradient_checkpointing=False, **shared)
     trainer = train(trl.SFTTrainer, packing, rows)
     batch = next(iter(trainer.get_train_dataloader()))

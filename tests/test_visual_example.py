@@ -20,6 +20,7 @@ import train_visual_rwkv as script
 from visual_shapes import COLOURS, KINDS, SHAPES, VisualShapes, accuracy, chance
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("size", [56, 112])
 def test_pictures_show_what_is_asked(size):
     areas = set()
@@ -144,6 +145,7 @@ def test_pretrained_parts(tmp_path, monkeypatch, capsys):
     assert model.generation_config.eos_token_id == ord("\n")
 
 
+@pytest.mark.fast
 def test_labels_are_the_answers():
     tower = CLIPVisionModel(CLIPVisionConfig(**script.TOWER))
     image_processor = CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=56)

@@ -1,4 +1,4 @@
-"""VisualRWKV against a plain implementation of it, and what every model promises, where images are read."""
+"""VisualRWKV against a plain implementation of it, and what it has beyond the contract."""
 
 import contextlib
 import copy
@@ -7,8 +7,7 @@ import re
 
 import pytest
 import torch
-from accelerate import cpu_offload
-from architectures import RWKV, VOCABULARY, assert_same_states, random_ids, tiny_config, tiny_model
+from cases import GREEDY, assert_same_states, random_ids, tiny_config, tiny_model
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -18,47 +17,19 @@ from transformers import (
     AutoModelForImageTextToText,
     CLIPVisionConfig,
     CLIPVisionModel,
-    CompileConfig,
 )
+from visual_cases import CLIP, each_generation, tiny_visual_config, tiny_visual_model
+from visual_cases import IMAGE_ID as IMAGE
 from visual_rwkv_reference import image_features, visual_rwkv_logits
 
 import subquad
-from subquad import RecurrentCache, VisualRwkvConfig, VisualRwkvForConditionalGeneration
+from subquad import VisualRwkvConfig, VisualRwkvForConditionalGeneration
 
 
-IMAGE = VOCABULARY  # one id more than `random_ids` draws from
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 # In float64. Eagle rounds its decays and what it mixes by to float32, whatever it is computed in.
 EXACT = {"rwkv5": {"atol": 2e-6, "rtol": 0}, "rwkv6": {"atol": 1e-8, "rtol": 0}}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 7,
-}
 GRID_SIZES = (-1, 0, 1, 2, 4)  # of 4 x 4 patches
-
-each_generation = pytest.mark.parametrize("generation", RWKV)
-each_side = pytest.mark.parametrize("side", ["left", "right"])
-
-
-def tiny_visual_config(generation, *, layers=4, text_fields=None, **fields):
-    text = {"vocab_size": VOCABULARY + 1, "num_hidden_layers": layers, **(text_fields or {})}
-    fields = {"vision_config": CLIPVisionConfig(**VISION), "image_token_id": IMAGE, **fields}
-    return VisualRwkvConfig(text_config=tiny_config(generation, **text), **fields)
-
-
-def tiny_visual_model(generation, seed=0, **fields):
-    """A tiny model of which no parameter is zero or constant, see `tiny_model`."""
-    torch.manual_seed(seed)
-    model = VisualRwkvForConditionalGeneration(tiny_visual_config(generation, **fields)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
 
 
 class Row:
@@ -92,7 +63,7 @@ class Row:
 
 
 def batch(model, *rows, side="left"):
-    """`input_ids`, `attention_mask` where rows have different lengths, and `pixel_values` where there are any."""
+    """`input_ids`, `attention_mask` if rows have different lengths, and `pixel_values` if there are images."""
     ids, images = [row.ids(model) for row in rows], torch.cat([row.pixel_values for row in rows]).to(model.dtype)
     width = max(len(x) for x in ids)
     empty = [[0] * (width - len(x)) for x in ids]
@@ -127,7 +98,7 @@ def published(model):
 
 
 def tower_states(model, images):
-    """What the vision tower of transformers makes of images, in float64."""
+    """The output of transformers' vision tower, in float64."""
     tower = CLIPVisionModel(model.config.vision_config).double().eval()
     tower.load_state_dict(model.model.vit.state_dict())
     with torch.no_grad():
@@ -158,6 +129,7 @@ def images_read(model):
 # The plain implementation.
 
 
+@pytest.mark.fast
 @each_generation
 def test_image_features(generation):
     images = Row("image", "image").pixel_values.double()
@@ -237,7 +209,7 @@ def test_gradients_of_the_plain_implementation(generation):
         assert (found[name] - p.grad).norm() < 1e-5 * p.grad.norm(), name
 
 
-# Batches.
+# Batches of rows with different images.
 
 MIXED = [(7,), (2, "image", 4), ("image", 3, "image", 2), (1, "image", "image"), (1,)]
 
@@ -246,142 +218,32 @@ def mixed_rows():
     return [Row(*layout, seed=seed) for seed, layout in enumerate(MIXED)]
 
 
+# Calls that continue a cache.
+
+
+@pytest.mark.fast
 @each_generation
-@each_side
-@pytest.mark.parametrize("reading_order", ["forward", "alternate"])
-def test_padding(generation, side, reading_order):
-    model, rows = tiny_visual_model(generation, reading_order=reading_order), mixed_rows()
-    inputs = batch(model, *rows, side=side)
-    next_ids = random_ids(len(rows), 3)
-    with torch.no_grad():
-        out = model(**inputs)
-        after = model(next_ids, past_key_values=out.past_key_values).logits
-        for n, (row, mask) in enumerate(zip(rows, inputs["attention_mask"], strict=True)):
-            alone = model(**row.inputs(model))
-            torch.testing.assert_close(out.logits[n][mask == 1], alone.logits[0], **TOLERANCE)
-            torch.testing.assert_close(out.logits[n, -1], alone.logits[0, -1], **TOLERANCE)
-            after_alone = model(next_ids[n : n + 1], past_key_values=alone.past_key_values).logits
-            torch.testing.assert_close(after[n], after_alone[0], **TOLERANCE)
-        # A batch of one that is padded all the same.
-        inputs = rows[2].inputs(model)
-        pad = (5, 0) if side == "left" else (0, 5)
-        ids, mask = (torch.nn.functional.pad(x, pad) for x in (inputs["input_ids"], inputs["input_ids"] > 0))
-        logits = model(ids, attention_mask=mask, pixel_values=inputs["pixel_values"]).logits[0][mask[0]]
-        torch.testing.assert_close(logits, model(**inputs).logits[0], **TOLERANCE)
-
-
-@each_generation
-@each_side
-def test_padding_in_a_later_call(generation, side):
-    model = tiny_visual_model(generation, reading_order="alternate")
-    first = [Row(*layout, seed=n) for n, layout in enumerate([(4,), ("image", 9), (1,)])]
-    second = [Row(*layout, seed=9 + n) for n, layout in enumerate([("image", 1, "image"), (2,), (3, "image")])]
-    with torch.no_grad():
-        cache = model(**batch(model, *first)).past_key_values
-        inputs = batch(model, *second, side=side)
-        logits = model(**inputs, past_key_values=cache).logits
-        for n, (row, mask) in enumerate(zip(first, inputs["attention_mask"], strict=True)):
-            row.entries += second[n].entries
-            whole = model(**row.inputs(model)).logits[0]
-            torch.testing.assert_close(logits[n][mask == 1], whole[-int(mask.sum()) :], **TOLERANCE)
-
-
-def packed(model, rows):
-    inputs = [row.inputs(model) for row in rows]
-    lengths = [x["input_ids"].shape[1] for x in inputs]
-    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    ids, images = torch.cat([x["input_ids"] for x in inputs], 1), torch.cat([row.pixel_values for row in rows])
-    return {"input_ids": ids, "pixel_values": images.to(model.dtype)}, bounds, positions
-
-
-@each_generation
-def test_packed_documents(generation):
-    model, rows = tiny_visual_model(generation, reading_order="alternate"), mixed_rows()
-    inputs, bounds, positions = packed(model, rows)
-    with torch.no_grad():
-        expected = torch.cat([model(**row.inputs(model)).logits for row in rows], 1)
-        last = model(**rows[-1].inputs(model)).past_key_values
-        for way in ({"cu_seqlens": bounds}, {"cu_seq_lens_q": bounds}, {"position_ids": positions}):
-            out = model(**inputs, **way)
-            torch.testing.assert_close(out.logits, expected, **TOLERANCE)
-            assert_same_states(out.past_key_values, last)
-        # Two rows, of which the first holds two documents.
-        rows = Row(2, "image", 3), Row("image", 5), Row(27, "image", seed=3)
-        two, _, restarts = packed(model, rows[:2])
-        one = rows[2].inputs(model)
-        ids = torch.cat((two["input_ids"], one["input_ids"]))
-        images = torch.cat((two["pixel_values"], one["pixel_values"]))
-        positions = torch.cat((restarts, torch.arange(ids.shape[1])[None]))
-        logits = model(ids, pixel_values=images, position_ids=positions).logits
-        first, second, third = (model(**row.inputs(model)).logits for row in rows)
-        torch.testing.assert_close(logits, torch.cat((torch.cat((first, second), 1), third)), **TOLERANCE)
-
-
-# Texts that are read in pieces.
-
-
-@each_generation
-@pytest.mark.parametrize("reading_order", ["forward", "alternate"])
-def test_any_split_outside_of_images(generation, reading_order):
-    model = tiny_visual_model(generation, reading_order=reading_order)
-    row = Row(3, "image", 4, "image", "image", 3)
-    inputs = row.inputs(model)
+def test_a_split_inside_an_image_is_refused(generation):
+    model = tiny_visual_model(generation)
+    inputs = Row(3, "image", 4).inputs(model)
     ids, images = inputs["input_ids"], inputs["pixel_values"]
-    # The images are at 3 to 20, 24 to 41 and 41 to 58.
-    splits = [(60, 1), (3, 17, 4, 17, 17, 3), (1, 1, 18, 1, 3, 34, 1, 1, 1), (20, 41), (58, 1, 1, 1)]
     with torch.no_grad():
-        whole = model(**inputs)
-        for split in splits:
-            assert sum(split) == ids.shape[1]
-            cache, start, seen, logits = None, 0, 0, []
-            for length in split:
-                piece = ids[:, start : start + length]
-                count = int((piece == IMAGE).sum()) // 17
-                given = {"pixel_values": images[seen : seen + count]} if count else {}
-                out = model(piece, past_key_values=cache, use_cache=True, **given)
-                logits.append(out.logits)
-                cache, start, seen = out.past_key_values, start + length, seen + count
-            torch.testing.assert_close(torch.cat(logits, 1), whole.logits, **TOLERANCE)
-            assert cache.get_seq_length() == ids.shape[1]
-            assert_same_states(cache, whole.past_key_values)
-
-        # Inside of one it is refused, and nothing is read.
         cache = model(ids[:, :3]).past_key_values
         before = cache.clone()
         with images_read(model) as calls:
-            for stop in (4, 19, 30):
+            for stop in (4, 19):
                 with pytest.raises(ValueError, match="`pixel_values` .*placeholders|placeholders of an image"):
-                    model(ids[:, 3:stop], pixel_values=images[:1], past_key_values=cache)
+                    model(ids[:, 3:stop], pixel_values=images, past_key_values=cache)
         assert not calls and cache.get_seq_length() == 3
         assert_same_states(cache, before)
 
 
 @each_generation
-def test_cache_operations(generation, tmp_path):
-    model = tiny_visual_model(generation, reading_order="alternate")
-    rows = [Row(2, "image", 9, seed=0), Row(5, "image", 6, seed=1), Row("image", 11, seed=2)]
-    inputs = batch(model, *rows)
-    after = random_ids(3, 2, seed=7)
+def test_crop_behind_images(generation):
+    """To the end of an image, and no further if every second block reads images backward."""
+    model, after = tiny_visual_model(generation, reading_order="alternate"), random_ids(1, 2)
     with torch.no_grad():
-        cache = model(**inputs).past_key_values
-        expected = model(after, past_key_values=cache.clone()).logits
-
-        def logits(cache, rows):
-            return model(after[rows], past_key_values=cache).logits
-
-        order = torch.tensor([2, 0, 0])
-        reordered = cache.clone()
-        reordered.reorder_cache(order)
-        alone = [model(**rows[n].inputs(model)).past_key_values for n in order.tolist()]
-        for n, one in enumerate(alone):
-            torch.testing.assert_close(logits(reordered.clone(), [0, 1, 2])[n], logits(one, [n])[0], **TOLERANCE)
-        cache.save(tmp_path / "cache.safetensors")
-        loaded = RecurrentCache.load(tmp_path / "cache.safetensors", model.config)
-        assert loaded.get_seq_length() == inputs["input_ids"].shape[1]
-        torch.testing.assert_close(logits(loaded, [0, 1, 2]), expected)
-
-        # Back to within the text, and to the end of an image; also where the record begins inside of one.
+        # Also if the record begins inside an image.
         for row in (Row(3, "image", 6), Row(3, *["image"] * 32, 6)):
             inputs = row.inputs(model)
             ids = inputs.pop("input_ids")
@@ -396,7 +258,7 @@ def test_cache_operations(generation, tmp_path):
                 assert_same_states(cache, kept)
             with pytest.raises(ValueError, match="`tokens_to_remove` is -7, but the past of 6 tokens is recorded"):
                 recorded.crop(-7)
-            model(after[:1], past_key_values=recorded)  # which goes on to record
+            model(after, past_key_values=recorded)  # which goes on to record
             recorded.crop(-8)
             assert_same_states(recorded, model(ids[:, :-6], **inputs).past_key_values)
         inputs, recorded = batch(model, Row(3, "image", 6), Row(26)), model.new_cache()
@@ -405,14 +267,6 @@ def test_cache_operations(generation, tmp_path):
         recorded.crop(-6)
         kept = {name: x[:, :-6] for name, x in inputs.items() if name != "pixel_values"}
         assert_same_states(recorded, model(**kept, pixel_values=inputs["pixel_values"]).past_key_values)
-
-
-@each_generation
-def test_state_size(generation):
-    model = tiny_visual_model(generation)
-    with torch.no_grad():
-        sizes = {model(**Row(*x).inputs(model)).past_key_values.num_elements for x in LAYOUTS.values()}
-    assert sizes == {4 * (2 * 48 + 48 * 16)}
 
 
 # `generate`.
@@ -438,13 +292,20 @@ def test_placeholders_are_not_generated(generation):
         model.head.weight[IMAGE] = 3 * model.head.weight.abs().max() * model.model.rwkv.ln_out.bias.sign()
         model.model.rwkv.ln_out.bias.mul_(30)
         assert model(**row.inputs(model)).logits[0, -1].argmax() == IMAGE
-    for options in ({}, {"do_sample": True}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}):
+    ways = (
+        {},
+        {"do_sample": True},
+        {"do_sample": True, "top_k": 1},
+        {"num_beams": 2},
+        {"prompt_lookup_num_tokens": 2},
+    )
+    for options in ways:
         out = model.generate(**row.inputs(model), max_new_tokens=4, **GREEDY | options)
         assert (out[:, -4:] != IMAGE).all()
 
 
 @each_generation
-@each_side
+@pytest.mark.parametrize("side", ["left", "right"])
 def test_generation_of_mixed_rows(generation, side):
     model, rows = tiny_visual_model(generation), mixed_rows()
     inputs, length = batch(model, *rows, side=side), 6
@@ -479,41 +340,27 @@ def test_several_sequences_a_row(generation):
 
 
 @each_generation
-def test_assisted_decoding(generation):
-    model = tiny_visual_model(generation)
+def test_assistants_read_images_once(generation):
+    model, options = tiny_visual_model(generation), {"max_new_tokens": 12, **GREEDY}
     row = Row(3, "image", 2, "image", 2)
-    row.entries += row.entries[-2:] * 3  # something to look up
-    inputs, options = row.inputs(model), {"max_new_tokens": 12, **GREEDY}
-    expected = model.generate(**inputs, **options)
-    assert torch.equal(model.generate(**inputs, prompt_lookup_num_tokens=3, **options), expected)
-    nearly = copy.deepcopy(model)
+    row.entries += row.entries[-2:] * 3
+    inputs, assistant = row.inputs(model), copy.deepcopy(model)
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in nearly.parameters():
+        for parameter in assistant.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.01)
-    for assistant in (nearly, tiny_visual_model(generation, seed=5)):
-        with images_read(model) as calls, images_read(assistant) as assistant_calls:
-            assert torch.equal(model.generate(**inputs, assistant_model=assistant, **options), expected)
-        assert calls == assistant_calls == [2]
-    assert torch.equal(model.generate(**inputs, assistant_early_exit=2, **options), expected)
+    with images_read(model) as calls, images_read(assistant) as assistant_calls:
+        out = model.generate(**inputs, assistant_model=assistant, **options)
+    assert calls == assistant_calls == [2]
+    with images_read(model) as calls:
+        assert torch.equal(model.generate(**inputs, prompt_lookup_num_tokens=3, **options), out)
+    assert calls == [2]
 
 
 @each_generation
-def test_embeddings_in_place_of_ids(generation):
-    model, rows = tiny_visual_model(generation), mixed_rows()
-    inputs = batch(model, *rows)
-    ids = inputs.pop("input_ids")
-    embeds = model.get_input_embeddings()(ids)
-    with torch.no_grad():
-        expected = model(ids, **inputs)
-        out = model(inputs_embeds=embeds, **inputs)
-        torch.testing.assert_close(out.logits, expected.logits)
-    for options in ({}, {"num_beams": 2}):
-        options = {"max_new_tokens": 5, **options, **GREEDY}
-        expected = model.generate(ids, **inputs, **options)
-        assert torch.equal(model.generate(inputs_embeds=embeds, **inputs, **options), expected[:, -5:])
-        assert torch.equal(model.generate(ids, inputs_embeds=embeds, **inputs, **options), expected)
-    # To go on from what a cache has read, with the whole text and the images that it has.
+def test_embeddings_after_a_cache(generation):
+    """The whole text is given as embeddings, with the images of all of it or of the part that is new."""
+    model = tiny_visual_model(generation)
     row = Row(2, "image", 3, "image", 2)
     embeds, images = model.get_input_embeddings()(row.inputs(model)["input_ids"]), row.pixel_values
     options = {"max_new_tokens": 5, **GREEDY}
@@ -525,6 +372,7 @@ def test_embeddings_in_place_of_ids(generation):
         assert torch.equal(out, expected)
 
 
+@pytest.mark.fast
 @each_generation
 @pytest.mark.parametrize("questions", [((4,), (4,)), (("image", 2), (19,)), (("image", 1, "image"), (9, "image", 9))])
 def test_a_conversation(generation, questions):
@@ -533,7 +381,7 @@ def test_a_conversation(generation, questions):
     asked = [Row(*question, seed=2 + n) for n, question in enumerate(questions)]
 
     def ask(rows, more):
-        """What is generated in the second turn: from the cache of the first one, and from everything at once."""
+        """The second answer, from the cache of the first one and from the whole conversation in one call."""
         first = batch(model, *rows)
         answered = model.generate(**first, return_dict_in_generate=True, **options)
         cache, new = answered.past_key_values, batch(model, *more)
@@ -556,12 +404,10 @@ def test_a_conversation(generation, questions):
 
 
 @each_generation
-def test_chunked_prefill(generation):
-    model, options = tiny_visual_model(generation), {"max_new_tokens": 4, **GREEDY}
-    text = Row(20).inputs(model)
-    assert torch.equal(model.generate(**text, prefill_chunk_size=7, **options), model.generate(**text, **options))
+def test_chunks_of_a_prompt_with_images_are_refused(generation):
+    model = tiny_visual_model(generation)
     with images_read(model) as calls, pytest.raises(ValueError, match="prefill_chunk_size|`pixel_values`"):
-        model.generate(**Row(3, "image", 4).inputs(model), prefill_chunk_size=7, **options)
+        model.generate(**Row(3, "image", 4).inputs(model), prefill_chunk_size=7, max_new_tokens=4, **GREEDY)
     assert not calls
 
 
@@ -573,10 +419,9 @@ def labels_of(model, ids):
 
 
 @each_generation
-@pytest.mark.parametrize("frozen", [True, False])
-def test_gradient_checkpointing(generation, frozen):
+def test_training_with_a_frozen_tower(generation):
     model = tiny_visual_model(generation).train()
-    model.model.vit.requires_grad_(not frozen)
+    model.model.vit.requires_grad_(False)
     inputs = batch(model, *mixed_rows())
     labels = labels_of(model, inputs["input_ids"])
 
@@ -591,11 +436,8 @@ def test_gradient_checkpointing(generation, frozen):
     assert torch.isclose(
         loss, torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     )
-    # The tower's last norm is that of CLIP's own pooled output.
-    unused = {name for name, _ in model.named_parameters() if "vit" in name and (frozen or "post_layernorm" in name)}
-    assert set(expected) == {name for name, _ in model.named_parameters()} - unused
-    # One bias of all keys changes nothing in a softmax.
-    assert all(grad.any() for name, grad in expected.items() if "k_proj.bias" not in name)
+    assert set(expected) == {name for name, _ in model.named_parameters() if ".vit." not in name}
+    assert all(grad.any() for grad in expected.values())
     for use_reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         model.enable_input_require_grads()
@@ -606,7 +448,7 @@ def test_gradient_checkpointing(generation, frozen):
 @each_generation
 @pytest.mark.parametrize("adapter", [LoraConfig(), subquad.StateTuningConfig()])
 def test_adapters(generation, adapter):
-    """Where nothing else is said the text model is adapted, and not the tower."""
+    """By default the text model is adapted, and not the tower."""
     model, row = tiny_visual_model(generation), Row(3, "image", 4)
     inputs = row.inputs(model)
     adapted = get_peft_model(model, copy.deepcopy(adapter))
@@ -618,97 +460,7 @@ def test_adapters(generation, adapter):
     assert all("model.rwkv.blocks." in name for name in learning)
 
 
-@each_generation
-def test_gradients_under_padding(generation):
-    model, rows = tiny_visual_model(generation, reading_order="alternate").double(), mixed_rows()
-
-    def grads(inputs):
-        model.zero_grad()
-        ids = inputs["input_ids"]
-        model(**inputs, labels=labels_of(model, ids), num_items_in_batch=1).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    alone = [grads(row.inputs(model)) for row in rows if len(row.entries) > 1]
-    expected = {name: sum(grads.get(name, 0) for grads in alone) for name in alone[1]}
-    for side in ("left", "right"):
-        torch.testing.assert_close(grads(batch(model, *rows, side=side)), expected, atol=1e-5, rtol=1e-5)
-
-
-@each_generation
-def test_compiled_training(generation):
-    model = tiny_visual_model(generation, layers=2, reading_order="alternate").train()
-    model.model.vit.requires_grad_(False)
-    inputs = batch(model, Row(2, "image", 4), Row(5, seed=1))
-    inputs["labels"] = labels_of(model, inputs["input_ids"])
-
-    torch.compiler.reset()
-    grads = []
-    for one in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        model.zero_grad()
-        one(**inputs).loss.backward()
-        grads.append({name: p.grad.clone() for name, p in published(model).items()})
-    torch.testing.assert_close(grads[1], grads[0], **TOLERANCE)
-
-
-@each_generation
-def test_compiled_decode_step(generation):
-    model, row = tiny_visual_model(generation, layers=2), Row(2, "image", 2)
-    torch.compiler.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    step, ids = torch.compile(model, fullgraph=True, backend=backend), random_ids(1, 5)
-    with torch.no_grad():
-        cache = model(**row.inputs(model)).past_key_values
-        expected = model(ids, past_key_values=cache.clone()).logits
-        logits = [step(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(5)]
-    torch.testing.assert_close(torch.cat(logits, 1), expected, **TOLERANCE)
-    assert len(graphs) <= 2
-
-
-@each_generation
-def test_static_cache(generation):
-    model, graphs = tiny_visual_model(generation, layers=2), []
-    inputs = batch(model, *mixed_rows())
-    torch.compiler.reset()
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    config = CompileConfig(fullgraph=True, mode="default", backend=backend)
-    config._compile_all_devices = True
-    options = {"max_new_tokens": 6, **GREEDY}
-    expected = model.generate(**inputs, **options)
-    for compiled in ({"disable_compile": True}, {"compile_config": config}):
-        assert torch.equal(model.generate(**inputs, cache_implementation="static", **compiled, **options), expected)
-    assert len(graphs) == 1
-
-
-# Number formats, and files.
-
-
-@each_generation
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision(generation, dtype, tmp_path):
-    model = tiny_visual_model(generation)
-    model.save_pretrained(tmp_path)
-    low = type(model).from_pretrained(tmp_path, dtype=dtype)
-    assert {p.dtype for p in low.parameters()} == {dtype}
-    inputs = batch(model, *mixed_rows())
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        out = low(**inputs)  # images as processors make them, in float32
-    real = inputs["attention_mask"] == 1
-    error = (out.logits.float() - expected)[real].norm() / expected[real].norm()
-    assert out.logits.dtype == dtype and error < (0.1 if dtype == torch.bfloat16 else 0.02)
-    assert {layer.states["wkv"].dtype for layer in out.past_key_values.layers[:-1]} == {torch.float32}
-    assert low.generate(**inputs, max_new_tokens=2, **GREEDY).shape == (5, inputs["input_ids"].shape[1] + 2)
-    low.train()(**inputs, labels=labels_of(low, inputs["input_ids"])).loss.backward()
-    assert all(p.grad.isfinite().all() for p in published(low).values())
+# Files.
 
 
 @each_generation
@@ -800,7 +552,7 @@ def test_wrong_images(generation, reading_order):
         ({"reading_order": "backward"}, "`reading_order` must be 'forward' or 'alternate', got 'backward'"),
         ({"image_token_id": IMAGE + 1}, f"`image_token_id` must be .*, got {IMAGE + 1}"),
         ({"image_token_id": -1}, "`image_token_id` must be .*, got -1"),
-        ({"vision_config": {**VISION, "patch_size": 9}}, "`image_size` 28 must be a multiple of `patch_size` 9"),
+        ({"vision_config": {**CLIP, "patch_size": 9}}, "`image_size` 28 must be a multiple of `patch_size` 9"),
         ({"vision_config": tiny_config("rwkv6")}, "`vision_config`.* must be clip_vision_model, got 'rwkv6'"),
         ({"text_fields": {"hidden_size": 50}}, "`attention_hidden_size`"),
     ],
@@ -852,7 +604,7 @@ def test_outputs(generation):
         torch.testing.assert_close(model.head(out.hidden_states[-1]), out.logits)
         for kept in (1, 4, torch.tensor([0, 9, 21])):
             expected = out.logits[:, kept] if isinstance(kept, torch.Tensor) else out.logits[:, -kept:]
-            torch.testing.assert_close(model(**inputs, logits_to_keep=kept).logits, expected)
+            torch.testing.assert_close(model(**inputs, logits_to_keep=kept).logits, expected, **TOLERANCE)
         as_tuple = model(**inputs, output_hidden_states=True, return_dict=False)
         assert type(as_tuple) is tuple
         torch.testing.assert_close(as_tuple[0], out.logits)
@@ -874,22 +626,6 @@ def test_attributes(generation):
     assert model.get_input_embeddings() is model.model.rwkv.embeddings
     assert model.get_output_embeddings() is model.head
     assert (model.main_input_name, set(model.input_modalities)) == ("input_ids", {"image", "text"})
-
-
-@each_generation
-@pytest.mark.parametrize("tied", [False, True])
-def test_resizing(generation, tied):
-    model, row = tiny_visual_model(generation, tie_word_embeddings=tied), Row(2, "image", 3)
-    inputs = row.inputs(model)
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        model.resize_token_embeddings(IMAGE + 30)
-        assert model.config.get_text_config().vocab_size == model.head.out_features == IMAGE + 30
-        torch.testing.assert_close(model(**inputs).logits[..., : IMAGE + 1], expected)
-        assert model(torch.tensor([[IMAGE + 29]])).logits.shape[-1] == IMAGE + 30
-    assert (model.head.weight is model.get_input_embeddings().weight) == tied
-    labels = labels_of(model, inputs["input_ids"])
-    assert model(**inputs, labels=labels).loss.isfinite()
 
 
 @each_generation
@@ -923,17 +659,18 @@ def test_the_attention_of_the_tower(generation, tmp_path):
     model, row = tiny_visual_model(generation), Row(2, "image", 3)
     inputs = row.inputs(model)
     model.save_pretrained(tmp_path)
+    expected_logits = model(**inputs).logits
     for implementation in ("eager", "sdpa"):
         loaded = type(model).from_pretrained(tmp_path, attn_implementation=implementation)
         assert loaded.model.vit.config._attn_implementation == implementation
-        torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
+        torch.testing.assert_close(loaded(**inputs).logits, expected_logits, **TOLERANCE)
         other = "sdpa" if implementation == "eager" else "eager"
         for chosen in (other, {"vision_config": implementation}):
             loaded.set_attn_implementation(chosen)
             expected = chosen if isinstance(chosen, str) else implementation
             assert loaded.model.vit.config._attn_implementation == expected
             assert loaded.model.vit.encoder.layers[0].self_attn.config._attn_implementation == expected
-            torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
+            torch.testing.assert_close(loaded(**inputs).logits, expected_logits, **TOLERANCE)
 
 
 @each_generation
@@ -952,21 +689,3 @@ def test_placeholders_are_no_labels(generation):
     inputs = row.inputs(model)
     losses = [model(**inputs, labels=x).loss for x in (inputs["input_ids"], labels_of(model, inputs["input_ids"]))]
     assert torch.equal(*losses)
-
-
-@each_generation
-def test_offload(generation, tmp_path):
-    model, row = tiny_visual_model(generation, reading_order="alternate"), Row(2, "image", 3)
-    inputs = row.inputs(model)
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        model.save_pretrained(tmp_path)
-        room = {"cpu": model.get_memory_footprint() * 2 // 3}
-        loaded = type(model).from_pretrained(
-            tmp_path, device_map="auto", max_memory=room, offload_folder=tmp_path / "parts"
-        )
-        assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
-        tokens = model.generate(**inputs, max_new_tokens=4, **GREEDY)
-        for offloaded in (loaded, cpu_offload(model, torch.device("cpu"))):
-            torch.testing.assert_close(offloaded(**inputs).logits, expected)
-            assert torch.equal(offloaded.generate(**inputs, max_new_tokens=4, **GREEDY), tokens)

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 from PIL import Image
-from test_visual_rwkv import each_generation, tiny_visual_model
-from transformers import AutoModelForImageTextToText, AutoProcessor, CLIPImageProcessorPil, pipeline
+from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+from visual_cases import each_generation, make_processor, save_visual
 
 from subquad import VisualRwkvForConditionalGeneration, VisualRwkvProcessor, hub
 from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer, RwkvWorldTokenizerFast
@@ -18,20 +18,7 @@ IMAGE = {"type": "image", "image": Image.new("RGB", (40, 30), (200, 30, 30))}
 TEXT = {"type": "text", "text": QUESTION}
 
 
-def make_processor(tokenizer=None, image_seq_length=5, **kwargs):
-    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
-    return VisualRwkvProcessor(images, tokenizer or RwkvWorldTokenizerFast(), image_seq_length, **kwargs)
-
-
-def save(path, generation="rwkv6", **fields):
-    """A tiny model that reads bytes, and its processor."""
-    model = tiny_visual_model(generation, image_token_id=128, text_fields={"vocab_size": 130}, **fields)
-    model.save_pretrained(path)
-    processor = make_processor(ByteTokenizer(), model.config.num_image_tokens)
-    processor.save_pretrained(path)
-    return model, processor
-
-
+@pytest.mark.fast
 @pytest.mark.parametrize("tokenizer_class", [RwkvWorldTokenizer, RwkvWorldTokenizerFast])
 def test_placeholders(tokenizer_class):
     tokenizer = tokenizer_class()
@@ -49,6 +36,7 @@ def test_placeholders(tokenizer_class):
     assert set(processor(text="A")) == {"input_ids", "attention_mask"}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("parts", "prompt"),
     [
@@ -101,7 +89,7 @@ def test_errors(tmp_path):
 
 @each_generation
 def test_a_directory_answers(generation, tmp_path):
-    model, processor = save(tmp_path, generation)
+    model, processor = save_visual(tmp_path, generation)
     pipe = pipeline("image-text-to-text", str(tmp_path), device="cpu")
     assert type(pipe.model) is VisualRwkvForConditionalGeneration and type(pipe.processor) is VisualRwkvProcessor
     assert type(pipe.tokenizer) is ByteTokenizer and pipe.processor.image_seq_length == 17
@@ -132,7 +120,7 @@ def test_a_blank_line_ends_an_answer():
 
 def test_a_repository(tmp_path):
     """Its processor is saved with its code, with the model or by itself, and the installed class loads it."""
-    model, processor = save(tmp_path / "source")
+    model, processor = save_visual(tmp_path / "source")
     hub.export(tmp_path / "source", tmp_path / "exported")
     model.save_pretrained(tmp_path / "saved", self_contained=True)
     processor.save_pretrained(tmp_path / "saved", self_contained=True)
@@ -146,7 +134,7 @@ def test_a_repository(tmp_path):
         assert type(loaded) is VisualRwkvProcessor and loaded.to_dict().keys() >= {"image_seq_length"}
         assert loaded.chat_template == processor.chat_template and loaded.image_seq_length == 17
         assert type(AutoModelForImageTextToText.from_pretrained(directory)) is type(model)
-        # What goes together where the model is given another field.
+        # The processor fits a model with another field.
         coarse = AutoModelForImageTextToText.from_pretrained(directory, grid_size=2)
         assert coarse.config.num_image_tokens == 5
         assert AutoProcessor.from_pretrained(directory, image_seq_length=5).image_seq_length == 5

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from architectures import each_model, tiny_model
 from byte_level_bpe import write_byte_level_bpe
+from cases import each_model, tiny_model
 from huggingface_hub.errors import StrictDataclassError
 from rwkv_files import hub_tensors, reference_logits, trainer_tensors
 from safetensors import safe_open

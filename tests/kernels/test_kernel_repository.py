@@ -156,7 +156,7 @@ from kernels import LocalLayerRepository, get_local_kernel, register_kernel_mapp
 transformers.utils.import_utils.is_kernels_available.__wrapped__.__defaults__ = ("0.17", "1")
 
 import subquad
-from architectures import CAUSAL, ENCODERS, lm_class, random_ids, tiny_model
+from cases import CAUSAL, ENCODERS, lm_class, random_ids, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 called = set()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import VOCABULARY, assert_same_states, random_ids, tiny_config, tiny_model
+from cases import VOCABULARY, assert_same_states, random_ids, tiny_config, tiny_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from architectures import random_ids, tiny_config, tiny_model
+from cases import random_ids, tiny_config, tiny_model
 from safetensors.torch import load_file, save_file
 
 from subquad import ContextParallelCache, split_text

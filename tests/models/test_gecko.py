@@ -5,11 +5,11 @@ import json
 import math
 from pathlib import Path
 
+import cases
 import pytest
-import test_contract as contract
 import torch
 import torch.nn.functional as F
-from architectures import CAUSAL, VOCABULARY, assert_same_states, random_ids, tiny_config, tiny_model
+from cases import VOCABULARY, assert_same_states, tiny_config, tiny_model
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -84,6 +84,12 @@ def texts():
         begins = (torch.rand(31, generator=generator) < share).nonzero().flatten().tolist()
         rows.append(text(begins, seed=100 + seed))
     return torch.cat(rows)
+
+
+def padded(rows, side, value):
+    """Rows of ids as one batch, and its mask."""
+    batch = cases.padded([{"input_ids": row[None]} for row in rows], side, value)
+    return batch["input_ids"], batch["attention_mask"]
 
 
 def pieces(length, seed):
@@ -354,7 +360,7 @@ def test_documents_in_padded_rows(side):
     model = tiny_model("gecko", **SMALL, pad_token_id=BOS)
     rows = [text([0, 5], 9)[0], text([], 31, seed=1)[0], text([0, 8, 11], 12, seed=2)[0], text([0], 1, seed=3)[0]]
     more = torch.cat([text(begins, 6, seed=seed) for seed, begins in enumerate(([], [0], [2, 3], []))])
-    ids, mask = contract.padded(rows, side, value=BOS)
+    ids, mask = padded(rows, side, BOS)
     out = model(ids, attention_mask=mask)
     after, _ = read(model, more, (1, 5), out.past_key_values)
     for n, row in enumerate(rows):
@@ -362,7 +368,7 @@ def test_documents_in_padded_rows(side):
         torch.testing.assert_close(out.logits[n][mask[n] == 1], alone[: len(row)], **TOLERANCE)
         torch.testing.assert_close(after[n], alone[len(row) :], **TOLERANCE)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    ids, mask = contract.padded(rows, "left", value=BOS)
+    ids, mask = padded(rows, "left", BOS)
     generated = model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
     for n, row in enumerate(rows):
         alone = model.generate(row[None], attention_mask=torch.ones_like(row[None]), **options)
@@ -377,7 +383,7 @@ def test_padding_between_calls():
     for call in range(7):
         lengths = torch.randint(0, 9, (3,), generator=generator).tolist()
         rows = [text([n // 2] if n > 3 else [], n, seed=call)[0] for n in lengths]
-        ids, mask = contract.padded(rows, ("left", "right")[call % 2], value=7)
+        ids, mask = padded(rows, ("left", "right")[call % 2], 7)
         logits = model(ids, attention_mask=mask, past_key_values=cache).logits
         for n, row in enumerate(rows):
             whole[n].extend(row.tolist())
@@ -480,59 +486,6 @@ def test_crop_of_rings_that_grow(static):
         assert_same_texts(cache, model(ids[:, :at]).past_key_values)
         logits, _ = read(model, ids[:, at:], (1, 199 - at), cache)
         torch.testing.assert_close(logits, model(ids).logits[:, at:], **TOLERANCE)
-
-
-# Other configurations keep the contract as well.
-
-
-@pytest.fixture(
-    params=[
-        "rotary embeddings nowhere",
-        "one token a chunk",
-        "three tokens a chunk",
-        "large chunks",
-        "no begin token",
-        "many begin tokens",
-    ]
-)
-def variant(request, monkeypatch):
-    fields = {
-        "num_layers": 1,
-        **({"chunk_size": 64} if request.param == "large chunks" else VARIANTS.get(request.param, {})),
-    }
-    monkeypatch.setitem(CAUSAL, "gecko", {**CAUSAL["gecko"], **fields})
-    monkeypatch.setattr(contract, "assert_same_states", assert_same_texts)
-    if request.param == "many begin tokens":
-        monkeypatch.setattr(
-            contract,
-            "random_ids",
-            lambda *args, **kwargs: (ids := random_ids(*args, **kwargs)).masked_fill(ids < 12, BOS),
-        )
-    return request.param
-
-
-def test_variants_in_pieces(variant):
-    contract.test_any_split("gecko", (17, 1, 1, 40, 24))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_variants_under_padding(variant, side):
-    contract.test_padding("gecko", side, (7, 83, 1, 66))
-    contract.test_padding_in_a_later_call("gecko", side)
-
-
-def test_packed_documents_of_variants(variant):
-    contract.test_packed_documents("gecko")
-    contract.test_packed_documents_in_several_rows("gecko")
-    contract.test_gradients_of_packed_documents("gecko")
-
-
-def test_decoding_of_variants(variant, tmp_path):
-    contract.test_static_cache_is_the_same_cache("gecko")
-    contract.test_chunked_prefill("gecko", "left")
-    contract.test_crop("gecko", (70, 1, 5))
-    contract.test_crop_to_nothing("gecko")
-    contract.test_cache_operations("gecko", tmp_path)
 
 
 # Dropout.

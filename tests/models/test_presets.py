@@ -18,6 +18,7 @@ APPENDIX_A = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("preset", APPENDIX_A)
 def test_published_sizes_of_avey(preset):
     config = subquad.preset_config(preset)

@@ -1,18 +1,16 @@
 """Raven against a plain reading of the paper, and what it has beyond the contract."""
 
-import itertools
 import json
 import math
 from pathlib import Path
 
+import cases
 import pytest
-import test_contract as contract
 import torch
 import torch.nn.functional as F
-from architectures import CAUSAL, assert_same_states, random_ids, tiny_config, tiny_model
+from cases import assert_same_states, padded, random_ids, tiny_config, tiny_model
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors import safe_open
-from transformers import AttentionInterface
 
 from subquad import RavenCache, RavenConfig, RavenForCausalLM
 from subquad.models.raven.modeling_raven import RavenAttention, RavenSlotMemory
@@ -180,85 +178,20 @@ def test_the_paper(variant, attention):
         )
 
 
-# Hybrids and other routers keep the contract as well.
-
-
-@pytest.fixture(params=["pure", "full", "both", "rotary memory", "swa"])
-def variant(request, monkeypatch):
-    fields = {"pure": PURE}.get(request.param) or VARIANTS[request.param]
-    monkeypatch.setitem(CAUSAL, "raven", {**CAUSAL["raven"], **fields})
-    return request.param
-
-
-def test_variants_in_pieces(variant):
-    contract.test_any_split("raven", (17, 1, 1, 40, 24))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_variants_under_padding(variant, side):
-    contract.test_padding("raven", side, (7, 83, 1, 66))
-    contract.test_padding_in_a_later_call("raven", side)
-    contract.test_padding_in_generate("raven", side, (3, 70, 12))
-
-
-def test_gradients_of_variants_under_padding(variant):
-    contract.test_gradients_under_padding("raven")
-
-
-def test_packed_documents_of_variants(variant):
-    contract.test_packed_documents("raven")
-    contract.test_packed_documents_in_several_rows("raven")
-    contract.test_gradients_of_packed_documents("raven")
-
-
-def test_decoding_of_variants(variant, tmp_path):
-    contract.test_continuing_from_a_returned_cache("raven")
-    contract.test_beam_search("raven", {"num_beams": 3})
-    contract.test_assisted_decoding("raven")
-    contract.test_static_cache_is_the_same_cache("raven")
-    contract.test_crop("raven", (70, 1, 5))
-    contract.test_crop_to_nothing("raven")
-    contract.test_state_does_not_hold_the_sequence("raven")
-
-
-@pytest.mark.parametrize(
-    ("variant", "padded"),
-    [("pure", True), ("full", False), ("full", True), ("both", True), ("swa", True)],
-    indirect=["variant"],
-)
-def test_compiled_decoding_of_variants(variant, padded):
-    model, ids = tiny_model("raven"), random_ids(2, 12)
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[0, : 4 * padded] = 0
-    torch.compiler.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    with torch.no_grad():
-        cache, expected = model.new_cache(static=True, max_cache_len=64), model.new_cache()
-        for each in (cache, expected):
-            model(ids, attention_mask=mask, past_key_values=each)
-        step = torch.compile(model, fullgraph=True, backend=backend)
-        for t in range(8):
-            token = random_ids(2, 1, seed=t)
-            out = step(token, attention_mask=torch.ones_like(token), past_key_values=cache).logits
-            torch.testing.assert_close(out, model(token, past_key_values=expected).logits, atol=1e-4, rtol=1e-4)
-    assert len(graphs) == 1
-    assert_same_states(cache, expected)
+# Caches of hybrids and other routers.
 
 
 @torch.no_grad()
-def test_caches_of_variants(variant, tmp_path):
-    contract.test_cache_operations("raven", tmp_path)
-    (tmp_path / "cache.safetensors").unlink()
+@pytest.mark.parametrize(
+    "case", [case for case in cases.VARIANTS if case.model_type == "raven"], ids=lambda case: case.name
+)
+def test_files_of_caches(case, tmp_path):
     # Rows of different lengths, saved, loaded, and one token more.
-    model = tiny_model("raven")
+    model = case.model()
     rows = [random_ids(n, seed=n) for n in (12, 5)]
-    ids, mask = contract.padded(rows, "left")
-    model(ids, attention_mask=mask, past_key_values=(cache := model.new_cache()))
+    inputs = padded([{"input_ids": row[None]} for row in rows], "left")
+    ids = inputs["input_ids"]
+    model(**inputs, past_key_values=(cache := model.new_cache()))
     cache.save(tmp_path / "cache.safetensors")
     token = random_ids(2, 1, seed=1)
     expected = [model(torch.cat((row, new))[None]).logits[0, -1] for row, new in zip(rows, token, strict=True)]
@@ -269,14 +202,6 @@ def test_caches_of_variants(variant, tmp_path):
     model.new_cache().save(tmp_path / "empty.safetensors")
     empty = RavenCache.load(tmp_path / "empty.safetensors", model.config, static=True)
     torch.testing.assert_close(model(ids[:1], past_key_values=empty).logits, model(ids[:1]).logits)
-
-
-@pytest.mark.parametrize("variant", ["full", "both"], indirect=True)
-def test_compiled_training_of_variants(variant):
-    torch.compiler.reset()
-    layers = CAUSAL["raven"]["num_hidden_layers"]
-    contract.test_compiled_training("raven", layers)
-    contract.test_compiled_decode_step("raven", layers)
 
 
 @torch.no_grad()
@@ -403,46 +328,6 @@ def test_noise_is_of_the_gumbel_distribution():
     share = math.exp(2) / (math.exp(2) + 199)  # which noise of another distribution would not give
     assert chosen.sum(-1).eq(1).all()
     assert abs(chosen[:, 0].float().mean() - share) < 3 * math.sqrt(share / 20000)
-
-
-# Flash attention, whose kernels need a GPU: what it is given.
-
-
-def flash_in_torch(module, query, key, value, attention_mask, scaling, sliding_window=None, **kwargs):
-    """What transformers' function for flash attention does with these arguments, in plain torch."""
-    assert attention_mask is None
-    q_ends = kwargs.get("cu_seq_lens_q", torch.tensor([0, query.shape[2]]))
-    k_ends = kwargs.get("cu_seq_lens_k", torch.tensor([0, key.shape[2]]))
-    assert q_ends[-1] == query.shape[2]
-    assert k_ends[-1] == key.shape[2]
-    key, value = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (key, value))
-    outs = []
-    for (a, b), (c, d) in zip(itertools.pairwise(q_ends), itertools.pairwise(k_ends), strict=True):
-        assert b - a <= kwargs.get("max_length_q", b - a)
-        assert d - c <= kwargs.get("max_length_k", d - c)
-        distance = torch.arange(d - c - (b - a), d - c)[:, None] - torch.arange(d - c)
-        seen = (distance >= 0) & (distance < (sliding_window or d - c + 1))
-        scores = (query[:, :, a:b] @ key[:, :, c:d].mT * scaling).masked_fill(~seen, -torch.inf)
-        outs.append((scores.softmax(-1) @ value[:, :, c:d]).transpose(1, 2))
-    return torch.cat(outs, 1), None
-
-
-@pytest.mark.parametrize("variant", ["window", "full", "both"], indirect=True)
-def test_flash_attention(variant, monkeypatch):
-    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash_in_torch)
-
-    def with_flash(*args, **kwargs):
-        model = tiny_model(*args, **kwargs)
-        model.config._attn_implementation_internal = "flash_attention_2"  # is refused where its kernels are missing
-        return model
-
-    monkeypatch.setattr(contract, "tiny_model", with_flash)
-    contract.test_any_split("raven", (17, 1, 1, 40, 24))
-    for side in ("left", "right"):
-        contract.test_padding("raven", side, (7, 83, 1, 66))
-        contract.test_padding_in_a_later_call("raven", side)
-    contract.test_packed_documents("raven")
-    contract.test_packed_documents_in_several_rows("raven")
 
 
 # Configuration.

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from architectures import each_rwkv, model_class, random_ids, tiny_config, tiny_model
+from cases import each_rwkv, model_class, random_ids, tiny_config, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -381,7 +381,8 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
     def _get_logits_processor(self, *args, device: torch.device | None = None, **kwargs):
         """As in transformers, and placeholders are never generated."""
         processors = super()._get_logits_processor(*args, device=device, **kwargs)
-        processors.append(SuppressTokensLogitsProcessor([self.config.image_token_id], device=device))
+        # First: after `top_k=1`, the placeholder might be the only token left.
+        processors.insert(0, SuppressTokensLogitsProcessor([self.config.image_token_id], device=device))
         return processors
 
 

@@ -1,0 +1,590 @@
+"""
+The models that the shared tests run on, each with its inputs and with what differs between them. An architecture joins
+the shared tests by one case.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from flash_in_torch import flash_in_torch
+from transformers import AttentionInterface, CLIPVisionConfig
+
+import subquad
+
+
+VOCABULARY = 97
+# One id more than a text draws from. An image of the tiny VisualRWKV models has as many placeholders.
+IMAGE_ID, IMAGE_TOKENS = VOCABULARY, 5
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+AttentionInterface.register("flash_attention_in_torch", flash_in_torch)
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    A tiny model and its inputs.
+
+    Attributes:
+        name: the name in pytest's ids.
+        model_type: the architecture.
+        fields: the fields of the tiny configuration; those of the text configuration, if there are two.
+        top_fields: the fields of the configuration that has a text configuration in it, if there are two.
+        trained: the name of the embedded model that takes the place of a tiny one, or None.
+        causal: whether the model generates text.
+        images: whether the inputs have images.
+        bos_below: ids below this one become the BOS token (1), so that a text has many documents.
+        quiet: fields with which two runs in training mode are the same.
+        dropout: fields with which training is random.
+        optimizer: the options of AdamW in the paper.
+        not_decayed: a pattern of the matrices without weight decay.
+        wide: fields with which every linear layer reads a multiple of 64 numbers.
+        tunable: fields of models that have a state to be trained.
+        heads: whether the configuration has a number of heads and an intermediate size.
+        attention: the names of the attention implementations that the model knows.
+        window: the attention window of the only layer with softmax attention, or None.
+        float32_states: the states that are float32 in every dtype.
+        growing: whether the state grows with the text.
+        splits: whether a token's result depends on tokens of its split, also later ones of the same call.
+        scalar: a tensor that is a vector in the model and a scalar in its files.
+        rows_apart: whether what the linear layers read has the rows of the batch.
+        context: fields that limit the context to 1024 tokens, for models that can tell it.
+        export_least: the least length of a program of `torch.export` for any length.
+        layer_kinds: the number of layers with which there is one of each kind.
+        state_sizes: the elements of the cache of one row after 1, 5 and 200 tokens, from the configuration.
+        decode_graphs: the largest number of graphs that ten steps of decoding are compiled to.
+        dead: a pattern of the parameters that have no gradient, whatever the input.
+        wrong: wrong fields, and the error message of each.
+        compiled_layers: the number of layers that compiled models have, one of each kind.
+        implementation: the attention implementation, if it is not the default.
+        other_type: the name of a case whose caches are not this model's.
+        linear: the names of the linear layers that adapters are put on.
+    """
+
+    name: str
+    model_type: str
+    fields: dict = field(default_factory=dict)
+    top_fields: dict | None = None
+    trained: str | None = None
+    causal: bool = True
+    images: bool = False
+    bos_below: int = 0
+    quiet: dict = field(default_factory=dict)
+    dropout: dict = field(default_factory=dict)
+    optimizer: dict = field(default_factory=dict)
+    not_decayed: str = "^$"
+    wide: dict = field(default_factory=dict)
+    tunable: tuple[dict, ...] = ()
+    heads: bool = True
+    attention: tuple[str, ...] = ("eager",)
+    window: int | None = None
+    float32_states: tuple[str, ...] = ()
+    growing: bool = False
+    splits: bool = False
+    scalar: str | None = None
+    rows_apart: bool = True
+    context: dict = field(default_factory=dict)
+    export_least: int = 2
+    layer_kinds: int = 1
+    state_sizes: Callable[[Any], list[int]] | None = None
+    decode_graphs: int = 2
+    dead: str = "^$"
+    wrong: tuple[tuple[dict, str], ...] = ()
+    compiled_layers: int = 2
+    implementation: str | None = None
+    other_type: str = "rwkv5"
+    linear: tuple[str, ...] = ()
+
+    @property
+    def new_ids(self) -> int:
+        """The ids below this one can be generated: all but the placeholder of images."""
+        return IMAGE_ID if self.images else 10**6
+
+    @property
+    def vocabulary(self) -> int:
+        return VOCABULARY + self.images
+
+    @property
+    def lm_class(self) -> str:
+        """The Auto class of the model that is trained on text alone, or on text and images."""
+        return subquad.lm_auto_class(self.model_type)
+
+    @property
+    def auto_classes(self) -> list[str]:
+        """The Auto classes of all classes."""
+        heads = subquad.ARCHITECTURES[self.model_type][2]
+        return list({name: auto_class for auto_class, name in heads.items()}.values())
+
+    def model_class(self, auto_class: str | None = None):
+        """The class behind an Auto class; behind [`lm_class`] if None."""
+        return getattr(subquad, subquad.ARCHITECTURES[self.model_type][2][auto_class or self.lm_class])
+
+    def config(self, **fields):
+        """The tiny configuration with other fields. Those of the text configuration are given as if it were alone."""
+        config_class = getattr(subquad, subquad.ARCHITECTURES[self.model_type][1])
+        top = self.top_fields
+        if top is not None:
+            own = {*top, "tie_word_embeddings", "reading_order", "image_token_id"}
+            top = {**top, **{name: fields.pop(name) for name in own & fields.keys()}}
+        fields = {"vocab_size": self.vocabulary, **self.fields, **fields}
+        if fields.get("num_hidden_layers") == 1 and "attn" in fields:
+            fields["attn"] = None
+        if top is None:
+            return config_class(**fields)
+        text = CASES[top["text_config"]].config(**fields)
+        vision = (
+            CLIPVisionConfig(**top["vision_config"])
+            if isinstance(top["vision_config"], dict)
+            else top["vision_config"]
+        )
+        return config_class(**{**top, "text_config": text, "vision_config": vision})
+
+    def model(self, auto_class: str | None = None, seed: int = 0, **fields):
+        """
+        A model in evaluation mode. No parameter of a tiny one is zero or constant, so that each takes part in every
+        comparison.
+        """
+        if self.trained:
+            path = subquad.embedded_model(self.trained)
+            model = self.model_class().from_pretrained(path, dtype=torch.float32, **fields).eval()
+            # Its own defaults sample, and end a tune.
+            model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+            return model
+        torch.manual_seed(seed)
+        model = self.model_class(auto_class)(copy.deepcopy(self.config(**fields))).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+        if self.implementation:
+            model.config._attn_implementation_internal = self.implementation  # the setter looks for its kernels
+        return model
+
+    def ids(self, *shape: int, seed: int = 0) -> torch.Tensor:
+        """Random ids without padding and without images."""
+        ids = random_ids(*shape, seed=seed)
+        return ids.masked_fill(ids < self.bos_below, 1)
+
+    def text(self, rows: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
+        """
+        The inputs of a call: ids (rows, length); and images, if the model reads them, at other positions in every row.
+        The first 20 tokens hold all of them, some next to each other, as far as there is room.
+        """
+        ids = self.ids(rows, length, seed=seed)
+        if not self.images:
+            return {"input_ids": ids}
+        for row in range(rows):
+            begin = (seed + row) % 3 if length > IMAGE_TOKENS + 2 else 0
+            for start in (begin, begin + IMAGE_TOKENS, begin + 2 * IMAGE_TOKENS + 3):
+                if start + IMAGE_TOKENS <= length:
+                    ids[row, start : start + IMAGE_TOKENS] = IMAGE_ID
+        draws = torch.Generator().manual_seed(seed)
+        return _with_images(ids, torch.randn(_count_images(ids), 3, 28, 28, generator=draws))
+
+
+# Inputs: dictionaries of what a model's `forward` takes.
+
+
+def _count_images(ids: torch.Tensor) -> int:
+    return int((ids == IMAGE_ID).sum()) // IMAGE_TOKENS
+
+
+def _with_images(ids: torch.Tensor, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids, **({"pixel_values": images} if len(images) else {})}
+
+
+def _rows(text: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Every row alone."""
+    ids = text["input_ids"]
+    counts = [_count_images(row) for row in ids]
+    images = text.get("pixel_values", torch.zeros(0)).split(counts) if sum(counts) else [torch.zeros(0)] * len(ids)
+    return [_with_images(ids[n : n + 1], images[n]) for n in range(len(ids))]
+
+
+def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Texts of the same length as the rows of one."""
+    images = [row["pixel_values"] for row in rows if "pixel_values" in row]
+    return _with_images(torch.cat([row["input_ids"] for row in rows]), torch.cat(images) if images else torch.zeros(0))
+
+
+def pick(text: dict[str, torch.Tensor], *rows: int) -> dict[str, torch.Tensor]:
+    """Some rows."""
+    alone = _rows(text)
+    return batch([alone[n] for n in rows])
+
+
+def cut(text: dict[str, torch.Tensor], start: int, stop: int | None = None) -> dict[str, torch.Tensor]:
+    """The tokens from `start` to `stop`, and their images."""
+    parts = []
+    for row in _rows(text):
+        ids = row["input_ids"]
+        first, last = _count_images(ids[:, :start]), _count_images(ids[:, :stop])
+        parts.append(_with_images(ids[:, start:stop], row.get("pixel_values", torch.zeros(0))[first:last]))
+    return batch(parts)
+
+
+def join(*texts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One text after another, row by row."""
+    rows = []
+    for parts in zip(*map(_rows, texts), strict=True):
+        images = [part["pixel_values"] for part in parts if "pixel_values" in part]
+        ids = torch.cat([part["input_ids"] for part in parts], 1)
+        rows.append(_with_images(ids, torch.cat(images) if images else torch.zeros(0)))
+    return batch(rows)
+
+
+def split(text: dict[str, torch.Tensor], sizes) -> list[tuple[int, int]]:
+    """Start and stop of pieces of these sizes; pieces that meet inside an image become one."""
+    ids = text["input_ids"]
+    stops = list(itertools.accumulate(sizes))
+    inside = [
+        stop for stop in stops if ((ids[:, :stop] == IMAGE_ID).sum(1) % IMAGE_TOKENS).any() and stop < ids.shape[1]
+    ]
+    return list(itertools.pairwise([0, *(stop for stop in stops if stop not in inside)]))
+
+
+def padded(texts, side: str, value: int = 0, more: int = 0) -> dict[str, torch.Tensor]:
+    """Texts of one row each as one batch with its mask, and `more` padding than is needed."""
+    width = max(text["input_ids"].shape[1] for text in texts) + more
+    rows, masks = [], []
+    for text in texts:
+        gap = width - text["input_ids"].shape[1]
+        pad = (gap, 0) if side == "left" else (0, gap)
+        ids = torch.nn.functional.pad(text["input_ids"], pad, value=value)
+        masks.append(torch.nn.functional.pad(torch.ones_like(text["input_ids"]), pad))
+        rows.append(_with_images(ids, text.get("pixel_values", torch.zeros(0))))
+    return {**batch(rows), "attention_mask": torch.cat(masks)}
+
+
+def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# The cases.
+
+AT_LEAST_ONE = "`{}` must be at least 1, got 0"
+
+
+def _rwkv(model_type: str, other_type: str, **fields) -> Case:
+    sizes = {"hidden_size": 48, "head_size": 16, "num_hidden_layers": 3, "intermediate_size": 64}
+    return Case(
+        model_type,
+        model_type,
+        {**sizes, **fields},
+        optimizer={"betas": (0.9, 0.99), "weight_decay": 0.001},
+        not_decayed=r"\.time_",
+        wide={"hidden_size": 64, "intermediate_size": 64},
+        tunable=({},),
+        context={"context_length": 1024},
+        export_least=3,
+        float32_states=("wkv",),
+        other_type=other_type,
+        state_sizes=lambda c: [c.num_hidden_layers * (2 * c.hidden_size + c.attention_hidden_size * c.head_size)] * 3,
+        linear=("key", "value", "receptance", "gate", "output"),
+        wrong=(
+            ({"num_hidden_layers": 0}, AT_LEAST_ONE.format("num_hidden_layers")),
+            ({"hidden_size": 50, "head_size": 16}, "`attention_hidden_size`"),
+            ({"num_attention_heads": 5, "head_size": 16}, "`num_attention_heads`"),
+        ),
+    )
+
+
+def _slots_and_window(config) -> list[int]:
+    """Two slot memories, and the keys and values of one head in a window."""
+    slots = config.num_heads * config.num_slots * (config.head_k_dim + config.head_v_dim)
+    window = 2 * config.attn["window_size"] * config.hidden_size // config.attn["num_heads"]
+    return [2 * slots + window] * 3
+
+
+def _moments_and_chunks(c) -> list[int]:
+    """Moments, CEMA, two chunks, the memory and its normalizer."""
+    moments, ema = 3 * c.timenorm_num_groups, 2 * c.model_dim * c.cema_ndim
+    chunks, memory = 2 * c.chunk_size * (2 * c.z_dim + c.value_dim), c.z_dim * c.value_dim // c.num_heads + c.z_dim
+    return [c.num_layers * (moments + ema + chunks + memory)] * 3
+
+
+def _embeddings_and_scores(c) -> list[int]:
+    """The embeddings with room for 1, 1 and 32 splits, their scores, and the length."""
+    return [n * (c.chunk_size * c.d_embed + 1) + 1 for n in (1, 1, 32)]
+
+
+PROPORTION = "`context_proportion` must be above 0 and at most 1.*, got {}"
+AVEY = Case(
+    "avey",
+    "avey",
+    {"d_embed": 48, "n_blocks": 3, "chunk_size": 8, "k": 4},
+    heads=False,
+    optimizer={"betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.1},
+    wide={"d_embed": 64},
+    growing=True,
+    splits=True,
+    rows_apart=False,
+    layer_kinds=2,
+    float32_states=("sums",),
+    state_sizes=_embeddings_and_scores,
+    # Once for a given number of tokens read, once for any; and both again when the room for embeddings grows.
+    decode_graphs=4,
+    linear=("enricher", "fuser"),
+    wrong=(
+        ({"n_blocks": 0}, AT_LEAST_ONE.format("n_blocks")),
+        ({"n_layers": 3}, r"`n_layers` \(3\) is a field of Avey-B"),
+        ({"chunk_size": 0}, AT_LEAST_ONE.format("chunk_size")),
+        ({"k": -1}, "`k` must be at least 1, got -1"),
+        ({"context_proportion": 0.0}, PROPORTION.format("0.0")),
+        ({"context_proportion": 1.5}, PROPORTION.format("1.5")),
+        ({"context_proportion": float("nan")}, "`context_proportion` must be above 0 .*, got nan"),
+        ({"rms_norm_eps": -1.0}, "`rms_norm_eps` must be above 0, got -1.0"),
+        ({"extended_len": 33}, r"`extended_len` \(33\) must be `k` \(4\) times `chunk_size` \(8\)"),
+        ({"score_normalization": "sum"}, "`score_normalization` must be 'first' or 'max', got 'sum'"),
+    ),
+)
+# A hybrid: attention over a window between two slot memories.
+RAVEN = Case(
+    "raven",
+    "raven",
+    {
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_heads": 3,
+        "num_slots": 12,
+        "topk": 5,
+        "use_output_gate": True,
+        "intermediate_size": 64,
+        "attn": {"layers": [1], "num_heads": 3, "num_kv_heads": 1, "window_size": 9, "qkv_bias": True},
+    },
+    quiet={"add_gumbel_noise": False},
+    optimizer={"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    wide={
+        "hidden_size": 64,
+        "num_heads": 4,
+        "intermediate_size": 64,
+        "add_gumbel_noise": False,
+        "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 9, "qkv_bias": True},
+    },
+    # With one key and value head for three others, too: its state has all of them.
+    tunable=({}, {"num_kv_heads": 1}),
+    layer_kinds=2,
+    attention=("eager", "sdpa"),
+    window=9,
+    float32_states=("slots",),
+    state_sizes=_slots_and_window,
+    linear=("q_proj", "k_proj", "v_proj", "o_proj", "r_proj", "gate_proj", "up_proj", "down_proj"),
+)
+# One of the ids is the BOS token, which begins documents.
+GECKO = Case(
+    "gecko",
+    "gecko",
+    {
+        "model_dim": 48,
+        "num_layers": 3,
+        "num_heads": 3,
+        "z_dim": 24,
+        "value_dim": 72,
+        "ffn_hidden_dim": 64,
+        "cema_ndim": 4,
+        "chunk_size": 8,
+        "timenorm_num_groups": 4,
+        "num_rope_heads": 2,
+    },
+    dropout=dict.fromkeys(("dropout", "hidden_dropout", "attention_dropout"), 0.1),
+    optimizer={"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+    not_decayed=r"\.cema\.|\.mega\.(gamma|beta)$",
+    wide={"model_dim": 64, "num_heads": 4, "z_dim": 64, "value_dim": 64, "timenorm_num_groups": 4},
+    float32_states=("timenorm", "cema", "memory", "normalizer"),
+    state_sizes=_moments_and_chunks,
+    linear=("wz", "wv", "wr", "wh1", "wh2", "fc1", "fc2", "fc3"),
+)
+AVEY_B = Case(
+    "avey-b",
+    "avey-b",
+    {"d_embed": 48, "n_layers": 3, "chunk_size": 8},
+    causal=False,
+    heads=False,
+    scalar="model.layers.0.alpha",
+    optimizer={"betas": (0.95, 0.95), "eps": 1e-18, "weight_decay": 0.01},
+    wide={"d_embed": 64},
+    splits=True,
+    rows_apart=False,
+    linear=("enricher", "fuser"),
+)
+EAGLE = _rwkv("rwkv5", "rwkv6")
+FINCH = _rwkv("rwkv6", "rwkv5", lora_rank_tokenshift=4, lora_rank_decay=8)
+
+CLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+
+
+def _visual(text: Case, **top_fields) -> Case:
+    top = {
+        "text_config": text.name,
+        "vision_config": CLIPVisionConfig(**CLIP),
+        "image_token_id": IMAGE_ID,
+        "grid_size": 2,
+        **top_fields,
+    }
+    return Case(
+        f"visual-{text.name}" + "".join(f"-{value}" for value in top_fields.values()),
+        "visual_rwkv",
+        text.fields,
+        top,
+        images=True,
+        float32_states=text.float32_states,
+        other_type=text.other_type,
+        state_sizes=text.state_sizes,
+        # The tower's last norm is that of CLIP's own pooled output; one bias of all keys changes nothing in a softmax.
+        dead=r"vit\..*(post_layernorm|k_proj\.bias)",
+        wrong=text.wrong,
+    )
+
+
+def _variant(base: Case, name: str, **fields) -> Case:
+    layers = fields.get("num_hidden_layers", base.fields.get("num_hidden_layers"))
+    return replace(
+        base, name=f"{base.name}-{name}", fields={**base.fields, **fields}, state_sizes=None, compiled_layers=layers
+    )
+
+
+BASE = (EAGLE, FINCH, AVEY, RAVEN, GECKO, AVEY_B)
+# Every second block of the Finch case reads images backward.
+VISUAL = (_visual(EAGLE), _visual(FINCH))
+
+WHOLE_TEXT = {"layers": [1], "num_heads": 3, "num_kv_heads": 1, "use_rope": False}
+TWO_KINDS = [{"layers": [1], "num_heads": 2, "window_size": 9, "rope_theta": 500.0}, {**WHOLE_TEXT, "layers": [2]}]
+RAVEN_PURE = _variant(RAVEN, "pure", attn=None)
+RAVEN_FULL = _variant(RAVEN, "full", attn=WHOLE_TEXT)
+RAVEN_BOTH = _variant(RAVEN, "both", attn=TWO_KINDS, num_hidden_layers=4)
+RAVEN_SWA = _variant(RAVEN, "swa", attn=None, router="swa")
+# Other fields, or other inputs, than those of an architecture's case.
+VARIANTS = (
+    RAVEN_PURE,
+    RAVEN_FULL,
+    RAVEN_BOTH,
+    RAVEN_SWA,
+    _variant(RAVEN, "rotary-memory", attn=None, use_rope=True),
+    _variant(GECKO, "no-rope", num_layers=1, num_rope_heads=0),
+    _variant(GECKO, "chunk-1", num_layers=1, chunk_size=1),
+    _variant(GECKO, "chunk-3", num_layers=1, chunk_size=3),
+    _variant(GECKO, "chunk-64", num_layers=1, chunk_size=64),
+    _variant(GECKO, "no-bos", num_layers=1, bos_token_id=None),
+    replace(_variant(GECKO, "many-bos", num_layers=1), bos_below=12),
+)
+# These read otherwise, but generate and keep a state as their base does.
+READERS = (
+    _visual(EAGLE, reading_order="alternate"),
+    _visual(FINCH, reading_order="forward"),
+    *(
+        replace(case, name=f"{case.name}-flash", implementation="flash_attention_in_torch")
+        for case in (RAVEN, RAVEN_FULL, RAVEN_BOTH)
+    ),
+)
+# The models that come with the package: the same promises hold for trained weights.
+TRAINED = tuple(
+    replace(base, name=name, trained=name)
+    for name, base in {
+        "eagle-abc": EAGLE,
+        "finch-abc": FINCH,
+        "avey-abc": AVEY,
+        "raven-abc": RAVEN,
+        "gecko-abc": GECKO,
+        "avey-b-abc": AVEY_B,
+    }.items()
+)
+CASES = {case.name: case for case in (*BASE, *VISUAL, *VARIANTS, *READERS, *TRAINED)}
+
+
+def each(*cases: Case):
+    """Parametrises a test by the argument `case`."""
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
+
+
+def each_with(name: str, values, cases, few, others):
+    """
+    Parametrises a test by a case and another argument: `cases` with all of its values, which may be `pytest.param`s,
+    and `others` with a few of them.
+    """
+    known = [x if hasattr(x, "marks") else pytest.param(x, id=str(n)) for n, x in enumerate(values)]
+    chosen = [known[values.index(x)] for x in few]
+    return pytest.mark.parametrize(
+        ("case", name),
+        [
+            pytest.param(case, *x.values, id=f"{case.name}-{x.id or x.values[0]}", marks=x.marks)
+            for case, x in [*itertools.product(cases, known), *itertools.product(others, chosen)]
+        ],
+    )
+
+
+TEXT = tuple(case for case in BASE if case.causal)
+GENERATING = (*TEXT, *VISUAL)
+TRAINED_GENERATING = tuple(case for case in TRAINED if case.causal)
+each_case = each(*GENERATING)
+each_text_case = each(*TEXT)
+each_case_and_trained = each(*GENERATING, *TRAINED_GENERATING)
+each_case_and_variant = each(*GENERATING, *VARIANTS)
+each_case_and_reader = each(*GENERATING, *VARIANTS, *READERS)
+each_case_and_all = each(*GENERATING, *VARIANTS, *READERS, *TRAINED_GENERATING)
+each_model_case = each(*BASE, *VISUAL)
+each_text_model_case = each(*BASE)
+each_text_model_case_and_trained = each(*BASE, *TRAINED)
+
+
+# The same by name, for tests of one architecture.
+
+ENCODERS = {case.name: case.fields for case in BASE if not case.causal}
+CAUSAL = {case.name: case.fields for case in BASE if case.causal}
+LINEAR = {case.name: list(case.linear) for case in BASE}
+RWKV = ("rwkv5", "rwkv6")
+each_model = pytest.mark.parametrize("model_type", CAUSAL | ENCODERS)
+each_causal = pytest.mark.parametrize("model_type", CAUSAL)
+each_head = pytest.mark.parametrize(
+    ("model_type", "auto_class"),
+    [(name, auto_class) for name in CAUSAL | ENCODERS for auto_class in subquad.ARCHITECTURES[name][2]],
+)
+each_rwkv = pytest.mark.parametrize("model_type", RWKV)
+
+
+def tiny_config(name: str, **fields):
+    return CASES[name].config(**fields)
+
+
+def lm_class(name: str) -> str:
+    return CASES[name].lm_class
+
+
+def model_class(name: str, auto_class: str | None = None):
+    return CASES[name].model_class(auto_class)
+
+
+def tiny_model(name: str, auto_class: str | None = None, seed: int = 0, **fields):
+    return CASES[name].model(auto_class, seed, **fields)
+
+
+# Comparisons.
+
+
+def _filled_up(x: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    more = [n for size, room in zip(x.shape[::-1], shape[::-1], strict=True) for n in (0, room - size)]
+    return torch.nn.functional.pad(x, more)
+
+
+def assert_same_states(cache, expected) -> None:
+    """Two caches hold the same. If one of them has more room, the rest of it is zero."""
+    for layer, layer_expected in zip(cache.layers, expected.layers, strict=True):
+        assert layer.states.keys() == layer_expected.states.keys()
+        for name, state in layer.states.items():
+            other = layer_expected.states[name]
+            if name in ("embeddings", "sums", "keys", "values", "memory_keys"):
+                room = [max(sizes) for sizes in zip(state.shape, other.shape, strict=True)]
+                state, other = (_filled_up(x, room) for x in (state, other))
+            torch.testing.assert_close(state, other, atol=1e-4, rtol=1e-4)
