@@ -10,25 +10,20 @@ from . import DEVICE, EAGER, Example, Operator
 CHUNK = 16
 
 
-def make(
-    batch=2,
-    length=5,
-    before=0,
-    heads=2,
-    key=5,
-    value=7,
-    kind="aligned",
-    chunk_size=CHUNK,
-    one_row=False,
-    dtype=torch.float64,
-):
-    """`before`: tokens of earlier calls. `kind`: see `make_first`. `one_row`: the first keys serve all rows."""
+def make_inputs(batch, length, before=0, heads=2, key=5, value=7, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     inputs = {}
     for name, tokens, size in (("q", length, key), ("k", before + length, key), ("v", before + length, value)):
         x = torch.randn(batch, heads, tokens, size, generator=generator, dtype=torch.float64)
         inputs[name] = x.to(DEVICE, dtype)
-    return {**inputs, **make_first(1 if one_row else batch, length, before, chunk_size, kind)}
+    return inputs
+
+
+def make(batch=2, length=5, before=0, kind="aligned", chunk_size=CHUNK, one_row=False, dtype=torch.float64, **sizes):
+    """`before`: tokens of earlier calls. `kind`: see `make_first`. `one_row`: the first keys serve all rows. More
+    `sizes` are those of `make_inputs`."""
+    first = make_first(1 if one_row else batch, length, before, chunk_size, kind)
+    return {**make_inputs(batch, length, before, dtype=dtype, **sizes), **first, "chunk_size": chunk_size}
 
 
 def make_first(batch, length, before=0, chunk_size=CHUNK, kind="aligned"):
@@ -46,7 +41,7 @@ def make_first(batch, length, before=0, chunk_size=CHUNK, kind="aligned"):
         document = torch.searchsorted(bounds, token, right=True) - 1
         first = torch.where(document < 0, first, torch.maximum(first, bounds[document]))
     aligned = kind in ("aligned", "documents")
-    return {"first": first.clamp(min=0).to(DEVICE), "chunk_size": chunk_size, "aligned": aligned}
+    return {"first": first.clamp(min=0).to(DEVICE), "aligned": aligned}
 
 
 # Tokens of a call, and of the calls before it.
