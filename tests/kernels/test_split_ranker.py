@@ -168,9 +168,7 @@ def test_gradients_with_given_scores(backend, normalization):
 
 def test_values_by_hand():
     scores = torch.tensor([[[4.0, 1.0, 3.0, 2.0, -torch.inf], [-torch.inf, -2.0, -4.0, -torch.inf, -torch.inf]]])
-    inputs = {name: x.to(DEVICE) for name, x in make(batch=1, current=2, total=5).items()} | {
-        "scores": scores.to(DEVICE)
-    }
+    inputs = {**make(batch=1, current=2, total=5), "scores": scores.to(DEVICE)}
     index, weights, _ = split_ranker(**{**inputs, "k": 4})
     assert index.tolist() == [[[0, 2, 3], [-1, 1, 2]]]
     torch.testing.assert_close(weights.cpu(), torch.tensor([[[1.0, 0.75, 0.5], [0.0, 1.0, 2.0]]]))
@@ -239,7 +237,6 @@ def test_a_divisor_that_comes_to_nothing():
         assert not split_ranker(**{**inputs, "k": 4, "normalization": normalization}, scores=scores)[1].any()
 
 
-@pytest.mark.parametrize("k", [1, 4])
 def test_scores_without_storage():
     inputs = {name: x.to("meta") for name, x in vectors(make(dtype=torch.bfloat16)).items()}
     scores = maxsim(**inputs, first=inputs["number"])
