@@ -1,6 +1,5 @@
 """What is special about the ranker."""
 
-
 import pytest
 import torch
 from kernel_cases import DEVICE, EACH, Made, assert_like_reference, on_device, triton
