@@ -2,7 +2,8 @@
 Compiles every Triton kernel that the operators launch, for a GPU that this machine need not have.
 
 Called as a program (Triton must not have been imported for its interpreter): `compile_kernels.py TARGET` runs the
-operators on tensors without storage, compiles each launch instead of running it, and prints the resources that it takes as JSON.
+operators on tensors without storage and compiles each launch instead of running it. It prints the resources that each
+one takes as JSON.
 """
 
 import json

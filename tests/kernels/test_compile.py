@@ -10,9 +10,9 @@ import pytest
 from kernel_cases import TRITON
 
 
-# Shared memory of a program in bytes, registers of a thread, and what of a thread may spill to memory, in bytes (CUDA) or
-# registers (ROCm). The kernels of wkv hold a state and half a dozen tiles, those of the contextualizer the weights of a
-# block of rows. Nothing of other kernels may spill.
+# Shared memory of a program in bytes, registers of a thread, and what of a thread may spill to memory: bytes (CUDA) or
+# registers (ROCm). The kernels of wkv hold a state and half a dozen tiles, those of the contextualizer the weights of
+# a block of rows. Nothing of other kernels may spill.
 HEAVY = (
     *("_output_kernel", "_gradient_kernel", "_segment_kernel"),
     *("_mix_kernel", "_row_gradient_kernel", "_weight_gradient_kernel"),
