@@ -32,7 +32,7 @@ def make(
     dtype=torch.float32,
     float32=(),
 ):
-    """Also tensors that all differ from row to row and from group to group; documents begin anywhere, or at `bounds`
+    """Tensors that all differ from row to row and from group to group; documents begin anywhere, or at `bounds`
     in so many `rows`. `float32`: names of arguments that have this dtype."""
     generator = torch.Generator().manual_seed(0)
 
@@ -61,7 +61,7 @@ def make(
 
 
 LENGTHS = (1, 2, 17, 64, 65, 200)
-# Or the interpreter would run hundreds of programs, one after the other.
+# Otherwise the interpreter would run hundreds of programs, one after the other.
 FEW = {} if DEVICE == "cuda" else {"triton_kernels.multiprocessors": lambda x: 0}
 PACKED = {"length": 70, "given": "decoding", "bounds": (3, 4, 68)}
 

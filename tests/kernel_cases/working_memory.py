@@ -30,7 +30,7 @@ def make_inputs(batch, length, keys, heads, key, value, dtype, float32, state, s
 
 
 def make_random(batch, length, chunks, chunk_size, seed):
-    """Chunks that lie, begin and are missing at random, and tokens that read any version of the memory, or none."""
+    """Random chunks, some of them missing, and tokens that read any version of the memory, or none."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(highest, *shape):

@@ -31,13 +31,13 @@ def test_many_rows_of_one_token(backend):
 
 def long_memory(length):
     inputs = make(1, length, width=2, size=2, decay="slow")
-    inputs["initial_state"] *= 1000.0  # which is what is to be seen
+    inputs["initial_state"] *= 1000.0  # an error of the state is then easy to see
     return inputs
 
 
 @EACH
 def test_long_memory_does_not_drift(backend):
-    # Rounded to float32, q would turn the state by 1e-3 in 20,000 tokens.
+    # Rounded to float32, q would rotate the state by 1e-3 in 20,000 tokens.
     length = 20000 if backend == "eager" or DEVICE == "cuda" else 300
     inputs = long_memory(length)
     out, state = cema(**inputs, backend=backend)

@@ -29,7 +29,7 @@ def test_work_is_bounded(kind):
 
 
 def test_sums_over_blocks_are_float32():
-    """A key of which many blocks find a gradient, all alike."""
+    """A key that gets a gradient from many blocks."""
     length, chunk_size = 4096, 2048
     q = torch.zeros(1, 1, length, 1, dtype=torch.bfloat16, device=DEVICE)
     v = q.clone().requires_grad_()
@@ -42,7 +42,7 @@ def test_sums_over_blocks_are_float32():
 
 
 def test_masked_attention():
-    """The reference against torch's own."""
+    """The reference computes the attention of torch."""
     for kind in ("aligned", "documents"):
         inputs, given = make_inputs(2, 40, CHUNK), make_first(2, 40, CHUNK, kind=kind)
         key, token = torch.arange(CHUNK + 40, device=DEVICE), CHUNK + torch.arange(40, device=DEVICE)
@@ -73,7 +73,7 @@ def test_dropout(backend):
     assert torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[0], outs[2])
     found, expected = outs[0], run()
-    # A weight is 0 or 1 / 0.8 of what it was: the first token has one.
+    # The first token has one weight, which becomes 0 or 1 / 0.8 of what it was.
     ratios = (found[:, :, 0] / expected[:, :, 0]).unique()
     torch.testing.assert_close(ratios, torch.tensor([0, 1.25], dtype=torch.float64, device=DEVICE))
     deviation = found.std(0) / len(found) ** 0.5

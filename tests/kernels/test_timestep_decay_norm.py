@@ -16,7 +16,7 @@ MODULE = importlib.import_module("subquad_kernels.timestep_decay_norm.strips")
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """Or the interpreter would run hundreds, one after the other."""
+    """Otherwise the interpreter would run hundreds of programs, one after the other."""
     for path, value in FEW.items():
         module, name = path.split(".")
         monkeypatch.setattr(OPERATOR.module(module), name, value)
@@ -39,7 +39,7 @@ def test_the_first_token_is_normalized_by_its_own_statistics(backend, beta):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @EACH
 def test_padding(backend, dtype):
-    """Padding before a text, after it, and nothing else: the text is what it is alone, and padding is finite."""
+    """Padding before a text, after it, and a row of padding: the text is as without it, and results are finite."""
     length, spans = 70, ((5, 70), (0, 66), (70, 70))
     inputs = make(3, length, given="training", dtype=dtype)
     real = torch.zeros(3, length, dtype=torch.bool, device=DEVICE)
@@ -84,7 +84,7 @@ def test_a_large_mean_does_not_cancel(backend):
 
 @pytest.mark.parametrize("backend", ["eager", "steps", triton, "triton in short strips"])
 def test_a_long_memory_does_not_drift(backend, monkeypatch):
-    # Were beta rounded, the mean would be off by 1e-2.
+    # If beta were rounded, the mean would be off by 1e-2.
     if backend == "triton in short strips":
         pytest.importorskip("triton")
         monkeypatch.setattr(MODULE, "LONGEST", 1)

@@ -13,7 +13,7 @@ def test_empty_memory(backend):
     places = make_rows([[1, 5, 9]], [[0, -1, 3]], [[-1, 1, 1, 1, 1, 2, 2, 3, 3]])
     inputs = {**make(1, 9, keys=17, heads=1), **places}
     nothing = {**inputs, **dict.fromkeys(STATES)}
-    # It begins with chunk 0, in which a document begins: what was before does not matter.
+    # A document begins in the first chunk that leaves, so that the states before do not matter.
     expected = working_memory(**inputs, backend="reference")
     torch.testing.assert_close(working_memory(**nothing, backend="reference"), expected)
     for places in (make_rows([[]], [[]], [[0] * 4 + [-1] * 5]), make_rows([[-1]], [[0]], [[-1] * 9])):
@@ -39,8 +39,9 @@ def test_what_does_not_count_is_not_looked_at(backend):
 
 def plan(start, stop, chunk_size, document):
     """
-    Of the tokens start ... stop - 1 of a sequence whose second document begins at token `document`: the first key that
-    is still needed, and where chunks leave, begin, and are read. A token reads the chunks before the previous one.
+    The arguments for the tokens start ... stop - 1 of a sequence whose second document begins at token `document`: the
+    first key that is still needed, which chunks leave, where a document begins in them, and which are read. A token
+    reads the chunks before the previous one.
     """
 
     def absorbed(t):
