@@ -71,9 +71,9 @@ def example(backends=BOTH, tolerance=1e-5, patches=FEW, **sizes):
 
 
 EXAMPLES = {
-    "all, 1": example(batch=1, length=1, width=8),
-    "no bias, 3": example(batch=1, length=3, width=8, given="no bias", patches={**FEW, "strips.LONGEST": 2}),
-    "all, 3": example(batch=1, length=3, width=8, patches={**FEW, "strips.LONGEST": 2}),
+    "all, 1": example(batch=1, length=1, width=16),
+    "no bias, 3": example(batch=1, length=3, width=16, given="no bias", patches={**FEW, "strips.LONGEST": 2}),
+    "all, 3": example(batch=1, length=3, width=16, patches={**FEW, "strips.LONGEST": 2}),
     **{f"{given}, {n}": example(EAGER, length=n, given=given) for given in VARIANTS for n in LENGTHS if n != 1},
     **{f"{given}, {n}": example(EAGER, length=n, given=given) for given in VARIANTS for n in (1,) if given != "all"},
     **{f"{n}, kernels": example(KERNELS, length=n) for n in LENGTHS},

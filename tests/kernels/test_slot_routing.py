@@ -112,3 +112,11 @@ def test_small_weights(backend):
         found = slot_routing(x, log_decay, 3, backend=backend if x is logits else "reference")
         grads.append([found.float(), torch.autograd.grad(found[..., :2].sum(), x)[0].float()])
     torch.testing.assert_close(*grads)
+
+
+@EACH
+def test_no_tokens(backend):
+    inputs, own = differentiable(OPERATOR, make(length=0))
+    found = slot_routing(**inputs, backend=backend)
+    assert found.shape == (2, 0, 3, 16)
+    assert [x.numel() for x in torch.autograd.grad(found.sum(), list(own.values()))] == [0, 0]
