@@ -1,13 +1,17 @@
-"""Triton's interpreter, with bfloat16 as a GPU computes it, rounded to nearest even and multiplied as numbers, and
-with scans whose spans double, as a GPU's do: its own take an element at a time. And without what it does in vain, half
-of its time: at every call of a function it replaces the language anew, and it looks for overflows and tells nobody.
+"""
+Corrections of Triton's interpreter.
+
+- bfloat16 is computed as a GPU does it: rounded to nearest even, and multiplied as numbers.
+- Scans double their spans, as on a GPU. The interpreter's own scan takes one element after another.
+- It is twice as fast: the interpreter replaces the language again at every call of a function, and looks for
+  overflows without reporting them.
 """
 
 import numpy as np
 
 
 def repair() -> None:
-    """The interpreter keeps bfloat16 as the integers of its bits: it truncates to them, its dot multiplies them."""
+    """The interpreter keeps bfloat16 as integers, the bits: it truncates when it converts, and multiplies integers."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -33,19 +37,19 @@ def repair() -> None:
 
     def scan(self, inputs):
         data, axis, step = [x.handle.data for x in inputs], self.axis, 1
-        place = np.arange(data[0].shape[axis]).reshape([-1 if n == axis else 1 for n in range(data[0].ndim)])
-        while step < place.size:
+        index = np.arange(data[0].shape[axis]).reshape([-1 if n == axis else 1 for n in range(data[0].ndim)])
+        while step < index.size:
             pairs = [*(np.roll(x, step, axis) for x in data), *data]
             pairs = [self.to_tensor(x, like.dtype) for x, like in zip(pairs, (*inputs, *inputs), strict=True)]
             joined = self.combine_fn.fn(*pairs)
-            data = [np.where(place < step, x, new.handle.data) for x, new in zip(data, joined, strict=True)]
+            data = [np.where(index < step, x, new.handle.data) for x, new in zip(data, joined, strict=True)]
             step *= 2
         return [self.to_tensor(x, like.dtype) for x, like in zip(data, inputs, strict=True)]
 
     patched, patch, restore = set(), interpreter._patch_lang, interpreter._LangPatchScope.restore
 
     def patch_once(function):
-        """At the first call in a launch of a function of each module."""
+        """Patches a module once in a launch, when the first of its functions is called."""
         if function.__module__ in patched:
             return interpreter._LangPatchScope()
         patched.add(function.__module__)

@@ -1,8 +1,9 @@
 """
-Compiles every Triton kernel that the operators launch, for a GPU that need not be there.
+Compiles every Triton kernel that the operators launch, for a GPU that this machine need not have.
 
 Called as a program (Triton must not have been imported for its interpreter): `compile_kernels.py TARGET` runs the
-operators on tensors without storage, compiles each launch in place of running it, and prints what it takes as JSON.
+operators on tensors without storage and compiles each launch instead of running it. It prints the resources that each
+one takes as JSON.
 """
 
 import json
@@ -34,26 +35,26 @@ TYPES = {
 
 
 def source_of(kernel, arguments: dict) -> tuple[ASTSource, dict]:
-    """What Triton would compile for these arguments of a launch, and its options."""
+    """The source that Triton would compile for these arguments of a launch, and its options."""
     signature, constants, attributes, options = {}, {}, {}, {}
     names = [parameter.name for parameter in kernel.params]
     for name, x in arguments.items():
         if name not in names:
             options[name] = x
             continue
-        place = (names.index(name),)
-        parameter = kernel.params[place[0]]
+        index = (names.index(name),)
+        parameter = kernel.params[index[0]]
         special = type(x) is int and not parameter.do_not_specialize
         if parameter.is_constexpr or x is None or (special and x == 1):
-            signature[name], constants[place] = "constexpr", x
+            signature[name], constants[index] = "constexpr", x
         elif isinstance(x, torch.Tensor):
-            signature[name], attributes[place] = f"*{TYPES[x.dtype]}", [["tt.divisibility", 16]]
+            signature[name], attributes[index] = f"*{TYPES[x.dtype]}", [["tt.divisibility", 16]]
         elif isinstance(x, float):
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if x < 2**31 else "i64"
             if special and x % 16 == 0:
-                attributes[place] = [["tt.divisibility", 16]]
+                attributes[index] = [["tt.divisibility", 16]]
     return ASTSource(kernel, {name: signature[name] for name in names}, constants, attributes), options
 
 
@@ -76,7 +77,7 @@ def resources(compiled, target: GPUTarget) -> dict:
 
 
 def launches() -> None:
-    """Calls the operators in the variants that the models or their users ask for."""
+    """Calls the operators in the variants that the models, or their users, run."""
     from subquad_kernels.cema import triton_kernels as cema
     from subquad_kernels.contextualizer import triton_kernels as contextualizer
     from subquad_kernels.dynamic_mixing import triton_kernels as dynamic_mixing
@@ -273,7 +274,7 @@ def main() -> None:
             return
         seen.add(key)
         compiled = triton.compile(source, target=target, options=options)
-        constants = {names[place[0]]: str(value) for place, value in source.constants.items()}
+        constants = {names[index[0]]: str(value) for index, value in source.constants.items()}
         results.append({"kernel": kernel.__name__, "constants": constants, **resources(compiled, target)})
 
     JITFunction.run = record

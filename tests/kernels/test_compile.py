@@ -1,4 +1,4 @@
-"""Every kernel compiles for the GPUs that it is meant for, within what they have."""
+"""Every kernel compiles for the GPUs that it is meant for, within their resources."""
 
 import json
 import os
@@ -10,14 +10,14 @@ import pytest
 from kernel_cases import TRITON
 
 
-# Shared memory of a program in bytes; registers of a thread; how much of a thread may live in memory instead, in bytes
-# (CUDA) or registers (ROCm): wkv has a state and half a dozen tiles at hand, the contextualizer the weights of a block
-# of rows. Of the other kernels nothing may.
+# Shared memory of a program in bytes, registers of a thread, and what of a thread may spill to memory: bytes (CUDA) or
+# registers (ROCm). The kernels of wkv hold a state and half a dozen tiles, those of the contextualizer the weights of
+# a block of rows. Nothing of other kernels may spill.
 HEAVY = (
     *("_output_kernel", "_gradient_kernel", "_segment_kernel"),
     *("_mix_kernel", "_row_gradient_kernel", "_weight_gradient_kernel"),
 )
-# Of slot_memory, by the dtype of its products.
+# The kernels of slot_memory, and their limits by the dtype of their products.
 SLOT_MEMORY = (
     *("_walk_kernel", "_slots_kernel", "_features_kernel", "_decay_kernel"),
     *("_far_slots_kernel", "_far_pairs_kernel"),
@@ -27,7 +27,7 @@ SLOT_MEMORY_SPILLED = {
     "sm_90": {"bf16": 0, "fp32": 128},
     "gfx942": {"bf16": 0, "fp32": 0},
 }
-# Of cema: with 16 states a thread, the sums of a gradient, and documents to look after.
+# The kernel of cema that has 16 states a thread, the sums of a gradient, and documents.
 AVERAGE_SPILLED = {"sm_80": 192, "sm_90": 32, "gfx942": 0}
 LIMITS = {
     "sm_80": {"shared": 163 * 1024, "registers": 255, "spilled": 1280},

@@ -1,0 +1,323 @@
+"""What the tests of the operators share. Each module of this package is the case of one operator."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import subquad_kernels.backend
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Without a GPU Triton's interpreter runs the kernels.
+TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
+triton = pytest.param("triton", marks=TRITON)
+EACH = pytest.mark.parametrize("backend", ["eager", triton])
+
+EAGER, KERNELS = ("eager",), ("triton",)
+BOTH = EAGER + KERNELS
+PLAIN = ("reference", "eager")
+ALL = PLAIN + KERNELS
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """
+    A call that is compared with the reference.
+
+    Args:
+        sizes: what the operator's `make` takes.
+        backends: the backends that run it.
+        tolerance: relative error of results and gradients.
+        patches: values of attributes of the operator's modules, for example `{"eager.VALUES": 64}`.
+        floor: smallest norm of a result or gradient that errors are relative to.
+    """
+
+    sizes: dict = field(default_factory=dict)
+    backends: tuple[str, ...] = BOTH
+    tolerance: float = 1e-5
+    patches: dict[str, Any] = field(default_factory=dict)
+    floor: float = 1e-30
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How a text is cut into several calls: the axis of time of arguments and of the first result, and what a call
+    takes from the arguments and results of the call before it."""
+
+    axes: dict[str, int]
+    state: Callable[[dict, tuple], dict] = lambda arguments, results: {"initial_state": results[1]}
+    out: int = 1
+    lengths: tuple[tuple[int, ...], ...] = ((1, 1, 3), (33, 1, 4))
+    sizes: dict = field(default_factory=dict)
+
+    def cut(self, arguments: dict, start: int, stop: int) -> dict:
+        given = {name: axis for name, axis in self.axes.items() if arguments.get(name) is not None}
+        part = {name: arguments[name].narrow(axis, start, stop - start) for name, axis in given.items()}
+        return {**arguments, **part}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Packed documents: what `make` takes for such a row, and the arguments of document n alone, cut out of it."""
+
+    sizes: dict
+    lengths: tuple[int, ...]
+    alone: Callable[[dict, int], dict]
+
+
+def own_state(part: dict, n: int) -> dict:
+    """With `cu_seqlens` each document has a state."""
+    return {"cu_seqlens": None, "initial_state": part["initial_state"][n : n + 1]}
+
+
+def first_state(part: dict, n: int) -> dict:
+    """With `starts` the state is that before the first document."""
+    return {"starts": None, "initial_state": part["initial_state"] if n == 0 else None}
+
+
+def initial_state(arguments: dict) -> dict[int, torch.Tensor]:
+    return {1: arguments["initial_state"]}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Operator:
+    """
+    The case of an operator.
+
+    Args:
+        function: the public function.
+        make: the arguments of a call, from sizes that all have defaults. It takes `dtype`, too.
+        examples: calls that are compared with the reference.
+        calls: names of the small examples that every other test runs: one of each kind of call.
+        wrong: changes of the arguments, and the ValueError that they raise.
+        wrong_values: what `make` takes, changes of values that are found while the operator works, on a CPU, and the
+            error.
+        base: what `make` takes for the arguments that are changed.
+        dtype: of the first result; other results are float32, or float64 if an argument is.
+        constants: floating point arguments that have no gradient.
+        results: the tensors that are compared, made from what the function returns.
+        parts: sizes along the last axis of parts that are compared each by itself: of the first result (`"out"`) and
+            of gradients by the name of the argument.
+        written: the tensors that a call in place writes to, by the number of the result.
+        in_place: names of the examples that are also run in place.
+        state: the function that computes the second result alone, from the arguments and a backend.
+        states: names of the examples that it is compared with.
+        kernels: whether the operator has Triton kernels.
+        exact: whether the kernels compute results of float32 exactly from arguments of half precision.
+        lean: whether the backward pass keeps nothing but the arguments.
+        plain_reference: whether autocast does not change the reference either.
+    """
+
+    function: Callable
+    make: Callable[..., dict]
+    examples: dict[str, Example]
+    calls: tuple[str, ...]
+    wrong: list[tuple[dict, str]]
+    dtype: Callable[[dict], torch.dtype]
+    wrong_values: tuple[tuple[dict, dict, str], ...] = ()
+    base: dict = field(default_factory=dict)
+    constants: tuple[str, ...] = ()
+    results: Callable[..., tuple] = lambda *results: results
+    parts: Callable[[dict], dict[str, tuple[int, ...]]] = lambda arguments: {}
+    written: Callable[[dict], dict[int, torch.Tensor]] | None = None
+    in_place: tuple[str, ...] = ()
+    pieces: Pieces | None = None
+    documents: Documents | None = None
+    state: Callable[[dict, str], torch.Tensor] | None = None
+    states: tuple[str, ...] = ()
+    kernels: bool = True
+    exact: bool = False
+    lean: bool = False
+    plain_reference: bool = True
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def module(self, path: str = "") -> Any:
+        return importlib.import_module(f"subquad_kernels.{self.name}{path and '.' + path}")
+
+    def patch(self, monkeypatch, example: Example) -> None:
+        for path, value in example.patches.items():
+            module, _, name = path.rpartition(".")
+            monkeypatch.setattr(self.module(module), name, value)
+
+    def run(self, arguments: dict, **options) -> tuple[torch.Tensor, ...]:
+        return self.compared(self.function(**arguments, **options))
+
+    def compared(self, results) -> tuple[torch.Tensor, ...]:
+        return self.results(*(results if isinstance(results, tuple) else (results,)))
+
+
+class Expected(NamedTuple):
+    """Results of the reference in float64, weights of their sum, and its gradients by the name of the argument."""
+
+    results: list[torch.Tensor]
+    weights: list[torch.Tensor | None]
+    grads: dict[str, torch.Tensor]
+
+
+def differentiable(operator: Operator, arguments: dict, dtype: torch.dtype | None = None) -> tuple[dict, dict]:
+    """The arguments with leaves in the layout that they have, and the leaves."""
+    floats = {n: x.detach() for n, x in arguments.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    floats = {name: x.to(dtype or x.dtype) for name, x in floats.items()}
+    leaves = {name: x.requires_grad_() for name, x in floats.items() if name not in operator.constants}
+    return {**arguments, **floats}, leaves
+
+
+def weighted_gradients(results, leaves: dict, weights, **options) -> dict[str, torch.Tensor]:
+    pairs = [(x, weight.to(x)) for x, weight in zip(results, weights, strict=True) if weight is not None]
+    if not pairs:
+        return {}
+    results, weights = map(list, zip(*pairs, strict=True))
+    grads = torch.autograd.grad(results, list(leaves.values()), weights, **options)
+    return dict(zip(leaves, grads, strict=True))
+
+
+def expect(operator: Operator, arguments: dict, weight: float | None = None) -> Expected:
+    """What the reference makes of the arguments. Weights are random numbers that every dtype has, or all the same."""
+    arguments, leaves = differentiable(operator, arguments, torch.float64)
+    results = operator.run(arguments, backend="reference")
+    generator = torch.Generator().manual_seed(1)
+
+    def weights_of(x):
+        if weight is not None:
+            return torch.tensor(weight, device=x.device).expand(x.shape)
+        return torch.randn(x.shape, generator=generator).half().bfloat16().to(x.device)
+
+    weights = [weights_of(x) if x.requires_grad else None for x in results]
+    grads = weighted_gradients(results, leaves, weights, materialize_grads=True)
+    return Expected([x.detach() for x in results], weights, grads)
+
+
+@functools.cache
+def _expected(operator: Operator, sizes: tuple) -> Expected:
+    return expect(operator, operator.make(**dict(sizes)))
+
+
+def expected(operator: Operator, sizes: dict) -> Expected:
+    return _expected(operator, tuple(sorted(sizes.items())))
+
+
+def relative_error(x: torch.Tensor, expected: torch.Tensor, floor: float = 1e-30) -> float:
+    assert x.shape == expected.shape
+    return ((x.double() - expected).norm() / expected.norm().clamp_min(floor)).item()
+
+
+def assert_close(x, expected, tolerance: float, name="out", parts=(), floor: float = 1e-30) -> None:
+    """Compares numbers by their relative error, each part by itself, and others exactly."""
+    if not expected.is_floating_point():
+        assert torch.equal(x, expected), name
+        return
+    assert x.shape == expected.shape, name
+    parts = parts or (x.shape[-1] if x.dim() else 1,)
+    sides = (one.reshape(*one.shape or (1,)).split(parts, dim=-1) for one in (x, expected))
+    for part, expected_part in zip(*sides, strict=True):
+        assert relative_error(part, expected_part, floor) < tolerance, name
+
+
+def result_dtypes(operator: Operator, arguments: dict) -> tuple[torch.dtype, torch.dtype]:
+    """Of the first result, and of the others."""
+    floats = [x.dtype for x in tree_leaves(arguments) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return operator.dtype(arguments), torch.float64 if torch.float64 in floats else torch.float32
+
+
+def assert_results(operator, arguments, found, wanted: Expected, tolerance, exact=False, floor: float = 1e-30) -> None:
+    """Compares results. `exact` says that float32 accumulates whatever the arguments' precision is."""
+    dtypes = result_dtypes(operator, arguments)
+    for n, (x, y) in enumerate(zip(found, wanted.results, strict=True)):
+        bound, parts = tolerance, operator.parts(arguments).get("out", ()) if n == 0 else ()
+        if y.is_floating_point():
+            assert x.dtype == dtypes[min(n, 1)], n
+            if exact and x.dtype == torch.float32:
+                bound = min(tolerance, 3e-6)
+        assert_close(x, y, bound, f"result {n}", parts, floor)
+
+
+def assert_as_expected(
+    operator: Operator,
+    arguments: dict,
+    wanted: Expected,
+    call: Callable,
+    tolerance: float = 1e-5,
+    exact: bool = False,
+    floor: float = 1e-30,
+) -> None:
+    """Compares results and gradients, and the dtypes of both. No argument is changed."""
+    before = {name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    inputs, leaves = differentiable(operator, arguments)
+    found = operator.compared(call(**inputs))
+    assert_results(operator, arguments, found, wanted, tolerance, exact, floor)
+    parts = operator.parts(arguments)
+    for name, grad in weighted_gradients(found, leaves, wanted.weights).items():
+        assert grad.dtype == leaves[name].dtype
+        assert_close(grad, wanted.grads[name], tolerance, f"gradient of {name}", parts.get(name, ()), floor)
+    for name, x in before.items():
+        torch.testing.assert_close(arguments[name], x, rtol=0, atol=0, equal_nan=True, msg=f"{name} has changed")
+
+
+def assert_like_reference(operator: Operator, arguments: dict, backend: str, **options) -> None:
+    """Compares results and gradients of arguments that no example makes."""
+    call = functools.partial(operator.function, backend=backend)
+    assert_as_expected(operator, arguments, expect(operator, arguments), call, **options)
+
+
+def on_device(change: dict) -> dict:
+    """A change of arguments, whose tensors are written down without a device."""
+
+    def move(x):
+        return x.to(DEVICE) if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x
+
+    return {name: move(x) for name, x in change.items()}
+
+
+def assert_same_results(found, leaves: dict, expected, expected_leaves: dict, tolerance: float) -> None:
+    """Compares tensors with those that a reference makes in float64, and the gradients of what they are made from."""
+    for x, expected_x in zip(found, expected, strict=True):
+        assert relative_error(x, expected_x) < tolerance
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator).to(x) for x in found]
+    grads = torch.autograd.grad(found, list(leaves.values()), weights)
+    expected = torch.autograd.grad(expected, list(expected_leaves.values()), [w.double() for w in weights])
+    for (name, x), grad, expected_grad in zip(leaves.items(), grads, expected, strict=True):
+        assert grad.dtype == x.dtype
+        assert relative_error(grad, expected_grad) < tolerance, name
+
+
+def without_compiler(monkeypatch, triton_kernels) -> None:
+    """Lets every launch of those kernels fail, on a device that Triton seems to know."""
+
+    def fail(*args, **kwargs):
+        raise subquad_kernels.backend.KernelError("no compiler")
+
+    monkeypatch.setattr(triton_kernels, "launch", fail)
+    monkeypatch.setattr(subquad_kernels.backend, "_failed", set())
+    monkeypatch.setattr(subquad_kernels.backend, "_works", lambda device: True)
+
+
+class Made(TorchDispatchMode):
+    """Notes the sizes of the tensors that operations make: in elements and in bytes, views of others aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.bytes = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        known = [x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.elements.append(x.numel())
+                self.bytes.append(x.nbytes)
+        return made

@@ -1,0 +1,509 @@
+"""What every operator promises, with every backend. The cases are in `tests/kernel_cases`."""
+
+import functools
+import itertools
+import warnings
+
+import pytest
+import torch
+from kernel_cases import (
+    DEVICE,
+    TRITON,
+    Expected,
+    assert_as_expected,
+    assert_close,
+    assert_results,
+    cema,
+    chunk_attention,
+    contextualizer,
+    differentiable,
+    dynamic_mixing,
+    expect,
+    expected,
+    group_norm_gate,
+    on_device,
+    result_dtypes,
+    slot_memory,
+    slot_routing,
+    split_ranker,
+    static_mixing,
+    timestep_decay_norm,
+    token_shift,
+    weighted_gradients,
+    without_compiler,
+    wkv,
+    working_memory,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import subquad_kernels.backend
+
+
+OPERATORS = [
+    module.OPERATOR
+    for module in (
+        cema,
+        chunk_attention,
+        contextualizer,
+        dynamic_mixing,
+        group_norm_gate,
+        slot_memory,
+        slot_routing,
+        split_ranker,
+        static_mixing,
+        timestep_decay_norm,
+        token_shift,
+        wkv,
+        working_memory,
+    )
+]
+WITH_KERNELS = [operator for operator in OPERATORS if operator.kernels]
+
+
+def case(*values, backend=None, fast=False):
+    """A parameter of a test: an operator, what it is called with, and with which backend."""
+    marks = [TRITON] * (backend == "triton") + [pytest.mark.fast] * fast
+    if backend:
+        values = (*values, backend)
+    return pytest.param(*values, marks=marks, id="-".join(str(getattr(x, "name", x)) for x in values))
+
+
+def backends(operator, *more):
+    return (*more, "eager", *(["triton"] if operator.kernels else []))
+
+
+def calls(*more, operators=OPERATORS, names=lambda operator: operator.calls):
+    """An operator, one of its calls, and each backend."""
+    return pytest.mark.parametrize(
+        ("operator", "name", "backend"),
+        [
+            case(operator, name, backend=backend)
+            for operator in operators
+            for name in names(operator)
+            for backend in backends(operator, *more)
+        ],
+    )
+
+
+def each(*more, operators=OPERATORS):
+    """An operator, and each backend."""
+    return pytest.mark.parametrize(
+        ("operator", "backend"),
+        [case(operator, backend=backend) for operator in operators for backend in backends(operator, *more)],
+    )
+
+
+def with_options(operator, **options):
+    return functools.partial(operator.function, **options)
+
+
+def take_auto(monkeypatch, operator):
+    """Lets `auto` be resolved by the custom operators, as on a GPU."""
+    monkeypatch.setattr(operator.module(), "choose_backend", lambda operator, backend, *rest: backend)
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "backend"),
+    [
+        case(operator, name, backend=backend, fast=backend == "eager" and name in operator.calls)
+        for operator in OPERATORS
+        for name, example in operator.examples.items()
+        for backend in example.backends
+    ],
+)
+def test_forward_and_gradients(operator, name, backend, monkeypatch):
+    example = operator.examples[name]
+    if backend != "reference":
+        operator.patch(monkeypatch, example)
+    assert_as_expected(
+        operator,
+        operator.make(**example.sizes),
+        expected(operator, example.sizes),
+        with_options(operator, backend=backend),
+        example.tolerance,
+        exact=backend != "triton" or operator.exact,
+        floor=example.floor,
+    )
+
+
+@calls("reference", operators=[x for x in OPERATORS if x.written], names=lambda operator: operator.in_place)
+def test_in_place(operator, name, backend, monkeypatch):
+    example = operator.examples[name]
+    operator.patch(monkeypatch, example)
+    arguments, wanted = operator.make(**example.sizes), expected(operator, example.sizes)
+    check = functools.partial(assert_results, operator, arguments, wanted=wanted, tolerance=example.tolerance)
+    tensors = {key: x if x._base is None else x._base for key, x in arguments.items() if isinstance(x, torch.Tensor)}
+    before = {key: x.clone() for key, x in tensors.items()}
+    written = operator.written(arguments)
+    contents = {index: x.clone() for index, x in written.items()}
+    for x in arguments.values():
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            x.requires_grad_()  # which does not matter under no_grad
+    with torch.no_grad():
+        kept = operator.function(**arguments, backend=backend)
+        check(found=operator.compared(kept))
+        assert all(torch.equal(tensors[key], x) for key, x in before.items())
+        found = operator.function(**arguments, inplace=True, backend=backend)
+    check(found=operator.compared(found))
+    results = found if isinstance(found, tuple) else (found,)
+    for index, x in written.items():
+        assert results[index].data_ptr() == x.data_ptr()
+        assert (results[index].shape, results[index].stride()) == (x.shape, x.stride())
+        with torch.no_grad():
+            x.copy_(contents[index])
+    for key, x in before.items():
+        assert torch.equal(tensors[key], x), f"{key} has changed beside what is returned"
+
+
+@each(operators=[operator for operator in OPERATORS if operator.written])
+def test_in_place_is_seen_by_autograd(operator, backend):
+    """What an earlier operation has saved may not be overwritten unnoticed."""
+    arguments = operator.make(**operator.examples[operator.calls[0]].sizes)
+    factor = torch.ones((), device=DEVICE, requires_grad=True)
+    products = [x * factor for x in operator.written(arguments).values()]
+    with torch.no_grad():
+        operator.function(**arguments, inplace=True, backend=backend)
+    for product in products:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("operator", "lengths", "backend"),
+    [
+        case(operator, lengths, backend=backend)
+        for operator in OPERATORS
+        if operator.pieces
+        for lengths in operator.pieces.lengths
+        for backend in backends(operator)
+    ],
+)
+def test_carried_state(operator, lengths, backend, monkeypatch):
+    """Calls with pieces of a text do what one call with the whole text does, and gradients go through the states."""
+    pieces, sizes = operator.pieces, {**operator.pieces.sizes, "length": sum(lengths)}
+
+    def in_pieces(inplace=False, **arguments):
+        outs, state = [], {}
+        for start, stop in itertools.pairwise([0, *itertools.accumulate(lengths)]):
+            part = {**pieces.cut(arguments, start, stop), **state}
+            options = {"inplace": True} if inplace else {}
+            results = operator.function(**part, **options, backend=backend)
+            results = results if isinstance(results, tuple) else (results,)
+            outs.append(results[0])
+            state = pieces.state(part, results)
+        return torch.cat(outs, pieces.out), *results[1:]
+
+    arguments, wanted = operator.make(**sizes), expected(operator, sizes)
+    assert_as_expected(operator, arguments, wanted, in_pieces)
+    if set(lengths) == {1} or lengths[0] == 1:
+        for inplace in (False, *([True] if operator.written else [])):
+            with torch.no_grad():
+                found = in_pieces(inplace, **operator.make(**sizes))
+            assert_results(operator, arguments, found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("operator", [case(x, fast=True) for x in OPERATORS if x.documents])
+def test_documents_are_independent(operator):
+    """The reference computes packed documents as it computes each of them alone. Examples compare the backends."""
+    documents = operator.documents
+    arguments = operator.make(**documents.sizes)
+    run = with_options(operator, backend="reference")
+    packed = operator.compared(run(**arguments))
+    outs = []
+    for n, (start, stop) in enumerate(itertools.pairwise([0, *itertools.accumulate(documents.lengths)])):
+        if start == stop:
+            continue
+        part = operator.pieces.cut({**arguments, **documents.alone(arguments, n)}, start, stop)
+        alone = operator.compared(run(**part))
+        outs.append(alone[0])
+        for x, y in zip(packed[1:], alone[1:], strict=True):
+            if len(x) == len(documents.lengths) != len(y):
+                torch.testing.assert_close(x[n : n + 1], y)
+    torch.testing.assert_close(packed[0], torch.cat(outs, operator.pieces.out))
+
+
+@calls("reference", operators=[x for x in OPERATORS if x.state], names=lambda operator: operator.states)
+def test_state_alone(operator, name, backend):
+    arguments = operator.make(**operator.examples[name].sizes)
+    double, leaves = differentiable(operator, arguments, torch.float64)
+    state = operator.function(**double, backend="reference")[1]
+    wanted = torch.autograd.grad(state.sin().sum(), list(leaves.values()), materialize_grads=True)
+    before = {key: x.clone() for key, x in arguments.items() if isinstance(x, torch.Tensor)}
+    inputs, leaves = differentiable(operator, arguments)
+    found = operator.state(inputs, backend)
+    with torch.no_grad():
+        without_graph = operator.state(arguments, backend)
+    assert_close(found, state, 1e-5)
+    assert_close(without_graph, state, 1e-5)
+    grads = torch.autograd.grad(found.sin().sum(), list(leaves.values()), materialize_grads=True)
+    for key, grad, wanted_grad in zip(leaves, grads, wanted, strict=True):
+        assert_close(grad, wanted_grad, 1e-5, key, floor=1e-3)
+    assert all(torch.equal(arguments[key], x) for key, x in before.items())
+
+
+@each()
+@pytest.mark.parametrize("layout", ["transposed", "expanded"])
+def test_strides(operator, backend, layout):
+    """Also of the gradient that arrives: that of a sum is one number, expanded."""
+
+    def change(x):
+        if not isinstance(x, torch.Tensor) or x.dim() < 2:
+            return x
+        if layout == "transposed":
+            return x.transpose(0, -1).contiguous().transpose(0, -1)
+        return x[:1].expand_as(x) if x.dim() > 2 and x.is_floating_point() else x
+
+    arguments = operator.make(**operator.examples[operator.calls[0]].sizes)
+    arguments = {name: change(x) for name, x in arguments.items()}
+    call = with_options(operator, backend=backend)
+    assert_as_expected(operator, arguments, expect(operator, arguments, weight=1.0), call, floor=1.0)
+
+
+@each()
+def test_autocast_changes_nothing(operator, backend):
+    """Whatever its dtype is. Those whose backward pass is always an operator may run it under autocast, too."""
+    for name, dtype in zip(operator.calls, (torch.bfloat16, torch.float16), strict=False):
+        example = operator.examples[name]
+        arguments, wanted = operator.make(**example.sizes), expected(operator, example.sizes)
+        found = []
+        for enabled in (False, True):
+            inputs, leaves = differentiable(operator, arguments)
+            with torch.autocast(DEVICE, dtype=dtype, enabled=enabled):
+                results = operator.run(inputs, backend=backend)
+                with torch.no_grad():
+                    step = [*operator.run(arguments, backend=backend)]
+                    if name in operator.states:
+                        step.append(operator.state(arguments, backend))
+            with torch.autocast(DEVICE, dtype=dtype, enabled=enabled and operator.lean):
+                grads = weighted_gradients(results, leaves, wanted.weights)
+            found.append([*results, *grads.values(), *step])
+        for x, y in zip(*found, strict=True):
+            assert x.dtype == y.dtype
+            torch.testing.assert_close(x, y, rtol=0, atol=0 if DEVICE == "cpu" else 1e-6)
+        if operator.plain_reference:
+            with torch.autocast(DEVICE, dtype=dtype):
+                reference = operator.run(arguments, backend="reference")
+            assert_results(operator, arguments, reference, wanted, 1e-5)
+
+
+@each()
+def test_compiles_without_graph_breaks(operator, backend):
+    torch.compiler.reset()
+    call = with_options(operator, backend=backend)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for name in operator.calls:
+        example = operator.examples[name]
+        arguments, wanted = operator.make(**example.sizes), expected(operator, example.sizes)
+        assert_as_expected(operator, arguments, wanted, compiled, example.tolerance)
+    if operator.written is None:
+        return
+    in_place = torch.compile(functools.partial(call, inplace=True), fullgraph=True, backend="aot_eager")
+    for name in [name for name in operator.in_place if name in operator.calls]:
+        example = operator.examples[name]
+        arguments, wanted = operator.make(**example.sizes), expected(operator, example.sizes)
+        with torch.no_grad():
+            found = in_place(**arguments)
+        assert_results(operator, arguments, operator.compared(found), wanted, example.tolerance)
+        results = found if isinstance(found, tuple) else (found,)
+        for index, x in operator.written(arguments).items():
+            assert torch.equal(results[index], x)
+    # Of tensors that the graph makes.
+
+    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def of_made(**arguments):
+        made = {
+            key: x * 1.0 if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for key, x in arguments.items()
+        }
+        return call(**made, inplace=True)
+
+    arguments = operator.make(**example.sizes)
+    with torch.no_grad():
+        found = of_made(**arguments)
+    assert_results(operator, arguments, operator.compared(found), wanted, example.tolerance)
+
+
+def is_backward(function):
+    return function.name().endswith("_backward")
+
+
+class Calls(TorchDispatchMode):
+    """Notes which operators of the package are called, and with what."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "subquad_kernels":
+            kept = [
+                x.detach().clone().requires_grad_(not is_backward(function) and x.requires_grad)
+                if isinstance(x, torch.Tensor)
+                else x
+                for x in args
+            ]
+            self.found.setdefault((function, *(x is None for x in args)), kept)
+        return function(*args, **(kwargs or {}))
+
+
+@calls()
+def test_registration(operator, name, backend, monkeypatch):
+    """`torch.library.opcheck` of the operators that a call runs: forward, backward, for one token, in place."""
+    backend = "auto" if backend == "eager" and operator.kernels else backend
+    take_auto(monkeypatch, operator)
+    example = operator.examples[name]
+    operator.patch(monkeypatch, example)
+    with Calls() as noted:
+        inputs, leaves = differentiable(operator, operator.make(**example.sizes))
+        results = operator.run(inputs, backend=backend)
+        weighted_gradients(results, leaves, expected(operator, example.sizes).weights)
+        with torch.no_grad():
+            arguments = operator.make(**example.sizes)
+            operator.function(**arguments, backend=backend)
+            if operator.written and name in operator.in_place:
+                operator.function(**arguments, inplace=True, backend=backend)
+            if name in operator.states:
+                operator.state(arguments, backend)
+    assert noted.found
+    for (function, *_), args in noted.found.items():
+        # Tracing of the forward operator traces its backward pass.
+        backward = {"test_utils": ("test_schema", "test_faketensor")} if is_backward(function) else {}
+        torch.library.opcheck(function, tuple(args), **backward)
+
+
+@each()
+def test_tensors_without_storage(operator, backend):
+    """Shapes, dtypes and devices, of results and of gradients."""
+    for name in operator.calls:
+        sizes = operator.examples[name].sizes
+        wanted: Expected = expected(operator, sizes)
+        arguments = {
+            key: x.to("meta") if isinstance(x, torch.Tensor) else x
+            for key, x in operator.make(**{**sizes, "dtype": torch.bfloat16}).items()
+        }
+        inputs, leaves = differentiable(operator, arguments)
+        results = operator.run(inputs, backend=backend)
+        dtypes = result_dtypes(operator, arguments)
+        for n, (x, y) in enumerate(zip(results, wanted.results, strict=True)):
+            assert (x.device.type, x.shape) == ("meta", y.shape)
+            assert x.dtype == (dtypes[min(n, 1)] if y.is_floating_point() else y.dtype)
+        for key, grad in weighted_gradients(results, leaves, wanted.weights).items():
+            assert (grad.device.type, grad.shape, grad.dtype) == ("meta", leaves[key].shape, leaves[key].dtype)
+
+
+@TRITON
+@pytest.mark.parametrize(("operator", "name"), [case(x, name) for x in WITH_KERNELS for name in x.calls])
+def test_eager_takes_over(operator, name, monkeypatch):
+    """One warning when a kernel cannot be compiled, and the results of plain torch."""
+    take_auto(monkeypatch, operator)
+    example = operator.examples[name]
+    wanted = expected(operator, example.sizes)
+
+    def run(kind, backend):
+        arguments = operator.make(**example.sizes)
+        if kind == "training":
+            return assert_as_expected(operator, arguments, wanted, with_options(operator, backend=backend))
+        with torch.no_grad():
+            if kind == "state":
+                return assert_close(operator.state(arguments, backend), wanted.results[1], 1e-5)
+            options = {"inplace": True} if kind == "in place" else {}
+            found = operator.function(**arguments, **options, backend=backend)
+        return assert_results(operator, arguments, operator.compared(found), wanted, 1e-5)
+
+    more = {"in place": operator.in_place, "state": operator.states}
+    for kind in ("training", "inference", *(kind for kind, names in more.items() if name in names)):
+        # As if in a process of its own.
+        without_compiler(monkeypatch, operator.module("triton_kernels"))
+        with pytest.raises(subquad_kernels.backend.KernelError, match="no compiler"):
+            run(kind, "triton")
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
+            run(kind, "auto")
+            run(kind, "auto")
+        (message,) = [str(warning.message) for warning in noted if warning.category is RuntimeWarning]
+        assert message.endswith("runs in plain torch: no compiler")
+        assert len(subquad_kernels.backend._failed) == 1  # for this dtype and size
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("operator", "change", "message"),
+    [
+        pytest.param(operator, change, message, id=f"{operator.name}-{n}-{'-'.join(change)}")
+        for operator in OPERATORS
+        for n, (change, message) in enumerate(operator.wrong)
+    ],
+)
+def test_wrong_arguments(operator, change, message):
+    """An error that names the argument and its value, before any work."""
+    arguments = {**operator.make(**operator.base), **on_device(change)}
+    tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.device.type != "meta"]
+    before = [x.detach().clone() for x in tensors]
+    for inplace in {change.get("inplace", False), operator.written is not None}:
+        with pytest.raises(ValueError, match=message):
+            operator.function(**{**arguments, **({"inplace": inplace} if operator.written else {})})
+    assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize(
+    ("operator", "number", "backend"),
+    [
+        case(operator, number, backend=backend)
+        for operator in OPERATORS
+        for number in range(len(operator.wrong_values))
+        for backend in backends(operator)
+    ],
+)
+def test_wrong_values(operator, number, backend):
+    if DEVICE == "cuda":
+        return  # an assertion on the device, after which it could run no other test
+    sizes, change, message = operator.wrong_values[number]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        operator.function(**{**operator.make(**sizes), **change}, backend=backend)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("operator", [case(operator) for operator in OPERATORS])
+def test_choice_of_the_backend(operator, monkeypatch):
+    example = operator.examples[operator.calls[0]]
+    arguments, wanted = operator.make(**example.sizes), expected(operator, example.sizes)
+    available = "eager, reference, triton" if operator.kernels else "eager, reference$"
+    with pytest.raises(ValueError, match=f"^backend='cuda': `{operator.name}` has {available}".replace("$", r"\.")):
+        operator.function(**arguments, backend="cuda")
+    for value in ("reference", "eager", "", "auto"):
+        monkeypatch.setenv("SUBQUAD_BACKEND", value)
+        assert_results(operator, arguments, operator.run(arguments), wanted, example.tolerance)
+    monkeypatch.setenv("SUBQUAD_BACKEND", "nothing")
+    with pytest.raises(ValueError, match=f"^SUBQUAD_BACKEND='nothing': `{operator.name}`"):
+        operator.function(**arguments)
+    if not operator.kernels:  # a choice of Triton for all operators leaves this one its plain torch
+        monkeypatch.setenv("SUBQUAD_BACKEND", "triton")
+        assert_results(operator, arguments, operator.run(arguments), wanted, example.tolerance)
+        with pytest.raises(ValueError, match=f"^backend='triton': `{operator.name}` has eager, reference"):
+            operator.function(**arguments, backend="triton")
+
+
+@TRITON
+@pytest.mark.fast
+@pytest.mark.parametrize("operator", [case(operator) for operator in WITH_KERNELS])
+def test_triton_is_refused_where_it_cannot_run(operator, monkeypatch):
+    arguments = operator.make()
+    double = {
+        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for name, x in arguments.items()
+    }
+    with pytest.raises(ValueError, match="computes in float32, got float64"):
+        operator.function(**double, backend="triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    arguments = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    with pytest.raises(ValueError, match="the tensors are on cpu"):
+        operator.function(**arguments, backend="triton")
+
+
+@each(operators=[operator for operator in OPERATORS if operator.lean])
+def test_the_backward_pass_keeps_the_arguments_alone(operator, backend):
+    inputs, _ = differentiable(operator, operator.make())
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        operator.function(**inputs, backend=backend)
+    assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in inputs.values() if isinstance(x, torch.Tensor)}
