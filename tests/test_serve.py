@@ -123,7 +123,7 @@ def test_no_continuous_batching(model_type):
     """The server checks this, and then generates for one request after the other."""
     model = tiny_model(model_type)
     assert not hasattr(model, "init_continuous_batching")
-    with pytest.raises(ValueError, match="which a recurrent state has not"):
+    with pytest.raises(ValueError, match="a recurrent state has none"):
         model.generate_batch([[1, 2]])
 
 

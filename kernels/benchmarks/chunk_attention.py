@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import PLAIN, Case, Random, main
+from benchmark import PLAIN, Case, Random, main
 from torch import Tensor
 
 from subquad_kernels import chunk_attention, chunk_attention_step

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import PLAIN, Random, main
+from benchmark import PLAIN, Random, main
 from static_mixing import Mixing
 from torch import Tensor
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import torch.nn.functional as F
-from cases import PLAIN, Case, Random, main
+from benchmark import PLAIN, Case, Random, main
 from torch import Tensor
 
 from subquad_kernels import group_norm_gate

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from cases import FLA, Case, Peer, Random, main
+from benchmark import FLA, Case, Peer, Random, main
 from measuring import load_fla
 from slot_routing import SlotRouting, plain_routing
 from torch import Tensor

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from cases import PLAIN, Case, Random, main
+from benchmark import PLAIN, Case, Random, main
 from torch import Tensor
 
 from subquad_kernels import slot_routing

@@ -8,7 +8,7 @@ import itertools
 from typing import Any
 
 import torch
-from cases import PLAIN, Case, Random, main
+from benchmark import PLAIN, Case, Random, main
 from torch import Tensor
 
 from subquad_kernels import maxsim, split_ranker

@@ -5,7 +5,7 @@ import itertools
 from typing import Any
 
 import torch.nn.functional as F
-from cases import PLAIN, Case, Random, main
+from benchmark import PLAIN, Case, Random, main
 from torch import Tensor
 
 from subquad_kernels import token_shift

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch.nn.functional as F
-from cases import FLA, Case, Random, main
+from benchmark import FLA, Case, Random, main
 from measuring import load_fla
 from torch import Tensor, float32
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from cases import PLAIN, Random, main
+from benchmark import PLAIN, Random, main
 from chunk_attention import Chunked
 from torch import Tensor
 

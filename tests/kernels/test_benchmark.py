@@ -18,7 +18,7 @@ from subquad_kernels import slot_memory, wkv
 
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "benchmarks"
-SHARED = ("cases", "measuring")
+SHARED = ("benchmark", "measuring")
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 CPU = ("--quick", "--device", "cpu")
 
@@ -46,10 +46,10 @@ def run(modules, monkeypatch, tmp_path):
         arguments = [*CPU, "--out", str(tmp_path), *options]
         if code:
             with pytest.raises(SystemExit) as error:
-                modules["cases"].main(kind_of(modules[name]), arguments)
+                modules["benchmark"].main(kind_of(modules[name]), arguments)
             assert error.value.code == code
         else:
-            modules["cases"].main(kind_of(modules[name]), arguments)
+            modules["benchmark"].main(kind_of(modules[name]), arguments)
         with open(tmp_path / f"{name}.csv", newline="", encoding="utf-8") as file:
             return list(csv.DictReader(file))
 
@@ -160,7 +160,7 @@ def test_a_figure_is_drawn_at_once_and_from_a_record(modules, run, tmp_path):
     figure = tmp_path / "token_shift.png"
     assert figure.read_bytes().startswith(b"\x89PNG")
     figure.unlink()
-    modules["cases"].main(kind_of(modules["token_shift"]), [*CPU, "--plot", str(tmp_path / "token_shift.json")])
+    modules["benchmark"].main(kind_of(modules["token_shift"]), [*CPU, "--plot", str(tmp_path / "token_shift.json")])
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
@@ -243,8 +243,8 @@ def test_a_peer_that_takes_too_long_or_fails(modules, tmp_path):
     measuring, case = modules["measuring"], modules["wkv"].Wkv()
     options = measuring.make_parser("", ("check",), minutes=1).parse_args(CPU)
     results = measuring.Results(None, "cpu", 60, "versions")
-    modules["cases"].measure_first_call(results, str(script), case, "fla", options, patience=0)
-    modules["cases"].measure_first_call(results, str(script), case, "subquad", options)
+    modules["benchmark"].measure_first_call(results, str(script), case, "fla", options, patience=0)
+    modules["benchmark"].measure_first_call(results, str(script), case, "subquad", options)
     with measuring.within(0.1):
         results.measure({"part": "operator", "what": "forward", "implementation": "fla"}, lambda: time.sleep(60))
     notes = ["not done after 1 s", "failed: RuntimeError: no such GPU", "failed: TimeoutError: the time is up"]
