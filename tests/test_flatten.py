@@ -55,7 +55,8 @@ def test_nothing_of_another_architecture(architecture):
     for file in code_of(architecture):
         kind, _, folder = file.removesuffix(".py").partition("_")
         assert not (kind in ("configuration", "modeling", "processing") and folder in others), file
-        assert not any(f"_{kind}_{folder}" in file for kind in ("cache", "layout") for folder in others), file
+        kinds = ("cache", "layout", "loading")
+        assert not any(file.endswith(f"_{kind}_{folder}.py") for kind in kinds for folder in others), file
 
 
 @each_architecture
