@@ -23,26 +23,20 @@ class Windows:
     windows, those with the same number of retrieved splits together.
 
     Attributes:
-        groups: number of retrieved splits, and the index of each window that has so many among the selected splits.
-        size: rows of a split.
-        end: rows of the current split, the last one of a window.
-        kept: number of last rows of each window that are put out.
-        context: rows of a window without missing splits.
+        selection: the splits that end the windows.
+        groups: number of retrieved splits, and the index of each selected split that retrieves so many.
         zero_rows: what each block's contextualizer gets for the rows of missing splits.
         missing: number of these rows in the tensor; 0 if `zero_rows` has them from an earlier tensor.
     """
 
+    selection: "Selection"
     groups: list[tuple[int, torch.Tensor]]
-    size: int
-    end: int
-    kept: int
-    context: int
     zero_rows: list[torch.Tensor]
     missing: int
 
     def split(self, x: torch.Tensor) -> list[torch.Tensor]:
         """All rows (rows, width), without those of missing splits, as one tensor (windows, rows, width) per group."""
-        shapes = [(chosen.shape[0], retrieved * self.size + self.end) for retrieved, chosen in self.groups]
+        shapes = [(chosen.shape[0], self.selection.rows(retrieved)) for retrieved, chosen in self.groups]
         return self._split(x[self.missing :], shapes)
 
     def _split(self, x: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
@@ -51,7 +45,7 @@ class Windows:
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
         """The rows that are put out, (windows * kept, width), of all rows."""
-        return torch.cat([part[:, -self.kept :].flatten(0, 1) for part in self.split(x)])
+        return torch.cat([part[:, -self.selection.kept :].flatten(0, 1) for part in self.split(x)])
 
     def parts(
         self, tail: torch.Tensor, gate: torch.Tensor, layer_idx: int, last: bool
@@ -71,14 +65,15 @@ class Windows:
         else:
             zero_rows = self.zero_rows[layer_idx].to(tail.device) if self.zero_rows else None
         if last:
-            gates = self._split(gate, [(chosen.shape[0], self.kept) for _, chosen in self.groups])
+            gates = self._split(gate, [(chosen.shape[0], self.selection.kept) for _, chosen in self.groups])
         else:
             gates = self.split(gate)
             if self.missing:
                 yield zero_rows[None], gate[None, : self.missing], None, self.missing
+        context = self.selection.rows(self.selection.most)
         for rows, gate_rows in zip(self.split(tail), gates, strict=True):
-            before = self.context - rows.shape[1]
-            yield rows, gate_rows, zero_rows[:before] if before > 0 else None, self.context
+            before = context - rows.shape[1]
+            yield rows, gate_rows, zero_rows[:before] if before > 0 else None, context
 
 
 @dataclass
@@ -104,19 +99,27 @@ class Selection:
     most: int
     groups: dict[int, torch.Tensor]
 
+    @property
+    def kept(self) -> int:
+        """Number of tokens of a split that are put out."""
+        return self.end - self.begin
+
+    def rows(self, retrieved: int) -> int:
+        """Number of rows of a window with so many retrieved splits."""
+        return retrieved * self.current.shape[2] + self.end
+
     def windows(self, cache: AveyCache | None) -> Iterator[Windows]:
         """
         The windows of all selected splits, for one pass through the blocks after the other. The cache keeps what the
         contextualizers get for the rows of missing splits.
         """
-        size, constant = self.current.shape[2], not torch.is_grad_enabled()
+        constant = not torch.is_grad_enabled()
         keeps, fewest, missing = cache is not None and constant, min(self.groups), 0
         zero_rows = (cache.zero_rows if keeps else None) or []
         if not zero_rows and fewest < self.most:
-            missing = size * (self.most if keeps else self.most - fewest)
-        context = self.most * size + self.end
+            missing = self.current.shape[2] * (self.most if keeps else self.most - fewest)
         for groups in self._batches(MAX_ROWS if constant else sys.maxsize):
-            yield Windows(groups, size, self.end, self.end - self.begin, context, zero_rows, missing)
+            yield Windows(self, groups, zero_rows, missing)
             missing = 0
         if keeps:
             cache.zero_rows = zero_rows
@@ -125,7 +128,7 @@ class Selection:
         """The groups, cut so that those of a list have about `limit` rows or fewer."""
         batch, room = [], limit
         for retrieved, chosen in self.groups.items():
-            rows = retrieved * self.current.shape[2] + self.end
+            rows = self.rows(retrieved)
             while chosen.shape[0]:
                 fits = room // rows
                 if batch and fits < 1:
@@ -228,7 +231,7 @@ class Text:
         device, splits = self.splits.device, self.splits.shape[1]
         if self.first is None:
             rows = torch.arange(scores.shape[0], device=device)
-            return scores[rows, selection.source[:, -1] // (selection.end - selection.begin)]
+            return scores[rows, selection.source[:, -1] // selection.kept]
         last = self.position.view(tokens.batch, -1)[:, -1] // self.splits.shape[2]
         begin, local = self.first[0, last], torch.arange(splits, device=device)
         scores = scores[0, last[:, None], (begin[:, None] + local).clamp_max(splits - 1)]

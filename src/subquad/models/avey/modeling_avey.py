@@ -176,7 +176,7 @@ class AveyModel(AveyPreTrainedModel):
         outputs: list[list[torch.Tensor]] = [[] for _ in blocks]
         for windows in selection.windows(past_key_values):
             zero_rows = x.new_zeros(windows.missing, x.shape[-1])
-            h = torch.cat([zero_rows, *self.read_together(text, selection, windows, index, weights)])
+            h = torch.cat([zero_rows, *self.read_together(text, windows, index, weights)])
             for block, parts in zip(blocks, outputs, strict=True):
                 last = block is blocks[-1]
                 h = block(h, windows, last=last)
@@ -222,20 +222,20 @@ class AveyModel(AveyPreTrainedModel):
         return index.flatten(0, 1), weights.flatten(0, 1)
 
     def read_together(
-        self, text: Text, selection: Selection, windows: Windows, index: torch.Tensor, weights: torch.Tensor
+        self, text: Text, windows: Windows, index: torch.Tensor, weights: torch.Tensor
     ) -> list[torch.Tensor]:
         """
         Section 2.1: the rows of windows, (rows, d_embed) for each group. A window holds the splits that a split
         retrieves, times their weights, and then the split itself.
         """
-        groups, selected = [], selection.number.shape[1]
+        groups, selection, selected = [], windows.selection, windows.selection.number.shape[1]
         for retrieved, chosen in windows.groups:
             columns, row = slice(index.shape[1] - retrieved, None), chosen // selected
             others = text.splits[row[:, None], index[chosen, columns].clamp_min(0)]
             others = others * weights[chosen, columns, None, None].to(others.dtype)
             current = selection.current[row, chosen % selected]
             rows = torch.cat((others, current[:, None]), dim=1).flatten(1, 2)
-            groups.append(rows[:, : retrieved * windows.size + windows.end].flatten(0, 1))
+            groups.append(rows[:, : selection.rows(retrieved)].flatten(0, 1))
         return groups
 
 
