@@ -124,7 +124,7 @@ def image(name: str, figure: Figure, record: dict[str, Any]) -> str:
 
 
 def zoo() -> str:
-    """The table of the models that come with the package: their size, and what their cards' tables have."""
+    """The table of the embedded models: their sizes, and the measurements on their cards."""
     measured = {}
     for path in sorted(EMBEDDED.glob("*/README.md")):
         section = path.read_text(encoding="utf-8").partition("\n## Measured\n")[2].partition("\n## ")[0]
@@ -136,7 +136,7 @@ def zoo() -> str:
 
 
 def facts(record: dict[str, Any], origin: str) -> str:
-    """How the numbers came about, and what repeats them."""
+    """The seed, hardware, versions and settings of the numbers, and the command that repeats them."""
     minutes = sum(row["seconds"] for row in record["rows"]) / 60
     parts = {
         "seed": record["seed"],
@@ -155,7 +155,7 @@ def facts(record: dict[str, Any], origin: str) -> str:
 
 
 def section(task: str, out: Path) -> tuple[str, str]:
-    """A task's line in the table of contents, and what it measured, as HTML."""
+    """The line of a task in the table of contents, and its results, as HTML."""
     module = importlib.import_module(f".{task}", __package__)
     title = escape(module.TITLE)
     parts = [f'<h2 id="{task}-title">{title}</h2>', explanation(module.__doc__)]
