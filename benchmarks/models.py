@@ -1,14 +1,15 @@
 """
-Whole models: how long they take to read a prompt, to write a token and to train, and how much memory that needs.
+Whole models: the time and memory to read a prompt, to write a token and to train.
 
-Measured are models of random weights (--models eagle finch avey avey-b raven gecko; on a GPU of a published size, on a
-CPU smaller ones, or any preset by --preset), and the trained ones that come with the package (eagle-abc, ...). Beside
-them run, on the same inputs, the published algorithm in ordinary torch (`plain`: Avey, Avey-B), ModernBERT of
-transformers (Avey-B), flash-linear-attention (Finch, Raven; on a GPU), the package rwkv (Eagle, Finch; on a CPU), and
-the recurrence one step after the other (`stepping`: Eagle, Finch).
+It measures models with random weights (--models eagle finch avey avey-b raven gecko; of a published size on a GPU,
+smaller on a CPU, or any preset by --preset), and the embedded models (eagle-abc, ...). On the same inputs, they are
+compared with the published algorithm in ordinary torch (`plain`: Avey, Avey-B), ModernBERT of transformers (Avey-B),
+flash-linear-attention (Finch, Raven; on a GPU), the package rwkv (Eagle, Finch; on a CPU), and the recurrence one step
+after the other (`stepping`: Eagle, Finch).
 
 parts (--parts):
-  check     the logits (at once, with a cache, padded) and the gradients against the published algorithm in float64,
+  check     the logits (in one call, with a cache, padded) and the gradients against the published algorithm in
+  float64,
             and the logits of peers. If a case is wrong, nothing else is measured and the exit status is 1.
   read      the first token after a prompt, and the hidden states of all tokens, by length; with the exponents of
             throughput and latency, N^-alpha and N^beta
@@ -16,8 +17,8 @@ parts (--parts):
             compiled steps); the note has the size of the state
   generate  `generate`, plain and (on a GPU) with compiled steps; "first" is the call that compiles
   train     a step with AdamW by length: without and with gradient checkpointing, and compiled
-  profile   what each kernel (on a CPU, each operation) takes of reading a prompt
-  long      a text of --tokens tokens, read in pieces (only if asked for)
+  profile   the time of each kernel (on a CPU, each operation) while reading a prompt
+  long      a text of --tokens tokens, read in pieces (only if it is named in --parts)
 
 examples:
   python benchmarks/models.py --quick
@@ -90,7 +91,7 @@ class Sizes:
     """
     Attributes:
         model_type: of the configuration.
-        preset: what is measured on a GPU.
+        preset: the size for a GPU.
         cpu: fields of the configuration that is measured on a CPU, and checked.
         quick: fields of a tiny configuration.
         variants: fields of further configurations that are checked.
@@ -173,7 +174,7 @@ SIZES = {
 
 
 class Ours(TransformersCausal):
-    """One of our models, with what is known of it."""
+    """One of our models, with its name and configuration."""
 
     def __init__(self, name: str, model: nn.Module, options: argparse.Namespace):
         super().__init__(model.eval())
@@ -210,7 +211,7 @@ class Ours(TransformersCausal):
         return 6 * self.parameters * length
 
     def targets(self, batch: int, length: int) -> tuple[Tensor, Tensor]:
-        """Ids and labels: of an encoder those of every fifth token, which is masked."""
+        """Ids and labels; for an encoder every fifth token is masked and labelled."""
         ids = self.ids(batch, length)
         if self.causal:
             return ids, ids
@@ -280,7 +281,7 @@ def gradients(loss: Tensor, module: nn.Module) -> dict[str, Tensor]:
 
 
 def errors_beside_plain(ours: Ours, peer: Any, length: int) -> dict[str, float]:
-    """Of logits, at once, after a prompt, with a cache and padded, and of gradients."""
+    """Errors of the logits in one call, after a prompt, with a cache and padded, and of the gradients."""
     exact = type(peer)(ours.config).to(ours.device).double()
     exact.load_state_dict(peer.state_dict())
     ids, short = related_ids(ours, 2, length), length // 2 + 1
@@ -358,7 +359,7 @@ def steady_milliseconds(call: Callable[[], Any], options: argparse.Namespace) ->
 
 
 def with_memory(function: Callable[[], dict[str, Any]], device: str) -> dict[str, Any]:
-    """What a function measures, and the most that is held meanwhile: on a GPU by torch, on a CPU by the process."""
+    """The result of a function, and the peak memory meanwhile: of torch on a GPU, of the process on a CPU."""
     measured: dict[str, Any] = {}
     if device == "cpu":
         held = resident_mebibytes(lambda: measured.update(function()))
@@ -523,7 +524,7 @@ def train_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) -
     """Every measurement starts from the same weights, in float32 and under autocast on a GPU."""
 
     def measure(name, length, checkpointed, compiled):
-        torch.compiler.reset()  # what was compiled before holds on to its model
+        torch.compiler.reset()  # earlier compiled code keeps its model in memory
         fresh = Ours(ours.name, from_config(ours.config, options.device, torch.float32), options)
         runner = fresh if name == OURS else PEERS[ours.config.model_type][name](fresh.model)
         module = runner if isinstance(runner, nn.Module) else runner.model
@@ -567,7 +568,7 @@ def train_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) -
 
 
 def profile_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) -> Rows:
-    """What each kernel, or on a CPU each operation, takes of a call; the longest first."""
+    """The time of each kernel of a call, or on a CPU of each operation; the longest first."""
     calls, most, on_gpu = 3, 8, options.device != "cpu"
 
     @torch.no_grad()
@@ -697,7 +698,7 @@ def measure(results: Results, options: argparse.Namespace) -> list[str]:
         gc.collect()  # the model before
         if not results.measure(row, make):
             continue
-        gc.freeze()  # or every row would look for garbage in what has been imported, for half a second
+        gc.freeze()  # otherwise garbage collection would search all imported modules for every row, half a second each
         for part in (part for part in ROWS if part in options.parts):
             for what, name, batch, length, function in ROWS[part](*made, options):
                 shape = {"batch": batch, "length": length, "size": made[0].config.hidden_size}

@@ -1,8 +1,8 @@
 """
-What models.py measures beside our models: the published algorithms of Avey and Avey-B in ordinary torch, models of
+The models that models.py compares ours with: the published algorithms of Avey and Avey-B in ordinary torch, models of
 flash-linear-attention and transformers, the package `rwkv`, and a recurrence that takes one step after the other.
 
-Each peer is made of one of our models and has those of these methods that it can do:
+Each peer is made from one of our models and has some of these methods:
 
     all_tokens(ids)             the last hidden states of all tokens
     first_token(ids)            logits (B, 1, V) after a prompt
@@ -11,7 +11,7 @@ Each peer is made of one of our models and has those of these methods that it ca
     stepper(ids, start)         a function of t that reads token `start + t`
     generate(ids, tokens)       greedily
 
-`most_rows` and `most_tokens` say how much it reads at most.
+`most_rows` and `most_tokens` are the maximum that it reads.
 """
 
 import os
@@ -160,7 +160,7 @@ class PlainAveyBLayer(nn.Module):
 
 
 class PlainAveyB(Plain):
-    """The windows of all splits exist at once, and one product compresses them."""
+    """The windows of all splits are in memory together, and one product compresses them."""
 
     compiled_parts = {"window": {"dynamic": True}, "process": {"dynamic": True}}
 
@@ -316,7 +316,7 @@ class Rwkv:
         return torch.tensor([found])
 
 
-# Parts of the names in our checkpoints and, where they are others, in those of the trainer.
+# Parts of the names in our checkpoints and, if they differ, in those of the trainer.
 RENAMED = {
     r"^rwkv\.": "",
     r"^embeddings": "emb",

@@ -63,14 +63,20 @@ METHODS = {
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="finch-abc", help="directory of a causal model and its tokenizer (finch-abc)")
-    add("--methods", nargs="+", choices=(*DTYPES, *METHODS), default=(*DTYPES, *METHODS), help="rows")
-    add("--dtype", choices=DTYPES, default="float32", help="of what is not quantised (float32)")
-    add("--text", type=Path, help="a UTF-8 text, its parts separated by blank lines; held-out tunes otherwise")
-    add("--parts", type=int, help="read that many tunes or parts only")
-    add("--prompt", type=int, default=512, help="tokens whose reading is timed (512)")
-    add("--new-tokens", type=int, default=64, help="tokens whose generation is timed (64)")
-    add("--repeats", type=int, default=5, help="runs of each timing (5)")
+    add("--model", default="finch-abc", help="directory of a causal model and its tokenizer (default: finch-abc)")
+    add(
+        "--methods",
+        nargs="+",
+        choices=(*DTYPES, *METHODS),
+        default=(*DTYPES, *METHODS),
+        help="methods to try (default: all)",
+    )
+    add("--dtype", choices=DTYPES, default="float32", help="dtype of the other weights (default: float32)")
+    add("--text", type=Path, help="a UTF-8 text, with blank lines between its parts (default: held-out tunes)")
+    add("--parts", type=int, help="maximum number of tunes or parts to read")
+    add("--prompt", type=int, default=512, help="tokens to read for the timing (default: 512)")
+    add("--new-tokens", type=int, default=64, help="tokens to generate for the timing (default: 64)")
+    add("--repeats", type=int, default=5, help="runs of each timing (default: 5)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     return parser.parse_args()
@@ -82,7 +88,7 @@ def load(path: str, method: str, dtype: str, device: str) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device, quantization_config=config)
     widths = {module.in_features for module in model.base_model.modules() if hasattr(module, "in_features")}
     if method == "nf4" and device == "cpu" and any(width % 64 for width in widths):
-        raise ValueError(f"on a CPU layers must read multiples of 64 numbers, not {sorted(widths)}")
+        raise ValueError(f"on a CPU the widths of layers must be multiples of 64, got {sorted(widths)}")
     return model
 
 

@@ -251,7 +251,7 @@ def test_findings_follow_the_numbers():
         )
 
     finch, eagle, rwkv4, _, _, against, _, against_eagle, _, longer, wider = mqar.findings(make_record(as_the_paper))
-    assert finch.startswith("Finch tells 95% of the values or more in 9 of 9 cells, 99.9% in the worst")
+    assert finch.startswith("Finch predicts at least 95% of the values in 9 of 9 cells, 99.9% in the worst")
     assert finch.endswith("near 100% everywhere: so here.")
     assert "in 6 of 9 cells, 84.0% in the worst (256 tokens, width 32)" in eagle
     assert rwkv4.endswith("no better than a guess in 9.") and "guess" not in finch + eagle

@@ -161,7 +161,7 @@ def test_example(tmp_path, monkeypatch, capsys):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     head, *rows, last = capsys.readouterr().out.strip().splitlines()
     assert head.split() == ["bits/byte", "change", "MB", "read/s", "write/s"]
-    assert last.startswith("nf4          does not run here: on a CPU layers must read multiples of 64")
+    assert last.startswith("nf4          does not run here: on a CPU the widths of layers must be multiples of 64")
     rows = {name: values for name, *values in map(str.split, rows)}
     assert list(rows) == ["float32", "int8", "int4", "llm-int8"]
     for name, (loss, change, size, read, write) in rows.items():

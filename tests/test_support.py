@@ -31,7 +31,7 @@ def test_the_tables_agree_with_the_other_fields():
     for architecture in REGISTRY.values():
         support = architecture.support
         assert support.state_tuning.startswith("no") or architecture.tunable_state or architecture.processor
-        assert ("decoding in ONNX" in support.programs) == (architecture.onnx == ("decode",))
+        assert ("decoding in ONNX" in support.export) == (architecture.onnx == ("decode",))
         assert (support.state == "none") == architecture.is_encoder
 
 

@@ -1,12 +1,13 @@
 """
-All architectures of subquad, small, side by side: `python -m examples.evaluation --help`, from the repository's root.
+Compares small models of all architectures of subquad: run `python -m examples.evaluation --help` in the repository
+root.
 """
 
 import sys
 from pathlib import Path
 
 
-# The other examples are scripts, which import one another by name.
+# The other examples are scripts that import each other by name.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 TASKS = {

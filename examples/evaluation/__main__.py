@@ -1,4 +1,4 @@
-"""The entry point: one command a task, and the report."""
+"""The entry point: one command per task, and the report."""
 
 from __future__ import annotations
 
@@ -31,19 +31,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             nargs="+",
             choices=module.ARCHITECTURES,
             default=list(module.ARCHITECTURES),
-            help="which",
+            help="architectures to measure",
         )
-        add("--out", type=Path, default=OUT, help="directory of TASK.json, TASK.csv and figures; a call goes on there")
-        add("--fresh", action="store_true", help="forget what an earlier call has measured")
-        add("--seed", type=int, default=0, help="of weights, data and order")
-        add("--device", default="cpu", help="where the models run, as cuda")
+        add(
+            "--out",
+            type=Path,
+            default=OUT,
+            help="directory of TASK.json, TASK.csv and figures; an earlier run is continued",
+        )
+        add("--fresh", action="store_true", help="discard the measurements of an earlier run")
+        add("--seed", type=int, default=0, help="seed of weights, data and order")
+        add("--device", default="cpu", help="device of the models, such as cuda")
         add("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
         module.add_arguments(command)
     command = commands.add_parser(
         "report",
-        help="one HTML page of all that was measured",
+        help="one HTML page of all measurements",
         formatter_class=HelpFormatter,
-        description="Make one HTML page, without external resources, of what the tasks have measured.",
+        description="Make one HTML page, without external resources, of all measurements.",
     )
     command.add_argument("--out", type=Path, default=OUT, help="directory of the tasks' files, and of report.html")
     return parser.parse_args(argv)
@@ -72,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, figure in figures.draw(module, record.content).items():
         figures.save(figure, record.content, arguments.out / f"{name}.svg")
     print("\n".join(module.findings(record.content)))
-    print(f"{record.path} and the files beside it have the numbers and figures.")
+    print(f"{record.path} and the files next to it have the numbers and figures.")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """
-Two older memories in Eagle's place: those that section 2 of "Eagle and Finch" (arXiv:2404.05892) says it grew from.
+Baselines: Eagle with one of two older memories, which it was developed from (section 2 of "Eagle and Finch",
+arXiv:2404.05892).
 
-`make_baseline` builds an Eagle and puts one of them where the recurrence, its norm and its gate were. Embeddings,
-token shift, projections, channel mixing and norms stay Eagle's, and so do their first weights: what is compared is
-memory. They are made for training and for reading whole texts; there is no state to write on with.
+`make_baseline` builds an Eagle and replaces the recurrence, its norm and its gate by an older memory. Embeddings,
+token shift, projections, channel mixing and norms stay, with the same initial weights, so only the memory differs. The
+baselines can be trained and can read whole texts. They cannot generate, because they do not keep a state.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ NAMES = {"rwkv4": "RWKV-4 memory", "linear-attention": "Linear attention"}
 
 
 def before(span: int, top: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `span` tokens before was beside each token; where nothing was, a sum of nothing."""
+    """The values `span` tokens before each token; an empty sum before the beginning."""
     pad = (0, 0, 0, 0, span, 0)
     return F.pad(top[:, :-span], pad, value=-torch.inf), F.pad(sums[:, :-span], pad)
 
 
 def join(top, sums, earlier_top, earlier_sums, log_decay) -> tuple[torch.Tensor, torch.Tensor]:
-    """`exp(top) sums + exp(log_decay + earlier_top) earlier_sums`, again an exponent and what its exp multiplies."""
+    """`exp(top) sums + exp(log_decay + earlier_top) earlier_sums`, again as an exponent and its factor."""
     earlier_top = log_decay + earlier_top
-    joint = torch.maximum(top, earlier_top).detach()  # no exp exceeds 1; the product is the same for any exponent
+    joint = torch.maximum(top, earlier_top).detach()  # no exp exceeds 1, and the product does not depend on it
     return joint, (top - joint).exp() * sums + (earlier_top - joint).exp() * earlier_sums
 
 
 def decayed_average(k: torch.Tensor, v: torch.Tensor, log_w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """
-    Equation 2, for keys of any size, in float32 (float64 where k is):
+    Equation 2, for keys of any size, in float32 (in float64 if k is float64):
 
-        wkv_t = (sum_{i<t} e^{(t-1-i) log_w + k_i} v_i + e^{u + k_t} v_t) / (the same with 1 in place of v)
+        wkv_t = (sum_{i<t} e^{(t-1-i) log_w + k_i} v_i + e^{u + k_t} v_t) / (the same with 1 instead of v)
 
-    The sums over 2, 4, 8, ... tokens up to each are made of those over half as many: no step waits for another.
+    The sums over the last 2, 4, 8, ... tokens are computed from those over half as many, for all tokens in parallel.
 
     Args:
         k, v: (batch, length, width).
@@ -59,7 +60,7 @@ def decayed_average(k: torch.Tensor, v: torch.Tensor, log_w: torch.Tensor, u: to
 
 
 class OlderTimeMixing(nn.Module):
-    """A time mixing with another memory, which takes over token shift and projections from Eagle's."""
+    """A time mixing with another memory, and with the token shift and projections of Eagle's."""
 
     def __init__(self, eagle: Rwkv5TimeMixing):
         super().__init__()
@@ -70,9 +71,9 @@ class OlderTimeMixing(nn.Module):
 
     def forward(self, x: torch.Tensor, tokens, state=None) -> torch.Tensor:
         if state is not None:
-            raise ValueError("`past_key_values` must be None and `use_cache` false: a baseline has no state to keep.")
+            raise ValueError("`past_key_values` must be None and `use_cache` false: a baseline does not keep a state.")
         if tokens.mask is not None or tokens.starts is not None:
-            raise ValueError("`attention_mask` and `cu_seqlens` must be None: a baseline reads one text a row.")
+            raise ValueError("`attention_mask` and `cu_seqlens` must be None: a baseline reads one text per row.")
         mix = torch.cat((self.time_mix_receptance, self.time_mix_key, self.time_mix_value)).squeeze(1).float()
         x_r, x_k, x_v = token_shift(x, None, 1 - mix).unbind()
         out = self.remember(self.receptance(x_r), self.key(x_k), self.value(x_v))
@@ -80,13 +81,13 @@ class OlderTimeMixing(nn.Module):
 
 
 class Rwkv4TimeMixing(OlderTimeMixing):
-    """RWKV-4: two numbers a channel are the memory, and the receptance gates what is read from it."""
+    """RWKV-4: the memory has two numbers per channel, and the receptance gates what is read from it."""
 
     def __init__(self, eagle: Rwkv5TimeMixing, depth: float):
         super().__init__(eagle)
         width = eagle.key.weight.shape[0]
         channel = torch.arange(width)
-        # As RWKV-4's models begin: decays that last for a hundred tokens to those that forget within one.
+        # The initial values of RWKV-4: from decays that last for a hundred tokens to those that last for one.
         self.time_decay = nn.Parameter(-5 + 8 * (channel / (width - 1)) ** (0.7 + 1.3 * depth))
         self.time_first = nn.Parameter(-1.2 + 0.5 * ((channel + 1) % 3 - 1))
 

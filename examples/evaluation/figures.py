@@ -1,4 +1,4 @@
-"""The one style of the figures."""
+"""The style of all figures."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .runs import write_atomically
 
 
 NAMES = models.NAMES | baselines.NAMES
-# Okabe and Ito's palette, which colour-blind readers can tell apart, and a marker for those who print in grey; the
-# baselines are grey.
+# Okabe and Ito's palette, which colour-blind readers can distinguish, and markers for prints in grey. The baselines
+# are grey.
 HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#6e6e6e", "#a8a8a8")
 COLOURS = dict(zip(NAMES, HUES, strict=True))
 MARKERS = dict(zip(NAMES, "os^Dv*xPX", strict=True))
@@ -43,11 +43,11 @@ STYLE = {
 
 def new_figure(rows: int = 1, columns: int = 1, width: float = 6.4, height: float = 3.6, **kwargs: Any):
     """
-    A figure and its axes, as `plt.subplots` gives them, in the style of all figures and without its global state.
+    A figure and its axes, like `plt.subplots` but without global state.
 
     Args:
-        width, height: in inches; 6.4 fits a page, and is still read on a phone.
-        kwargs: of `Figure.subplots`, as `sharey=True`.
+        width, height: in inches; 6.4 fits a page and is still legible on a phone.
+        kwargs: arguments of `Figure.subplots`, such as `sharey=True`.
     """
     with rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -56,7 +56,7 @@ def new_figure(rows: int = 1, columns: int = 1, width: float = 6.4, height: floa
 
 
 def draw(module: ModuleType, record: dict[str, Any]) -> dict[str, Figure]:
-    """A task's figures by name, what it adds to their axes in the style of all figures, too."""
+    """The figures of a task by name."""
     with rc_context(STYLE):
         return module.draw(record)
 
@@ -71,12 +71,12 @@ def line_of(architecture: str) -> dict[str, str]:
 
 
 def short(length: int) -> str:
-    """A number of tokens or bytes as the ticks of an axis have it."""
+    """A number of tokens or bytes, as a label of an axis."""
     return f"{length // 1024}K" if length % 1024 == 0 else str(length)
 
 
 def caption(record: dict[str, Any]) -> str:
-    """What every figure says about itself."""
+    """The text below every figure: command, seed, hardware, versions and date."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     rest = f"seed {record['seed']}; {record['hardware']}; {versions}; {record['date']}"
     return record["command"] + "\n" + rest.replace("\n", " and ")

@@ -1,21 +1,21 @@
 """
-Multi-query associative recall, by width and length: how many pairs can a model keep in mind and tell apart?
+Multi-query associative recall, by width and length: how many pairs can a model remember and distinguish?
 
-As figure 4, section 8.2, of "Eagle and Finch" (arXiv:2404.05892), in the set-up of "Zoology" (arXiv:2312.04927). A row
-begins with pairs of a key and a value, all different; every key then comes again once, likelier near the pairs than
-far from them, and the model must tell its value:
+This is figure 4, section 8.2, of "Eagle and Finch" (arXiv:2404.05892), in the set-up of "Zoology" (arXiv:2312.04927).
+A row begins with pairs of a key and a value, all different. Then every key occurs once more, more likely near the
+pairs than far from them, and the model must predict its value:
 
     k3 v7 k1 v2 k8 v4 k5 v9 k8 __ k3 __ __ __ k5 __ __ __ __ __ __ __ k1 __ __ __ __ __ __ __ __ __
                             v4    v7          v9                      v2            (only these have a loss)
 
-A longer row has more pairs. Models of two layers see fresh rows at every step, first of two pairs, then also longer
-ones, up to the length of the test: transformers find the task much later without. A training ends when 99% of the
-values of rows kept apart are right, or the steps are spent; of several learning rates that one counts which does best
-on these rows. The accuracy is that of yet other rows, the same for all models.
+A longer row has more pairs. Models of two layers read new rows at every step, first with two pairs, later also longer
+ones, up to the length of the test; without that, transformers learn the task much later. Training ends when 99% of the
+values of the validation rows are right, or after the last step. Several learning rates are tried, and the one with the
+best validation accuracy counts. The test rows are yet other rows, the same for all models.
 
-Zoology trains models of width 64 to 512 on 64 to 512 tokens of 8,192 words; here all three are fewer, so that a CPU
-is enough. Beside Eagle and Finch there are an Eagle with the memory of RWKV-4, one with linear attention, and a
-transformer. Who guesses among the values of the row is right once in as many times as it has pairs.
+Zoology trains models of width 64 to 512 on 64 to 512 tokens of 8,192 words. Here all three are smaller, so that a CPU
+is enough. Eagle and Finch are compared with an Eagle with the memory of RWKV-4, an Eagle with linear attention, and a
+transformer. The accuracy of guessing among the values of the row is one divided by the number of pairs.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from .models import make_config, make_model, make_optimizer
 TITLE = "Multi-query associative recall"
 ARCHITECTURES = ("finch", "eagle", "rwkv4", "linear-attention", "transformer")
 ENOUGH = 0.99  # validation accuracy that ends a training
-NEAR, SAME = 0.95, 0.01  # what findings call solved, and the largest difference that they leave out of account
+NEAR, SAME = 0.95, 0.01  # accuracy that the findings call solved, and the largest difference that they ignore
 # What figure 4 shows: the model that is near 100% everywhere, and the memory that Eagle and Finch exceed everywhere.
 PERFECT, EXCEEDED = ("finch",), {"rwkv4": "RWKV-4"}
-BLANK, NOTHING = 0, -100  # the id between queries; the target where there is none
+BLANK, NOTHING = 0, -100  # the id between queries, and the target of tokens that are not queries
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--widths", type=int, nargs="+", default=[32, 64, 128], help="of the models; on a GPU also 256 and 512")
-    add("--lengths", type=int, nargs="+", default=[64, 128, 256], help="tokens of a row; on a GPU also 512")
-    add("--tokens-per-pair", type=int, default=8, help="a row has one pair for so many tokens")
-    add("--words", type=int, default=32, help="keys that there are, and values; on a GPU 4096 as in Zoology")
+    add("--widths", type=int, nargs="+", default=[32, 64, 128], help="widths of the models; on a GPU also 256 and 512")
+    add("--lengths", type=int, nargs="+", default=[64, 128, 256], help="tokens per row; on a GPU also 512")
+    add("--tokens-per-pair", type=int, default=8, help="number of tokens of a row for each pair")
+    add("--words", type=int, default=32, help="number of keys, and of values; on a GPU 4096 as in Zoology")
     add(
         "--power", type=float, default=0.01, help="gap g between pairs and query is drawn with weight g ** (power - 1)"
     )
     add("--lrs", type=float, nargs="+", default=[3e-3, 1e-2], help="learning rates to try, in this order")
-    add("--steps", type=int, default=800, help="most steps of a training; on a GPU 10000")
-    add("--tokens", type=int, default=2048, help="tokens of a step, so that longer rows are fewer")
+    add("--steps", type=int, default=800, help="maximum number of training steps; on a GPU 10000")
+    add("--tokens", type=int, default=2048, help="tokens per step, so a step has fewer rows if they are longer")
     add("--validate-every", type=int, default=50, help="steps between two validations")
-    add("--test-rows", type=int, default=256, help="rows of the validation, and of the test")
+    add("--test-rows", type=int, default=256, help="rows of validation and test")
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -86,28 +86,28 @@ def make_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Args:
-        rows: how many.
-        length: tokens of a row, at least 4 times `pairs`.
-        pairs: of a key and a value.
-        words: keys have the ids 1 to `words`, values those from `words` + 1 to 2 * `words`.
-        power: the gaps between the pairs and the queries, 1, 2, ... places of two tokens each, are drawn with weights
-            gap ** (power - 1), no gap twice.
+        rows: number of rows.
+        length: tokens per row, at least 4 times `pairs`.
+        pairs: pairs of a key and a value per row.
+        words: keys have the ids 1 to `words`, values the ids `words` + 1 to 2 * `words`.
+        power: exponent of the distribution of gaps. A gap between the pairs and a query is 1, 2, ... times two tokens,
+            and drawn with the weight gap ** (power - 1), without repetition.
 
     Returns:
-        ids (rows, length), and targets (rows, length): the value beside every query, `NOTHING` elsewhere.
+        ids (rows, length), and targets (rows, length): the value at the position of every query, `NOTHING` elsewhere.
     """
 
     def draw(weights: torch.Tensor) -> torch.Tensor:
         return torch.multinomial(weights.expand(rows, -1), pairs, generator=generator)
 
     keys, values = 1 + draw(torch.ones(words)), 1 + words + draw(torch.ones(words))
-    asked = draw(torch.ones(pairs))  # in the order drawn the first is likely the nearest
+    asked = draw(torch.ones(pairs))  # the first one drawn probably gets the smallest gap
     gaps = draw(torch.arange(1, length // 2 - pairs + 1) ** (power - 1))
-    places = 2 * (pairs + gaps)
+    positions = 2 * (pairs + gaps)
     ids, targets = torch.full((rows, length), BLANK), torch.full((rows, length), NOTHING)
     ids[:, : 2 * pairs] = torch.stack((keys, values), dim=-1).flatten(1)
-    ids.scatter_(1, places, keys.gather(1, asked))
-    targets.scatter_(1, places, values.gather(1, asked))
+    ids.scatter_(1, positions, keys.gather(1, asked))
+    targets.scatter_(1, positions, values.gather(1, asked))
     return ids, targets
 
 
@@ -139,15 +139,15 @@ def accuracy_of(model: PreTrainedModel, ids: torch.Tensor, targets: torch.Tensor
 
 
 def train(arguments: argparse.Namespace, architecture: str, length: int, width: int, lr: float) -> dict[str, Any]:
-    """Accuracies of one training, in validation and test, and the steps that it took."""
+    """Validation and test accuracy of one training, and the number of steps."""
     torch.manual_seed(arguments.seed)
     model = make(architecture, arguments, length, width, lr).to(arguments.device)
     optimizer = make_optimizer(model, lr, weight_decay=0.0)
-    # Up in a tenth of the steps, down in the second half.
+    # The learning rate rises in the first tenth of the steps and falls in the second half.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(10 * (step + 1) / arguments.steps, 1.0, 2 - 2 * step / arguments.steps)
     )
-    # Rows to learn from, to validate with and to test with never share a seed.
+    # Training, validation and test have different seeds.
     learn, validate, test = (torch.Generator().manual_seed(3 * arguments.seed + part) for part in range(3))
 
     def rows(number: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +160,8 @@ def train(arguments: argparse.Namespace, architecture: str, length: int, width: 
     validation = rows(arguments.test_rows, length, validate)
     bar = trange(1, arguments.steps + 1, desc=f"{architecture} {lr:g}", unit="step", leave=False)
     for step in bar:
-        # Rows of two pairs at first; in the first half of the steps longer ones join them, and all take turns.
+        # At first all rows have two pairs. In the first half of the steps longer rows are added, and lengths
+        # alternate.
         known = min(1 + 2 * len(lengths) * (step - 1) // arguments.steps, len(lengths))
         now = lengths[step % known]
         loss = F.cross_entropy(*predict(model, *rows(arguments.tokens // now, now, learn)))
@@ -236,13 +237,13 @@ def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def shares(differences: list[float]) -> str:
-    """How many are above `SAME`, within it, and below minus it."""
+    """The number of differences that are above `SAME`, below -`SAME`, and in between."""
     above, below = sum(x > SAME for x in differences), sum(x < -SAME for x in differences)
     return f"higher in {above}, lower in {below}, and within {SAME} in {len(differences) - above - below}"
 
 
 def ends(rows: dict[tuple[int, int], dict[str, Any]], axis: int) -> list[float]:
-    """What accuracy gains from the smallest to the largest length (axis 0) or width (axis 1), the other one fixed."""
+    """The gain in accuracy from the smallest to the largest length (axis 0) or width (axis 1), the other one fixed."""
     lines: dict[int, list[float]] = {}
     for cell, row in rows.items():  # in the order of both
         lines.setdefault(cell[1 - axis], []).append(row["accuracy"])
@@ -255,7 +256,7 @@ def findings(record: dict[str, Any]) -> list[str]:
         near = sum(row["accuracy"] >= NEAR for row in rows.values())
         guesses = sum(row["accuracy"] < 1.5 / row["pairs"] for row in rows.values())
         (length, width), worst = min(rows.items(), key=lambda item: item[1]["accuracy"])
-        sentence = f"{NAMES[architecture]} tells {NEAR:.0%} of the values or more in {near} of {len(rows)} cells"
+        sentence = f"{NAMES[architecture]} predicts at least {NEAR:.0%} of the values in {near} of {len(rows)} cells"
         sentence += f", {worst['accuracy']:.1%} in the worst ({length} tokens, width {width})"
         sentence += f"; no better than a guess in {guesses}." if guesses else "."
         if architecture in PERFECT:

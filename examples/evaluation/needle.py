@@ -1,28 +1,28 @@
 """
-Needle in a haystack, by depth and length: can a model tell a number that stands once in a text, anywhere in it, and
-also where the text is many times as long as those that it was trained on?
+Needle in a haystack, by depth and length: can a model find a number that occurs once in a text, anywhere, also if the
+text is many times as long as those of the training?
 
-As figures 1, 4, 6 and 7 of "Don't Pay Attention" (Avey, arXiv:2506.11305), table 2 of "Raven" and figure 5 of "Gecko",
-in the two variants of RULER (arXiv:2404.06654) that these have in common, S-NIAH-1 and S-NIAH-2:
+This is the test of figures 1, 4, 6 and 7 of "Don't Pay Attention" (Avey, arXiv:2506.11305), table 2 of "Raven" and
+figure 5 of "Gecko", in the two variants of RULER (arXiv:2404.06654) that they share, S-NIAH-1 and S-NIAH-2:
 
     passkey  here we stay . the pass key is 4 8 1 5 2 . the rain is cold . ...
              what is the pass key ? the pass key is _ _ _ _ _
     number   a carpet is near the old river . the special magic number for lantern is 4 8 1 5 2 . ...
              what is the special magic number for lantern ? the special magic number for lantern is _ _ _ _ _
 
-A passkey lies among the same five sentences again and again, a number among sentences that differ. The papers ask
-language models of 150M to 7B parameters in English; here models of about 0.13M learn this task alone, from scratch,
-with a vocabulary of words and digits. They learn both variants at once from rows that never come twice, the needle
-anywhere; only the answer has a loss. The longest rows grow from --shortest tokens to --train-length as a model learns:
-one that begins with long rows learns nothing for a long time.
+The passkey is among five sentences that repeat, the number among sentences that vary. The papers test English language
+models of 150M to 7B parameters. Here models of about 0.13M learn only this task, from scratch, with a vocabulary of
+words and digits. They learn both variants together from rows that never repeat, with the needle anywhere; only the
+answer has a loss. The longest rows grow from --shortest to --train-length tokens as a model learns, because with long
+rows from the beginning it learns nothing for a long time.
 
-The test does as a user does: `generate` reads a text, then writes digit after digit with the cache, and the answer is
-right where every digit is. All architectures get the same texts. The weights are kept in OUT/needle-ARCHITECTURE, so
-that a call that goes on, as with more --lengths, does not train again.
+The test works like an application: `generate` reads a text and writes the digits one by one with the cache. The answer
+is right if every digit is. All architectures get the same texts. The weights are kept in OUT/needle-ARCHITECTURE, so a
+later run, for example with more --lengths, does not train again.
 
-A row of the training holds its answer, and Avey's ranker reads all of the last split: it learns to find the needle by
-its digits, too. The test does not give it these, so that it tells less than in the training, least where the digits
-are in another split than what is said of them.
+A training row contains its answer, and Avey's ranker reads the whole last split, so it also learns to find the needle
+by its digits. In the test these are missing, and the accuracy is lower than in training, especially if the digits are
+in another split than the words before them.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ TITLE = "Needle in a haystack"
 ARCHITECTURES = CAUSAL
 VARIANTS = ("passkey", "number")
 DEPTHS = range(0, 101, 10)  # in percent
-CALL = 32768  # tokens that are read at once
-LEARNED = 0.5  # share of right answers from which rows may be longer, and from which a model has learned the task
-KEPT = 0.9  # share of the accuracy at the length of the training from which a model finds the needle at another
-# What the papers have of the passkey, and the multiple of a setting up to which it is found.
+CALL = 32768  # tokens that are read in one call
+LEARNED = 0.5  # accuracy above which rows become longer, and a model counts as having learned the task
+KEPT = 0.9  # a length counts as reached with at least this share of the accuracy at the length of the training
+# The results of the papers for the passkey, and the multiple of a setting up to which it is found.
 PAPERS = {
     "avey": ("97.8% at 128 times the length of the training (figure 6)", "train_length", 128),
     "raven": ("91.4% at 16 times the length of the training (table 2)", "train_length", 16),
@@ -96,18 +96,23 @@ IDS = {word: number for number, word in enumerate(WORDS, start=BOUNDARY + 1)}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     lengths = [512, 1024, 2048, 4096, 8192]
-    add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the tested texts; on a GPU up to 32768")
-    add("--texts", type=int, default=8, help="tested texts of each variant, length and depth; on a GPU 100")
-    add("--train-length", type=int, default=512, help="tokens of the longest rows of the training")
-    add("--shortest", type=int, default=40, help="tokens of the shortest rows of the training")
-    add("--digits", type=int, default=5, help="of the needle, all different")
-    add("--width", type=int, default=64, help="of the models; on a GPU 128")
-    add("--layers", type=int, default=2, help="of the models; on a GPU 4")
-    add("--window", type=int, default=64, help="tokens that Gecko and Avey look at as they are: a chunk, two splits")
-    add("--steps", type=int, default=5000, help="of the training; on a GPU 20000")
-    add("--tokens", type=int, default=2048, help="tokens of a step, so that longer rows are fewer; on a GPU 32768")
+    add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the test texts; on a GPU up to 32768")
+    add("--texts", type=int, default=8, help="test texts per variant, length and depth; on a GPU 100")
+    add("--train-length", type=int, default=512, help="tokens of the longest training rows")
+    add("--shortest", type=int, default=40, help="tokens of the shortest training rows")
+    add("--digits", type=int, default=5, help="digits of the needle, all different")
+    add("--width", type=int, default=64, help="width of the models; on a GPU 128")
+    add("--layers", type=int, default=2, help="layers of the models; on a GPU 4")
+    add("--window", type=int, default=64, help="tokens of a chunk of Gecko, or of two splits of Avey")
+    add("--steps", type=int, default=5000, help="training steps; on a GPU 20000")
+    add("--tokens", type=int, default=2048, help="tokens per step; on a GPU 32768")
     add("--lr", type=float, default=3e-3, help="largest learning rate")
-    add("--transformer-lr", type=float, default=1e-3, help="that of the transformer, which learns less at 3e-3")
+    add(
+        "--transformer-lr",
+        type=float,
+        default=1e-3,
+        help="largest learning rate of the transformer, which learns less at 3e-3",
+    )
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -126,17 +131,18 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def make_text(variant: str, length: int, depth: float, digits: int, generator: random.Random) -> list[int]:
     """
-    The ids of a text: haystack with needle, question and answer. The haystack may lack the beginning of its first
-    sentence, so that the length is right.
+    The ids of a text: haystack with needle, question and answer. The beginning of the haystack is cut, so that the
+    length is right.
 
     Args:
-        variant: of `VARIANTS`.
+        variant: one of `VARIANTS`.
         length: number of ids.
-        depth: where the needle is, from 0, before the haystack, to 1, behind it: where a sentence ends next to there.
-        digits: of the answer, at most 10.
+        depth: position of the needle, from 0 (before the haystack) to 1 (after it), moved to the nearest end of a
+            sentence.
+        digits: number of digits of the answer, at most 10.
 
     Raises:
-        ValueError: where the length has no room for a haystack.
+        ValueError: if the length leaves no room for a haystack.
     """
     key = generator.choice(CLASSES["NOUN"])
     needle = [key if word == "NOUN" else word for word in NEEDLES[variant].split()]
@@ -150,9 +156,9 @@ def make_text(variant: str, length: int, depth: float, digits: int, generator: r
         sentence = generator.choice(SENTENCES[variant]).split()
         haystack += [generator.choice(CLASSES[word]) if word in CLASSES else word for word in sentence]
     haystack = haystack[-room:]
-    ends = [0, *(place for place, word in enumerate(haystack, start=1) if word == ".")]
-    place = min(ends, key=lambda end: abs(end - depth * room))
-    text = [*haystack[:place], *needle, *answer, ".", *haystack[place:], *question, *answer]
+    ends = [0, *(end for end, word in enumerate(haystack, start=1) if word == ".")]
+    end = min(ends, key=lambda end: abs(end - depth * room))
+    text = [*haystack[:end], *needle, *answer, ".", *haystack[end:], *question, *answer]
     return [BOUNDARY, *(IDS[word] for word in text)]
 
 
@@ -195,28 +201,28 @@ def train(arguments: argparse.Namespace, architecture: str) -> PreTrainedModel:
 
 
 def obtain(arguments: argparse.Namespace, architecture: str) -> tuple[PreTrainedModel, float]:
-    """A trained model and the seconds that its training took; that of an earlier call if it has been trained alike."""
-    models = vars(arguments).setdefault("models", {})  # of this call
+    """A trained model and the seconds of its training; that of an earlier run if its settings were the same."""
+    models = vars(arguments).setdefault("models", {})  # those of this run
     if architecture not in models:
         directory = arguments.out / f"needle-{architecture}"
-        about, alike = directory / "training.json", {**settings(arguments), "seed": arguments.seed}
-        told = json.loads(about.read_text(encoding="utf-8")) if about.exists() else {}
-        if told.get("settings") != alike or arguments.fresh:
+        path, wanted = directory / "training.json", {**settings(arguments), "seed": arguments.seed}
+        training = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if training.get("settings") != wanted or arguments.fresh:
             start = time.perf_counter()
             model = train(arguments, architecture)
-            told = {"settings": alike, "seconds": round(time.perf_counter() - start, 1)}
+            training = {"settings": wanted, "seconds": round(time.perf_counter() - start, 1)}
             new = directory.with_suffix(".new")
             model.save_pretrained(new)
-            (new / about.name).write_text(json.dumps(told), encoding="utf-8")
+            (new / path.name).write_text(json.dumps(training), encoding="utf-8")
             shutil.rmtree(directory, ignore_errors=True)
             new.rename(directory)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        models[architecture] = model.to(arguments.device), told["seconds"]
+        models[architecture] = model.to(arguments.device), training["seconds"]
     return models[architecture]
 
 
 def are_right(model: PreTrainedModel, texts: torch.Tensor, digits: int) -> torch.Tensor:
-    """Whether what the model writes, greedily, is the last digits of each text: (texts) of (texts, length)."""
+    """Whether greedy decoding gives the last digits of each text (texts, length): bool (texts)."""
     right = []
     for batch in texts.split(max(CALL // texts.shape[1], 1)):
         batch = batch.to(model.device)
@@ -254,7 +260,7 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
     lines, trained = lines_of(record), record["settings"]["train_length"]
     lengths = sorted({row["length"] for row in record["rows"]})
     ticks = [short(length) for length in lengths]
-    border = sum(length <= trained for length in lengths) - 0.5  # in columns of a heat map
+    boundary = sum(length <= trained for length in lengths) - 0.5  # in columns of a heat map
 
     maps, grid = new_figure(len(VARIANTS), len(lines), height=4.4, sharex=True, sharey=True, squeeze=False)
     for column, (architecture, variants) in zip(grid.T, lines.items(), strict=True):
@@ -262,8 +268,8 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
             nothing = {"by_depth": [float("nan")] * len(DEPTHS)}
             columns = [variants.get(variant, {}).get(length, nothing)["by_depth"] for length in lengths]
             image = axes.imshow(list(zip(*columns, strict=True)), vmin=0, vmax=1, aspect="auto")
-            axes.axvline(border, color="white", linewidth=2.5)
-            axes.axvline(border, color="#D55E00", linewidth=1.2)
+            axes.axvline(boundary, color="white", linewidth=2.5)
+            axes.axvline(boundary, color="#D55E00", linewidth=1.2)
             axes.set_xticks(range(len(lengths)), ticks, rotation=90)
             axes.set_yticks(range(0, len(DEPTHS), 5), DEPTHS[::5])
             axes.grid(visible=False)
@@ -300,8 +306,8 @@ def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def reach_of(rows: dict[int, dict[str, Any]], trained: int) -> tuple[int, int]:
     """
-    The longest tested length of the training's, or the shortest, and the one up to which a model keeps the accuracy
-    that it has there; 0 where that is too little to have learned the task.
+    The longest tested length that training also had (or the shortest one), and the length up to which a model keeps
+    its accuracy there; 0 if it has not learned the task.
     """
     base = max((length for length in rows if length <= trained), default=min(rows))
     least = max(KEPT * rows[base]["accuracy"], LEARNED)
@@ -310,7 +316,7 @@ def reach_of(rows: dict[int, dict[str, Any]], trained: int) -> tuple[int, int]:
 
 
 def describe(architecture: str, variant: str, rows: dict[int, dict[str, Any]], trained: int) -> str:
-    """All accuracies, and where in a text the needle is found at the first length that is too long for the model."""
+    """All accuracies, and those in both halves of the text at the first length that is too long for the model."""
     answers = ", ".join(f"{row['accuracy']:.1%} ({length:,})" for length, row in rows.items())
     text = f"{NAMES[architecture]}, {variant}, right answers by length in tokens: {answers}."
     base, reach = reach_of(rows, trained)
@@ -322,7 +328,7 @@ def describe(architecture: str, variant: str, rows: dict[int, dict[str, Any]], t
 
 
 def compare(architecture: str, rows: dict[int, dict[str, Any]], settings: dict[str, Any]) -> str:
-    """What the paper has of the passkey, and whether it appears here."""
+    """The result of the paper for the passkey, and whether it appears here."""
     claim, name, times = PAPERS[architecture]
     promised, last = times * settings[name], max(rows)
     base, reach = reach_of(rows, settings["train_length"])

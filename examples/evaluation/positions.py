@@ -1,29 +1,29 @@
 """
-Loss by position: in single ABC tunes, and in a text of tunes that is many times as long as the rows of the training.
+Loss by position: in single ABC tunes, and in a text of tunes that is many times as long as the training rows.
 
-Tunes: as figure 8 of "Eagle and Finch" (section 10.1), which compares two generations of RWKV, 24 layers of 512, on
-2,162 held-out tunes: every held-out tune is read by itself from its header on, and the loss of each position is
-averaged over the tunes. Here the models are those that come with the package, 4 layers of 128, and the tunes are those
-that `examples/train_abc.py` holds out, about 200.
+Tunes: figure 8 of "Eagle and Finch" (section 10.1) compares two generations of RWKV, 24 layers of 512, on 2,162
+held-out tunes. Every tune is read alone from its header on, and the loss of each position is averaged over the tunes.
+Here the models are those that come with the package, 4 layers of 128, and the tunes are the held-out ones of
+`examples/train_abc.py`, about 200.
 
-Long text: as figure 4 of "Gecko", which shows the perplexity of books by context length, 4K to 4M tokens (a), and
-their loss by position (b). Here the held-out tunes lie in a ring, one after the other, and every byte of it is told
-from windows that give it between half of a context length and the whole of it. A point of a line is thus the loss at
-those positions of a text, as in (b), and all points are of the same bytes, as in (a), so that what a line shows is due
-to the context alone. The models have been trained on rows of 1,024 bytes; the longest window is 32 times as long.
+Long text: figure 4 of "Gecko" shows the perplexity of books by context length, 4K to 4M tokens (a), and their loss by
+position (b). Here the held-out tunes are joined to a ring. Every byte is predicted in windows in which its context is
+at least half of the context length and less than the whole. So a point of a line is the loss at these positions, as in
+(b), and all points are for the same bytes, as in (a): the lines only show the effect of the context. The models were
+trained on rows of 1,024 bytes; the longest window is 32 times as long.
 
-How to read it: a model that loses its way beyond the lengths of its training has a line that rises there, as the
-attention with rotary positions of the transformer has. One that remembers has a line that falls. A tune says little
-about the next one, so that there is not much to remember beyond the tune.
+How to read it: if a model fails beyond the lengths of its training, its line rises there, as that of the transformer
+with its rotary positions does. If a model remembers, its line falls. A tune says little about the next one, so there
+is not much to remember beyond the tune.
 
-Gecko begins a new document at every id 0, which stands between two tunes, and knows nothing of earlier tunes; that it
-reads a long text as well as a short one is then no merit. So it is also read with `document_boundaries=False`, as
-which it has not been trained: the loss is higher, and whether it stays the same is what figure 4 is about.
+Gecko begins a new document at every id 0, which separates two tunes, and does not see earlier tunes. So it naturally
+reads a long text as well as a short one. It is therefore also measured with `document_boundaries=False`, which it was
+not trained for: then the loss is higher, and the question of figure 4 is whether it stays the same.
 
-Avey sees a window in one call, as its authors' code does: what a split retrieves depends on all of its tokens, so that
-a little of a split's later bytes is known to its earlier ones.
+Avey reads a window in one call, like the code of its authors. What a split retrieves depends on all of its tokens, so
+earlier bytes of a split have a little information about later ones.
 
-All models are measured in float32. The transformer does not come with the package; this makes and measures it:
+All models are measured in float32. The transformer is not part of the package; these commands make and measure it:
 
     python examples/train_abc.py transformer --output transformer-abc
     python -m examples.evaluation positions --transformer transformer-abc
@@ -58,11 +58,11 @@ SEPARATING = ("gecko",)  # architectures with the field `document_boundaries`
 BOUNDARY = 0  # the id between two tunes
 TRAINED = 1024  # bytes of a row that the models were trained on
 BIN = 4  # positions that are averaged
-SMOOTHING = 8.0  # standard deviation in positions, of the line through them
-FEWEST = 20  # tunes that the line is an average of
-PARTS = 16  # of the long text, whose spread tells how sure a difference is
-CALL = 32768  # tokens that are read at once
-SMALL = 0.01  # bits a byte that make no difference
+SMOOTHING = 8.0  # standard deviation, in positions, of the smoothed line
+FEWEST = 20  # minimum number of tunes that the line is an average of
+PARTS = 16  # parts of the long text, whose variation gives the error of a difference
+CALL = 32768  # tokens that are read in one call
+SMALL = 0.01  # a difference in bits per byte that is ignored
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transformer",
         type=Path,
         metavar="DIR",
-        help="the transformer that train_abc.py has made; left out otherwise",
+        help="directory of a transformer made by train_abc.py (default: do not measure one)",
     )
     contexts = [256, 1024, 2048, 4096, 8192, 16384, 32768]
     add(
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=contexts,
-        help="even lengths of context; the held-out tunes have 45 kB",
+        help="even context lengths; the held-out tunes have 45 kB",
     )
 
 
@@ -97,7 +97,7 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for architecture in arguments.architectures:
         directory = directory_of(architecture, arguments)
         if directory is None:
-            continue  # the findings say so
+            continue  # the findings mention it
         weights = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()[:8]
         model = {"architecture": architecture, "weights": weights}
         own = True if architecture in SEPARATING else None
@@ -119,11 +119,11 @@ def long_text(held_out: Corpus, seed: int) -> torch.Tensor:
 
 def windows(text: torch.Tensor, context: int) -> list[torch.Tensor]:
     """
-    Pieces of the text, taken as a ring, that are `context` tokens long, the last one shorter. What follows the first
-    `context // 2` tokens of each is, put together, the text.
+    Pieces of the text, taken as a ring, with `context` tokens each; the last one is shorter. Without their first
+    `context // 2` tokens, the pieces together are the text.
 
     Raises:
-        ValueError: where `context` is odd or less than 2, or so long that a window would meet itself.
+        ValueError: if `context` is odd, less than 2, or longer than the text.
     """
     if context % 2 or not 2 <= context <= len(text):
         raise ValueError(f"`--contexts` must be even, from 2 to the {len(text)} bytes of the text, got {context}.")
@@ -142,8 +142,9 @@ def bits_of(model: PreTrainedModel, ids: torch.Tensor, first: int) -> torch.Tens
 
 def in_tunes(model: PreTrainedModel, tunes: list[str]) -> dict[str, Any]:
     """
-    Bits a byte of each tune by itself, the boundary at its end included; the first byte, always an X, is given. Those
-    of the header's five lines and of the music, those of every bin of positions, and the bytes that are in the bins.
+    Bits per byte of the tunes, each read alone with the boundary at its end; the first byte, always an X, is not
+    predicted. Also those of the headers and of the music, those of every bin of positions, and the number of bytes in
+    each bin.
     """
     sums, counts = torch.zeros(2, max(map(len, tunes)) // BIN + 1)
     totals = {"header": [0.0, 0], "music": [0.0, 0]}
@@ -167,7 +168,7 @@ def in_tunes(model: PreTrainedModel, tunes: list[str]) -> dict[str, Any]:
 
 
 def in_context(model: PreTrainedModel, text: torch.Tensor, context: int) -> dict[str, Any]:
-    """Bits a byte of the text, each byte given `context // 2` to `context - 1` before it, and those of its parts."""
+    """Bits per byte of the text and of its parts. Each byte has a context of `context // 2` to `context - 1` bytes."""
     *full, last = windows(text, context)
     calls = [*torch.stack(full).split(max(CALL // context, 1)), last[None]] if full else [last[None]]
     bits = torch.cat([bits_of(model, ids, context // 2).flatten() for ids in tqdm(calls, leave=False, unit="call")])
@@ -192,7 +193,7 @@ def measure(
 
 
 def latest(record: dict[str, Any]) -> dict[tuple, dict[str, Any]]:
-    """The rows by architecture, boundaries and context (None for the tunes); of several weights those of the last."""
+    """The rows by architecture, boundaries and context (None for the tunes); the last row if weights have changed."""
     return {(row["architecture"], row["document_boundaries"], row["context"]): row for row in record["rows"]}
 
 
@@ -220,7 +221,7 @@ def name_of(architecture: str, boundaries: bool | None) -> str:
 
 
 def change(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
-    """By how many bits a byte the loss is more than that of another row, and twice the standard error of that."""
+    """The difference in bits per byte to another row, and twice its standard error."""
     differences = torch.tensor(row["parts"]) - torch.tensor(base["parts"])
     return row["bits"] - base["bits"], 2 * differences.std().item() / math.sqrt(len(differences))
 
@@ -230,7 +231,7 @@ def base_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def smoothed(row: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Positions that enough tunes have, and the average of the bins around each, by a Gaussian."""
+    """The positions that enough tunes have, and a Gaussian average of the bins around each."""
     bits, counts = torch.tensor(row["by_position"]), torch.tensor(row["counts"])
     middles = torch.arange(len(bits)) * BIN + (BIN - 1) / 2
     weights = torch.exp(-0.5 * ((middles[:, None] - middles) / SMOOTHING) ** 2) * counts

@@ -1,4 +1,4 @@
-"""One HTML page of what the tasks have measured, without scripts and without anything from elsewhere."""
+"""One HTML page of all measurements, without scripts and external resources."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from . import TASKS, figures
 from .runs import read_record, write_atomically
 
 
-# The last run of every task, which comes with the repository.
+# The latest run of every task, which is part of the repository.
 RESULTS = Path(__file__).parent / "results"
 ABOUT = """
-All architectures of subquad, small, side by side: what `python -m examples.evaluation` has measured. Every section
-names the command, seed and hardware of its numbers. Models this small tell how the architectures differ; they do not
-tell how good large ones are.
+Small models of all architectures of subquad, compared by `python -m examples.evaluation`. Every section has the
+command, seed and hardware of its numbers. Such small models show how the architectures differ, not how good large
+models are.
 """
 ABOUT_ZOO = """
 The models that come with the package, trained on the same rows of folk tunes in ABC notation with
 `examples/train_abc.py` (avey-b-abc at twice the learning rate), as their cards describe them.
 `subquad generate --model finch-abc` writes a tune.
 """
-# Nothing may be fetched or run, whatever a record holds.
+# Whatever a record contains, the page must not load or run anything.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-NUMBER = re.compile(r"[-−+]?[\d.]|[-–—]?$")  # also where there is none
+NUMBER = re.compile(r"[-−+]?[\d.]|[-–—]?$")  # also a missing one
 STYLE = """
 :root { color-scheme: light dark; --text: #1c1c1e; --soft: #55555c; --page: #fff; --box: #f4f4f6; --line: #d8d8de;
   --link: #0b57b0 }
@@ -77,7 +77,7 @@ nav span { color: var(--soft) }
 
 
 def prose(paragraph: str) -> str:
-    """Text as HTML; what is between backticks is code."""
+    """Text as HTML, with code between backticks."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(" ".join(paragraph.split())))
 
 
@@ -86,7 +86,7 @@ def verbatim(text: str) -> str:
 
 
 def explanation(documentation: str) -> str:
-    """The first paragraph, and the others for those who ask; indented ones stay as they are."""
+    """The first paragraph, and the others on demand. Indented paragraphs are printed verbatim."""
     first, *others = inspect.cleandoc(documentation).split("\n\n")
     html = f"<p>{prose(first)}</p>"
     if others:
@@ -100,7 +100,7 @@ def items(lines: Iterable[str]) -> str:
 
 
 def table(label: str, header: list[str], rows: list[list[str]]) -> str:
-    """A table that scrolls in a box of its own, also by the keyboard; columns of numbers stand to the right."""
+    """A table that scrolls in a box of its own, also by the keyboard; columns of numbers are aligned to the right."""
     numbers = [all(map(NUMBER.match, column)) for column in zip(*rows, strict=True)]
     marks = [' class="number"' if number else "" for number in numbers] or [""] * len(header)
     head = [f'<th scope="col"{mark}>{escape(cell)}</th>' for mark, cell in zip(marks, header, strict=True)]
@@ -115,7 +115,7 @@ def table(label: str, header: list[str], rows: list[list[str]]) -> str:
 
 
 def image(name: str, figure: Figure, record: dict[str, Any]) -> str:
-    """The figure, within the page; the titles and labels of its axes are its alternative text."""
+    """The figure, embedded in the page. Its alternative text has the titles and labels of its axes."""
     labels = [label for axes in figure.axes for label in (axes.get_title(), axes.get_ylabel(), axes.get_xlabel())]
     said = ", ".join(dict.fromkeys(" ".join(label.split()) for label in labels if label))
     data = base64.b64encode(figures.to_svg(figure, record).encode()).decode()
@@ -124,7 +124,7 @@ def image(name: str, figure: Figure, record: dict[str, Any]) -> str:
 
 
 def zoo() -> str:
-    """The table of the models that come with the package: their size, and what their cards' tables have."""
+    """The table of the embedded models: their sizes, and the measurements on their cards."""
     measured = {}
     for path in sorted(EMBEDDED.glob("*/README.md")):
         section = path.read_text(encoding="utf-8").partition("\n## Measured\n")[2].partition("\n## ")[0]
@@ -136,7 +136,7 @@ def zoo() -> str:
 
 
 def facts(record: dict[str, Any], origin: str) -> str:
-    """How the numbers came about, and what repeats them."""
+    """The seed, hardware, versions and settings of the numbers, and the command that repeats them."""
     minutes = sum(row["seconds"] for row in record["rows"]) / 60
     parts = {
         "seed": record["seed"],
@@ -155,7 +155,7 @@ def facts(record: dict[str, Any], origin: str) -> str:
 
 
 def section(task: str, out: Path) -> tuple[str, str]:
-    """A task's line in the table of contents, and what it measured, as HTML."""
+    """The line of a task in the table of contents, and its results, as HTML."""
     module = importlib.import_module(f".{task}", __package__)
     title = escape(module.TITLE)
     parts = [f'<h2 id="{task}-title">{title}</h2>', explanation(module.__doc__)]
@@ -177,11 +177,11 @@ def section(task: str, out: Path) -> tuple[str, str]:
 
 def write_report(out: Path) -> Path:
     """
-    Makes `report.html` of the records in a directory and, where it has none of a task, of the one that comes with the
-    repository. The same records make the same file.
+    Makes `report.html` from the records in a directory. If a task does not have a record there, that of the repository
+    is used. The same records give the same file.
 
     Args:
-        out: directory of the tasks' records, made where there is none.
+        out: directory of the tasks' records, created if it does not exist.
     """
     lines, sections = zip(*(section(task, out) for task in TASKS), strict=True)
     page = f"""<!DOCTYPE html>

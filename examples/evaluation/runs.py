@@ -1,4 +1,4 @@
-"""What a task has measured, in one JSON file that a later call goes on with, and a CSV file beside it."""
+"""The record of a task: a JSON file, which a later run continues, and a CSV file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import subquad
 
 
 def hardware(device: str = "cpu") -> str:
-    """The processor or accelerator, as a figure names it."""
+    """The name of the processor or accelerator."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -40,7 +40,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """What was measured, with the digits that mean something."""
+    """Measured values, with six significant digits."""
     if isinstance(value, dict):
         return {name: rounded(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -50,18 +50,19 @@ def rounded(value: Any) -> Any:
 
 class Record:
     """
-    The rows of a task, one a cell: what was varied, what was measured, and the seconds it took.
+    The rows of a task. Each cell has a row with its parameters, its measurements, and the seconds that it took.
 
     Args:
         task: name of the task.
-        settings: everything, the cells excepted, that the numbers depend on; JSON values.
-        command: what repeats the task.
-        seed: of weights, data and order.
-        out: directory of the files, made where there is none.
-        fresh: forget what an earlier call has measured.
+        settings: everything else that the numbers depend on, as JSON values.
+        command: the command that repeats the task.
+        seed: seed of weights, data and order.
+        out: directory of the files, created if it does not exist.
+        device: device of the models.
+        fresh: whether to discard the measurements of an earlier run.
 
     Raises:
-        ValueError: where an earlier call had other settings and `fresh` is false.
+        ValueError: if an earlier run had other settings and `fresh` is false.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Record:
             "seed": seed,
             **self.call,
             "versions": dict(self.versions),
-            "settings": json.loads(json.dumps(settings)),  # as they will be read again
+            "settings": json.loads(json.dumps(settings)),  # as they are after reading the file
             "rows": [],
         }
         if self.path.exists() and not fresh:
@@ -97,7 +98,7 @@ class Record:
                 if mine.get(name) != theirs.get(name):
                     raise ValueError(
                         f"{self.path} was measured with {name} = {theirs.get(name)!r}, not {mine.get(name)!r}; "
-                        "--fresh forgets it, --out takes another directory."
+                        "--fresh discards it, --out takes another directory."
                     )
             self.content = earlier
 
@@ -107,8 +108,8 @@ class Record:
 
     def measure(self, cells: Iterable[dict[str, Any]], function: Callable[..., dict[str, Any]]) -> None:
         """
-        Calls `function(**cell)` for every cell that has no row yet, under a progress bar; the row is the cell and what
-        it returns, floats to six digits. The file is written after every cell.
+        Calls `function(**cell)` for every cell without a row, and shows a progress bar. The row is the cell together
+        with the results, rounded to six digits. The file is written after every cell.
         """
         cells = list(cells)
         todo = [cell for cell in cells if not any(cell.items() <= row.items() for row in self.rows)]
@@ -122,7 +123,7 @@ class Record:
             self.save()
 
     def sign(self) -> None:
-        """Command, hardware, date and versions are those of all calls that measured a row, a line each."""
+        """Adds command, hardware, date and versions of this run, each as a line if it is new."""
         for said, now in ((self.content, self.call), (self.content["versions"], self.versions)):
             for name, value in now.items():
                 if value not in said.setdefault(name, value).split("\n"):

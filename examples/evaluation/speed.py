@@ -1,29 +1,30 @@
 """
-Speed and memory by length: tokens a second that are read, milliseconds for a token that is written after so many, what
-is kept between two tokens, and the most memory that reading takes.
+Speed and memory by length: tokens per second of reading, milliseconds per written token, the size of the state between
+two tokens, and the peak memory of reading.
 
-As figures 6 and 7 of "Eagle and Finch" (section 9: memory and time by sequence length, against FlashAttention), figure
-8 of "Don't Pay Attention" (Avey: time to the first token) and figure 2 of "Avey-B" (throughput by length, and the
-exponent of its decay). They measure layers, and models of up to a billion parameters, on an A100, H200 or B200. Here
-are whole models of one width, a few million parameters, with random weights, one text at a time, as `generate` runs
-them: not compiled; the transformer with torch's fused attention and the growing cache of transformers.
+The papers have figures 6 and 7 of "Eagle and Finch" (section 9: memory and time by sequence length, compared with
+FlashAttention), figure 8 of "Don't Pay Attention" (Avey: time to the first token) and figure 2 of "Avey-B" (throughput
+by length, and the exponent of its decay). They measure layers, and models of up to a billion parameters, on an A100,
+H200 or B200. Here the models have one width, a few million parameters and random weights, and read one text at a time
+as `generate` does, without compilation. The transformer has torch's fused attention and the growing cache of
+transformers.
 
     python -m examples.evaluation speed
     python -m examples.evaluation speed --device cuda --width 1024 --layers 24 --window 512 \\
         --lengths 1024 4096 16384 65536 131072
 
-Reading is what comes before the first token that is written: all of the text, but for its logits, of which there are
-the last token's only. Avey needs no more than its last split for that, with what it retrieves, and keeps the
-embeddings of all others. Avey-B, an encoder, reads only, and has an output for every token.
+Reading is everything before the first written token: the whole text, with the logits of the last token only. Avey only
+needs to process its last split and the splits that it retrieves, and keeps the embeddings of all others. Avey-B, an
+encoder, only reads, and has an output for every token.
 
-Writing computes a whole split anew for each token in Avey: --tokens should be a multiple of its split, half of the
---window. State is what the cache holds after reading, room for more included.
+For each written token, Avey recomputes a whole split, so --tokens should be a multiple of a split, which is half of
+the --window. State is the size of the cache after reading, including room for more tokens.
 
-Every cell has a process of its own, so that no memory is left from the one before: it reads the text once, and the
-peak of its memory beyond what it held is that of reading, state included; then it reads for --seconds, at least three
-times, and writes. Times are medians. On a CPU memory is the resident set of the process (Linux only), on a GPU what
-torch has allocated, and time passes between events. A cell that takes longer than --limit once its model is there is
-stopped; that and want of memory are recorded.
+Every cell runs in a process of its own, so that the memory of earlier cells does not count. It reads the text once to
+measure the additional peak memory, state included. Then it reads for --seconds, at least three times, and writes.
+Times are medians. Memory is the resident set of the process on a CPU (Linux only), and the memory allocated by torch
+on a GPU, where events measure the time. A cell that takes longer than --limit after its model is made is stopped. This
+is recorded, and so is running out of memory.
 """
 
 from __future__ import annotations
@@ -55,26 +56,26 @@ from measuring import extra_mebibytes, median_milliseconds, resident_mebibytes, 
 TITLE = "Speed and memory"
 ARCHITECTURES = tuple(NAMES)
 VOCABULARY = 1024
-FITTED = 4  # longest lengths that an exponent is fitted to
-# What was measured, and how a panel and a finding name it.
+FITTED = 4  # number of the longest lengths that an exponent is fitted to
+# Measured value to its title and unit.
 MEASURES = {
     "tokens_per_second": ("Reading", "tokens a second"),
     "milliseconds_per_token": ("Writing", "milliseconds a token"),
     "peak_mebibytes": ("Memory of reading", "peak (MiB)"),
     "state_kibibytes": ("State after reading", "size (KiB)"),
 }
-FLAT = 1.25  # the largest ratio that is still told as none
+FLAT = 1.25  # the largest ratio that still counts as constant
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     lengths = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
-    add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the text; on a GPU to 131072 and more")
-    add("--width", type=int, default=256, help="of the models; on a GPU 1024")
-    add("--layers", type=int, default=6, help="of the models; on a GPU 24")
-    add("--window", type=int, default=128, help="a chunk of Gecko's, two splits of Avey's; on a GPU 512")
-    add("--tokens", type=int, default=64, help="to write")
-    add("--seconds", type=float, default=0.5, help="of reading for a median, which is at least of 3")
+    add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the text; on a GPU up to 131072 and more")
+    add("--width", type=int, default=256, help="width of the models; on a GPU 1024")
+    add("--layers", type=int, default=6, help="layers of the models; on a GPU 24")
+    add("--window", type=int, default=128, help="tokens of a chunk of Gecko, or of two splits of Avey; on a GPU 512")
+    add("--tokens", type=int, default=64, help="tokens to write")
+    add("--seconds", type=float, default=0.5, help="time of reading for a median, of at least 3 times")
     add("--limit", type=float, default=120.0, help="seconds after which a cell is stopped")
 
 
@@ -90,18 +91,18 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def peak_mebibytes(function: Callable[[], Any], device: torch.device) -> float | None:
-    """The most memory that a call holds beyond what is held before it; None where that cannot be known."""
+    """The additional peak memory of a call; None if it cannot be measured."""
     if device.type == "cuda":
         return extra_mebibytes(function, "cuda")
-    # What is free but not yet given back (glibc) would be taken again without being seen.
+    # Return free memory to the system (glibc): otherwise its reuse would not be measured.
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
-    # Not `ru_maxrss`, which a process inherits from the one that started it.
+    # Not `ru_maxrss`, which a process inherits from its parent.
     more = -resident_mebibytes(lambda: None) + resident_mebibytes(function)
     return None if math.isnan(more) else more
 
 
 def state_kibibytes(cache: Any) -> float:
-    """What a model keeps between two tokens, with the room that it has for more."""
+    """The size of the cache between two tokens, including room for more tokens."""
     states = [
         layer.states.values() if hasattr(layer, "states") else (layer.keys, layer.values) for layer in cache.layers
     ]
@@ -117,7 +118,7 @@ def measure_here(
 
     Args:
         plan: the settings.
-        ready: is called once the model is there.
+        ready: called when the model is made.
     """
     torch.manual_seed(seed)
     torch.set_num_threads(plan["threads"])
@@ -143,7 +144,7 @@ def measure_here(
             return model.base_model(input_ids=ids[:, :tokens])
         return model(input_ids=ids[:, :tokens], use_cache=True, logits_to_keep=1)
 
-    read(min(length, plan["window"]))  # libraries load what they need
+    read(min(length, plan["window"]))  # libraries finish loading
     if device.type == "cuda":
         read()  # kernels are compiled and tuned
     measured = {"parameters": model.num_parameters(), "peak_mebibytes": peak_mebibytes(read, device)}
@@ -162,18 +163,18 @@ def measure_here(
 
 
 def serve(sender: Connection, *cell: Any) -> None:
-    """A cell's process: tells when it is ready, then the numbers."""
+    """The process of a cell: sends None when the model is made, and then the numbers."""
     try:
         sender.send(measure_here(*cell, ready=lambda: sender.send(None)))
-    except RuntimeError as error:  # of a GPU an OutOfMemoryError, of a CPU just one that says so
+    except RuntimeError as error:  # only on a GPU it is an OutOfMemoryError
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         sender.send({"note": "out of memory"})
 
 
 def measure(arguments: argparse.Namespace, architecture: str, length: int) -> dict[str, Any]:
-    # The fork of a process that has imported all this, and nothing else, begins at once. But what asks for GPUs as it
-    # is imported leaves them unusable to forks.
+    # A fork of a process that has already imported everything starts quickly. But GPUs cannot be used in a fork if the
+    # imports have initialised them.
     forks = "forkserver" in multiprocessing.get_all_start_methods() and torch.device(arguments.device).type == "cpu"
     context = multiprocessing.get_context("forkserver" if forks else "spawn")
     if forks:
@@ -183,9 +184,9 @@ def measure(arguments: argparse.Namespace, architecture: str, length: int) -> di
         target=serve, args=(sender, architecture, length, arguments.seed, settings(arguments)), daemon=True
     )
     process.start()
-    sender.close()  # so that the end of the process is the end of the pipe
+    sender.close()  # so that the pipe ends when the process does
     try:
-        answer = receiver.recv()  # None once the model is there
+        answer = receiver.recv()  # None when the model is made
         if answer is None and not receiver.poll(arguments.limit):
             return {"note": f"stopped after {arguments.limit:g} s"}
         return answer or receiver.recv()
@@ -200,7 +201,7 @@ def measure(arguments: argparse.Namespace, architecture: str, length: int) -> di
 
 
 def series(record: dict[str, Any], what: str) -> dict[str, dict[int, float]]:
-    """A quantity by architecture and length, where it was measured."""
+    """A measured value by architecture and length."""
     result: dict[str, dict[int, float]] = {}
     for row in sorted(record["rows"], key=lambda row: (ARCHITECTURES.index(row["architecture"]), row["length"])):
         if row.get(what) is not None:
@@ -222,7 +223,7 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def written(number: float | None) -> str:
-    """In three digits or more, where there is one."""
+    """The number with at least three digits, or a dash."""
     return "–" if number is None else f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
@@ -237,7 +238,7 @@ def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def exponent(values: dict[int, float]) -> float:
-    """Of the power of the length that the values grow with, by least squares through their logarithms."""
+    """The exponent of the length in the growth of the values, by least squares on their logarithms."""
     x, y = (torch.tensor([math.log(number) for number in numbers]) for numbers in (values.keys(), values.values()))
     return ((x - x.mean()) * (y - y.mean())).sum().item() / ((x - x.mean()) ** 2).sum().item()
 
@@ -246,7 +247,7 @@ def said_of(numbers: dict[str, str]) -> str:
     return ", ".join(f"{NAMES[name]} {number}" for name, number in numbers.items())
 
 
-# Whose papers compare what with a transformer, in which figure.
+# Architecture, measured value, and the comparison with a transformer in its paper.
 COMPARED = (
     ("finch", "tokens_per_second", "figure 7 of Eagle and Finch: faster beyond 4,000, 4.2 times at 16,000"),
     ("avey", "tokens_per_second", "figure 8 of its paper: faster, by more the longer the text"),
@@ -255,7 +256,7 @@ COMPARED = (
 
 
 def compare(record: dict[str, Any], architecture: str, what: str, paper: str) -> list[str]:
-    """An architecture beside the transformer, at the lengths that both were measured at."""
+    """An architecture compared with the transformer, at the lengths that were measured for both."""
     mine, other = (series(record, what).get(name, {}) for name in (architecture, "transformer"))
     ratios = {length: mine[length] / other[length] for length in mine if length in other}
     if not ratios:
@@ -270,7 +271,7 @@ def compare(record: dict[str, Any], architecture: str, what: str, paper: str) ->
 
 
 def growth(record: dict[str, Any], what: str) -> list[str]:
-    """Which architectures' numbers depend on the length, and how much."""
+    """Which architectures' values depend on the length, and how much."""
     constant, changed = {}, {}
     for name, values in series(record, what).items():
         shortest, longest = min(values), max(values)

@@ -1,4 +1,4 @@
-"""What the benchmark of every operator does with its cases: check them, then measure them."""
+"""The benchmark of an operator: it checks the cases of the operator, then measures them."""
 
 import argparse
 import dataclasses
@@ -52,7 +52,7 @@ parts (--parts):
   step      one token, or the last rows of one window: forward, as a call and in a CUDA graph
 
 `subquad` is the kernel on a GPU and the eager form on a CPU, `eager` the eager form on a GPU, `reference` the
-recurrence one step at a time, `plain` what one would write first in ordinary torch.
+recurrence one step at a time, `plain` a straightforward implementation in torch.
 
 examples:
   python kernels/benchmarks/NAME.py --quick
@@ -68,7 +68,7 @@ Function = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """An implementation that takes other inputs: what makes them of ours does not count when it is measured."""
+    """An implementation with other inputs. Converting ours to them is not measured."""
 
     convert: Callable[..., dict[str, Any]]
     function: Function

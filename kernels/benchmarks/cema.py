@@ -1,4 +1,4 @@
-"""The complex moving averages of Gecko (cema), beside a convolution by FFT in plain torch."""
+"""The complex moving averages of Gecko (cema), compared with a convolution by FFT in plain torch."""
 
 import dataclasses
 import math

@@ -1,6 +1,6 @@
 """
-The sliding chunk attention of Gecko (chunk_attention and its step), beside scaled_dot_product_attention with a mask
-over each chunk and the one before, and on a GPU flex_attention. It is plain torch on a GPU too.
+The sliding chunk attention of Gecko (chunk_attention and its step), compared with scaled_dot_product_attention with a
+mask over each chunk and the one before, and on a GPU flex_attention. It is plain torch on a GPU too.
 """
 
 import dataclasses

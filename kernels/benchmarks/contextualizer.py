@@ -1,4 +1,6 @@
-"""The contextualizer of Avey, beside the published one in plain torch, which makes windows x rows x rows tensors."""
+"""
+The contextualizer of Avey, compared with the published one in plain torch, which makes windows x rows x rows tensors.
+"""
 
 import dataclasses
 import itertools

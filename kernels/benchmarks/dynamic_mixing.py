@@ -1,6 +1,6 @@
 """
-The dynamic layers of Avey-B (dynamic_mixing), beside the published ones in plain torch. The forward pass works in
-place.
+The dynamic layers of Avey-B (dynamic_mixing), compared with the published ones in plain torch. The forward pass works
+in place.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The gated norm of the heads in Eagle and Finch (group_norm_gate), beside plain torch."""
+"""The gated norm of the heads in Eagle and Finch (group_norm_gate), compared with plain torch."""
 
 import dataclasses
 from typing import Any

@@ -1,6 +1,6 @@
 """
-The product of a linear layer (linear), beside that of torch. On a CPU and without gradients it goes through oneDNN;
-elsewhere both are the same function.
+The product of a linear layer (linear), compared with that of torch. On a CPU and without gradients it goes through
+oneDNN; elsewhere both are the same function.
 """
 
 import dataclasses

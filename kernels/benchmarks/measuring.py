@@ -1,4 +1,4 @@
-"""What all benchmarks share: timing, memory, the rows of a run, and the report at its end."""
+"""The shared part of all benchmarks: timing, memory, the rows of a run, and the report at its end."""
 
 import argparse
 import contextlib
@@ -36,13 +36,13 @@ SHAPE = ("part", "what", "batch", "heads", "size", "length", "dtype")
 OURS, PLAIN, COMPILED, FLA, GRAPH = "subquad", "plain", "plain, compiled", "fla", ", graph"
 
 ABOUT_NUMBERS = """
-Times are medians, on a GPU between device events. Inputs alternate, so that none is still in the cache. On a GPU
-everything runs in bfloat16, on a CPU in float32. A floor is the larger of two times: to move inputs and outputs once
-(of a model: its weights), and to make the matrix products that no implementation can save, at the rates that a large
-copy and a large product reach in the same run. TFLOP/s and GB/s count these only. MiB are the peak beyond what is
-held before the call; of models they are all that is held, on a CPU by the process. "graph" replays a CUDA
-graph, without what Python takes between two kernels. --out DIR keeps the rows of NAME in NAME.csv (after every row),
-NAME.json, NAME.md and, if matplotlib is installed, NAME.png.
+Times are medians, on a GPU between device events. Inputs alternate, so that they are never in the cache. Everything
+runs in bfloat16 on a GPU and in float32 on a CPU. A floor is the larger of two times: moving inputs and outputs once
+(for a model: its weights), and computing the unavoidable matrix products, at the rates of a large copy and a large
+product in the same run. TFLOP/s and GB/s count these only. MiB are the additional peak memory of the call; for models,
+all memory, on a CPU that of the process. "graph" replays a CUDA graph, without the time of Python between kernels.
+--out DIR keeps the rows of NAME in NAME.csv (after every row), NAME.json, NAME.md and, if matplotlib is installed,
+NAME.png.
 """
 
 
@@ -110,7 +110,7 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def extra_mebibytes(function: Callable[[], Any], device: str) -> float | None:
-    """The most memory that a call holds beyond what is held before it; None on a CPU, which does not count it."""
+    """The additional peak memory of a call; None on a CPU, where it is not measured."""
     if device == "cpu":
         return None
     gc.collect()
@@ -168,7 +168,7 @@ def poisoned(function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises a TimeoutError in what still runs after `seconds`."""
+    """Raises a TimeoutError if the block still runs after `seconds`."""
 
     def stop(number, frame):
         raise TimeoutError("the time is up")
@@ -312,7 +312,7 @@ class Results:
         return "\n".join(lines)
 
     def exit(self, minutes: float) -> None:
-        """Says what was left out, and exits with status 1 if a measurement of ours failed."""
+        """Prints what was left out, and exits with status 1 if a measurement of ours failed."""
         if self.skipped:
             print(f"{self.skipped} measurements did not begin within {minutes:g} minutes")
         if self.failed:
@@ -333,7 +333,7 @@ def cell(name: str, row: dict[str, Any], field: str, ours: dict[str, Any] | None
 
 
 class Check:
-    """Cases whose errors must stay below what is allowed; one row a case."""
+    """Cases whose errors must stay below a tolerance; one row per case."""
 
     def __init__(self, results: Results):
         self.results, self.wrong, self.count = results, [], 0
@@ -451,7 +451,7 @@ def make_parser(description: str, parts: tuple[str, ...], minutes: float) -> arg
         dest="compiles",
         help="measure under torch.compile too (default: on a GPU)",
     )
-    add("--plot", type=Path, metavar="JSON", help="measure nothing: draw the figure of a record, beside it")
+    add("--plot", type=Path, metavar="JSON", help="do not measure: draw the figure of a record, next to it")
     return parser
 
 

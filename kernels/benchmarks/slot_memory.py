@@ -1,6 +1,6 @@
 """
-The slot memory of Raven (slot_memory), beside flash-linear-attention (on a GPU, if it can be imported), which gets
-the same inputs, its decays and writes ready-made. Its kernels may take minutes to tune.
+The slot memory of Raven (slot_memory), compared with flash-linear-attention (on a GPU, if it can be imported), which
+gets the same inputs, with decays and writes already computed. Its kernels may take minutes to tune.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The router of Raven's slots (slot_routing), beside the published one in plain torch: topk and scatter."""
+"""The router of Raven's slots (slot_routing), compared with the published one in plain torch: topk and scatter."""
 
 import dataclasses
 import functools

@@ -1,6 +1,6 @@
 """
-The ranker of Avey and Avey-B (split_ranker) and its scores (maxsim), beside the published one, which takes one split
-after the other, and one that compares every token with every token at once.
+The ranker of Avey and Avey-B (split_ranker) and its scores (maxsim), compared with the published one, which takes one
+split after the other, and one that compares all tokens with all tokens in one product.
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
 """
-The static layers of Avey-B (static_mixing), beside the published ones in plain torch. The forward pass works in place.
+The static layers of Avey-B (static_mixing), compared with the published ones in plain torch. The forward pass works in
+place.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The norm of Gecko over time (timestep_decay_norm), beside one of cumulative sums in plain torch."""
+"""The norm of Gecko over time (timestep_decay_norm), compared with one of cumulative sums in plain torch."""
 
 import dataclasses
 import math

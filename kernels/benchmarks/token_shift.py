@@ -1,4 +1,4 @@
-"""The token shifts of Eagle (of four inputs) and of Finch (of five, with offsets), beside plain torch."""
+"""The token shifts of Eagle (of four inputs) and of Finch (of five, with offsets), compared with plain torch."""
 
 import dataclasses
 import itertools

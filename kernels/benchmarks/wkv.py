@@ -1,6 +1,6 @@
 """
-The time mixing of Eagle and Finch (wkv), beside flash-linear-attention (on a GPU, if it can be imported) and
-FlashAttention of torch, which is another function: softmax attention on the same r, k and v.
+The time mixing of Eagle and Finch (wkv), compared with flash-linear-attention (on a GPU, if it can be imported) and
+FlashAttention of torch, which computes another function: softmax attention on the same r, k and v.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """
-The working memory of Gecko (working_memory), beside a product a chunk in plain torch. "absorbs" is the step of one
-token in a chunk at which the memory absorbs a chunk, which takes longer.
+The working memory of Gecko (working_memory), compared with one product per chunk in plain torch. "absorbs" is the step
+of one token in a chunk at which the memory absorbs a chunk, which takes longer.
 """
 
 import dataclasses

@@ -113,7 +113,7 @@ class Support:
         dtypes: what is said about float32, bfloat16 and float16.
         tensor_parallel: what tensor parallelism splits.
         pipelines: the pipelines that were tested.
-        programs: what `torch.export` and ONNX can express.
+        export: what `torch.export` and ONNX can express.
         adapters: PEFT.
         serving: `transformers serve`.
         lm_eval: lm-eval.
@@ -128,7 +128,7 @@ class Support:
     state: str
     dtypes: str
     tensor_parallel: str
-    programs: str
+    export: str
     pipelines: str = "generation, classification, features"
     serving: str = "yes"
     lm_eval: str = "yes"
@@ -160,7 +160,7 @@ class Architecture:
         exports: other public names to the modules in the folder that define them, such as the cache.
         processor: name of the class behind `AutoProcessor`, for models that read images.
         tunable_state: see [`TunableState`]; None if state tuning cannot train the state.
-        onnx: the programs of a causal model that `torch.onnx` can express: "prefill", "decode".
+        onnx: the exported functions that ONNX can express: "prefill", "decode".
         inspection: the module in the folder that shows what the memory holds after a text, for
             `subquad inspect-memory`; None if there is none.
     """

@@ -53,7 +53,7 @@ TABLES: dict[str, dict[str, Callable[[Architecture], str]]] = {
         "`transformers serve`": _field("serving"),
         "lm-eval": _field("lm_eval"),
         "torchao, bitsandbytes": _field("quantization"),
-        "`torch.export`; ONNX": _field("programs"),
+        "`torch.export`; ONNX": _field("export"),
     },
 }
 

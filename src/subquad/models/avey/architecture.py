@@ -53,7 +53,7 @@ AVEY = Architecture(
         state="one embedding per token",
         dtypes="yes",
         tensor_parallel="linear layers",
-        programs="prefill and decoding; not in ONNX, which cannot sort as it does",
+        export="prefill and decoding; not in ONNX, which cannot sort as it does",
         lm_eval="yes; exact with batch size 1, because lm-eval pads without a mask",
         state_tuning="no: it keeps all embeddings and has no state",
     ),

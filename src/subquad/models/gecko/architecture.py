@@ -60,7 +60,7 @@ GECKO = Architecture(
         state="constant",
         dtypes="yes (states in float32, keys and values not)",
         tensor_parallel="heads, states",
-        programs="prefill and decoding; decoding in ONNX (prefill has complex numbers)",
+        export="prefill and decoding; decoding in ONNX (prefill has complex numbers)",
         state_tuning="no: its memory starts as forgotten",
     ),
     # Section 4.1 has depth, width, chunk and vocabulary of the larger one, the authors' code the rest. The smaller one

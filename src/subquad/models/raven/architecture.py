@@ -91,7 +91,7 @@ RAVEN = Architecture(
         state="constant; it grows with attention over the whole text",
         dtypes="yes (memories in float32)",
         tensor_parallel="heads, states",
-        programs="prefill and decoding; decoding in ONNX",
+        export="prefill and decoding; decoding in ONNX",
     ),
     # Table 2 of the paper. The sizes of the larger one are derived: the paper only has the numbers of parameters, of
     # Raven and of SWA, and the size of the state.

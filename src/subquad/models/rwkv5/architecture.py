@@ -45,7 +45,7 @@ RWKV5 = Architecture(
         state="constant",
         dtypes="yes (states in float32)",
         tensor_parallel="heads, states",
-        programs="prefill and decoding; the same in ONNX",
+        export="prefill and decoding; the same in ONNX",
     ),
     # Table 10 of the paper. eagle-music is section 10.1: bytes of ABC notation.
     presets={
