@@ -17,6 +17,7 @@ from cases import (
     assert_same_states,
     each,
     each_text_case,
+    each_with,
     padded,
     random_ids,
     tiny_config,
@@ -81,9 +82,15 @@ def both_caches(model, ids):
 # The compiled step.
 
 
-@each(*GENERATING, RAVEN_PURE, RAVEN_FULL, RAVEN_BOTH, RAVEN_SWA)
-@pytest.mark.parametrize(("tied", "rows", "padding"), [(False, 1, 0), (True, 3, 4)])
-def test_compiled_generation(case, tied, rows, padding, graphs):
+@each_with(
+    "way",
+    [(False, 1, 0), (True, 3, 4)],
+    (*GENERATING, RAVEN_FULL),
+    [(True, 3, 4)],
+    (RAVEN_PURE, RAVEN_BOTH, RAVEN_SWA),
+)
+def test_compiled_generation(case, way, graphs):
+    tied, rows, padding = way
     model = case.model(tie_word_embeddings=tied, num_hidden_layers=case.compiled_layers)
     config = compiling(graphs)
     for choice in ({}, {"do_sample": True, "top_k": 0}):
