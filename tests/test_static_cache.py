@@ -120,7 +120,7 @@ def test_only_static_inputs_are_written(case, chunk_size, backend_name, steps, g
     def backend(graph, inputs):
         return aot_autograd(fw_compiler=compile_graph, keep_inference_input_mutations=True)(graph, inputs)
 
-    model = case.model(num_hidden_layers=2)
+    model = case.model(num_hidden_layers=case.layer_kinds)
     options = {**prompts(case, 2, 4, length=14 if chunk_size else 9), **GREEDY, "max_new_tokens": 3}
     expected, (_, cache) = model.generate(**options), both_caches(model, options["input_ids"])
     monkeypatch.setenv("SUBQUAD_BACKEND", backend_name)
@@ -165,7 +165,7 @@ def test_inductor(graphs):
 
 @each_text_case
 def test_compiled_continuation(case, graphs):
-    model, ids = case.model(num_hidden_layers=2), random_ids(2, 6)
+    model, ids = case.model(num_hidden_layers=case.layer_kinds), random_ids(2, 6)
     expected = model.generate(ids, **GREEDY, max_new_tokens=20)
     config = compiling(graphs)
     options = {"max_new_tokens": 5, "max_cache_len": 26, "return_dict_in_generate": True}
@@ -184,7 +184,7 @@ def test_compiled_continuation(case, graphs):
 
 @each_text_case
 def test_compiled_chunks(case, graphs):
-    model = case.model(num_hidden_layers=2)
+    model = case.model(num_hidden_layers=case.layer_kinds)
     options = {**prompts(case, 3, 0, length=18), **GREEDY, "max_new_tokens": 6}
     expected, config = model.generate(**options), compiling(graphs)
     for _ in range(2):
