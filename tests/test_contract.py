@@ -87,9 +87,8 @@ def test_any_split(case, pieces):
 ROWS = [(7, 83, 1, 66), (5,)]
 
 
-@each_with(
-    "lengths", [(7, 83, 1, 66), (5,)], (*GENERATING, *TRAINED_GENERATING), [(7, 83, 1, 66)], (*VARIANTS, *READERS)
-)
+@pytest.mark.fast
+@each_with("lengths", ROWS, (*GENERATING, *TRAINED_GENERATING), ROWS[:1], (*VARIANTS, *READERS))
 @each_side
 def test_padding(case, side, lengths):
     model, rows = case.model(), texts(case, *lengths)

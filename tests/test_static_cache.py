@@ -17,6 +17,7 @@ from cases import (
     assert_same_states,
     each,
     each_text_case,
+    each_with,
     padded,
     random_ids,
     tiny_config,
@@ -81,9 +82,15 @@ def both_caches(model, ids):
 # The compiled step.
 
 
-@each(*GENERATING, RAVEN_PURE, RAVEN_FULL, RAVEN_BOTH, RAVEN_SWA)
-@pytest.mark.parametrize(("tied", "rows", "padding"), [(False, 1, 0), (True, 3, 4)])
-def test_compiled_generation(case, tied, rows, padding, graphs):
+@each_with(
+    "way",
+    [(False, 1, 0), (True, 3, 4)],
+    (*GENERATING, RAVEN_FULL),
+    [(True, 3, 4)],
+    (RAVEN_PURE, RAVEN_BOTH, RAVEN_SWA),
+)
+def test_compiled_generation(case, way, graphs):
+    tied, rows, padding = way
     model = case.model(tie_word_embeddings=tied, num_hidden_layers=case.compiled_layers)
     config = compiling(graphs)
     for choice in ({}, {"do_sample": True, "top_k": 0}):
@@ -113,7 +120,7 @@ def test_only_static_inputs_are_written(case, chunk_size, backend_name, steps, g
     def backend(graph, inputs):
         return aot_autograd(fw_compiler=compile_graph, keep_inference_input_mutations=True)(graph, inputs)
 
-    model = case.model(num_hidden_layers=2)
+    model = case.model(num_hidden_layers=case.layer_kinds)
     options = {**prompts(case, 2, 4, length=14 if chunk_size else 9), **GREEDY, "max_new_tokens": 3}
     expected, (_, cache) = model.generate(**options), both_caches(model, options["input_ids"])
     monkeypatch.setenv("SUBQUAD_BACKEND", backend_name)
@@ -158,7 +165,7 @@ def test_inductor(graphs):
 
 @each_text_case
 def test_compiled_continuation(case, graphs):
-    model, ids = case.model(num_hidden_layers=2), random_ids(2, 6)
+    model, ids = case.model(num_hidden_layers=case.layer_kinds), random_ids(2, 6)
     expected = model.generate(ids, **GREEDY, max_new_tokens=20)
     config = compiling(graphs)
     options = {"max_new_tokens": 5, "max_cache_len": 26, "return_dict_in_generate": True}
@@ -177,7 +184,7 @@ def test_compiled_continuation(case, graphs):
 
 @each_text_case
 def test_compiled_chunks(case, graphs):
-    model = case.model(num_hidden_layers=2)
+    model = case.model(num_hidden_layers=case.layer_kinds)
     options = {**prompts(case, 3, 0, length=18), **GREEDY, "max_new_tokens": 6}
     expected, config = model.generate(**options), compiling(graphs)
     for _ in range(2):

@@ -548,7 +548,7 @@ def test_wrong_images(generation, reading_order):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        *(({"grid_size": n}, f"`grid_size` must be .* 4 patches of a side, got {n}") for n in (3, 8, -2)),
+        *(({"grid_size": n}, f"`grid_size` must be .* 4 patches per side, got {n}") for n in (3, 8, -2)),
         ({"reading_order": "backward"}, "`reading_order` must be 'forward' or 'alternate', got 'backward'"),
         ({"image_token_id": IMAGE + 1}, f"`image_token_id` must be .*, got {IMAGE + 1}"),
         ({"image_token_id": -1}, "`image_token_id` must be .*, got -1"),
