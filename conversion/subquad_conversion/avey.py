@@ -104,7 +104,7 @@ def split_sizes(
     if rows and (k < 1 or chunk_size * (k + own) != rows):
         if not told:
             raise ConversionError(
-                f"{what}, which are no splits of {assumed}; give `chunk_size` in a configuration file."
+                f"{what}, which is not a multiple of a split of {assumed}; give `chunk_size` in a configuration file."
             )
         told_sizes = " and ".join(f"`{field}` of {size}" for field, size in told.items())
         raise ConversionError(f"{what}, which contradicts the configuration's {told_sizes}.")

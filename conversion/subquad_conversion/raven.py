@@ -82,7 +82,7 @@ class RavenFormat(Format):
                 for i in keys
             ]
 
-        # Of one channel each. Keys that are no share of the queries are misshapen: they are expected to be as many.
+        # Heads of one channel each. If the keys' channels do not divide the queries', as many as queries are expected.
         kv_heads = {i: rows if rows and d % rows == 0 else d for i, rows in key_rows.items()}
         # So that the configuration is valid: neither `topk` nor the layers of softmax attention change a memory.
         shape_fields = {"topk": 1, "attn": softmax(max(d, 1), kv_heads)}
@@ -172,8 +172,8 @@ def _entry(entry: dict[str, Any], key_rows: int, bias: bool, d: int) -> dict[str
     kv_heads = key_rows * heads // d
     if kv_heads * d != key_rows * heads or kv_heads < 1:
         raise ConversionError(
-            f"Keys of {key_rows} channels are no heads of softmax attention if `attn['num_heads']` is {heads} and "
-            f"`hidden_size` {d}."
+            f"Keys of {key_rows} channels do not fill heads of softmax attention if `attn['num_heads']` is {heads} "
+            f"and `hidden_size` is {d}."
         )
     if (entry.get("num_kv_heads") or heads, bool(entry.get("qkv_bias"))) == (kv_heads, bias):
         return entry

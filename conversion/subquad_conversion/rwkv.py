@@ -75,7 +75,7 @@ class RwkvFormat(Format):
             notes.append(f"the file does not tell the size of a head; {HEAD_SIZE} was assumed")
         if width % head_size:
             raise ConversionError(
-                f"The per-head vectors are flattened and {width} channels are no multiple of a head size of "
+                f"The per-head vectors are flattened and {width} channels are not a multiple of a head size of "
                 f"{head_size}; give `head_size` in a configuration file."
             )
         return width // head_size, head_size, notes

@@ -106,7 +106,7 @@ def test_sizes_that_the_tensors_do_not_tell(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "32 rows, which are no splits of 64; give `chunk_size` in a configuration file"),
+        ({}, "32 rows, which is not a multiple of a split of 64; give `chunk_size` in a configuration file"),
         ({"chunk_size": 12}, "32 rows, which contradicts the configuration's `chunk_size` of 12"),
         ({"k": 64}, "32 rows, which contradicts the configuration's `k` of 64"),
         ({"chunk_size": 8, "k": 8}, "32 rows, which contradicts the configuration's `chunk_size` of 8 and `k` of 8"),

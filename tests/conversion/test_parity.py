@@ -14,7 +14,7 @@ from subquad.cli import main
 
 
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 3, 3, 23, 84, 62, 64, 33, 83, 27, 9, 50, 2]
-# Heads, size of a head, divisor: three heads as in no published model; 160 channels are no multiple of 64.
+# Heads, size of a head, divisor: three heads as in no published model; 160 channels are not a multiple of 64.
 SHAPES = [(3, 64, 8), (1, 64, 8), (5, 32, 8), (3, 64, 1), (5, 32, 1)]
 
 

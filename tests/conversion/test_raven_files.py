@@ -256,7 +256,7 @@ def test_without_a_configuration(fields, untold, tmp_path):
         ({**WINDOW, "layers": "1"}, r"`attn` must have `layers` and `num_heads`, got \{'layers': '1'"),
         ({**WINDOW, "num_heads": 0}, "`attn` must have `layers` and `num_heads`, got "),
         ("swa", "`attn` must have `layers` and `num_heads`, got swa"),
-        ({**WINDOW, "num_heads": 3}, "Keys of 8 channels are no heads .* if `attn.'num_heads'.` is 3"),
+        ({**WINDOW, "num_heads": 3}, "Keys of 8 channels do not fill heads .* if `attn.'num_heads'.` is 3"),
         ({**WINDOW, "window_size": 0}, "The configuration is not valid: .*`attn.'window_size'.` must be at least 1"),
     ],
 )

@@ -78,7 +78,7 @@ def test_flat_vectors_with_a_head_size_from_the_configuration(tmp_path):
         if name.endswith(("time_decay", "time_faaaa")):
             tensors[name] = tensors[name].flatten()
     source = save(tmp_path / "model.pth", tensors)
-    with pytest.raises(ConversionError, match=r"160 channels are no multiple.*`head_size`"):
+    with pytest.raises(ConversionError, match=r"160 channels are not a multiple.*`head_size`"):
         recognise(source)
     (tmp_path / "config.json").write_text('{"head_size": 32}')
     report = convert(source, tmp_path / "out", config=tmp_path / "config.json", progress=False)
