@@ -317,7 +317,7 @@ def test_refusals(tmp_path, monkeypatch):
         (tmp_path / "llama", "new", "`model_type` is 'llama'; known are avey, .*rwkv5, rwkv6"),
         (tmp_path / "pickled", "new", "no weights in safetensors; `subquad convert` reads pytorch_model.bin"),
         (tmp_path / "broken", "new", "config.json is not valid JSON: "),
-        (tmp_path / "list", "new", "config.json holds no JSON object"),
+        (tmp_path / "list", "new", "config.json does not hold a JSON object"),
         (tmp_path / "sharded", "new", "index.json names files that are not there: model-00002-of"),
         (source, "taken", "taken exists already and is not an empty directory"),
     ):
