@@ -314,7 +314,7 @@ def test_refusals(tmp_path, monkeypatch):
     next((tmp_path / "sharded").glob("model-00002*")).unlink()
     for directory, destination, message in (
         (tmp_path / "nowhere", "new", "nowhere has no `config.json`"),
-        (tmp_path / "llama", "new", "`model_type` is 'llama'; known are .*rwkv5, rwkv6"),
+        (tmp_path / "llama", "new", "`model_type` is 'llama'; known are avey, .*rwkv5, rwkv6"),
         (tmp_path / "pickled", "new", "no weights in safetensors; `subquad convert` reads pytorch_model.bin"),
         (tmp_path / "broken", "new", "config.json is no JSON: "),
         (tmp_path / "list", "new", "config.json holds no JSON object"),
