@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
-from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
@@ -25,6 +24,18 @@ from .configuration_rwkv5 import Rwkv5Config
 gated_wkv, token_shift = replaceable(gated_wkv, token_shift)
 
 
+class Rwkv5GatedRecurrence(nn.GroupNorm):
+    """
+    The recurrence, the norm of each head's output, and the gate: equations 6 to 9, and 19 to 22. The module with the
+    norm's weights computes them all, because offloading and adapters act on the module that is called.
+    """
+
+    def forward(self, tokens: Tokens, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the new state; the arguments are those of [`Tokens.by_document`] and of `gated_wkv`."""
+        weight, bias = local_part(self.weight), local_part(self.bias)
+        return tokens.by_document(gated_wkv, weight=weight, bias=bias, eps=self.eps, **arguments)
+
+
 class Rwkv5TimeMixing(nn.Module):
     """Section 4.1.2: the linear attention, with a learned decay per channel."""
 
@@ -40,7 +51,7 @@ class Rwkv5TimeMixing(nn.Module):
         self.value = Linear(width, inner, bias=False)
         self.gate = Linear(width, inner, bias=False)
         self.output = Linear(inner, width, bias=False)
-        self.ln_x = nn.GroupNorm(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
+        self.ln_x = Rwkv5GatedRecurrence(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
 
     def add_mixing(self, config: Rwkv5Config) -> None:
         """The parameters of token shift, decay and bonus."""
@@ -62,7 +73,6 @@ class Rwkv5TimeMixing(nn.Module):
         """Equation 5: log w, (heads, head_size); the same for every token."""
         return -local_part(self.time_decay).float().exp()
 
-    @force_accelerate_hooks("ln_x")  # the recurrence reads the norm's weights
     def forward(self, x: torch.Tensor, tokens: Tokens, state: LayerState | None = None) -> torch.Tensor:
         """x (batch, length, hidden_size); the output has the same shape."""
         before = state and state.get("attention_shift")
@@ -78,9 +88,8 @@ class Rwkv5TimeMixing(nn.Module):
         if tokens.mask is not None:
             log_w = tokens.erase(log_w.expand(heads))  # padding neither adds to the state nor decays it
 
-        # The recurrence, the norm of each head's output, and the gate: equations 6 to 9, and 19 to 22.
-        out, after = tokens.by_document(
-            gated_wkv,
+        out, after = self.ln_x(
+            tokens,
             initial_state=state and state.get("wkv"),
             inplace=state is not None and state.can_overwrite("wkv"),
             r=r,
@@ -89,9 +98,6 @@ class Rwkv5TimeMixing(nn.Module):
             gate=g,
             log_w=log_w,
             u=local_part(self.time_faaaa),
-            weight=local_part(self.ln_x.weight),
-            bias=local_part(self.ln_x.bias),
-            eps=self.ln_x.eps,
         )
         if state is not None:
             state.step("attention_shift", last_token, x)
