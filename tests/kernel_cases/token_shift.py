@@ -75,7 +75,7 @@ OPERATOR = Operator(
     token_shift,
     make,
     EXAMPLES,
-    calls=("finch packed, 17", "before the LoRA, 1", "nothing, 2", "channel mixing packed, 33"),
+    calls=("finch packed, 17", "before the LoRA, 1", "nothing, 2", "channel mixing packed, 2"),
     exact=True,
     dtype=lambda arguments: arguments["x"].dtype,
     pieces=Pieces(
