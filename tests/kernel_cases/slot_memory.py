@@ -78,8 +78,8 @@ def make(
 
 SIZES = [(1, 1, 1), (3, 5, 2), (24, 16, 40), (16, 32, 64), (8, 130, 17), (70, 8, 5), (16, 16, 512)]
 EXAMPLES = {
-    "small": Example(),
-    "one token": Example({"length": 1}),
+    "small": Example({"heads": 1}),
+    "one token": Example({"length": 1, "heads": 1}),
     **{
         f"{decay}, {length}": Example({"length": length, "decay": decay}, EAGER)
         for length in (1, 2, 15, 16, 17, 63, 64, 65, 200)

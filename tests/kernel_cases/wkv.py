@@ -65,7 +65,11 @@ def make(
 # The kernels walk a sequence from end to end, or find first what enters its segments.
 SEGMENTS = {"triton_kernels.MIN_SEGMENT": 32}
 PACKED = [((70,), 0), ((3, 0, 64, 1, 37), 0), ((3, 0, 64, 1, 37), 1), ((1, 1, 1), 1), ((0, 5), 0), ((7, 0), 1)]
-EXAMPLES = {"small": Example(), "one token": Example({"length": 1}), "static": Example({"static": True})}
+EXAMPLES = {
+    "small": Example({"heads": 1}),
+    "one token": Example({"length": 1, "heads": 1}),
+    "static": Example({"heads": 1, "static": True}),
+}
 for number, length in enumerate((1, 2, 15, 16, 17, 63, 64, 65, 200)):
     for kind, decay in enumerate(DECAYS):
         given = {"length": length, "decay": decay, "static": (number + kind) % 2 == 1}

@@ -1,4 +1,4 @@
-"""The product is torch's, whichever library makes it."""
+"""The product of a linear layer is that of torch, whichever library computes it."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from subquad_kernels import linear
 from subquad_kernels.linear import _ONEDNN
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("shape", [(7,), (1, 7), (3, 7), (2, 5, 7), (2, 0, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
