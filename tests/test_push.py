@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import huggingface_hub
+import peft  # before the server starts: bitsandbytes, which it imports, looks for kernels on the Hub on some CPUs
 import pytest
 import torch
 import transformers
@@ -307,7 +308,6 @@ def test_push_to_hub_of_a_model_is_that_of_transformers(server, monkeypatch):
 
 
 def test_of_adapters_no_model_is_pushed(server):
-    peft = pytest.importorskip("peft")
     model = tiny_model("rwkv6")
     model.add_adapter(peft.LoraConfig(target_modules=["key"]))
     model.push_to_hub("user/adapter")
