@@ -97,7 +97,7 @@ OPERATOR = Operator(
     split_ranker,
     make,
     EXAMPLES,
-    calls=("documents", "small", "one query"),
+    calls=("small", "documents", "one query"),
     # Whatever the dtype of the arguments.
     dtype=lambda arguments: torch.promote_types(arguments["queries"].dtype, torch.float32),
     results=results,

@@ -135,7 +135,7 @@ def _check(queries, splits, number, first):
     for name, tensor in (("number", number), ("first", first)):
         if tensor is None:
             continue
-        if tensor.shape not in ((batch, current), (1, current)):
+        if tensor.dim() != 2 or tensor.shape[0] not in (1, batch) or tensor.shape[1] != current:
             raise ValueError(
                 f"`{name}` must have shape {(batch, current)} or {(1, current)}, got {tuple(tensor.shape)}."
             )
