@@ -30,6 +30,7 @@ FIELDS = {
 }
 for model_type, (folder, _, heads) in subquad.ARCHITECTURES.items():
     config = transformers.AutoConfig.for_model(model_type, vocab_size=10, **FIELDS[model_type])
+    assert type(config) in transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING
     for auto, head in heads.items():
         model = getattr(transformers, auto).from_config(config)
         assert type(model) is getattr(subquad, head) and type(model).__module__.startswith(folder), type(model)
@@ -90,6 +91,7 @@ def run(code: str) -> subprocess.CompletedProcess:
         "import subquad",
         "from transformers import AutoModelForCausalLM; import subquad",
         "from transformers import AutoTokenizer; import subquad",
+        "from transformers import CLIPVisionConfig; import subquad",
         "import subquad; from transformers import GenerationMixin",
         "import subquad; from transformers import PreTrainedModel",
         "import subquad; from transformers import AutoTokenizer, pipeline, Trainer",

@@ -148,6 +148,5 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 def start() -> None:
     """Registers with what is already imported, and with the rest as soon as it is."""
+    sys.meta_path.insert(0, _AfterImport())  # first, because registering imports some of the rest
     _register_ready()
-    if _PENDING:
-        sys.meta_path.insert(0, _AfterImport())
