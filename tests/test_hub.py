@@ -162,10 +162,13 @@ if len(sys.argv) > 2:  # and what is saved there loads again
 
 
 def test_images_where_nothing_of_ours_is_installed(tmp_path, python_elsewhere):
-    model, _ = save_visual(tmp_path / "source", "rwkv6")
+    model, processor = save_visual(tmp_path / "source", "rwkv6")
     hub.export(tmp_path / "source", tmp_path / "repository")
+    model.save_pretrained(tmp_path / "saved", self_contained=True)
+    processor.save_pretrained(tmp_path / "saved")
     answer = run(python_elsewhere, tmp_path, IMAGES_ELSEWHERE, "repository", "again")
-    assert run(python_elsewhere, tmp_path, IMAGES_ELSEWHERE, "again") == answer
+    for name in ("again", "saved"):
+        assert run(python_elsewhere, tmp_path, IMAGES_ELSEWHERE, name) == answer
     pipe = pipeline("image-text-to-text", str(tmp_path / "repository"))
     assert type(pipe.model) is type(model)
     content = [

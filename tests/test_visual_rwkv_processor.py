@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerFast, pipeline
 from visual_cases import each_generation, make_processor, save_visual
 
 from subquad import VisualRwkvForConditionalGeneration, VisualRwkvProcessor, hub
@@ -138,6 +138,9 @@ def test_a_repository(tmp_path):
         coarse = AutoModelForImageTextToText.from_pretrained(directory, grid_size=2)
         assert coarse.config.num_image_tokens == 5
         assert AutoProcessor.from_pretrained(directory, image_seq_length=5).image_seq_length == 5
+    # The code is the same both ways.
+    for path in (tmp_path / "exported").glob("*.py"):
+        assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes()
     # What was loaded from such a directory, and what goes beside such a model, is saved so; and nothing else.
     AutoProcessor.from_pretrained(tmp_path / "saved").save_pretrained(tmp_path / "again")
     model.save_pretrained(tmp_path / "beside", self_contained=True)
@@ -151,3 +154,22 @@ def test_a_repository(tmp_path):
     assert not any("auto_map" in path.read_text() for path in (tmp_path / "plain").glob("*.json"))
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "pipeline_tag: image-text-to-text" in card and 'pipeline("image-text-to-text"' in card
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_saving_with_the_code(ours, tmp_path):
+    """Code follows a processor from directory to directory, also with a foreign tokenizer, and changes no object."""
+    tokenizer = ByteTokenizer()
+    processor = make_processor(tokenizer if ours else PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer))
+    parts = (processor, processor.image_processor, processor.tokenizer)
+    before = [set(vars(part)) for part in parts], dict(processor.tokenizer.init_kwargs)
+    processor.save_pretrained(tmp_path / "first", self_contained=True)
+    assert ([set(vars(part)) for part in parts], processor.tokenizer.init_kwargs) == before
+    for old, new in (("first", "second"), ("second", "third")):
+        AutoProcessor.from_pretrained(tmp_path / old).save_pretrained(tmp_path / new)
+    directories = [tmp_path / name for name in ("first", "second", "third")]
+    files, *others = ({path.name: path.read_bytes() for path in each.glob("*.py")} for each in directories)
+    assert others == [files, files] and "processing_visual_rwkv.py" in files
+    assert ("tokenization_bytes.py" in files) == ours
+    for directory in directories:
+        assert "AutoProcessor" in json.loads((directory / "processor_config.json").read_text())["auto_map"]

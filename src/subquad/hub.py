@@ -9,12 +9,17 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .architecture import Architecture
 from .directories import check_free, new_directory
 from .flatten import repository_code
 from .models import REGISTRY
 from .weight_files import complete_sizes, pickled_weights
+
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 
 def _write(path: Path, text: str) -> None:
@@ -44,25 +49,57 @@ def add_model_code(directory: str | os.PathLike) -> None:
         ValueError: if the directory does not hold a model of this package.
     """
     directory = Path(directory)
-    model_type = _model_type(directory)
-    architecture = REGISTRY[model_type]
+    architecture = REGISTRY[_model_type(directory)]
     package, name = architecture.package, architecture.folder
-    modules = [f"{package}.configuration_{name}", f"{package}.modeling_{name}"]
+    _write_code(directory, f"{package}.configuration_{name}", f"{package}.modeling_{name}")
     auto_map = {"AutoConfig": f"configuration_{name}.{architecture.config}"}
     auto_map |= {auto_class: f"modeling_{name}.{head}" for auto_class, head in architecture.heads.items()}
     if architecture.processor:
-        modules.append(f"{package}.processing_{name}")
-        auto_map["AutoProcessor"] = f"processing_{name}.{architecture.processor}"
-        if (path := directory / "processor_config.json").is_file():  # transformers then looks nowhere else
-            _write_json(path, _read_json(path) | {"auto_map": {"AutoProcessor": auto_map["AutoProcessor"]}})
-    for file, text in repository_code(*modules).items():
-        _write(directory / file, text)
+        auto_map |= _add_processor_code(directory, architecture)
     for file in ("LICENSE", "NOTICE"):
         if not (directory / file).exists():
             _write(directory / file, _legal(file))
     fields = _read_json(directory / "config.json") | {"auto_map": auto_map}
     fields.pop("custom_pipelines", None)  # their code is not part of the repository
     _write_json(directory / "config.json", fields)
+
+
+def add_processor_code(processor: "ProcessorMixin", directory: str | os.PathLike, self_contained: bool) -> None:
+    """
+    Makes a saved processor load without this package, if `self_contained`, if it was loaded from a directory with its
+    code, or if `directory` has a model with its code: adds the code of processor and tokenizer.
+    """
+    directory = Path(directory)
+    if not (self_contained or hasattr(processor, "auto_map") or _names_processor(directory / "config.json")):
+        return
+    names = [each.__name__ for each in type(processor).__mro__]
+    _add_processor_code(directory, next(each for each in REGISTRY.values() if each.processor in names))
+
+    from subquad_tokenizers.tokenization_base import SelfContainedMixin
+
+    if isinstance(processor.tokenizer, SelfContainedMixin):
+        processor.tokenizer.save_pretrained(directory, self_contained=True)
+
+
+def _names_processor(path: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return "AutoProcessor" in _read_json(path).get("auto_map", ())
+    return False
+
+
+def _add_processor_code(directory: Path, architecture: Architecture) -> dict[str, str]:
+    """Adds a processor's code, and tells `AutoProcessor` in `processor_config.json`, if there is one, where it is."""
+    module = f"processing_{architecture.folder}"
+    _write_code(directory, f"{architecture.package}.{module}")
+    auto_map = {"AutoProcessor": f"{module}.{architecture.processor}"}
+    if (path := directory / "processor_config.json").is_file():  # transformers then looks nowhere else
+        _write_json(path, _read_json(path) | {"auto_map": auto_map})
+    return auto_map
+
+
+def _write_code(directory: Path, *modules: str) -> None:
+    for file, text in repository_code(*modules).items():
+        _write(directory / file, text)
 
 
 def _model_type(directory: Path) -> str:
@@ -176,4 +213,4 @@ def _legal(name: str) -> str:
     return next(path for path in found if path.is_file()).read_text(encoding="utf-8")
 
 
-__all__ = ["add_model_code", "export"]
+__all__ = ["add_model_code", "add_processor_code", "export"]

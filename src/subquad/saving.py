@@ -49,10 +49,10 @@ class SavedPreTrainedModel(PreTrainedModel):
         self, save_directory: str | os.PathLike, *args, self_contained: bool = False, **kwargs
     ) -> None:
         """
-        As in transformers. With `self_contained`, the code that the model needs is saved too: the directory loads with
-        `trust_remote_code=True` if this package is not installed, and without remote code if it is. A model that
-        was loaded from such a directory is always saved like this, because its configuration names the code. For a
-        model with an adapter, only the adapter is saved, as in transformers.
+        As in transformers. With `self_contained`, the code of the model is saved too: the directory loads with
+        `trust_remote_code=True` if this package is not installed, and without remote code if it is. The code is always
+        saved if the model was loaded from such a directory. For a model with an adapter, only the adapter is saved, as
+        in transformers.
         """
         save = super().save_pretrained
         if self._saved_by_transformers():

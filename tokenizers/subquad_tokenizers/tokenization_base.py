@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 class SelfContainedMixin:
     """
-    Mixin for tokenizers, placed before the class of transformers. A tokenizer is pushed to the Hub with its code. Then
-    `AutoTokenizer.from_pretrained(..., trust_remote_code=True)` loads it if this package is not installed.
+    Mixin for tokenizers, placed before the class of transformers. A tokenizer that is pushed to the Hub loads also if
+    this package is not installed.
     """
 
     def save_pretrained(
@@ -22,14 +22,15 @@ class SelfContainedMixin:
         **kwargs,
     ) -> tuple[str, ...]:
         """
-        As in transformers. The tokenizer's code is saved too with `self_contained` or `push_to_hub`, and if the
-        tokenizer was loaded from a directory with its code.
+        As in transformers. With `self_contained` or `push_to_hub`, the code of the tokenizer is saved too: the
+        directory loads with `trust_remote_code=True` if this package is not installed, and without remote code if it
+        is. The code is always saved if the tokenizer was loaded from such a directory.
         """
         with self._with_code(self_contained or push_to_hub or "auto_map" in self.init_kwargs):
             return super().save_pretrained(save_directory, legacy_format, filename_prefix, push_to_hub, **kwargs)
 
     def push_to_hub(self, *args, **kwargs):
-        """As in transformers. The tokenizer's code is uploaded too."""
+        """As in transformers. The code of the tokenizer is uploaded too."""
         with self._with_code():
             return super().push_to_hub(*args, **kwargs)
 

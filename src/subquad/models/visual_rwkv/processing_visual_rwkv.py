@@ -1,12 +1,8 @@
 """Processor of VisualRWKV: CLIP's image processor and the World tokenizer."""
 
-import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from transformers import ProcessorMixin
 from transformers.image_utils import make_flat_list_of_images
+
+from ...processing import SavedProcessor
 
 
 # A blank line ends a turn, so there must be none in a message. An image has a line of its own, before the question,
@@ -49,7 +45,7 @@ CHAT_TEMPLATE = r"""
 """.strip()
 
 
-class VisualRwkvProcessor(ProcessorMixin):
+class VisualRwkvProcessor(SavedProcessor):
     """
     Images and text for VisualRWKV: `processor(images=..., text="User: <image>\n...")` makes the inputs of the model.
     `apply_chat_template` makes them from a conversation, whose messages have parts of type "image" and "text".
@@ -104,52 +100,6 @@ class VisualRwkvProcessor(ProcessorMixin):
         """As in transformers, without the blank line that ends an answer."""
         texts = super().post_process_image_text_to_text(generated_outputs, skip_special_tokens, **kwargs)
         return [text.rstrip("\n") for text in texts]
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        push_to_hub: bool = False,
-        *,
-        self_contained: bool = False,
-        **kwargs,
-    ):
-        """
-        As in transformers. With `self_contained` or `push_to_hub`, the code of processor and tokenizer is saved too:
-        the directory loads with `trust_remote_code=True` if this package is not installed. The code is always saved if
-        the processor was loaded from such a directory, or a model was saved with its code in the same directory.
-        """
-        with self._with_code(self_contained or push_to_hub or self._belongs_to_code(save_directory)):
-            return super().save_pretrained(save_directory, push_to_hub, **kwargs)
-
-    def push_to_hub(self, *args, **kwargs):
-        """As in transformers. The code of processor and tokenizer is uploaded too."""
-        with self._with_code():
-            return super().push_to_hub(*args, **kwargs)
-
-    def _belongs_to_code(self, directory: str | os.PathLike) -> bool:
-        if "auto_map" in self.tokenizer.init_kwargs:
-            return True
-        try:
-            with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
-                return "AutoProcessor" in json.load(file).get("auto_map", {})
-        except (OSError, ValueError):
-            return False
-
-    @contextmanager
-    def _with_code(self, code: bool = True) -> Iterator[None]:
-        # transformers copies the module of a class with this attribute, and so do our tokenizers.
-        if not code or self._auto_class is not None:
-            yield
-            return
-        kept = dict(vars(self)), dict(vars(self.image_processor)), dict(self.tokenizer.init_kwargs)
-        self._auto_class = "AutoProcessor"
-        try:
-            yield
-        finally:  # it also writes the `auto_map` into all of these
-            after = vars(self), vars(self.image_processor), self.tokenizer.init_kwargs
-            for fields, before in zip(after, kept, strict=True):
-                fields.clear()
-                fields.update(before)
 
 
 __all__ = ["VisualRwkvProcessor"]

@@ -1,0 +1,54 @@
+"""Loading and saving that every processor shares: processors that bring their code."""
+
+import os
+
+from transformers import ProcessorMixin
+
+
+class SavedProcessor(ProcessorMixin):
+    """
+    The base class of all processors. A processor that is pushed to the Hub loads also if this package is not
+    installed.
+    """
+
+    @classmethod
+    def from_args_and_dict(cls, args, processor_dict, **kwargs):
+        """As in transformers. The processor keeps the field `auto_map`, which says that it was saved with its code."""
+        made = super().from_args_and_dict(args, processor_dict, **kwargs)
+        if "auto_map" in processor_dict:
+            processor = made[0] if isinstance(made, tuple) else made  # a tuple with `return_unused_kwargs`
+            processor.auto_map = processor_dict["auto_map"]
+        return made
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, *, self_contained: bool = False, **kwargs
+    ) -> list[str]:
+        """
+        As in transformers. With `self_contained` or `push_to_hub`, the code of processor and tokenizer is saved too:
+        the directory loads with `trust_remote_code=True` if this package is not installed, and without remote code if
+        it is. The code is always saved if the processor was loaded from such a directory, or a model was saved with
+        its code in the same directory.
+        """
+        files = super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        if not push_to_hub:
+            self._add_code(save_directory, self_contained)
+        return files
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike, *args, **kwargs):
+        """`push_to_hub` and `save_pretrained` of transformers upload with this what they have saved."""
+        self._add_code(working_dir, self_contained=True)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+    def _add_code(self, directory: str | os.PathLike, self_contained: bool) -> None:
+        if self._auto_class is not None:  # transformers has copied the code
+            return
+        try:
+            from subquad.hub import add_processor_code
+        except ImportError as error:
+            if self_contained:
+                raise ImportError("Saving a processor with its code needs the package subquad.") from error
+        else:
+            add_processor_code(self, directory, self_contained)
+
+
+__all__ = ["SavedProcessor"]
