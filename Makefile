@@ -4,16 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: demo test test-fast lint bench report kernels
+.PHONY: demo test test-fast test-slow lint bench report kernels
 
 demo: $(VENV)/.installed
 	$(BIN)/subquad generate --seed 1
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-fast: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m fast $(ARGS)
+
+# Compiles every variant of every kernel for three GPUs; `make test` takes the largest of each kernel.
+test-slow: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

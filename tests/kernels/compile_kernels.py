@@ -1,12 +1,13 @@
 """
 Compiles every Triton kernel that the operators launch, for a GPU that this machine need not have.
 
-Called as a program (Triton must not have been imported for its interpreter): `compile_kernels.py TARGET` runs the
-operators on tensors without storage and compiles each launch instead of running it. It prints the resources that each
-one takes as JSON.
+Called as a program (Triton must not have been imported for its interpreter): `compile_kernels.py TARGET VARIANTS` runs
+the operators on tensors without storage, and compiles launches instead of running them: "all", or of every kernel the
+one with the "largest" tiles. It prints the resources that each takes as JSON.
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -260,25 +261,35 @@ def launches() -> None:
     run_working_memory(torch.float16, 100, 16, key=20, value=70, more=False)
 
 
+def tile(source: ASTSource) -> int:
+    """The product of the sizes that a variant is compiled with: registers and shared memory grow with it."""
+    return math.prod(value for value in source.constants.values() if isinstance(value, int) and value > 0)
+
+
 def main() -> None:
-    target = TARGETS[sys.argv[1]]
+    target, which = TARGETS[sys.argv[1]], sys.argv[2]
     if target.backend == "hip":
         torch.version.hip = "7.0"
-    seen, results = set(), []
+    variants = {}
 
     def record(kernel, *args, grid=None, warmup=False, **kwargs):
         names = [parameter.name for parameter in kernel.params]
         source, options = source_of(kernel, {**dict(zip(names, args, strict=False)), **kwargs})
         key = (kernel.__name__, str(source.signature), str(source.constants), str(source.attrs), str(options))
-        if key in seen:
-            return
-        seen.add(key)
-        compiled = triton.compile(source, target=target, options=options)
-        constants = {names[index[0]]: str(value) for index, value in source.constants.items()}
-        results.append({"kernel": kernel.__name__, "constants": constants, **resources(compiled, target)})
+        variants.setdefault(key, (kernel, source, options))
 
     JITFunction.run = record
     launches()
+    chosen = list(variants.values())
+    if which == "largest":
+        chosen.sort(key=lambda variant: tile(variant[1]))
+        chosen = list({kernel: (kernel, source, options) for kernel, source, options in chosen}.values())
+    results = []
+    for kernel, source, options in chosen:
+        names = [parameter.name for parameter in kernel.params]
+        compiled = triton.compile(source, target=target, options=options)
+        constants = {names[index[0]]: str(value) for index, value in source.constants.items()}
+        results.append({"kernel": kernel.__name__, "constants": constants, **resources(compiled, target)})
     print(json.dumps(results))
 
 
