@@ -118,7 +118,7 @@ def test_it_loads_without_its_code(name, trust, tmp_path):
 def test_the_layout_of_a_paper_asks_for_conversion(auto_class, trust, tmp_path):
     """It calls itself by the model type of another architecture."""
     publish(tmp_path, "avey_b_paper")
-    with pytest.raises(StrictDataclassError, match="`subquad convert` makes a model of them"):
+    with pytest.raises(StrictDataclassError, match="`subquad convert` converts them"):
         getattr(transformers, auto_class).from_pretrained(tmp_path, **trust)
 
 

@@ -122,7 +122,7 @@ class Selection:
             yield Windows(self, groups, zero_rows, missing)
             missing = 0
         if keeps:
-            cache.zero_rows = zero_rows
+            cache.zero_rows = zero_rows or None  # compiled code would be compiled again for an empty list
 
     def _batches(self, limit: int) -> Iterator[list[tuple[int, torch.Tensor]]]:
         """The groups, cut so that those of a list have about `limit` rows or fewer."""
