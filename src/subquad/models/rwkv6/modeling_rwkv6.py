@@ -6,11 +6,7 @@ with a token shift and a decay that depend on the data; all else is inherited.
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.integrations import use_kernelized_func
 
-from subquad_kernels import gated_wkv, token_shift
-
-from ...layers import replaceable
 from ...tensor_parallel import local_part, times_own_columns
 from ..rwkv5.modeling_rwkv5 import (
     Rwkv5Block,
@@ -20,11 +16,9 @@ from ..rwkv5.modeling_rwkv5 import (
     Rwkv5Model,
     Rwkv5PreTrainedModel,
     Rwkv5TimeMixing,
+    token_shift,
 )
 from .configuration_rwkv6 import Rwkv6Config
-
-
-gated_wkv, token_shift = replaceable(gated_wkv, token_shift)
 
 
 class Rwkv6TimeMixing(Rwkv5TimeMixing):
@@ -76,7 +70,6 @@ class Rwkv6ChannelMixing(Rwkv5ChannelMixing):
         return torch.cat((self.time_maa_k, self.time_maa_r)).squeeze(1)
 
 
-@use_kernelized_func([gated_wkv, token_shift])
 class Rwkv6Block(Rwkv5Block):
     time_mixing_class, channel_mixing_class = Rwkv6TimeMixing, Rwkv6ChannelMixing
 
