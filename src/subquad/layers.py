@@ -75,7 +75,7 @@ def embed(
 
 def replaceable(*operators: Callable) -> list[Callable]:
     """
-    The operators, in a form that `use_kernels=True` replaces by those of a kernel repository, for all models that share
-    a modeling file. They stay as they are if no mapping names them, and if `kernels` is not installed.
+    The operators, in a form that `use_kernels=True` replaces by those of a kernel repository, for all models that
+    share a modeling file. They stay as they are if no mapping names them, and if `kernels` is not installed.
     """
     return [use_kernel_forward_from_hub(operator.__name__)(operator) for operator in operators]
