@@ -196,8 +196,10 @@ def test_onnx(tmp_path):
 @pytest.mark.fast
 def test_wrong_use():
     model = tiny_model("rwkv6", num_hidden_layers=1)
-    for other, name in (("avey-b", "AveyBForMaskedLM"), ("rwkv6", "Rwkv6ForSequenceClassification")):
-        auto_class = "AutoModelForMaskedLM" if other == "avey-b" else "AutoModelForSequenceClassification"
+    for other, auto_class, name in (
+        ("avey-b", "AutoModelForMaskedLM", "AveyBForMaskedLM"),
+        ("rwkv6", "AutoModelForSequenceClassification", "Rwkv6ForSequenceClassification"),
+    ):
         with pytest.raises(ValueError, match=f"model of this package, got {name}. For a model with adapters"):
             export_program(tiny_model(other, auto_class, num_hidden_layers=1), 1)
     with pytest.raises(ValueError, match="got Rwkv6Model"):
