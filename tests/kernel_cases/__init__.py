@@ -83,6 +83,13 @@ def first_state(part: dict, n: int) -> dict:
     return {"starts": None, "initial_state": part["initial_state"] if n == 0 else None}
 
 
+# Boundaries of documents that do not rise from 0 to the length of 5, for `Operator.wrong_values`.
+WRONG_BOUNDS = tuple(
+    ({"batch": 1, "state": False}, {"cu_seqlens": torch.tensor(bounds)}, "`cu_seqlens` must rise from 0 to 5")
+    for bounds in ([0, 3], [1, 5], [0, 4, 2, 5])
+)
+
+
 def initial_state(arguments: dict) -> dict[int, torch.Tensor]:
     return {1: arguments["initial_state"]}
 

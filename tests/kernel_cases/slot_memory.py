@@ -6,7 +6,20 @@ import torch
 
 from subquad_kernels import slot_memory, slot_memory_state
 
-from . import BOTH, DEVICE, EAGER, KERNELS, PLAIN, Documents, Example, Operator, Pieces, initial_state, own_state
+from . import (
+    BOTH,
+    DEVICE,
+    EAGER,
+    KERNELS,
+    PLAIN,
+    WRONG_BOUNDS,
+    Documents,
+    Example,
+    Operator,
+    Pieces,
+    initial_state,
+    own_state,
+)
 
 
 # How much of a slot a step takes away: of the few chosen slots of Raven, of all, of the oldest everything (so that
@@ -149,10 +162,7 @@ OPERATOR = Operator(
         arguments.get("initial_state"), *(arguments[name] for name in ("k", "v", "log_f")), backend=backend
     ),
     states=("small", "one token", "no state, 1"),
-    wrong_values=tuple(
-        ({"batch": 1, "state": False}, {"cu_seqlens": torch.tensor(bounds)}, "`cu_seqlens` must rise from 0 to 5")
-        for bounds in ([0, 3], [1, 5], [0, 4, 2, 5])
-    ),
+    wrong_values=WRONG_BOUNDS,
     wrong=[
         ({"q": torch.zeros(2, 5, 2, 7)}, r"`q` must have shape \(2, 5, 2, 8\), got \(2, 5, 2, 7\)"),
         ({"k": torch.zeros(2, 0, 2, 8)}, r"`k` must be .*, got \(2, 0, 2, 8\)"),

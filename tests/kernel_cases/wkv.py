@@ -6,7 +6,20 @@ import torch
 
 from subquad_kernels import wkv, wkv_state
 
-from . import BOTH, DEVICE, EAGER, KERNELS, PLAIN, Documents, Example, Operator, Pieces, initial_state, own_state
+from . import (
+    BOTH,
+    DEVICE,
+    EAGER,
+    KERNELS,
+    PLAIN,
+    WRONG_BOUNDS,
+    Documents,
+    Example,
+    Operator,
+    Pieces,
+    initial_state,
+    own_state,
+)
 
 
 # (weakest, strongest) log decay a step: mixed inside one head, almost none, almost total, and beyond any trained one.
@@ -134,10 +147,7 @@ OPERATOR = Operator(
         arguments.get("initial_state"), *(arguments[name] for name in ("k", "v", "log_w")), backend=backend
     ),
     states=("small", "one token", "no state, 1"),
-    wrong_values=tuple(
-        ({"batch": 1, "state": False}, {"cu_seqlens": torch.tensor(bounds)}, "`cu_seqlens` must rise from 0 to 5")
-        for bounds in ([0, 3], [1, 5], [0, 4, 2, 5])
-    ),
+    wrong_values=WRONG_BOUNDS,
     wrong=[
         ({"r": torch.zeros(2, 5, 2, 7)}, r"`r` must have shape \(2, 5, 2, 8\), got \(2, 5, 2, 7\)"),
         ({"k": torch.zeros(2, 0, 2, 8)}, r"`k` must be .*, got \(2, 0, 2, 8\)"),
