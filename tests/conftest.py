@@ -27,3 +27,15 @@ def imports_are_no_garbage():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def gpu_works_afterwards(request):
+    """Ends the process after a test that broke the GPU's context, in which every later test would fail too."""
+    yield
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except torch.AcceleratorError as error:
+            print(f"{request.node.nodeid}: {error}", file=sys.__stderr__, flush=True)
+            os._exit(1)
