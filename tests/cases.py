@@ -5,6 +5,7 @@ the shared tests by one case.
 
 import copy
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,8 @@ import subquad
 VOCABULARY = 97
 # One id more than a text draws from. An image of the tiny VisualRWKV models has as many placeholders.
 IMAGE_ID, IMAGE_TOKENS = VOCABULARY, 5
+# Where the models and their inputs are: `make gpu` says "cuda".
+DEVICE = os.environ.get("SUBQUAD_TEST_DEVICE", "cpu")
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -153,7 +156,7 @@ class Case:
         """
         if self.trained:
             path = subquad.embedded_model(self.trained)
-            model = self.model_class().from_pretrained(path, dtype=torch.float32, **fields).eval()
+            model = self.model_class().from_pretrained(path, dtype=torch.float32, **fields).eval().to(DEVICE)
             # Its own defaults sample, and end a tune.
             model.generation_config = transformers.GenerationConfig(pad_token_id=0)
             return model
@@ -164,7 +167,7 @@ class Case:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         if self.implementation:
             model.config._attn_implementation_internal = self.implementation  # the setter looks for its kernels
-        return model
+        return model.to(DEVICE)
 
     def ids(self, *shape: int, seed: int = 0) -> torch.Tensor:
         """Random ids without padding and without images."""
@@ -185,7 +188,7 @@ class Case:
                 if start + IMAGE_TOKENS <= length:
                     ids[row, start : start + IMAGE_TOKENS] = IMAGE_ID
         draws = torch.Generator().manual_seed(seed)
-        return _with_images(ids, torch.randn(_count_images(ids), 3, 28, 28, generator=draws))
+        return _with_images(ids, torch.randn(_count_images(ids), 3, 28, 28, generator=draws, device="cpu").to(DEVICE))
 
 
 # Inputs: dictionaries of what a model's `forward` takes.
@@ -263,7 +266,7 @@ def padded(texts, side: str, value: int = 0, more: int = 0) -> dict[str, torch.T
 
 
 def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
 
 
 # The cases.

@@ -30,6 +30,16 @@ def imports_are_no_garbage():
 
 
 @pytest.fixture(autouse=True)
+def default_device():
+    """The models' tests run on another device if SUBQUAD_TEST_DEVICE names one, for example "cuda"."""
+    if "SUBQUAD_TEST_DEVICE" not in os.environ:
+        yield
+        return
+    with torch.device(os.environ["SUBQUAD_TEST_DEVICE"]):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def gpu_works_afterwards(request):
     """Ends the process after a test that broke the GPU's context, in which every later test would fail too."""
     yield
