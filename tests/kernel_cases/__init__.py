@@ -284,7 +284,11 @@ def on_device(change: dict) -> dict:
     """A change of arguments, whose tensors are written down without a device."""
 
     def move(x):
-        return x.to(DEVICE) if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x
+        if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
+            return x
+        # A copy to another device would have another layout, if rows overlap.
+        memory = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+        return memory.to(DEVICE).as_strided(x.shape, x.stride(), x.storage_offset())
 
     return {name: move(x) for name, x in change.items()}
 
