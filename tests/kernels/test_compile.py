@@ -1,5 +1,6 @@
 """Every kernel compiles for the GPUs that it is meant for, within their resources."""
 
+import ast
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from kernel_cases import TRITON
+
+import subquad_kernels
 
 
 # Shared memory of a program in bytes, registers of a thread, and what of a thread may spill to memory: bytes (CUDA) or
@@ -71,3 +74,15 @@ def test_kernels_compile(target, variants, tmp_path):
         elif result["kernel"] not in HEAVY:
             limits = {**limits, "spilled": 0}
         assert all(result[name] <= limit for name, limit in limits.items()), result
+
+
+def test_what_older_versions_of_triton_refuse_is_not_written():
+    """A constant that `tl.cdiv` computes is a value of the program there, and a loop must not change its variable."""
+    for path in Path(subquad_kernels.__path__[0]).rglob("triton_kernels.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            here = f"{path}, line {getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "tl.constexpr":
+                assert "cdiv" not in ast.unparse(node.value), here
+            if isinstance(node, ast.For) and isinstance(node.target, ast.Name):
+                names = [x for statement in node.body for x in ast.walk(statement) if isinstance(x, ast.Name)]
+                assert not any(x.id == node.target.id and isinstance(x.ctx, ast.Store) for x in names), here

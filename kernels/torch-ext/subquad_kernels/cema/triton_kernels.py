@@ -47,11 +47,11 @@ def _cos_sin(turns):
 
 
 @triton.jit
-def _rates(alpha, delta, theta, cells, channels, n, mask, N: tl.constexpr):
+def _rates(alpha, delta, theta, cells, n, mask, N: tl.constexpr):
     """a, d, sigmoid(theta) and n / N, in float64."""
     a = _sigmoid(tl.load(alpha + cells, mask=mask, other=0.0).to(tl.float32).to(tl.float64))
     d = _sigmoid(tl.load(delta + cells, mask=mask, other=0.0).to(tl.float32).to(tl.float64))
-    share = _sigmoid(tl.load(theta + channels, mask=mask, other=0.0).to(tl.float32).to(tl.float64))
+    share = _sigmoid(tl.load(theta + cells // N, mask=mask, other=0.0).to(tl.float32).to(tl.float64))
     return a, d, share, (n + 1).to(tl.float64) / N
 
 
@@ -70,7 +70,7 @@ def _coefficients_kernel(
     mask = here < N * D
     n, channels = here // D, here % D
     cells = channels * N + n
-    a, d, share, part = _rates(alpha, delta, theta, cells, channels, n, mask, N)
+    a, d, share, part = _rates(alpha, delta, theta, cells, n, mask, N)
     modulus = 1 - a * d
     cos, sin = _cos_sin(part * share)
     re, im = (modulus * cos).to(tl.float32), (modulus * sin).to(tl.float32)
@@ -345,7 +345,7 @@ def _carry_kernel(
     tile, row = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     cells = tile * BLOCK + tl.arange(0, BLOCK)
     mask = cells < N * D
-    a, d, share, part = _rates(alpha, delta, theta, cells, cells // N, cells % N, mask, N)
+    a, d, share, part = _rates(alpha, delta, theta, cells, cells % N, mask, N)
     log_modulus = tl.log(tl.maximum(1 - a * d, 1e-30))
     turns = part * share
     here = (row * N * D + cells) * 2
@@ -535,7 +535,7 @@ def _parameter_kernel(
         for segment in range(SEGMENTS):
             total += tl.load(place + i * plane + segment * stride, mask=mask, other=0.0)
         grads += (total,)
-    a, d, share, part = _rates(alpha, delta, theta, cells, channels, n, mask, N)
+    a, d, share, part = _rates(alpha, delta, theta, cells, n, mask, N)
     modulus = 1 - a * d
     cos, sin = _cos_sin(part * share)
     of_modulus = grads[3] * cos - grads[4] * sin
@@ -578,13 +578,13 @@ def _average_step_kernel(
     channels, n = one[:, None], tl.arange(0, BLOCK_N)[None, :]
     mask = (channels < D) & (n < N)
     cells = channels * N + n
-    a, d, share, part = _rates(alpha, delta, theta, cells, channels, n, mask, N)
+    a, d, share, part = _rates(alpha, delta, theta, cells, n, mask, N)
     cos, sin = _cos_sin(part * share)
     q_re, q_im = (1 - a * d) * cos, (1 - a * d) * sin
     gamma_re = tl.load(gamma + 2 * cells, mask=mask, other=0.0).to(tl.float32)
     gamma_im = tl.load(gamma + 2 * cells + 1, mask=mask, other=0.0).to(tl.float32)
-    for row in range(first, tl.minimum(first + ROWS, B)):
-        row = tl.cast(row, tl.int64)
+    for number in range(first, tl.minimum(first + ROWS, B)):
+        row = tl.cast(number, tl.int64)
         here = (row * D * N + cells) * 2
         before_re = tl.load(state + here, mask=mask, other=0.0)
         before_im = tl.load(state + here + 1, mask=mask, other=0.0)

@@ -169,8 +169,8 @@ def _walk_kernel(
     x_keysᵀ keys to the columns of the keys and x_valuesᵀ values to those of the values. With REVERSE it goes from the
     last chunk to the first, as the gradient of the memory does.
     """
-    KEY_TILES: tl.constexpr = tl.cdiv(K, BF)
-    TILES: tl.constexpr = KEY_TILES + tl.cdiv(V, BF)
+    KEY_TILES: tl.constexpr = (K + BF - 1) // BF
+    TILES: tl.constexpr = KEY_TILES + (V + BF - 1) // BF
     tile, head, segment = program(H, TILES * tl.cdiv(M, BM))
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
     ts, ms = tl.arange(0, C), tile // TILES * BM + tl.arange(0, BM)

@@ -250,7 +250,7 @@ def _product_kernel(
     STAGES: tl.constexpr,
 ):
     """aᵀ x for each range: a (B, H, LENGTH, K), out (B, H, N, K, WIDTH)."""
-    COLUMNS: tl.constexpr = tl.cdiv(WIDTH, BW)
+    COLUMNS: tl.constexpr = (WIDTH + BW - 1) // BW
     tile, row, head, index, cell = _indices(H, N, tl.cdiv(K, BK) * COLUMNS)
     first, stop = _range(starts, more, index, C, LENGTH, READS)
     rows = (stop - first).to(tl.int32)
@@ -297,7 +297,7 @@ def _rows_kernel(
     Tokens a (SIZE) of a range times its matrix (SIZE, WIDTH; stored as (WIDTH, SIZE) if TRANSPOSED), written to `out`
     (B, H, LENGTH, WIDTH), or with ADD added to it.
     """
-    COLUMNS: tl.constexpr = tl.cdiv(WIDTH, BW)
+    COLUMNS: tl.constexpr = (WIDTH + BW - 1) // BW
     tile, row, head, index, cell = _indices(H, N, BLOCKS * COLUMNS)
     first, stop = _range(starts, more, index, C, LENGTH, READS)
     first += tile // COLUMNS * BT
@@ -446,7 +446,7 @@ def _absorb_gradient_kernel(
     that of what was read from it. Stores the gradient of U, and its products with the change of the memory and with
     the memory before it, summed over these columns: (B, H, N, tiles, K).
     """
-    TILES: tl.constexpr = tl.cdiv(V, BV)
+    TILES: tl.constexpr = (V + BV - 1) // BV
     tile, head, row = program(H, TILES)
     ks, vs = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     cell = row.to(tl.int64) * H + head
