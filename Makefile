@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: demo test test-fast test-slow lint bench report kernels
+.PHONY: demo test test-fast test-slow lint bench gpu report kernels
 
 demo: $(VENV)/.installed
 	$(BIN)/subquad generate --seed 1
@@ -24,11 +24,15 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 
 # Every script in a folder of benchmarks, but those that the others import.
-BENCHMARKS := $(filter-out %/measuring.py %/benchmark.py %/peers.py, \
+BENCHMARKS := $(filter-out %/measuring.py %/benchmark.py %/peers.py %/gpu.py, \
 	$(wildcard kernels/benchmarks/*.py benchmarks/*.py tokenizers/benchmarks/*.py))
 
 bench: $(VENV)/.installed-dev
 	set -e; for script in $(BENCHMARKS); do $(BIN)/python $$script --out build/bench $(ARGS); done
+
+# Tests and benchmarks on a GPU, in 25 minutes. Where torch is installed already, `python3 benchmarks/gpu.py` does the same.
+gpu: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 report: $(VENV)/.installed-inspect
 	$(BIN)/python -m examples.evaluation report $(ARGS)

@@ -679,32 +679,43 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def measure_model(results: Results, model: str, with_peers: bool, options: argparse.Namespace) -> None:
+    """Adds the rows of one of our models; with its peers, those that are not there yet."""
+    row = {"part": "made", "what": model + ", with peers" * with_peers, "implementation": OURS}
+    made: list[Any] = []
+
+    def make():
+        start = time.perf_counter()
+        made.append(ours := make_ours(model, options))
+        made.append(peers_of(ours) if with_peers else {})
+        return {"milliseconds": 1e3 * (time.perf_counter() - start), "note": f"{ours.parameters:,} parameters"}
+
+    gc.unfreeze()
+    gc.collect()  # the model before
+    results.measure({**row, "dtype": options.dtype_name}, make)
+    if len(made) < 2 or (with_peers and not made[1]):
+        return
+    gc.freeze()  # otherwise garbage collection would search all imported modules for every row, half a second each
+    for part in (part for part in ROWS if part in options.parts):
+        for what, name, batch, length, function in ROWS[part](*made, options):
+            if name == OURS and with_peers:
+                continue
+            shape = {"batch": batch, "length": length, "size": made[0].config.hidden_size}
+            row = {"part": part, "what": f"{model} {what}", "implementation": name, "dtype": options.dtype_name}
+            results.measure(row | shape, functools.partial(with_memory, function, options.device))
+    torch.compiler.reset()
+
+
 def measure(results: Results, options: argparse.Namespace) -> list[str]:
+    results.forget("made")
     if "check" in options.parts:
+        results.forget("check")
         check(results, options.models, options)
     if not set(options.parts) - {"check"}:
         return []
     lines = [measure_ceilings(options)]
-    for model in options.models:
-        row = {"part": "made", "what": model, "implementation": OURS, "dtype": options.dtype_name}
-        made: list[Any] = []
-
-        def make(model=model, made=made):
-            start = time.perf_counter()
-            made += [ours := make_ours(model, options), peers_of(ours)]
-            return {"milliseconds": 1e3 * (time.perf_counter() - start), "note": f"{ours.parameters:,} parameters"}
-
-        gc.unfreeze()
-        gc.collect()  # the model before
-        if not results.measure(row, make):
-            continue
-        gc.freeze()  # otherwise garbage collection would search all imported modules for every row, half a second each
-        for part in (part for part in ROWS if part in options.parts):
-            for what, name, batch, length, function in ROWS[part](*made, options):
-                shape = {"batch": batch, "length": length, "size": made[0].config.hidden_size}
-                row |= {"part": part, "what": f"{model} {what}", "implementation": name, **shape}
-                results.measure(row, functools.partial(with_memory, function, options.device))
-        torch.compiler.reset()
+    for with_peers, model in itertools.product((False,) if options.ours else (False, True), options.models):
+        measure_model(results, model, with_peers, options)
     lines += power_laws(results.rows)
     if options.device != "cpu":
         lines += judged_targets(results.rows, tuple(itertools.chain(*(sizes.targets for sizes in MODELS.values()))))

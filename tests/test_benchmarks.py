@@ -3,7 +3,6 @@
 import csv
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,8 +40,6 @@ def peers(models):
 
 @pytest.fixture
 def run(models, monkeypatch, tmp_path):
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # the run sets them
     monkeypatch.setattr(sys.modules["measuring"], "plot", lambda *arguments: None)
 
     def call(*options):

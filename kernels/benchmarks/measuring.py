@@ -15,7 +15,6 @@ import os
 import signal
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,9 +30,14 @@ FIELDS = (
     *("milliseconds", "MiB", "tokens_per_second", "floor_milliseconds", "teraflops", "gigabytes_per_second"),
     *("note", "versions"),
 )
+TEXTS = ("part", "what", "implementation", "dtype", "note", "versions")
 # Two rows that agree in these fields can be compared.
 SHAPE = ("part", "what", "batch", "heads", "size", "length", "dtype")
 OURS, PLAIN, COMPILED, FLA, GRAPH = "subquad", "plain", "plain, compiled", "fla", ", graph"
+# Seconds that one measurement may take on a GPU: a peer that tunes its kernels may take minutes.
+LONGEST = 120
+# The exit status after an error that leaves nothing of the GPU to this process, and the end of its row's note.
+BROKEN, LAST_ROW = 70, "(the GPU's context is broken)"
 
 ABOUT_NUMBERS = """
 Times are medians, on a GPU between device events. Inputs alternate, so that they are never in the cache. Everything
@@ -41,8 +45,8 @@ runs in bfloat16 on a GPU and in float32 on a CPU. A floor is the larger of two 
 (for a model: its weights), and computing the unavoidable matrix products, at the rates of a large copy and a large
 product in the same run. TFLOP/s and GB/s count these only. MiB are the additional peak memory of the call; for models,
 all memory, on a CPU that of the process. "graph" replays a CUDA graph, without the time of Python between kernels.
---out DIR keeps the rows of NAME in NAME.csv (after every row), NAME.json, NAME.md and, if matplotlib is installed,
-NAME.png.
+Ours is measured before anything that it is compared with. --out DIR keeps the rows of NAME in NAME.csv (after every
+row), NAME.json, NAME.md and, if matplotlib is installed, NAME.png.
 """
 
 
@@ -191,7 +195,7 @@ def measure_ceilings(options: argparse.Namespace) -> str:
     operations that a matrix product makes in one. Returns a line that says both.
     """
     device, large = options.device, options.device != "cpu" and not options.quick
-    size = 2**32 if large else 2**22 if options.quick else 2**26
+    size = 2**30 if large else 2**22 if options.quick else 2**26
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     width, dtype = (8192, torch.bfloat16) if large else (512, torch.float32)
@@ -239,18 +243,48 @@ def versions(device: str) -> str:
     return ", ".join(found)
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, with numbers as they were written."""
+
+    def value(field, text):
+        if text == "" or field in TEXTS:
+            return text or None
+        return int(text) if field in ("batch", "heads", "size", "length") else float(text)
+
+    with open(path, newline="", encoding="utf-8") as file:
+        return [{field: value(field, text) for field, text in row.items()} for row in csv.DictReader(file)]
+
+
+def key_of(row: dict[str, Any]) -> tuple:
+    return row["implementation"], *(row.get(field) for field in SHAPE)
+
+
+def is_over(row: dict[str, Any]) -> bool:
+    """Whether a row is not worth another try: what failed of ours is, unless it took the GPU with it."""
+    note = row.get("note") or ""
+    return row["implementation"] != OURS or not note.startswith(("failed", "not done")) or note.endswith(LAST_ROW)
+
+
 class Results:
     """The rows of a run, which a file keeps, and the number of those that failed or did not begin."""
 
-    def __init__(self, path: Path | None, device: str, seconds: float, versions: str):
+    def __init__(self, path: Path | None, device: str, seconds: float, versions: str, resumes: bool = False):
         self.path, self.device, self.versions = path, device, versions
         self.rows: list[dict[str, Any]] = []
+        if resumes and path is not None and path.exists():
+            self.rows = [row for row in read_rows(path) if is_over(row)]
+        self.known = set(map(key_of, self.rows))
         self.failed = self.skipped = 0
         self.deadline = time.monotonic() + seconds
         # A log keeps every line that is refreshed.
         self.live = sys.stderr.isatty()
         interval = 0.1 if self.live else 10
         self.bar = tqdm(file=sys.stderr, mininterval=interval, bar_format="{n} rows [{elapsed}] {desc}")
+
+    def forget(self, part: str) -> None:
+        """Drops the rows of a part that every run repeats."""
+        self.rows = [row for row in self.rows if row["part"] != part]
+        self.known = set(map(key_of, self.rows))
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append({**row, "versions": self.versions})
@@ -269,15 +303,19 @@ class Results:
     def measure(self, row: dict[str, Any], function: Callable[[], dict[str, Any]]) -> bool:
         """
         Adds the row with the fields that `function` returns, or with a note that says why it failed. After the
-        deadline nothing is measured. Returns whether there are new fields.
+        deadline, or if the row is there, nothing is measured. Returns whether there are new fields.
         """
+        if key_of(row) in self.known:
+            return False
         if time.monotonic() > self.deadline:
             self.skipped += 1
             return False
         name = " ".join(str(row[field]) for field in FIELDS if row.get(field) not in (None, ""))
         self.bar.set_description_str(name, refresh=self.live)
+        limit, broken = min(LONGEST, 5 + self.deadline - time.monotonic()), False
         try:
-            measured, done = function(), True
+            with contextlib.nullcontext() if self.device == "cpu" else within(limit):
+                measured, done = function(), True
         except torch.OutOfMemoryError:
             measured, done = {"note": "out of memory"}, False
         except Exception as error:
@@ -287,8 +325,15 @@ class Results:
         # Not in the handlers, where the traceback still holds the tensors.
         if self.device != "cpu":
             gc.collect()
-            torch.cuda.empty_cache()
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                broken = True
+                measured = {"note": f"{measured.get('note') or f'failed: {error}'.splitlines()[0]} {LAST_ROW}"}
         self.add({**row, **measured})
+        if broken:
+            raise SystemExit(BROKEN)
         return done
 
     def table(self) -> str:
@@ -368,7 +413,7 @@ Targets = tuple[tuple[str, str | None, int, float], ...]
 def judged_targets(rows: list[dict[str, Any]], targets: Targets) -> list[str]:
     """For every row of ours that has targets, the strictest one for each peer, and whether it is met."""
     rows = [row for row in rows if row.get("milliseconds")]
-    found = {(row["implementation"], *(row.get(field) for field in SHAPE)): row for row in rows}
+    found = {key_of(row): row for row in rows}
     lines = []
     for key, row in found.items():
         strictest: dict[str | None, float] = {}
@@ -451,6 +496,8 @@ def make_parser(description: str, parts: tuple[str, ...], minutes: float) -> arg
         dest="compiles",
         help="measure under torch.compile too (default: on a GPU)",
     )
+    add("--ours", action="store_true", help="measure nothing that it is compared with")
+    add("--resume", action="store_true", help="keep the rows that --out has, and measure what is missing")
     add("--plot", type=Path, metavar="JSON", help="do not measure: draw the figure of a record, next to it")
     return parser
 
@@ -490,16 +537,10 @@ def run_benchmark(
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
     title = versions(options.device)
-    results = Results(
-        None if options.out is None else options.out / f"{name}.csv", options.device, options.minutes * 60, title
-    )
+    path = None if options.out is None else options.out / f"{name}.csv"
+    results = Results(path, options.device, options.minutes * 60, title, options.resume)
     print(f"{name}\n{title}")
-    # A peer that tunes its kernels may take minutes for one measurement.
-    limit = contextlib.nullcontext() if options.device == "cpu" else within(60 * (options.minutes + 1))
-    # With empty caches: what earlier runs have compiled would make first calls look cheap.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, warnings.catch_warnings(), limit:
-        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
+    with warnings.catch_warnings():
         # An operator that falls back to plain torch must not pass for a measurement of the kernels.
         warnings.filterwarnings("error", message=".*runs in plain torch")
         # What is there already is not garbage, which memory is measured without.

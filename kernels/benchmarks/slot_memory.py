@@ -66,7 +66,7 @@ class SlotMemory(Case):
     }
     # Of an H200.
     targets = (
-        ("first forward+backward", None, 1, 20e3),
+        ("slot_memory first forward+backward", None, 1, 20e3),
         ("slot_memory forward", FLA, 1, 1 / 0.6),
         ("slot_memory forward+backward", FLA, 1, 1 / 0.6),
     )

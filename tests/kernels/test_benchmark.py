@@ -5,7 +5,6 @@ import csv
 import importlib
 import importlib.util
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -36,8 +35,6 @@ def modules():
 @pytest.fixture
 def run(modules, monkeypatch, tmp_path):
     """Runs a script with the eager form of its operator, and returns the rows that it writes."""
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # the run sets them
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     plot = modules["measuring"].plot
     monkeypatch.setattr(modules["measuring"], "plot", lambda *how: plot(*how) if call.draws else None)
@@ -145,8 +142,8 @@ def test_every_part_is_measured(name, modules, run, monkeypatch, tmp_path, capsy
     assert found >= peers.get(name, {"plain"})
     assert ("reference" in found) == ("step" in parts)
     if name in FLA:
-        notes = [row["note"] for row in rows if "fla's out" in row["note"]]
-        assert notes and all(float(note.partition("fla's out ")[2].split(",")[0]) < 1e-5 for note in notes)
+        notes = [row["note"] for row in rows if row["implementation"] == "fla"]
+        assert notes and all(float(note.partition("differs from ours by ")[2]) < 1e-5 for note in notes)
     report = json.loads((tmp_path / f"{name}.json").read_text())
     assert len(report["rows"]) == len(rows)
     assert report["versions"] in (tmp_path / f"{name}.md").read_text()
@@ -226,6 +223,43 @@ def test_a_row_that_fails_stops_nothing(modules, tmp_path):
     results.bar.close()
 
 
+def test_ours_is_measured_first_and_the_rest_later(modules, run, monkeypatch):
+    measured = run("wkv", "--parts", "operator", "step", "--ours")
+    assert {row["implementation"] for row in measured} == {"subquad"}
+    rows = run("wkv", "--parts", "operator", "step", "--resume")
+    assert rows[: len(measured)] == measured  # not again
+    assert "subquad" not in {row["implementation"] for row in rows[len(measured) :]}
+    assert rows == run("wkv", "--parts", "operator", "step", "--resume")
+    together = [row["implementation"] == "subquad" for row in run("wkv", "--parts", "operator", "step")]
+    assert together == sorted(together, reverse=True)
+    assert len(together) == len(rows)
+
+
+def test_what_failed_of_ours_is_tried_again(modules, tmp_path):
+    measuring, path = modules["measuring"], tmp_path / "rows.csv"
+    results = measuring.Results(path, "cpu", 60, "versions")
+    row = {"part": "operator", "what": "forward", "length": 8}
+
+    def fail():
+        raise ValueError("no")
+
+    for name, length in (("subquad", 8), ("fla", 8), ("subquad", 16)):
+        results.measure({**row, "implementation": name, "length": length}, fail)
+    results.rows[-1]["note"] += " " + measuring.LAST_ROW
+    results.add({**row, "implementation": "plain", "milliseconds": 2.5})
+    results.bar.close()
+    again = measuring.Results(path, "cpu", 60, "versions", resumes=True)
+    assert [(row["implementation"], row["length"]) for row in again.rows] == [
+        ("fla", 8),
+        ("subquad", 16),
+        ("plain", 8),
+    ]
+    assert again.rows[-1]["milliseconds"] == 2.5 and again.rows[-1]["note"] is None
+    assert again.measure({**row, "implementation": "subquad"}, lambda: {"milliseconds": 1.0})
+    assert not again.measure({**row, "implementation": "plain"}, lambda: {"milliseconds": 1.0})
+    again.bar.close()
+
+
 def test_poison_is_seen(modules):
     assert modules["measuring"].poisoned(lambda: torch.empty(3).isnan().all())
     assert not torch.are_deterministic_algorithms_enabled()
@@ -258,14 +292,14 @@ def test_targets(modules):
         shape = {"batch": 8, "length": 2048}
         return {"part": "operator", "what": what, "implementation": name, "milliseconds": milliseconds, **shape}
 
-    rows = [row("first forward+backward", "subquad", 20100.0), row("slot_memory forward", "subquad", 0.5)]
+    rows = [row("slot_memory first forward+backward", "subquad", 20100.0), row("slot_memory forward", "subquad", 0.5)]
     rows += [row("slot_memory forward", "fla", 1.0), row("slot_memory forward+backward", "subquad", 7.0)]
     rows += [row("slot_memory forward+backward", "fla", 10.0), row("slot_memory step", "subquad", 1.0)]
     targets = modules["slot_memory"].SlotMemory.targets
     judged_targets = modules["measuring"].judged_targets
     assert judged_targets(rows, targets) == [
         "targets",
-        "first forward+backward, 8 x 2048: 2.01e+04 ms, at most 20000: missed",
+        "slot_memory first forward+backward, 8 x 2048: 2.01e+04 ms, at most 20000: missed",
         "slot_memory forward, 8 x 2048: 2.00 times as fast as fla, at least 1.66667: met",
         "slot_memory forward+backward, 8 x 2048: 1.43 times as fast as fla, at least 1.66667: missed",
     ]
