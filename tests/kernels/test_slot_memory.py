@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, EACH, PLAIN, assert_results, expected, relative_error, triton
+from kernel_cases import DEVICE, EACH, PLAIN, TRITON, assert_results, expected, relative_error, triton
 from kernel_cases.slot_memory import OPERATOR, make
 
 from subquad_kernels import slot_memory, slot_memory_state
@@ -56,6 +56,30 @@ def test_replaced_slots_are_a_sliding_window(backend):
     mask = ((age >= 0) & (age < slots)).to(DEVICE)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0).transpose(1, 2)
     assert relative_error(out[:, slots - 1 :], expected[:, slots - 1 :]) < 1e-5
+
+
+@TRITON
+@pytest.mark.parametrize(("slots", "size"), [(12, 8), (40, 64), (130, 16), (256, 256)])
+def test_no_columns_are_shared_by_warps_that_are_too_narrow(slots, size, monkeypatch):
+    """Eight warps share the columns of 64 rows of bfloat16 in halves, which must have 64 columns, see `pipeline`."""
+    from subquad_kernels.slot_memory import triton_kernels
+
+    columns = {"_walk_kernel": "BF", "_slots_kernel": "BM", "_features_kernel": "BF", "_decay_kernel": "BM"}
+    seen = set()
+
+    def check(kernel, grid, *arguments, num_warps=4, **constants):
+        name = kernel.__name__
+        seen.add(name)
+        if name in columns:
+            assert num_warps == 4 or constants[columns[name]] >= 128, name
+        elif "DOT" in constants:
+            assert num_warps == 4, name
+
+    monkeypatch.setattr(triton_kernels, "launch", check)
+    q, log_f = torch.zeros(1, 70, 2, size, dtype=torch.bfloat16), torch.zeros(1, 70, 2, slots)
+    out, state, logits = triton_kernels.slot_memory_triton(q, q, q, log_f, None, None)
+    triton_kernels.slot_memory_triton_backward(out, state, logits, q, q, q, log_f, None, None)
+    assert set(columns) < seen
 
 
 def test_errors_of_the_state_alone():

@@ -684,11 +684,10 @@ class _Plan(Segments):
         self.like = log_f
         self.chunk = 64
         # float32 needs twice the memory, and three products instead of one.
-        narrow, hip = k.dtype == torch.bfloat16, torch.version.hip is not None
+        narrow, self.hip = k.dtype == torch.bfloat16, torch.version.hip is not None
         self.dtype = torch.bfloat16 if narrow else torch.float32
         self.constants = {"M": self.slots, "C": self.chunk, "PACKED": cu_seqlens is not None}
         self.products = operands(k.dtype)
-        self.pipeline = {"STAGES": 2 if narrow and not hip else 1, "num_warps": 4 if hip else 8}
         self.walk_slots = _block(self.slots, 64)
         self.walk_features = _block(max(self.key_size, self.value_size), 128 if narrow else 32)
         self.slot_blocks = {"BM": _block(self.slots, 128 if narrow else 64), "BF": 64 if narrow else 32}
@@ -710,6 +709,14 @@ class _Plan(Segments):
         )
         self.per_segment = triton.cdiv(self.segment, self.chunk)
         self.geometry = (self.boundaries, length, self.segment, self.per_sequence)
+
+    def pipeline(self, columns: int) -> dict:
+        """How many warps compute a product with this number of columns, and how many tiles they load ahead."""
+        narrow = self.dtype == torch.bfloat16
+        # Eight warps of a Hopper GPU share the columns of 64 rows. Triton reads a row-major bfloat16 operand wrongly
+        # if its half has fewer than 64 columns, one row of shared memory.
+        few = self.hip or (narrow and columns < 128)
+        return {"STAGES": 2 if narrow and not self.hip else 1, "num_warps": 4 if few else 8}
 
     def empty(self, *shape, dtype=torch.float32):
         return self.like.new_empty(shape, dtype=dtype)
@@ -748,7 +755,7 @@ class _Plan(Segments):
             REVERSE=reverse,
             **self.constants,
             **self.products,
-            **self.pipeline,
+            **self.pipeline(self.walk_features),
         )
 
     def walk(self, inputs, initial, *, store=True, reverse=False):
@@ -782,7 +789,7 @@ class _Plan(Segments):
             WIDTH=self.key_size + self.value_size,
             **self.slot_blocks,
             **self.products,
-            **self.pipeline,
+            **self.pipeline(self.slot_blocks["BM"]),
         )
         self._far_slots(a, b, None, log_f, decay, out, add=1)
         return out
@@ -813,7 +820,7 @@ class _Plan(Segments):
             REVERSE=reverse,
             **self.feature_blocks,
             **self.products,
-            **self.pipeline,
+            **self.pipeline(self.feature_blocks["BF"]),
         )
 
     def decay_grads(self, q, k, grad_out, v, x_keys, x_values, log_f, decay, *arguments):
@@ -829,7 +836,7 @@ class _Plan(Segments):
             V=self.value_size,
             **self.slot_blocks,
             **self.products,
-            **self.pipeline,
+            **self.pipeline(self.slot_blocks["BM"]),
         )
         return out
 
