@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import sys
 import warnings
 
 import pytest
@@ -387,6 +388,38 @@ def test_tensors_without_storage(operator, backend):
             assert x.dtype == (dtypes[min(n, 1)] if y.is_floating_point() else y.dtype)
         for key, grad in weighted_gradients(results, leaves, wanted.weights).items():
             assert (grad.device.type, grad.shape, grad.dtype) == ("meta", leaves[key].shape, leaves[key].dtype)
+
+
+@TRITON
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        case(cema.OPERATOR, "one token"),
+        case(group_norm_gate.OPERATOR, "length 1"),
+        case(slot_memory.OPERATOR, "one token"),
+        case(slot_routing.OPERATOR, "one token"),
+        case(timestep_decay_norm.OPERATOR, "all, 1"),
+        case(token_shift.OPERATOR, "before the LoRA, 1"),
+        case(wkv.OPERATOR, "one token"),
+        case(working_memory.OPERATOR, "step 0"),
+    ],
+)
+def test_a_token_takes_little_python(operator, name, monkeypatch):
+    """What surrounds the kernels, counted in calls: a call of torch's dispatcher alone takes longer than these do."""
+    monkeypatch.setattr(operator.module("triton_kernels"), "launch", lambda *arguments, **constants: None)
+    options = {"inplace": True} if operator.written else {}
+    call = with_options(operator, **operator.make(**operator.examples[name].sizes), **options, backend="triton")
+    events = []
+    with torch.no_grad():
+        call()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            call()
+        sys.setprofile(lambda frame, event, argument: events.append(event))
+        call()
+        sys.setprofile(None)
+    assert not any("subquad_kernels::" in event.key for event in profile.key_averages())
+    assert events.count("call") + events.count("c_call") < 200
 
 
 @TRITON

@@ -92,21 +92,27 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
     Raises:
         KernelError: if it does not compile, or needs more registers or shared memory than the device has.
     """
-    from triton.runtime.errors import TritonError
-
     if 0 in grid:
         return
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
         try:
             kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=1)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except (TritonError, RuntimeError, subprocess.CalledProcessError) as error:
-            if str(error).startswith("Triton Error"):
-                raise  # an error of the driver: the kernel did compile
+        except Exception as error:
+            if not _says_that_it_cannot_run(error):
+                raise
             name = getattr(kernel, "__name__", kernel)
             raise KernelError(f"{name} failed on {device}: {type(error).__name__}: {error}") from error
+
+
+def _says_that_it_cannot_run(error: Exception) -> bool:
+    """Whether Triton could not compile or load a kernel. Other errors are of the device, or of what was passed."""
+    from triton.runtime.errors import TritonError
+
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or str(error).startswith("Triton Error"):
+        return False
+    return isinstance(error, TritonError | RuntimeError | subprocess.CalledProcessError)
 
 
 def can_read_without_sync(x: torch.Tensor) -> bool:
@@ -136,8 +142,13 @@ def cast(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[torch.Tensor
 
 def multiprocessors(x: torch.Tensor) -> int:
     """The number of multiprocessors of the device of x; each runs at least one program of a kernel at a time."""
-    if x.device.type == "cuda":
-        return torch.cuda.get_device_properties(x.device).multi_processor_count
+    return _multiprocessors(x.device)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
     return 132  # of an H100 or H200
 
 

@@ -1,9 +1,11 @@
 """Registers operators with `torch.library`, so that `torch.compile`, `torch.export` and autograd see through them."""
 
+import inspect
 import re
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 
 from .backend import contiguous, dispatch, without_autocast
 
@@ -23,9 +25,10 @@ def custom_op(
     gradients: int = 0,
     outputs: int = 1,
     saved: int = 0,
-) -> torch.library.CustomOpDef:
+) -> Callable:
     """
     Registers an operator, and its backward pass as operator `name`_backward. Between them only the inputs are kept.
+    Returns the function to call it with, see [`_with_shortcut`].
 
     Args:
         name: of the operator.
@@ -42,21 +45,25 @@ def custom_op(
             gradients.
     """
     operator = name.rstrip("_")
-    op = _define(name, _choose(operator, eager, triton), eager, triton, mutates_args)
+    run = _choose(operator, eager, triton)
+    op = _define(name, run, eager, triton, mutates_args)
     op.register_fake(lambda *arguments: fake(*(arguments if triton is None else arguments[:-1])))
+    written = [n for n, x in enumerate(inspect.signature(eager).parameters) if x in mutates_args]
+    call = _with_shortcut(op, run, written)
     if eager_backward is None:
-        return op
+        return call
 
-    run = _choose(operator, eager_backward, triton and (lambda: triton()[1:]), outputs)
+    run_either = _choose(operator, eager_backward, triton and (lambda: triton()[1:]), outputs)
 
     def given(arguments):
         return [x for x in arguments[outputs : outputs + gradients] if x is not None]
 
     def run_backward(*arguments):
-        return [x.to(of.dtype).contiguous() for x, of in zip(run(*arguments), given(arguments), strict=True)]
+        return [x.to(of.dtype).contiguous() for x, of in zip(run_either(*arguments), given(arguments), strict=True)]
 
     backward = _define(f"{name}_backward", run_backward, eager_backward, triton)
     backward.register_fake(lambda *arguments: [x.new_empty(x.shape) for x in given(arguments)])
+    call_backward = _with_shortcut(backward, run_backward, [])
 
     def setup_context(ctx, inputs, output):
         kept = output[outputs - saved :] if saved else ()
@@ -67,12 +74,56 @@ def custom_op(
     def differentiate(ctx, *grads):
         tensors = ctx.saved_tensors  # non-reentrant checkpointing returns them once only
         arguments = [option if x is None else x for x, option in zip(tensors, ctx.options, strict=True)]
-        found = iter(backward(*grads[: outputs - saved], *arguments))
+        found = iter(call_backward(*grads[: outputs - saved], *arguments))
         inputs = enumerate(arguments[saved:])
         return tuple(next(found) if n < gradients and x is not None else None for n, x in inputs)
 
     op.register_autograd(differentiate, setup_context=setup_context)
-    return op
+    return call
+
+
+_TENSORS = torch.Tensor, torch.nn.Parameter
+_OPTIONS = type(None), bool, int, float, str, torch.dtype
+
+
+def _with_shortcut(op: Callable, run: Callable, written: list[int]) -> Callable:
+    """
+    The function that calls `op`, or its implementation `run` where nobody can tell the difference, because the
+    bookkeeping of a custom operator takes longer than the kernel of a single token. `written` are the arguments that
+    it writes to.
+    """
+
+    def call(*arguments):
+        if torch.compiler.is_compiling() or not _is_plain(arguments):
+            return op(*arguments)
+        for n in written:
+            if not arguments[n].is_inference():  # autograd checks that nothing that it needs has been overwritten
+                torch.autograd.graph.increment_version(arguments[n])
+        return run(*arguments)
+
+    return call
+
+
+def _is_plain(arguments: tuple) -> bool:
+    """Whether nothing traces, transforms, replaces, watches or differentiates a call with these arguments."""
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._is_tracing()
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    differentiable = torch.is_grad_enabled()
+    for x in arguments:
+        kind = type(x)
+        if kind in _TENSORS:
+            # is_neg: kernels would not see a minus that torch has put off.
+            if (differentiable and x.requires_grad) or x.is_meta or x.is_neg():
+                return False
+        elif kind not in _OPTIONS:
+            return False
+    return True
 
 
 def _choose(operator: str, eager: Callable, triton: Callable | None, first: int = 0) -> Callable:
