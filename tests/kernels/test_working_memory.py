@@ -34,7 +34,9 @@ def test_what_does_not_count_is_not_looked_at(backend):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     dk, dv = torch.autograd.grad(found[1].square().sum(), [inputs["k"], inputs["v"]])
     assert torch.equal((dv != 0).any(-1).any(1), counted)
-    assert torch.equal((dk != 0).any(-1).any(1), counted & torch.tensor([[True], [False]], device=DEVICE))
+    assert torch.equal((dk[0] != 0).any(-1).any(0), counted[0])
+    # The softmax over one token is 1 whatever its key is. Products of a GPU leave a rounding error of that.
+    assert not dk[1, :, ~counted[1]].any() and dk[1].abs().max() < 1e-5
 
 
 def plan(start, stop, chunk_size, document):
