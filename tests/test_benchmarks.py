@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_gpu import fake_gpu
 from safetensors import safe_open
 
 from subquad import AveyBConfig, AveyConfig, RavenConfig, RavenForCausalLM, Rwkv6Config, Rwkv6ForCausalLM
@@ -108,6 +109,19 @@ def test_every_part_of_every_model_is_measured(models, run, fla, tmp_path, capsy
     assert {path.name for path in tmp_path.iterdir()} == {"models.csv", "models.json", "models.md"}
     printed = capsys.readouterr().out
     assert "0 of 8 cases wrong" in printed and "latency as N^beta" in printed
+
+
+def test_every_part_runs_on_a_gpu(models, run, fla):
+    parts = set(models.PARTS) - {"check", "long"}  # which are the same on a CPU
+    with fake_gpu():
+        rows = run("--models", *models.MODELS, "--parts", *parts, "--device", "cuda")
+    assert {row["part"] for row in rows} == {*parts, "made"}
+    assert not [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory"))]
+    assert {row["dtype"] for row in rows} == {"bfloat16"}
+    found = {(row["what"], row["implementation"]) for row in rows}
+    for what in ("finch first generate", "gecko generate, not compiled", "avey training, compiled"):
+        assert (what, "subquad") in found
+    assert found >= {("avey-b all tokens, graph", "ModernBERT"), ("avey-b all tokens", "plain, compiled")}
 
 
 def test_trained_models_are_measured_and_profiled(run):

@@ -93,7 +93,7 @@ class ChunkAttention(Chunked):
     def others(self) -> dict[str, Any]:
         if self.is_step:
             return {}
-        return {PLAIN: self.plain} if self.device == "cpu" else {PLAIN: self.plain, FLEX: self.flex}
+        return {PLAIN: self.plain} if self.device == "cpu" else {PLAIN: self.plain, FLEX: self.flexible}
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         chunk, length = self.chunk, q.shape[2]
@@ -114,6 +114,9 @@ class ChunkAttention(Chunked):
 
         mask = create_block_mask(sees, None, None, self.length, self.length, device=self.device)
         return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, scale=1.0)
+
+    def flexible(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.flex(q, k, v)
 
     def operations(self, training: bool) -> float:
         if self.is_step:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_gpu import fake_gpu
 
 from subquad_kernels import slot_memory, wkv
 
@@ -113,6 +114,7 @@ def fla_slot_memory(q, k, v, s, g, *, scale, initial_state=None, output_final_st
     return out + 0 * s.sum(), (state[..., : k.shape[-1]].mT, state[..., k.shape[-1] :])
 
 
+EAGER = {"triton": "eager", "eager": "eager", "reference": "reference"}
 # Stand for the modules of flash-linear-attention.
 FLA = {
     "wkv": SimpleNamespace(chunk_rwkv6=without_scale(wkv), fused_recurrent_rwkv6=without_scale(wkv)),
@@ -221,6 +223,41 @@ def test_a_row_that_fails_stops_nothing(modules, tmp_path):
     with pytest.raises(SystemExit):
         results.exit(1)
     results.bar.close()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_part_runs_on_a_gpu(name, modules, run, monkeypatch, capsys):
+    """The kernels are tested elsewhere: the eager form stands for them."""
+    benchmark, kind = modules["benchmark"], kind_of(modules[name])
+    right = kind.ours
+    monkeypatch.setattr(
+        kind, "ours", lambda self, backend, *how, **inputs: right(self, EAGER[backend], *how, **inputs)
+    )
+    if name in FLA:
+        monkeypatch.setattr(modules[name], "load_fla", lambda module, device: FLA[name])
+
+    def process(command, **how):
+        printed = capsys.readouterr().out
+        benchmark.main(kind, command[2:])
+        found = capsys.readouterr().out
+        print(printed)
+        return SimpleNamespace(returncode=0, stdout=found, stderr="")
+
+    monkeypatch.setattr(benchmark.subprocess, "run", process)
+    if importlib.util.find_spec("triton"):
+        driver = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: None))
+        monkeypatch.setattr(importlib.import_module("triton").runtime, "driver", driver)
+    with fake_gpu():
+        rows = run(name, "--device", "cuda")
+    failed = [row["note"] for row in rows if row["note"].startswith(("failed", "out of memory", "not done"))]
+    assert [note for note in failed if "does not support backward on CPU" not in note] == []
+    assert {row["part"] for row in rows} >= {"check", "operator", "first"}
+    steps = {row["what"].rpartition(" step")[2] for row in rows if row["part"] == "step"}
+    assert steps == ({"", ", graph"} if "step quick" in kind.sizes else set())
+    found = {row["implementation"] for row in rows}
+    assert ("eager" in found) == kind.has_kernels
+    assert ("fla" in found) == (name in FLA)
+    assert "flex_attention" in found or name != "chunk_attention"
 
 
 def test_ours_is_measured_first_and_the_rest_later(modules, run, monkeypatch):
