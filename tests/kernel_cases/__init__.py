@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import subquad_kernels.backend
+import subquad_kernels.registration
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -306,15 +307,37 @@ def assert_same_results(found, leaves: dict, expected, expected_leaves: dict, to
         assert relative_error(grad, expected_grad) < tolerance, name
 
 
-def without_compiler(monkeypatch, triton_kernels) -> None:
-    """Lets every launch of those kernels fail, on a device that Triton seems to know."""
+class Broken:
+    """A kernel that does not compile."""
 
-    def fail(*args, **kwargs):
-        raise subquad_kernels.backend.KernelError("no compiler")
+    def __init__(self, kernel):
+        self.fn = kernel.fn
 
-    monkeypatch.setattr(triton_kernels, "launch", fail)
-    monkeypatch.setattr(subquad_kernels.backend, "_failed", set())
-    monkeypatch.setattr(subquad_kernels.backend, "_works", lambda device: True)
+    def __getitem__(self, grid):
+        raise RuntimeError("no compiler")
+
+
+class Launches:
+    """
+    Notes the launches of an operator's kernels, on a device that Triton seems to know, in a process of its own as it
+    were. They do nothing unless `run`. The one with the number `broken` fails.
+    """
+
+    def __init__(self, monkeypatch, operator: Operator, broken: int, run: bool):
+        self.names, self.broken, self.run, self.works = [], broken, run, True
+        monkeypatch.setattr(operator.module("triton_kernels"), "launch", self)
+        monkeypatch.setattr(subquad_kernels.backend, "_works", lambda device: self.works)
+        monkeypatch.setattr(subquad_kernels.backend, "_failed", {})
+        monkeypatch.setattr(subquad_kernels.backend, "_warned", set())
+        monkeypatch.setattr(subquad_kernels.registration, "_compiled", set())
+
+    def __call__(self, kernel, grid, *arguments, **constants):
+        if 0 in grid:
+            return
+        broken = len(self.names) == self.broken
+        self.names.append(kernel.fn.__name__)
+        if broken or self.run:
+            subquad_kernels.backend.launch(Broken(kernel) if broken else kernel, grid, *arguments, **constants)
 
 
 class Made(TorchDispatchMode):

@@ -1,14 +1,17 @@
 """What the operators share: the choice of the backend, their registration, and the launch of kernels."""
 
 import contextlib
+import re
+import warnings
 
 import pytest
 import torch
-from kernel_cases import DEVICE
+from kernel_cases import DEVICE, TRITON
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from subquad_kernels import backend
 from subquad_kernels.backend import without_autocast
 from subquad_kernels.registration import custom_op
 from subquad_kernels.token_shift.custom_ops import _token_shift
@@ -83,6 +86,86 @@ def test_the_dispatcher_is_passed_by_where_nobody_sees_it(case):
         assert is_dispatched(lambda: _add_one(x, 2)) is dispatched
         assert torch.equal(x.detach(), expected)
         assert x.is_inference() or x._version > version
+
+
+class Kernel:
+    """A kernel that compiles for some sizes only."""
+
+    def __init__(self):
+        self.tried = []
+
+        def kernel(x, length, first, SIZE: "constexpr"): ...  # noqa: F821
+
+        self.fn = kernel
+
+    def __getitem__(self, grid):
+        def run(x, length, first, SIZE, **options):
+            assert options.pop("enable_fp_fusion")
+            self.tried.append((x.dtype, length, SIZE, options["num_warps"]))
+            if SIZE > 64:
+                raise RuntimeError("out of registers")
+
+        return run
+
+
+@TRITON
+@pytest.mark.fast
+def test_what_did_not_compile_is_not_tried_again(monkeypatch):
+    """But for other dtypes, constants and options, and other kernels."""
+    monkeypatch.setattr(backend, "_failed", {})
+    monkeypatch.setattr(backend, "_warned", set())
+    monkeypatch.setattr(backend, "_works", lambda device: True)
+    kernel, x = Kernel(), torch.zeros(64, device=DEVICE)
+
+    def call(size, *, x=x, length=100, num_warps=4, kernel=kernel):
+        def triton():
+            backend.launch(kernel, (1,), x, length, 0, size, num_warps=num_warps)
+            return "triton"
+
+        return backend.dispatch("operator", "auto", x, triton, lambda: "eager")
+
+    with pytest.warns(RuntimeWarning, match="`operator` runs in plain torch: kernel failed on .*: out of registers"):
+        assert call(128) == "eager"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert call(128) == call(128, length=200) == "eager"  # which are compiled alike
+        assert call(64) == call(64, length=200) == "triton"
+        assert kernel.tried == [(torch.float32, 100, size, 4) for size in (128, 64)] + [(torch.float32, 200, 64, 4)]
+        for more in ({"x": x.half()}, {"num_warps": 8}, {"length": 96}, {"x": x[1:]}, {"kernel": Kernel()}):
+            tried = more.get("kernel", kernel).tried
+            before = len(tried)
+            assert call(128, **more) == call(128, **more) == "eager"
+            assert len(tried) == before + 1
+
+
+@TRITON
+@pytest.mark.fast
+@pytest.mark.parametrize("grid", [(2**31,), (1, 2**16), (1, 1, 2**16)])
+def test_a_grid_that_is_too_large_is_refused(grid):
+    kernel, x = Kernel(), torch.zeros(1, device=DEVICE)
+    with pytest.raises(backend.KernelError, match=f"kernel would need a grid of {re.escape(str(grid))} programs"):
+        backend.launch(kernel, grid, x, 1, 0, 16)
+    backend.launch(kernel, tuple(n - 1 for n in grid if n > 1), x, 1, 0, 16)
+    assert len(kernel.tried) == 1
+
+
+@pytest.mark.fast
+def test_kernels_that_cannot_be_imported_are_tried_once(monkeypatch):
+    monkeypatch.setattr(backend, "_not_imported", set())
+    monkeypatch.setattr(backend, "_warned", set())
+    monkeypatch.setattr(backend, "_works", lambda device: True)
+    tried = []
+
+    def triton():
+        tried.append(1)
+        raise ImportError("no library")
+
+    def call():
+        return backend.dispatch("operator", "auto", torch.zeros(1), triton, lambda: "eager")
+
+    with pytest.warns(RuntimeWarning, match="`operator` runs in plain torch: no library"):
+        assert call() == "eager"
+    assert call() == "eager" and len(tried) == 1
 
 
 @pytest.mark.fast

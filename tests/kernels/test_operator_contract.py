@@ -11,6 +11,7 @@ from kernel_cases import (
     DEVICE,
     TRITON,
     Expected,
+    Launches,
     assert_as_expected,
     assert_close,
     assert_results,
@@ -31,13 +32,10 @@ from kernel_cases import (
     timestep_decay_norm,
     token_shift,
     weighted_gradients,
-    without_compiler,
     wkv,
     working_memory,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-
-import subquad_kernels.backend
 
 
 OPERATORS = [
@@ -423,37 +421,62 @@ def test_a_token_takes_little_python(operator, name, monkeypatch):
 
 
 @TRITON
-@pytest.mark.parametrize(("operator", "name"), [case(x, name) for x in WITH_KERNELS for name in x.calls])
-def test_eager_takes_over(operator, name, monkeypatch):
-    """One warning when a kernel cannot be compiled, and the results of plain torch."""
+@pytest.mark.parametrize(
+    ("operator", "name", "kind"),
+    [
+        case(operator, name, kind)
+        for operator in WITH_KERNELS
+        for kind, names in (
+            ("forward", operator.calls),
+            ("backward", operator.calls),
+            ("in place", operator.in_place[:3]),
+            ("state", operator.states),
+        )
+        for name in names
+    ],
+)
+def test_eager_takes_over(operator, name, kind, monkeypatch):
+    """Whichever launch of a call fails: one warning, and the results and states of plain torch."""
     take_auto(monkeypatch, operator)
     example = operator.examples[name]
     wanted = expected(operator, example.sizes)
 
-    def run(kind, backend):
+    def run(launches):
         arguments = operator.make(**example.sizes)
-        if kind == "training":
-            return assert_as_expected(operator, arguments, wanted, with_options(operator, backend=backend))
+        if kind == "backward":
+            launches.works = False  # until the backward pass
+            inputs, leaves = differentiable(operator, arguments)
+            results = operator.run(inputs, backend="auto")
+            launches.works = True
+            return weighted_gradients(results, leaves, wanted.weights)
         with torch.no_grad():
             if kind == "state":
-                return assert_close(operator.state(arguments, backend), wanted.results[1], 1e-5)
-            options = {"inplace": True} if kind == "in place" else {}
-            found = operator.function(**arguments, **options, backend=backend)
-        return assert_results(operator, arguments, operator.compared(found), wanted, 1e-5)
+                return operator.state(arguments, "auto")
+            return operator.run(arguments, **({"inplace": True} if kind == "in place" else {}), backend="auto")
 
-    more = {"in place": operator.in_place, "state": operator.states}
-    for kind in ("training", "inference", *(kind for kind, names in more.items() if name in names)):
-        # As if in a process of its own.
-        without_compiler(monkeypatch, operator.module("triton_kernels"))
-        with pytest.raises(subquad_kernels.backend.KernelError, match="no compiler"):
-            run(kind, "triton")
+    def check(found):
+        arguments = operator.make(**example.sizes)
+        if kind == "backward":
+            parts = operator.parts(arguments)
+            for key, grad in found.items():
+                assert_close(grad, wanted.grads[key], example.tolerance, key, parts.get(key, ()), example.floor)
+        elif kind == "state":
+            assert_close(found, wanted.results[1], example.tolerance)
+        else:
+            assert_results(operator, arguments, found, wanted, example.tolerance)
+
+    for number in itertools.count():
+        # What launches before it do is seen in a state only.
+        launches = Launches(monkeypatch, operator, broken=number, run=kind == "in place")
         with warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("always")
-            run(kind, "auto")
-            run(kind, "auto")
+            found = run(launches)
+        if len(launches.names) <= number:
+            break
+        check(found)
         (message,) = [str(warning.message) for warning in noted if warning.category is RuntimeWarning]
-        assert message.endswith("runs in plain torch: no compiler")
-        assert len(subquad_kernels.backend._failed) == 1  # for this dtype and size
+        assert message.endswith(f"plain torch: {launches.names[-1]} failed on {DEVICE}: RuntimeError: no compiler")
+    assert number > 0 or kind != "forward"
 
 
 @pytest.mark.fast

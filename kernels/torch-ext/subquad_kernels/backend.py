@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import inspect
 import os
 import subprocess
 import warnings
@@ -17,8 +18,12 @@ class KernelError(RuntimeError):
 
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Operator, device, dtype and size of the kernels that could not be compiled; eager runs in their place.
-_failed: set[tuple] = set()
+# Operators whose kernels could not be imported.
+_not_imported: set[str] = set()
+# What kernels could not be compiled for, and why. Eager runs where they are needed.
+_failed: dict[Callable, dict[tuple, str]] = {}
+# Of which operator, and why, a warning has been given.
+_warned: set[tuple[str, str]] = set()
 
 
 @functools.cache
@@ -70,19 +75,22 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
 def dispatch(operator: str, backend: str, x: torch.Tensor, triton: Callable[[], Any], eager: Callable[[], Any]) -> Any:
     """
     Calls the implementation that [`choose_backend`] returned. `"auto"` means Triton on a device that it supports. If a
-    kernel does not compile there for the dtype and size of x, one warning says why, and eager runs instead.
+    kernel of this call does not compile there, one warning says why, and eager runs instead.
     """
-    case = operator, x.device, x.dtype, x.shape[-1]
-    if backend == "eager" or (backend == "auto" and (case in _failed or not _works(x.device))):
+    if backend == "eager" or (backend == "auto" and (operator in _not_imported or not _works(x.device))):
         return eager()
     try:
         return triton()
     except (KernelError, ImportError) as error:
         if backend == "triton":
             raise
-        _failed.add(case)
-        warnings.warn(f"`{operator}` runs in plain torch: {error}", RuntimeWarning, stacklevel=2)
-        return eager()
+        if isinstance(error, ImportError):
+            _not_imported.add(operator)
+        reason = operator, str(error)
+        if reason not in _warned:
+            _warned.add(reason)
+            warnings.warn(f"`{operator}` runs in plain torch: {error}", RuntimeWarning, stacklevel=2)
+    return eager()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
@@ -90,20 +98,30 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
     Runs a Triton kernel on the device of its first tensor.
 
     Raises:
-        KernelError: if it does not compile, or needs more registers or shared memory than the device has.
+        KernelError: if it does not compile, needs more registers, shared memory or programs than the device has, or
+            has failed before for the same dtypes and constants.
     """
     if 0 in grid:
         return
+    name = kernel.fn.__name__
+    if grid[0] >= 2**31 or max(grid[1:], default=1) >= 2**16:
+        raise KernelError(f"{name} would need a grid of {grid} programs")
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
+    # Newer versions of Triton fuse a product and a sum, as those before them did, only where they are told to.
+    options = {**constants, "num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
+    failed = _failed.get(kernel.fn)
+    if failed and (reason := failed.get(_variant(kernel, device, arguments, options))):
+        raise KernelError(reason)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
         try:
-            kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=1)
+            kernel[grid](*arguments, **options)
         except Exception as error:
             if not _says_that_it_cannot_run(error):
                 raise
-            name = getattr(kernel, "__name__", kernel)
-            raise KernelError(f"{name} failed on {device}: {type(error).__name__}: {error}") from error
+            reason = f"{name} failed on {device}: {type(error).__name__}: {error}"
+            _failed.setdefault(kernel.fn, {})[_variant(kernel, device, arguments, options)] = reason
+            raise KernelError(reason) from error
 
 
 def _says_that_it_cannot_run(error: Exception) -> bool:
@@ -113,6 +131,19 @@ def _says_that_it_cannot_run(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or str(error).startswith("Triton Error"):
         return False
     return isinstance(error, TritonError | RuntimeError | subprocess.CalledProcessError)
+
+
+def _variant(kernel: Any, device: torch.device, arguments: tuple, options: dict) -> tuple:
+    """What Triton compiles a kernel for: dtypes, alignments, constants, and properties of numbers."""
+    parameters = inspect.signature(kernel.fn).parameters.values()
+    compiled = []
+    for x, parameter in zip(arguments, parameters, strict=False):
+        if isinstance(x, torch.Tensor):
+            x = x.dtype, x.data_ptr() % 16 == 0
+        elif "constexpr" not in str(parameter.annotation):
+            x = (x == 1, x % 16 == 0, x >= 2**31) if type(x) is int else type(x)
+        compiled.append(x)
+    return device, *compiled, *options.items()
 
 
 def can_read_without_sync(x: torch.Tensor) -> bool:

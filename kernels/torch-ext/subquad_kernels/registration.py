@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.autograd import forward_ad
 
-from .backend import contiguous, dispatch, without_autocast
+from .backend import KernelError, contiguous, dispatch, without_autocast
 
 
 # Another copy of this package in the same process registers its operators in a namespace of its own.
@@ -25,6 +25,7 @@ def custom_op(
     gradients: int = 0,
     outputs: int = 1,
     saved: int = 0,
+    restores: bool = False,
 ) -> Callable:
     """
     Registers an operator, and its backward pass as operator `name`_backward. Between them only the inputs are kept.
@@ -43,12 +44,15 @@ def custom_op(
         outputs: number of outputs.
         saved: number of outputs, the last ones, that only the backward pass needs. It takes them instead of their
             gradients.
+        restores: whether a kernel may turn out not to compile after another one has written to `mutates_args`.
     """
+    written = [n for n, x in enumerate(inspect.signature(eager).parameters) if x in mutates_args]
+    if restores:
+        triton = _restoring(triton, written)
     operator = name.rstrip("_")
     run = _choose(operator, eager, triton)
     op = _define(name, run, eager, triton, mutates_args)
     op.register_fake(lambda *arguments: fake(*(arguments if triton is None else arguments[:-1])))
-    written = [n for n, x in enumerate(inspect.signature(eager).parameters) if x in mutates_args]
     call = _with_shortcut(op, run, written)
     if eager_backward is None:
         return call
@@ -124,6 +128,39 @@ def _is_plain(arguments: tuple) -> bool:
         elif kind not in _OPTIONS:
             return False
     return True
+
+
+# The kinds of calls whose kernels have all been compiled, of operators that would have to restore what they write to.
+_compiled: set[tuple] = set()
+
+
+def _restoring(triton: Callable, written: list[int]) -> Callable:
+    """
+    Lets the kernels of an operator leave its arguments as they were, if one of them fails. The first call of each kind
+    keeps copies for that; after it all kernels have been compiled.
+    """
+
+    def run(*inputs):
+        kind = (
+            triton,
+            *(
+                (x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x
+                for x in inputs
+            ),
+        )
+        if kind in _compiled:
+            return triton()[0](*inputs)
+        copies = [(inputs[n], inputs[n].clone()) for n in written]
+        try:
+            out = triton()[0](*inputs)
+        except KernelError:
+            for x, copy in copies:
+                x.copy_(copy)
+            raise
+        _compiled.add(kind)
+        return out
+
+    return lambda: (run,)
 
 
 def _choose(operator: str, eager: Callable, triton: Callable | None, first: int = 0) -> Callable:
