@@ -1,10 +1,9 @@
 """
 The contextualizer as Triton kernels.
 
-A program computes a block of rows of a window. First it computes the weights, tril(v) * cos, of its rows and all rows
-that they read, and keeps them in registers, in the dtype of z. Then it multiplies them by the rows that they weight, a
-few columns at a time. Neither weights nor their gradients are ever in memory. Nothing above the diagonal is computed:
-one launch covers the blocks that read the same number of rows, in groups of KEYS.
+Each kernel computes tiles of a product of matrices, and works on a tile before it writes it. The weights,
+tril(v) * cos, of a few windows at a time are written to memory, in the dtype of z, and read again. That is cheaper
+than to compute them again for each use. Tiles above the diagonal are neither computed nor read.
 
 With n for 1 / norm, A for the weights, g for the gradient times the gate, E for the gradients of the products of rows,
 
@@ -13,438 +12,332 @@ With n for 1 / norm, A for the weights, g for the gradient times the gate, E for
 the gradient of row j, which is a query and is read by later queries, is
 
     sum_i A_ij g_i  +  sum_i E_ij x_i  +  sum_k E_jk x_k  -  n_j² t_j x_j
+
+A window has `lead` places before its first row, so that the first query begins a tile. Matrices in memory have a row
+for each query and a column for each place, and zeros where there are no weights.
 """
 
-import itertools
-
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..backend import KernelError, launch, multiprocessors
-from ..tiles import aligned, load_tile, readable, row_products
+from ..backend import launch, multiprocessors
+from ..tiles import load_tile, readable, row_products
 from .reference import EPS
 
 
-@triton.jit
-def _pointers(x, x_row, prefix, prefix_row, shared, rows, EVEN: tl.constexpr):
-    """Pointers to rows of a window, the first `shared` of them in the prefix, if there is one; x points to row 0."""
-    pointers = x + rows * x_row
-    if prefix is not None:
-        pointers = tl.where(rows < shared, prefix + rows * prefix_row, pointers)
-    if EVEN:
-        pointers = tl.multiple_of(pointers, 16)  # the choice above hides it, and values would be read one by one
-    return pointers
+BYTES = 1 << 25  # of the weights that exist at a time
 
 
 @triton.jit
-def _norm_kernel(
-    x,
-    scales,
-    R,
-    H,
-    begin,
-    end,
-    size,
-    copies,
-    x_window,
-    x_row,
-    eps,
-    ROWS: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """Writes 1 / norm of the R rows of a window to columns `begin` to `end` of `copies` rows of `scales`."""
-    blocks = tl.cdiv(end - begin, ROWS)
-    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    window = (tl.program_id(0) // blocks).to(tl.int64)
-    x += window * x_window
+def _rows_at(x, x_row, rows, last):
+    """Pointers to rows of a window; rows before or after those of the window are its first or last one."""
+    return x + tl.minimum(tl.maximum(rows, 0), last).to(tl.int64) * x_row
+
+
+@triton.jit
+def _norm_kernel(x, scales, rows, C, H, x_window, x_row, eps, ROWS: tl.constexpr, BK: tl.constexpr):
+    """Writes 1 / norm of all rows of all windows of C rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    x += (row // C).to(tl.int64) * x_window + (row % C).to(tl.int64) * x_row
     squares = tl.zeros((ROWS, BK), tl.float32)
     for start in range(0, H, BK):
         columns = start + tl.arange(0, BK)
-        mask = (rows < R)[:, None] & (columns < H)[None, :]
-        values = tl.load(x + rows[:, None] * x_row + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        mask = (row < rows)[:, None] & (columns < H)[None, :]
+        values = tl.load(x[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         squares += values * values
-    scale = tl.rsqrt(tl.sum(squares, 1) + eps)
-    rows += begin
-    for n in range(copies):
-        tl.store(scales + (window + n) * size + rows, scale, mask=rows < end)
+    tl.store(scales + row, tl.rsqrt(tl.sum(squares, 1) + eps), mask=row < rows)
+
+
+@triton.jit
+def _cells(rows, columns, size):
+    """Where the values of rows of that size lie. In 64 bits the compiler keeps one address for those of a row."""
+    return rows.to(tl.int64)[:, None] * size + columns.to(tl.int64)[None, :]
+
+
+@triton.jit
+def _weights_kernel(
+    x, v, scales, weights, C, H, first, lead, queries, places, x_window, x_row,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of the weights of a window."""
+    across, down = places // KEYS, queries // ROWS
+    row, place = tl.program_id(0) // across % down * ROWS, tl.program_id(0) % across * KEYS
+    if place - lead >= first + row + ROWS:
+        return
+    window = (tl.program_id(0) // (across * down)).to(tl.int64)
+    x += window * x_window
+    here, there = first + row + tl.arange(0, ROWS), place - lead + tl.arange(0, KEYS)
+    products = row_products(
+        _rows_at(x, x_row, here, C - 1), _rows_at(x, x_row, there, C - 1),
+        H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION,
+    )  # fmt: skip
+    scales += window * C
+    products *= tl.load(scales + tl.minimum(here, C - 1))[:, None]
+    products *= tl.load(scales + tl.minimum(tl.maximum(there, 0), C - 1))[None, :]
+    cells = _cells(row + tl.arange(0, ROWS), place + tl.arange(0, KEYS), places)
+    products *= tl.load(v + cells).to(tl.float32)
+    tl.store(weights + window * queries * places + cells, products.to(weights.dtype.element_ty))
+
+
+@triton.jit
+def _add_rows(
+    sums, weights, step, x, x_row, begin, end, lead, last, columns, H,
+    BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the rows at the places from `begin` to `end`, times their weights, which are `step` values apart."""
+    for start in tl.range(begin, end, BK, num_stages=STAGES):
+        places = start + tl.arange(0, BK)
+        factors = tl.load(weights + places[None, :] * step)
+        pointers = _rows_at(x, x_row, places - lead, last)[:, None] + columns[None, :]
+        values = load_tile(pointers, (columns < H)[None, :], EVEN)
+        sums = tl.dot(factors, values, sums, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit
+def _mix_kernel(
+    x, weights, gate, out, C, Q, H, lead, queries, places, x_window, x_row, gate_window, gate_row,
+    ROWS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of gate * (weights @ rows)."""
+    across, down = tl.cdiv(H, BN), queries // ROWS
+    row, column = tl.program_id(0) // across % down * ROWS, tl.program_id(0) % across * BN
+    window = (tl.program_id(0) // (across * down)).to(tl.int64)
+    rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, BN)
+    weights += window * queries * places + rows[:, None] * places
+    end = tl.minimum(C - Q + row + ROWS, C) + lead
+    sums = _add_rows(
+        tl.zeros((ROWS, BN), tl.float32),
+        *(weights, 1, x + window * x_window, x_row, 0, end, lead, C - 1, columns, H, BK, EVEN, STAGES, PRECISION),
+    )
+    mask = (rows < Q)[:, None] & (columns < H)[None, :]
+    if gate is not None:
+        pointers = gate + window * gate_window + rows.to(tl.int64)[:, None] * gate_row + columns[None, :]
+        sums *= tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    pointers = out + (window * Q + rows)[:, None] * H + columns[None, :]
+    tl.store(pointers, sums.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _two_products(
-    x_pointers, y_pointers, g_pointers, H, A: tl.constexpr, B: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr,
+    x_pointers, g_pointers, y_pointers, H, A: tl.constexpr, B: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x · y of A rows with B rows, and products with the gradients of the A rows if QUERIES, else of the B rows."""
+    """x · y and g · y of A rows x with gradients g and B rows y."""
     sums, grads = tl.zeros((A, B), tl.float32), tl.zeros((A, B), tl.float32)
     for start in tl.range(0, H, BK, num_stages=STAGES):
         ks = start + tl.arange(0, BK)
         x = load_tile(x_pointers[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
         y = load_tile(y_pointers[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
         sums = tl.dot(x, y, sums, input_precision=PRECISION)
-        if QUERIES:
-            g = load_tile(g_pointers[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
-            grads = tl.dot(g, y, grads, input_precision=PRECISION)
-        else:
-            g = load_tile(g_pointers[None, :] + ks[:, None], (ks < H)[:, None], EVEN)
-            grads = tl.dot(x, g, grads, input_precision=PRECISION)
+        g = load_tile(g_pointers[:, None] + ks[None, :], (ks < H)[None, :], EVEN)
+        grads = tl.dot(g, y, grads, input_precision=PRECISION)
     return sums, grads
 
 
 @triton.jit
-def _factors(v, v_row, queries, keys, first, C):
-    """v if `queries` are queries that may read the keys, else 0. One of the two is a column, the other a row."""
-    mask = (queries >= first) & (queries < C) & (keys <= queries)
-    return tl.load(v + queries * v_row + keys, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _mix_kernel(
-    z, prefix, v, scales, gate, out,
-    R, H, C, first, size, z_window, z_row, prefix_row, v_row, gate_window, gate_row, begin, part_size,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+def _weight_gradient_kernel(
+    x, v, g, scales, weights, grads, grad_v, row_sums, column_sums,
+    windows, strip, C, H, first, lead, queries, places, x_window, x_row, g_window, g_row,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """
-    gate * (weights @ rows) for a block of queries, which reads GROUPS groups of rows from group program_id(2) on, each
-    with an `out` of its own.
+    A tile of A and E for each window of a strip, what it adds to t, and the sum over the strip for the gradient of v.
     """
-    shared = C - R
-    start = (begin + tl.program_id(0)) * ROWS
-    group = tl.program_id(2) * KEYS
-    if group >= start + ROWS:
+    across, down = places // KEYS, queries // ROWS
+    row, place = tl.program_id(0) // across % down * ROWS, tl.program_id(0) % across * KEYS
+    if place - lead >= first + row + ROWS:
         return
-    rows = start + tl.arange(0, ROWS)
-    window = tl.program_id(1).to(tl.int64)
-    z += window * z_window - shared * z_row
-    scales += window * size
-    queries = tl.minimum(tl.maximum(rows, first), C - 1)
-    query_pointers = _pointers(z, z_row, None, 0, 0, queries, EVEN)
-    query_scales = tl.load(scales + queries)
-    parts = ()
-    for n in tl.static_range(GROUPS):
-        keys = group + n * KEYS + tl.arange(0, KEYS)
-        key_pointers = _pointers(z, z_row, prefix, prefix_row, shared, tl.minimum(keys, C - 1), EVEN)
-        cosines = row_products(query_pointers, key_pointers, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION)
-        cosines *= query_scales[:, None] * tl.load(scales + keys)[None, :]
-        weights = cosines * _factors(v, v_row, rows[:, None], keys[None, :], first, C)
-        parts += (weights.to(z.dtype.element_ty),)
-
-    rows -= first
-    inside = (rows >= 0) & (rows < C - first)
-    out += tl.program_id(2).to(tl.int64) * part_size + window * (C - first) * H
-    for column in tl.range(0, H, BN, num_stages=STAGES):
-        columns = column + tl.arange(0, BN)
-        sums = tl.zeros((ROWS, BN), tl.float32)
-        for n in tl.static_range(GROUPS):
-            keys = tl.minimum(group + n * KEYS + tl.arange(0, KEYS), C - 1)
-            pointers = _pointers(z, z_row, prefix, prefix_row, shared, keys, EVEN)
-            x = load_tile(pointers[:, None] + columns[None, :], (columns < H)[None, :], EVEN)
-            sums = tl.dot(parts[n], x, sums, input_precision=PRECISION)
-        mask = inside[:, None] & (columns < H)[None, :]
-        if gate is not None:
-            pointers = gate + window * gate_window + rows[:, None] * gate_row + columns[None, :]
-            sums *= tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + rows[:, None] * H + columns[None, :], sums.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _sum_kernel(
-    parts, gate, out, queries, H, first, part_size, gate_window, gate_row,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """gate * the sum of the parts of a row, one for each group of KEYS rows that it reads."""
-    rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(2) * BN + tl.arange(0, BN)
-    window = tl.program_id(1).to(tl.int64)
-    mask = (rows < queries)[:, None] & (columns < H)[None, :]
-    sums = tl.zeros((ROWS, BN), tl.float32)
-    cells = (window * queries + rows)[:, None] * H + columns[None, :]
-    for n in range(0, (first + tl.program_id(0) * ROWS + ROWS - 1) // KEYS + 1):
-        sums += tl.load(parts + cells, mask=mask & (first + rows >= n * KEYS)[:, None], other=0.0)
-        parts += part_size
-    if gate is not None:
-        pointers = gate + window * gate_window + rows[:, None] * gate_row + columns[None, :]
-        sums *= tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + cells, sums.to(out.dtype.element_ty), mask=mask)
+    rows, columns = row + tl.arange(0, ROWS), place + tl.arange(0, KEYS)
+    here, there = first + rows, columns - lead
+    number = (tl.program_id(0) // (across * down)).to(tl.int64)
+    total = tl.zeros((ROWS, KEYS), tl.float32)
+    for window in range(number * strip, tl.minimum((number + 1) * strip, windows)):
+        products, slopes = _two_products(
+            _rows_at(x + window * x_window, x_row, here, C - 1),
+            _rows_at(g + window * g_window, g_row, rows, C - first - 1),
+            _rows_at(x + window * x_window, x_row, there, C - 1),
+            *(H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION),
+        )
+        row_scales = tl.load(scales + window * C + tl.minimum(here, C - 1))[:, None]
+        column_scales = tl.load(scales + window * C + tl.minimum(tl.maximum(there, 0), C - 1))[None, :]
+        products *= row_scales
+        products *= column_scales
+        total += products * slopes
+        cells = _cells(rows, columns, places)
+        factors = tl.load(v + cells).to(tl.float32)
+        products *= factors
+        tl.store(weights + window * queries * places + cells, products.to(weights.dtype.element_ty))
+        products *= slopes
+        tl.store(row_sums + (window * across + place // KEYS) * queries + rows, tl.sum(products, 1))
+        tl.store(column_sums + (window * down + row // ROWS) * places + columns, tl.sum(products, 0))
+        slopes *= factors
+        slopes *= row_scales
+        # Infinity times a row of zeros would be NaN.
+        slopes = tl.clamp(slopes * column_scales, -LARGEST, LARGEST)
+        tl.store(grads + window * queries * places + cells, slopes.to(grads.dtype.element_ty))
+    tl.store(grad_v + number * queries * places + _cells(rows, columns, places), total)
 
 
 @triton.jit
 def _row_gradient_kernel(
-    z, prefix, v, v_mirrored, grad, scales, grad_x,
-    windows, strip, R, H, C, first, size, z_window, z_row, prefix_row, v_row, grad_window, grad_row, begin, after,
-    READS: tl.constexpr, READERS: tl.constexpr, PREFIX: tl.constexpr, LARGEST: tl.constexpr,
+    x, g, scales, weights, grads, row_sums, column_sums, grad_x,
+    C, H, first, lead, queries, places, x_window, x_row, g_window, g_row,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """
-    The gradient of a block of rows, which as queries read READS groups of rows and are read by READERS groups of rows,
-    from `after` on. With PREFIX that of the prefix, summed over a strip of windows into `grad_x` of the strip;
-    otherwise that of z, with strips of one window.
-    """
-    shared = C - R
-    rows = (begin + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
-    number = tl.program_id(1).to(tl.int64)
-    inside = (rows < shared) if PREFIX else (rows >= shared) & (rows < C)
-    for window in range(number * strip, tl.minimum((number + 1) * strip, windows)):
-        x, g = z + window * z_window - shared * z_row, grad + window * grad_window - first * grad_row
-        own_scales = scales + window * size
-        here = tl.minimum(rows, C - 1)
-        row_pointers = _pointers(x, z_row, prefix, prefix_row, shared, here, EVEN)
-        row_scales = tl.load(own_scales + rows)
-        projection = tl.zeros((ROWS,), tl.float32)
-        reads = ()
-        for n in tl.static_range(READS):
-            keys = n * KEYS + tl.arange(0, KEYS)
-            key_pointers = _pointers(x, z_row, prefix, prefix_row, shared, tl.minimum(keys, C - 1), EVEN)
-            grad_pointers = _pointers(g, grad_row, None, 0, 0, tl.maximum(here, first), EVEN)
-            cosines, grads = _two_products(
-                row_pointers, key_pointers, grad_pointers, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION, True
-            )
-            both = row_scales[:, None] * tl.load(own_scales + keys)[None, :]
-            grads *= _factors(v, v_row, rows[:, None], keys[None, :], first, C) * both
-            projection += tl.sum(grads * cosines, 1)
-            # Infinity times a row of zeros would be NaN.
-            reads += (tl.clamp(grads, -LARGEST, LARGEST).to(z.dtype.element_ty),)
-        readers, weights = (), ()
-        for n in tl.static_range(READERS):
-            queries = after + n * KEYS + tl.arange(0, KEYS)
-            there = tl.minimum(tl.maximum(queries, first), C - 1)
-            query_pointers = _pointers(x, z_row, None, 0, 0, there, EVEN)
-            grad_pointers = _pointers(g, grad_row, None, 0, 0, there, EVEN)
-            cosines, grads = _two_products(
-                row_pointers, query_pointers, grad_pointers, H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION, False
-            )
-            reader = ((queries >= first) & (queries < C))[None, :] & (rows[:, None] <= queries[None, :])
-            factors = tl.load(v_mirrored + rows[:, None] * C + queries[None, :], mask=reader, other=0.0).to(tl.float32)
-            factors *= row_scales[:, None] * tl.load(own_scales + queries)[None, :]
-            grads *= factors
-            projection += tl.sum(grads * cosines, 1)
-            readers += (tl.clamp(grads, -LARGEST, LARGEST).to(z.dtype.element_ty),)
-            weights += ((cosines * factors).to(z.dtype.element_ty),)
-        projection *= row_scales * row_scales
+    """A tile of the gradient of the rows of a window."""
+    across, down = tl.cdiv(H, BN), places // ROWS
+    place, column = tl.program_id(0) // across % down * ROWS, tl.program_id(0) % across * BN
+    window = (tl.program_id(0) // (across * down)).to(tl.int64)
+    rows, columns = place - lead + tl.arange(0, ROWS), column + tl.arange(0, BN)
+    x, g, scales = x + window * x_window, g + window * g_window, scales + window * C
+    weights, grads = weights + window * queries * places, grads + window * queries * places
+    # As queries the rows are these, if they are queries, and they are read by queries from these on.
+    row = tl.maximum(place - lead - first, 0)
+    end = tl.where(place - lead >= first, tl.minimum(place + ROWS, lead + C), 0)
 
-        for column in range(0, H, BN):
-            columns = column + tl.arange(0, BN)
-            even = (columns < H)[None, :]
-            sums = tl.zeros((ROWS, BN), tl.float32)
-            for n in tl.static_range(READS):
-                keys = tl.minimum(n * KEYS + tl.arange(0, KEYS), C - 1)
-                pointers = _pointers(x, z_row, prefix, prefix_row, shared, keys, EVEN)
-                sums = tl.dot(
-                    reads[n],
-                    load_tile(pointers[:, None] + columns[None, :], even, EVEN),
-                    sums,
-                    input_precision=PRECISION,
-                )
-            for n in tl.static_range(READERS):
-                there = tl.minimum(tl.maximum(after + n * KEYS + tl.arange(0, KEYS), first), C - 1)
-                pointers = _pointers(x, z_row, None, 0, 0, there, EVEN)
-                sums = tl.dot(
-                    readers[n],
-                    load_tile(pointers[:, None] + columns[None, :], even, EVEN),
-                    sums,
-                    input_precision=PRECISION,
-                )
-                pointers = _pointers(g, grad_row, None, 0, 0, there, EVEN)
-                sums = tl.dot(
-                    weights[n],
-                    load_tile(pointers[:, None] + columns[None, :], even, EVEN),
-                    sums,
-                    input_precision=PRECISION,
-                )
-            mask = inside[:, None] & even
-            own = tl.load(row_pointers[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-            sums -= projection[:, None] * own
-            if PREFIX:
-                pointers = grad_x + (number * shared + rows)[:, None] * H + columns[None, :]
-                sums += tl.load(pointers, mask=mask, other=0.0)
-            else:
-                pointers = grad_x + (window * R - shared + rows)[:, None] * H + columns[None, :]
-            tl.store(pointers, sums.to(grad_x.dtype.element_ty), mask=mask)
+    t = tl.zeros((ROWS,), tl.float32)
+    for n in range(0, tl.cdiv(end, KEYS)):
+        t += tl.load(row_sums + (window * (places // KEYS) + n) * queries + row + tl.arange(0, ROWS))
+    for n in range(row // ROWS, queries // ROWS):
+        t += tl.load(column_sums + (window * (queries // ROWS) + n) * places + place + tl.arange(0, ROWS))
 
+    sums = tl.zeros((ROWS, BN), tl.float32)
+    cells = place + tl.arange(0, ROWS)[:, None]
+    sums = _add_rows(
+        sums, weights + cells, places, g, g_row, row, C - first, 0, C - first - 1, columns, H,
+        BK, EVEN, STAGES, PRECISION,
+    )  # fmt: skip
+    sums = _add_rows(
+        sums, grads + cells, places, x, x_row, row, C - first, -first, C - 1, columns, H, BK, EVEN, STAGES, PRECISION
+    )
+    cells = (row + tl.arange(0, ROWS))[:, None] * places
+    sums = _add_rows(sums, grads + cells, 1, x, x_row, 0, end, lead, C - 1, columns, H, BK, EVEN, STAGES, PRECISION)
 
-@triton.jit
-def _weight_gradient_kernel(
-    z, prefix, grad, scales, grad_v,
-    windows, strip, R, H, C, first, size, z_window, z_row, prefix_row, grad_window, grad_row, begin,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The gradient of v for a block of queries and a group of rows, summed over a strip of windows."""
-    groups, shared = size // KEYS, C - R
-    start = (begin + tl.program_id(0) // groups) * ROWS
-    rows, keys = start + tl.arange(0, ROWS), tl.program_id(0) % groups * KEYS + tl.arange(0, KEYS)
-    if tl.program_id(0) % groups * KEYS >= start + ROWS:
-        return
-    queries = tl.minimum(tl.maximum(rows, first), C - 1)
-    number = tl.program_id(1).to(tl.int64)
-    sums = tl.zeros((ROWS, KEYS), tl.float32)
-    for window in range(number * strip, tl.minimum((number + 1) * strip, windows)):
-        x, g = z + window * z_window - shared * z_row, grad + window * grad_window - first * grad_row
-        cosines, grads = _two_products(
-            _pointers(x, z_row, None, 0, 0, queries, EVEN),
-            _pointers(x, z_row, prefix, prefix_row, shared, tl.minimum(keys, C - 1), EVEN),
-            _pointers(g, grad_row, None, 0, 0, queries, EVEN),
-            *(H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION, True),
-        )
-        both = tl.load(scales + window * size + queries)[:, None] * tl.load(scales + window * size + keys)[None, :]
-        sums += cosines * grads * both
-    grad_v += number * (C - first) * C
-    mask = ((rows >= first) & (rows < C))[:, None] & (keys < C)[None, :]
-    tl.store(grad_v + (rows - first)[:, None] * C + keys[None, :], sums, mask=mask)
+    mask = ((rows >= 0) & (rows < C))[:, None] & (columns < H)[None, :]
+    own = tl.load(_rows_at(x, x_row, rows, C - 1)[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(scales + tl.minimum(tl.maximum(rows, 0), C - 1))
+    sums -= (t * scale * scale)[:, None] * own
+    pointers = grad_x + (window * C + rows)[:, None] * H + columns[None, :]
+    tl.store(pointers, sums.to(grad_x.dtype.element_ty), mask=mask)
 
 
 class _Plan:
     """How the work is divided, and the arguments that all kernels share."""
 
-    def __init__(self, z, v, prefix, queries, *others, may_split=False):
+    def __init__(self, z, v, prefix, queries):
+        self.z = readable(z)
         self.windows, self.rows, self.width = z.shape
         self.context, self.queries = v.shape[0], queries
         self.shared, self.first = self.context - self.rows, self.context - queries
-        self.z, self.v, self.prefix = readable(z), readable(v), None
-        if self.shared:
-            self.prefix = readable(prefix[: self.shared].to(z.dtype))
-
+        self.prefix = prefix[: self.shared].to(z.dtype) if self.shared else None
         narrow, hip = z.element_size() == 2, torch.version.hip is not None
-        if self.context > 1024:
-            raise KernelError(f"the weights of windows of {self.context} rows do not fit in the registers")
-        # Products of float32 need many more registers.
-        self.block = (64 if self.context <= 512 else 32) if narrow else 16
-        self.keys = 128
-        # A few windows do not fill the device. Then a program computes the weights of a single group of rows only, and
-        # writes what this group adds to the result.
-        programs = self.windows * triton.cdiv(queries, self.block)
-        self.split = may_split and self.context > 64 and 2 * programs <= multiprocessors(z)
-        if self.split:
-            self.block, self.keys = min(self.block, 32), 64
-        self.groups = triton.cdiv(self.context, self.keys)
-        self.size = self.groups * self.keys
-        self.even = self.width % 64 == 0 and all(aligned(x) for x in (self.z, self.prefix, *others))
+        tile = 128 if narrow and queries > 64 else 64
+        self.lead = -self.first % tile
+        self.matrix = tile * triton.cdiv(queries, tile), tile * triton.cdiv(self.lead + self.context, tile)
         self.constants = {
-            "ROWS": self.block,
-            "KEYS": self.keys,
-            "BK": 64 if narrow else 32,
-            "EVEN": self.even,
-            "STAGES": 1 if hip else 2,
+            "ROWS": tile,
+            "BK": 64 if narrow and self.width % 128 == 0 else 32,
+            "EVEN": self.width % 128 == 0,
+            "STAGES": 1 if hip else 3,
             "PRECISION": "ieee" if narrow or hip else "tf32x3",
-            "num_warps": 4 if self.split or hip else 8,
+            "num_warps": tile // 16 if narrow else 8,
         }
-        self.shape = (self.rows, self.width, self.context, self.first, self.size)
-        self.strides = (*self.z.stride()[:2], self.prefix.stride(0) if self.shared else 0)
-        self.scales = self.z.new_empty(self.windows, self.size, dtype=torch.float32)
-        self._write_scales(self.z, self.shared, self.size, 1)
-        if self.shared:
-            self._write_scales(self.prefix[None], 0, self.shared, self.windows)
+        self.columns = 128 if narrow else 64
+        after = self.matrix[1] - self.lead - self.context
+        self.v = F.pad(v[self.first :].tril(self.first), (self.lead, after, 0, self.matrix[0] - queries))
 
-    def _write_scales(self, x, begin, end, copies):
-        grid = (x.shape[0] * triton.cdiv(end - begin, 16),)
-        numbers = (x.shape[1], self.width, begin, end, self.size, copies, *x.stride()[:2], EPS)
-        launch(_norm_kernel, grid, x, self.scales, *numbers, ROWS=16, BK=256)
+    def pieces(self):
+        """Yields a few windows: their slice, all their rows, 1 / norm of these, and memory for a matrix of each."""
+        count = triton.cdiv(self.windows * self.matrix[0] * self.matrix[1] * self.z.element_size(), BYTES)
+        size = triton.cdiv(self.windows, count) if count else 1
+        for start in range(0, self.windows, size):
+            part = slice(start, min(start + size, self.windows))
+            x = self.z[part]
+            if self.shared:
+                x = torch.cat((self.prefix.expand(x.shape[0], -1, -1), x), dim=1)
+            scales = x.new_empty(x.shape[:2], dtype=torch.float32)
+            numbers = (scales.numel(), self.context, self.width, *x.stride()[:2], EPS)
+            launch(_norm_kernel, (triton.cdiv(scales.numel(), 16),), x, scales, *numbers, ROWS=16, BK=256)
+            yield part, x, scales, x.new_empty(x.shape[0], *self.matrix)
 
-    def launch(self, kernel, grid, *arguments, **constants):
-        launch(kernel, grid, *arguments, **{**self.constants, **constants})
+    def launch(self, kernel, programs, *arguments, **constants):
+        launch(kernel, (programs,), *arguments, **{**self.constants, **constants})
 
-    def blocks(self, start, stop, kind):
-        """Yields the kind, first block and length of the runs of equal blocks of the rows from `start` to `stop`."""
-        blocks = range(start // self.block, triton.cdiv(stop, self.block))
-        for key, run in itertools.groupby(blocks, kind):
-            run = list(run)
-            yield key, run[0], len(run)
+    def tiles(self, keys):
+        """The number of tiles of a matrix that are `keys` places wide."""
+        return self.matrix[0] // self.constants["ROWS"] * (self.matrix[1] // keys)
 
-    def reads(self, block):
-        """The number of groups of rows that the last row of a block reads."""
-        return min((block * self.block + self.block - 1) // self.keys + 1, self.groups)
-
-    def mix(self, gate, out):
-        gate_strides = (0, 0) if gate is None else gate.stride()[:2]
-        parts, tensors = out, (self.z, self.prefix, self.v, self.scales, gate)
-        kind, groups = self.reads, 1
-        if self.split:
-            parts = out.new_empty(self.groups, *out.shape, dtype=torch.float32)
-            tensors, kind, groups = (*tensors[:4], None), lambda block: 1, self.groups
-        for reads, begin, count in self.blocks(self.first, self.context, kind):
-            self.launch(
-                _mix_kernel,
-                (count, self.windows, groups),
-                *(*tensors, parts, *self.shape, *self.strides, self.v.stride(0), *gate_strides, begin, out.numel()),
-                GROUPS=reads,
-                BN=self.constants["BK"],
-            )
-        if self.split:
-            grid = (triton.cdiv(self.queries, 16), self.windows, triton.cdiv(self.width, 128))
-            numbers = (self.queries, self.width, self.first, out.numel(), *gate_strides)
-            launch(_sum_kernel, grid, parts, gate, out, *numbers, ROWS=16, KEYS=self.keys, BN=128)
-
-    def strips(self, tiles, least):
-        """The windows of a strip, such that each multiprocessor has a few programs, and the number of strips."""
-        strip = max(self.windows * tiles // (4 * multiprocessors(self.z)), least)
-        return strip, triton.cdiv(self.windows, strip)
+    def mix(self, x, weights, gate, out):
+        tiles = self.matrix[0] // self.constants["ROWS"] * triton.cdiv(self.width, self.columns)
+        strides = (*x.stride()[:2], *((0, 0) if gate is None else gate.stride()[:2]))
+        numbers = (self.context, self.queries, self.width, self.lead, *self.matrix, *strides)
+        self.launch(_mix_kernel, x.shape[0] * tiles, x, weights, gate, out, *numbers, BN=self.columns)
 
 
 def contextualizer_triton(z, v, gate, prefix, queries):
     """Computes [`subquad_kernels.contextualizer`]."""
-    out = z.new_empty(z.shape[0], queries, z.shape[2])
-    _Plan(z, v, prefix, queries, may_split=True).mix(readable(gate), out)
+    gate, out = readable(gate), z.new_empty(z.shape[0], queries, z.shape[2])
+    plan = _Plan(z, v, prefix, queries)
+    keys = plan.constants["ROWS"]
+    for part, x, scales, weights in plan.pieces():
+        plan.launch(
+            _weights_kernel,
+            x.shape[0] * plan.tiles(keys),
+            *(x, plan.v, scales, weights, plan.context, plan.width, plan.first, plan.lead, *plan.matrix),
+            *x.stride()[:2],
+            KEYS=keys,
+        )
+        plan.mix(x, weights, None if gate is None else gate[part], out[part])
     return out
 
 
 def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
     """Gradients of z, v, gate and prefix, those that are given."""
-    grad = readable(grad)
-    grads = [z.new_empty(z.shape)]
-    grad_gate, grad_mixed = None, grad
+    grad, g = readable(grad), readable(grad)
+    plan = _Plan(z, v, prefix, queries)
+    grad_z, grad_v = z.new_empty(z.shape), v.new_zeros(v.shape, dtype=torch.float32)
+    grad_prefix = None if prefix is None else prefix.new_zeros(prefix.shape, dtype=torch.float32)
     if gate is not None:
-        grad_gate, grad_mixed = gate.new_empty(gate.shape), (grad * gate).to(z.dtype)
-    plan = _Plan(z, v, prefix, queries, grad_mixed)
-    if gate is not None:
-        plan.mix(grad, grad_gate)
-    tensors = (plan.z, plan.prefix, plan.v, v.mT.contiguous(), grad_mixed, plan.scales)
-    strides = (*plan.strides, plan.v.stride(0), *grad_mixed.stride()[:2])
-    limits = {"LARGEST": torch.finfo(z.dtype).max, "BN": 32}
-
-    def kind(block):
-        after = max(plan.first, block * plan.block) // plan.keys
-        return plan.reads(block) if (block + 1) * plan.block > plan.first else 0, after
-
-    for (reads, after), begin, count in plan.blocks(plan.shared, plan.context, kind):
+        g = torch.mul(grad, gate, out=z.new_empty(gate.shape))  # the gradient of the gate will take its place
+    for part, x, scales, weights in plan.pieces():
+        count, keys = x.shape[0], 64 if z.element_size() == 2 else 32  # two products and a sum fill the registers
+        tiles = plan.tiles(keys)
+        # Strips for several programs per multiprocessor, but not so short that a strip writes more than the weights.
+        strip = max(count * tiles // (4 * multiprocessors(z)), 2)
+        sums = scales.new_empty(triton.cdiv(count, strip), *plan.matrix)
+        row_sums = scales.new_empty(count, plan.matrix[1] // keys, plan.matrix[0])
+        column_sums = scales.new_empty(count, plan.matrix[0] // plan.constants["ROWS"], plan.matrix[1])
+        grads, part_g = torch.empty_like(weights), g[part]
+        shape = (plan.context, plan.width, plan.first, plan.lead, *plan.matrix, *x.stride()[:2])
+        plan.launch(
+            _weight_gradient_kernel,
+            sums.shape[0] * tiles,
+            *(x, plan.v, part_g, scales, weights, grads, sums, row_sums, column_sums, count, strip),
+            *(*shape, *part_g.stride()[:2]),
+            KEYS=keys,
+            LARGEST=torch.finfo(z.dtype).max,
+            STAGES=min(plan.constants["STAGES"], 2),
+        )
+        sums = sums.sum(0)[:queries, plan.lead : plan.lead + plan.context]
+        grad_v[plan.first :] += sums.tril(plan.first)  # what is above the diagonal need not have been written
+        grad_x = x.new_empty(x.shape) if plan.shared else grad_z[part]
         plan.launch(
             _row_gradient_kernel,
-            (count, plan.windows),
-            *(*tensors, grads[0], plan.windows, 1, *plan.shape, *strides, begin, after * plan.keys),
-            READS=reads,
-            READERS=plan.groups - after,
-            PREFIX=False,
-            **limits,
+            count * (plan.matrix[1] // plan.constants["ROWS"]) * triton.cdiv(plan.width, plan.columns),
+            *(x, part_g, scales, weights, grads, row_sums, column_sums, grad_x, *shape, *part_g.stride()[:2]),
+            KEYS=keys,
+            BN=plan.columns,
         )
-
-    # The gradients of v and of the prefix are sums over all windows: first over strips, then over all strips.
-    tiles = (triton.cdiv(plan.context, plan.block) - plan.first // plan.block) * plan.groups
-    strip, strips = plan.strips(tiles, 8)  # otherwise the sums of a strip would be as large as the weights
-    grad_v = z.new_zeros(strips, queries, plan.context, dtype=torch.float32)
-    plan.launch(
-        _weight_gradient_kernel,
-        (tiles, strips),
-        *(plan.z, plan.prefix, grad_mixed, plan.scales, grad_v, plan.windows, strip, *plan.shape),
-        *(*plan.strides, *grad_mixed.stride()[:2], plan.first // plan.block),
-    )
-    grads.append(v.new_zeros(v.shape))
-    grads[1][plan.first :] = grad_v.sum(0).tril(plan.first)
-    if gate is not None:
-        grads.append(grad_gate)
-    if prefix is not None:
-        grads.append(prefix.new_zeros(prefix.shape))
         if plan.shared:
-            blocks, after = triton.cdiv(plan.shared, plan.block), plan.first // plan.keys
-            strip, strips = plan.strips(blocks, 1)
-            grad_prefix = z.new_zeros(strips, plan.shared, plan.width, dtype=torch.float32)
-            plan.launch(
-                _row_gradient_kernel,
-                (blocks, strips),
-                *(*tensors, grad_prefix, plan.windows, strip, *plan.shape, *strides, 0, after * plan.keys),
-                READS=0,
-                READERS=plan.groups - after,
-                PREFIX=True,
-                **limits,
-            )
-            grads[-1][: plan.shared] = grad_prefix.sum(0)
-    return grads
+            grad_z[part] = grad_x[:, plan.shared :]
+            grad_prefix[: plan.shared] += grad_x[:, : plan.shared].sum(0, dtype=torch.float32)
+        if gate is not None:
+            plan.mix(x, weights, grad[part], part_g)
+    return [x for x in (grad_z, grad_v, None if gate is None else g, grad_prefix) if x is not None]
