@@ -59,9 +59,28 @@ def source_of(kernel, arguments: dict) -> tuple[ASTSource, dict]:
     return ASTSource(kernel, {name: signature[name] for name in names}, constants, attributes), options
 
 
+def misread_products(text: str) -> int:
+    """
+    The number of products in the intermediate code whose second operand sm_90 misreads. Where its columns are adjacent
+    in shared memory, a group of warps needs at least as many of them as are swizzled together; otherwise Triton's
+    descriptor points outside of the operand.
+    """
+    layouts = re.findall(r"^(#\S+) = .*nvmma_shared<{swizzlingByteWidth = (\d+), transposed = false", text, re.M)
+    groups = re.findall(r"^(#\S+) = .*nvidia_mma<{.*warpsPerCTA = \[\d+, (\d+)\]", text, re.M)
+    swizzled, groups, sizes = dict(layouts), dict(groups), {"f32": 4, "bf16": 2, "f16": 2}
+    pattern = r"warp_group_dot .* \* !ttg\.memdesc<\d+x(\d+)x(\w+), (#\w+),.*-> tensor<.*, (#\w+)>"
+    return sum(
+        int(columns) // int(groups[result]) * sizes[dtype] < int(swizzled.get(layout, 0))
+        for columns, dtype, layout, result in re.findall(pattern, text)
+    )
+
+
 def resources(compiled, target: GPUTarget) -> dict:
-    """Shared memory of a program in bytes, registers of a thread, and bytes or registers that did not fit."""
-    used = {"shared": compiled.metadata.shared}
+    """
+    Shared memory of a program in bytes, registers of a thread, bytes or registers that did not fit, and products that
+    would be wrong.
+    """
+    used = {"shared": compiled.metadata.shared, "misread": misread_products(compiled.asm["ttgir"])}
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
         used["registers"] = int(re.search(r"\.vgpr_count:\s*(\d+)", text).group(1))

@@ -92,11 +92,12 @@ def _constants(x, *others):
     tile = 128 if large else 64
     return {
         "TILE": tile,
-        "BK": 64 if narrow else 32,
+        "BK": 64 if large else 32,
         "EVEN": context % tile == 0 and width % tile == 0,
         "STAGES": 1 if hip else 3,
         "PRECISION": "ieee" if narrow or hip else "tf32x3",
-        "num_warps": 4 if hip else 8,
+        # Two groups of warps, which sm_90 multiplies with, would need a larger tile of half precision.
+        "num_warps": 4 if hip or (narrow and not large) else 8,
     }
 
 
