@@ -132,6 +132,18 @@ EXAMPLES = {
     },
     "no state": Example({"rows": EMPTY, "keys": 17, "heads": 1, "state": False}),
     "no state, one token": Example({"rows": (((1,),), ((0,),), ((1,),)), "keys": 6, "state": False}),
+    **{
+        f"step, chunks of {size}": Example(
+            {
+                "rows": (((9,), (3,), (-1,)), ((size - 20,), (-1,), (-1,)), ((1,), (0,), (-1,))),
+                "chunk_size": size,
+                "keys": size + 10,
+                "key": 20,
+                "value": 70,
+            }
+        )
+        for size in (257, 700)
+    },
     "many": Example({"length": 9, "heads": 1, "keys": 12}),
 }
 for batch, length, chunks, chunk_size, heads, key, value, dtype, tolerance in [

@@ -60,7 +60,8 @@ def test_kernels_compile(target, variants, tmp_path):
     assert {"_coefficients_kernel", "_average_kernel", "_carry_kernel", "_rate_gradient_kernel"} < kernels
     assert {"_parameter_kernel", "_average_step_kernel"} < kernels
     assert {"_absorb_kernel", "_absorb_gradient_kernel", "_normalizer_gradient_kernel", "_readers_kernel"} < kernels
-    assert {"_log_sum_kernel", "_weights_kernel", "_weights_gradient_kernel", "_memory_step_kernel"} < kernels
+    assert {"_log_sum_kernel", "_weights_kernel", "_weights_gradient_kernel"} < kernels
+    assert {"_prepare_step_kernel", "_absorb_step_kernel"} < kernels
     assert {"_product_kernel", "_rows_kernel"} < kernels
     assert {"_added_kernel", "_added_gradient_kernel"} < kernels
     for result in results:
@@ -71,6 +72,8 @@ def test_kernels_compile(target, variants, tmp_path):
             limits = {**limits, "spilled": SLOT_MEMORY_SPILLED[target][result["constants"]["DOT"]]}
         elif result["kernel"] == "_average_kernel":
             limits = {**limits, "spilled": AVERAGE_SPILLED[target]}
+        elif result["kernel"] == "_absorb_step_kernel":
+            limits = {**limits, "spilled": 192}  # outside of its loop over tokens
         elif result["kernel"] not in HEAVY:
             limits = {**limits, "spilled": 0}
         assert all(result[name] <= limit for name, limit in limits.items()), result

@@ -109,3 +109,51 @@ def test_a_step_works_for_the_rows_that_absorb(monkeypatch):
     for step in STEPS:
         working_memory(**make(rows=step, keys=6), backend="eager")
     assert rows == [2, 3]
+
+
+@TRITON
+def test_nothing_has_changed_if_a_kernel_of_a_step_fails(monkeypatch):
+    from subquad_kernels.backend import KernelError
+    from subquad_kernels.working_memory import triton_kernels
+
+    launch, launched = triton_kernels.launch, []
+    inputs = make(rows=STEPS[1], keys=6)
+
+    def fail(kernel, *arguments, **constants):
+        launched.append(kernel)
+        if len(launched) == number:
+            raise KernelError("refused")
+        launch(kernel, *arguments, **constants)
+
+    monkeypatch.setattr(triton_kernels, "launch", fail)
+    for number in (1, 2, 3):
+        launched.clear()
+        given = {**inputs, **{name: inputs[name].clone() for name in STATES}}
+        with torch.no_grad():
+            if number == 3:  # there are two
+                working_memory(**given, inplace=True, backend="triton")
+                assert len(launched) == 2
+                break
+            with pytest.raises(KernelError):
+                working_memory(**given, inplace=True, backend="triton")
+        assert all(torch.equal(given[name], inputs[name]) for name in STATES)
+
+
+@TRITON
+def test_a_step_cuts_chunks_until_the_device_is_busy(monkeypatch):
+    from subquad_kernels.working_memory import triton_kernels
+
+    grids = []
+    monkeypatch.setattr(triton_kernels, "launch", lambda kernel, grid, *tensors, **constants: grids.append(grid[0]))
+
+    def programs(batch):
+        grids.clear()
+        q, k, v = (torch.empty(batch, 4, *size, device="meta") for size in ((1, 256), (4096, 256), (4096, 2048)))
+        rows = [torch.empty(batch, 1, dtype=torch.int64, device="meta") for _ in range(3)]
+        states = torch.empty(batch, 4, 256, 2048, device="meta"), torch.empty(batch, 4, 256, device="meta")
+        triton_kernels.working_memory_triton_step(q, k, v, *states, *rows, 2048)
+        return grids
+
+    # 64 programs read the columns of a head, 8 each prepare a segment of its chunk.
+    assert programs(1) == [4 * (64 + 8 * 5), 132]
+    assert programs(32) == [128 * (64 + 8), 132]

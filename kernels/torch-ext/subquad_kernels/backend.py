@@ -183,6 +183,20 @@ def _multiprocessors(device: torch.device) -> int:
     return 132  # of an H100 or H200
 
 
+def shared_memory(x: torch.Tensor) -> int:
+    """The shared memory, in bytes, that a program may use on the device of x."""
+    return _shared_memory(x.device)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        # ROCm lacks the first one.
+        return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return (227 if torch.version.hip is None else 64) * 1024  # of an H100 or H200, or of AMD
+
+
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context that turns autocast off on the device of x."""
     if x.device.type == "meta":  # has none. Asking torch.amp.is_autocast_available breaks graphs in torch 2.11

@@ -13,19 +13,21 @@ the tokens of a chunk that are not ignored, or those that read one version of th
 The operands of products, including the versions of the memory, are kept in the dtype of the products.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ..backend import launch, without_autocast
+from ..backend import launch, multiprocessors, shared_memory, without_autocast
 from ..segments import dot, exp, operands, program
 from .eager import assert_chunks
 
 
 # These differ from call to call, and as constants would gain nothing.
 GEOMETRY = ["N", "LENGTH", "BLOCKS"]
+STEP = ["C", "LENGTH", "SEGMENT", "SEGMENTS"]
 # Below all keys. Its exponential is 0, and so is that of its difference from any key.
 LOWEST: tl.constexpr = tl.constexpr(-1e38)
 
@@ -94,8 +96,6 @@ def _log_sum_kernel(
     KT,
     leaving,
     begins,
-    normalizer,
-    ratios,
     log_sums,
     N,
     C,
@@ -105,7 +105,7 @@ def _log_sum_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """The log of the sum of exp(k) over a chunk; if `normalizer` is given (N = 1), also its new value."""
+    """The log of the sum of exp(k) over a chunk."""
     tile, row, head, index, cell = _indices(H, N, tl.cdiv(K, BK))
     first, stop = _range(leaving, begins, index, C, LENGTH, False)
     rows = (stop - first).to(tl.int32)
@@ -123,11 +123,6 @@ def _log_sum_kernel(
     highest = tl.max(top, 0)
     log_sum = highest + tl.log(tl.sum(total * exp(top - highest[None, :]), 0))
     tl.store(log_sums + cell * K + ks, log_sum, mask=ks < K)
-    if normalizer is not None:
-        before = tl.load(normalizer + cell * K + ks, mask=ks < K, other=0.0)
-        after, ratio = _absorbed(before, log_sum, tl.load(begins + index) >= 0)
-        tl.store(normalizer + cell * K + ks, after, mask=ks < K)
-        tl.store(ratios + cell * K + ks, ratio, mask=ks < K)
 
 
 @triton.jit
@@ -519,8 +514,94 @@ def _normalizer_gradient_kernel(
         tl.store(grad_initial + cell * K + ks, g, mask=ks < K)
 
 
-@triton.jit(do_not_specialize=GEOMETRY)
-def _memory_step_kernel(
+@triton.jit
+def _read_weights(q, ks, K):
+    """The softmax of a query over the features."""
+    x = tl.load(q + ks, mask=ks < K, other=-float("inf")).to(tl.float32)
+    weights = exp(x - tl.max(x, 0))
+    return weights / tl.sum(weights, 0)
+
+
+@triton.jit(do_not_specialize=STEP)
+def _prepare_step_kernel(
+    q,
+    QB,
+    QH,
+    k,
+    KB,
+    KH,
+    KT,
+    memory,
+    normalizer,
+    log_sums,
+    grams,
+    before,
+    leaving,
+    begins,
+    reads,
+    out,
+    C,
+    LENGTH,
+    SEGMENT,
+    SEGMENTS,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BF: tl.constexpr,
+    BT: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """
+    One token. Reads some columns of the memory, except in rows that read it after a chunk. Of a segment of a chunk
+    that leaves, computes for BF features what `_absorb_step_kernel` needs: G, and the log of the sum of exp(k).
+    """
+    COLUMNS: tl.constexpr = (V + BV - 1) // BV
+    FEATURES: tl.constexpr = (K + BF - 1) // BF
+    tile, head, row = program(H, COLUMNS + FEATURES * SEGMENTS)
+    row, head = row.to(tl.int64), head.to(tl.int64)
+    cell = row * H + head
+    ks = tl.arange(0, BK)
+    absorbs = tl.load(leaving + row) >= 0
+    if tile < COLUMNS:
+        read = tl.load(reads + row)
+        if not (absorbs & (read > 0)):
+            vs = tile * BV + tl.arange(0, BV)
+            weights = _read_weights(q + row * QB + head * QH, ks, K)
+            y = tl.sum(weights[:, None] * _load(memory + cell * (K * V), ks, vs, tl.where(read >= 0, K, 0), V, V), 0)
+            y = tl.where(read >= 0, y, 0.0)
+            tl.store(out + cell * V + vs, y.to(out.dtype.element_ty), mask=vs < V)
+    elif absorbs:
+        segment = (tile - COLUMNS) // FEATURES
+        first, stop = _range(leaving, begins, row, C, LENGTH, False)
+        first += segment * SEGMENT
+        rows = tl.minimum((stop - first).to(tl.int32), SEGMENT)
+        ts, fs = tl.arange(0, BT), (tile - COLUMNS) % FEATURES * BF + tl.arange(0, BF)
+        k += row * KB + head * KH + first * KT
+        top, total = tl.full((BF,), LOWEST, tl.float32), tl.zeros((BF,), tl.float32)
+        gram = tl.zeros((BF, BK), tl.float32)
+        for start in range(0, rows, BT):
+            here = k + tl.cast(start, tl.int64) * KT
+            x = tl.trans(_load(here, ts, fs, rows - start, KT, K).to(tl.float32))
+            x = tl.where((ts < rows - start)[None, :], x, LOWEST)
+            highest = tl.maximum(top, tl.max(x, 1))
+            over_tokens, kept = exp(x - highest[:, None]), exp(top - highest)
+            over_features = _softmax(_load_logits(here, ts, ks, rows - start, KT, K))
+            top, total = highest, total * kept + tl.sum(over_tokens, 1)
+            gram = gram * kept[:, None] + dot(over_tokens, over_features, DOT, PRECISION)
+        if rows > 0:
+            here = cell * SEGMENTS + segment
+            _store(grams + here * (K * K), gram / total[:, None], fs, ks, K, K)
+            tl.store(log_sums + here * K + fs, top + tl.log(total), mask=fs < K)
+        if segment == 0:
+            z = tl.load(normalizer + cell * K + fs, mask=fs < K, other=0.0)
+            tl.store(before + cell * K + fs, z, mask=fs < K)
+
+
+@triton.jit(do_not_specialize=[*STEP, "B"])
+def _absorb_step_kernel(
     q,
     QB,
     QH,
@@ -533,63 +614,78 @@ def _memory_step_kernel(
     VH,
     VT,
     memory,
+    normalizer,
     log_sums,
-    ratios,
+    grams,
+    before,
     leaving,
     begins,
     reads,
     out,
+    B,
     C,
     LENGTH,
+    SEGMENT,
+    SEGMENTS,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
-    BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    BT: tl.constexpr,
     BS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """One token, and at most one chunk, for some columns of the memory, which most steps only read."""
-    tile, head, row = program(H, tl.cdiv(V, BV))
-    row, head = row.to(tl.int64), head.to(tl.int64)
-    first, stop = _range(leaving, begins, row, C, LENGTH, False)
-    rows = (stop - first).to(tl.int32)
-    read = tl.load(reads + row)
-    ts, ks, vs = tl.arange(0, BT), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    cell = row * H + head
-    memory += cell * (K * V)
-    query = _load_logits(q + row * QB + head * QH, tl.arange(0, 1), ks, 1, 0, K)
-    weights = tl.reshape(_softmax(query), (BK, 1))
-    m = _load(memory, ks, vs, tl.where((read >= 0) | (rows > 0), K, 0), V, V)
-    y = tl.sum(weights * m, 0)
-    if rows > 0:
-        log_sum = tl.load(log_sums + cell * K + ks, mask=ks < K, other=0.0)
-        ratio = tl.load(ratios + cell * K + ks, mask=ks < K, other=0.0)
-        kept = tl.where(tl.load(begins + row) >= 0, 0, K)
-        k += row * KB + head * KH + first * KT
-        v += row * VB + head * VH + first * VT
-        total = tl.zeros((BK, BV), tl.float32)
-        for start in range(0, rows, BT):
-            before = tl.cast(start, tl.int64)
-            keys = _load_logits(k + before * KT, ts, ks, rows - start, KT, K)
-            top, divisor = _softmax_scale(keys)
-            change = _load(v + before * VT, ts, vs, rows - start, VT, V).to(tl.float32)
-            for start_k in range(0, kept, BS):
-                ss = start_k + tl.arange(0, BS)
-                part = _load_logits(k + before * KT, ts, ss, rows - start, KT, K)
-                part = exp(part - top[:, None]) / divisor[:, None]
-                change -= dot(part, _load(memory, ss, vs, K, V, V), DOT, PRECISION)
-            over_tokens = tl.where((ts < rows - start)[:, None], exp(keys - log_sum[None, :]), 0.0)
-            total += dot(tl.trans(over_tokens), change, DOT, PRECISION)
-        m = tl.where(kept > 0, m, 0.0)
-        m += ratio[:, None] * (total - m)
-        tl.debug_barrier()  # all threads have read what others overwrite
-        _store(memory, m, ks, vs, K, V)
-        y = tl.where(read > 0, tl.sum(weights * m, 0), y)
-    y = tl.where(read < 0, 0.0, y)
-    tl.store(out + cell * V + vs, y.to(out.dtype.element_ty), mask=vs < V)
+    """
+    One token, in the rows in which a chunk leaves: some columns of the memory absorb it, and are read after it.
+    """
+    TILES: tl.constexpr = (V + BV - 1) // BV
+    latest = tl.full((128,), -1, tl.int64)
+    for start in range(0, B, 128):
+        batch = start + tl.arange(0, 128)
+        latest = tl.maximum(latest, tl.load(leaving + batch, mask=batch < B, other=-1))
+    if tl.max(latest, 0) < 0:
+        return
+    ts, ks, ss = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BS)
+    for item in range(tl.program_id(0), B * H * TILES, tl.num_programs(0)):
+        tile, head, row = item % TILES, (item // TILES % H).to(tl.int64), (item // TILES // H).to(tl.int64)
+        first, stop = _range(leaving, begins, row, C, LENGTH, False)
+        rows = (stop - first).to(tl.int32)
+        if rows > 0:
+            cell = row * H + head
+            vs = tile * BV + tl.arange(0, BV)
+            forgotten = tl.load(begins + row) >= 0
+            segments = tl.cdiv(rows, SEGMENT)
+            of_segments = log_sums + cell * SEGMENTS * K
+            log_sum = tl.load(of_segments + ks, mask=ks < K, other=0.0)
+            for n in range(1, segments):
+                log_sum, _ = _absorbed(log_sum, tl.load(of_segments + n * K + ks, mask=ks < K, other=0.0), False)
+            z = tl.load(before + cell * K + ks, mask=ks < K, other=0.0)
+            after, _ = _absorbed(z, log_sum, forgotten)
+
+            here, kept = memory + cell * (K * V), tl.where(forgotten, 0, K)
+            m = exp(z - after)[:, None] * _load(here, ks, vs, kept, V, V)
+            for n in range(0, tl.where(forgotten, 0, segments)):
+                share = exp(tl.load(of_segments + n * K + ks, mask=ks < K, other=0.0) - after)
+                gram = grams + (cell * SEGMENTS + n) * (K * K)
+                for start in range(0, K, BS):
+                    part = -share[:, None] * _load(gram, ks, start + ss, K, K, K).to(tl.float32)
+                    m += dot(part, _load(here, start + ss, vs, K, V, V), DOT, PRECISION)
+            keys = k + row * KB + head * KH + first * KT + ks[:, None]
+            values = v + row * VB + head * VH + first * VT
+            for start in tl.range(0, rows, BT, num_stages=STAGES):
+                there, ahead = (ts < rows - start)[None, :], tl.cast(start, tl.int64)
+                x = tl.load(keys + ahead * KT + ts[None, :] * KT, mask=there & (ks < K)[:, None], other=0.0)
+                over_tokens = tl.where(there, exp(x.to(tl.float32) - after[:, None]), 0.0)
+                m += dot(over_tokens, _load(values + ahead * VT, ts, vs, rows - start, VT, V), DOT, PRECISION)
+            tl.debug_barrier()  # all threads have read what others overwrite
+            _store(here, m, ks, vs, K, V)
+            if tl.load(reads + row) > 0:
+                y = tl.sum(_read_weights(q + row * QB + head * QH, ks, K)[:, None] * m, 0)
+                tl.store(out + cell * V + vs, y.to(out.dtype.element_ty), mask=vs < V)
+            tl.store(normalizer + cell * K + ks, after, mask=ks < tl.where(tile == 0, K, 0))
 
 
 def _block(size: int, most: int = 1 << 16) -> int:
@@ -603,15 +699,8 @@ def _strided(x):
     return x, *x.stride()[:3]
 
 
-def _products(q, k, v):
-    """The constants of the products of these inputs, and whether their dtype is narrow."""
-    dtype = torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
-    return operands(dtype), dtype == torch.bfloat16
-
-
-def _columns(v, narrow):
-    """The constants of programs that take columns of the memory with all their rows."""
-    return {"V": v.shape[-1], "BV": _block(v.shape[-1], 32 if narrow else 16), "BS": 32, "num_warps": 8}
+def _products_dtype(q, k, v):
+    return torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
 
 
 class _Ranges(NamedTuple):
@@ -633,7 +722,8 @@ class _Plan:
         self.batch, self.heads, length, self.key_size = q.shape
         self.value_size, self.chunk_size, self.chunks = v.shape[-1], chunk_size, leaving.shape[1]
         self.like = v
-        self.products, narrow = _products(q, k, v)
+        dtype = _products_dtype(q, k, v)
+        self.products, narrow = operands(dtype), dtype == torch.bfloat16
         hip = torch.version.hip is not None
         # float32 needs twice the memory, and three products instead of one.
         self.dtype = torch.bfloat16 if narrow else torch.float32
@@ -641,7 +731,14 @@ class _Plan:
         self.depth = 64 if narrow else 32
         self.pipeline = {"STAGES": 3 if narrow and not hip else 1, "num_warps": 4 if hip else 8}
         self.of_keys = {"K": self.key_size, "BK": _block(self.key_size)}
-        self.of_columns = {**self.of_keys, **_columns(v, narrow), **self.products}
+        self.of_columns = {
+            **self.of_keys,
+            "V": self.value_size,
+            "BV": _block(self.value_size, 32 if narrow else 16),
+            "BS": 32 if self.key_size <= 512 else 16,
+            **self.products,
+            "num_warps": 8,
+        }
         self.column_tiles = triton.cdiv(self.value_size, self.of_columns["BV"])
 
         self.leaving, self.begins = leaving.contiguous(), begins.contiguous()
@@ -718,7 +815,16 @@ class _Plan:
         memory by each chunk), the versions of the memory, and the fraction of it that each chunk replaces.
         """
         log_sums = self.empty(self.chunks, self.key_size)
-        _log_sums(k, self.absorbed, self.chunk_size, None, None, log_sums)
+        launch(
+            _log_sum_kernel,
+            (self.batch * self.heads * self.chunks * triton.cdiv(self.key_size, 32),),
+            *(*_strided(k), self.leaving, self.begins, log_sums),
+            *(self.chunks, self.chunk_size, k.shape[2], self.heads),
+            K=self.key_size,
+            BT=64,
+            BK=32,
+            num_warps=8,
+        )
         self.over_features, self.over_tokens = self.softmax(k, self.absorbed, log_sums)
         self.gram = self.product(self.over_tokens, self.over_features, self.absorbed, self.dtype)
         self.added = self.product(self.over_tokens, v, self.absorbed)
@@ -750,14 +856,6 @@ class _Plan:
             BK=32,
         )
         return grad_added, shifts
-
-
-def _log_sums(k, ranges, chunk_size, normalizer, ratios, log_sums):
-    tensors = *_strided(k), ranges.starts, ranges.more, normalizer, ratios, log_sums
-    heads, key_size = log_sums.shape[1], log_sums.shape[-1]
-    grid = (ranges.starts.numel() * heads * triton.cdiv(key_size, 32),)
-    numbers = *ranges.arguments(chunk_size)[2:], heads
-    launch(_log_sum_kernel, grid, *tensors, *numbers, K=key_size, BT=64, BK=32, num_warps=8)
 
 
 def _states(*states):
@@ -806,29 +904,57 @@ def working_memory_triton_backward(
     return [dq, dk, dv, *(x for x in grad_states if x is not None)]
 
 
+def _power(most: int) -> int:
+    """The largest power of two up to `most`, at least 16."""
+    return max(1 << (most.bit_length() - 1), 16)
+
+
+@functools.lru_cache
+def _divide_step(batch, heads, key_size, value_size, chunk_size, dtype, programs, shared):
+    """
+    How a step is divided, for a device that runs that many programs with that much shared memory each: the number of
+    segments of a chunk and their length, and the grid and the constants of the two kernels.
+    """
+    narrow, block = dtype == torch.bfloat16, _block(key_size)
+    sizes = {"K": key_size, "V": value_size, "BK": block, **operands(dtype)}
+    most = _power(8192 // block)
+    features, tokens = min(most, block), min(most, 32)
+    tiles = triton.cdiv(key_size, features)
+    segments = min(triton.cdiv(programs, batch * heads * tiles), triton.cdiv(chunk_size, 256))
+    segment = triton.cdiv(triton.cdiv(chunk_size, segments), 32) * 32
+    prepare = {"BV": 32, "BF": features, "BT": tokens, "num_warps": 8, **sizes}
+    # Of the memory a program holds this many values, in registers and once in shared memory.
+    most = _power(min(shared * 3 // 4, (128 if narrow else 32) * 1024) // 4)
+    columns = _block(value_size, _power(most // block))
+    absorb = {"BV": columns, "BT": tokens, "BS": 32, "num_warps": 16 if block * columns > 16384 else 8, **sizes}
+    absorb["STAGES"] = 3 if narrow and torch.version.hip is None else 1
+    return (
+        (segment, segments),
+        (batch * heads * (triton.cdiv(value_size, 32) + tiles * segments),),
+        prepare,
+        (min(batch * heads * triton.cdiv(value_size, columns), programs),),
+        absorb,
+    )
+
+
 def working_memory_triton_step(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
     """
     One token and at most one chunk per row, q (B, H, 1, K), leaving, begins and reads (B, 1). Changes the states, in
-    float32, in place and returns out (B, H, 1, V). The device decides which rows absorb a chunk.
+    float32, in place and returns out (B, H, 1, V). The device decides which rows absorb a chunk. The last kernel
+    changes both states, so that nothing has changed if one fails.
     """
-    batch, heads, _, key_size = q.shape
-    value_size = v.shape[-1]
-    leaving, begins, reads = leaving.contiguous(), begins.contiguous(), reads.contiguous()
-    log_sums = normalizer.new_empty(batch, heads, 1, key_size)
-    ratios = torch.empty_like(log_sums)
-    _log_sums(k, _Ranges(leaving, begins, k.shape[2], False), chunk_size, normalizer, ratios, log_sums)
-    out = v.new_empty(batch, heads, 1, value_size)
-    products, narrow = _products(q, k, v)
-    columns = _columns(v, narrow)
-    launch(
-        _memory_step_kernel,
-        (batch * heads * triton.cdiv(value_size, columns["BV"]),),
-        *(*_strided(q)[:3], *_strided(k), *_strided(v), memory, log_sums, ratios, leaving, begins, reads, out),
-        *(chunk_size, k.shape[2], heads),
-        K=key_size,
-        BK=_block(key_size),
-        BT=32,
-        **columns,
-        **products,
+    (batch, heads, _, key_size), value_size = q.shape, v.shape[-1]
+    dtype, device = _products_dtype(q, k, v), (multiprocessors(v), shared_memory(v))
+    segments, grid, constants, absorb_grid, absorb_constants = _divide_step(
+        batch, heads, key_size, value_size, chunk_size, dtype, *device
     )
+    out = v.new_empty(batch, heads, 1, value_size)
+    log_sums = normalizer.new_empty(batch, heads, segments[1], key_size)
+    grams = v.new_empty(*log_sums.shape, key_size, dtype=dtype if dtype == torch.bfloat16 else torch.float32)
+    tensors = memory, normalizer, log_sums, grams, torch.empty_like(normalizer)
+    tensors = *tensors, leaving.contiguous(), begins.contiguous(), reads.contiguous(), out
+    numbers = chunk_size, k.shape[2], *segments, heads
+    q, k, v = _strided(q)[:3], _strided(k), _strided(v)
+    launch(_prepare_step_kernel, grid, *q, *k, *tensors, *numbers, **constants)
+    launch(_absorb_step_kernel, absorb_grid, *q, *k, *v, *tensors, batch, *numbers, **absorb_constants)
     return out
