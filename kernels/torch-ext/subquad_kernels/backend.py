@@ -151,6 +151,16 @@ def can_read_without_sync(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def cdiv(x: int, y: int) -> int:
+    """x / y, rounded up. (Those of Triton may be called by kernels too, and take 1.5 microseconds each.)"""
+    return -(x // -y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
 def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     """The tensors in the layout that kernels read."""
     return [None if x is None else x.contiguous() for x in tensors]

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .backend import cdiv
+
 
 # Dtype and precision of the products for each dtype of the inputs. Scores and states may overflow float16.
 _OPERANDS = {
@@ -122,7 +124,7 @@ class Segments:
 
     def __init__(self, batch, length, *, chunk, programs, wanted, shortest, cu_seqlens=None, longest=None):
         # The number of documents is not used here, because their lengths may differ.
-        segment = triton.cdiv(triton.cdiv(length * programs, wanted), chunk) * chunk
+        segment = cdiv(cdiv(length * programs, wanted), chunk) * chunk
         segment = max(segment, shortest)
         if cu_seqlens is not None and longest is not None:
             segment = min(segment, longest)
@@ -130,7 +132,7 @@ class Segments:
             segment = length
         self.segment = segment
         self.whole = segment == length
-        self.per_sequence = triton.cdiv(length, segment)
+        self.per_sequence = cdiv(length, segment)
         self.sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.segments = self.sequences * self.per_sequence
         self.boundaries = self.firsts = None
@@ -162,7 +164,7 @@ class Segments:
         it; these are replaced by the states that enter the segments. Those that leave the sequences go to `final`.
         """
         heads, key_size, value_size = states.shape[1:]
-        tiles = triton.cdiv(key_size * value_size, 1024)
+        tiles = cdiv(key_size * value_size, 1024)
         tensors = states, totals, initial, final, self.firsts
         flags = reverse, self.boundaries is not None, initial is not None
         grid = (self.sequences * heads * tiles,)

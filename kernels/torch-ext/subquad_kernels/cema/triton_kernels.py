@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import contiguous, launch, multiprocessors
+from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2
 from ..segments import Segments, tokens
 
 
@@ -616,7 +616,7 @@ class _Plan(Segments):
         self.size = alpha.shape[1]
         # A thread computes a channel; three programs of 64 threads per multiprocessor hide the latency of a token.
         self.walking = {"BLOCK": 64, "CHUNK": 64, "AHEAD": 4, "num_warps": 2 if torch.version.hip is None else 1}
-        self.tiles = triton.cdiv(self.width, 64)
+        self.tiles = cdiv(self.width, 64)
         programs, wanted = batch * self.tiles, 3 * multiprocessors(x)
         super().__init__(batch, length, chunk=64, programs=programs, wanted=wanted, shortest=MIN_SEGMENT)
         stride = 0 if starts is None or starts.shape[0] == 1 else length
@@ -626,7 +626,7 @@ class _Plan(Segments):
         self.coefficients = x.new_empty(7, self.size, self.width, dtype=torch.float32)
         launch(
             _coefficients_kernel,
-            (triton.cdiv(self.size * self.width, 128),),
+            (cdiv(self.size * self.width, 128),),
             *(*self.parameters, gamma, self.coefficients, self.width),
             N=self.size,
             CHUNK=64,
@@ -653,7 +653,7 @@ class _Plan(Segments):
         states, final = self.states(x, self.segments), self.states(x, self.sequences)
         steps = x.new_empty(self.segments, dtype=torch.int32)
         self.walk(x, None, None, None, states, steps, None, reverse)
-        tiles = triton.cdiv(self.size * self.width, 128)
+        tiles = cdiv(self.size * self.width, 128)
         launch(
             _carry_kernel,
             (self.sequences * tiles,),
@@ -704,10 +704,10 @@ def cema_triton_backward(grad_out, grad_state, x, alpha, delta, theta, gamma, in
     grads = [torch.empty_like(parameter) for parameter in (alpha, delta, theta, gamma)]
     launch(
         _parameter_kernel,
-        (triton.cdiv(plan.width, 16),),
+        (cdiv(plan.width, 16),),
         *(sums, alpha, delta, theta, *grads, plan.segments, plan.width),
         N=plan.size,
-        BLOCK_N=triton.next_power_of_2(plan.size),
+        BLOCK_N=next_power_of_2(plan.size),
         BLOCK=16,
     )
     grads = [grad_x, *grads]
@@ -722,14 +722,14 @@ def cema_triton_step(x, alpha, delta, theta, gamma, state, new_state, starts, re
     x, alpha, delta, theta, gamma, starts, real = contiguous(x, alpha, delta, theta, gamma, starts, real)
     batch, width = x.shape
     out = torch.empty_like(x)
-    tiles, rows = triton.cdiv(width, 16), 8
+    tiles, rows = cdiv(width, 16), 8
     launch(
         _average_step_kernel,
-        (tiles * triton.cdiv(batch, rows),),
+        (tiles * cdiv(batch, rows),),
         *(x, alpha, delta, theta, gamma, new_state if state is None else state, new_state, out, starts, real),
         *(0 if starts is None or len(starts) == 1 else 1, batch, width, tiles),
         N=alpha.shape[1],
-        BLOCK_N=triton.next_power_of_2(alpha.shape[1]),
+        BLOCK_N=next_power_of_2(alpha.shape[1]),
         BLOCK=16,
         ROWS=rows,
     )

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import contiguous, launch, multiprocessors
+from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2
 
 
 @triton.jit
@@ -118,14 +118,14 @@ class _Plan:
     def __init__(self, x, eps, longest):
         self.heads, self.size = x.shape[-2:]
         self.rows, self.eps = x.numel() // (self.heads * self.size), eps
-        self.block = triton.next_power_of_2(self.size)
-        self.block_heads = min(triton.next_power_of_2(self.heads), max(512 // self.block, 1))
+        self.block = next_power_of_2(self.size)
+        self.block_heads = min(next_power_of_2(self.heads), max(512 // self.block, 1))
         self.num_warps = min(max(self.block_heads * self.block // 128, 1), 8)
-        blocks = triton.cdiv(self.heads, self.block_heads)
+        blocks = cdiv(self.heads, self.block_heads)
         self.strip = longest
-        while self.strip > 1 and blocks * triton.cdiv(self.rows, self.strip) < 8 * multiprocessors(x):
+        while self.strip > 1 and blocks * cdiv(self.rows, self.strip) < 8 * multiprocessors(x):
             self.strip //= 2
-        self.strips = triton.cdiv(self.rows, self.strip)
+        self.strips = cdiv(self.rows, self.strip)
         self.grid = (blocks * self.strips,)
 
     def launch(self, kernel, *arguments):

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import contiguous, launch
+from ..backend import cdiv, contiguous, launch, next_power_of_2
 
 
 # Number of leading bits of a float32 that distinguish all values of that dtype.
@@ -116,11 +116,11 @@ def _routing_gradient_kernel(
 def _launch(kernel, logits, log_decay, topk, bias, score, scale, *others):
     heads, slots = logits.shape[2:]
     rows = logits.numel() // slots
-    block = triton.next_power_of_2(slots)
+    block = next_power_of_2(slots)
     block_rows = min(max(512 // block, 1), 8)
     launch(
         kernel,
-        (triton.cdiv(rows, block_rows),),
+        (cdiv(rows, block_rows),),
         *(logits, log_decay, bias, *others, rows, heads, slots, topk, scale),
         SOFTMAX=score == "softmax",
         ALL=topk == slots,

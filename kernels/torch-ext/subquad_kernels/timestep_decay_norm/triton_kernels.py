@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import contiguous, launch, multiprocessors
+from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2
 from ..segments import expm1
 from .eager import log
 
@@ -370,17 +370,17 @@ class _Plan:
         self.batch, self.starts, self.real = batch, starts, real
         self.starts_stride = 0 if starts is None or starts.shape[0] == 1 else self.length
         self.logs, self.gains = (log(beta1), log(beta2)), (1 - beta1, 1 - beta2)
-        self.strips = triton.cdiv(self.length, strip)
-        self.tokens = min(strip, triton.next_power_of_2(self.length))
-        self.block = triton.next_power_of_2(self.size)
+        self.strips = cdiv(self.length, strip)
+        self.tokens = min(strip, next_power_of_2(self.length))
+        self.block = next_power_of_2(self.size)
         # Limits for the values of a tile, and of a scan, which has six tensors.
-        self.block_groups = min(triton.next_power_of_2(groups), max(min(4096 // self.block, 512) // self.tokens, 1))
+        self.block_groups = min(next_power_of_2(groups), max(min(4096 // self.block, 512) // self.tokens, 1))
         while self.block_groups > 1 and self._programs() < multiprocessors(x):
             self.block_groups //= 2
         self.num_warps = min(max(self.tokens * self.block_groups * self.block // 1024, 1), 8)
 
     def _programs(self):
-        return self.batch * self.strips * triton.cdiv(self.groups, self.block_groups)
+        return self.batch * self.strips * cdiv(self.groups, self.block_groups)
 
     def launch(self, kernel, *arguments):
         launch(
@@ -407,12 +407,12 @@ class _Plan:
         return added
 
     def pass_on(self, added, edge, inner, final, reverse):
-        block_groups = min(triton.next_power_of_2(self.groups), 16)
+        block_groups = min(next_power_of_2(self.groups), 16)
         launch(
             _pass_kernel,
-            (self.batch * triton.cdiv(self.groups, block_groups),),
+            (self.batch * cdiv(self.groups, block_groups),),
             *(added, edge, inner, final, self.groups, self.strips, *self.logs),
-            STRIPS=min(triton.next_power_of_2(self.strips), PASSED),
+            STRIPS=min(next_power_of_2(self.strips), PASSED),
             GROUPS=block_groups,
             REVERSE=reverse,
         )

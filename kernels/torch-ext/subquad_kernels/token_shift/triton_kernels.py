@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import contiguous, launch, multiprocessors
+from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2
 
 
 @triton.jit
@@ -183,13 +183,13 @@ class _Plan:
         batch, self.length, self.width = x.shape
         self.plane, self.n = x.numel(), n
         self.starts_stride = 0 if starts is None or starts.shape[0] == 1 else self.length
-        self.columns = min(triton.next_power_of_2(self.width), 512)
+        self.columns = min(next_power_of_2(self.width), 512)
         self.num_warps = max(self.columns // (32 * share), 1)
-        blocks = triton.cdiv(self.width, self.columns)
+        blocks = cdiv(self.width, self.columns)
         self.strip = longest
-        while self.strip > 4 and batch * blocks * triton.cdiv(self.length, self.strip) < 8 * multiprocessors(x):
+        while self.strip > 4 and batch * blocks * cdiv(self.length, self.strip) < 8 * multiprocessors(x):
             self.strip //= 2
-        self.strips = batch * triton.cdiv(self.length, self.strip)
+        self.strips = batch * cdiv(self.length, self.strip)
         self.grid = (blocks * self.strips,)
 
     def launch(self, kernel, *arguments):
