@@ -25,6 +25,7 @@ from cases import (
     random_ids,
 )
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -274,6 +275,24 @@ def test_what_a_file_lacks_is_initialised(case):
                 if spread == 0 or state.numel() >= 16:  # numbers of the same range, as far apart
                     assert (low - low_fresh).abs() <= spread and (high - high_fresh).abs() <= spread, name
                     assert high - low >= spread / 4, name
+
+
+@each_model_case
+def test_missing_weights_are_an_error(case, tmp_path):
+    for auto_class, model in each_class(case, tie_word_embeddings=False):
+        model.save_pretrained(tmp_path / auto_class)
+        file = tmp_path / auto_class / "model.safetensors"
+        states, load = load_file(file), getattr(transformers, auto_class).from_pretrained
+        prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+        body = [name for name in states if name.startswith(prefix)]
+        for name in (body[0], body[-1]):
+            save_file({key: x for key, x in states.items() if key != name}, file, {"format": "pt"})
+            with pytest.raises(ValueError, match=rf"{type(model).__name__} are missing: .*\.$"):
+                load(tmp_path / auto_class)
+        # A head that is to be trained is initialised.
+        save_file({name: states[name] for name in body}, file, {"format": "pt"})
+        _, info = load(tmp_path / auto_class, output_loading_info=True)
+        assert len(info["missing_keys"]) == len(states) - len(body)
 
 
 @each_text_model_case

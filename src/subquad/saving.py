@@ -1,6 +1,7 @@
 """Loading and saving that every model shares: safetensors only, and model repositories that bring their code."""
 
 import os
+from collections.abc import Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,7 +33,8 @@ class SavedPreTrainedModel(PreTrainedModel):
         checkpoint's tensors.
 
         Raises:
-            ValueError: if there are no weights in safetensors, only in files that `subquad convert` converts.
+            ValueError: if there are no weights in safetensors, only in files that `subquad convert` converts; or if
+                weights of the model are missing. Those of a head may be: it is initialised, to be trained.
         """
         path = pretrained_model_name_or_path
         if path is not None:
@@ -43,7 +45,20 @@ class SavedPreTrainedModel(PreTrainedModel):
             else:
                 check_weights(path, kwargs)
                 kwargs = with_sizes(cls.config_class, path, kwargs)
-        return super().from_pretrained(path, *args, **kwargs | {"use_safetensors": True})
+        wanted = kwargs.pop("output_loading_info", False)
+        options = kwargs | {"use_safetensors": True, "output_loading_info": True}
+        model, info = super().from_pretrained(path, *args, **options)
+        # With an adapter, the information is about the adapter.
+        if path is not None and not getattr(model, "_hf_peft_config_loaded", False):
+            model._check_loaded(path, info["missing_keys"])
+        return (model, info) if wanted else model
+
+    def _check_loaded(self, path: str | os.PathLike, missing: Iterable[str]) -> None:
+        prefix = "" if self.base_model is self else f"{self.base_model_prefix}."
+        body = sorted(name for name in missing if name.startswith(prefix))
+        if body:
+            listed = ", ".join(body[:8]) + (f" and {len(body) - 8} more" if len(body) > 8 else "")
+            raise ValueError(f"{path}: these weights of {type(self).__name__} are missing: {listed}.")
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, *args, self_contained: bool = False, **kwargs
