@@ -18,7 +18,17 @@ from subquad.directories import DirectoryError, check_free, new_directory
 
 from .checkpoint import Checkpoint, read_json
 from .errors import ConversionError
-from .formats import INVALID, Format, Plan, Recognised, config_class, invalid_configuration, object_in, one_line
+from .formats import (
+    INVALID,
+    Format,
+    Plan,
+    PlannedTensor,
+    Recognised,
+    config_class,
+    invalid_configuration,
+    object_in,
+    one_line,
+)
 from .registry import find_format, open_source
 from .tokenizer_files import choose_tokenizer
 from .writer import OutputTensor, parse_size, plan_shards, write_shards
@@ -161,7 +171,7 @@ def convert(
                 tensor.target,
                 tensor.shape,
                 OUTPUT_DTYPES.get(dtype, checkpoint.tensors[tensor.source].dtype),
-                partial(checkpoint.read, tensor.source),
+                partial(_fetch, checkpoint, tensor),
             )
             for tensor in plan.tensors
         ]
@@ -209,6 +219,11 @@ def _as_conversion_error() -> Iterator[None]:
         yield
     except DirectoryError as error:
         raise ConversionError(str(error)) from error
+
+
+def _fetch(checkpoint: Checkpoint, tensor: PlannedTensor) -> torch.Tensor:
+    stored = checkpoint.read(tensor.source)
+    return stored if tensor.take is None else tensor.take(stored)
 
 
 def _recognised(checkpoint: Checkpoint, known: Format, plan: Plan) -> Recognised:

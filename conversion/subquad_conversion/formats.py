@@ -22,20 +22,32 @@ Shape = tuple[int, ...]
 LISTED = 12  # names of each kind that an error lists
 
 
+# Takes a tensor of ours out of one of the source. None stands for the whole tensor as it is.
+Take = Callable[[torch.Tensor], torch.Tensor] | None
+
+
 @dataclass(frozen=True)
 class Found(TensorInfo):
-    """A tensor of the source that has a name of ours: its shape and dtype, and its name in the source."""
+    """
+    A tensor that has a name of ours: its shape and dtype, the name of the source's tensor that holds it, and how it is
+    taken out of that.
+    """
 
     source: str
+    take: Take = None
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor to write: its name here, its name in the source, and its shape here (a reshape of the source's)."""
+    """
+    One tensor to write: its name here, the name of the source's tensor that holds it, its shape here (a reshape of
+    what is taken), and how it is taken out.
+    """
 
     target: str
     source: str
     shape: Shape
+    take: Take = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,10 @@ class Format:
         """Our name of a tensor of the source. Unknown names stay as they are."""
         return name
 
+    def parts(self, name: str) -> dict[str, Take]:
+        """Our names of the tensors that one of the source holds, and how each is taken out of it."""
+        return {self.rename(name): None}
+
     def written_name(self, name: str) -> str:
         """Our name of a tensor of the model, which is the one in the published files."""
         return name
@@ -217,7 +233,7 @@ class Format:
         Raises:
             ConversionError: with a list of all that is missing, unexpected or of the wrong shape.
         """
-        found = rename_all(tensors, self.rename)
+        found = rename_all(tensors, self.parts)
         reading = self.read(found, given)
         weights = {name: tensor for name, tensor in found.items() if not self.is_buffer(name)}
         twins = []
@@ -251,7 +267,7 @@ class Format:
         if reading.tied:
             shapes.pop(reading.tied[1])
         missing = [name for name in shapes if name not in weights]
-        unexpected = [tensor.source for name, tensor in weights.items() if name not in shapes]
+        unexpected = list(dict.fromkeys(tensor.source for name, tensor in weights.items() if name not in shapes))
         misshapen = []
         planned = []
         for name, shape in shapes.items():
@@ -261,12 +277,13 @@ class Format:
             if not isinstance(tensor.dtype, torch.dtype):
                 misshapen.append(f"{tensor.source} (dtype {tensor.dtype}, expected a floating one)")
             elif reason is None and not self.fits(name, tensor.shape, shape, reading.fields):
-                misshapen.append(f"{tensor.source} (shape {tensor.shape}, expected {shape})")
+                part = "" if tensor.take is None else f"{name} in "
+                misshapen.append(f"{part}{tensor.source} (shape {tensor.shape}, expected {shape})")
             elif axes and (len(tensor.shape) < axes or 0 in tensor.shape):
                 expected = f"{axes} or more axes, none of them empty"
                 misshapen.append(f"{tensor.source} (shape {tensor.shape}, expected {expected})")
             else:
-                planned.append(PlannedTensor(name, tensor.source, shape))
+                planned.append(PlannedTensor(name, tensor.source, shape, tensor.take))
         faults = [
             f"{kind}: {', '.join(names[:LISTED])}{f' and {len(names) - LISTED} more' if len(names) > LISTED else ''}"
             for kind, names in (("missing", missing), ("unexpected", unexpected), ("of the wrong shape", misshapen))
@@ -330,20 +347,32 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
     return getattr(subquad, subquad.ARCHITECTURES[model_type][1])
 
 
-def rename_all(tensors: Tensors, rename: Callable[[str], str]) -> dict[str, Found]:
+def rename_all(tensors: Tensors, parts: Callable[[str], Mapping[str, Take]]) -> dict[str, Found]:
     """
-    Name of ours to the tensor of the source.
+    Name of ours to what is found under it.
+
+    Args:
+        parts: as [`Format.parts`].
 
     Raises:
-        ConversionError: if two tensors of the source have one name of ours.
+        ConversionError: if two tensors of the source have one name of ours, or if one cannot be taken apart.
     """
     found: dict[str, Found] = {}
     for source, info in tensors.items():
-        name = rename(source)
-        if name in found:
-            raise ConversionError(f"{found[name].source} and {source} are the same tensor, {name}.")
-        found[name] = Found(info.shape, info.dtype, source)
+        for name, take in parts(source).items():
+            if name in found:
+                raise ConversionError(f"{found[name].source} and {source} are the same tensor, {name}.")
+            found[name] = Found(_shape_taken(source, info, take), info.dtype, source, take)
     return found
+
+
+def _shape_taken(source: str, info: TensorInfo, take: Take) -> Shape:
+    if take is None:
+        return info.shape
+    try:
+        return tuple(take(torch.empty(info.shape, device="meta")).shape)
+    except (IndexError, RuntimeError) as error:
+        raise ConversionError(f"{source} (shape {info.shape}) has another layout than expected.") from error
 
 
 def lengths_of(found: Tensors, places: Mapping[str, tuple[str, int]]) -> dict[str, int]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from . import avey, avey_b, gecko, raven, rwkv5_hub, rwkv5_trainer, rwkv6_hub, rwkv6_trainer, visual_rwkv
+from . import avey, avey_b, gecko, raven, rwkv5_hub, rwkv5_trainer, rwkv6_fla, rwkv6_hub, rwkv6_trainer, visual_rwkv
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import ConversionError
 from .formats import Format
@@ -17,6 +17,7 @@ FORMATS: tuple[Format, ...] = (
     rwkv6_trainer.FORMAT,
     rwkv5_hub.FORMAT,
     rwkv6_hub.FORMAT,
+    rwkv6_fla.FORMAT,
     avey.FORMAT,
     avey_b.HUB_FORMAT,
     avey_b.PAPER_FORMAT,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rwkv_files import hub_tensors, tower, trainer_tensors, visual_tensors
+from rwkv_files import fla_tensors, hub_tensors, tower, trainer_tensors, visual_tensors
 from safetensors.torch import save_file
 
 from subquad import (
@@ -25,6 +25,7 @@ from subquad import (
     RavenConfig,
     RavenForCausalLM,
 )
+from subquad_conversion import rwkv6_fla
 from subquad_conversion.formats import Format
 
 
@@ -47,6 +48,7 @@ class Case:
         again: the format of what is written, None if that is not a source format.
         twice: a tensor that has a second name in sources of this format, and this name.
         buffers: tensors that are read but not written.
+        first_part: a name of the source to the first of ours, if the tensors are not in the same order.
     """
 
     format: str
@@ -62,6 +64,7 @@ class Case:
     again: str | None = None
     twice: tuple[str, str] | None = None
     buffers: Tensors = field(default_factory=dict)
+    first_part: Callable[[str], str] | None = None
 
     @property
     def tensors(self) -> Tensors:
@@ -74,8 +77,10 @@ class Case:
 
     @property
     def ours(self) -> dict[str, str]:
-        """A name of the source to ours."""
+        """A name of the source to ours, the first one if there are several."""
         source, written = _made(self)
+        if self.first_part is not None:
+            return {name: self.first_part(name) for name in source}
         return dict(zip(source, written, strict=True))
 
     @property
@@ -164,6 +169,10 @@ def trained_rwkv(model_type: str) -> Callable[[], tuple[Tensors, Tensors]]:
 
 def published_rwkv(model_type: str) -> Callable[[], tuple[Tensors, Tensors]]:
     return lambda: (hub_tensors(model_type, **RWKV),) * 2
+
+
+def fla_rwkv() -> tuple[Tensors, Tensors]:
+    return fla_tensors(**RWKV), hub_tensors("rwkv6", **RWKV)
 
 
 def visual_rwkv(model_type: str) -> Callable[[], tuple[Tensors, Tensors]]:
@@ -361,6 +370,19 @@ def gecko() -> tuple[Tensors, Tensors]:
 CASES = {
     **{case.format: case for case in rwkv_cases("rwkv5", "Eagle (RWKV-5.2)", "VisualRWKV-5.0 (CLIP and Eagle)")},
     **{case.format: case for case in rwkv_cases("rwkv6", "Finch (RWKV-6.0)", "VisualRWKV-6.0 (CLIP and Finch)")},
+    "rwkv6-fla": Case(
+        "rwkv6-fla",
+        "rwkv6",
+        fla_rwkv,
+        ("model.layers.", 1),
+        "model.embeddings.weight",
+        "lm_head.weight",
+        SIZES_OF["rwkv6"],
+        "Finch (RWKV-6.0), flash-linear-attention's layout: 2 layers of 12, 3 heads of 4, vocabulary 20.",
+        fields={"proj_low_rank_dim": 2, "gate_low_rank_dim": 5, "num_heads": 3, "norm_eps": 1e-5},
+        again="rwkv6-hub",
+        first_part=lambda name: next(iter(rwkv6_fla.FORMAT.parts(name))),
+    ),
     "avey": Case(
         "avey",
         "avey",

@@ -92,6 +92,41 @@ def hub_tensors(model_type: str, **sizes) -> dict[str, torch.Tensor]:
     return renamed
 
 
+def fla_tensors(**sizes) -> dict[str, torch.Tensor]:
+    """Finch in the layout of flash-linear-attention: five token shifts in the order r, w, k, v, g."""
+    source, ranks, order = trainer_tensors("rwkv6", **sizes), sizes["ranks"], [3, 0, 1, 2, 4]
+    tensors = {"model.embeddings.weight": source["emb.weight"]}
+    for i in range(sizes["layers"]):
+        theirs, block = f"model.layers.{i}.", f"blocks.{i}."
+        att, ffn = f"{block}att.", f"{block}ffn."
+        norms = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att.ln_x": "attn.g_norm"}
+        for ours, name in norms.items():
+            if f"{block}{ours}.weight" in source:
+                tensors |= {f"{theirs}{name}.{part}": source[f"{block}{ours}.{part}"] for part in ("weight", "bias")}
+        down = source[f"{att}time_maa_w1"].T.unflatten(0, (5, ranks[0]))[order]
+        up = source[f"{att}time_maa_w2"][order]
+        tensors |= {
+            f"{theirs}attn.x_proj.0.mu": source[f"{att}time_maa_x"].flatten(),
+            f"{theirs}attn.x_proj.0.linear.weight": down.flatten(0, 1),
+            f"{theirs}attn.x_proj.2.weight": up.permute(2, 0, 1).flatten(1),
+            f"{theirs}attn.x_bias": torch.stack([source[f"{att}time_maa_{x}"].flatten() for x in "rwkvg"]),
+            f"{theirs}attn.w_proj.linear.lora.0.weight": source[f"{att}time_decay_w1"].T,
+            f"{theirs}attn.w_proj.linear.lora.2.weight": source[f"{att}time_decay_w2"].T,
+            f"{theirs}attn.w_proj.linear.lora.2.bias": source[f"{att}time_decay"].flatten(),
+            f"{theirs}attn.bonus": source[f"{att}time_faaaa"],
+            f"{theirs}attn.o_proj.weight": source[f"{att}output.weight"],
+            f"{theirs}ffn.value.weight": source[f"{ffn}value.weight"],
+        }
+        for name in ("receptance", "key", "value", "gate"):
+            tensors[f"{theirs}attn.{name[0]}_proj.linear.weight"] = source[f"{att}{name}.weight"]
+        for name in ("key", "receptance"):
+            tensors[f"{theirs}ffn.{name}.mu"] = source[f"{ffn}time_maa_{name[0]}"].flatten()
+            tensors[f"{theirs}ffn.{name}.linear.weight"] = source[f"{ffn}{name}.weight"]
+    tensors |= {f"model.norm.{part}": source[f"ln_out.{part}"] for part in ("weight", "bias")}
+    tensors["lm_head.weight"] = source["head.weight"]
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
 def tower(width: int = 128, *, patch_size: int = 4, side: int = 4, layers: int = 2, seed: int = 1) -> CLIPVisionModel:
     """A vision tower of which no tensor is without effect."""
     config = CLIPVisionConfig(

@@ -126,6 +126,13 @@ def test_missing_weights_are_initialised(model_type, tmp_path):
         assert torch.equal(p, q), name
 
 
+def test_the_layout_of_flash_linear_attention_is_not_loaded(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv6", "hidden_size": 64, "proj_low_rank_dim": 32}')
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(ValueError, match="flash-linear-attention's Finch.*subquad convert"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def published_directory(path, model_type, **config):
     """A repository as published: canonical names, and a config.json with the fields and quirks of its day."""
     sizes = {"lora_rank_tokenshift": 5, "lora_rank_decay": 7} if model_type == "rwkv6" else {}

@@ -25,6 +25,11 @@ class Rwkv6Config(Rwkv5Config):
     def validate_architecture(self):
         """Raises a ValueError if sizes do not fit together, before any tensor is created."""
         super().validate_architecture()
+        if hasattr(self, "proj_low_rank_dim"):
+            raise ValueError(
+                "`proj_low_rank_dim` is a field of flash-linear-attention's Finch, whose tensors have other names. "
+                "`subquad convert` makes a directory that loads."
+            )
         for name in ("lora_rank_tokenshift", "lora_rank_decay"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
