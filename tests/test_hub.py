@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
@@ -331,6 +332,25 @@ def test_refusals(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         hub.export(source, tmp_path / "new")
     assert {path.name for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "shard", ["weights.bin", "../model.safetensors", "/model.safetensors", "a\\\\b.safetensors", 7]
+)
+def test_an_index_leads_to_safetensors_beside_it(shard, tmp_path):
+    tiny_model("rwkv6").save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    index = tmp_path / "source" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][next(iter(content["weight_map"]))] = shard
+    index.write_text(json.dumps(content))
+    message = "which is not a safetensors file in the same directory"
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match=message):
+        hub.export(tmp_path / "source", tmp_path / "new")
+    index.write_text("[]")
+    with pytest.raises(ValueError, match="has no usable `weight_map`"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "source")
 
 
 def test_code_of_others_stays_behind(tmp_path):

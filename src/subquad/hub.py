@@ -15,7 +15,7 @@ from .architecture import Architecture
 from .directories import check_free, new_directory
 from .flatten import repository_code
 from .models import REGISTRY
-from .weight_files import complete_sizes, pickled_weights
+from .weight_files import complete_sizes, pickled_weights, read_weight_map
 
 
 if TYPE_CHECKING:
@@ -121,8 +121,8 @@ def _weights(directory: Path) -> list[Path]:
         pickled = pickled_weights(directory)
         hint = f"; `subquad convert` reads {pickled[0].name}" if pickled else ""
         raise ValueError(f"{directory} has no weights in safetensors{hint}.")
-    shards = sorted({*_read_json(index).get("weight_map", {}).values()})
-    missing = [name for name in shards if Path(name).name != name or not (directory / name).is_file()]
+    shards = sorted(set(read_weight_map(index).values()))
+    missing = [name for name in shards if not (directory / name).is_file()]
     if missing or not shards:
         raise ValueError(f"{index} names files that are not there: {', '.join(missing) or 'none at all'}.")
     return [index, *(directory / name for name in shards)]

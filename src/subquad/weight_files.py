@@ -50,14 +50,34 @@ def unsafe_weights(path: str | os.PathLike, options: dict) -> list[Path]:
         return []
 
 
+def read_weight_map(index: str | os.PathLike) -> dict[str, str]:
+    """
+    The names of the tensors that an index lists, and the file of each.
+
+    Raises:
+        ValueError: if the index is damaged, or if a name is not that of a safetensors file in the same directory.
+    """
+    try:
+        weight_map = dict(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{index} is not an index of weight files: it has no usable `weight_map`.") from error
+    for name in weight_map.values():
+        plain = isinstance(name, str) and Path(name).name == name and "\\" not in name
+        if not plain or not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names {name!r}, which is not a safetensors file in the same directory.")
+    return weight_map
+
+
 def check_weights(path: str | os.PathLike, options: dict) -> None:
     """
     Args:
         path, options: the arguments of `from_pretrained`.
 
     Raises:
-        ValueError: if there are weights, but none in safetensors.
+        ValueError: if there are weights, but none in safetensors, or if an index leads to other files.
     """
+    if (index := _index_file(path, options)) is not None:
+        read_weight_map(index)
     if not (files := unsafe_weights(path, options)):
         return
     names = ", ".join(sorted(file.name for file in files))
@@ -66,6 +86,17 @@ def check_weights(path: str | os.PathLike, options: dict) -> None:
         f"{path}: the weights are in {names}, and only safetensors files are loaded, because unpickling others may "
         f"run code. `subquad convert {source} OUT` makes a directory that loads."
     )
+
+
+def _index_file(path: str | os.PathLike, options: dict) -> str | None:
+    """The index of a model whose weights are in several files."""
+    infix = f".{options['variant']}" if options.get("variant") else ""
+    hub = {name: options[name] for name in HUB_ARGUMENTS if options.get(name) is not None}
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
+    try:
+        return cached_file(os.fspath(path), f"model.safetensors.index{infix}.json", **hub, **quiet)
+    except (OSError, ValueError):  # transformers says what is wrong
+        return None
 
 
 def with_sizes(config_class: type[PreTrainedConfig], path: str | os.PathLike, options: dict) -> dict:
@@ -118,9 +149,7 @@ def _checkpoint_shapes(path: str, variant: str | None, hub: dict) -> dict[str, t
     if (single := cached_file(path, f"model{infix}.safetensors", **hub)) is not None:
         files = [single]
     elif (index := cached_file(path, f"model.safetensors.index{infix}.json", **hub)) is not None:
-        with open(index, encoding="utf-8") as file:
-            weight_map = json.load(file)["weight_map"]
-        shards = sorted({shard for name, shard in weight_map.items() if ".blocks.0." in name})
+        shards = sorted({shard for name, shard in read_weight_map(index).items() if ".blocks.0." in name})
         files = [cached_file(path, shard, **hub) for shard in shards]
     shapes = {}
     for name in files:
