@@ -38,5 +38,4 @@ _working_memory_step = custom_op(
     triton=_triton_step,
     fake=lambda q, k, v, *others: v.new_empty(*q.shape[:-1], v.shape[-1]),
     mutates_args=("memory", "normalizer"),
-    restores=True,
 )
