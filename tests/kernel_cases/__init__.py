@@ -323,8 +323,8 @@ class Launches:
     were. They do nothing unless `run`. The one with the number `broken` fails.
     """
 
-    def __init__(self, monkeypatch, operator: Operator, broken: int, run: bool):
-        self.names, self.broken, self.run, self.works = [], broken, run, True
+    def __init__(self, monkeypatch, operator: Operator, broken: int | None = None, run: bool = False):
+        self.names, self.grids, self.broken, self.run, self.works = [], [], broken, run, True
         monkeypatch.setattr(operator.module("triton_kernels"), "launch", self)
         monkeypatch.setattr(subquad_kernels.backend, "_works", lambda device: self.works)
         monkeypatch.setattr(subquad_kernels.backend, "_failed", {})
@@ -336,6 +336,7 @@ class Launches:
             return
         broken = len(self.names) == self.broken
         self.names.append(kernel.fn.__name__)
+        self.grids.append(grid)
         if broken or self.run:
             subquad_kernels.backend.launch(Broken(kernel) if broken else kernel, grid, *arguments, **constants)
 

@@ -1,6 +1,7 @@
 """What every operator promises, with every backend. The cases are in `tests/kernel_cases`."""
 
 import functools
+import inspect
 import itertools
 import sys
 import warnings
@@ -477,6 +478,53 @@ def test_eager_takes_over(operator, name, kind, monkeypatch):
         (message,) = [str(warning.message) for warning in noted if warning.category is RuntimeWarning]
         assert message.endswith(f"plain torch: {launches.names[-1]} failed on {DEVICE}: RuntimeError: no compiler")
     assert number > 0 or kind != "forward"
+
+
+@TRITON
+@pytest.mark.parametrize(
+    ("operator", "axis"),
+    [
+        case(operator, axis)
+        for operator in WITH_KERNELS
+        for axis in ("batch", "windows", "length", "leading", "heads", "current", "total")
+        if axis in inspect.signature(operator.make).parameters
+    ],
+)
+def test_grids_are_possible(operator, axis, monkeypatch):
+    """
+    A device runs at most 65,535 programs along the second and the third axis of a grid. More are refused, which does
+    no harm to an operator of one kernel.
+    """
+    take_auto(monkeypatch, operator)
+
+    def make(size, **sizes):
+        return operator.make(**sizes, **{axis: (size,) if axis == "leading" else size})
+
+    def make_large(size, **sizes):
+        """Repeats what belongs to the first of three."""
+        arguments, larger = make(2, **sizes), make(3, **sizes)
+        for name, x in arguments.items():
+            if isinstance(x, torch.Tensor):
+                for n, (old, new) in enumerate(zip(x.shape, larger[name].shape, strict=True)):
+                    if new > old:
+                        x = x.narrow(n, 0, 1).expand(*x.shape[:n], old + (size - 2) * (new - old), *x.shape[n + 1 :])
+                arguments[name] = x.contiguous()
+        return arguments
+
+    for length in {1, 5} if axis == "batch" and operator.pieces else {None}:
+        sizes = {} if length is None else {"length": length}
+        arguments = (make if axis in ("length", "total") else make_large)(2**16, **sizes)
+        launches = Launches(monkeypatch, operator)
+        inputs, leaves = differentiable(operator, arguments)
+        results = [x for x in operator.run(inputs, backend="auto") if x.requires_grad]
+        if results:
+            grads = [torch.ones_like(x) for x in results]
+            torch.autograd.grad(results, list(leaves.values()), grads, allow_unused=True)
+        with torch.no_grad():
+            operator.run(arguments, backend="auto")
+        assert launches.names
+        for name, grid in zip(launches.names, launches.grids, strict=True):
+            assert operator.name == "split_ranker" or max(grid[1:], default=1) < 2**16, (name, grid)
 
 
 @pytest.mark.fast

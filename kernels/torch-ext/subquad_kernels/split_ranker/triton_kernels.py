@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import launch
+from ..backend import cdiv, launch, next_power_of_2
 
 
 @triton.jit
@@ -124,18 +124,18 @@ def maxsim_triton(
     # Products of float32 do not use tensor cores, and need many registers.
     one, wide = per_query == 1, queries.dtype == torch.float32
     block = 64 if one or wide else 128
-    tokens = min(triton.next_power_of_2(per_split), block)
+    tokens = min(next_power_of_2(per_split), block)
     widest = 128 if one else 32 if wide else 64
     launch(
         _maxsim_kernel,
-        (current, triton.cdiv(total, block // tokens), batch),
+        (current, cdiv(total, block // tokens), batch),
         *(queries, splits, number, first, scores),
         *(queries.stride(0), splits.stride(0), number.stride(0), 0 if first is None else first.stride(0)),
         *(current, total, per_query, per_split, size),
-        ROWS=1 if one else min(max(triton.next_power_of_2(per_query), 16), 64),
+        ROWS=1 if one else min(max(next_power_of_2(per_query), 16), 64),
         SPLITS=block // tokens,
         TOKENS=tokens,
-        SIZE=min(max(triton.next_power_of_2(size), 16), widest),
+        SIZE=min(max(next_power_of_2(size), 16), widest),
         num_warps=8,
     )
     return scores
