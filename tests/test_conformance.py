@@ -278,6 +278,11 @@ def test_what_a_file_lacks_is_initialised(case):
 
 
 @each_model_case
+def test_context_parallelism_is_not_supported(case):
+    assert not case.model().supports_context_parallel
+
+
+@each_model_case
 def test_missing_weights_are_an_error(case, tmp_path):
     for auto_class, model in each_class(case, tie_word_embeddings=False):
         model.save_pretrained(tmp_path / auto_class)

@@ -15,6 +15,9 @@ class SavedPreTrainedModel(PreTrainedModel):
     A model that is pushed to the Hub loads also if this package is not installed.
     """
 
+    # A rank would begin its part of the sequence with an empty state.
+    _supports_context_parallel = False
+
     def post_init(self) -> None:
         """
         As in transformers. In a model to be quantised the layers below the head become plain ones: bitsandbytes'
