@@ -157,3 +157,24 @@ def test_a_step_cuts_chunks_until_the_device_is_busy(monkeypatch):
     # 64 programs read the columns of a head, 8 each prepare a segment of its chunk.
     assert programs(1) == [4 * (64 + 8 * 5), 132]
     assert programs(32) == [128 * (64 + 8), 132]
+
+
+@TRITON
+def test_few_rows_are_multiplied_by_four_warps(monkeypatch):
+    """In bfloat16 eight warps would share the columns of 64 rows, and on sm_90 Triton misreads what is too narrow."""
+    from subquad_kernels.working_memory import triton_kernels
+
+    warps = {}
+
+    def launch(kernel, *_, num_warps=4, **sizes):
+        warps.setdefault(kernel, []).append(num_warps)
+
+    monkeypatch.setattr(triton_kernels, "launch", launch)
+    inputs = make(length=64, chunks=2, chunk_size=64, key=64, value=64, dtype=torch.bfloat16, float32=STATES)
+    grads = torch.zeros_like(inputs["q"]), inputs["memory"], inputs["normalizer"]
+    triton_kernels.working_memory_triton_backward(*grads, **inputs)
+    inputs = make(rows=STEPS[0], keys=70, key=64, value=64, chunk_size=64, dtype=torch.bfloat16, float32=STATES)
+    triton_kernels.working_memory_triton_step(**inputs)
+    multiply = "product", "rows", "absorb", "absorb_gradient", "prepare_step", "absorb_step"
+    for name in multiply:
+        assert set(warps[getattr(triton_kernels, f"_{name}_kernel")]) == {4}

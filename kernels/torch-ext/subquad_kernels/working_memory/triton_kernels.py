@@ -693,6 +693,14 @@ def _block(size: int, most: int = 1 << 16) -> int:
     return min(max(16, triton.next_power_of_2(size)), most)
 
 
+def _warps(rows: int, narrow: bool) -> int:
+    """
+    The number of warps that compute a product. Four take 64 of its rows, and eight would share the columns of these.
+    Where that leaves each less than a row of shared memory, Triton reads a bfloat16 operand wrongly on Hopper.
+    """
+    return 4 if narrow and rows < 128 else 8
+
+
 def _strided(x):
     """A tensor (B, H, T, size) in a layout that kernels can read, and its strides."""
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -729,7 +737,7 @@ class _Plan:
         self.dtype = torch.bfloat16 if narrow else torch.float32
         self.tile = 128 if narrow else 64
         self.depth = 64 if narrow else 32
-        self.pipeline = {"STAGES": 3 if narrow and not hip else 1, "num_warps": 4 if hip else 8}
+        self.stages = {"STAGES": 3 if narrow and not hip else 1}
         self.of_keys = {"K": self.key_size, "BK": _block(self.key_size)}
         self.of_columns = {
             **self.of_keys,
@@ -737,7 +745,7 @@ class _Plan:
             "BV": _block(self.value_size, 32 if narrow else 16),
             "BS": 32 if self.key_size <= 512 else 16,
             **self.products,
-            "num_warps": 8,
+            "num_warps": _warps(_block(self.key_size), narrow),
         }
         self.column_tiles = triton.cdiv(self.value_size, self.of_columns["BV"])
 
@@ -748,6 +756,11 @@ class _Plan:
         blocks = triton.cdiv(length, 128)
         launch(_readers_kernel, (self.batch * blocks,), reads, *boundaries, length, versions, blocks, BT=128)
         self.reading = _Ranges(*boundaries, length, True)
+
+    def pipeline(self, rows):
+        """How a product with this number of rows is computed."""
+        warps = 4 if torch.version.hip is not None else _warps(rows, self.dtype == torch.bfloat16)
+        return {**self.stages, "num_warps": warps}
 
     def empty(self, *shape, dtype=torch.float32):
         return self.like.new_empty(self.batch, self.heads, *shape, dtype=dtype)
@@ -779,27 +792,28 @@ class _Plan:
         out = self.empty(ranges.starts.shape[1], self.key_size, width, dtype=dtype)
         blocks = {"BT": self.depth, "BK": _block(self.key_size, self.tile), "BW": _block(width, self.tile)}
         tiles = triton.cdiv(self.key_size, blocks["BK"]) * triton.cdiv(width, blocks["BW"])
-        sizes = {"K": self.key_size, "WIDTH": width, **blocks}
-        self._launch(_product_kernel, tiles, (a, *_strided(x), out), ranges, **sizes, **self.products, **self.pipeline)
+        sizes = {"K": self.key_size, "WIDTH": width, **blocks, **self.pipeline(blocks["BK"])}
+        self._launch(_product_kernel, tiles, (a, *_strided(x), out), ranges, **sizes, **self.products)
         return out
 
     def rows(self, a, matrices, out, ranges, *, transposed=False, add=False):
         """Each token of a times the matrix of its range, written to `out` or added to it."""
         size, width = a.shape[-1], out.shape[-1]
+        block = _block(min(self.chunk_size, ranges.length), self.tile)
         blocks = {"BS": _block(size, self.depth), "BW": _block(width, self.tile)}
         self._launch(
             _rows_kernel,
             triton.cdiv(width, blocks["BW"]),
             (*_strided(a), matrices, out),
             ranges,
-            block=_block(min(self.chunk_size, ranges.length), self.tile),
+            block=block,
             SIZE=size,
             WIDTH=width,
             TRANSPOSED=transposed,
             ADD=add,
             **blocks,
             **self.products,
-            **self.pipeline,
+            **self.pipeline(block),
         )
         return out
 
@@ -922,11 +936,12 @@ def _divide_step(batch, heads, key_size, value_size, chunk_size, dtype, programs
     tiles = triton.cdiv(key_size, features)
     segments = min(triton.cdiv(programs, batch * heads * tiles), triton.cdiv(chunk_size, 256))
     segment = triton.cdiv(triton.cdiv(chunk_size, segments), 32) * 32
-    prepare = {"BV": 32, "BF": features, "BT": tokens, "num_warps": 8, **sizes}
+    prepare = {"BV": 32, "BF": features, "BT": tokens, "num_warps": _warps(features, narrow), **sizes}
     # Of the memory a program holds this many values, in registers and once in shared memory.
     most = _power(min(shared * 3 // 4, (128 if narrow else 32) * 1024) // 4)
     columns = _block(value_size, _power(most // block))
-    absorb = {"BV": columns, "BT": tokens, "BS": 32, "num_warps": 16 if block * columns > 16384 else 8, **sizes}
+    absorb = {"BV": columns, "BT": tokens, "BS": 32, **sizes}
+    absorb["num_warps"] = 16 if block * columns > 16384 else _warps(block, narrow)
     absorb["STAGES"] = 3 if narrow and torch.version.hip is None else 1
     return (
         (segment, segments),
