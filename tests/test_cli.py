@@ -122,7 +122,17 @@ def test_help_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("arguments", [[], ["train"], ["info"], ["convert", "only-a-source"], ["info", "x", "--nope"]])
+@pytest.mark.fast
+def test_info_lists_the_names_that_need_no_path(capsys):
+    assert cli.main(["info"]) == 0
+    embedded, presets = capsys.readouterr().out.splitlines()
+    assert embedded.startswith("embedded models: avey-abc, ") and presets.startswith("presets: avey-0.1b, ")
+    assert cli.main(["info", "--json"]) == 0
+    names = json.loads(capsys.readouterr().out)
+    assert all(subquad.embedded_model(name).is_dir() for name in names["embedded models"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["train"], ["convert", "only-a-source"], ["info", "x", "--nope"]])
 def test_wrong_commands(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)

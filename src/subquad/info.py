@@ -95,6 +95,11 @@ def _embedded() -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(EMBEDDED.glob("*/config.json"))}
 
 
+def known_names() -> dict[str, list[str]]:
+    """The names that need no path: of the embedded models, and of the presets, which have no weights."""
+    return {"embedded models": list(_embedded()), "presets": list(PRESETS)}
+
+
 def describe(name_or_path: str) -> ModelInfo:
     """
     The numbers of a preset, an embedded model, a model directory, or a checkpoint that can be converted.

@@ -7,7 +7,8 @@ from .common import UsageError
 
 SUMMARY = "show the sizes and costs of a model"
 DESCRIPTION = """\
-Print the sizes of a model and the cost of a token. The weights are not loaded.
+Print the sizes of a model and the cost of a token. The weights are not loaded. Without NAME, list the embedded models and
+the presets.
 
 NAME is a preset, an embedded model, a model directory, or a checkpoint that `subquad convert` reads. FLOPs are counted
 as in appendix E of the paper "Eagle and Finch" (arXiv:2404.05892). For Avey they are those of the matrix products of a
@@ -15,13 +16,14 @@ full window; for Avey-B those of a token in a full split; for Raven and Gecko th
 attention windows and of the memories.
 
 examples:
+  subquad info
   subquad info finch-1.6b
   subquad info ./eagle-7b --json
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="preset, embedded model or path")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="preset, embedded model or path (default: list names)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -29,8 +31,15 @@ def run(args: Namespace) -> None:
     import json
     from dataclasses import asdict
 
-    from ..info import UnknownModelError, describe, labelled
+    from ..info import UnknownModelError, describe, known_names, labelled
 
+    if args.name is None:
+        names = known_names()
+        if args.json:
+            print(json.dumps(names))
+        else:
+            print("\n".join(f"{kind}: {', '.join(found)}" for kind, found in names.items()))
+        return
     try:
         info = describe(args.name)
     except UnknownModelError as error:
