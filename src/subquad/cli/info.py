@@ -7,8 +7,8 @@ from .common import UsageError
 
 SUMMARY = "show the sizes and costs of a model"
 DESCRIPTION = """\
-Print the sizes of a model and the cost of a token. The weights are not loaded. Without NAME, list the embedded models and
-the presets.
+Print the sizes of a model and the cost of a token. The weights are not loaded. Without NAME, list the embedded models
+and the presets.
 
 NAME is a preset, an embedded model, a model directory, or a checkpoint that `subquad convert` reads. FLOPs are counted
 as in appendix E of the paper "Eagle and Finch" (arXiv:2404.05892). For Avey they are those of the matrix products of a
@@ -16,7 +16,6 @@ full window; for Avey-B those of a token in a full split; for Raven and Gecko th
 attention windows and of the memories.
 
 examples:
-  subquad info
   subquad info finch-1.6b
   subquad info ./eagle-7b --json
 """
