@@ -124,6 +124,10 @@ for key, value, slots in (*SIZES, (512, 16, 16), (16, 512, 16), (256, 256, 256))
     EXAMPLES[f"sizes {key}, {value}, {slots}"] = Example(given, BOTH if (key, value, slots) in SIZES else EAGER)
 for documents in ((3, 0, 64, 1, 17), (0, 5), (7, 0)):
     EXAMPLES[f"documents {documents}"] = Example({"documents": documents, "heads": 1})
+# More slots than a program holds.
+for slots, length, documents in ((513, 17, None), (600, None, (3, 0, 9)), (1024, 1, None)):
+    given = {"batch": 1, "length": length, "heads": 1, "slots": slots, "documents": documents}
+    EXAMPLES[f"{slots} slots"] = Example(given, KERNELS)
 # What enters the segments of a sequence is found first.
 for documents in (None, (3, 0, 67)):
     given = {"batch": 1, "length": 70, "heads": 1, "documents": documents}
@@ -153,7 +157,7 @@ OPERATOR = Operator(
     calls=("small", "one token", "documents (7, 0)"),
     dtype=lambda arguments: arguments["v"].dtype,
     written=initial_state,
-    in_place=("small", "one token", "routed, 17"),
+    in_place=("small", "one token", "routed, 17", "1024 slots"),
     pieces=Pieces(
         {"q": 1, "k": 1, "v": 1, "log_f": 1}, lengths=((1, 1, 3), (3, 1, 30, 1), (64, 6)), sizes={"heads": 1}
     ),

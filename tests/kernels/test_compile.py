@@ -55,7 +55,7 @@ def test_kernels_compile(target, variants, tmp_path):
     assert "_maxsim_kernel" in kernels
     assert {"_mix_kernel", "_row_gradient_kernel", "_weight_gradient_kernel"} < kernels
     assert {"_static_product_kernel", "_static_weight_kernel"} < kernels
-    assert {*SLOT_MEMORY, "_decay_sum_kernel", "_softmax_kernel", "_step_kernel", "_join_kernel"} < kernels
+    assert {*SLOT_MEMORY, "_decay_sum_kernel", "_softmax_kernel", "_step_kernel", "_step_logits_kernel"} < kernels
     assert {"_routing_kernel", "_routing_gradient_kernel"} < kernels
     assert {"_coefficients_kernel", "_average_kernel", "_carry_kernel", "_rate_gradient_kernel"} < kernels
     assert {"_parameter_kernel", "_average_step_kernel"} < kernels

@@ -51,6 +51,5 @@ _slot_memory_step = custom_op(
     triton=_triton_step,
     fake=lambda q, k, v, *others: v.new_empty(v.shape),
     mutates_args=("new_state",),
-    restores=True,
 )
 _slot_memory_state = custom_op("slot_memory_state", eager=slot_state_chunked, triton=_triton_state, fake=_fake_state)

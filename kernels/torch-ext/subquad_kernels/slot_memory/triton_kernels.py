@@ -1,668 +1,25 @@
 """
-The slot memory as Triton kernels.
+The slot memory as Triton kernels: how the work is divided, and which kernels a pass runs.
 
-Both passes are parallel over chunks. Only `_walk_kernel` goes from chunk to chunk, with a tile of the memory on chip,
-and stores the memory that enters each. (If a sequence gives too few programs, it is cut into segments that are
-computed in parallel, see segments.py.) A program of the other kernels computes one chunk of a head. `_slots_kernel`
-and `_decay_kernel` have a result for each slot: sums of decayed writes, weighted by products of queries and keys.
-`_features_kernel` has a result for each feature: sums over tokens, weighted by products of reads and decayed writes.
-
-With F the running sum of log decays from the start of a chunk, the write of token s has decayed by exp(F_t - F_s) when
-token t reads it. If no slot decays by more than exp(LIMIT) in a chunk, the factors exp(F_t) and exp(-F_s) neither
-overflow nor lose digits, and all pairs of tokens of the chunk are one product. The other chunks, which trained models
-rarely have, are left to `_far_slots_kernel` and `_far_pairs_kernel`. They split the factors in blocks of `NEAR` tokens
-only, and cover the other pairs by halving, see chunks.py: for blocks of b tokens both factors lead to the boundary
-between the blocks of a pair, so that no exponent is positive.
+The forward pass reads the keys of the memory for the logits of the slots, then its values with the softmax of the
+logits; the memories that enter the chunks, of keys and values together, are computed before. The backward pass
+computes them again, and their gradients in reverse.
 """
 
 import torch
-import triton
-import triton.language as tl
 
-from ..backend import contiguous, launch, multiprocessors
-from ..segments import Segments, decayed, dot, exp, expm1, operands, program, tokens
-
-
-# Nothing is left of a slot that decays by more in one step: exp(-17) is 4e-8.
-LOWEST: tl.constexpr = tl.constexpr(-17.0)
-# Number of tokens whose decays may be split in any case; exp(4 * 17) is far below the largest number.
-NEAR: tl.constexpr = tl.constexpr(4)
-LIMIT: tl.constexpr = tl.constexpr(-64.0)
-# These differ from call to call, and as constants would gain nothing.
-GEOMETRY = ["T", "SEGMENT", "SEGMENTS", "CHUNKS", "H", "ADD"]
-
-
-@triton.jit
-def _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C: tl.constexpr, PACKED: tl.constexpr):
-    """The tile and head of this program, the first token and number of tokens of its chunk, the index of the chunk."""
-    tile, head, n = program(H, TILES)
-    segment, chunk = n // CHUNKS, n % CHUNKS
-    begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
-    first = begin + chunk * C
-    rows = tl.minimum(stop - first, C).to(tl.int32)
-    return tile, head, first, rows, (begin // C + segment + chunk) * H + head
-
-
-@triton.jit
-def _cells(x, first, head, ts, columns, H, SIZE):
-    return x + (first * H + head) * SIZE + ts[:, None] * (H * SIZE) + columns[None, :]
-
-
-@triton.jit
-def _load(x, first, head, ts, columns, rows, H, SIZE):
-    """The tokens of a chunk, zeros after the last one."""
-    mask = (ts < rows)[:, None] & (columns < SIZE)[None, :]
-    return tl.load(_cells(x, first, head, ts, columns, H, SIZE), mask=mask, other=0.0)
-
-
-@triton.jit
-def _store(x, value, first, head, ts, columns, rows, H, SIZE: tl.constexpr):
-    mask = (ts < rows)[:, None] & (columns < SIZE)[None, :]
-    tl.store(_cells(x, first, head, ts, columns, H, SIZE), value.to(x.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _load_log(log_f, first, head, ts, ms, rows, H, M: tl.constexpr):
-    log = _load(log_f, first, head, ts, ms, rows, H, M).to(tl.float32)
-    return tl.where(log < LOWEST, LOWEST, log)
-
-
-@triton.jit
-def _load_decay(decay, first, head, ts, ms, rows, H, M: tl.constexpr):
-    """F of the tokens ts: 0 before the chunk, and that of the last token after it."""
-    ts = tl.minimum(ts, rows - 1)
-    return tl.load(_cells(decay, first, head, ts, ms, H, M), mask=(ts >= 0)[:, None] & (ms < M)[None, :], other=0.0)
-
-
-@triton.jit
-def _load_total(decay, first, head, ms, rows, H, M: tl.constexpr):
-    """The summed log decay of a chunk."""
-    return tl.load(decay + ((first + rows - 1) * H + head) * M + ms, mask=ms < M, other=0.0)
-
-
-@triton.jit
-def _far(decay, first, head, rows, H, M: tl.constexpr):
-    """Whether a slot decays too far in a chunk for its factors to be split."""
-    ms = tl.arange(0, triton.next_power_of_2(M))
-    return tl.min(_load_total(decay, first, head, ms, rows, H, M)) < LIMIT
-
-
-@triton.jit
-def _causal(ts, N: tl.constexpr):
-    """The pairs of a token (row) and one of the same block (column) whose write it reads, itself or an earlier one."""
-    return (ts[:, None] >= ts[None, :]) & ((ts & -N)[:, None] == (ts & -N)[None, :])
-
-
-@triton.jit
-def _boundary(ts, block):
-    """For blocks of `block` tokens the last token of the left block of each token's pair."""
-    return (ts & -(2 * block)) + block - 1
-
-
-@triton.jit
-def _across(ts, block):
-    """The pairs of a token of a right block (row) and one of the block to its left (column)."""
-    right = (ts & block) != 0
-    return (_boundary(ts, block)[:, None] == _boundary(ts, block)[None, :]) & right[:, None] & ~right[None, :]
-
-
-@triton.jit(do_not_specialize=GEOMETRY)
-def _decay_sum_kernel(
-    log_f,
-    decay,
-    writes,
-    boundaries,
-    T,
-    SEGMENT,
-    SEGMENTS,
-    CHUNKS,
-    H,
-    TILES: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """F of each token, and the part of its write that is left at the end of its chunk, p exp(F_end - F)."""
-    tile, head, first, rows, _ = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
-    if rows <= 0:
-        return
-    ts, ms = tl.arange(0, C), tile * BM + tl.arange(0, BM)
-    log = _load_log(log_f, first, head, ts, ms, rows, H, M)
-    f = tl.cumsum(log, 0)
-    total = tl.sum(tl.where((ts == C - 1)[:, None], f, 0.0), 0)
-    _store(decay, f, first, head, ts, ms, rows, H, M)
-    _store(writes, -expm1(log) * exp(total[None, :] - f), first, head, ts, ms, rows, H, M)
-
-
-@triton.jit(do_not_specialize=GEOMETRY)
-def _walk_kernel(
-    x_keys,
-    keys,
-    x_values,
-    values,
-    decay,
-    initial,
-    final,
-    totals,
-    chunk_states,
-    boundaries,
-    T,
-    SEGMENT,
-    SEGMENTS,
-    H,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    BF: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PACKED: tl.constexpr,
-    REVERSE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """
-    The memory of a segment, from `initial`, which enters it. The memories that enter its chunks, the one that leaves
-    it and its summed log decay go to `chunk_states`, `final` and `totals`. Each chunk decays the memory and adds
-    x_keysᵀ keys to the columns of the keys and x_valuesᵀ values to those of the values. With REVERSE it goes from the
-    last chunk to the first, as the gradient of the memory does.
-    """
-    KEY_TILES: tl.constexpr = (K + BF - 1) // BF
-    TILES: tl.constexpr = KEY_TILES + (V + BF - 1) // BF
-    tile, head, segment = program(H, TILES * tl.cdiv(M, BM))
-    begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
-    ts, ms = tl.arange(0, C), tile // TILES * BM + tl.arange(0, BM)
-    tile = tile % TILES
-    of_keys = tile < KEY_TILES
-    x, a = tl.where(of_keys, x_keys, x_values), tl.where(of_keys, keys, values)
-    SIZE = K if K == V else tl.where(of_keys, K, V)
-    fs = tl.where(of_keys, tile, tile - KEY_TILES) * BF + tl.arange(0, BF)
-    cells = ms[:, None] * (K + V) + tl.where(of_keys, 0, K) + fs[None, :]
-    in_state = (ms < M)[:, None] & (fs < SIZE)[None, :]
-    here = (segment.to(tl.int64) * H + head) * (M * (K + V))
-    state = tl.zeros((BM, BF), tl.float32)
-    if initial is not None:
-        state = tl.load(initial + here + cells, mask=in_state, other=0.0)
-    summed = tl.zeros((BM,), tl.float32)
-    chunks = tl.cdiv(stop - begin, C).to(tl.int32)
-    for n in tl.range(0, chunks, num_stages=STAGES):
-        chunk = n
-        if REVERSE:
-            chunk = chunks - 1 - n
-        if chunk_states is not None:
-            offset = ((begin // C + segment + chunk) * H + head) * (M * (K + V))
-            tl.store(chunk_states + offset + cells, state.to(chunk_states.dtype.element_ty), mask=in_state)
-        first = begin + chunk * C
-        rows = tl.minimum(stop - first, C).to(tl.int32)
-        x_chunk = _load(x, first, head, ts, ms, rows, H, M)
-        a_chunk = _load(a, first, head, ts, fs, rows, H, SIZE)
-        total = _load_total(decay, first, head, ms, rows, H, M)
-        state = decayed(state, total) + dot(tl.trans(x_chunk), a_chunk, DOT, PRECISION)
-        summed += total
-    if final is not None:
-        tl.store(final + here + cells, state, mask=in_state)
-    if totals is not None:
-        tl.store(totals + (segment.to(tl.int64) * H + head) * M + ms, summed, mask=ms < M)
-
-
-@triton.jit(do_not_specialize=GEOMETRY)
-def _far_slots_kernel(
-    a,
-    b,
-    x,
-    log_f,
-    decay,
-    out,
-    boundaries,
-    T,
-    SEGMENT,
-    SEGMENTS,
-    CHUNKS,
-    H,
-    ADD,
-    TILES: tl.constexpr,
-    SIZE: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    BF: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PACKED: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
-    """
-    For chunks that decay too far: what a reads from each slot of the b that the tokens of the chunk wrote; with
-    REVERSE the gradient of these writes, from what a read of b through x. With ADD = 1 it is added to `out`.
-    """
-    _, head, first, rows, _ = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
-    if rows <= 0:
-        return
-    if not _far(decay, first, head, rows, H, M):
-        return
-    ts = tl.arange(0, C)
-    scores = tl.zeros((C, C), tl.float32)
-    for start in range(0, SIZE, BF):
-        fs = start + tl.arange(0, BF)
-        a_block = _load(a, first, head, ts, fs, rows, H, SIZE)
-        b_block = _load(b, first, head, ts, fs, rows, H, SIZE)
-        scores += dot(a_block, tl.trans(b_block), DOT, PRECISION)
-
-    for start in range(0, M, BM):
-        ms = start + tl.arange(0, BM)
-        if REVERSE:
-            weights = _load(x, first, head, ts, ms, rows, H, M).to(tl.float32)
-        else:
-            weights = -expm1(_load_log(log_f, first, head, ts, ms, rows, H, M))
-        f = _load_decay(decay, first, head, ts, ms, rows, H, M)
-        f -= _load_decay(decay, first, head, (ts & -NEAR) - 1, ms, rows, H, M)
-        near = tl.where(_causal(ts, NEAR), scores, 0.0)
-        if REVERSE:
-            near, f = tl.trans(near), -f
-        found = exp(f) * dot(near, weights * exp(-f), DOT, PRECISION)
-        block = NEAR
-        while block < C:
-            f = _load_decay(decay, first, head, ts, ms, rows, H, M)
-            f -= _load_decay(decay, first, head, _boundary(ts, block), ms, rows, H, M)
-            factor = exp(-tl.abs(f))
-            across = tl.where(_across(ts, block), scores, 0.0)
-            if REVERSE:
-                across = tl.trans(across)
-            found += factor * dot(across, weights * factor, DOT, PRECISION)
-            block *= 2
-        found += _load(out, first, head, ts, ms, rows * ADD, H, M)
-        _store(out, found, first, head, ts, ms, rows, H, M)
-
-
-@triton.jit(do_not_specialize=GEOMETRY)
-def _far_pairs_kernel(
-    x,
-    log_f,
-    decay,
-    out,
-    boundaries,
-    T,
-    SEGMENT,
-    SEGMENTS,
-    CHUNKS,
-    H,
-    TILES: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """For chunks that decay too far: the weight of the write of one token (column) in the read with x of another."""
-    _, head, first, rows, index = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
-    if rows <= 0:
-        return
-    if not _far(decay, first, head, rows, H, M):
-        return
-    ts = tl.arange(0, C)
-    pairs = tl.zeros((C, C), tl.float32)
-    for start in range(0, M, BM):
-        ms = start + tl.arange(0, BM)
-        read = _load(x, first, head, ts, ms, rows, H, M).to(tl.float32)
-        p = -expm1(_load_log(log_f, first, head, ts, ms, rows, H, M))
-        f = _load_decay(decay, first, head, ts, ms, rows, H, M)
-        f -= _load_decay(decay, first, head, (ts & -NEAR) - 1, ms, rows, H, M)
-        pairs += tl.where(_causal(ts, NEAR), dot(read * exp(f), tl.trans(p * exp(-f)), DOT, PRECISION), 0.0)
-        block = NEAR
-        while block < C:
-            f = _load_decay(decay, first, head, ts, ms, rows, H, M)
-            f -= _load_decay(decay, first, head, _boundary(ts, block), ms, rows, H, M)
-            either = tl.where(((ts & block) != 0)[:, None], read, p) * exp(-tl.abs(f))
-            pairs += tl.where(_across(ts, block), dot(either, tl.trans(either), DOT, PRECISION), 0.0)
-            block *= 2
-    tl.store(out + index * (C * C) + ts[:, None] * C + ts[None, :], pairs.to(out.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=GEOMETRY)
-def _slots_kernel(
-    a,
-    b,
-    decay,
-    writes,
-    states,
-    out,
-    boundaries,
-    T,
-    SEGMENT,
-    SEGMENTS,
-    CHUNKS,
-    H,
-    OFFSET,
-    TILES: tl.constexpr,
-    SIZE: tl.constexpr,
-    M: tl.constexpr,
-    WIDTH: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    BF: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PACKED: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """
-    What a (C, SIZE) reads from each slot of the memory that b was written to, from column OFFSET on. If a chunk decays
-    too far, the writes of its own tokens are left to `_far_slots_kernel`.
-    """
-    tile, head, first, rows, index = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
-    if rows <= 0:
-        return
-    ts, ms = tl.arange(0, C), tile * BM + tl.arange(0, BM)
-    states += index * (M * WIDTH) + OFFSET
-    scores = tl.zeros((C, C), tl.float32)
-    found = tl.zeros((C, BM), tl.float32)
-    for start in tl.range(0, SIZE, BF, num_stages=STAGES):
-        fs = start + tl.arange(0, BF)
-        a_block = _load(a, first, head, ts, fs, rows, H, SIZE)
-        b_block = _load(b, first, head, ts, fs, rows, H, SIZE)
-        cells = ms[:, None] * WIDTH + fs[None, :]
-        state = tl.load(states + cells, mask=(ms < M)[:, None] & (fs < SIZE)[None, :], other=0.0)
-        scores += dot(a_block, tl.trans(b_block), DOT, PRECISION)
-        found += dot(a_block, tl.trans(state), DOT, PRECISION)
-
-    far = _far(decay, first, head, rows, H, M)
-    total = tl.where(far, 0.0, _load_total(decay, first, head, ms, rows, H, M))
-    scores = tl.where(far, 0.0, tl.where(_causal(ts, C), scores, 0.0))
-    found *= exp(total)[None, :]
-    found += dot(scores, _load(writes, first, head, ts, ms, rows, H, M), DOT, PRECISION)
-    found *= exp(_load_decay(decay, first, head, ts, ms, rows, H, M) - total[None, :])
-    _store(out, found, first, head, ts, ms, rows, H, M)
-
-
-@triton.jit(do_not_specialize=GEOMETRY)
-def _softmax_kernel(
-    logits,
-    grads,
-    decay,
-    x,
-    reads,
-    boundaries,
-    T,
-    SEGMENT,
-    SEGMENTS,
-    CHUNKS,
-    H,
-    TILES: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """
-    The softmax x of the logits, and x exp(F), its weights for the memory that enters a chunk. With `grads`, the
-    gradient of that softmax, x is the gradient of the logits instead, and `grads` becomes the sum of x times its
-    gradient over both. x is stored only for chunks that decay too far.
-    """
-    tile, head, first, rows, _ = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
-    ROWS: tl.constexpr = C // TILES
-    if rows <= tile * ROWS:
-        return
-    ts, ms = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BM)
-    z = _load(logits, first, head, ts, ms, rows, H, M)
-    s = exp(z - tl.max(tl.where((ms < M)[None, :], z, -float("inf")), 1)[:, None])
-    s = tl.where((ms < M)[None, :], s, 0.0)
-    s /= tl.sum(s, 1)[:, None]
-    if grads is not None:
-        grad = _load(grads, first, head, ts, ms, rows, H, M)
-        grad_z = s * (grad - tl.sum(s * grad, 1)[:, None])
-        _store(grads, s * grad + grad_z * z, first, head, ts, ms, rows, H, M)
-        s = grad_z
-    _store(reads, s * exp(_load(decay, first, head, ts, ms, rows, H, M)), first, head, ts, ms, rows, H, M)
-    if _far(decay, first, head, rows, H, M):
-        _store(x, s, first, head, ts, ms, rows, H, M)
-
-
-@triton.jit(do_not_specialize=GEOMETRY)
-def _features_kernel(
-    a,
-    decay,
-    reads,
-    writes,
-    far_pairs,
-    states,
-    out,
-    boundaries,
-    T,
-    SEGMENT,
-    SEGMENTS,
-    CHUNKS,
-    H,
-    OFFSET,
-    TILES: tl.constexpr,
-    SIZE: tl.constexpr,
-    M: tl.constexpr,
-    WIDTH: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    BF: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PACKED: tl.constexpr,
-    REVERSE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """
-    What `reads`, x exp(F), read from the memory that a (C, SIZE) was written to, from column OFFSET on. With REVERSE
-    what `writes` read from the gradient of the memory, to which a contributed through x. If a chunk decays too far,
-    `far_pairs` has the weights of its tokens' writes in each other's reads.
-    """
-    tile, head, first, rows, index = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
-    if rows <= 0:
-        return
-    ts, fs = tl.arange(0, C), tile * BF + tl.arange(0, BF)
-    states += index * (M * WIDTH) + OFFSET
-    pairs = tl.zeros((C, C), tl.float32)
-    found = tl.zeros((C, BF), tl.float32)
-    for start in tl.range(0, M, BM, num_stages=STAGES):
-        ms = start + tl.arange(0, BM)
-        total = _load_total(decay, first, head, ms, rows, H, M)
-        x_block = _load(reads, first, head, ts, ms, rows, H, M)
-        p_block = _load(writes, first, head, ts, ms, rows, H, M)
-        cells = ms[:, None] * WIDTH + fs[None, :]
-        state = tl.load(states + cells, mask=(ms < M)[:, None] & (fs < SIZE)[None, :], other=0.0)
-        found += dot(p_block if REVERSE else x_block, state, DOT, PRECISION)
-        x_block = x_block.to(tl.float32) * exp(-tl.maximum(total, LIMIT))[None, :]
-        pairs += dot(x_block, tl.trans(p_block), DOT, PRECISION)
-
-    far = _far(decay, first, head, rows, H, M)
-    pairs = tl.where(far, 0.0, tl.where(_causal(ts, C), pairs, 0.0))
-    cells, left = index * (C * C) + ts[:, None] * C + ts[None, :], tl.where(far, rows, 0)
-    pairs += tl.load(far_pairs + cells, mask=(ts < left)[:, None], other=0.0).to(tl.float32)
-    if REVERSE:
-        pairs = tl.trans(pairs)
-    found += dot(pairs, _load(a, first, head, ts, fs, rows, H, SIZE), DOT, PRECISION)
-    _store(out, found, first, head, ts, fs, rows, H, SIZE)
-
-
-@triton.jit
-def _given(
-    given,
-    kept,
-    a,
-    b,
-    states,
-    grads,
-    ms,
-    first,
-    head,
-    rows,
-    H,
-    SIZE: tl.constexpr,
-    M: tl.constexpr,
-    WIDTH: tl.constexpr,
-    C: tl.constexpr,
-    BF: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """
-    Adds what b reads from the gradient of the memory that leaves a chunk to `given`, and the product of that gradient
-    with the memory that enters the chunk to `kept`. Returns the products of b (rows) and a (columns).
-    """
-    ts = tl.arange(0, C)
-    scores = tl.zeros((C, C), tl.float32)
-    for start in tl.range(0, SIZE, BF, num_stages=STAGES):
-        fs = start + tl.arange(0, BF)
-        a_block = _load(a, first, head, ts, fs, rows, H, SIZE)
-        b_block = _load(b, first, head, ts, fs, rows, H, SIZE)
-        in_state = (ms < M)[:, None] & (fs < SIZE)[None, :]
-        cells = ms[:, None] * WIDTH + fs[None, :]
-        state = tl.load(states + cells, mask=in_state, other=0.0)
-        grad = tl.load(grads + cells, mask=in_state, other=0.0)
-        scores += dot(b_block, tl.trans(a_block), DOT, PRECISION)
-        given += dot(b_block, tl.trans(grad), DOT, PRECISION)
-        kept += tl.sum(state.to(tl.float32) * grad.to(tl.float32), 1)
-    return given, kept, scores
-
-
-@triton.jit(do_not_specialize=GEOMETRY)
-def _decay_kernel(
-    q,
-    k,
-    grad_out,
-    v,
-    log_f,
-    decay,
-    writes,
-    reads_keys,
-    reads_values,
-    sums,
-    states,
-    grads,
-    out,
-    boundaries,
-    T,
-    SEGMENT,
-    SEGMENTS,
-    CHUNKS,
-    H,
-    TILES: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    BF: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PACKED: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """
-    The gradient of log_f. That of p is what k and v read from the gradient of the memory. `sums` has the products of
-    each token's reads with their gradients, over both memories, `out` the gradient of p within a chunk that decays too
-    far. A decay affects what is read from its token on of what was written before it: everything that is read from
-    there on, less the writes from there on, and everything that passes from this chunk to later ones.
-    """
-    tile, head, first, rows, index = _chunk(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
-    if rows <= 0:
-        return
-    ts, ms = tl.arange(0, C), tile * BM + tl.arange(0, BM)
-    states += index * (M * (K + V))
-    grads += index * (M * (K + V))
-    given = tl.zeros((C, BM), tl.float32)
-    kept = tl.zeros((BM,), tl.float32)
-    # fmt: off
-    given, kept, key_scores = _given(
-        given, kept, q, k, states, grads, ms, first, head, rows, H, K, M, K + V, C, BF, DOT, PRECISION, STAGES
-    )
-    given, kept, value_scores = _given(
-        given, kept, grad_out, v, states + K, grads + K, ms, first, head, rows, H, V, M, K + V, C, BF, DOT, PRECISION,
-        STAGES,
-    )
-    # fmt: on
-    total = _load_total(decay, first, head, ms, rows, H, M)
-    kept = kept * exp(total)
-    kept += tl.sum(_load(writes, first, head, ts, ms, rows, H, M).to(tl.float32) * given, 0)
-
-    far = _far(decay, first, head, rows, H, M)
-    future = ts[:, None] <= ts[None, :]
-    key_scores = tl.where(far, 0.0, tl.where(future, key_scores, 0.0))
-    value_scores = tl.where(far, 0.0, tl.where(future, value_scores, 0.0))
-    given *= exp(tl.where(far, 0.0, total))[None, :]
-    given += dot(key_scores, _load(reads_keys, first, head, ts, ms, rows, H, M), DOT, PRECISION)
-    given += dot(value_scores, _load(reads_values, first, head, ts, ms, rows, H, M), DOT, PRECISION)
-    given *= exp(tl.where(far, total, 0.0)[None, :] - _load_decay(decay, first, head, ts, ms, rows, H, M))
-    given += _load(out, first, head, ts, ms, tl.where(far, rows, 0), H, M)
-
-    log = _load(log_f, first, head, ts, ms, rows, H, M).to(tl.float32)
-    erased = log < LOWEST
-    change = expm1(tl.where(erased, LOWEST, log))
-    grad = _load(sums, first, head, ts, ms, rows, H, M) + change * given
-    grad = tl.cumsum(grad, 0, reverse=True) + kept[None, :] - (change + 1) * given
-    _store(out, tl.where(erased, 0.0, grad), first, head, ts, ms, rows, H, M)
-
-
-@triton.jit
-def _step_kernel(
-    q,
-    k,
-    v,
-    log_f,
-    state,
-    new_state,
-    parts,
-    tops,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    M: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    INPLACE: tl.constexpr,
-):
-    """One token and a tile of slots of one head. In place, slots that the token does not write to are not stored."""
-    head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ms, ks, vs = tile * BM + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
-    log = tl.load(log_f + head * M + ms, mask=ms < M, other=0.0).to(tl.float32)
-    written = ms < M
-    in_keys, in_values = written[:, None] & (ks < K)[None, :], written[:, None] & (vs < V)[None, :]
-    slots = head * (M * (K + V)) + ms[:, None] * (K + V)
-    key_cells, value_cells = slots + ks[None, :], slots + K + vs[None, :]
-
-    query = tl.load(q + head * K + ks, mask=ks < K, other=0.0).to(tl.float32)
-    key = tl.load(k + head * K + ks, mask=ks < K, other=0.0).to(tl.float32)
-    value = tl.load(v + head * V + vs, mask=vs < V, other=0.0).to(tl.float32)
-    keys = tl.load(state + key_cells, mask=in_keys, other=0.0)
-    values = tl.load(state + value_cells, mask=in_values, other=0.0)
-    change = expm1(log)[:, None]
-    keys += change * (keys - key[None, :])
-    values += change * (values - value[None, :])
-    z = tl.where(ms < M, tl.sum(keys * query[None, :], 1), -float("inf"))
-    top = tl.max(z)
-    s = exp(z - top)
-    index = head * tl.num_programs(1) + tile
-    part = index * (V + 1)
-    tl.store(parts + part + vs, tl.sum(s[:, None] * values, 0), mask=vs < V)
-    tl.store(parts + part + V, tl.sum(s))
-    tl.store(tops + index, top)
-    if INPLACE:
-        written &= log != 0
-    tl.store(new_state + key_cells, keys, mask=written[:, None] & (ks < K)[None, :])
-    tl.store(new_state + value_cells, values, mask=written[:, None] & (vs < V)[None, :])
-
-
-@triton.jit
-def _join_kernel(parts, tops, out, TILES: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
-    """Combines the outputs of the tiles of slots to the output of a step."""
-    head = tl.program_id(0).to(tl.int64)
-    tiles, vs = tl.arange(0, BT), tl.program_id(1) * BV + tl.arange(0, BV)
-    top = tl.load(tops + head * TILES + tiles, mask=tiles < TILES, other=-float("inf"))
-    factor = exp(top - tl.max(top))
-    rows = (head * TILES + tiles) * (V + 1)
-    total = tl.sum(factor * tl.load(parts + rows + V, mask=tiles < TILES, other=0.0))
-    part = tl.load(parts + rows[:, None] + vs[None, :], mask=(tiles < TILES)[:, None] & (vs < V)[None, :], other=0.0)
-    y = tl.sum(factor[:, None] * part, 0) / total
-    tl.store(out + head * V + vs, y.to(out.dtype.element_ty), mask=vs < V)
+from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2
+from ..segments import Segments, operands
+from .chunk_kernels import (
+    _decay_kernel,
+    _decay_sum_kernel,
+    _features_kernel,
+    _slots_kernel,
+    _softmax_kernel,
+    _walk_kernel,
+)
+from .far_kernels import _far_pairs_kernel, _far_slots_kernel
+from .step_kernels import _step_kernel, _step_logits_kernel
 
 
 # The shortest segment that is worth the passes that compute the state that enters it. Documents are always cut into
@@ -672,7 +29,7 @@ MIN_SEGMENT = 512
 
 def _block(size: int, most: int) -> int:
     """The block size for a dimension: a power of two, and at least as much as a product needs."""
-    return min(max(16, triton.next_power_of_2(size)), most)
+    return min(max(16, next_power_of_2(size)), most)
 
 
 class _Plan(Segments):
@@ -693,8 +50,8 @@ class _Plan(Segments):
         self.slot_blocks = {"BM": _block(self.slots, 128 if narrow else 64), "BF": 64 if narrow else 32}
         self.feature_blocks = {"BM": _block(self.slots, 64 if narrow else 32), "BF": 128 if narrow else 64}
 
-        columns = sum(triton.cdiv(size, self.walk_features) for size in (self.key_size, self.value_size))
-        self.walk_tiles = triton.cdiv(self.slots, self.walk_slots) * columns
+        columns = sum(cdiv(size, self.walk_features) for size in (self.key_size, self.value_size))
+        self.walk_tiles = cdiv(self.slots, self.walk_slots) * columns
         programs = batch * self.heads * self.walk_tiles
         wanted = 2 * multiprocessors(k)  # the number of programs that run at a time
         super().__init__(
@@ -707,8 +64,9 @@ class _Plan(Segments):
             cu_seqlens=cu_seqlens,
             longest=MIN_SEGMENT,
         )
-        self.per_segment = triton.cdiv(self.segment, self.chunk)
+        self.per_segment = cdiv(self.segment, self.chunk)
         self.geometry = (self.boundaries, length, self.segment, self.per_sequence)
+        self.far_chunks = log_f.new_zeros(self.chunks * self.heads, dtype=torch.int32)
 
     def pipeline(self, columns: int) -> dict:
         """How many warps compute a product with this number of columns, and how many tiles they load ahead."""
@@ -731,16 +89,15 @@ class _Plan(Segments):
         """Runs one program for each tile of each head of each chunk."""
         grid = (self.segments * self.per_segment * self.heads * tiles,)
         geometry = *self.geometry, self.per_segment, self.heads, *(() if last is None else (last,))
+        arguments = *arguments, self.far_chunks, *geometry
         constants = {"TILES": tiles, **self.constants, **constants}
-        launch(kernel, grid, *arguments, *geometry, **constants)
+        launch(kernel, grid, *arguments, **constants)
 
     def decays(self, log_f):
-        """F of each token, and the part of its write that is left at the end of its chunk."""
+        """F of each token, and the part of its write that is left at the end of its chunk. Finds the far chunks."""
         decay, writes = self.by_slot(), self.by_slot(self.dtype)
         block = _block(self.slots, 64)
-        self.launch(
-            _decay_sum_kernel, log_f, decay, writes, tiles=triton.cdiv(self.slots, block), BM=block, num_warps=8
-        )
+        self.launch(_decay_sum_kernel, log_f, decay, writes, tiles=cdiv(self.slots, block), BM=block, num_warps=8)
         return decay, writes
 
     def _walk(self, inputs, initial, final, totals, chunk_states, reverse):
@@ -783,7 +140,7 @@ class _Plan(Segments):
         self.launch(
             _slots_kernel,
             *(a, b, decay, writes, states, out),
-            tiles=triton.cdiv(self.slots, self.slot_blocks["BM"]),
+            tiles=cdiv(self.slots, self.slot_blocks["BM"]),
             last=offset,
             SIZE=a.shape[-1],
             WIDTH=self.key_size + self.value_size,
@@ -797,7 +154,7 @@ class _Plan(Segments):
     def softmax(self, logits, grads, decay):
         """The softmax x of the logits, or the gradient of the logits, and x exp(F)."""
         x, reads = self.by_slot(self.dtype), self.by_slot(self.dtype)
-        tiles, block = self.chunk // 16, _block(self.slots, 512)
+        tiles, block = self.chunk // 16, _block(self.slots, 256)
         self.launch(_softmax_kernel, logits, grads, decay, x, reads, tiles=tiles, BM=block)
         return x, reads
 
@@ -813,7 +170,7 @@ class _Plan(Segments):
         self.launch(
             _features_kernel,
             *(a, decay, reads, writes, far_pairs, states, out),
-            tiles=triton.cdiv(a.shape[-1], self.feature_blocks["BF"]),
+            tiles=cdiv(a.shape[-1], self.feature_blocks["BF"]),
             last=offset,
             SIZE=a.shape[-1],
             WIDTH=self.key_size + self.value_size,
@@ -828,15 +185,19 @@ class _Plan(Segments):
         out = self.by_slot()
         self._far_slots(q, k, x_keys, log_f, decay, out, add=0)
         self._far_slots(grad_out, v, x_values, log_f, decay, out, add=1)
+        rows = self.slot_blocks["BM"]
+        if self.dtype == torch.bfloat16:
+            rows = rows if rows == 128 else min(rows, 32)  # 64 would take too many registers from four warps
         self.launch(
             _decay_kernel,
             *(q, k, grad_out, v, log_f, decay, *arguments, out),
-            tiles=triton.cdiv(self.slots, self.slot_blocks["BM"]),
+            tiles=cdiv(self.slots, rows),
             K=self.key_size,
             V=self.value_size,
-            **self.slot_blocks,
+            BM=rows,
+            BF=self.slot_blocks["BF"],
             **self.products,
-            **self.pipeline(self.slot_blocks["BM"]),
+            **self.pipeline(rows),
         )
         return out
 
@@ -918,32 +279,16 @@ def slot_memory_triton_step(q, k, v, log_f, state, new_state):
     `new_state`. Returns out (B, H, V) in the dtype of v.
     """
     q, k, v, log_f = contiguous(q, k, v, log_f)
-    batch, heads, key_size = k.shape
-    value_size, slots, block = v.shape[-1], log_f.shape[-1], 16
-    tiles = triton.cdiv(slots, block)
-    out = torch.empty_like(v)
-    parts = k.new_empty(batch * heads, tiles, value_size + 1, dtype=torch.float32)
-    tops = k.new_empty(batch * heads, tiles, dtype=torch.float32)
-    sizes = {"BK": triton.next_power_of_2(key_size), "BV": triton.next_power_of_2(value_size)}
-    launch(
-        _step_kernel,
-        (batch * heads, tiles),
-        *(q, k, v, log_f, new_state if state is None else state, new_state, parts, tops),
-        K=key_size,
-        V=value_size,
-        M=slots,
-        BM=block,
-        **sizes,
-        INPLACE=state is None,
-    )
-    columns = min(sizes["BV"], 128)
-    launch(
-        _join_kernel,
-        (batch * heads, triton.cdiv(value_size, columns)),
-        *(parts, tops, out),
-        TILES=tiles,
-        V=value_size,
-        BT=triton.next_power_of_2(tiles),
-        BV=columns,
-    )
+    heads, key_size = k.shape[0] * k.shape[1], k.shape[2]
+    value_size, slots = v.shape[-1], log_f.shape[-1]
+    before = new_state if state is None else state
+    logits, out = torch.empty_like(log_f, dtype=torch.float32), torch.empty_like(v)
+    sizes = {"K": key_size, "V": value_size, "M": slots}
+    rows, key_block = 8, next_power_of_2(key_size)
+    grid = (heads * cdiv(slots, rows),)
+    launch(_step_logits_kernel, grid, q, k, log_f, before, logits, **sizes, BM=rows, BK=key_block)
+    block, columns = min(next_power_of_2(slots), 256), 32  # a row of 128 bytes
+    grid = (heads * (cdiv(key_size, columns) + cdiv(value_size, columns)),)
+    arguments = k, v, log_f, logits, before, new_state, out
+    launch(_step_kernel, grid, *arguments, **sizes, BM=block, BF=columns, INPLACE=state is None)
     return out
