@@ -43,8 +43,8 @@ PARTS = (
     ("ffn.receptance.linear.", "feed_forward.receptance."),
     ("ffn.value.", "feed_forward.value."),
 )
-# Fields that are kept, by their names there. The ids of special tokens are left out: flash-linear-attention's are those
-# of its default tokenizer, which published models do not have.
+# Fields that are kept, by their names there. The ids of special tokens are not: they belong to that package's default
+# tokenizer, which published models do not have.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
