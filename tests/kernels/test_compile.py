@@ -17,7 +17,7 @@ import subquad_kernels
 # registers (ROCm). The kernels of wkv hold a state and half a dozen tiles, those of Avey three tiles. Nothing of other
 # kernels may spill.
 HEAVY = (
-    *("_output_kernel", "_gradient_kernel", "_segment_kernel"),
+    *("_gradient_kernel", "_chunk_kernel"),
     *("_mix_kernel", "_row_gradient_kernel", "_weight_gradient_kernel"),
 )
 # The kernels of slot_memory, and their limits by the dtype of their products.
@@ -51,7 +51,7 @@ def test_kernels_compile(target, variants, tmp_path):
     results = json.loads(run.stdout)
     kernels = {result["kernel"] for result in results}
     assert (len(results) > 300) == (variants == "all")
-    assert {"_output_kernel", "_segment_kernel", "_pass_kernel", "_gradient_kernel", "_decode_kernel"} < kernels
+    assert {"_chunk_kernel", "_state_kernel", "_pass_kernel", "_gradient_kernel", "_decode_kernel"} < kernels
     assert "_maxsim_kernel" in kernels
     assert {"_mix_kernel", "_row_gradient_kernel", "_weight_gradient_kernel"} < kernels
     assert {"_static_product_kernel", "_static_weight_kernel"} < kernels

@@ -1,15 +1,19 @@
 """
 WKV as Triton kernels.
 
-A program computes one head of one segment of a sequence, chunk by chunk, with the state on chip. If there are enough
-heads, a segment is a whole sequence. Otherwise a sequence is cut into several segments, and two light kernels compute
-the state that enters each: `_segment_kernel` what a segment adds to a state and how it decays one, `_pass_kernel`
-(segments.py) the states, from segment to segment.
+`_chunk_kernel` computes what does not depend on the state, for all chunks of 16 tokens at once: the scores of the
+token pairs of a chunk, and the factors of the products with the state. `_state_kernel` then passes the state on chip
+from chunk to chunk of one head, with little more than products, and reads the next chunks before it needs them. If
+there are enough heads, it walks through a whole sequence. Otherwise a sequence is cut into several segments. A walk
+without outputs finds what each segment adds to a state and how it decays one, and `_pass_kernel` (segments.py) the
+states that enter the segments.
+
+The backward pass walks once from the first token to the last, for the states, and once from the last to the first,
+which is the transpose: r and k change roles, and so do out and v. `_gradient_kernel` computes the other gradients.
 
 Inside a chunk the token pairs are covered by halving, see chunks.py. At the level of blocks of b tokens, X is r for
 the tokens of right blocks and k for those of left blocks, decayed to the boundary between the two blocks of a pair. So
-X Xᵀ contains the scores of all pairs of the level. Pairs within 16 tokens are products of 16 tokens, a batch of them
-per chunk; the others are products of whole chunks. A product with a matrix of zeros and ones sums log decays from the
+X Xᵀ contains the scores of all pairs of the level. A product with a matrix of zeros and ones sums log decays from the
 boundary. So no exponent is positive or a difference, and the backward pass, the transpose of that product, has no
 cancellation either.
 """
@@ -19,13 +23,8 @@ import triton
 import triton.language as tl
 
 from ..backend import contiguous, launch, multiprocessors
-from ..segments import Segments, decayed, dot, exp, operands, program, tokens
+from ..segments import Segments, dot, exp, expm1, operands, program, tokens
 from .masks import operand_dtype
-
-
-@triton.jit
-def _transpose(x):
-    return tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.trans(x)
 
 
 @triton.jit
@@ -34,11 +33,18 @@ def _sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
     if DOT == tl.bfloat16 and x.dtype != tl.bfloat16:
         x = x.to(tl.float32)
         head = x.to(tl.bfloat16).to(tl.float32)
-        return dot(mask, head, DOT, PRECISION) + dot(mask, x - head, DOT, PRECISION)
+        return tl.dot(mask.to(DOT), head.to(DOT), dot(mask, x - head, DOT, PRECISION))
     if DOT == tl.float32 and x.dtype == tl.float32 and PRECISION != "ieee":
         head = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 keeps
         return dot(mask, head, DOT, "tf32") + dot(mask, x - head, DOT, "tf32")
     return dot(mask, x, DOT, PRECISION)
+
+
+@triton.jit
+def _to_boundary(rows, columns, block: tl.constexpr):
+    """For each token (row) the tokens (columns) between it and the boundary of its pair of blocks."""
+    near = ((rows ^ columns) & -block) == 0
+    return tl.where(near & tl.where((rows & block) != 0, columns < rows, columns > rows), 1.0, 0.0)
 
 
 # Index of each mask of masks.py.
@@ -54,7 +60,7 @@ def _mask(masks, index, rows, columns, C: tl.constexpr):
 
 @triton.jit
 def _reads(ts, block: tl.constexpr, REVERSE: tl.constexpr):
-    """The tokens that read at a level: those of right blocks, in reverse those of left ones. The others are read."""
+    """The tokens of right blocks, which read at a level, or in reverse those of left ones, which are read."""
     return ((ts & block) == 0) == REVERSE
 
 
@@ -77,14 +83,85 @@ def _load_decay(log_w, first, head, offsets, mask, ks, H, K: tl.constexpr, STATI
 
 
 @triton.jit
-def _segment_kernel(
+def _chunk_kernel(
+    r,
+    k,
+    log_w,
+    u,
+    reads,
+    writes,
+    scores,
+    totals,
+    factors,
+    boundaries,
+    T,
+    SEGMENT,
+    SEGMENTS,
+    H,
+    SLOTS,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BK: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STATIC: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """
+    What does not depend on the state, for every chunk whose number in its segment is `slot` modulo `SLOTS`: r decayed
+    from the beginning of the chunk, k decayed to its end, the scores of its pairs, with those of u, and its summed log
+    decay and exp(it) - 1.
+    """
+    slot, head, segment = program(H, SLOTS)
+    begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
+    ts = tl.arange(0, C)
+    rows, columns = ts[:, None], ts[None, :]
+    for chunk in tl.range(slot, tl.cdiv(stop - begin, C).to(tl.int32), SLOTS, num_stages=2):
+        first = begin + chunk * C
+        there = (ts < stop - first)[:, None]
+        of_pairs, of_u = tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32)
+        for start in tl.static_range(0, K, BK):
+            ks = start + tl.arange(0, BK)
+            keys = (first * H + head) * K + rows * (H * K) + ks[None, :]
+            in_keys = there & (ks < K)[None, :]
+            r_chunk = tl.load(r + keys, mask=in_keys, other=0.0).to(tl.float32)
+            k_chunk = tl.load(k + keys, mask=in_keys, other=0.0).to(tl.float32)
+            w = _load_decay(log_w, first, head, rows * (H * K) + ks[None, :], in_keys, ks, H, K, STATIC)
+            bonus = tl.load(u + head * K + ks, mask=ks < K, other=0.0).to(tl.float32)
+            of_u += tl.sum(r_chunk * bonus[None, :] * k_chunk, 1)
+            for level in tl.static_range(LEVELS):
+                x = tl.where(_reads(ts, 1 << level, False)[:, None], r_chunk, k_chunk)
+                if level > 0:
+                    x *= exp(_sum_where(_to_boundary(rows, columns, 1 << level), w, DOT, PRECISION))
+                products = dot(x, tl.trans(x), DOT, PRECISION)
+                of_pairs += tl.where(_pairs(ts, 1 << level, False), products, 0.0)
+            past = exp(_sum_where(tl.where(columns < rows, 1.0, 0.0), w, DOT, PRECISION))
+            future = exp(_sum_where(tl.where(columns > rows, 1.0, 0.0), w, DOT, PRECISION))
+            tl.store(reads + keys, (r_chunk * past).to(reads.dtype.element_ty), mask=in_keys)
+            tl.store(writes + keys, (k_chunk * future).to(writes.dtype.element_ty), mask=in_keys)
+            total = tl.sum(w.to(tl.float32), 0)
+            of_chunk = ((begin // C + segment + chunk) * H + head) * K + ks
+            tl.store(totals + of_chunk, total, mask=ks < K)
+            tl.store(factors + of_chunk, expm1(total), mask=ks < K)
+        pairs = (first * H + head) * C + rows * (H * C) + columns
+        of_pairs = tl.where(rows == columns, of_u[:, None], of_pairs)
+        tl.store(scores + pairs, of_pairs.to(scores.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _state_kernel(
+    q,
     x,
     y,
-    log_w,
-    states,
+    scores,
     totals,
-    chunk_states,
-    masks,
+    factors,
+    states,
+    summed,
+    out,
+    final,
+    kept,
     boundaries,
     T,
     SEGMENT,
@@ -94,154 +171,69 @@ def _segment_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
+    KEEP: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     REVERSE: tl.constexpr,
-    STATIC: tl.constexpr,
     PACKED: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    STORE: tl.constexpr,
 ):
     """
-    With STORE, writes the state that enters each chunk, from the one in `states` that enters the segment. Otherwise
-    writes to `states` what the segment adds to a state, and to `totals` its summed log decay. With REVERSE it goes
-    from the last token to the first, as the gradient of the state does, and x is r instead of k.
+    Passes the state through the chunks of a segment: x and y are k and v, q is r, all decayed as `_chunk_kernel` wrote
+    them. `states` enter the segments, `final` leave them, with `summed` log decays, and `kept` (chunks, H, V, K) enter
+    every KEEP-th chunk. What is None is zero, or is not written. With REVERSE it goes from the last token to the
+    first, with r as x, k as q, the gradient of out as y, the transposed scores, and the gradient of v as out.
+
+    The state is transposed, so that no warp needs what another one has of it.
     """
     tile, head, segment = program(H, TILES)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
     ts, ks, vs = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    keys, values = ts[:, None] * (H * K) + ks[None, :], ts[:, None] * (H * V) + vs[None, :]
-    cells, in_state = ks[:, None] * V + vs[None, :], (ks < K)[:, None] & (vs < V)[None, :]
-    here = (segment.to(tl.int64) * H + head) * (K * V)
+    in_state = (vs < V)[:, None] & (ks < K)[None, :]
+    cells = (segment.to(tl.int64) * H + head) * (K * V) + vs[:, None] + ks[None, :] * V
 
-    state = tl.zeros((BK, BV), tl.float32)
-    if HAS_STATE:
-        state = tl.load(states + here + cells, mask=in_state, other=0.0)
+    state = tl.zeros((BV, BK), tl.float32)
+    if states is not None:
+        state = tl.load(states + cells, mask=in_state, other=0.0)
     total = tl.zeros((BK,), tl.float32)
     chunks = tl.cdiv(stop - begin, C).to(tl.int32)
-    for n in range(chunks):
+    for n in tl.range(chunks, num_stages=3):
         chunk = n
         if REVERSE:
             chunk = chunks - 1 - n
-        if STORE:
-            offset = ((begin // C + segment + chunk) * H + head) * (K * V)
-            tl.store(chunk_states + offset + cells, state.to(chunk_states.dtype.element_ty), mask=in_state)
         first = begin + chunk * C
         there = (ts < stop - first)[:, None]
-        x_chunk = tl.load(x + (first * H + head) * K + keys, mask=there & (ks < K)[None, :], other=0.0)
-        y_chunk = tl.load(y + (first * H + head) * V + values, mask=there & (vs < V)[None, :], other=0.0)
-        w = _load_decay(log_w, first, head, keys, there & (ks < K)[None, :], ks, H, K, STATIC)
-        mask = _mask(masks, PAST if REVERSE else FUTURE, ts[:, None], ts[None, :], C)
-        decay = _sum_where(mask, w, DOT, PRECISION)
-        chunk_total = tl.sum(w.to(tl.float32), 0)
-        total += chunk_total
-        x_chunk = x_chunk.to(tl.float32) * exp(decay)
-        state = decayed(state, chunk_total) + dot(tl.trans(x_chunk), y_chunk, DOT, PRECISION)
-    if not STORE:
-        tl.store(states + here + cells, state, mask=in_state)
-        tl.store(totals + (segment.to(tl.int64) * H + head) * K + ks, total, mask=ks < K)
-
-
-@triton.jit
-def _output_kernel(
-    r,
-    k,
-    v,
-    log_w,
-    u,
-    states,
-    out,
-    final,
-    chunk_states,
-    masks,
-    boundaries,
-    T,
-    SEGMENT,
-    SEGMENTS,
-    H,
-    TILES,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    REVERSE: tl.constexpr,
-    STATIC: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    STORE: tl.constexpr,
-):
-    """
-    The outputs of a segment, from the state that enters it; with STORE also the state that leaves it. With REVERSE the
-    gradient of v. That is the same recurrence from the last token to the first, with k as r, r as k, the gradient of
-    out as v and the gradient of the state as state; the states that enter the chunks go to `chunk_states`.
-    """
-    tile, head, segment = program(H, TILES)
-    begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
-    t16, ts, ks, vs = tl.arange(0, 16), tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    near = (tl.arange(0, C // 16) * 16)[:, None, None] + t16[None, :, None]
-    keys = near * (H * K) + ks[None, None, :]
-    values = near * (H * V) + vs[None, None, :]
-    cells, in_state = ks[:, None] * V + vs[None, :], (ks < K)[:, None] & (vs < V)[None, :]
-    here = (segment.to(tl.int64) * H + head) * (K * V)
-    near_columns = (tl.arange(0, C // 16) * 16)[:, None, None] + t16[None, None, :]
-    bonus = tl.load(u + head * K + ks, mask=ks < K, other=0.0).to(tl.float32)
-
-    state = tl.zeros((BK, BV), tl.float32)
-    if HAS_STATE:
-        state = tl.load(states + here + cells, mask=in_state, other=0.0)
-    chunks = tl.cdiv(stop - begin, C).to(tl.int32)
-    for n in range(chunks):
-        chunk = n
-        if REVERSE:
-            chunk = chunks - 1 - n
-            offset = ((begin // C + segment + chunk) * H + head) * (K * V)
-            tl.store(chunk_states + offset + cells, state.to(chunk_states.dtype.element_ty), mask=in_state)
-        first = begin + chunk * C
-        there = near < stop - first
-        in_keys, in_values = there & (ks < K)[None, None, :], there & (vs < V)[None, None, :]
-        r_near = tl.load(r + (first * H + head) * K + keys, mask=in_keys, other=0.0).to(tl.float32)
-        k_near = tl.load(k + (first * H + head) * K + keys, mask=in_keys, other=0.0).to(tl.float32)
-        v_near = tl.load(v + (first * H + head) * V + values, mask=in_values, other=0.0)
-        w_near = _load_decay(log_w, first, head, keys, in_keys, ks, H, K, STATIC)
-
-        now = (t16[:, None] == t16[None, :])[None]
-        scores = tl.where(now, dot(r_near * bonus[None, None, :], _transpose(k_near), DOT, PRECISION), 0.0)
-        for level in tl.static_range(4):
-            x = tl.where(_reads(t16, 1 << level, REVERSE)[None, :, None], r_near, k_near)
-            if level > 0:
-                mask = _mask(masks, TO_BOUNDARY + level - 1, near, near_columns, C)
-                x *= exp(_sum_where(mask, w_near, DOT, PRECISION))
-            pairs = _pairs(t16, 1 << level, REVERSE)[None]
-            scores = tl.where(pairs, dot(x, _transpose(x), DOT, PRECISION), scores)
-        y = tl.reshape(dot(scores, v_near, DOT, PRECISION), (C, BV))
-
-        r_chunk, k_chunk = tl.reshape(r_near, (C, BK)), tl.reshape(k_near, (C, BK))
-        v_chunk, w = tl.reshape(v_near, (C, BV)), tl.reshape(w_near, (C, BK))
-        if LEVELS > 4:
-            scores = tl.zeros((C, C), tl.float32)
-            for level in tl.static_range(4, LEVELS):
-                x = tl.where(_reads(ts, 1 << level, REVERSE)[:, None], r_chunk, k_chunk)
-                mask = _mask(masks, TO_BOUNDARY + level - 1, ts[:, None], ts[None, :], C)
-                x *= exp(_sum_where(mask, w, DOT, PRECISION))
-                scores = tl.where(_pairs(ts, 1 << level, REVERSE), dot(x, _transpose(x), DOT, PRECISION), scores)
-            y += dot(scores, v_chunk, DOT, PRECISION)
-        mask = _mask(masks, FUTURE if REVERSE else PAST, ts[:, None], ts[None, :], C)
-        r_chunk *= exp(_sum_where(mask, w, DOT, PRECISION))
-        y += dot(r_chunk, state, DOT, PRECISION)
-        y = tl.reshape(y, (C // 16, 16, BV)).to(out.dtype.element_ty)
-        tl.store(out + (first * H + head) * V + values, y, mask=in_values)
-
-        mask = _mask(masks, PAST if REVERSE else FUTURE, ts[:, None], ts[None, :], C)
-        k_chunk *= exp(_sum_where(mask, w, DOT, PRECISION))
-        state = decayed(state, tl.sum(w.to(tl.float32), 0)) + dot(_transpose(k_chunk), v_chunk, DOT, PRECISION)
-    if STORE:
-        tl.store(final + here + cells, state, mask=in_state)
+        in_keys, in_values = there & (ks < K)[None, :], there & (vs < V)[None, :]
+        keys = (first * H + head) * K + ts[:, None] * (H * K) + ks[None, :]
+        values = (first * H + head) * V + ts[:, None] * (H * V) + vs[None, :]
+        of_chunk = ((begin // C + segment + chunk) * H + head) * K + ks
+        factor = tl.load(factors + of_chunk, mask=ks < K, other=0.0)
+        x_chunk = tl.load(x + keys, mask=in_keys, other=0.0)
+        y_chunk = tl.trans(tl.load(y + values, mask=in_values, other=0.0).to(DOT))
+        if kept is not None:
+            keeps = chunk % KEEP == 0
+            if REVERSE:
+                keeps = (chunk % KEEP == KEEP - 1) | (n == 0)
+            of_kept = ((begin // (KEEP * C) + segment + chunk // KEEP) * H + head) * (K * V)
+            there_kept = kept + of_kept + vs[:, None] * K + ks[None, :]
+            tl.store(there_kept, state.to(kept.dtype.element_ty), mask=tl.where(keeps, in_state, False))
+        if out is not None:
+            q_chunk = tl.load(q + keys, mask=in_keys, other=0.0)
+            pairs = (first * H + head) * C + ts[:, None] * (H * C) + ts[None, :]
+            weights = tl.load(scores + pairs, mask=there, other=0.0)
+            if not REVERSE:
+                weights = tl.trans(weights)
+            o = dot(state, tl.trans(q_chunk), DOT, PRECISION) + dot(y_chunk, weights, DOT, PRECISION)
+            tl.store(out + values, tl.trans(o).to(out.dtype.element_ty), mask=in_values)
+        if summed is not None:
+            total += tl.load(totals + of_chunk, mask=ks < K, other=0.0)
+        state += state * factor[None, :]
+        state += dot(y_chunk, x_chunk, DOT, PRECISION)
+    if final is not None:
+        tl.store(final + cells, state, mask=in_state)
+    if summed is not None:
+        tl.store(summed + (segment.to(tl.int64) * H + head) * K + ks, total, mask=ks < K)
 
 
 @triton.jit
@@ -304,7 +296,7 @@ def _gradient_kernel(
             in_values, in_v = there & (start + vs < V)[None, :], (ks < K)[None, :] & (start + vs < V)[:, None]
             v_chunk = tl.load(v + (first * H + head) * V + start + values, mask=in_values, other=0.0)
             g_chunk = tl.load(g + (first * H + head) * V + start + values, mask=in_values, other=0.0)
-            cells = offset + ks[None, :] * V + start + vs[:, None]
+            cells = offset + (start + vs)[:, None] * K + ks[None, :]
             state = tl.load(chunk_states + cells, mask=in_v, other=0.0)
             grad_state = tl.load(chunk_grads + cells, mask=in_v, other=0.0)
             grad_scores += dot(g_chunk, tl.trans(v_chunk), DOT, PRECISION)
@@ -406,73 +398,95 @@ def _decode_kernel(
     tl.store(out + program * V + vs, y.to(out.dtype.element_ty), mask=in_v)
 
 
+# Tokens of a chunk. Longer ones need a further level of pairs, shorter ones pass the state more often.
+CHUNK = 16
 # The shortest segment that is worth the passes that compute the state that enters it.
 MIN_SEGMENT = 512
 
 
 class _Plan(Segments):
-    """How the work is divided into programs."""
+    """How the work is divided into programs, and what all of them read."""
 
-    def __init__(self, r, k, v, log_w, cu_seqlens, masks):
+    def __init__(self, r, k, v, log_w, u, cu_seqlens, masks):
         batch, length, heads, key_size = k.shape
         value_size = v.shape[-1]
-        self.chunk = masks.shape[-1]
+        gradient_chunk = masks.shape[-1]
         block_k, block_v = (max(16, triton.next_power_of_2(x)) for x in (key_size, value_size))
         block_v = min(block_v, 64)
-        self.tiles, self.key_block = triton.cdiv(value_size, block_v), min(block_k, 64)
-        self.heads, self.key_size, self.value_size = heads, key_size, value_size
+        self.tiles = triton.cdiv(value_size, block_v)
+        self.heads, self.key_size = heads, key_size
         self.state_shape = (heads, key_size, value_size)
-        self.constants = {
-            "K": key_size,
-            "V": value_size,
-            "C": self.chunk,
-            "BK": block_k,
-            "BV": block_v,
-            **operands(operand_dtype(r, k, v)),
-            "STATIC": log_w.dim() == 2,
-            "PACKED": cu_seqlens is not None,
-            "num_warps": 4 if block_k * block_v <= 4096 else 8,
-        }
-
-        # Two programs fit on a multiprocessor.
-        programs, wanted = batch * heads * self.tiles, 4 * multiprocessors(k)
         super().__init__(
             batch,
             length,
-            chunk=self.chunk,
-            programs=programs,
-            wanted=wanted,
+            chunk=gradient_chunk,
+            programs=batch * heads * self.tiles,
+            wanted=4 * multiprocessors(k),
             shortest=MIN_SEGMENT,
             cu_seqlens=cu_seqlens,
         )
-        self.geometry = (masks, self.boundaries, length, self.segment, self.per_sequence, heads)
+        self.geometry = (self.boundaries, length, self.segment, self.per_sequence, heads)
+        self.constants = {"K": key_size, **operands(operand_dtype(r, k, v)), "PACKED": cu_seqlens is not None}
+        self.walking = {
+            "V": value_size,
+            "C": CHUNK,
+            "KEEP": gradient_chunk // CHUNK,
+            "BK": block_k,
+            "BV": block_v,
+            "num_warps": 4 if block_k * block_v <= 8192 else 8,
+        }
 
-    def launch(self, kernel, *arguments, tiles, **constants):
-        grid = (self.segments * self.heads * tiles,)
-        launch(kernel, grid, *arguments, *self.geometry, tiles, **{**self.constants, **constants})
+        # A warp by itself needs no barriers, and holds a chunk of 32 channels in its registers if they are bfloat16.
+        self.reads, self.writes = k.new_empty(2, *k.shape, dtype=masks.dtype).unbind()
+        self.scores = k.new_empty(batch, length, heads, CHUNK, dtype=masks.dtype)
+        chunks = batch * length // CHUNK + self.segments + 1
+        self.totals, self.factors = k.new_empty(2, chunks, heads, key_size, dtype=torch.float32).unbind()
+        slots = triton.cdiv(64 * multiprocessors(k), self.segments * heads)
+        self.launch(
+            _chunk_kernel,
+            *(r, k, log_w, u, self.reads, self.writes, self.scores, self.totals, self.factors),
+            programs=min(slots, triton.cdiv(self.segment, CHUNK)),
+            C=CHUNK,
+            LEVELS=CHUNK.bit_length() - 1,
+            BK=min(block_k, 32),
+            STATIC=log_w.dim() == 2,
+            num_warps=1 if masks.dtype == torch.bfloat16 else 4,
+        )
 
-    def entering(self, x, y, log_w, initial, reverse):
+    def launch(self, kernel, *arguments, programs, **constants):
+        grid = (self.segments * self.heads * programs,)
+        launch(kernel, grid, *arguments, *self.geometry, programs, **self.constants, **constants)
+
+    def walk(self, y, states, *, reverse, out=None, final=None, summed=None, kept=None):
+        q, x = (self.writes, self.reads) if reverse else (self.reads, self.writes)
+        written = summed, out, final, kept
+        self.launch(
+            _state_kernel,
+            *(q, x, y, self.scores, self.totals, self.factors, states, *written),
+            programs=self.tiles,
+            REVERSE=reverse,
+            **self.walking,
+        )
+
+    def entering(self, y, initial, reverse):
         """The states that enter the segments, and those that leave the sequences; in reverse, their gradients."""
         if self.whole:
             return initial, None
-        states = x.new_empty(self.segments, *self.state_shape, dtype=torch.float32)
-        totals = x.new_empty(self.segments, self.heads, self.key_size, dtype=torch.float32)
-        final = x.new_empty(self.sequences, *self.state_shape, dtype=torch.float32)
-        flags = {"REVERSE": reverse, "HAS_STATE": False, "STORE": False}
-        self.launch(_segment_kernel, x, y, log_w, states, totals, None, tiles=self.tiles, **flags)
+        states = y.new_empty(self.segments, *self.state_shape, dtype=torch.float32)
+        totals = y.new_empty(self.segments, self.heads, self.key_size, dtype=torch.float32)
+        final = y.new_empty(self.sequences, *self.state_shape, dtype=torch.float32)
+        self.walk(y, None, reverse=reverse, final=states, summed=totals)
         launch(*self.passing(states, totals, initial, final, reverse))
         return states, final
 
-    def output(self, r, k, v, log_w, u, states, out, final, chunk_states):
-        self.launch(
-            _output_kernel,
-            *(r, k, v, log_w, u, states, out, final, chunk_states),
-            tiles=self.tiles,
-            LEVELS=self.chunk.bit_length() - 1,
-            REVERSE=chunk_states is not None,
-            HAS_STATE=states is not None,
-            STORE=self.whole,
-        )
+    def outputs(self, y, initial, out, reverse, kept=None):
+        """Writes the outputs. Returns the states that leave the sequences; in reverse, the gradients of `initial`."""
+        states, final = self.entering(y, initial, reverse)
+        leaving = None
+        if final is None:
+            leaving = final = y.new_empty(self.sequences, *self.state_shape, dtype=torch.float32)
+        self.walk(y, states, reverse=reverse, out=out, final=leaving, kept=kept)
+        return final
 
 
 def wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
@@ -480,13 +494,9 @@ def wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
     r, k, v, log_w, u = contiguous(r, k, v, log_w, u)
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
-    plan = _Plan(r, k, v, log_w, cu_seqlens, masks)
-    states, final = plan.entering(k, v, log_w, initial_state, reverse=False)
-    if final is None:
-        final = k.new_empty(plan.sequences, *plan.state_shape, dtype=torch.float32)
     out = torch.empty_like(v, dtype=out_dtype)
-    plan.output(r, k, v, log_w, u, states, out, final, None)
-    return out, final
+    plan = _Plan(r, k, v, log_w, u, cu_seqlens, masks)
+    return out, plan.outputs(v, initial_state, out, reverse=False)
 
 
 def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
@@ -498,29 +508,26 @@ def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, 
     grad_state = grad_state.float().contiguous()
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
-    plan = _Plan(r, k, v, log_w, cu_seqlens, masks)
-    chunk_states = k.new_empty(2, plan.chunks, *plan.state_shape, dtype=masks.dtype)
-
-    states, _ = plan.entering(k, v, log_w, initial_state, reverse=False)
-    flags = {"REVERSE": False, "HAS_STATE": states is not None, "STORE": True}
-    plan.launch(_segment_kernel, k, v, log_w, states, None, chunk_states[0], tiles=plan.tiles, **flags)
-
-    grad_states, grad_initial = plan.entering(r, grad_out, log_w, grad_state, reverse=True)
-    if grad_initial is None:
-        grad_initial = torch.empty_like(grad_state)
+    plan = _Plan(r, k, v, log_w, u, cu_seqlens, masks)
+    kept = k.new_empty(2, plan.chunks, *plan.state_shape, dtype=masks.dtype)
+    plan.walk(v, plan.entering(v, initial_state, reverse=False)[0], reverse=False, kept=kept[0])
     dv = torch.empty_like(v)
-    plan.output(k, r, grad_out, log_w, u, grad_states, dv, grad_initial, chunk_states[1])
+    grad_initial = plan.outputs(grad_out, grad_state, dv, reverse=True, kept=kept[1])
 
     dr, dk = torch.empty_like(r), torch.empty_like(k)
     du = u.new_empty(plan.segments, *u.shape, dtype=torch.float32)
     dw = torch.empty_like(du if log_w.dim() == 2 else log_w)
+    key_block = min(plan.walking["BK"], 64)
     plan.launch(
         _gradient_kernel,
-        *(grad_out, r, k, v, log_w, u, *chunk_states, dr, dk, dw, du),
-        tiles=triton.cdiv(plan.key_size, plan.key_block),
-        LEVELS=plan.chunk.bit_length() - 1,
-        BK=plan.key_block,
-        num_warps=4,
+        *(grad_out, r, k, v, log_w, u, *kept, dr, dk, dw, du, masks),
+        programs=triton.cdiv(plan.key_size, key_block),
+        V=v.shape[-1],
+        C=masks.shape[-1],
+        LEVELS=masks.shape[-1].bit_length() - 1,
+        BK=key_block,
+        BV=plan.walking["BV"],
+        STATIC=log_w.dim() == 2,
     )
     grads = [dr, dk, dv, dw.sum(0) if log_w.dim() == 2 else dw, du.sum(0)]
     return grads if initial_state is None else [*grads, grad_initial]
