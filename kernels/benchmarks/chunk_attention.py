@@ -1,6 +1,7 @@
 """
 The sliding chunk attention of Gecko (chunk_attention and its step), compared with scaled_dot_product_attention with a
-mask over each chunk and the one before, and on a GPU flex_attention. It is plain torch on a GPU too.
+mask over each chunk and the one before, and on a GPU flex_attention. It is plain torch on a GPU too, but for a single
+token.
 """
 
 import dataclasses
@@ -72,7 +73,7 @@ class Chunked(Case):
 class ChunkAttention(Chunked):
     results = ("out",)
     exact = (PLAIN, FLEX)
-    has_kernels = False
+    has_kernels = False  # but for a single token
 
     @property
     def mask(self) -> Tensor:

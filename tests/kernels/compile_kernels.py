@@ -99,6 +99,7 @@ def resources(compiled, target: GPUTarget) -> dict:
 def launches() -> None:
     """Calls the operators in the variants that the models, or their users, run."""
     from subquad_kernels.cema import triton_kernels as cema
+    from subquad_kernels.chunk_attention import triton_kernels as chunk_attention
     from subquad_kernels.contextualizer import triton_kernels as contextualizer
     from subquad_kernels.dynamic_mixing import triton_kernels as dynamic_mixing
     from subquad_kernels.group_norm_gate import triton_kernels as group_norm_gate
@@ -199,6 +200,10 @@ def launches() -> None:
         flags = [empty(batch, dtype=torch.bool) if more else None for _ in range(2)]
         cema.cema_triton_step(x[:, 0], *parameters, state, state, *flags)
 
+    def run_chunk_attention_step(dtype, batch):
+        q, k, v = (empty(batch, 4, *size, dtype=dtype) for size in ((1, 256), (4096, 256), (4096, 2048)))
+        chunk_attention.chunk_attention_triton_step(q, k, v, empty(batch, 4096, dtype=torch.bool))
+
     def run_working_memory(dtype, length, chunk_size, key=256, value=2048, more=True):
         q, k, v = (empty(2, 4, length, size, dtype=dtype) for size in (key, key, value))
         states, chunks = (empty(2, 4, key, value), empty(2, 4, key)), length // chunk_size
@@ -275,6 +280,8 @@ def launches() -> None:
     run_cema(torch.float32, 1, 32768, 1000, 4, more=True)
     run_wkv(torch.bfloat16, segments, 100, 48, packed=True, decay_dtype=torch.bfloat16)
     run_wkv(torch.bfloat16, walk, 128, 128)
+    run_chunk_attention_step(torch.bfloat16, 32)
+    run_chunk_attention_step(torch.float32, 1)
     run_working_memory(torch.bfloat16, 32768, 2048)
     run_working_memory(torch.float32, 4096, 2048)
     run_working_memory(torch.float16, 100, 16, key=20, value=70, more=False)

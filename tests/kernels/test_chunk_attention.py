@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import DEVICE, assert_same_results, on_device, relative_error
+from kernel_cases import DEVICE, EACH, TRITON, assert_same_results, on_device, relative_error
 from kernel_cases.chunk_attention import CHUNK, make_first, make_inputs
 
 from subquad_kernels import chunk_attention, chunk_attention_step
@@ -172,10 +172,10 @@ def test_first_keys_out_of_reach(dropout_p):
                 run(first=first, aligned=given["aligned"])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)],
-)
+DTYPES = (torch.float64, 1e-12), (torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 def test_step(dtype, tolerance):
     """A single token finds in a shuffled buffer what it finds in order."""
     inputs = {name: x.requires_grad_() for name, x in make_inputs(2, 1, 2 * CHUNK - 1, value=32, dtype=dtype).items()}
@@ -192,12 +192,51 @@ def test_step(dtype, tolerance):
     assert relative_error(out, expected[1]) < tolerance
 
 
-def test_step_compiles_without_graph_breaks():
+@TRITON
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES[1:])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("keys", "key", "value"), [(1, 1, 1), (40, 20, 70), (300, 130, 64), (2100, 4, 65)])
+def test_kernels_of_the_step(keys, key, value, batch, dtype, tolerance):
+    inputs = make_inputs(batch, 1, keys - 1, key=key, value=value, dtype=dtype)
+    mask = torch.arange(batch * keys, device=DEVICE).view(batch, keys) % 3 != 1
+    mask[:, 0] = True
+    for masks in (mask, mask[:1]):
+        expected = chunk_attention_step(**{name: x.double() for name, x in inputs.items()}, mask=masks)
+        out = chunk_attention_step(**inputs, mask=masks, backend="triton")
+        assert (out.dtype, out.shape) == (dtype, expected.shape)
+        assert relative_error(out, expected) < tolerance
+
+
+@TRITON
+def test_the_step_copies_no_keys_and_values(monkeypatch):
+    """Whose heads may lie next to their features."""
+    from subquad_kernels.chunk_attention import triton_kernels
+
+    launched = []
+    monkeypatch.setattr(triton_kernels, "launch", lambda kernel, grid, *arguments, **_: launched.append(arguments))
+    inputs = make_inputs(2, 1, 7, dtype=torch.bfloat16)
+    inputs = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in inputs.items()}
+    chunk_attention_step(**inputs, mask=all_seen(inputs), backend="triton")
+    found = {x.data_ptr() for arguments in launched for x in arguments if isinstance(x, torch.Tensor)}
+    assert {x.data_ptr() for x in inputs.values()} < found
+
+
+@TRITON
+def test_a_step_that_needs_a_gradient_is_plain_torch():
+    inputs = {name: x.requires_grad_() for name, x in make_inputs(2, 1, 7, dtype=torch.float32).items()}
+    outs = [chunk_attention_step(**inputs, mask=all_seen(inputs), backend=name) for name in ("eager", "triton")]
+    grads = [torch.autograd.grad(out.sin().sum(), list(inputs.values())) for out in outs]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+@EACH
+def test_step_compiles_without_graph_breaks(backend):
     torch.compiler.reset()
-    inputs = make_inputs(2, 1, 20)
+    inputs = make_inputs(2, 1, 20, dtype=torch.float32)
     mask = torch.arange(21, device=DEVICE)[None] % 3 > 0
-    compiled = torch.compile(chunk_attention_step, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**inputs, mask=mask), chunk_attention_step(**inputs, mask=mask))
+    step = functools.partial(chunk_attention_step, backend=backend)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**inputs, mask=mask), step(**inputs, mask=mask))
 
 
 @pytest.mark.parametrize(

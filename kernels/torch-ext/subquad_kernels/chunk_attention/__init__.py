@@ -2,14 +2,15 @@
 
 import torch
 
-from ..backend import cast, choose_backend, widest, without_autocast
-from ..checks import check_tensors
-from .custom_ops import _chunk_attention
+from ..backend import cast, choose_backend, of_widest, widest, without_autocast
+from ..checks import check_tensors, needs_gradient
+from .custom_ops import _chunk_attention, _chunk_attention_step
 from .eager import chunk_attention_blocks, chunk_attention_masked
 from .reference import chunk_attention_reference
 
 
 BACKENDS = ("eager", "reference")
+STEP_BACKENDS = ("eager", "triton")
 
 
 def chunk_attention(
@@ -31,8 +32,8 @@ def chunk_attention(
 
     The first S keys and values are from earlier calls. Products have the dtype of v, to which q and k are cast; the
     softmax is float32 (float64); autocast has no effect. Only the inputs are kept for the backward pass, which
-    computes the weights again, unless there is dropout. There is no Triton kernel: values are several times as large
-    as keys, so plain matrix products take nearly all of the time.
+    computes the weights again, unless there is dropout. There are no Triton kernels, but for a single token: values
+    are several times as large as keys, so plain matrix products take nearly all of the time.
 
     Args:
         q: query, (B, H, T, K), T at least 1.
@@ -65,15 +66,19 @@ def chunk_attention(
     return _chunk_attention(q, k, v, first, chunk_size, aligned)
 
 
-def chunk_attention_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def chunk_attention_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, backend: str = "auto"
+) -> torch.Tensor:
     """
-    [`chunk_attention`] of a single token to keys in any order, for example those of a ring.
+    [`chunk_attention`] of a single token to keys in any order, for example those of a ring. Triton kernels read keys
+    and values as they are; plain torch may copy them first, if their heads lie next to their features.
 
     Args:
         q: query, (B, H, 1, K).
         k: key, (B, H, W, K).
         v: value, (B, H, W, V).
         mask: bool (B, W) or (1, W), True for the keys that the token sees, at least one.
+        backend: `"auto"`, `"triton"` (where nothing needs a gradient) or `"eager"` (plain torch).
 
     Returns:
         out (B, H, 1, V) in the dtype of v.
@@ -85,8 +90,11 @@ def chunk_attention_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask
     if q.shape[2] != 1:
         raise ValueError(f"`q` must be of a single token, got {tuple(q.shape)}.")
     _check_rows("mask", mask, torch.bool, q, k.shape[2])
-    with without_autocast(v):
-        return chunk_attention_masked(*cast(v.dtype, q, k), v, mask)
+    chosen = choose_backend("chunk_attention_step", backend, STEP_BACKENDS, of_widest(q, k, v))
+    if chosen == "eager" or needs_gradient(q, k, v):
+        with without_autocast(v):
+            return chunk_attention_masked(q, k, v, mask)
+    return _chunk_attention_step(q, k, v, mask, chosen)
 
 
 def _check(q, k, v, first, chunk_size, aligned, dropout_p):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..backend import contiguous, widest
+from ..backend import cast, contiguous, widest
 
 
 def _oldest(token, chunk_size, aligned):
@@ -97,6 +97,7 @@ def chunk_attention_eager_backward(
 
 
 def chunk_attention_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Computes [`subquad_kernels.chunk_attention_step`]; q, k and v have one dtype."""
+    """Computes [`subquad_kernels.chunk_attention_step`]."""
+    q, k = cast(v.dtype, q, k)
     scores = (k @ q.mT).mT  # k.mT would be copied if k is not contiguous
     return scores.masked_fill(~mask[:, None, None], -torch.inf).softmax(-1) @ v
