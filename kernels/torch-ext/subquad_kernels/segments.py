@@ -66,7 +66,7 @@ def tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED: tl.constexpr):
     return row + begin, row + tl.minimum(begin + SEGMENT, T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SEGMENTS"])
 def _pass_kernel(
     states,
     totals,

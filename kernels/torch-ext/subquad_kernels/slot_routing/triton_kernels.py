@@ -1,9 +1,9 @@
 """
 The router of Raven as Triton kernels: each logit is read once, and log_f, or a gradient, written once.
 
-A program is one warp, with whole rows in its registers, so that sums over the slots do not need shared memory. The
-K-th largest value of a row is the largest number that at least K values reach; it is found bit by bit. The backward
-pass chooses again, so that the choice need not be kept.
+A program is one warp, with whole rows in its registers, so that sums over the slots do not need shared memory; more
+than 512 slots take more warps. The K-th largest value of a row is the largest number that at least K values reach; it
+is found bit by bit. The backward pass chooses again, so that the choice need not be kept.
 """
 
 import torch
@@ -80,7 +80,7 @@ def _decay(log_decay, row, rows, offsets, mask, A_SLOT: tl.constexpr):
         return tl.load(log_decay + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _routing_kernel(
     logits, log_decay, bias, out, rows, heads, slots, topk, scale,
     SOFTMAX: tl.constexpr, ALL: tl.constexpr, BITS: tl.constexpr, A_SLOT: tl.constexpr,
@@ -91,7 +91,7 @@ def _routing_kernel(
     tl.store(out + offsets, r * _decay(log_decay, row, rows, offsets, mask, A_SLOT), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _routing_gradient_kernel(
     logits, log_decay, bias, grad, grad_logits, grad_decay, rows, heads, slots, topk, scale,
     SOFTMAX: tl.constexpr, ALL: tl.constexpr, BITS: tl.constexpr, A_SLOT: tl.constexpr,
@@ -128,7 +128,7 @@ def _launch(kernel, logits, log_decay, topk, bias, score, scale, *others):
         A_SLOT=log_decay.dim() == 4,
         ROWS=block_rows,
         BLOCK=block,
-        num_warps=1,
+        num_warps=min(max(block // 512, 1), 16),
     )
 
 
