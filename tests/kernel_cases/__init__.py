@@ -1,8 +1,10 @@
 """What the tests of the operators share. Each module of this package is the case of one operator."""
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -122,6 +124,7 @@ class Operator:
         exact: whether the kernels compute results of float32 exactly from arguments of half precision.
         lean: whether the backward pass keeps nothing but the arguments.
         plain_reference: whether autocast does not change the reference either.
+        caps: sizes up to which a tile, a block or a fast path of the kernels goes, and what comes after them.
     """
 
     function: Callable
@@ -145,6 +148,7 @@ class Operator:
     exact: bool = False
     lean: bool = False
     plain_reference: bool = True
+    caps: tuple[dict, ...] = ()
 
     def __repr__(self) -> str:
         return self.name
@@ -339,6 +343,22 @@ class Launches:
         self.grids.append(grid)
         if broken or self.run:
             subquad_kernels.backend.launch(Broken(kernel) if broken else kernel, grid, *arguments, **constants)
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """New tensors are full of NaN, so that values which nobody has written are noticed."""
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 class Made(TorchDispatchMode):

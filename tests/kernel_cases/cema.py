@@ -157,4 +157,5 @@ OPERATOR = Operator(
         ({"inplace": True, "initial_state": None}, "`inplace` needs a float32"),
         ({"inplace": True, "x": torch.zeros(2, 5, 8, requires_grad=True)}, "`inplace` overwrites a state"),
     ],
+    caps=({"size": 16, "width": 2}, {"size": 17, "width": 2}, {"width": 64}, {"width": 65, "length": 65}),
 )

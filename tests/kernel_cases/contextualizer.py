@@ -131,4 +131,9 @@ OPERATOR = Operator(
         ({"prefix": torch.zeros(1, 17)}, r"`prefix` must be \(rows >= 2, 17\), got \(1, 17\)"),
         ({"prefix": torch.zeros(2, 16)}, r"`prefix` must be \(rows >= 2, 17\), got \(2, 16\)"),
     ],
+    caps=(
+        *({"windows": 1, "rows": n, "context": n, "prefix": None, "width": 8} for n in (64, 65)),
+        *({"windows": 1, "rows": 3, "context": n, "prefix": n - 3, "width": 8} for n in (512, 513)),
+        *({"width": n} for n in (64, 65, 256, 257)),
+    ),
 )

@@ -120,4 +120,8 @@ OPERATOR = Operator(
             "`inplace=True`: autograd has to record what `features` requires",
         ),
     ],
+    caps=(
+        *({"windows": 1, "rows": n, "width": 3, "features": 8} for n in (128, 129, 256, 257)),
+        *({"width": n, "features": 2 * n + 3} for n in (64, 65, 256, 257)),
+    ),
 )

@@ -65,4 +65,7 @@ OPERATOR = Operator(
         ({"bias": torch.zeros(23)}, r"`bias` must have shape \(24,\), got \(23,\)"),
         ({"bias": torch.zeros(24, dtype=torch.int64)}, "`bias` must be floating point, got torch.int64"),
     ],
+    caps=(
+        *({"leading": (1, 3), "heads": heads, "size": size} for heads, size in ((1, 512), (1, 513), (64, 8), (65, 8))),
+    ),
 )

@@ -185,4 +185,9 @@ OPERATOR = Operator(
         ({"inplace": True, "initial_state": torch.zeros(2, 2, 20, 12).mT}, "`inplace` needs a float32, contiguous"),
         ({"inplace": True, "q": torch.zeros(2, 5, 2, 8, requires_grad=True)}, "`inplace` overwrites a state"),
     ],
+    caps=(
+        *({"batch": 1, "heads": 1, "slots": n} for n in (64, 65, 128, 129, 512, 513)),
+        *({"batch": 1, "heads": 1, "key": n, "value": 3, "length": 65} for n in (64, 65, 128, 129)),
+        *({"batch": 1, "heads": 1, "key": 3, "value": n} for n in (64, 65, 128, 129)),
+    ),
 )

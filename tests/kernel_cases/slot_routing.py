@@ -111,4 +111,8 @@ OPERATOR = Operator(
         ({"score": "tanh"}, "`score` must be one of .*, got 'tanh'"),
         ({"scale": 0.0}, "`scale` must be above 0 and finite, got 0.0"),
     ],
+    caps=(
+        *({"slots": n, "topk": 5, "length": 2} for n in (512, 513, 1024, 1025)),
+        *({"slots": 64, "topk": n, "length": 2} for n in (32, 33, 64)),
+    ),
 )

@@ -127,4 +127,10 @@ OPERATOR = Operator(
         ({"scores": torch.zeros(2, 5, 6).half()}, "`scores` must be torch.float32, got torch.float16"),
         ({"scores": torch.zeros(2, 5, 6, device="meta")}, "`scores` is on meta, `queries` on "),
     ],
+    caps=(
+        *({"per_query": n} for n in (16, 17, 64, 65)),
+        *({"per_split": n} for n in (64, 65, 128, 129)),
+        *({"size": n} for n in (32, 33, 64, 65)),
+        *({"per_query": 1, "size": n} for n in (128, 129)),
+    ),
 )

@@ -100,4 +100,8 @@ OPERATOR = Operator(
             for name, shape in (("features", (3, 5, 80)), ("v", (5, 5)))
         ),
     ],
+    caps=(
+        *({"windows": 1, "context": n, "width": 3, "columns": 8} for n in (64, 65, 128, 129, 256, 257)),
+        *({"windows": 1, "width": n, "columns": 2 * n + 2} for n in (64, 65, 128, 129)),
+    ),
 )

@@ -161,4 +161,9 @@ OPERATOR = Operator(
         ({"inplace": True, "initial_state": None}, "`inplace` needs a float32, contiguous `initial_state`"),
         ({"inplace": True, "x": torch.zeros(2, 17, 48, requires_grad=True)}, "`inplace` overwrites a state"),
     ],
+    caps=(
+        *({"batch": 1, "length": 3, "width": 2 * n, "groups": n} for n in (16, 17)),
+        *({"batch": 1, "length": 3, "width": n, "groups": 1} for n in (4096, 4097)),
+        *({"batch": 1, "width": 8, "groups": 2, "length": n} for n in (64, 65)),
+    ),
 )

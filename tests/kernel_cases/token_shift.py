@@ -95,4 +95,5 @@ OPERATOR = Operator(
         ({"starts": torch.zeros(2, 17)}, r"`starts` must be bool of shape \(2, 17\) or \(1, 17\), got torch.float32"),
         ({"starts": torch.zeros(2, 16, dtype=torch.bool)}, r"`starts` must be bool .* \(2, 16\)"),
     ],
+    caps=(*({"width": n} for n in (512, 513)),),
 )

@@ -162,4 +162,9 @@ OPERATOR = Operator(
         ({"inplace": True, "initial_state": torch.zeros(2, 2, 8, 12).double()}, "`inplace` needs a float32"),
         ({"inplace": True, "u": torch.zeros(2, 8, requires_grad=True)}, "`inplace` overwrites a state"),
     ],
+    caps=(
+        *({"batch": 1, "heads": 1, "key": n, "value": 3} for n in (64, 65, 128, 129, 256, 257)),
+        *({"batch": 1, "heads": 1, "key": 3, "value": n} for n in (64, 65, 128, 129)),
+        *({"batch": 1, "heads": 1, "length": n} for n in (32, 33)),
+    ),
 )

@@ -207,4 +207,9 @@ OPERATOR = Operator(
         ({"inplace": True, "memory": torch.zeros(2, 2, 6, 4).mT}, "`inplace` needs a float32, contiguous `memory`"),
         ({"inplace": True, "q": torch.zeros(2, 2, 5, 4, requires_grad=True)}, "`inplace` overwrites states"),
     ],
+    caps=(
+        *({"batch": 1, "heads": 1, "key": n, "length": 9} for n in (64, 65, 128, 129)),
+        *({"batch": 1, "heads": 1, "value": n, "length": 9} for n in (64, 65, 128, 129)),
+        *({"batch": 1, "heads": 1, "chunk_size": n, "length": 2 * n + 1} for n in (64, 65)),
+    ),
 )

@@ -25,6 +25,7 @@ from kernel_cases import (
     expected,
     group_norm_gate,
     on_device,
+    poisoned,
     result_dtypes,
     slot_memory,
     slot_routing,
@@ -122,6 +123,18 @@ def test_forward_and_gradients(operator, name, backend, monkeypatch):
         return
     call = with_options(operator, backend=backend)
     assert_as_expected(operator, arguments, wanted, call, example.tolerance, **options)
+
+
+@TRITON
+@pytest.mark.parametrize(
+    ("operator", "sizes"),
+    [pytest.param(x, sizes, id=f"{x.name}-{sizes}") for x in WITH_KERNELS for sizes in x.caps],
+)
+def test_kernels_at_their_caps_and_past_them(operator, sizes):
+    arguments = operator.make(**sizes)
+    wanted = expect(operator, arguments)
+    with poisoned():
+        assert_as_expected(operator, arguments, wanted, with_options(operator, backend="triton"), 2e-5)
 
 
 @calls("reference", operators=[x for x in OPERATORS if x.written], names=lambda operator: operator.in_place)
