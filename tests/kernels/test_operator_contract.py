@@ -253,12 +253,16 @@ def test_state_alone(operator, name, backend):
 
 
 @each()
-@pytest.mark.parametrize("layout", ["transposed", "expanded"])
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "offset"])
 def test_strides(operator, backend, layout):
-    """Also of the gradient that arrives: that of a sum is one number, expanded."""
+    """Also of the gradient that arrives: that of a sum is one number, expanded. The memory may begin anywhere."""
 
     def change(x):
-        if not isinstance(x, torch.Tensor) or x.dim() < 2:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if layout == "offset":
+            return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+        if x.dim() < 2:
             return x
         if layout == "transposed":
             return x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -268,6 +272,59 @@ def test_strides(operator, backend, layout):
     arguments = {name: change(x) for name, x in arguments.items()}
     call = with_options(operator, backend=backend)
     assert_as_expected(operator, arguments, expect(operator, arguments, weight=1.0), call, floor=1.0)
+
+
+@calls()
+def test_inference_mode(operator, name, backend):
+    """With tensors made there or before, whose state may then be changed in training."""
+    example = operator.examples[name]
+    wanted, inplace = expected(operator, example.sizes), [False] + [True] * (name in operator.in_place)
+    for options in [{"inplace": True} if x else {} for x in inplace]:
+        before = operator.make(**example.sizes)
+        with torch.inference_mode():
+            for arguments in (before, operator.make(**example.sizes)):
+                found = operator.run(arguments, **options, backend=backend)
+                assert_results(operator, arguments, found, wanted, example.tolerance)
+        assert not any(x.is_inference() for x in before.values() if isinstance(x, torch.Tensor))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        case(operator, name)
+        for operator in OPERATORS
+        for name, x in operator.make(**operator.base).items()
+        if isinstance(x, torch.Tensor) and operator.name != "dynamic_mixing"  # which takes one tensor
+    ],
+)
+def test_tensors_on_another_device(operator, name):
+    arguments = operator.make(**operator.base)
+    arguments[name] = arguments[name].to("meta")
+    with pytest.raises(ValueError, match="is on .*meta|on meta"):
+        operator.function(**arguments)
+
+
+@each(operators=[x for x in OPERATORS if {"batch", "windows"} & inspect.signature(x.make).parameters.keys()])
+def test_nothing_to_do(operator, backend):
+    """No rows, or no windows."""
+    axis = "windows" if "windows" in inspect.signature(operator.make).parameters else "batch"
+    arguments, larger = operator.make(**{axis: 2}), operator.make(**{axis: 3})
+    for key, x in arguments.items():
+        if isinstance(x, torch.Tensor):
+            for n, (old, new) in enumerate(zip(x.shape, larger[key].shape, strict=True)):
+                x = x.narrow(n, 0, 0 if old < new else old)
+            arguments[key] = x
+    inputs, leaves = differentiable(operator, arguments)
+    found = operator.run(inputs, backend=backend)
+    wanted, more = (expected(operator, {axis: n}) for n in (2, 3))
+    for x, y, z in zip(found, wanted.results, more.results, strict=True):
+        assert x.shape == tuple(m if m == n else 0 for m, n in zip(y.shape, z.shape, strict=True))
+    ones = [
+        torch.ones_like(x) if weight is not None else None for x, weight in zip(found, wanted.weights, strict=True)
+    ]
+    for key, grad in weighted_gradients(found, leaves, ones).items():
+        assert torch.equal(grad, torch.zeros_like(leaves[key]))
 
 
 @each()

@@ -50,9 +50,21 @@ def custom_op(
     if restores:
         triton = _restoring(triton, written)
     operator = name.rstrip("_")
-    run = _choose(operator, eager, triton)
+    run_any = _choose(operator, eager, triton)
+
+    def make(*arguments):
+        return fake(*(arguments if triton is None else arguments[:-1]))
+
+    def run(*arguments):
+        if arguments[0] is not None and arguments[0].numel() == 0:  # there may be nothing to do, as without any rows
+            results = make(*arguments)
+            found = results if isinstance(results, tuple) else (results,)
+            if not any(x is not None and x.numel() for x in (*found, *(arguments[n] for n in written))):
+                return results
+        return run_any(*arguments)
+
     op = _define(name, run, eager, triton, mutates_args)
-    op.register_fake(lambda *arguments: fake(*(arguments if triton is None else arguments[:-1])))
+    op.register_fake(make)
     call = _with_shortcut(op, run, written)
     if eager_backward is None:
         return call
@@ -63,6 +75,8 @@ def custom_op(
         return [x for x in arguments[outputs : outputs + gradients] if x is not None]
 
     def run_backward(*arguments):
+        if not any(x is not None and x.numel() for x in arguments[:outputs]):
+            return [x.new_zeros(x.shape) for x in given(arguments)]
         return [x.to(of.dtype).contiguous() for x, of in zip(run_either(*arguments), given(arguments), strict=True)]
 
     backward = _define(f"{name}_backward", run_backward, eager_backward, triton)

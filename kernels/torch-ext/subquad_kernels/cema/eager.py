@@ -173,7 +173,7 @@ class _Tables:
         while powers.shape[-1] < chunk:
             powers = torch.cat((powers, powers * step.unsqueeze(-1)), dim=-1)
             step = step * step
-        gamma = torch.view_as_complex(gamma.to(a.dtype).contiguous())
+        gamma = torch.complex(*gamma.to(a.dtype).unbind(-1))
         kernel = ((gamma * a).unsqueeze(1) @ powers).squeeze(1).real.to(dtype)
         self.complex = torch.complex(kernel, kernel).dtype
         # q^0 ... q^C (D, N, C + 1). They and the other tensors have the dtype of the products.
@@ -233,7 +233,7 @@ def _enter(layout, tables, added, initial_state):
     """The states that enter the chunks, (D, B, n, N), from what each chunk adds to a state."""
     state = torch.zeros_like(added[:, :, 0])
     if initial_state is not None:
-        state = torch.view_as_complex(initial_state.contiguous()).transpose(0, 1)
+        state = torch.complex(*initial_state.unbind(-1)).transpose(0, 1)
     decay, entering = tables.powers[..., -1].unsqueeze(1), torch.empty_like(added)
     for n in range(layout.chunks):
         if layout.fresh is not None:
@@ -299,7 +299,7 @@ def cema_chunked_backward(
     x, g = layout.to_chunks(x), layout.to_chunks(grad_out).flatten(1, 2)
     added = tables.to_complex(x.flatten(1, 2) @ tables.to_state).view(*x.shape[:3], -1)
     entering = _enter(layout, tables, added, initial_state)
-    grad_state = torch.view_as_complex(grad_state.contiguous()).transpose(0, 1)
+    grad_state = torch.complex(*grad_state.unbind(-1)).transpose(0, 1)
     if layout.cleared is not None:
         grad_state = grad_state.masked_fill(layout.cleared.unsqueeze(1), 0.0)
 

@@ -23,13 +23,13 @@ def cema_reference(
     n = torch.arange(1, size + 1, device=x.device, dtype=theta.dtype)
     angle = n * (2 * math.pi / size) * theta.sigmoid()[:, None]
     q = torch.polar(1 - a * delta.sigmoid(), angle)
-    gamma = torch.view_as_complex(gamma.contiguous())
+    gamma = torch.complex(*gamma.unbind(-1))
     if real is not None:
         x = x.masked_fill(~real.unsqueeze(-1), 0.0)
 
     h = torch.zeros(x.shape[0], *alpha.shape, dtype=q.dtype, device=x.device)
     if initial_state is not None:
-        h = torch.view_as_complex(initial_state.contiguous())
+        h = torch.complex(*initial_state.unbind(-1))
     out = []
     for t in range(x.shape[1]):
         if starts is not None:

@@ -27,8 +27,10 @@ def _make(chunk: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _kept(chunk: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):  # inference may make them first and training use them later
-        return _make(chunk, dtype, device)
+    # Inference may make them first and training use them later. Copying them waits for the device, once: another
+    # stream may use them, too.
+    with torch.inference_mode(False):
+        return _make(chunk, dtype, torch.device("cpu")).to(device)
 
 
 def _can_keep(x: torch.Tensor) -> bool:
