@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import subquad_kernels.backend
-import subquad_kernels.registration
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -333,7 +332,6 @@ class Launches:
         monkeypatch.setattr(subquad_kernels.backend, "_works", lambda device: self.works)
         monkeypatch.setattr(subquad_kernels.backend, "_failed", {})
         monkeypatch.setattr(subquad_kernels.backend, "_warned", set())
-        monkeypatch.setattr(subquad_kernels.registration, "_compiled", set())
 
     def __call__(self, kernel, grid, *arguments, **constants):
         if 0 in grid:

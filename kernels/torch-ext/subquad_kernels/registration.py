@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.autograd import forward_ad
 
-from .backend import KernelError, contiguous, dispatch, without_autocast
+from .backend import contiguous, dispatch, without_autocast
 
 
 # Another copy of this package in the same process registers its operators in a namespace of its own.
@@ -25,7 +25,6 @@ def custom_op(
     gradients: int = 0,
     outputs: int = 1,
     saved: int = 0,
-    restores: bool = False,
 ) -> Callable:
     """
     Registers an operator, and its backward pass as operator `name`_backward. Between them only the inputs are kept.
@@ -39,16 +38,14 @@ def custom_op(
         triton: imports the Triton kernels and returns the same one or two functions. The operator then has a last
             argument `backend`, see [`dispatch`].
         fake: takes the inputs and returns empty tensors of the shapes and dtypes of the outputs.
-        mutates_args: names of the arguments that are written to.
+        mutates_args: names of the arguments that are written to. Only the last kernel of a call may do that, so that
+            nothing has changed if one of them does not compile.
         gradients: number of inputs, the first ones, that have gradients.
         outputs: number of outputs.
         saved: number of outputs, the last ones, that only the backward pass needs. It takes them instead of their
             gradients.
-        restores: whether a kernel may turn out not to compile after another one has written to `mutates_args`.
     """
     written = [n for n, x in enumerate(inspect.signature(eager).parameters) if x in mutates_args]
-    if restores:
-        triton = _restoring(triton, written)
     operator = name.rstrip("_")
     run_any = _choose(operator, eager, triton)
 
@@ -142,39 +139,6 @@ def _is_plain(arguments: tuple) -> bool:
         elif kind not in _OPTIONS:
             return False
     return True
-
-
-# The kinds of calls whose kernels have all been compiled, of operators that would have to restore what they write to.
-_compiled: set[tuple] = set()
-
-
-def _restoring(triton: Callable, written: list[int]) -> Callable:
-    """
-    Lets the kernels of an operator leave its arguments as they were, if one of them fails. The first call of each kind
-    keeps copies for that; after it all kernels have been compiled.
-    """
-
-    def run(*inputs):
-        kind = (
-            triton,
-            *(
-                (x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x
-                for x in inputs
-            ),
-        )
-        if kind in _compiled:
-            return triton()[0](*inputs)
-        copies = [(inputs[n], inputs[n].clone()) for n in written]
-        try:
-            out = triton()[0](*inputs)
-        except KernelError:
-            for x, copy in copies:
-                x.copy_(copy)
-            raise
-        _compiled.add(kind)
-        return out
-
-    return lambda: (run,)
 
 
 def _choose(operator: str, eager: Callable, triton: Callable | None, first: int = 0) -> Callable:
