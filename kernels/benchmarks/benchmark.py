@@ -32,6 +32,7 @@ from measuring import (
     measure_ceilings,
     median_milliseconds,
     poisoned,
+    python_of,
     relative_error,
     run_benchmark,
     sets_beyond_cache,
@@ -378,6 +379,8 @@ def measure_case(case: Case, name: str, training: bool, graph: bool, options: ar
             call, case, options, most=20 if inplace and not case.states else 200
         )
         measured["MiB"] = extra_mebibytes(call, device)
+        if name == OURS and case.is_step and device != "cpu":
+            measured["note"] = python_of(call, device)
     if name in (*case.exact, *case.peers, OURS, EAGER, REFERENCE, COMPILED):
         measured["floor_milliseconds"] = floor(options, operations, moved)
         rate = ("teraflops", operations / 1e9) if operations else ("gigabytes_per_second", moved / 1e6)

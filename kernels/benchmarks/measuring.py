@@ -100,6 +100,24 @@ def wall_milliseconds(function: Callable[[], Any], device: str) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def python_of(function: Callable[[], Any], device: str) -> str:
+    """The time that Python takes for a call on a GPU, which works meanwhile or later."""
+
+    def microseconds(function):
+        times = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(5):
+                function()
+            times.append(time.perf_counter() - start)
+        return min(times) / 5 * 1e6
+
+    one = torch.ones(1, device=device)
+    call, add = microseconds(function), microseconds(lambda: torch.add(one, 1))
+    return f"{call:.1f} us of Python, {call / add:.1f} times torch.add"
+
+
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:
     """A CUDA graph of the function."""
     side = torch.cuda.Stream()

@@ -254,6 +254,8 @@ def test_every_part_runs_on_a_gpu(name, modules, run, monkeypatch, capsys):
     assert {row["part"] for row in rows} >= {"check", "operator", "first"}
     steps = {row["what"].rpartition(" step")[2] for row in rows if row["part"] == "step"}
     assert steps == ({"", ", graph"} if "step quick" in kind.sizes else set())
+    ours = [row for row in rows if row["part"] == "step" and row["implementation"] == "subquad"]
+    assert all("times torch.add" in row["note"] for row in ours if row["what"].endswith(" step"))
     found = {row["implementation"] for row in rows}
     assert ("eager" in found) == kind.has_kernels
     assert ("fla" in found) == (name in FLA)
