@@ -12,6 +12,10 @@ import triton.language as tl
 from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2
 
 
+# Arguments that depend on the number of rows. A kernel is not compiled again for special values of them.
+OF_LENGTH = ("rows", "strip")
+
+
 @triton.jit
 def _strip(rows, heads, size, strip, HEADS: tl.constexpr, SIZE: tl.constexpr):
     """The first row, the row after the last one, the index of the strip, the columns of the heads and their mask."""
@@ -38,7 +42,7 @@ def _normalize(x, mask, size, eps):
     return centred * rstd, rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LENGTH)
 def _forward_kernel(
     x,
     gate,
@@ -64,7 +68,7 @@ def _forward_kernel(
         tl.store(out + here + columns, gated.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LENGTH)
 def _backward_kernel(
     grad,
     x,

@@ -13,6 +13,10 @@ import triton.language as tl
 from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2
 
 
+# Arguments that depend on the number of tokens. A kernel is not compiled again for special values of them.
+OF_LENGTH = ("tokens", "length", "starts_stride", "strip")
+
+
 @triton.jit
 def _strip(length, width, strip, COLUMNS: tl.constexpr):
     """The row, the first token of the strip, the token after its last one, its index, the columns and their mask."""
@@ -56,7 +60,7 @@ def _load_previous(x, state, row, t, length, width, columns, mask):
     return previous
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LENGTH)
 def _forward_kernel(
     x,
     state,
@@ -66,7 +70,7 @@ def _forward_kernel(
     y,
     length,
     width,
-    plane,
+    tokens,
     starts_stride,
     strip,
     N: tl.constexpr,
@@ -74,7 +78,7 @@ def _forward_kernel(
 ):
     row, start, stop, _, columns = _strip(length, width, strip, COLUMNS)
     mask = columns < width
-    plane = tl.cast(plane, tl.int64)
+    plane = tl.cast(tokens, tl.int64) * width
 
     mus = _load_each(mu, width, columns, mask, N)
     previous = _load_previous(x, state, row, start, length, width, columns, mask)
@@ -104,7 +108,7 @@ def _given(grad, mus, offset, starts, t, here, plane, columns, mask, N: tl.const
     return given
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LENGTH)
 def _backward_kernel(
     grad,
     x,
@@ -118,7 +122,7 @@ def _backward_kernel(
     grad_offset,
     length,
     width,
-    plane,
+    tokens,
     starts_stride,
     strip,
     N: tl.constexpr,
@@ -127,7 +131,7 @@ def _backward_kernel(
     """Writes the sums over each strip to `grad_mu` (strips, N, width)."""
     row, start, stop, number, columns = _strip(length, width, strip, COLUMNS)
     mask = columns < width
-    plane = tl.cast(plane, tl.int64)
+    plane = tl.cast(tokens, tl.int64) * width
     if starts is not None:
         starts += row * starts_stride
 
@@ -181,7 +185,7 @@ class _Plan:
 
     def __init__(self, x, n, starts, share, longest):
         batch, self.length, self.width = x.shape
-        self.plane, self.n = x.numel(), n
+        self.tokens, self.n = batch * self.length, n
         self.starts_stride = 0 if starts is None or starts.shape[0] == 1 else self.length
         self.columns = min(next_power_of_2(self.width), 512)
         self.num_warps = max(self.columns // (32 * share), 1)
@@ -196,7 +200,7 @@ class _Plan:
         launch(
             kernel,
             self.grid,
-            *(*arguments, self.length, self.width, self.plane, self.starts_stride, self.strip),
+            *(*arguments, self.length, self.width, self.tokens, self.starts_stride, self.strip),
             N=self.n,
             COLUMNS=self.columns,
             num_warps=self.num_warps,

@@ -27,6 +27,10 @@ from ..segments import Segments, dot, exp, expm1, operands, program, tokens
 from .masks import operand_dtype
 
 
+# Arguments that depend on the length of the sequences. A kernel is not compiled again for special values of them.
+OF_LENGTH = ("T", "SEGMENT", "SEGMENTS", "SLOTS")
+
+
 @triton.jit
 def _sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """mask @ x. The mask is exact in any dtype; an x that is not is split into two parts."""
@@ -82,7 +86,7 @@ def _load_decay(log_w, first, head, offsets, mask, ks, H, K: tl.constexpr, STATI
     return tl.where(finite < -1e4, -1e4, finite).to(w.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LENGTH)
 def _chunk_kernel(
     r,
     k,
@@ -149,7 +153,7 @@ def _chunk_kernel(
         tl.store(scores + pairs, of_pairs.to(scores.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LENGTH)
 def _state_kernel(
     q,
     x,
@@ -236,7 +240,7 @@ def _state_kernel(
         tl.store(summed + (segment.to(tl.int64) * H + head) * K + ks, total, mask=ks < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LENGTH)
 def _gradient_kernel(
     g,
     r,
