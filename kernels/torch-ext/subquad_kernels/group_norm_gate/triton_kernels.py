@@ -2,7 +2,8 @@
 The gated norm of the heads as Triton kernels.
 
 A program computes a few heads of a strip of consecutive rows. So weight and bias are read once, and in the backward
-pass their gradients are sums in registers. Mean and variance are computed again instead of kept.
+pass their gradients are sums in registers. Mean and variance are computed again instead of kept. The backward pass has
+more to compute between its loads, so it reads rows before it needs them.
 """
 
 import torch
@@ -91,7 +92,7 @@ def _backward_kernel(
     start, stop, number, columns, mask = _strip(rows, heads, size, strip, HEADS, SIZE)
     w, b = _load(weight + columns, mask), _load(bias + columns, mask)
     weight_sum, bias_sum = tl.zeros((HEADS, SIZE), tl.float32), tl.zeros((HEADS, SIZE), tl.float32)
-    for row in range(start, stop):
+    for row in tl.range(start, stop, num_stages=3):
         here = row * heads * size
         values = _load(x + here + columns, mask)
         g = _load(gate + here + columns, mask)

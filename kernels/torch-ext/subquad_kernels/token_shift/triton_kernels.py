@@ -3,7 +3,8 @@ The token shift as Triton kernels.
 
 A program computes a block of columns of a strip of consecutive tokens, with the previous token in registers, so that
 each x is read once. The backward pass goes from the last token to the first, because each token adds to the gradient
-of the one before it, and sums the gradient of mu over the strip. A strip also reads one token of its neighbour.
+of the one before it, and sums the gradient of mu over the strip. It reads tokens before it needs them. A strip also
+reads one token of its neighbour.
 """
 
 import torch
@@ -145,7 +146,7 @@ def _backward_kernel(
         here = (row * length + stop) * width
         given = _given(grad, mus, offset, starts, stop, here, plane, columns, mask, N)
     current = _load(x + (row * length + stop - 1) * width + columns, mask)
-    for step in range(stop - start):
+    for step in tl.range(stop - start, num_stages=3):
         t = stop - 1 - step
         here = (row * length + t) * width
         grads = _load_each(grad + here, plane, columns, mask, N)
