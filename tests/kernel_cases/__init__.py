@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -357,6 +358,36 @@ def poisoned() -> Iterator[None]:
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
             torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+class Waits:
+    """Notes where Python reads values of tensors, for which it would wait on a GPU."""
+
+    READING = "tolist", "item", "nonzero", "__bool__", "__int__", "__float__", "__index__"
+
+    def __enter__(self):
+        self.found, self.context = [], pytest.MonkeyPatch()
+        for name in self.READING:
+            self.context.setattr(torch.Tensor, name, self.noting(name, getattr(torch.Tensor, name)))
+        # An index of bools is looked for in the profile, because torch does not call the method.
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self.profile.__enter__()
+        return self
+
+    def noting(self, name, method):
+        def read(tensor, *args, **kwargs):
+            self.found.append((name, traceback.format_stack(limit=3)[0]))
+            return method(tensor, *args, **kwargs)
+
+        return read
+
+    def __exit__(self, *error):
+        self.profile.__exit__(*error)
+        self.context.undo()
+        counts = {event.key: event.count for event in self.profile.key_averages()}
+        indices = sum(counts.get(f"aten::{name}", 0) for name in ("nonzero", "masked_select", "_unique2"))
+        indices -= [name for name, _ in self.found].count("nonzero")
+        self.found += [("an index of bools", "")] * indices
 
 
 class Made(TorchDispatchMode):

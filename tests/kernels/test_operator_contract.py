@@ -13,6 +13,7 @@ from kernel_cases import (
     TRITON,
     Expected,
     Launches,
+    Waits,
     assert_as_expected,
     assert_close,
     assert_results,
@@ -550,37 +551,26 @@ def test_eager_takes_over(operator, name, kind, monkeypatch):
     assert number > 0 or kind != "forward"
 
 
-# What reads values, for which Python would wait on a GPU.
-READING = "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2"
-
-
 @calls()
 def test_python_does_not_wait_for_the_device(operator, name, backend, monkeypatch):
-    """With kernels never, and in plain torch once in a call at most. Between layers of a model nothing else waits."""
-    monkeypatch.setattr(torch, "_assert_async", lambda *arguments: None)  # which waits on a CPU only
+    """With kernels never, and in plain torch once in a call at most."""
     for path in ("eager", "triton_kernels") if operator.kernels else ("eager",):
         monkeypatch.setattr(operator.module(path), "can_read_without_sync", lambda x: False, raising=False)
     if backend == "triton":
         Launches(monkeypatch, operator)
-    waits = []
-
-    def count(function):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            results = function()
-        found = {event.key: event.count for event in profile.key_averages()}
-        waits.append(sum(found.get(f"aten::{name}", 0) for name in READING))
-        return results
-
     arguments = operator.make(**operator.examples[name].sizes)
     inputs, leaves = differentiable(operator, arguments)
-    results = [x for x in count(lambda: operator.run(inputs, backend=backend)) if x.requires_grad]
-    if results:
-        grads = [torch.ones_like(x) for x in results]
-        count(lambda: torch.autograd.grad(results, list(leaves.values()), grads, allow_unused=True))
-    options = {"inplace": True} if name in operator.in_place else {}
-    with torch.no_grad():
-        count(lambda: operator.function(**arguments, **options, backend=backend))
-    assert max(waits) <= (0 if backend == "triton" else 1), waits
+    options, most = {"inplace": True} if name in operator.in_place else {}, 0 if backend == "triton" else 1
+    with Waits() as forward:
+        results = [x for x in operator.run(inputs, backend=backend) if x.requires_grad]
+    grads = [torch.ones_like(x) for x in results]
+    with Waits() as backward:
+        if results:
+            torch.autograd.grad(results, list(leaves.values()), grads, allow_unused=True)
+    with Waits() as inference, torch.no_grad():
+        operator.function(**arguments, **options, backend=backend)
+    for waits in (forward, backward, inference):
+        assert len(waits.found) <= most, waits.found
 
 
 @TRITON
