@@ -1,10 +1,10 @@
 """
 The complex moving average as Triton kernels.
 
-A thread computes a channel token by token over a segment, with all its states in registers. So nothing passes between
-threads, x is read and out is written once, and the states are enough independent sums to keep a multiprocessor busy.
-While a thread computes AHEAD tokens, the next ones are loaded. If there are few channels, a row is cut into segments,
-and two light passes compute the state that enters each.
+A thread computes a channel token by token over a segment, with all its states in registers: a column of a tile
+(states, channels). So nothing passes between threads, x is read and out is written once, and the states are enough
+independent sums to keep a multiprocessor busy. While a thread computes AHEAD tokens, the next ones are loaded. If
+there are few channels, a row is cut into segments, and two light passes compute the state that enters each.
 
 The gradient of the state is the same recurrence from the last token to the first, with gamma in place of a. It gives
 the gradients of x and of the factor a of x. Those of gamma and q come from a pass forward that computes dh/dq along
@@ -90,52 +90,16 @@ def _coefficients_kernel(
 
 
 @triton.jit
-def _each(pointers, stride, mask, N: tl.constexpr):
-    loaded = ()
-    for n in tl.static_range(N):
-        loaded += (tl.load(pointers + n * stride, mask=mask, other=0.0),)
-    return loaded
+def _coefficients(coefficients, row, N, D, n, channels, mask):
+    """One row of the coefficients of some states of the channels."""
+    return tl.load(coefficients + (row * N + n) * D + channels[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _coefficients(coefficients, row, size, D, channels, mask, N: tl.constexpr):
-    """One row of the coefficients, from the state that `coefficients` points to on, as a tuple over states."""
-    return _each(coefficients + row * size + channels, D, mask, N)
-
-
-@triton.jit
-def _zeros(BLOCK: tl.constexpr, N: tl.constexpr):
-    zeros = ()
-    for _ in tl.static_range(N):
-        zeros += (tl.zeros((BLOCK,), tl.float32),)
-    return zeros
-
-
-@triton.jit
-def _product(a_re, a_im, b_re, b_im, N: tl.constexpr):
-    re, im = (), ()
-    for n in tl.static_range(N):
-        re += (a_re[n] * b_re[n] - a_im[n] * b_im[n],)
-        im += (a_re[n] * b_im[n] + a_im[n] * b_re[n],)
-    return re, im
-
-
-@triton.jit
-def _times(factor, x, N: tl.constexpr):
-    scaled = ()
-    for n in tl.static_range(N):
-        scaled += (factor * x[n],)
-    return scaled
-
-
-@triton.jit
-def _undrifted(drift_re, drift_im, share, re, im, N: tl.constexpr):
+def _undrifted(drift_re, drift_im, share, re, im):
     """The states times 1 + drift * share, where `share` is the fraction of real tokens in the chunk."""
-    new_re, new_im = (), ()
-    for n in tl.static_range(N):
-        new_re += (re[n] + share * (drift_re[n] * re[n] - drift_im[n] * im[n]),)
-        new_im += (im[n] + share * (drift_re[n] * im[n] + drift_im[n] * re[n]),)
-    return new_re, new_im
+    new_re = re + share * (drift_re * re - drift_im * im)
+    return new_re, im + share * (drift_re * im + drift_im * re)
 
 
 @triton.jit
@@ -186,39 +150,31 @@ def _step(
     gamma_im,
     is_start,
     is_real,
-    BLOCK: tl.constexpr,
-    N: tl.constexpr,
     REVERSE: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """One token: the states after it, the sums, and the output."""
-    plus, minus = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    result = tl.zeros_like(x)
     if is_start and not REVERSE:
-        h_re, h_im = _zeros(BLOCK, N), _zeros(BLOCK, N)
+        h_re, h_im = tl.zeros_like(h_re), tl.zeros_like(h_im)
     if is_real:
-        new_re, new_im, new_sums = (), (), ()
-        for n in tl.static_range(N):
-            if REVERSE:
-                re, im = h_re[n] + gamma_re[n] * x, h_im[n] + gamma_im[n] * x
-                plus += a[n] * re
-                new_sums += (sums[n] + re * y if SUMS else sums[n],)
-                new_re += (q_re[n] * re - q_im[n] * im,)
-                new_im += (q_re[n] * im + q_im[n] * re,)
-            else:
-                re = q_re[n] * h_re[n] - q_im[n] * h_im[n] + a[n] * x
-                im = q_re[n] * h_im[n] + q_im[n] * h_re[n]
-                plus += gamma_re[n] * re
-                minus += gamma_im[n] * im
-                new_sums += (sums[n],)
-                new_re += (re,)
-                new_im += (im,)
-        h_re, h_im, sums = new_re, new_im, new_sums
+        if REVERSE:
+            re, im = h_re + gamma_re * x[None, :], h_im + gamma_im * x[None, :]
+            result = tl.sum(a * re, 0)
+            if SUMS:
+                sums += re * y[None, :]
+            h_re, h_im = q_re * re - q_im * im, q_re * im + q_im * re
+        else:
+            h_re, h_im = q_re * h_re - q_im * h_im + a * x[None, :], q_re * h_im + q_im * h_re
+            result = tl.sum(gamma_re * h_re, 0) - tl.sum(gamma_im * h_im, 0)
     if is_start and REVERSE:
-        h_re, h_im = _zeros(BLOCK, N), _zeros(BLOCK, N)
-    return h_re, h_im, sums, plus - minus
+        h_re, h_im = tl.zeros_like(h_re), tl.zeros_like(h_im)
+    return h_re, h_im, sums, result
 
 
-@triton.jit(do_not_specialize=["T", "SEGMENT", "SEGMENTS"])  # these differ from text to text
+# The first ones differ from text to text. Were the width known to be a multiple of 16, loads of the coefficients would
+# give a thread some states of several channels; it needs all states of one, whose sum then passes between no threads.
+@triton.jit(do_not_specialize=["T", "SEGMENT", "SEGMENTS", "D"])
 def _average_kernel(
     x,
     y,
@@ -237,6 +193,7 @@ def _average_kernel(
     D,
     TILES,
     N: tl.constexpr,
+    STATES: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -254,17 +211,20 @@ def _average_kernel(
     shift = row * (starts_stride - T)  # from a token to its index in `starts`
     channels = tile * BLOCK + tl.arange(0, BLOCK)
     mask = channels < D
-    size = N * D
-    q_re = _coefficients(coefficients, Q, size, D, channels, mask, N)
-    q_im = _coefficients(coefficients, Q + 1, size, D, channels, mask, N)
-    a = _coefficients(coefficients, A, size, D, channels, mask, N)
-    gamma_re = _coefficients(coefficients, GAMMA, size, D, channels, mask, N)
-    gamma_im = _coefficients(coefficients, GAMMA + 1, size, D, channels, mask, N)
-    here = (segment.to(tl.int64) * D + channels) * (2 * N)
-    h_re, h_im, sums = _zeros(BLOCK, N), _zeros(BLOCK, N), _zeros(BLOCK, N)
+    n = tl.arange(0, STATES)[:, None]
+    there = mask[None, :] & (n < N)
+    q_re = _coefficients(coefficients, Q, N, D, n, channels, there)
+    q_im = _coefficients(coefficients, Q + 1, N, D, n, channels, there)
+    a = _coefficients(coefficients, A, N, D, n, channels, there)
+    gamma_re = _coefficients(coefficients, GAMMA, N, D, n, channels, there)
+    gamma_im = _coefficients(coefficients, GAMMA + 1, N, D, n, channels, there)
+    here = ((segment.to(tl.int64) * D + channels)[None, :] * N + n) * 2
+    h_re, h_im = tl.zeros((STATES, BLOCK), tl.float32), tl.zeros((STATES, BLOCK), tl.float32)
+    sums = tl.zeros((STATES, BLOCK), tl.float32)
+    SIGN: tl.constexpr = -1.0 if REVERSE else 1.0
     if states is not None:
-        h_re = _each(states + here, 2, mask, N)
-        h_im = _times(-1 if REVERSE else 1, _each(states + here + 1, 2, mask, N), N)
+        h_re = tl.load(states + here, mask=there, other=0.0)
+        h_im = SIGN * tl.load(states + here + 1, mask=there, other=0.0)
     SUMS: tl.constexpr = grad_a is not None
 
     ahead = _load_block(x, 0, begin, stop, D, channels, mask, AHEAD, REVERSE)
@@ -279,9 +239,9 @@ def _average_kernel(
         count, begins = _chunk_flags(starts, real, first, first + shift, length, CHUNK)
         decays += count
         cleared = tl.maximum(cleared, begins)
-        drift_re = _coefficients(coefficients, DRIFT, size, D, channels, mask, N)
-        drift_im = _coefficients(coefficients, DRIFT + 1, size, D, channels, mask, N)
-        h_re, h_im = _undrifted(drift_re, drift_im, count.to(tl.float32) / CHUNK, h_re, h_im, N)
+        drift_re = _coefficients(coefficients, DRIFT, N, D, n, channels, there)
+        drift_im = _coefficients(coefficients, DRIFT + 1, N, D, n, channels, there)
+        h_re, h_im = _undrifted(drift_re, drift_im, count.to(tl.float32) / CHUNK, h_re, h_im)
         even = before + length // AHEAD * AHEAD
         for s in range(before, even, AHEAD):
             now, now_y = ahead, ahead_y
@@ -294,8 +254,7 @@ def _average_kernel(
                 h_re, h_im, sums, result = _step(
                     now[i].to(tl.float32),
                     now_y[i].to(tl.float32),
-                    *(h_re, h_im, sums, q_re, q_im, a, gamma_re, gamma_im, is_start, is_real),
-                    *(BLOCK, N, REVERSE, SUMS),
+                    *(h_re, h_im, sums, q_re, q_im, a, gamma_re, gamma_im, is_start, is_real, REVERSE, SUMS),
                 )
                 if out is not None:
                     tl.store(out + t * D + channels, result.to(out.dtype.element_ty), mask=mask)
@@ -308,19 +267,16 @@ def _average_kernel(
             is_start, is_real = _token_flags(starts, real, t, t + shift, count, begins, length)
             h_re, h_im, sums, result = _step(
                 *(now_x, now_y, h_re, h_im, sums, q_re, q_im, a, gamma_re, gamma_im, is_start, is_real),
-                *(BLOCK, N, REVERSE, SUMS),
+                *(REVERSE, SUMS),
             )
             if out is not None:
                 tl.store(out + t * D + channels, result.to(out.dtype.element_ty), mask=mask)
 
     if final is not None:
-        h_im = _times(-1 if REVERSE else 1, h_im, N)
-        for n in tl.static_range(N):
-            tl.store(final + here + 2 * n, h_re[n], mask=mask)
-            tl.store(final + here + 2 * n + 1, h_im[n], mask=mask)
+        tl.store(final + here, h_re, mask=there)
+        tl.store(final + here + 1, SIGN * h_im, mask=there)
     if SUMS:
-        for n in tl.static_range(N):
-            tl.store(grad_a + (segment.to(tl.int64) * N + n) * D + channels, sums[n], mask=mask)
+        tl.store(grad_a + (segment.to(tl.int64) * N + n) * D + channels[None, :], sums, mask=there)
     if steps is not None:
         tl.store(steps + segment, tl.where(cleared > 0, -1, decays))
 
@@ -369,45 +325,23 @@ def _carry_kernel(
 
 @triton.jit
 def _gradient_step(
-    x,
-    g,
-    h_re,
-    h_im,
-    p_re,
-    p_im,
-    sum_h_re,
-    sum_h_im,
-    sum_p_re,
-    sum_p_im,
-    q_re,
-    q_im,
-    a,
-    is_start,
-    is_real,
-    BLOCK: tl.constexpr,
-    N: tl.constexpr,
+    x, g, h_re, h_im, p_re, p_im, sum_h_re, sum_h_im, sum_p_re, sum_p_im, q_re, q_im, a, is_start, is_real
 ):
     """One token: h, p = dh/dq, and the sums of each times the gradient of out."""
     if is_start:
-        h_re, h_im, p_re, p_im = _zeros(BLOCK, N), _zeros(BLOCK, N), _zeros(BLOCK, N), _zeros(BLOCK, N)
+        h_re, h_im = tl.zeros_like(h_re), tl.zeros_like(h_im)
+        p_re, p_im = tl.zeros_like(p_re), tl.zeros_like(p_im)
     if is_real:
-        new_h_re, new_h_im, new_p_re, new_p_im = (), (), (), ()
-        new_sum_h_re, new_sum_h_im, new_sum_p_re, new_sum_p_im = (), (), (), ()
-        for n in tl.static_range(N):
-            new_p_re += (q_re[n] * p_re[n] - q_im[n] * p_im[n] + h_re[n],)
-            new_p_im += (q_re[n] * p_im[n] + q_im[n] * p_re[n] + h_im[n],)
-            new_h_re += (q_re[n] * h_re[n] - q_im[n] * h_im[n] + a[n] * x,)
-            new_h_im += (q_re[n] * h_im[n] + q_im[n] * h_re[n],)
-            new_sum_p_re += (sum_p_re[n] + g * new_p_re[n],)
-            new_sum_p_im += (sum_p_im[n] + g * new_p_im[n],)
-            new_sum_h_re += (sum_h_re[n] + g * new_h_re[n],)
-            new_sum_h_im += (sum_h_im[n] + g * new_h_im[n],)
-        h_re, h_im, p_re, p_im = new_h_re, new_h_im, new_p_re, new_p_im
-        sum_h_re, sum_h_im, sum_p_re, sum_p_im = new_sum_h_re, new_sum_h_im, new_sum_p_re, new_sum_p_im
+        p_re, p_im = q_re * p_re - q_im * p_im + h_re, q_re * p_im + q_im * p_re + h_im
+        h_re, h_im = q_re * h_re - q_im * h_im + a * x[None, :], q_re * h_im + q_im * h_re
+        sum_p_re += g[None, :] * p_re
+        sum_p_im += g[None, :] * p_im
+        sum_h_re += g[None, :] * h_re
+        sum_h_im += g[None, :] * h_im
     return h_re, h_im, p_re, p_im, sum_h_re, sum_h_im, sum_p_re, sum_p_im
 
 
-@triton.jit(do_not_specialize=["T", "SEGMENT", "SEGMENTS"])  # these differ from text to text
+@triton.jit(do_not_specialize=["T", "SEGMENT", "SEGMENTS", "D"])
 def _rate_gradient_kernel(
     g,
     x,
@@ -434,27 +368,27 @@ def _rate_gradient_kernel(
     What a segment adds to the conjugated gradients of gamma and q in PART of the N states, to `grads` (4, segments, N,
     D). `states` enter the segment (None means zeros), `grad_states` are the gradients of those that leave it.
     """
-    tile, part = tl.program_id(0) % TILES, tl.program_id(0) // TILES % (N // PART) * PART
-    segment = tl.program_id(0) // TILES // (N // PART)
+    PARTS: tl.constexpr = (N + PART - 1) // PART
+    tile, part = tl.program_id(0) % TILES, tl.program_id(0) // TILES % PARTS
+    segment = tl.program_id(0) // TILES // PARTS
     begin, stop = tokens(None, segment, T, SEGMENT, SEGMENTS, False)
     row = (segment // SEGMENTS).to(tl.int64)
     shift = row * (starts_stride - T)
     channels = tile * BLOCK + tl.arange(0, BLOCK)
     mask = channels < D
-    size = N * D
-    coefficients += part * D
-    q_re = _coefficients(coefficients, Q, size, D, channels, mask, PART)
-    q_im = _coefficients(coefficients, Q + 1, size, D, channels, mask, PART)
-    a = _coefficients(coefficients, A, size, D, channels, mask, PART)
-    here = ((segment.to(tl.int64) * D + channels) * N + part) * 2
+    n = part * PART + tl.arange(0, PART)[:, None]
+    there = mask[None, :] & (n < N)
+    q_re = _coefficients(coefficients, Q, N, D, n, channels, there)
+    q_im = _coefficients(coefficients, Q + 1, N, D, n, channels, there)
+    a = _coefficients(coefficients, A, N, D, n, channels, there)
+    here = ((segment.to(tl.int64) * D + channels)[None, :] * N + n) * 2
+    h_re, h_im = tl.zeros((PART, BLOCK), tl.float32), tl.zeros((PART, BLOCK), tl.float32)
     if states is not None:
-        h_re = _each(states + here, 2, mask, PART)
-        h_im = _each(states + here + 1, 2, mask, PART)
-    else:
-        h_re, h_im = _zeros(BLOCK, PART), _zeros(BLOCK, PART)
-    p_re, p_im = _zeros(BLOCK, PART), _zeros(BLOCK, PART)  # dh/dq
-    sum_h_re, sum_h_im = _zeros(BLOCK, PART), _zeros(BLOCK, PART)
-    sum_p_re, sum_p_im = _zeros(BLOCK, PART), _zeros(BLOCK, PART)
+        h_re = tl.load(states + here, mask=there, other=0.0)
+        h_im = tl.load(states + here + 1, mask=there, other=0.0)
+    p_re, p_im = tl.zeros((PART, BLOCK), tl.float32), tl.zeros((PART, BLOCK), tl.float32)  # dh/dq
+    sum_h_re, sum_h_im = tl.zeros((PART, BLOCK), tl.float32), tl.zeros((PART, BLOCK), tl.float32)
+    sum_p_re, sum_p_im = tl.zeros((PART, BLOCK), tl.float32), tl.zeros((PART, BLOCK), tl.float32)
 
     ahead_x = _load_block(x, 0, begin, stop, D, channels, mask, AHEAD, False)
     ahead_g = _load_block(g, 0, begin, stop, D, channels, mask, AHEAD, False)
@@ -463,10 +397,10 @@ def _rate_gradient_kernel(
         length = tl.minimum(total - before, CHUNK)
         first = begin + before
         count, begins = _chunk_flags(starts, real, first, first + shift, length, CHUNK)
-        drift_re = _coefficients(coefficients, DRIFT, size, D, channels, mask, PART)
-        drift_im = _coefficients(coefficients, DRIFT + 1, size, D, channels, mask, PART)
-        h_re, h_im = _undrifted(drift_re, drift_im, count.to(tl.float32) / CHUNK, h_re, h_im, PART)
-        p_re, p_im = _undrifted(drift_re, drift_im, count.to(tl.float32) / CHUNK, p_re, p_im, PART)
+        drift_re = _coefficients(coefficients, DRIFT, N, D, n, channels, there)
+        drift_im = _coefficients(coefficients, DRIFT + 1, N, D, n, channels, there)
+        h_re, h_im = _undrifted(drift_re, drift_im, count.to(tl.float32) / CHUNK, h_re, h_im)
+        p_re, p_im = _undrifted(drift_re, drift_im, count.to(tl.float32) / CHUNK, p_re, p_im)
         even = before + length // AHEAD * AHEAD
         for s in range(before, even, AHEAD):
             now_x, now_g = ahead_x, ahead_g
@@ -479,7 +413,7 @@ def _rate_gradient_kernel(
                     now_x[i].to(tl.float32),
                     now_g[i].to(tl.float32),
                     *(h_re, h_im, p_re, p_im, sum_h_re, sum_h_im, sum_p_re, sum_p_im),
-                    *(q_re, q_im, a, is_start, is_real, BLOCK, PART),
+                    *(q_re, q_im, a, is_start, is_real),
                 )
         for s in range(even, before + length):
             t = begin + s
@@ -488,22 +422,21 @@ def _rate_gradient_kernel(
             is_start, is_real = _token_flags(starts, real, t, t + shift, count, begins, length)
             h_re, h_im, p_re, p_im, sum_h_re, sum_h_im, sum_p_re, sum_p_im = _gradient_step(
                 *(one_x, one_g, h_re, h_im, p_re, p_im, sum_h_re, sum_h_im, sum_p_re, sum_p_im),
-                *(q_re, q_im, a, is_start, is_real, BLOCK, PART),
+                *(q_re, q_im, a, is_start, is_real),
             )
 
-    gamma_re = _coefficients(coefficients, GAMMA, size, D, channels, mask, PART)
-    gamma_im = _coefficients(coefficients, GAMMA + 1, size, D, channels, mask, PART)
-    q_re, q_im = _product(gamma_re, gamma_im, sum_p_re, sum_p_im, PART)
-    grad_re = _each(grad_states + here, 2, mask, PART)
-    grad_im = _times(-1, _each(grad_states + here + 1, 2, mask, PART), PART)
-    p_re, p_im = _product(grad_re, grad_im, p_re, p_im, PART)
+    gamma_re = _coefficients(coefficients, GAMMA, N, D, n, channels, there)
+    gamma_im = _coefficients(coefficients, GAMMA + 1, N, D, n, channels, there)
+    grad_re = tl.load(grad_states + here, mask=there, other=0.0)
+    grad_im = -tl.load(grad_states + here + 1, mask=there, other=0.0)
+    of_q_re = gamma_re * sum_p_re - gamma_im * sum_p_im + grad_re * p_re - grad_im * p_im
+    of_q_im = gamma_re * sum_p_im + gamma_im * sum_p_re + grad_re * p_im + grad_im * p_re
     plane = tl.cast(PLANE, tl.int64)
-    for n in tl.static_range(PART):
-        place = grads + (segment.to(tl.int64) * N + part + n) * D + channels
-        tl.store(place, sum_h_re[n], mask=mask)
-        tl.store(place + plane, sum_h_im[n], mask=mask)
-        tl.store(place + 2 * plane, q_re[n] + p_re[n], mask=mask)
-        tl.store(place + 3 * plane, q_im[n] + p_im[n], mask=mask)
+    place = grads + (segment.to(tl.int64) * N + n) * D + channels[None, :]
+    tl.store(place, sum_h_re, mask=there)
+    tl.store(place + plane, sum_h_im, mask=there)
+    tl.store(place + 2 * plane, of_q_re, mask=there)
+    tl.store(place + 3 * plane, of_q_im, mask=there)
 
 
 @triton.jit
@@ -615,7 +548,7 @@ class _Plan(Segments):
         batch, length, self.width = x.shape
         self.size = alpha.shape[1]
         # A thread computes a channel; three programs of 64 threads per multiprocessor hide the latency of a token.
-        self.walking = {"BLOCK": 64, "CHUNK": 64, "AHEAD": 4, "num_warps": 2 if torch.version.hip is None else 1}
+        self.walking = {"BLOCK": 64, "CHUNK": 64, "num_warps": 2 if torch.version.hip is None else 1}
         self.tiles = cdiv(self.width, 64)
         programs, wanted = batch * self.tiles, 3 * multiprocessors(x)
         super().__init__(batch, length, chunk=64, programs=programs, wanted=wanted, shortest=MIN_SEGMENT)
@@ -642,7 +575,10 @@ class _Plan(Segments):
             (self.segments * self.tiles,),
             *(x, y, self.coefficients, states, out, final, steps, grad_a, *self.geometry),
             N=self.size,
+            STATES=next_power_of_2(self.size),
             REVERSE=reverse,
+            # Four tokens take less time than a load may; eight leave no registers for the sums of the gradient.
+            AHEAD=8 if grad_a is None else 4,
             **self.walking,
         )
 
@@ -692,13 +628,14 @@ def cema_triton_backward(grad_out, grad_state, x, alpha, delta, theta, gamma, in
     sums = x.new_empty(5, plan.segments, plan.size, plan.width, dtype=torch.float32)
     grad_x = torch.empty_like(x)
     plan.walk(grad_out, x, grad_states, grad_x, leaving, None, sums[0], reverse=True)
-    part = max(n for n in range(1, 9) if plan.size % n == 0)
+    part = min(next_power_of_2(plan.size), 8)
     launch(
         _rate_gradient_kernel,
-        (plan.segments * plan.size // part * plan.tiles,),
+        (plan.segments * cdiv(plan.size, part) * plan.tiles,),
         *(grad_out, x, plan.coefficients, states, grad_states, sums[1:], sums[0].numel(), *plan.geometry),
         N=plan.size,
         PART=part,
+        AHEAD=4,
         **plan.walking,
     )
     grads = [torch.empty_like(parameter) for parameter in (alpha, delta, theta, gamma)]
