@@ -32,6 +32,27 @@ def test_schedules(monkeypatch):
     assert programs(1, 300, 2) == [2 * 19, 2]
 
 
+@TRITON
+@pytest.mark.parametrize("segment", [32, 512])
+def test_documents_are_found_once_a_pass(segment, monkeypatch):
+    from subquad_kernels import segments
+    from subquad_kernels.wkv import triton_kernels
+
+    found, find = [], segments.Segments._cut_documents
+    monkeypatch.setattr(triton_kernels, "MIN_SEGMENT", segment)
+    monkeypatch.setattr(segments.Segments, "_cut_documents", lambda *given: found.append(1) or find(*given))
+    inputs = make(documents=(3, 60, 7), heads=1)
+    leaf = inputs["v"].requires_grad_()
+    for _ in range(2):  # as two layers do
+        inputs["v"] = wkv(**inputs, backend="triton")[0]
+    inputs["v"].sum().backward()
+    assert leaf.grad.isfinite().all()
+    assert len(found) == 1
+    inputs["cu_seqlens"][1] += 1
+    assert_like_reference(OPERATOR, {**inputs, "v": leaf.detach()}, "triton")
+    assert len(found) == 2
+
+
 @EACH
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize(

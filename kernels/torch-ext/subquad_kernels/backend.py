@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 class KernelError(RuntimeError):
@@ -144,6 +145,13 @@ def _variant(kernel: Any, device: torch.device, arguments: tuple, options: dict)
             x = (x == 1, x % 16 == 0, x >= 2**31) if type(x) is int else type(x)
         compiled.append(x)
     return device, *compiled, *options.items()
+
+
+def can_keep(x: torch.Tensor) -> bool:
+    """Whether new tensors outlive a call with x: not those of a graph, nor those that a dispatch mode makes."""
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return False
+    return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def can_read_without_sync(x: torch.Tensor) -> bool:

@@ -8,7 +8,8 @@ them in registers, and they are too many for that.
 import functools
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from ..backend import can_keep
 
 
 def operand_dtype(r: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.dtype:
@@ -33,13 +34,6 @@ def _kept(chunk: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return _make(chunk, dtype, torch.device("cpu")).to(device)
 
 
-def _can_keep(x: torch.Tensor) -> bool:
-    """Whether new tensors outlive this call: not those of a graph, nor those that a dispatch mode makes."""
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
-        return False
-    return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-
-
 def masks_for(r: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """
     Matrices of zeros and ones, (masks, C, C) for chunks of C tokens. They select, for each token (row), the tokens
@@ -51,4 +45,4 @@ def masks_for(r: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     """
     dtype = torch.bfloat16 if operand_dtype(r, k, v) == torch.bfloat16 else torch.float32
     chunk = 32 if dtype == torch.bfloat16 and k.shape[-1] <= 64 else 16
-    return (_kept if _can_keep(k) else _make)(chunk, dtype, k.device)
+    return (_kept if can_keep(k) else _make)(chunk, dtype, k.device)
