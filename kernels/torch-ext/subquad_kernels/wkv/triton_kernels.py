@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import contiguous, launch, multiprocessors
+from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2
 from ..segments import Segments, dot, exp, expm1, operands, program, tokens
 from .masks import operand_dtype
 
@@ -415,9 +415,9 @@ class _Plan(Segments):
         batch, length, heads, key_size = k.shape
         value_size = v.shape[-1]
         gradient_chunk = masks.shape[-1]
-        block_k, block_v = (max(16, triton.next_power_of_2(x)) for x in (key_size, value_size))
+        block_k, block_v = (max(16, next_power_of_2(x)) for x in (key_size, value_size))
         block_v = min(block_v, 64)
-        self.tiles = triton.cdiv(value_size, block_v)
+        self.tiles = cdiv(value_size, block_v)
         self.heads, self.key_size = heads, key_size
         self.state_shape = (heads, key_size, value_size)
         super().__init__(
@@ -445,11 +445,11 @@ class _Plan(Segments):
         self.scores = k.new_empty(batch, length, heads, CHUNK, dtype=masks.dtype)
         chunks = batch * length // CHUNK + self.segments + 1
         self.totals, self.factors = k.new_empty(2, chunks, heads, key_size, dtype=torch.float32).unbind()
-        slots = triton.cdiv(64 * multiprocessors(k), self.segments * heads)
+        slots = cdiv(64 * multiprocessors(k), self.segments * heads)
         self.launch(
             _chunk_kernel,
             *(r, k, log_w, u, self.reads, self.writes, self.scores, self.totals, self.factors),
-            programs=min(slots, triton.cdiv(self.segment, CHUNK)),
+            programs=min(slots, cdiv(self.segment, CHUNK)),
             C=CHUNK,
             LEVELS=CHUNK.bit_length() - 1,
             BK=min(block_k, 32),
@@ -525,7 +525,7 @@ def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, 
     plan.launch(
         _gradient_kernel,
         *(grad_out, r, k, v, log_w, u, *kept, dr, dk, dw, du, masks),
-        programs=triton.cdiv(plan.key_size, key_block),
+        programs=cdiv(plan.key_size, key_block),
         V=v.shape[-1],
         C=masks.shape[-1],
         LEVELS=masks.shape[-1].bit_length() - 1,
@@ -553,8 +553,8 @@ def wkv_triton_step(r, k, v, log_w, u, state, new_state, gate, weight, bias, eps
         *(r, k, v, log_w, u, state, new_state, gate, weight, bias, out, eps, heads),
         K=key_size,
         V=v.shape[-1],
-        BK=triton.next_power_of_2(key_size),
-        BV=triton.next_power_of_2(v.shape[-1]),
+        BK=next_power_of_2(key_size),
+        BV=next_power_of_2(v.shape[-1]),
         STATIC=log_w.dim() == 2,
         GATED=gate is not None,
     )
