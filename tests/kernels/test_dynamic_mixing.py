@@ -5,12 +5,12 @@ import torch
 from kernel_cases import (
     DEVICE,
     EACH,
+    TRITON,
     Made,
     assert_like_reference,
     differentiable,
     expect,
     relative_error,
-    triton,
     weighted_gradients,
 )
 from kernel_cases.dynamic_mixing import OPERATOR, make
@@ -113,25 +113,6 @@ def test_in_place_of_windows_in_another_order_of_axes(backend):
     assert torch.equal(written[..., :17], arguments["features"][..., :17])
 
 
-@pytest.mark.parametrize("backend", [triton])
-def test_rows_that_do_not_begin_at_multiples_of_16_bytes(monkeypatch, backend):
-    from subquad_kernels.dynamic_mixing import triton_kernels
-
-    even = []
-    monkeypatch.setattr(triton_kernels, "launch", lambda *args, **constants: even.append(constants.get("EVEN")))
-    arguments = make(2, 7, 208, 64, torch.bfloat16)
-    wide = arguments["features"]
-    for features, expected in (
-        (wide[..., :200], True),
-        (wide[..., 4:204], False),
-        (wide[..., :204].contiguous(), False),
-    ):
-        inputs, _ = differentiable(OPERATOR, {**arguments, "features": features})
-        dynamic_mixing(**inputs, backend=backend).sum().backward()
-        assert set(even) == {None, expected}  # the kernel for the norms does not ask
-        even.clear()
-
-
 def test_eager_never_holds_all_weights(monkeypatch):
     from subquad_kernels.dynamic_mixing import eager
 
@@ -144,16 +125,21 @@ def test_eager_never_holds_all_weights(monkeypatch):
     assert 0 < max(made.bytes) <= 20 * 256 * 256 * 4 // 16
 
 
-@pytest.mark.parametrize("backend", [triton])
-def test_kernels_hold_no_weights(backend):
+@TRITON
+def test_kernels_hold_the_weights_of_a_few_windows(monkeypatch):
     from subquad_kernels.dynamic_mixing import triton_kernels
 
-    features, *options = make(2, 128, 20, 8).values()
-    arguments = features, *options
+    features, *options = make(12, 128, 20, 8).values()
+    out, wide = torch.empty_like(features[..., :8]), features[..., 8:]
+    triton_kernels.dynamic_mixing_triton(out, features, *options)
+    grads = triton_kernels.dynamic_mixing_triton_backward(wide, features, *options)[0]
+    monkeypatch.setattr(triton_kernels, "BYTES", 5 * 128 * 128 * 4)
+    part = torch.empty_like(out)
     with Made() as made:
-        triton_kernels.dynamic_mixing_triton(features[..., 8:16], *arguments)
-        triton_kernels.dynamic_mixing_triton_backward(features[..., 8:], *arguments)
-    assert 0 < max(made.bytes) <= features.nbytes
+        triton_kernels.dynamic_mixing_triton(part, features, *options)
+        assert torch.equal(triton_kernels.dynamic_mixing_triton_backward(wide, features, *options)[0], grads)
+    assert torch.equal(part, out)
+    assert max(made.bytes) == 4 * 128 * 128 * 4
 
 
 def weights_of(x, options, backend):

@@ -23,37 +23,11 @@ import triton
 import triton.language as tl
 
 from ..backend import launch, multiprocessors
-from ..tiles import load_tile, readable, row_products
+from ..tiles import add_rows, cells_of, inverse_norms, load_tile, product_constants, readable, row_products, rows_at
 from .reference import EPS
 
 
 BYTES = 1 << 25  # of the weights that exist at a time
-
-
-@triton.jit
-def _rows_at(x, x_row, rows, last):
-    """Pointers to rows of a window; rows before or after those of the window are its first or last one."""
-    return x + tl.minimum(tl.maximum(rows, 0), last).to(tl.int64) * x_row
-
-
-@triton.jit
-def _norm_kernel(x, scales, rows, C, H, x_window, x_row, eps, ROWS: tl.constexpr, BK: tl.constexpr):
-    """Writes 1 / norm of all rows of all windows of C rows."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    x += (row // C).to(tl.int64) * x_window + (row % C).to(tl.int64) * x_row
-    squares = tl.zeros((ROWS, BK), tl.float32)
-    for start in range(0, H, BK):
-        columns = start + tl.arange(0, BK)
-        mask = (row < rows)[:, None] & (columns < H)[None, :]
-        values = tl.load(x[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        squares += values * values
-    tl.store(scales + row, tl.rsqrt(tl.sum(squares, 1) + eps), mask=row < rows)
-
-
-@triton.jit
-def _cells(rows, columns, size):
-    """Where the values of rows of that size lie. In 64 bits the compiler keeps one address for those of a row."""
-    return rows.to(tl.int64)[:, None] * size + columns.to(tl.int64)[None, :]
 
 
 @triton.jit
@@ -71,30 +45,15 @@ def _weights_kernel(
     x += window * x_window
     here, there = first + row + tl.arange(0, ROWS), place - lead + tl.arange(0, KEYS)
     products = row_products(
-        _rows_at(x, x_row, here, C - 1), _rows_at(x, x_row, there, C - 1),
+        rows_at(x, x_row, here, C - 1), rows_at(x, x_row, there, C - 1),
         H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION,
     )  # fmt: skip
     scales += window * C
     products *= tl.load(scales + tl.minimum(here, C - 1))[:, None]
     products *= tl.load(scales + tl.minimum(tl.maximum(there, 0), C - 1))[None, :]
-    cells = _cells(row + tl.arange(0, ROWS), place + tl.arange(0, KEYS), places)
+    cells = cells_of(row + tl.arange(0, ROWS), place + tl.arange(0, KEYS), places)
     products *= tl.load(v + cells).to(tl.float32)
     tl.store(weights + window * queries * places + cells, products.to(weights.dtype.element_ty))
-
-
-@triton.jit
-def _add_rows(
-    sums, weights, step, x, x_row, begin, end, lead, last, columns, H,
-    BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds the rows at the places from `begin` to `end`, times their weights, which are `step` values apart."""
-    for start in tl.range(begin, end, BK, num_stages=STAGES):
-        places = start + tl.arange(0, BK)
-        factors = tl.load(weights + places[None, :] * step)
-        pointers = _rows_at(x, x_row, places - lead, last)[:, None] + columns[None, :]
-        values = load_tile(pointers, (columns < H)[None, :], EVEN)
-        sums = tl.dot(factors, values, sums, input_precision=PRECISION)
-    return sums
 
 
 @triton.jit
@@ -110,7 +69,7 @@ def _mix_kernel(
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, BN)
     weights += window * queries * places + rows[:, None] * places
     end = tl.minimum(C - Q + row + ROWS, C) + lead
-    sums = _add_rows(
+    sums = add_rows(
         tl.zeros((ROWS, BN), tl.float32),
         *(weights, 1, x + window * x_window, x_row, 0, end, lead, C - 1, columns, H, BK, EVEN, STAGES, PRECISION),
     )
@@ -159,9 +118,9 @@ def _weight_gradient_kernel(
     total = tl.zeros((ROWS, KEYS), tl.float32)
     for window in range(number * strip, tl.minimum((number + 1) * strip, windows)):
         products, slopes = _two_products(
-            _rows_at(x + window * x_window, x_row, here, C - 1),
-            _rows_at(g + window * g_window, g_row, rows, C - first - 1),
-            _rows_at(x + window * x_window, x_row, there, C - 1),
+            rows_at(x + window * x_window, x_row, here, C - 1),
+            rows_at(g + window * g_window, g_row, rows, C - first - 1),
+            rows_at(x + window * x_window, x_row, there, C - 1),
             *(H, ROWS, KEYS, BK, EVEN, STAGES, PRECISION),
         )
         row_scales = tl.load(scales + window * C + tl.minimum(here, C - 1))[:, None]
@@ -169,7 +128,7 @@ def _weight_gradient_kernel(
         products *= row_scales
         products *= column_scales
         total += products * slopes
-        cells = _cells(rows, columns, places)
+        cells = cells_of(rows, columns, places)
         factors = tl.load(v + cells).to(tl.float32)
         products *= factors
         tl.store(weights + window * queries * places + cells, products.to(weights.dtype.element_ty))
@@ -181,7 +140,7 @@ def _weight_gradient_kernel(
         # Infinity times a row of zeros would be NaN.
         slopes = tl.clamp(slopes * column_scales, -LARGEST, LARGEST)
         tl.store(grads + window * queries * places + cells, slopes.to(grads.dtype.element_ty))
-    tl.store(grad_v + number * queries * places + _cells(rows, columns, places), total)
+    tl.store(grad_v + number * queries * places + cells_of(rows, columns, places), total)
 
 
 @triton.jit
@@ -210,18 +169,18 @@ def _row_gradient_kernel(
 
     sums = tl.zeros((ROWS, BN), tl.float32)
     cells = place + tl.arange(0, ROWS)[:, None]
-    sums = _add_rows(
+    sums = add_rows(
         sums, weights + cells, places, g, g_row, row, C - first, 0, C - first - 1, columns, H,
         BK, EVEN, STAGES, PRECISION,
     )  # fmt: skip
-    sums = _add_rows(
+    sums = add_rows(
         sums, grads + cells, places, x, x_row, row, C - first, -first, C - 1, columns, H, BK, EVEN, STAGES, PRECISION
     )
     cells = (row + tl.arange(0, ROWS))[:, None] * places
-    sums = _add_rows(sums, grads + cells, 1, x, x_row, 0, end, lead, C - 1, columns, H, BK, EVEN, STAGES, PRECISION)
+    sums = add_rows(sums, grads + cells, 1, x, x_row, 0, end, lead, C - 1, columns, H, BK, EVEN, STAGES, PRECISION)
 
     mask = ((rows >= 0) & (rows < C))[:, None] & (columns < H)[None, :]
-    own = tl.load(_rows_at(x, x_row, rows, C - 1)[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    own = tl.load(rows_at(x, x_row, rows, C - 1)[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(scales + tl.minimum(tl.maximum(rows, 0), C - 1))
     sums -= (t * scale * scale)[:, None] * own
     pointers = grad_x + (window * C + rows)[:, None] * H + columns[None, :]
@@ -237,19 +196,10 @@ class _Plan:
         self.context, self.queries = v.shape[0], queries
         self.shared, self.first = self.context - self.rows, self.context - queries
         self.prefix = prefix[: self.shared].to(z.dtype) if self.shared else None
-        narrow, hip = z.element_size() == 2, torch.version.hip is not None
-        tile = 128 if narrow and queries > 64 else 64
+        self.constants, self.columns = product_constants(z, queries)
+        tile = self.constants["ROWS"]
         self.lead = -self.first % tile
         self.matrix = tile * triton.cdiv(queries, tile), tile * triton.cdiv(self.lead + self.context, tile)
-        self.constants = {
-            "ROWS": tile,
-            "BK": 64 if narrow and self.width % 128 == 0 else 32,
-            "EVEN": self.width % 128 == 0,
-            "STAGES": 1 if hip else 3,
-            "PRECISION": "ieee" if narrow or hip else "tf32x3",
-            "num_warps": tile // 16 if narrow else 8,
-        }
-        self.columns = 128 if narrow else 64
         after = self.matrix[1] - self.lead - self.context
         self.v = F.pad(v[self.first :].tril(self.first), (self.lead, after, 0, self.matrix[0] - queries))
 
@@ -262,9 +212,7 @@ class _Plan:
             x = self.z[part]
             if self.shared:
                 x = torch.cat((self.prefix.expand(x.shape[0], -1, -1), x), dim=1)
-            scales = x.new_empty(x.shape[:2], dtype=torch.float32)
-            numbers = (scales.numel(), self.context, self.width, *x.stride()[:2], EPS)
-            launch(_norm_kernel, (triton.cdiv(scales.numel(), 16),), x, scales, *numbers, ROWS=16, BK=256)
+            scales = inverse_norms(x, EPS)
             yield part, x, scales, x.new_empty(x.shape[0], *self.matrix)
 
     def launch(self, kernel, programs, *arguments, **constants):
