@@ -13,13 +13,10 @@ from kernel_cases import TRITON
 import subquad_kernels
 
 
-# Shared memory of a program in bytes, registers of a thread, and what of a thread may spill to memory: bytes (CUDA) or
-# registers (ROCm). The kernels of wkv hold a state and half a dozen tiles, those of Avey three tiles. Nothing of other
-# kernels may spill.
-HEAVY = (
-    *("_gradient_kernel", "_chunk_kernel"),
-    *("_mix_kernel", "_row_gradient_kernel", "_weight_gradient_kernel"),
-)
+# Shared memory of a program in bytes, registers of a thread, what of a thread may spill to memory, in bytes (CUDA) or
+# registers (ROCm), and products that are misread. The kernels of wkv hold a state and half a dozen tiles, that of the
+# contextualizer for the gradient of its weights three tiles. Nothing of other kernels may spill.
+HEAVY = ("_gradient_kernel", "_chunk_kernel", "_weight_gradient_kernel")
 # The kernels of slot_memory, and their limits by the dtype of their products.
 SLOT_MEMORY = (
     *("_walk_kernel", "_slots_kernel", "_features_kernel", "_decay_kernel"),
@@ -33,9 +30,9 @@ SLOT_MEMORY_SPILLED = {
 # The kernel of cema that has 16 states a thread, the sums of a gradient, and documents.
 AVERAGE_SPILLED = {"sm_80": 192, "sm_90": 32, "gfx942": 0}
 LIMITS = {
-    "sm_80": {"shared": 163 * 1024, "registers": 255, "spilled": 1280},
-    "sm_90": {"shared": 227 * 1024, "registers": 255, "spilled": 704},
-    "gfx942": {"shared": 64 * 1024, "registers": 512, "spilled": 256},
+    "sm_80": {"shared": 163 * 1024, "registers": 255, "spilled": 1280, "misread": 0},
+    "sm_90": {"shared": 227 * 1024, "registers": 255, "spilled": 704, "misread": 0},
+    "gfx942": {"shared": 64 * 1024, "registers": 512, "spilled": 256, "misread": 0},
 }
 
 
@@ -53,7 +50,13 @@ def test_kernels_compile(target, variants, tmp_path):
     assert (len(results) > 300) == (variants == "all")
     assert {"_chunk_kernel", "_state_kernel", "_pass_kernel", "_gradient_kernel", "_decode_kernel"} < kernels
     assert "_maxsim_kernel" in kernels
-    assert {"_mix_kernel", "_row_gradient_kernel", "_weight_gradient_kernel"} < kernels
+    assert {
+        "_mix_kernel",
+        "_row_gradient_kernel",
+        "_weight_gradient_kernel",
+        "_cosine_kernel",
+        "_slope_kernel",
+    } < kernels
     assert {"_static_product_kernel", "_static_weight_kernel"} < kernels
     assert {*SLOT_MEMORY, "_decay_sum_kernel", "_softmax_kernel", "_step_kernel", "_step_logits_kernel"} < kernels
     assert {"_routing_kernel", "_routing_gradient_kernel"} < kernels
@@ -66,12 +69,14 @@ def test_kernels_compile(target, variants, tmp_path):
     assert {"_added_kernel", "_added_gradient_kernel"} < kernels
     for result in results:
         limits = LIMITS[target]
-        if result["kernel"] in ("_mix_kernel", "_weight_gradient_kernel") and result["constants"]["EVEN"] == "True":
+        if result["kernel"] == "_weight_gradient_kernel" and result["constants"]["EVEN"] == "True":
             limits = {**limits, "spilled": 128}
         elif result["kernel"] in SLOT_MEMORY:
             limits = {**limits, "spilled": SLOT_MEMORY_SPILLED[target][result["constants"]["DOT"]]}
         elif result["kernel"] == "_average_kernel":
             limits = {**limits, "spilled": AVERAGE_SPILLED[target]}
+        elif result["kernel"] == "_static_product_kernel" and result["constants"]["EVEN"] == "False":
+            limits = {**limits, "spilled": 32}  # outside of its loop
         elif result["kernel"] == "_absorb_step_kernel":
             limits = {**limits, "spilled": 192}  # outside of its loop over tokens
         elif result["kernel"] not in HEAVY:

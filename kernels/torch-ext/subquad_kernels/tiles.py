@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .backend import launch
+from .backend import cdiv, launch
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def inverse_norms(x, added, limit=math.inf):
     """1 / sqrt(sum(x²) + added), at most `limit`, of the rows of x (windows, rows, width), in float32."""
     scales = x.new_empty(x.shape[:2], dtype=torch.float32)
     numbers = (scales.numel(), *x.shape[1:], *x.stride()[:2], added, limit)
-    launch(_norm_kernel, (triton.cdiv(scales.numel(), 16),), x, scales, *numbers, ROWS=16, BK=256)
+    launch(_norm_kernel, (cdiv(scales.numel(), 16),), x, scales, *numbers, ROWS=16, BK=256)
     return scales
 
 

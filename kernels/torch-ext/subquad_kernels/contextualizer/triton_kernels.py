@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..backend import launch, multiprocessors
+from ..backend import cdiv, launch, multiprocessors
 from ..tiles import add_rows, cells_of, inverse_norms, load_tile, product_constants, readable, row_products, rows_at
 from .reference import EPS
 
@@ -199,14 +199,14 @@ class _Plan:
         self.constants, self.columns = product_constants(z, queries)
         tile = self.constants["ROWS"]
         self.lead = -self.first % tile
-        self.matrix = tile * triton.cdiv(queries, tile), tile * triton.cdiv(self.lead + self.context, tile)
+        self.matrix = tile * cdiv(queries, tile), tile * cdiv(self.lead + self.context, tile)
         after = self.matrix[1] - self.lead - self.context
         self.v = F.pad(v[self.first :].tril(self.first), (self.lead, after, 0, self.matrix[0] - queries))
 
     def pieces(self):
         """Yields a few windows: their slice, all their rows, 1 / norm of these, and memory for a matrix of each."""
-        count = triton.cdiv(self.windows * self.matrix[0] * self.matrix[1] * self.z.element_size(), BYTES)
-        size = triton.cdiv(self.windows, count) if count else 1
+        count = cdiv(self.windows * self.matrix[0] * self.matrix[1] * self.z.element_size(), BYTES)
+        size = cdiv(self.windows, count) if count else 1
         for start in range(0, self.windows, size):
             part = slice(start, min(start + size, self.windows))
             x = self.z[part]
@@ -223,7 +223,7 @@ class _Plan:
         return self.matrix[0] // self.constants["ROWS"] * (self.matrix[1] // keys)
 
     def mix(self, x, weights, gate, out):
-        tiles = self.matrix[0] // self.constants["ROWS"] * triton.cdiv(self.width, self.columns)
+        tiles = self.matrix[0] // self.constants["ROWS"] * cdiv(self.width, self.columns)
         strides = (*x.stride()[:2], *((0, 0) if gate is None else gate.stride()[:2]))
         numbers = (self.context, self.queries, self.width, self.lead, *self.matrix, *strides)
         self.launch(_mix_kernel, x.shape[0] * tiles, x, weights, gate, out, *numbers, BN=self.columns)
@@ -259,7 +259,7 @@ def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
         tiles = plan.tiles(keys)
         # Strips for several programs per multiprocessor, but not so short that a strip writes more than the weights.
         strip = max(count * tiles // (4 * multiprocessors(z)), 2)
-        sums = scales.new_empty(triton.cdiv(count, strip), *plan.matrix)
+        sums = scales.new_empty(cdiv(count, strip), *plan.matrix)
         row_sums = scales.new_empty(count, plan.matrix[1] // keys, plan.matrix[0])
         column_sums = scales.new_empty(count, plan.matrix[0] // plan.constants["ROWS"], plan.matrix[1])
         grads, part_g = torch.empty_like(weights), g[part]
@@ -278,7 +278,7 @@ def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
         grad_x = x.new_empty(x.shape) if plan.shared else grad_z[part]
         plan.launch(
             _row_gradient_kernel,
-            count * (plan.matrix[1] // plan.constants["ROWS"]) * triton.cdiv(plan.width, plan.columns),
+            count * (plan.matrix[1] // plan.constants["ROWS"]) * cdiv(plan.width, plan.columns),
             *(x, part_g, scales, weights, grads, row_sums, column_sums, grad_x, *shape, *part_g.stride()[:2]),
             KEYS=keys,
             BN=plan.columns,

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import launch
+from ..backend import cdiv, launch
 from ..tiles import add_rows, cells_of, inverse_norms, product_constants, readable, row_products, rows_at
 
 
@@ -176,13 +176,13 @@ class _Plan:
         self.windows, self.context, self.width = self.x.shape
         self.constants, self.columns = product_constants(self.x, self.context)
         self.tile = self.constants["ROWS"]
-        self.size = self.tile * triton.cdiv(self.context, self.tile)
+        self.size = self.tile * cdiv(self.context, self.tile)
         self.added, self.limit = (0.0, 1 / eps) if self.l1 else (eps, math.inf)
 
     def pieces(self):
         """Yields a few windows: their slice, rows, 1 / norm of these, cosines, and sums of the cosines of a row."""
-        count = triton.cdiv(self.windows * self.size * self.size * self.x.element_size(), BYTES)
-        size = triton.cdiv(self.windows, count) if count else 1
+        count = cdiv(self.windows * self.size * self.size * self.x.element_size(), BYTES)
+        size = cdiv(self.windows, count) if count else 1
         for start in range(0, self.windows, size):
             part = slice(start, min(start + size, self.windows))
             x = self.x[part]
@@ -207,13 +207,13 @@ class _Plan:
 
     def programs(self, x):
         """One for each tile of the rows of x."""
-        return x.shape[0] * (self.size // self.tile) * triton.cdiv(self.width, self.columns)
+        return x.shape[0] * (self.size // self.tile) * cdiv(self.width, self.columns)
 
     def mix(self, x, cosines, row_sums, gate, out, g=None):
         """Writes gate * (weights @ rows) to `out`, and returns the products of the rows of g and of the mixed rows."""
         dots, strides = None, (0, 0)
         if g is not None:
-            dots, strides = self.sums(x, triton.cdiv(self.width, self.columns)), g.stride()[:2]
+            dots, strides = self.sums(x, cdiv(self.width, self.columns)), g.stride()[:2]
         self.launch(
             *(_mix_kernel, self.programs(x), x, cosines, row_sums, gate, out, g, dots, *self.x.shape[1:], self.size),
             *(row_sums.shape[1], *x.stride()[:2], *gate.stride()[:2], *out.stride()[:2], *strides, self.eps),

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import KernelError, launch, multiprocessors
+from ..backend import KernelError, cdiv, launch, multiprocessors
 from ..tiles import aligned, load_tile, readable
 
 
@@ -106,7 +106,7 @@ def _multiply(v, x, gate, out, factor=None, product=None):
     windows, context, width = x.shape
     tensors = x, gate, factor, out, product
     constants = _constants(*tensors)
-    tiles = triton.cdiv(context, constants["TILE"]) * triton.cdiv(width, constants["TILE"])
+    tiles = cdiv(context, constants["TILE"]) * cdiv(width, constants["TILE"])
     strides = [n for tensor in tensors for n in ((0, 0) if tensor is None else tensor.stride()[:2])]
     launch(
         _static_product_kernel,
@@ -142,9 +142,9 @@ def static_mixing_triton_backward(grad, features, v, width):
     # Strips for two programs per multiprocessor, but not so short that a strip writes as much as it reads.
     windows, context, _ = x.shape
     constants = _constants(x, g)
-    tiles, steps = triton.cdiv(context, constants["TILE"]) ** 2, windows * triton.cdiv(width, constants["BK"])
-    strip = max(triton.cdiv(steps * tiles, 2 * multiprocessors(x)), 8)
-    grad_v = x.new_empty(triton.cdiv(steps, strip), context, context, dtype=torch.float32)
+    tiles, steps = cdiv(context, constants["TILE"]) ** 2, windows * cdiv(width, constants["BK"])
+    strip = max(cdiv(steps * tiles, 2 * multiprocessors(x)), 8)
+    grad_v = x.new_empty(cdiv(steps, strip), context, context, dtype=torch.float32)
     launch(
         _static_weight_kernel,
         (tiles, grad_v.shape[0]),
