@@ -18,8 +18,8 @@ from ..segments import expm1
 from .eager import log
 
 
-# Number of strips that the statistics are passed along at a time.
-PASSED = 64
+# Largest number of strips that the statistics are passed along at a time.
+PASSED = 512
 
 
 @triton.jit
@@ -407,12 +407,14 @@ class _Plan:
         return added
 
     def pass_on(self, added, edge, inner, final, reverse):
-        block_groups = min(next_power_of_2(self.groups), 16)
+        # Two sizes serve all lengths, so that a new length compiles nothing. Few groups leave more programs.
+        block = min(64 if self.strips <= 64 else 512, PASSED)
+        block_groups = min(next_power_of_2(self.groups), max(256 // block, 2))
         launch(
             _pass_kernel,
             (self.batch * cdiv(self.groups, block_groups),),
             *(added, edge, inner, final, self.groups, self.strips, *self.logs),
-            STRIPS=min(next_power_of_2(self.strips), PASSED),
+            STRIPS=block,
             GROUPS=block_groups,
             REVERSE=reverse,
         )
