@@ -61,17 +61,19 @@ def source_of(kernel, arguments: dict) -> tuple[ASTSource, dict]:
 
 def misread_products(text: str) -> int:
     """
-    The number of products in the intermediate code whose second operand sm_90 misreads. Where its columns are adjacent
-    in shared memory, a group of warps needs at least as many of them as are swizzled together; otherwise Triton's
-    descriptor points outside of the operand.
+    The number of products in the intermediate code that sm_90 gets wrong. Where the columns of the second operand are
+    adjacent in shared memory, a group of warps needs at least as many of them as are swizzled together; otherwise
+    Triton's descriptor points outside of the operand. And each warp that has rows of its own needs 16 of them.
     """
     layouts = re.findall(r"^(#\S+) = .*nvmma_shared<{swizzlingByteWidth = (\d+), transposed = false", text, re.M)
-    groups = re.findall(r"^(#\S+) = .*nvidia_mma<{.*warpsPerCTA = \[\d+, (\d+)\]", text, re.M)
-    swizzled, groups, sizes = dict(layouts), dict(groups), {"f32": 4, "bf16": 2, "f16": 2}
-    pattern = r"warp_group_dot .* \* !ttg\.memdesc<\d+x(\d+)x(\w+), (#\w+),.*-> tensor<.*, (#\w+)>"
+    groups = re.findall(r"^(#\S+) = .*nvidia_mma<{.*warpsPerCTA = \[(\d+), (\d+)\]", text, re.M)
+    swizzled, sizes = dict(layouts), {"f32": 4, "bf16": 2, "f16": 2}
+    groups = {name: (int(rows), int(columns)) for name, rows, columns in groups}
+    pattern = r"warp_group_dot .* \* !ttg\.memdesc<\d+x(\d+)x(\w+), (#\w+),.*-> tensor<(\d+)x.*, (#\w+)>"
     return sum(
-        int(columns) // int(groups[result]) * sizes[dtype] < int(swizzled.get(layout, 0))
-        for columns, dtype, layout, result in re.findall(pattern, text)
+        int(columns) // groups[result][1] * sizes[dtype] < int(swizzled.get(layout, 0))
+        or int(rows) < 16 * groups[result][0]
+        for columns, dtype, layout, rows, result in re.findall(pattern, text)
     )
 
 

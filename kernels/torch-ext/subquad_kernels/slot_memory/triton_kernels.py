@@ -68,12 +68,16 @@ class _Plan(Segments):
         self.geometry = (self.boundaries, length, self.segment, self.per_sequence)
         self.far_chunks = log_f.new_zeros(self.chunks * self.heads, dtype=torch.int32)
 
-    def pipeline(self, columns: int) -> dict:
-        """How many warps compute a product with this number of columns, and how many tiles they load ahead."""
+    def pipeline(self, columns: int, *, chained: bool = False) -> dict:
+        """
+        How many warps compute a product with this number of columns, and how many tiles they load ahead. `chained`
+        says that outside of a loop a product's result is an operand of the next one.
+        """
         narrow = self.dtype == torch.bfloat16
         # Eight warps of a Hopper GPU share the columns of 64 rows. Triton reads a row-major bfloat16 operand wrongly
-        # if its half has fewer than 64 columns, one row of shared memory.
-        few = self.hip or (narrow and columns < 128)
+        # if its half has fewer than 64 columns, one row of shared memory. In a chain it gives all eight warps rows of
+        # their own, of which there are enough for four only; one such kernel was wrong on a GPU.
+        few = self.hip or (narrow and (columns < 128 or chained))
         return {"STAGES": 2 if narrow and not self.hip else 1, "num_warps": 4 if few else 8}
 
     def empty(self, *shape, dtype=torch.float32):
@@ -177,7 +181,7 @@ class _Plan(Segments):
             REVERSE=reverse,
             **self.feature_blocks,
             **self.products,
-            **self.pipeline(self.feature_blocks["BF"]),
+            **self.pipeline(self.feature_blocks["BF"], chained=self.slots <= self.feature_blocks["BM"]),
         )
 
     def decay_grads(self, q, k, grad_out, v, x_keys, x_values, log_f, decay, *arguments):
@@ -185,9 +189,7 @@ class _Plan(Segments):
         out = self.by_slot()
         self._far_slots(q, k, x_keys, log_f, decay, out, add=0)
         self._far_slots(grad_out, v, x_values, log_f, decay, out, add=1)
-        rows = self.slot_blocks["BM"]
-        if self.dtype == torch.bfloat16:
-            rows = rows if rows == 128 else min(rows, 32)  # 64 would take too many registers from four warps
+        rows = min(self.slot_blocks["BM"], 64)
         self.launch(
             _decay_kernel,
             *(q, k, grad_out, v, log_f, decay, *arguments, out),
@@ -197,7 +199,7 @@ class _Plan(Segments):
             BM=rows,
             BF=self.slot_blocks["BF"],
             **self.products,
-            **self.pipeline(rows),
+            **self.pipeline(rows, chained=True),
         )
         return out
 
