@@ -2,7 +2,7 @@
 
 import torch
 
-from subquad_kernels import cema, cema_state
+from subquad_kernels import cema
 
 from . import DEVICE, EAGER, KERNELS, PLAIN, Documents, Example, Operator, Pieces, first_state, initial_state
 
@@ -118,11 +118,6 @@ for given in (
     EXAMPLES[f"segments, {given['length']}"] = Example(given, KERNELS, patches={"triton_kernels.MIN_SEGMENT": 64})
 
 
-def state_alone(arguments, backend):
-    inputs = [arguments.get(name) for name in ("initial_state", "x", "alpha", "delta", "theta", "real")]
-    return cema_state(*inputs, backend=backend)
-
-
 OPERATOR = Operator(
     cema,
     make,
@@ -135,8 +130,6 @@ OPERATOR = Operator(
         {"x": 1, "starts": 1, "real": 1}, lengths=((1, 1, 3), (33, 1, 4)), sizes={"size": 2, "flags": "both"}
     ),
     documents=Documents({"length": 22, "size": 2, "bounds": (3, 4, 20)}, (3, 1, 16, 2), first_state),
-    state=state_alone,
-    states=("padded", "one token", "no state, one token"),
     wrong=[
         ({"x": torch.zeros(2, 8)}, r"`x` must be .*, got \(2, 8\)"),
         ({"x": torch.zeros(2, 0, 8)}, r"`x` must be .*, got \(2, 0, 8\)"),

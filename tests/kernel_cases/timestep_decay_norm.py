@@ -2,7 +2,7 @@
 
 import torch
 
-from subquad_kernels import timestep_decay_norm, timestep_decay_norm_state
+from subquad_kernels import timestep_decay_norm
 
 from . import BOTH, DEVICE, EAGER, KERNELS, Documents, Example, Operator, Pieces, first_state, initial_state
 
@@ -123,12 +123,6 @@ EXAMPLES = {
 }
 
 
-def state_alone(arguments, backend):
-    inputs = [arguments[name] for name in ("initial_state", "x", "groups", "beta1", "beta2")]
-    flags = {name: arguments[name] for name in ("starts", "real")}
-    return timestep_decay_norm_state(*inputs, **flags, backend=backend)
-
-
 OPERATOR = Operator(
     timestep_decay_norm,
     make,
@@ -140,8 +134,6 @@ OPERATOR = Operator(
     exact=True,
     pieces=Pieces({"x": 1, "starts": 1, "real": 1}, lengths=((1, 1, 3), (3, 1, 70, 1))),
     documents=Documents(PACKED, (3, 1, 64, 2), first_state),
-    state=state_alone,
-    states=("all, 1", "all, 3", "training, 2"),
     wrong=[
         ({"x": torch.zeros(2, 17)}, r"`x` must be \(batch, length >= 1, width >= 1\), got \(2, 17\)"),
         ({"x": torch.zeros(2, 0, 48)}, r"`x` must be \(batch, length >= 1, width >= 1\), got \(2, 0, 48\)"),

@@ -187,7 +187,6 @@ def launches() -> None:
         _, final, entering = timestep_decay_norm.timestep_decay_norm_triton(
             *inputs, starts, real, *numbers, 1e-5, strip
         )
-        timestep_decay_norm.timestep_decay_norm_triton_state(x, state, starts, real, *numbers, strip)
         timestep_decay_norm.timestep_decay_norm_triton_backward(
             x, final, *inputs, entering, starts, real, *numbers, 1e-5, strip
         )

@@ -8,7 +8,7 @@ import torch
 from kernel_cases import DEVICE, EACH, assert_like_reference, relative_error, triton
 from kernel_cases.timestep_decay_norm import FEW, OPERATOR, make
 
-from subquad_kernels import timestep_decay_norm, timestep_decay_norm_state
+from subquad_kernels import timestep_decay_norm
 
 
 MODULE = importlib.import_module("subquad_kernels.timestep_decay_norm.strips")
@@ -90,11 +90,10 @@ def test_a_long_memory_does_not_drift(backend, monkeypatch):
         monkeypatch.setattr(MODULE, "LONGEST", 1)
     beta, length = 1 - 2e-6, 100 if backend == "triton in short strips" else 1000
     x = torch.full((1, length, 2), 2.0, device=DEVICE)
-    state, arguments = None, (1, beta, beta)
+    state, arguments = None, (None, None, 1, beta, beta, 1.0)
     for part in x.split(1 if backend == "steps" else length, 1):
-        state = timestep_decay_norm_state(
-            state, part, *arguments, backend=backend.split()[0].replace("steps", "eager")
-        )
+        kind = backend.split()[0].replace("steps", "eager")
+        _, state = timestep_decay_norm(part, *arguments, state, backend=kind)
     expected = -2 * math.expm1(length * math.log(beta))
     assert state[0, 2].item() == length
     assert state[0, 0, 0].item() == pytest.approx(expected, rel=1e-4 if backend == "steps" else 1e-5)

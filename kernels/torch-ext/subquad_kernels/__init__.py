@@ -1,7 +1,7 @@
 """Operators of sub-quadratic language models, one folder each. Only torch is required."""
 
 from . import layers as layers
-from .cema import cema, cema_state
+from .cema import cema
 from .chunk_attention import chunk_attention, chunk_attention_step
 from .contextualizer import contextualizer
 from .dynamic_mixing import dynamic_mixing
@@ -11,7 +11,7 @@ from .slot_memory import slot_memory, slot_memory_state
 from .slot_routing import slot_routing
 from .split_ranker import maxsim, split_ranker
 from .static_mixing import static_mixing
-from .timestep_decay_norm import timestep_decay_norm, timestep_decay_norm_state
+from .timestep_decay_norm import timestep_decay_norm
 from .token_shift import token_shift
 from .wkv import gated_wkv, wkv, wkv_state
 from .working_memory import working_memory
@@ -19,7 +19,6 @@ from .working_memory import working_memory
 
 __all__ = [
     "cema",
-    "cema_state",
     "chunk_attention",
     "chunk_attention_step",
     "contextualizer",
@@ -34,7 +33,6 @@ __all__ = [
     "split_ranker",
     "static_mixing",
     "timestep_decay_norm",
-    "timestep_decay_norm_state",
     "token_shift",
     "wkv",
     "wkv_state",

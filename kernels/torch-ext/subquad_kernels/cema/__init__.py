@@ -73,24 +73,6 @@ def cema(
     return out, initial_state.copy_(state) if inplace else state
 
 
-def cema_state(
-    state: torch.Tensor | None,
-    x: torch.Tensor,
-    alpha: torch.Tensor,
-    delta: torch.Tensor,
-    theta: torch.Tensor,
-    real: torch.Tensor | None = None,
-    *,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """
-    The state of [`cema`] alone: that after the tokens x (B, T, D), from `state` (B, D, N, 2) before them; None means
-    zeros.
-    """
-    gamma = alpha.new_zeros(*alpha.shape, 2)
-    return cema(x, alpha, delta, theta, gamma, state, real=real, backend=backend)[1]
-
-
 def _step(x, alpha, delta, theta, gamma, initial_state, starts, real, inplace, backend):
     states = step_states(initial_state, inplace, x, (x.shape[0], *gamma.shape))
     out = _cema_step(x[:, 0], alpha, delta, theta, gamma, *states, _token(starts), _token(real), backend)

@@ -4,7 +4,7 @@ import torch
 
 from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
 from ..checks import check_flags, check_inplace, check_tensors, needs_gradient
-from .custom_ops import _timestep_decay_norm, _timestep_decay_norm_state, _timestep_decay_norm_step
+from .custom_ops import _timestep_decay_norm, _timestep_decay_norm_step
 from .eager import timestep_decay_norm_step
 from .reference import timestep_decay_norm_reference
 
@@ -83,29 +83,6 @@ def timestep_decay_norm(
             out, state = run(*tensors, starts, real, *numbers)
         out = out.to(x.dtype)
     return out, initial_state.copy_(state) if inplace else state
-
-
-def timestep_decay_norm_state(
-    state: torch.Tensor | None,
-    x: torch.Tensor,
-    groups: int,
-    beta1: float,
-    beta2: float,
-    *,
-    starts: torch.Tensor | None = None,
-    real: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """
-    The state of [`timestep_decay_norm`] alone: that after the tokens x (B, T, D), from `state` (B, 3, groups) before
-    them; None means zeros.
-    """
-    _check(x, None, None, state, starts, real, groups, beta1, beta2)
-    chosen = choose_backend("timestep_decay_norm", backend, BACKENDS, of_widest(x, state))
-    if chosen == "reference" or needs_gradient(x, state):
-        more = {"starts": starts, "real": real, "backend": backend}
-        return timestep_decay_norm(x, None, None, groups, beta1, beta2, 1.0, state, **more)[1]
-    return _timestep_decay_norm_state(x, state, starts, real, groups, float(beta1), float(beta2), chosen)
 
 
 def _check(x, weight, bias, initial_state, starts, real, groups, beta1, beta2):

@@ -1,11 +1,10 @@
-"""The norm as custom operators: of a sequence, of a single token, and the state alone."""
+"""The norm as custom operators: of a sequence, and of a single token."""
 
 from ..backend import widest
 from ..registration import custom_op
 from .eager import (
     timestep_decay_norm_eager,
     timestep_decay_norm_eager_backward,
-    timestep_decay_norm_eager_state,
     timestep_decay_norm_step_inplace,
 )
 from .strips import shape_of_entering, strip_size
@@ -35,24 +34,10 @@ def _triton_step():
     return (step,)
 
 
-def _triton_state():
-    from .triton_kernels import timestep_decay_norm_triton_state
-
-    def state(x, state, starts, real, groups, beta1, beta2):
-        strip = strip_size(x.shape[-1], groups)
-        return timestep_decay_norm_triton_state(x, state, starts, real, groups, beta1, beta2, strip)
-
-    return (state,)
-
-
 def _fake(x, weight, bias, initial_state, starts, real, groups, beta1, beta2, eps):
     dtype = widest(x, weight, bias, initial_state)
     state = x.new_empty(x.shape[0], 3, groups, dtype=dtype)
     return x.new_empty(x.shape), state, x.new_empty(shape_of_entering(x, groups), dtype=dtype)
-
-
-def _fake_state(x, state, starts, real, groups, beta1, beta2):
-    return x.new_empty(x.shape[0], 3, groups, dtype=widest(x, state))
 
 
 _timestep_decay_norm = custom_op(
@@ -71,7 +56,4 @@ _timestep_decay_norm_step = custom_op(
     triton=_triton_step,
     fake=lambda x, *others: x.new_empty(x.shape),
     mutates_args=("new_state",),
-)
-_timestep_decay_norm_state = custom_op(
-    "timestep_decay_norm_state", eager=timestep_decay_norm_eager_state, triton=_triton_state, fake=_fake_state
 )

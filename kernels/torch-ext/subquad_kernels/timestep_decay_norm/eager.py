@@ -210,19 +210,6 @@ def timestep_decay_norm_eager(
     return out.to(out_dtype), state, x.new_zeros(shape_of_entering(x, groups))
 
 
-def timestep_decay_norm_eager_state(
-    x: torch.Tensor,
-    state: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    real: torch.Tensor | None,
-    groups: int,
-    beta1: float,
-    beta2: float,
-) -> torch.Tensor:
-    """The state after the tokens x."""
-    return timestep_decay_norm_eager(x, None, None, state, starts, real, groups, beta1, beta2, 1.0)[1]
-
-
 def timestep_decay_norm_eager_backward(
     grad: torch.Tensor,
     grad_state: torch.Tensor,

@@ -218,13 +218,12 @@ def _pass_kernel(
         keep, p, m_added, q, v_added, counts = scanned
         m_after, v_after = _after(m[None, :], keep, p, m_added), _after(v[None, :], keep, q, v_added)
         n_after = n[None, :] * keep + counts
-        if inner is not None:
-            enters = strip - 1 if REVERSE else strip  # its index in `inner`
-            here = inner + (row * (strips - 1) + enters)[:, None] * 3 * groups + group[None, :]
-            inside = mask & (number < strips - 1)[:, None]
-            tl.store(here, m_after, mask=inside)
-            tl.store(here + groups, v_after, mask=inside)
-            tl.store(here + 2 * groups, n_after, mask=inside)
+        enters = strip - 1 if REVERSE else strip  # its index in `inner`
+        here = inner + (row * (strips - 1) + enters)[:, None] * 3 * groups + group[None, :]
+        inside = mask & (number < strips - 1)[:, None]
+        tl.store(here, m_after, mask=inside)
+        tl.store(here + groups, v_after, mask=inside)
+        tl.store(here + 2 * groups, n_after, mask=inside)
         m, v, n = _token(m_after, STRIPS - 1), _token(v_after, STRIPS - 1), _token(n_after, STRIPS - 1)
     if final is not None:
         if REVERSE:
@@ -401,11 +400,6 @@ class _Plan:
         """An empty tensor for the effects of the strips on the statistics, or on their gradient."""
         return x.new_empty(self.batch, self.strips, 4, self.groups, dtype=torch.float32)
 
-    def find_added(self, x):
-        added = self.added(x)
-        self.launch(_added_kernel, x, self.starts, self.real, added, *self.sizes, *self.gains)
-        return added
-
     def pass_on(self, added, edge, inner, final, reverse):
         # Two sizes serve all lengths, so that a new length compiles nothing. Few groups leave more programs.
         block = min(64 if self.strips <= 64 else 512, PASSED)
@@ -435,22 +429,15 @@ def timestep_decay_norm_triton(
         final = x.new_empty(x.shape[0], 3, groups, dtype=torch.float32)
     entering = x.new_zeros(x.shape[0], plan.strips + 1, 3, groups, dtype=torch.float32)
     if plan.strips > 1:
-        plan.pass_on(plan.find_added(x), initial_state, entering, final, reverse=False)
+        added = plan.added(x)
+        plan.launch(_added_kernel, x, plan.starts, plan.real, added, *plan.sizes, *plan.gains)
+        plan.pass_on(added, initial_state, entering, final, reverse=False)
     plan.launch(
         _forward_kernel,
         *(x, weight, bias, initial_state, entering, starts, real, out, final if plan.strips == 1 else None),
         *(*plan.sizes, *plan.logs, *plan.gains, eps),
     )
     return out, final, entering
-
-
-def timestep_decay_norm_triton_state(x, state, starts, real, groups, beta1, beta2, strip):
-    """The state after the tokens x."""
-    x, state, starts, real = contiguous(x, state, starts, real)
-    plan = _Plan(x, starts, real, groups, beta1, beta2, strip)
-    final = x.new_empty(x.shape[0], 3, groups, dtype=torch.float32)
-    plan.pass_on(plan.find_added(x), state, None, final, reverse=False)
-    return final
 
 
 def timestep_decay_norm_triton_backward(
