@@ -1,12 +1,8 @@
 """Reading and multiplying tiles of matrices: shared by the Triton kernels of Avey and Avey-B."""
 
-import math
-
 import torch
 import triton
 import triton.language as tl
-
-from .backend import cdiv, launch
 
 
 @triton.jit
@@ -60,8 +56,8 @@ def add_rows(
 
 
 @triton.jit
-def _norm_kernel(x, scales, rows, C, H, x_window, x_row, added, limit, ROWS: tl.constexpr, BK: tl.constexpr):
-    """Writes 1 / norm of all rows of all windows of C rows."""
+def norm_kernel(x, scales, rows, C, H, x_window, x_row, added, limit, ROWS: tl.constexpr, BK: tl.constexpr):
+    """Writes 1 / sqrt(sum(x²) + added), at most `limit`, of all rows of all windows of C rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = tl.minimum(row, rows - 1)
     x += (here // C).to(tl.int64) * x_window + (here % C).to(tl.int64) * x_row
@@ -71,14 +67,6 @@ def _norm_kernel(x, scales, rows, C, H, x_window, x_row, added, limit, ROWS: tl.
         values = tl.load(x[:, None] + columns[None, :], mask=(columns < H)[None, :], other=0.0).to(tl.float32)
         squares += values * values
     tl.store(scales + row, tl.minimum(tl.rsqrt(tl.sum(squares, 1) + added), limit), mask=row < rows)
-
-
-def inverse_norms(x, added, limit=math.inf):
-    """1 / sqrt(sum(x²) + added), at most `limit`, of the rows of x (windows, rows, width), in float32."""
-    scales = x.new_empty(x.shape[:2], dtype=torch.float32)
-    numbers = (scales.numel(), *x.shape[1:], *x.stride()[:2], added, limit)
-    launch(_norm_kernel, (cdiv(scales.numel(), 16),), x, scales, *numbers, ROWS=16, BK=256)
-    return scales
 
 
 def product_constants(x, rows):

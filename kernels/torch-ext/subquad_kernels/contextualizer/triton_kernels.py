@@ -17,13 +17,15 @@ A window has `lead` places before its first row, so that the first query begins 
 for each query and a column for each place, and zeros where there are no weights.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from ..backend import cdiv, launch, multiprocessors
-from ..tiles import add_rows, cells_of, inverse_norms, load_tile, product_constants, readable, row_products, rows_at
+from ..tiles import add_rows, cells_of, load_tile, norm_kernel, product_constants, readable, row_products, rows_at
 from .reference import EPS
 
 
@@ -212,7 +214,9 @@ class _Plan:
             x = self.z[part]
             if self.shared:
                 x = torch.cat((self.prefix.expand(x.shape[0], -1, -1), x), dim=1)
-            scales = inverse_norms(x, EPS)
+            scales = x.new_empty(x.shape[:2], dtype=torch.float32)
+            numbers = (scales.numel(), *x.shape[1:], *x.stride()[:2], EPS, math.inf)
+            launch(norm_kernel, (cdiv(scales.numel(), 16),), x, scales, *numbers, ROWS=16, BK=256)
             yield part, x, scales, x.new_empty(x.shape[0], *self.matrix)
 
     def launch(self, kernel, programs, *arguments, **constants):

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from ..backend import cdiv, launch
-from ..tiles import add_rows, cells_of, inverse_norms, product_constants, readable, row_products, rows_at
+from ..tiles import add_rows, cells_of, norm_kernel, product_constants, readable, row_products, rows_at
 
 
 BYTES = 1 << 25  # of the cosines that exist at a time
@@ -186,7 +186,9 @@ class _Plan:
         for start in range(0, self.windows, size):
             part = slice(start, min(start + size, self.windows))
             x = self.x[part]
-            scales = inverse_norms(x, self.added, self.limit)
+            scales = x.new_empty(x.shape[:2], dtype=torch.float32)
+            numbers = (scales.numel(), *x.shape[1:], *x.stride()[:2], self.added, self.limit)
+            launch(norm_kernel, (cdiv(scales.numel(), 16),), x, scales, *numbers, ROWS=16, BK=256)
             cosines = x.new_empty(x.shape[0], self.size, self.size)
             row_sums = self.sums(x, self.size // self.tile)
             tiles = (self.size // self.tile) ** 2
