@@ -65,7 +65,6 @@ class Case:
         decode_graphs: the largest number of graphs that ten steps of decoding are compiled to.
         dead: a pattern of the parameters that have no gradient, whatever the input.
         wrong: wrong fields, and the error message of each.
-        compiled_layers: the number of layers that compiled models have, one of each kind.
         implementation: the attention implementation, if it is not the default.
         other_type: the name of a case whose caches are not this model's.
         linear: the names of the linear layers that adapters are put on.
@@ -100,7 +99,6 @@ class Case:
     decode_graphs: int = 2
     dead: str = "^$"
     wrong: tuple[tuple[dict, str], ...] = ()
-    compiled_layers: int = 2
     implementation: str | None = None
     other_type: str = "rwkv5"
     linear: tuple[str, ...] = ()
@@ -167,7 +165,7 @@ class Case:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         if self.implementation:
             model.config._attn_implementation_internal = self.implementation  # the setter looks for its kernels
-        return model.to(DEVICE)
+        return model if model.device.type == "meta" else model.to(DEVICE)
 
     def ids(self, *shape: int, seed: int = 0) -> torch.Tensor:
         """Random ids without padding and without images."""
@@ -453,10 +451,7 @@ def _visual(text: Case, **top_fields) -> Case:
 
 
 def _variant(base: Case, name: str, **fields) -> Case:
-    layers = fields.get("num_hidden_layers", base.fields.get("num_hidden_layers"))
-    return replace(
-        base, name=f"{base.name}-{name}", fields={**base.fields, **fields}, state_sizes=None, compiled_layers=layers
-    )
+    return replace(base, name=f"{base.name}-{name}", fields={**base.fields, **fields}, state_sizes=None)
 
 
 BASE = (EAGLE, FINCH, AVEY, RAVEN, GECKO, AVEY_B)
@@ -465,10 +460,10 @@ VISUAL = (_visual(EAGLE), _visual(FINCH))
 
 WHOLE_TEXT = {"layers": [1], "num_heads": 3, "num_kv_heads": 1, "use_rope": False}
 TWO_KINDS = [{"layers": [1], "num_heads": 2, "window_size": 9, "rope_theta": 500.0}, {**WHOLE_TEXT, "layers": [2]}]
-RAVEN_PURE = _variant(RAVEN, "pure", attn=None)
+RAVEN_PURE = replace(_variant(RAVEN, "pure", attn=None), layer_kinds=1)
 RAVEN_FULL = _variant(RAVEN, "full", attn=WHOLE_TEXT)
-RAVEN_BOTH = _variant(RAVEN, "both", attn=TWO_KINDS, num_hidden_layers=4)
-RAVEN_SWA = _variant(RAVEN, "swa", attn=None, router="swa")
+RAVEN_BOTH = replace(_variant(RAVEN, "both", attn=TWO_KINDS, num_hidden_layers=4), layer_kinds=3)
+RAVEN_SWA = replace(_variant(RAVEN, "swa", attn=None, router="swa"), layer_kinds=1)
 # Other fields, or other inputs, than those of an architecture's case.
 VARIANTS = (
     RAVEN_PURE,

@@ -20,13 +20,11 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     repair()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True, scope="module")
 def imports_are_no_garbage():
-    """For what looks for garbage again and again, which among all that has been imported takes half a second."""
+    """Python would search all that has been imported for garbage, again and again, half a second each time."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

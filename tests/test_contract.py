@@ -601,7 +601,7 @@ def graphs():
 
 @each(*BASE, *VISUAL, RAVEN_FULL, RAVEN_BOTH)
 def test_compiled_training(case, graphs):
-    model = case.model(num_hidden_layers=case.compiled_layers).train()
+    model = case.model(num_hidden_layers=max(2, case.layer_kinds)).train()
     inputs = padded(texts(case, 61, 70), "left")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
 
@@ -618,7 +618,7 @@ def test_compiled_training(case, graphs):
 
 @each(*GENERATING, RAVEN_FULL, RAVEN_BOTH)
 def test_compiled_decode_step(case, graphs):
-    model, text = case.model(num_hidden_layers=case.compiled_layers), case.text(2, 10)
+    model, text = case.model(num_hidden_layers=case.layer_kinds), case.text(2, 10)
     ids = case.ids(2, 10)
 
     def backend(graph, inputs):

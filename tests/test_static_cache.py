@@ -91,7 +91,7 @@ def both_caches(model, ids):
 )
 def test_compiled_generation(case, way, graphs):
     tied, rows, padding = way
-    model = case.model(tie_word_embeddings=tied, num_hidden_layers=case.compiled_layers)
+    model = case.model(tie_word_embeddings=tied, num_hidden_layers=case.layer_kinds)
     config = compiling(graphs)
     for choice in ({}, {"do_sample": True, "top_k": 0}):
         options = {**prompts(case, rows, padding), **GREEDY, **choice, "max_new_tokens": 20}

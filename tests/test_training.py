@@ -39,7 +39,6 @@ from subquad.optimizer import parameter_groups
 from subquad_tokenizers import ByteTokenizer
 
 
-pytestmark = pytest.mark.usefixtures("imports_are_no_garbage")  # every training begins with a look for garbage
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 each_trained = pytest.mark.parametrize(

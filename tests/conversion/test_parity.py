@@ -1,6 +1,5 @@
 """Converted checkpoints compute what the runtime that they were written for computes."""
 
-import gc
 import importlib
 import os
 
@@ -27,10 +26,7 @@ def runtime():
         patch.delenv("RWKV_V7_ON", raising=False)
         flags = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
         model_class = importlib.import_module("rwkv.model").RWKV
-        # It looks for garbage at every weight, which takes long among all that has been imported.
-        gc.freeze()
         yield model_class
-        gc.unfreeze()
         torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = flags[:2]
         torch.backends.cuda.matmul.allow_tf32 = flags[2]
 

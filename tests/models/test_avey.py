@@ -367,7 +367,7 @@ def test_one_packed_token_with_a_cache():
 
 
 def test_compiled_calls_of_many_lengths():
-    model = tiny_model("avey", n_blocks=1, k=3)
+    model = tiny_model("avey", n_blocks=1, k=2)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
     with torch.no_grad():
