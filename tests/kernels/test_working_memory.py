@@ -178,3 +178,24 @@ def test_few_rows_are_multiplied_by_four_warps(monkeypatch):
     multiply = "product", "rows", "absorb", "absorb_gradient", "prepare_step", "absorb_step"
     for name in multiply:
         assert set(warps[getattr(triton_kernels, f"_{name}_kernel")]) == {4}
+
+
+@EACH
+def test_layers_share_the_checks_of_their_places(backend, monkeypatch):
+    checks, check = [], torch._assert_async
+    monkeypatch.setattr(torch, "_assert_async", lambda *arguments: checks.append(check(*arguments)))
+    inputs = make(length=5, chunks=2)
+    for _ in range(3):  # each layer has other tensors, but these
+        working_memory(**{**inputs, "q": inputs["q"].clone()}, backend=backend)
+        assert len(checks) == 3
+    for name in ("leaving", "reads"):
+        inputs[name].add_(0)  # it may have changed
+        working_memory(**inputs, backend=backend)
+        inputs[name] = inputs[name].clone()
+        working_memory(**inputs, backend=backend)
+    assert len(checks) == 15
+    if DEVICE == "cpu":  # where a failure does not end the process
+        inputs["leaving"].fill_(99)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="`leaving` must be"):
+                working_memory(**inputs, backend=backend)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from ..backend import launch, multiprocessors, shared_memory, without_autocast
+from ..checks import check_once
 from ..segments import dot, exp, operands, program
 from .eager import assert_chunks
 
@@ -878,7 +879,7 @@ def _states(*states):
 
 def working_memory_triton(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
     """Computes [`subquad_kernels.working_memory`]."""
-    assert_chunks(leaving, begins, reads, k.shape[2], chunk_size)
+    check_once(assert_chunks, (leaving, begins, reads), k.shape[2], chunk_size)
     plan = _Plan(q, k, v, leaving, begins, reads, chunk_size)
     final = plan.absorb(k, v, *_states(memory, normalizer))
     weights, _ = plan.softmax(q, plan.reading)
