@@ -77,6 +77,8 @@ def test_kernels_compile(target, variants, tmp_path):
             limits = {**limits, "spilled": AVERAGE_SPILLED[target]}
         elif result["kernel"] == "_static_product_kernel" and result["constants"]["EVEN"] == "False":
             limits = {**limits, "spilled": 32}  # outside of its loop
+        elif result["kernel"] == "_state_kernel":
+            limits = {**limits, "spilled": 32}  # with products in float32, or heads of 128
         elif result["kernel"] == "_absorb_step_kernel":
             limits = {**limits, "spilled": 192}  # outside of its loop over tokens
         elif result["kernel"] not in HEAVY:

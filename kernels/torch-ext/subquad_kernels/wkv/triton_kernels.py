@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2
+from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2, shared_memory
 from ..segments import Segments, dot, exp, expm1, operands, program, tokens
 from .masks import operand_dtype
 
@@ -271,6 +271,7 @@ def _gradient_kernel(
     PRECISION: tl.constexpr,
     STATIC: tl.constexpr,
     PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """
     The gradients of r, k, log_w and u for one tile of the key channels of a segment, from the states that enter the
@@ -285,7 +286,7 @@ def _gradient_kernel(
     # Sums over tokens are done at the end, or as a product with ones: in the loop they would need shuffles.
     grad_bonus = tl.zeros((C, BK), tl.float32)
     grad_static = tl.zeros((C, BK), tl.float32)
-    for chunk in range(tl.cdiv(stop - begin, C).to(tl.int32)):
+    for chunk in tl.range(tl.cdiv(stop - begin, C).to(tl.int32), num_stages=STAGES):
         first = begin + chunk * C
         there = (ts < stop - first)[:, None]
         in_keys = there & (ks < K)[None, :]
@@ -532,6 +533,8 @@ def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, 
         BK=key_block,
         BV=plan.walking["BV"],
         STATIC=log_w.dim() == 2,
+        # Two programs, as many as the registers of a multiprocessor hold, have room to read a chunk ahead.
+        STAGES=2 if shared_memory(k) >= 2 * 72 * 1024 else 1,
     )
     grads = [dr, dk, dv, dw.sum(0) if log_w.dim() == 2 else dw, du.sum(0)]
     return grads if initial_state is None else [*grads, grad_initial]
