@@ -10,7 +10,7 @@ from .reference import chunk_attention_reference
 
 
 BACKENDS = ("eager", "reference")
-STEP_BACKENDS = ("eager", "triton")
+STEP_BACKENDS = ("eager", "reference", "triton")
 
 
 def chunk_attention(
@@ -78,7 +78,7 @@ def chunk_attention_step(
         k: key, (B, H, W, K).
         v: value, (B, H, W, V).
         mask: bool (B, W) or (1, W), True for the keys that the token sees, at least one.
-        backend: `"auto"`, `"triton"` (where nothing needs a gradient) or `"eager"` (plain torch).
+        backend: `"auto"`, `"triton"` (where nothing needs a gradient), `"eager"` or `"reference"` (both plain torch).
 
     Returns:
         out (B, H, 1, V) in the dtype of v.
@@ -91,7 +91,7 @@ def chunk_attention_step(
         raise ValueError(f"`q` must be of a single token, got {tuple(q.shape)}.")
     _check_rows("mask", mask, torch.bool, q, k.shape[2])
     chosen = choose_backend("chunk_attention_step", backend, STEP_BACKENDS, of_widest(q, k, v))
-    if chosen == "eager" or needs_gradient(q, k, v):
+    if chosen in ("eager", "reference") or needs_gradient(q, k, v):
         with without_autocast(v):
             return chunk_attention_masked(q, k, v, mask)
     return _chunk_attention_step(q, k, v, mask, chosen)
