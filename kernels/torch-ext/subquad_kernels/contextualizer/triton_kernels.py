@@ -29,7 +29,7 @@ from ..tiles import add_rows, cells_of, load_tile, norm_kernel, product_constant
 from .reference import EPS
 
 
-BYTES = 1 << 25  # of the weights that exist at a time
+BYTES = 1 << 25  # of the weights that exist at a time; twice as much in the backward pass, which needs more anyway
 
 
 @triton.jit
@@ -205,11 +205,12 @@ class _Plan:
         after = self.matrix[1] - self.lead - self.context
         self.v = F.pad(v[self.first :].tril(self.first), (self.lead, after, 0, self.matrix[0] - queries))
 
-    def pieces(self):
-        """Yields a few windows: their slice, all their rows, 1 / norm of these, and memory for a matrix of each."""
-        count = cdiv(self.windows * self.matrix[0] * self.matrix[1] * self.z.element_size(), BYTES)
-        size = cdiv(self.windows, count) if count else 1
-        for start in range(0, self.windows, size):
+    def pieces(self, matrices):
+        """Yields a few windows: their slice, all their rows, 1 / norm of these, and memory for matrices of each."""
+        count = cdiv(self.windows * self.matrix[0] * self.matrix[1] * self.z.element_size(), BYTES * matrices)
+        size = cdiv(self.windows, count) if count else 0
+        memory = self.z.new_empty(matrices, size, *self.matrix)
+        for start in range(0, self.windows, size or 1):
             part = slice(start, min(start + size, self.windows))
             x = self.z[part]
             if self.shared:
@@ -217,7 +218,7 @@ class _Plan:
             scales = x.new_empty(x.shape[:2], dtype=torch.float32)
             numbers = (scales.numel(), *x.shape[1:], *x.stride()[:2], EPS, math.inf)
             launch(norm_kernel, (cdiv(scales.numel(), 16),), x, scales, *numbers, ROWS=16, BK=256)
-            yield part, x, scales, x.new_empty(x.shape[0], *self.matrix)
+            yield part, x, scales, memory[:, : x.shape[0]]
 
     def launch(self, kernel, programs, *arguments, **constants):
         launch(kernel, (programs,), *arguments, **{**self.constants, **constants})
@@ -238,7 +239,7 @@ def contextualizer_triton(z, v, gate, prefix, queries):
     gate, out = readable(gate), z.new_empty(z.shape[0], queries, z.shape[2])
     plan = _Plan(z, v, prefix, queries)
     keys = plan.constants["ROWS"]
-    for part, x, scales, weights in plan.pieces():
+    for part, x, scales, (weights,) in plan.pieces(1):
         plan.launch(
             _weights_kernel,
             x.shape[0] * plan.tiles(keys),
@@ -255,18 +256,19 @@ def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
     grad, g = readable(grad), readable(grad)
     plan = _Plan(z, v, prefix, queries)
     grad_z, grad_v = z.new_empty(z.shape), v.new_zeros(v.shape, dtype=torch.float32)
+    total = v.new_zeros(plan.matrix, dtype=torch.float32)
     grad_prefix = None if prefix is None else prefix.new_zeros(prefix.shape, dtype=torch.float32)
     if gate is not None:
         g = torch.mul(grad, gate, out=z.new_empty(gate.shape))  # the gradient of the gate will take its place
-    for part, x, scales, weights in plan.pieces():
-        count, keys = x.shape[0], 64 if z.element_size() == 2 else 32  # two products and a sum fill the registers
-        tiles = plan.tiles(keys)
+    keys = 64 if z.element_size() == 2 else 32  # two products and a sum fill the registers
+    tiles = plan.tiles(keys)
+    for part, x, scales, (weights, grads) in plan.pieces(2):
+        count, part_g = x.shape[0], g[part]
         # Strips for several programs per multiprocessor, but not so short that a strip writes more than the weights.
         strip = max(count * tiles // (4 * multiprocessors(z)), 2)
         sums = scales.new_empty(cdiv(count, strip), *plan.matrix)
         row_sums = scales.new_empty(count, plan.matrix[1] // keys, plan.matrix[0])
         column_sums = scales.new_empty(count, plan.matrix[0] // plan.constants["ROWS"], plan.matrix[1])
-        grads, part_g = torch.empty_like(weights), g[part]
         shape = (plan.context, plan.width, plan.first, plan.lead, *plan.matrix, *x.stride()[:2])
         plan.launch(
             _weight_gradient_kernel,
@@ -277,8 +279,7 @@ def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
             LARGEST=torch.finfo(z.dtype).max,
             STAGES=min(plan.constants["STAGES"], 2),
         )
-        sums = sums.sum(0)[:queries, plan.lead : plan.lead + plan.context]
-        grad_v[plan.first :] += sums.tril(plan.first)  # what is above the diagonal need not have been written
+        total += sums.sum(0)
         grad_x = x.new_empty(x.shape) if plan.shared else grad_z[part]
         plan.launch(
             _row_gradient_kernel,
@@ -292,4 +293,6 @@ def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
             grad_prefix[: plan.shared] += grad_x[:, : plan.shared].sum(0, dtype=torch.float32)
         if gate is not None:
             plan.mix(x, weights, grad[part], part_g)
+    # What is above the diagonal need not have been written.
+    grad_v[plan.first :] = total[:queries, plan.lead : plan.lead + plan.context].tril(plan.first)
     return [x for x in (grad_z, grad_v, None if gate is None else g, grad_prefix) if x is not None]

@@ -182,14 +182,15 @@ class _Plan:
     def pieces(self):
         """Yields a few windows: their slice, rows, 1 / norm of these, cosines, and sums of the cosines of a row."""
         count = cdiv(self.windows * self.size * self.size * self.x.element_size(), BYTES)
-        size = cdiv(self.windows, count) if count else 1
-        for start in range(0, self.windows, size):
+        size = cdiv(self.windows, count) if count else 0
+        memory = self.x.new_empty(size, self.size, self.size)
+        for start in range(0, self.windows, size or 1):
             part = slice(start, min(start + size, self.windows))
             x = self.x[part]
             scales = x.new_empty(x.shape[:2], dtype=torch.float32)
             numbers = (scales.numel(), *x.shape[1:], *x.stride()[:2], self.added, self.limit)
             launch(norm_kernel, (cdiv(scales.numel(), 16),), x, scales, *numbers, ROWS=16, BK=256)
-            cosines = x.new_empty(x.shape[0], self.size, self.size)
+            cosines = memory[: x.shape[0]]
             row_sums = self.sums(x, self.size // self.tile)
             tiles = (self.size // self.tile) ** 2
             numbers = (self.context, self.width, self.size, *x.stride()[:2])
