@@ -1,8 +1,8 @@
 """
-The constant matrices that the Triton kernels multiply log decays by.
+The constant matrices that the Triton kernel of the gradients multiplies log decays by.
 
-The kernels read them from memory. If a kernel made them itself, the compiler would make them before the loop and keep
-them in registers, and they are too many for that.
+It reads them from memory. If it made them itself, the compiler would make them before the loop and keep them in
+registers, and they are too many for that.
 """
 
 import functools
