@@ -127,11 +127,11 @@ def _chunk_kernel(
         of_pairs, of_u = tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32)
         for start in tl.static_range(0, K, BK):
             ks = start + tl.arange(0, BK)
-            keys = (first * H + head) * K + rows * (H * K) + ks[None, :]
+            here, keys = (first * H + head) * K, rows * (H * K) + ks[None, :]
             in_keys = there & (ks < K)[None, :]
-            r_chunk = tl.load(r + keys, mask=in_keys, other=0.0).to(tl.float32)
-            k_chunk = tl.load(k + keys, mask=in_keys, other=0.0).to(tl.float32)
-            w = _load_decay(log_w, first, head, rows * (H * K) + ks[None, :], in_keys, ks, H, K, STATIC)
+            r_chunk = tl.load(r + here + keys, mask=in_keys, other=0.0).to(tl.float32)
+            k_chunk = tl.load(k + here + keys, mask=in_keys, other=0.0).to(tl.float32)
+            w = _load_decay(log_w, first, head, keys, in_keys, ks, H, K, STATIC)
             bonus = tl.load(u + head * K + ks, mask=ks < K, other=0.0).to(tl.float32)
             of_u += tl.sum(r_chunk * bonus[None, :] * k_chunk, 1)
             for level in tl.static_range(LEVELS):
@@ -142,8 +142,8 @@ def _chunk_kernel(
                 of_pairs += tl.where(_pairs(ts, 1 << level, False), products, 0.0)
             past = exp(_sum_where(tl.where(columns < rows, 1.0, 0.0), w, DOT, PRECISION))
             future = exp(_sum_where(tl.where(columns > rows, 1.0, 0.0), w, DOT, PRECISION))
-            tl.store(reads + keys, (r_chunk * past).to(reads.dtype.element_ty), mask=in_keys)
-            tl.store(writes + keys, (k_chunk * future).to(writes.dtype.element_ty), mask=in_keys)
+            tl.store(reads + here + keys, (r_chunk * past).to(reads.dtype.element_ty), mask=in_keys)
+            tl.store(writes + here + keys, (k_chunk * future).to(writes.dtype.element_ty), mask=in_keys)
             total = tl.sum(w.to(tl.float32), 0)
             of_chunk = ((begin // C + segment + chunk) * H + head) * K + ks
             tl.store(totals + of_chunk, total, mask=ks < K)
