@@ -23,10 +23,7 @@ AVEY = (
     *("_static_product_kernel", "_static_weight_kernel"),
 )
 # The kernels of slot_memory, and their limits by the dtype of their products.
-SLOT_MEMORY = (
-    *("_walk_kernel", "_slots_kernel", "_features_kernel", "_decay_kernel"),
-    *("_far_slots_kernel", "_far_pairs_kernel"),
-)
+SLOT_MEMORY = (*("_walk_kernel", "_slots_kernel", "_features_kernel", "_decay_kernel", "_far_writes_kernel"),)
 SLOT_MEMORY_SPILLED = {
     "sm_80": {"bf16": 64, "fp32": 1152},
     "sm_90": {"bf16": 0, "fp32": 128},

@@ -74,8 +74,12 @@ def test_no_columns_are_shared_by_warps_that_are_too_narrow(slots, size, monkeyp
         seen.add(name)
         if name in columns:
             assert num_warps == 4 or constants[columns[name]] >= 128, name
-        elif "DOT" in constants:
-            assert num_warps == 4, name
+            loops = {"_slots_kernel": ("SIZE", "BF"), "_features_kernel": ("M", "BM")}
+            if name in loops:  # what goes round once is no loop, but a chain of products
+                size, block = loops[name]
+                assert num_warps == 4 or constants[size] > constants[block], name
+        elif name != "_softmax_kernel":  # whose products have 16 rows, and so other instructions
+            assert num_warps == 4 or "DOT" not in constants, name
 
     monkeypatch.setattr(triton_kernels, "launch", check)
     q, log_f = torch.zeros(1, 70, 2, size, dtype=torch.bfloat16), torch.zeros(1, 70, 2, slots)

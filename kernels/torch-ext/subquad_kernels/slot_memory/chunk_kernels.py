@@ -75,9 +75,9 @@ def load_total(decay, first, head, ms, rows, H, M: tl.constexpr):
 
 
 @triton.jit
-def causal(ts, N: tl.constexpr):
+def causal(rs, ts, N: tl.constexpr):
     """The pairs of a token (row) and one of the same block (column) whose write it reads, itself or an earlier one."""
-    return (ts[:, None] >= ts[None, :]) & ((ts & -N)[:, None] == (ts & -N)[None, :])
+    return (rs[:, None] >= ts[None, :]) & ((rs & -N)[:, None] == (ts & -N)[None, :])
 
 
 @triton.jit(do_not_specialize=GEOMETRY)
@@ -217,7 +217,7 @@ def _slots_kernel(
 ):
     """
     What a (C, SIZE) reads from each slot of the memory that b was written to, from column OFFSET on. If a chunk decays
-    too far, the writes of its own tokens are left to `_far_slots_kernel`.
+    too far, the writes of its own tokens are left to `_softmax_kernel`.
     """
     tile, head, first, rows, index = place(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     if rows <= 0:
@@ -237,71 +237,11 @@ def _slots_kernel(
         found += dot(a_block, tl.trans(state), DOT, PRECISION)
 
     total = tl.where(far, 0.0, load_total(decay, first, head, ms, rows, H, M))
-    scores = tl.where(far, 0.0, tl.where(causal(ts, C), scores, 0.0))
+    scores = tl.where(far, 0.0, tl.where(causal(ts, ts, C), scores, 0.0))
     found *= exp(total)[None, :]
     found += dot(scores, load(writes, first, head, ts, ms, rows, H, M), DOT, PRECISION)
     found *= exp(load_decay(decay, first, head, ts, ms, rows, H, M) - total[None, :])
     store(out, found, first, head, ts, ms, rows, H, M)
-
-
-@triton.jit(do_not_specialize=GEOMETRY)
-def _softmax_kernel(
-    logits,
-    grads,
-    decay,
-    x,
-    reads,
-    far_chunks,
-    boundaries,
-    T,
-    SEGMENT,
-    SEGMENTS,
-    CHUNKS,
-    H,
-    TILES: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """
-    The softmax x of the logits, and x exp(F), its weights for the memory that enters a chunk. With `grads`, the
-    gradient of that softmax, x is the gradient of the logits instead, and `grads` becomes the sum of x times its
-    gradient over both. x is stored only for chunks that decay too far.
-    """
-    tile, head, first, rows, index = place(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
-    ROWS: tl.constexpr = C // TILES
-    if rows <= tile * ROWS:
-        return
-    far = tl.load(far_chunks + index) != 0
-    ts = tile * ROWS + tl.arange(0, ROWS)
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    read = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, M, BM):
-        ms = start + tl.arange(0, BM)
-        z = load(logits, first, head, ts, ms, rows, H, M)
-        z = tl.where((ms < M)[None, :], z, -float("inf"))
-        higher = tl.maximum(top, tl.max(z, 1))
-        s, factor = exp(z - higher[:, None]), exp(top - higher)
-        top, total = higher, total * factor + tl.sum(s, 1)
-        if grads is not None:
-            read = read * factor + tl.sum(s * load(grads, first, head, ts, ms, rows, H, M), 1)
-
-    if grads is not None:
-        tl.debug_barrier()  # other threads may overwrite what a thread has read
-    for start in range(0, M, BM):
-        ms = start + tl.arange(0, BM)
-        z = load(logits, first, head, ts, ms, rows, H, M)
-        s = exp(z - top[:, None]) / total[:, None]
-        if grads is not None:
-            grad = load(grads, first, head, ts, ms, rows, H, M)
-            grad_z = s * (grad - (read / total)[:, None])
-            store(grads, s * grad + grad_z * z, first, head, ts, ms, rows, H, M)
-            s = grad_z
-        store(reads, s * exp(load(decay, first, head, ts, ms, rows, H, M)), first, head, ts, ms, rows, H, M)
-        if far:
-            store(x, s, first, head, ts, ms, rows, H, M)
 
 
 @triton.jit(do_not_specialize=GEOMETRY)
@@ -358,7 +298,7 @@ def _features_kernel(
         x_block = x_block.to(tl.float32) * exp(-tl.maximum(total, LIMIT))[None, :]
         pairs += dot(x_block, tl.trans(p_block), DOT, PRECISION)
 
-    pairs = tl.where(far, 0.0, tl.where(causal(ts, C), pairs, 0.0))
+    pairs = tl.where(far, 0.0, tl.where(causal(ts, ts, C), pairs, 0.0))
     cells, left = index * (C * C) + ts[:, None] * C + ts[None, :], tl.where(far, rows, 0)
     pairs += tl.load(far_pairs + cells, mask=(ts < left)[:, None], other=0.0).to(tl.float32)
     if REVERSE:

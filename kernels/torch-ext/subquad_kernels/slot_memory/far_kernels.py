@@ -1,8 +1,8 @@
 """
-The kernels for chunks of the slot memory in which a slot decays too far for the factors exp(F_t) and exp(-F_s) of a
-pair of tokens. They split the factors in blocks of `NEAR` tokens only, and cover the other pairs by halving, see
-chunks.py: for blocks of b tokens both factors lead to the boundary between the blocks of a pair, so that no exponent
-is positive. A program whose chunk is not marked in `far_chunks` ends at once.
+What the tokens of a chunk of the slot memory read of each other's writes if a slot decays too far in it for the
+factors exp(F_t) and exp(-F_s) of a pair. The factors are split in blocks of `NEAR` tokens only, and the other pairs
+covered by halving, see chunks.py: for blocks of b tokens both factors lead to the boundary between the blocks of a
+pair, so that no exponent is positive.
 """
 
 import triton
@@ -14,6 +14,8 @@ from .chunk_kernels import GEOMETRY, causal, load, load_decay, load_log, place, 
 
 # Number of tokens whose decays may be split in any case; exp(4 * 17) is far below the largest number.
 NEAR: tl.constexpr = tl.constexpr(4)
+# Number of slots, or of features, that are computed together.
+BLOCK: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
@@ -23,86 +25,117 @@ def _boundary(ts, block):
 
 
 @triton.jit
-def _across(ts, block):
+def _across(rs, ts, block):
     """The pairs of a token of a right block (row) and one of the block to its left (column)."""
-    right = (ts & block) != 0
-    return (_boundary(ts, block)[:, None] == _boundary(ts, block)[None, :]) & right[:, None] & ~right[None, :]
+    pair = _boundary(rs, block)[:, None] == _boundary(ts, block)[None, :]
+    return pair & ((rs & block) != 0)[:, None] & ((ts & block) == 0)[None, :]
 
 
-@triton.jit(do_not_specialize=GEOMETRY)
-def _far_slots_kernel(
-    a,
-    b,
-    x,
-    log_f,
-    decay,
-    out,
-    far_chunks,
-    boundaries,
-    T,
-    SEGMENT,
-    SEGMENTS,
-    CHUNKS,
-    H,
-    ADD,
-    TILES: tl.constexpr,
-    SIZE: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    BF: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PACKED: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
-    """
-    For chunks that decay too far: what a reads from each slot of the b that the tokens of the chunk wrote; with
-    REVERSE the gradient of these writes, from what a read of b through x. With ADD = 1 it is added to `out`.
-    """
-    _, head, first, rows, index = place(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
-    if rows <= 0:
-        return
-    if tl.load(far_chunks + index) == 0:
-        return
-    ts = tl.arange(0, C)
-    scores = tl.zeros((C, C), tl.float32)
-    for start in range(0, SIZE, BF):
-        fs = start + tl.arange(0, BF)
-        a_block = load(a, first, head, ts, fs, rows, H, SIZE)
+@triton.jit
+def _near_decay(decay, first, head, ts, ms, rows, H, M: tl.constexpr):
+    """F since the start of the token's block of `NEAR` tokens."""
+    f = load_decay(decay, first, head, ts, ms, rows, H, M)
+    return f - load_decay(decay, first, head, (ts & -NEAR) - 1, ms, rows, H, M)
+
+
+@triton.jit
+def _factor(decay, first, head, ts, ms, block, rows, H, M: tl.constexpr):
+    """The decay between a token and the boundary of its pair of blocks."""
+    f = load_decay(decay, first, head, ts, ms, rows, H, M)
+    return exp(-tl.abs(f - load_decay(decay, first, head, _boundary(ts, block), ms, rows, H, M)))
+
+
+@triton.jit
+def _scores(a, b, first, head, rs, ts, rows, H, SIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """The products of the rows of a and of b."""
+    scores = tl.zeros((rs.shape[0], ts.shape[0]), tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        fs = start + tl.arange(0, BLOCK)
+        a_block = load(a, first, head, rs, fs, rows, H, SIZE)
         b_block = load(b, first, head, ts, fs, rows, H, SIZE)
         scores += dot(a_block, tl.trans(b_block), DOT, PRECISION)
+    return scores
 
-    for start in range(0, M, BM):
-        ms = start + tl.arange(0, BM)
-        if REVERSE:
-            weights = load(x, first, head, ts, ms, rows, H, M).to(tl.float32)
-        else:
-            weights = -expm1(load_log(log_f, first, head, ts, ms, rows, H, M))
-        f = load_decay(decay, first, head, ts, ms, rows, H, M)
-        f -= load_decay(decay, first, head, (ts & -NEAR) - 1, ms, rows, H, M)
-        near = tl.where(causal(ts, NEAR), scores, 0.0)
-        if REVERSE:
-            near, f = tl.trans(near), -f
-        found = exp(f) * dot(near, weights * exp(-f), DOT, PRECISION)
+
+@triton.jit
+def add_far_reads(
+    a, b, log_f, decay, out, first, head, rs, ts, rows, H,
+    SIZE: tl.constexpr, M: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds what the tokens rs read with a from each slot of the b that the tokens ts of the chunk wrote."""
+    scores = _scores(a, b, first, head, rs, ts, rows, H, SIZE, DOT, PRECISION)
+    for start in range(0, M, BLOCK):
+        ms = start + tl.arange(0, BLOCK)
+        p = -expm1(load_log(log_f, first, head, ts, ms, rows, H, M))
+        near = tl.where(causal(rs, ts, NEAR), scores, 0.0)
+        writes = p * exp(-_near_decay(decay, first, head, ts, ms, rows, H, M))
+        found = exp(_near_decay(decay, first, head, rs, ms, rows, H, M)) * dot(near, writes, DOT, PRECISION)
         block = NEAR
-        while block < C:
-            f = load_decay(decay, first, head, ts, ms, rows, H, M)
-            f -= load_decay(decay, first, head, _boundary(ts, block), ms, rows, H, M)
-            factor = exp(-tl.abs(f))
-            across = tl.where(_across(ts, block), scores, 0.0)
-            if REVERSE:
-                across = tl.trans(across)
-            found += factor * dot(across, weights * factor, DOT, PRECISION)
+        while block < ts.shape[0]:
+            writes = p * _factor(decay, first, head, ts, ms, block, rows, H, M)
+            across = tl.where(_across(rs, ts, block), scores, 0.0)
+            factor = _factor(decay, first, head, rs, ms, block, rows, H, M)
+            found += factor * dot(across, writes, DOT, PRECISION)
             block *= 2
-        found += load(out, first, head, ts, ms, rows * ADD, H, M)
+        found += load(out, first, head, rs, ms, rows, H, M)
+        store(out, found, first, head, rs, ms, rows, H, M)
+
+
+@triton.jit
+def far_pairs(
+    x, log_f, decay, first, head, rs, ts, rows, H,
+    M: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The weights of the writes of the tokens ts (columns) in what the tokens rs (rows) read with x."""
+    pairs = tl.zeros((rs.shape[0], ts.shape[0]), tl.float32)
+    for start in range(0, M, BLOCK):
+        ms = start + tl.arange(0, BLOCK)
+        read = load(x, first, head, rs, ms, rows, H, M).to(tl.float32)
+        p = -expm1(load_log(log_f, first, head, ts, ms, rows, H, M))
+        reads = read * exp(_near_decay(decay, first, head, rs, ms, rows, H, M))
+        writes = p * exp(-_near_decay(decay, first, head, ts, ms, rows, H, M))
+        pairs += tl.where(causal(rs, ts, NEAR), dot(reads, tl.trans(writes), DOT, PRECISION), 0.0)
+        block = NEAR
+        while block < ts.shape[0]:
+            reads = read * _factor(decay, first, head, rs, ms, block, rows, H, M)
+            writes = p * _factor(decay, first, head, ts, ms, block, rows, H, M)
+            pairs += tl.where(_across(rs, ts, block), dot(reads, tl.trans(writes), DOT, PRECISION), 0.0)
+            block *= 2
+    return pairs
+
+
+@triton.jit
+def _write_grads(
+    a, b, x, decay, out, first, head, ts, rows, H,
+    SIZE: tl.constexpr, M: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the writes of b in a chunk, from what a reads of them through x, or that added to `out`."""
+    scores = _scores(a, b, first, head, ts, ts, rows, H, SIZE, DOT, PRECISION)
+    for start in range(0, M, BLOCK):
+        ms = start + tl.arange(0, BLOCK)
+        read = load(x, first, head, ts, ms, rows, H, M).to(tl.float32)
+        f = _near_decay(decay, first, head, ts, ms, rows, H, M)
+        near = tl.trans(tl.where(causal(ts, ts, NEAR), scores, 0.0))
+        found = exp(-f) * dot(near, read * exp(f), DOT, PRECISION)
+        block = NEAR
+        while block < ts.shape[0]:
+            factor = _factor(decay, first, head, ts, ms, block, rows, H, M)
+            across = tl.trans(tl.where(_across(ts, ts, block), scores, 0.0))
+            found += factor * dot(across, read * factor, DOT, PRECISION)
+            block *= 2
+        if ADD:
+            found += load(out, first, head, ts, ms, rows, H, M)
         store(out, found, first, head, ts, ms, rows, H, M)
 
 
 @triton.jit(do_not_specialize=GEOMETRY)
-def _far_pairs_kernel(
-    x,
-    log_f,
+def _far_writes_kernel(
+    q,
+    k,
+    grad_out,
+    v,
+    x_keys,
+    x_values,
     decay,
     out,
     far_chunks,
@@ -113,33 +146,21 @@ def _far_pairs_kernel(
     CHUNKS,
     H,
     TILES: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    BM: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """For chunks that decay too far: the weight of the write of one token (column) in the read with x of another."""
+    """For chunks that decay too far: the gradient of the writes, from what the tokens of the chunk read of them."""
     _, head, first, rows, index = place(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     if rows <= 0:
         return
     if tl.load(far_chunks + index) == 0:
         return
     ts = tl.arange(0, C)
-    pairs = tl.zeros((C, C), tl.float32)
-    for start in range(0, M, BM):
-        ms = start + tl.arange(0, BM)
-        read = load(x, first, head, ts, ms, rows, H, M).to(tl.float32)
-        p = -expm1(load_log(log_f, first, head, ts, ms, rows, H, M))
-        f = load_decay(decay, first, head, ts, ms, rows, H, M)
-        f -= load_decay(decay, first, head, (ts & -NEAR) - 1, ms, rows, H, M)
-        pairs += tl.where(causal(ts, NEAR), dot(read * exp(f), tl.trans(p * exp(-f)), DOT, PRECISION), 0.0)
-        block = NEAR
-        while block < C:
-            f = load_decay(decay, first, head, ts, ms, rows, H, M)
-            f -= load_decay(decay, first, head, _boundary(ts, block), ms, rows, H, M)
-            either = tl.where(((ts & block) != 0)[:, None], read, p) * exp(-tl.abs(f))
-            pairs += tl.where(_across(ts, block), dot(either, tl.trans(either), DOT, PRECISION), 0.0)
-            block *= 2
-    tl.store(out + index * (C * C) + ts[:, None] * C + ts[None, :], pairs.to(out.dtype.element_ty))
+    _write_grads(q, k, x_keys, decay, out, first, head, ts, rows, H, K, M, DOT, PRECISION, False)
+    tl.debug_barrier()  # other threads may read what a thread has stored
+    _write_grads(grad_out, v, x_values, decay, out, first, head, ts, rows, H, V, M, DOT, PRECISION, True)

@@ -15,10 +15,10 @@ from .chunk_kernels import (
     _decay_sum_kernel,
     _features_kernel,
     _slots_kernel,
-    _softmax_kernel,
     _walk_kernel,
 )
-from .far_kernels import _far_pairs_kernel, _far_slots_kernel
+from .far_kernels import _far_writes_kernel
+from .softmax_kernel import _softmax_kernel
 from .step_kernels import _step_kernel, _step_logits_kernel
 
 
@@ -133,13 +133,10 @@ class _Plan(Segments):
             self._walk(inputs, states, None, None, chunk_states, reverse)
         return chunk_states, final
 
-    def _far_slots(self, a, b, x, log_f, decay, out, add):
-        constants = {"BM": _block(self.slots, 32), "BF": 32, "SIZE": a.shape[-1], "REVERSE": x is not None}
-        arguments = a, b, x, log_f, decay, out
-        self.launch(_far_slots_kernel, *arguments, tiles=1, last=add, **constants, **self.products)
-
-    def find(self, a, b, log_f, decay, writes, states, offset):
-        """What a reads from each slot of b: the logits, or the gradient of their softmax."""
+    def find(self, a, b, decay, writes, states, offset):
+        """
+        What a reads from each slot of b: the logits, or the gradient of their softmax. [`softmax`] completes it.
+        """
         out = self.by_slot()
         self.launch(
             _slots_kernel,
@@ -150,24 +147,27 @@ class _Plan(Segments):
             WIDTH=self.key_size + self.value_size,
             **self.slot_blocks,
             **self.products,
-            **self.pipeline(self.slot_blocks["BM"]),
+            **self.pipeline(self.slot_blocks["BM"], chained=a.shape[-1] <= self.slot_blocks["BF"]),
         )
-        self._far_slots(a, b, None, log_f, decay, out, add=1)
         return out
 
-    def softmax(self, logits, grads, decay):
-        """The softmax x of the logits, or the gradient of the logits, and x exp(F)."""
+    def softmax(self, a, b, logits, grads, log_f, decay):
+        """
+        The softmax x of the logits, or the gradient of the logits; x exp(F); and the weights of the tokens' writes in
+        each other's reads with x, for chunks that decay too far. For these a and b complete the logits, or `grads`.
+        """
         x, reads = self.by_slot(self.dtype), self.by_slot(self.dtype)
-        tiles, block = self.chunk // 16, _block(self.slots, 256)
-        self.launch(_softmax_kernel, logits, grads, decay, x, reads, tiles=tiles, BM=block)
-        return x, reads
-
-    def far_pairs(self, x, log_f, decay):
-        """The weights of the tokens' writes in each other's reads with x, for chunks that decay too far."""
         pairs = self.empty(self.chunks, self.heads, self.chunk, self.chunk, dtype=self.dtype)
-        block = _block(self.slots, 32)
-        self.launch(_far_pairs_kernel, x, log_f, decay, pairs, tiles=1, BM=block, **self.products)
-        return pairs
+        self.launch(
+            _softmax_kernel,
+            *(a, b, logits, grads, log_f, decay, x, reads, pairs),
+            tiles=self.chunk // 16,
+            SIZE=0 if a is None else a.shape[-1],
+            BM=_block(self.slots, 256),
+            **self.products,
+            num_warps=8,
+        )
+        return x, reads, pairs
 
     def features(self, a, decay, reads, writes, far_pairs, states, out, offset, reverse=False):
         """What x reads of a; in reverse the gradient of the writes."""
@@ -186,16 +186,15 @@ class _Plan(Segments):
 
     def decay_grads(self, q, k, grad_out, v, x_keys, x_values, log_f, decay, *arguments):
         """The gradient of log_f."""
-        out = self.by_slot()
-        self._far_slots(q, k, x_keys, log_f, decay, out, add=0)
-        self._far_slots(grad_out, v, x_values, log_f, decay, out, add=1)
+        out, sizes = self.by_slot(), {"K": self.key_size, "V": self.value_size}
+        reads = q, k, grad_out, v
+        self.launch(_far_writes_kernel, *reads, x_keys, x_values, decay, out, tiles=1, **sizes, **self.products)
         rows = min(self.slot_blocks["BM"], 64)
         self.launch(
             _decay_kernel,
-            *(q, k, grad_out, v, log_f, decay, *arguments, out),
+            *(*reads, log_f, decay, *arguments, out),
             tiles=cdiv(self.slots, rows),
-            K=self.key_size,
-            V=self.value_size,
+            **sizes,
             BM=rows,
             BF=self.slot_blocks["BF"],
             **self.products,
@@ -223,10 +222,9 @@ def slot_memory_triton(q, k, v, log_f, initial_state, cu_seqlens):
     plan = _Plan(k, v, log_f, cu_seqlens)
     decay, writes = plan.decays(log_f)
     states, final = plan.walk((writes, k, writes, v, decay), initial_state)
-    logits = plan.find(q, k, log_f, decay, writes, states, 0)
-    x, reads = plan.softmax(logits, None, decay)
-    far_pairs = plan.far_pairs(x, log_f, decay)
-    plan.features(v, decay, reads, writes, far_pairs, states, out, k.shape[-1])
+    logits = plan.find(q, k, decay, writes, states, 0)
+    _, reads, pairs = plan.softmax(q, k, logits, None, log_f, decay)
+    plan.features(v, decay, reads, writes, pairs, states, out, k.shape[-1])
     return out, final, logits
 
 
@@ -248,17 +246,15 @@ def slot_memory_triton_backward(grad_out, grad_state, logits, q, k, v, log_f, in
     states, _ = plan.walk((writes, k, writes, v, decay), initial_state)
     key_size = k.shape[-1]
 
-    x_values, reads_values = plan.softmax(logits, None, decay)
-    sums = plan.find(grad_out, v, log_f, decay, writes, states, key_size)
-    x_keys, reads_keys = plan.softmax(logits, sums, decay)
+    x_values, reads_values, value_pairs = plan.softmax(None, None, logits, None, log_f, decay)
+    sums = plan.find(grad_out, v, decay, writes, states, key_size)
+    x_keys, reads_keys, key_pairs = plan.softmax(grad_out, v, logits, sums, log_f, decay)
     grads, grad_initial = plan.walk((reads_keys, q, reads_values, grad_out, decay), grad_state, reverse=True)
 
     dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x, dtype in zip((q, k, v), dtypes, strict=True))
-    far_pairs = plan.far_pairs(x_values, log_f, decay)
-    plan.features(grad_out, decay, reads_values, writes, far_pairs, grads, dv, key_size, reverse=True)
-    far_pairs = plan.far_pairs(x_keys, log_f, decay)
-    plan.features(k, decay, reads_keys, writes, far_pairs, states, dq, 0)
-    plan.features(q, decay, reads_keys, writes, far_pairs, grads, dk, 0, reverse=True)
+    plan.features(grad_out, decay, reads_values, writes, value_pairs, grads, dv, key_size, reverse=True)
+    plan.features(k, decay, reads_keys, writes, key_pairs, states, dq, 0)
+    plan.features(q, decay, reads_keys, writes, key_pairs, grads, dk, 0, reverse=True)
     arguments = x_keys, x_values, log_f, decay, writes, reads_keys, reads_values, sums, states, grads
     dlog_f = plan.decay_grads(q, k, grad_out, v, *arguments)
     found = [dq, dk, dv, dlog_f]
