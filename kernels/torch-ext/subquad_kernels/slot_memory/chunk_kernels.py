@@ -183,8 +183,9 @@ def _walk_kernel(
         summed += total
     if final is not None:
         tl.store(final + here + cells, state, mask=in_state)
-    if totals is not None:
-        tl.store(totals + (segment.to(tl.int64) * H + head) * M + ms, summed, mask=ms < M)
+    if totals is not None:  # noqa: SIM102
+        if tile == 0:  # all tiles have the same sums
+            tl.store(totals + (segment.to(tl.int64) * H + head) * M + ms, summed, mask=ms < M)
 
 
 @triton.jit(do_not_specialize=GEOMETRY)
