@@ -1,30 +1,46 @@
 """
-Compiles every Triton kernel that the operators launch, for a GPU that this machine need not have.
+Compiles the Triton kernels for GPUs that this machine need not have, and counts what they take.
 
-Called as a program (Triton must not have been imported for its interpreter): `compile_kernels.py TARGET VARIANTS` runs
-the operators on tensors without storage, and compiles launches instead of running them: "all", or of every kernel the
-one with the "largest" tiles. It prints the resources that each takes as JSON.
+A program, because Triton must not have been imported for its interpreter:
+
+    python tests/kernels/compile_kernels.py sm_90                the figures of today, as JSON
+    python tests/kernels/compile_kernels.py --write              the same of every target, into budgets.csv
+    python tests/kernels/compile_kernels.py sm_90 --all          of every variant
+    python tests/kernels/compile_kernels.py --operators wkv --write
+
+A variant is what Triton compiles for one kind of arguments of a kernel. Of every kernel, and of each precision of its
+products, the variant with the largest tiles is compiled.
 """
 
+import argparse
+import csv
 import json
 import math
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import published
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+
+import subquad_kernels.backend
 
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
+BUDGETS = Path(__file__).with_name("budgets.csv")
+# Shared memory of a program in bytes; registers of a thread, and what of them did not fit: bytes (CUDA) or registers
+# (ROCm); barriers in one turn of a loop, and instructions in loops that load less than 16 bytes a thread from memory;
+# products that would be wrong; whether the compiler refuses it.
+FIGURES = ("shared", "registers", "spilled", "barriers", "narrow", "misread", "refused")
+OPERATORS = sorted({path.parent.name for path in Path(subquad_kernels.__path__[0]).glob("*/triton_kernels.py")})
+OPERATORS += ["segments"]
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -35,8 +51,57 @@ TYPES = {
 }
 
 
-def source_of(kernel, arguments: dict) -> tuple[ASTSource, dict]:
-    """The source that Triton would compile for these arguments of a launch, and its options."""
+@dataclass(frozen=True)
+class Target:
+    """A GPU, and the most shared memory of a program in KiB."""
+
+    gpu: GPUTarget
+    shared: int
+
+    @property
+    def is_hip(self) -> bool:
+        return self.gpu.backend == "hip"
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), 99),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 99),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64),
+    "gfx1100": Target(GPUTarget("hip", "gfx1100", 32), 64),
+}
+
+
+@dataclass
+class Variant:
+    kernel: Any
+    source: ASTSource
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The operator and its kernel. Some kernels are shared."""
+        return f"{self.kernel.__module__.split('.')[1]}.{self.kernel.__name__}"
+
+    @property
+    def precision(self) -> str:
+        return "half" if any(x in ("*bf16", "*fp16") for x in self.source.signature.values()) else "single"
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.source.signature} {self.source.constants} {self.source.attrs} {self.options}"
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """The product of the sizes that it is compiled with: registers and shared memory grow with it. What is 1 may
+        have spared it a loop."""
+        sizes = [x for x in self.source.constants.values() if type(x) is int]
+        return math.prod(x for x in sizes if x > 0), -sizes.count(1)
+
+
+def variant_of(kernel: Any, arguments: dict[str, Any]) -> Variant:
+    """What Triton would compile for these arguments of a launch."""
     signature, constants, attributes, options = {}, {}, {}, {}
     names = [parameter.name for parameter in kernel.params]
     for name, x in arguments.items():
@@ -49,14 +114,45 @@ def source_of(kernel, arguments: dict) -> tuple[ASTSource, dict]:
         if parameter.is_constexpr or x is None or (special and x == 1):
             signature[name], constants[index] = "constexpr", x
         elif isinstance(x, torch.Tensor):
-            signature[name], attributes[index] = f"*{TYPES[x.dtype]}", [["tt.divisibility", 16]]
+            signature[name] = f"*{TYPES[x.dtype]}"
+            if x.storage_offset() * x.element_size() % 16 == 0:
+                attributes[index] = [["tt.divisibility", 16]]
         elif isinstance(x, float):
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if x < 2**31 else "i64"
             if special and x % 16 == 0:
                 attributes[index] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, {name: signature[name] for name in names}, constants, attributes), options
+    source = ASTSource(kernel, {name: signature[name] for name in names}, constants, attributes)
+    return Variant(kernel, source, options)
+
+
+def variants_for(target: Target, models: bool = True) -> list[Variant]:
+    """Everything that is launched on a target at published sizes, by the benchmarks and the models."""
+    torch.version.hip = "7.0" if target.is_hip else None
+    subquad_kernels.backend._shared_memory = lambda device: target.shared * 1024
+    found = (variant_of(kernel, arguments) for kernel, arguments in published.launches(models))
+    return list({variant.key: variant for variant in found}.values())
+
+
+def largest(variants: list[Variant]) -> list[Variant]:
+    """Of every kernel and precision."""
+    ordered = sorted(variants, key=lambda variant: variant.tile)
+    return list({(variant.name, variant.precision): variant for variant in ordered}.values())
+
+
+# What was compiled.
+
+
+def loops(lines: list[str], label: str, jump: str) -> list[list[str]]:
+    """The bodies of the loops of an assembly: from a label to a jump back to it."""
+    places, found = {}, []
+    for n, line in enumerate(lines):
+        if match := re.match(label, line):
+            places[match[1]] = n
+        elif (match := re.search(jump, line)) and match[1] in places:
+            found.append(lines[places[match[1]] : n])
+    return found
 
 
 def misread_products(text: str) -> int:
@@ -77,247 +173,108 @@ def misread_products(text: str) -> int:
     )
 
 
-def resources(compiled, target: GPUTarget) -> dict:
-    """
-    Shared memory of a program in bytes, registers of a thread, bytes or registers that did not fit, and products that
-    would be wrong.
-    """
-    used = {"shared": compiled.metadata.shared, "misread": misread_products(compiled.asm["ttgir"])}
-    if target.backend == "hip":
+def figures(compiled: Any, target: Target) -> dict[str, int]:
+    """By the names of FIGURES."""
+    used = {"shared": compiled.metadata.shared, "misread": misread_products(compiled.asm["ttgir"]), "refused": 0}
+    if target.is_hip:
         text = compiled.asm["amdgcn"]
-        used["registers"] = int(re.search(r"\.vgpr_count:\s*(\d+)", text).group(1))
-        used["spilled"] = int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text).group(1))
-        return used
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-        used["registers"] = int(re.search(r"REG:(\d+)", text).group(1))
-        used["spilled"] = int(re.search(r"STACK:(\d+)", text).group(1)) + int(re.search(r"LOCAL:(\d+)", text).group(1))
+        used["registers"] = int(re.search(r"\.vgpr_count:\s*(\d+)", text)[1])
+        used["spilled"] = int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text)[1])
+        bodies = loops(text.splitlines(), r"(\.LBB\w+):", r"s_c?branch\w*\s+(\.LBB\w+)")
+        barrier, narrow = r"\bs_barrier\b", r"\b(global|buffer)_load_(?!dwordx4|b128)"
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        used["registers"] = int(re.search(r"REG:(\d+)", text)[1])
+        used["spilled"] = int(re.search(r"STACK:(\d+)", text)[1]) + int(re.search(r"LOCAL:(\d+)", text)[1])
+        bodies = loops(compiled.asm["ptx"].splitlines(), r"(\$L__BB\w+):", r"\bbra\S*\s+(\$L__BB\w+)")
+        barrier = r"\bbar(rier)?\.sync"
+        narrow = (
+            r"\bld\.global\S*?(?<!\.v4)(?<!\.v8)\.[bsuf](8|16|32)\b|\bld\.global\S*?(?<!\.v2)(?<!\.v4)\.[bsuf]64\b"
+        )
+    for name, pattern in (("barriers", barrier), ("narrow", narrow)):
+        used[name] = max((sum(bool(re.search(pattern, line)) for line in body) for body in bodies), default=0)
     return used
 
 
-def launches() -> None:
-    """Calls the operators in the variants that the models, or their users, run."""
-    from subquad_kernels.cema import triton_kernels as cema
-    from subquad_kernels.chunk_attention import triton_kernels as chunk_attention
-    from subquad_kernels.contextualizer import triton_kernels as contextualizer
-    from subquad_kernels.dynamic_mixing import triton_kernels as dynamic_mixing
-    from subquad_kernels.group_norm_gate import triton_kernels as group_norm_gate
-    from subquad_kernels.slot_memory import triton_kernels as slot_memory
-    from subquad_kernels.slot_routing import triton_kernels as slot_routing
-    from subquad_kernels.split_ranker import triton_kernels as split_ranker
-    from subquad_kernels.static_mixing import triton_kernels as static_mixing
-    from subquad_kernels.timestep_decay_norm import triton_kernels as timestep_decay_norm
-    from subquad_kernels.timestep_decay_norm.strips import strip_size
-    from subquad_kernels.token_shift import triton_kernels as token_shift
-    from subquad_kernels.wkv import triton_kernels as wkv
-    from subquad_kernels.wkv.masks import masks_for
-    from subquad_kernels.working_memory import triton_kernels as working_memory
-
-    def empty(*shape, dtype=torch.float32):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def run_wkv(dtype, heads, key=64, value=64, static=False, packed=False, decay_dtype=torch.float32):
-        r, k, v = (empty(1, 4096, heads, size, dtype=dtype) for size in (key, key, value))
-        log_w = empty(*((heads, key) if static else k.shape), dtype=decay_dtype)
-        state, u = empty(4 if packed else 1, heads, key, value), empty(heads, key, dtype=dtype)
-        cu_seqlens = empty(5, dtype=torch.int64) if packed else None
-        masks = masks_for(r, k, v)
-        inputs = r, k, v, log_w, u
-        if dtype == torch.bfloat16 and key == 64 and not packed:
-            wkv.wkv_triton(*inputs, None, cu_seqlens, masks, torch.float32)
-        wkv.wkv_triton(*inputs, state, cu_seqlens, masks, torch.float32)
-        if dtype != torch.float16:  # whose products are those of bfloat16
-            wkv.wkv_triton_backward(empty(*v.shape), state, *inputs, state, cu_seqlens, masks, torch.float32)
-
-    def run_contextualizer(dtype, windows, rows, queries, width, backward=True):
-        wide, v = empty(windows, rows, 4 * width, dtype=dtype), empty(1024, 1024)[:512, :512]
-        z, gate = wide[..., :width], wide[:, rows - queries :, width : 2 * width]
-        prefix = empty(512, width, dtype=dtype) if rows < 512 else None
-        if backward:  # which mixes as well, for the gradient of the gate
-            grad = empty(windows, queries, width, dtype=dtype)
-            contextualizer.contextualizer_triton_backward(grad, z, v, gate, prefix, queries)
-        else:
-            contextualizer.contextualizer_triton(z, v, gate, prefix, queries)
-
-    def run_static_mixing(dtype, context, width, features):
-        x, grad = empty(64, context, features, dtype=dtype), empty(64, context, features - width, dtype=dtype)
-        v = empty(context, context)
-        static_mixing.static_mixing_triton(x, v, width, grad[..., :width])
-        static_mixing.static_mixing_triton_backward(grad, x, v, width)
-
-    def run_dynamic_mixing(dtype, context, width, size, normalization):
-        features, out = empty(64, context, size, dtype=dtype), empty(64, context, size - width, dtype=dtype)
-        arguments = features, width, normalization, 1e-12
-        dynamic_mixing.dynamic_mixing_triton(out[..., :width], *arguments)
-        dynamic_mixing.dynamic_mixing_triton_backward(out, *arguments)
-
-    def run_slot_routing(dtype, slots, topk, score, per_slot=False, biased=False):
-        logits, bias = empty(1, 4096, 4, slots, dtype=dtype), empty(4, slots, dtype=dtype) if biased else None
-        inputs = logits, empty(*logits.shape[: 4 if per_slot else 3]), topk, bias, score, 1.0
-        slot_routing.slot_routing_triton(*inputs)
-        slot_routing.slot_routing_triton_backward(empty(*logits.shape), *inputs)
-
-    def run_slot_memory(
-        dtype, batch, length, key=256, value=256, slots=256, documents=None, state=False, backward=True
-    ):
-        q, k, v = (empty(batch, length, 4, size, dtype=dtype) for size in (key, key, value))
-        log_f, memory = empty(batch, length, 4, slots), empty(documents or batch, 4, slots, key + value)
-        cu_seqlens = empty(documents + 1, dtype=torch.int64) if documents else None
-        inputs = q, k, v, log_f, memory if state else None, cu_seqlens
-        slot_memory.slot_memory_triton(*inputs)
-        slot_memory.slot_memory_triton_state(*inputs[1:])
-        if backward:
-            slot_memory.slot_memory_triton_backward(v, memory, log_f, *inputs)
-
-    def run_slot_memory_step(dtype):
-        token, log_f, memory = empty(8, 4, 256, dtype=dtype), empty(8, 4, 256), empty(8, 4, 256, 512)
-        for state in (None, memory):
-            slot_memory.slot_memory_triton_step(token, token, token, log_f, state, memory)
-
-    def run_timestep_decay_norm(dtype, length, width, groups, given=True, affine=True):
-        x, weight = empty(2, length, width, dtype=dtype), empty(width, dtype=dtype) if affine else None
-        state, starts, real = None, None, None
-        if given:
-            state, starts, real = empty(2, 3, groups), *(empty(n, length, dtype=torch.bool) for n in (1, 2))
-        numbers = groups, 0.999, 0.9999
-        inputs, strip = (x, weight, weight, state), strip_size(width, groups)
-        _, final, entering = timestep_decay_norm.timestep_decay_norm_triton(
-            *inputs, starts, real, *numbers, 1e-5, strip
-        )
-        timestep_decay_norm.timestep_decay_norm_triton_backward(
-            x, final, *inputs, entering, starts, real, *numbers, 1e-5, strip
-        )
-
-    def run_cema(dtype, batch, length, width, size, more=False):
-        x, state = empty(batch, length, width, dtype=dtype), empty(batch, width, size, 2)
-        parameters = empty(width, size), empty(width, size), empty(width), empty(width, size, 2)
-        flags = [empty(batch, length, dtype=torch.bool) if more else None for _ in range(2)]
-        inputs = x, *parameters, state if more else None, *flags
-        cema.cema_triton(*inputs)
-        cema.cema_triton_backward(x, state, *inputs)
-        flags = [empty(batch, dtype=torch.bool) if more else None for _ in range(2)]
-        cema.cema_triton_step(x[:, 0], *parameters, state, state, *flags)
-
-    def run_chunk_attention_step(dtype, batch):
-        q, k, v = (empty(batch, 4, *size, dtype=dtype) for size in ((1, 256), (4096, 256), (4096, 2048)))
-        chunk_attention.chunk_attention_triton_step(q, k, v, empty(batch, 4096, dtype=torch.bool))
-
-    def run_working_memory(dtype, length, chunk_size, key=256, value=2048, more=True):
-        q, k, v = (empty(2, 4, length, size, dtype=dtype) for size in (key, key, value))
-        states, chunks = (empty(2, 4, key, value), empty(2, 4, key)), length // chunk_size
-        leaving, reads = (empty(2, size, dtype=torch.int64) for size in (chunks, length))
-        inputs = q, k, v, *(states if more else (None, None)), leaving, leaving, reads, chunk_size
-        working_memory.working_memory_triton(*inputs)
-        if more:
-            working_memory.working_memory_triton_backward(v, *states, *inputs)
-        one = [x[:, :1] for x in (leaving, leaving, reads)]
-        working_memory.working_memory_triton_step(q[:, :, :1], k, v, *states, *one, chunk_size)
-
-    walk, segments = 512, 4  # heads
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        run_wkv(dtype, walk)
-        if dtype != torch.float16:
-            run_wkv(dtype, segments, static=True)
-        splits, number = empty(4, 128, 64, 768, dtype=dtype), empty(1, 128, dtype=torch.int64)
-        token, one = empty(4, 1, 1, 768, dtype=dtype), empty(4, 1, dtype=torch.int64)
-        split_ranker.maxsim_triton(token, splits, one, None)
-        split_ranker.maxsim_triton(splits, splits, number, None)
-        split_ranker.maxsim_triton(splits, splits, number, number)
-        run_contextualizer(dtype, 1, 512, 512, 768, backward=False)
-        if dtype == torch.float16:
-            run_slot_memory(dtype, 8, 2048, key=16, value=16, slots=16, backward=False)
-            continue  # what has no products only reads and writes it, as it does bfloat16
-
-        run_slot_memory(dtype, 8, 2048, slots=512 if dtype == torch.bfloat16 else 256)
-        for batch in (1, 64):
-            tokens = [empty(batch, 32, 64, dtype=dtype) for _ in range(3)]
-            state, gate, weight = (
-                empty(batch, 32, 64, 64),
-                empty(batch, 1, 2048, dtype=dtype),
-                empty(2048, dtype=dtype),
-            )
-            for log_w in (empty(batch, 32, 64), empty(32, 64)):
-                arguments = (*tokens, log_w, empty(32, 64, dtype=dtype), state, state)
-                wkv.wkv_triton_step(*arguments, gate, weight, weight, 1e-5, dtype)
-                wkv.wkv_triton_step(*arguments, None, None, None, 0.0, torch.float32)
-
-        x, state = empty(4, 512, 2048, dtype=dtype), empty(4, 2048, dtype=dtype)
-        starts = empty(4, 512, dtype=torch.bool)
-        for n, offset, first, borders in ((1, False, None, None), (2, False, state, None), (5, True, state, starts)):
-            mu = empty(n, 2048, dtype=dtype)
-            given = empty(n, *x.shape, dtype=dtype) if offset else None
-            token_shift.token_shift_triton(x, first, mu, given, borders)
-            token_shift.token_shift_triton_backward(empty(n, *x.shape, dtype=dtype), x, first, mu, given, borders)
-        heads, weight = empty(4, 512, 32, 64), empty(2048, dtype=dtype)
-        group_norm_gate.group_norm_gate_triton(heads, x, weight, weight, 1e-5)
-        group_norm_gate.group_norm_gate_triton_backward(x, heads, x, weight, weight, 1e-5)
-        run_slot_memory_step(dtype)
-        run_timestep_decay_norm(dtype, 4096, 4096, 64)
-    run_timestep_decay_norm(torch.bfloat16, 1, 4096, 64)
-    run_timestep_decay_norm(torch.bfloat16, 4096, 4096, 1, given=False)
-    run_timestep_decay_norm(torch.bfloat16, 50, 960, 10, affine=False)
-    run_timestep_decay_norm(torch.bfloat16, 4096, 256, 256, given=False)
-    run_contextualizer(torch.bfloat16, 256, 512, 512, 768)
-    run_contextualizer(torch.bfloat16, 256, 448, 50, 100)
-    run_contextualizer(torch.float32, 256, 64, 64, 768)
-    run_slot_memory(torch.bfloat16, 1, 65536, state=True)
-    run_slot_memory(torch.bfloat16, 1, 2048, key=100, value=48, slots=40, documents=4, state=True)
-    run_static_mixing(torch.bfloat16, 256, 768, 3072)
-    run_static_mixing(torch.bfloat16, 250, 100, 403)
-    run_static_mixing(torch.float32, 256, 768, 3072)
-    run_dynamic_mixing(torch.bfloat16, 256, 768, 3072, "l1")
-    run_dynamic_mixing(torch.bfloat16, 1024, 768, 3072, "sum")
-    run_dynamic_mixing(torch.bfloat16, 250, 100, 403, "l1")
-    run_dynamic_mixing(torch.float32, 1024, 768, 3072, "l1")
-    run_slot_routing(torch.bfloat16, 256, 32, "sigmoid")
-    run_slot_routing(torch.float32, 256, 32, "sigmoid", biased=True)
-    run_slot_routing(torch.float32, 64, 64, "sigmoid")
-    run_slot_routing(torch.float16, 16, 5, "softmax", per_slot=True)
-    run_slot_routing(torch.float32, 1000, 64, "softmax", per_slot=True)
-    run_cema(torch.bfloat16, 8, 4096, 2048, 16)
-    run_cema(torch.float32, 1, 32768, 1000, 4, more=True)
-    run_wkv(torch.bfloat16, segments, 100, 48, packed=True, decay_dtype=torch.bfloat16)
-    run_wkv(torch.bfloat16, walk, 128, 128)
-    run_chunk_attention_step(torch.bfloat16, 32)
-    run_chunk_attention_step(torch.float32, 1)
-    run_working_memory(torch.bfloat16, 32768, 2048)
-    run_working_memory(torch.float32, 4096, 2048)
-    run_working_memory(torch.float16, 100, 16, key=20, value=70, more=False)
+def compiled_figures(variant: Variant, target: Target) -> dict[str, int]:
+    try:
+        return figures(triton.compile(variant.source, target=target.gpu, options=variant.options), target)
+    except Exception as error:
+        print(f"{variant.key}: {error}", file=sys.stderr)
+        return dict.fromkeys(FIGURES, 0) | {"refused": 1}
 
 
-def tile(source: ASTSource) -> int:
-    """The product of the sizes that a variant is compiled with: registers and shared memory grow with it."""
-    return math.prod(value for value in source.constants.values() if isinstance(value, int) and value > 0)
+def measure(name: str, operators: list[str], models: bool, everything: bool) -> list[dict[str, Any]]:
+    """The rows of the table for one target and some operators: of each kernel and precision the largest figures."""
+    target = TARGETS[name]
+    variants = [variant for variant in variants_for(target, models) if variant.name.partition(".")[0] in operators]
+    variants = variants if everything else largest(variants)
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    with ProcessPoolExecutor(2, initializer=_share, initargs=(variants, target)) as pool:
+        for variant, used in zip(variants, pool.map(_compile, range(len(variants))), strict=True):
+            key = variant.name, variant.precision
+            before = rows.get(key, {})
+            largest_yet = {field: max(used[field], before.get(field, 0)) for field in FIGURES}
+            rows[key] = {"target": name, "kernel": variant.name, "precision": variant.precision, **largest_yet}
+    return [rows[key] for key in sorted(rows)]
+
+
+_shared: tuple[list[Variant], Target]
+
+
+def _share(variants: list[Variant], target: Target) -> None:
+    global _shared
+    _shared = variants, target
+
+
+def _compile(n: int) -> dict[str, int]:
+    variants, target = _shared
+    return compiled_figures(variants[n], target)
+
+
+def read_budgets() -> list[dict[str, Any]]:
+    if not BUDGETS.exists():
+        return []
+    with open(BUDGETS, newline="", encoding="utf-8") as file:
+        return [{name: int(x) if name in FIGURES else x for name, x in row.items()} for row in csv.DictReader(file)]
+
+
+def write_budgets(target: str, operators: list[str], rows: list[dict[str, Any]]) -> None:
+    """Replaces the rows of some operators."""
+    kept = [
+        row for row in read_budgets() if row["target"] != target or row["kernel"].partition(".")[0] not in operators
+    ]
+    order = list(TARGETS)
+    rows = sorted(
+        [*kept, *(row for row in rows if row["target"] == target)],
+        key=lambda row: (order.index(row["target"]), row["kernel"], row["precision"]),
+    )
+    with open(BUDGETS, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ("target", "kernel", "precision", *FIGURES), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def main() -> None:
-    target, which = TARGETS[sys.argv[1]], sys.argv[2]
-    if target.backend == "hip":
-        torch.version.hip = "7.0"
-    variants = {}
-
-    def record(kernel, *args, grid=None, warmup=False, **kwargs):
-        names = [parameter.name for parameter in kernel.params]
-        source, options = source_of(kernel, {**dict(zip(names, args, strict=False)), **kwargs})
-        key = (kernel.__name__, str(source.signature), str(source.constants), str(source.attrs), str(options))
-        variants.setdefault(key, (kernel, source, options))
-
-    JITFunction.run = record
-    launches()
-    chosen = list(variants.values())
-    if which == "largest":
-        chosen.sort(key=lambda variant: tile(variant[1]))
-        chosen = list({kernel: (kernel, source, options) for kernel, source, options in chosen}.values())
-    results = []
-    for kernel, source, options in chosen:
-        names = [parameter.name for parameter in kernel.params]
-        compiled = triton.compile(source, target=target, options=options)
-        constants = {names[index[0]]: str(value) for index, value in source.constants.items()}
-        results.append({"kernel": kernel.__name__, "constants": constants, **resources(compiled, target)})
-    print(json.dumps(results))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)} (default: all)")
+    parser.add_argument("--operators", nargs="+", default=OPERATORS, help="default: all")
+    parser.add_argument("--without-models", action="store_true", help="compile what the benchmarks launch")
+    parser.add_argument("--all", action="store_true", help="compile every variant")
+    parser.add_argument("--write", action="store_true", help="replace the rows of these targets in budgets.csv")
+    options = parser.parse_args()
+    targets = options.targets or list(TARGETS)
+    rows = []
+    for target in targets:
+        rows += measure(target, options.operators, not options.without_models, options.all)
+        if options.write:
+            write_budgets(target, options.operators, rows)
+    if not options.write:
+        print(json.dumps(rows))
 
 
 if __name__ == "__main__":
