@@ -159,7 +159,8 @@ def misread_products(text: str) -> int:
     """
     The number of products in the intermediate code that sm_90 gets wrong. Where the columns of the second operand are
     adjacent in shared memory, a group of warps needs at least as many of them as are swizzled together; otherwise
-    Triton's descriptor points outside of the operand. And each warp that has rows of its own needs 16 of them.
+    Triton's descriptor points outside of the operand. And in half precision each warp that has rows of its own needs
+    16 of them.
     """
     layouts = re.findall(r"^(#\S+) = .*nvmma_shared<{swizzlingByteWidth = (\d+), transposed = false", text, re.M)
     groups = re.findall(r"^(#\S+) = .*nvidia_mma<{.*warpsPerCTA = \[(\d+), (\d+)\]", text, re.M)
@@ -168,7 +169,7 @@ def misread_products(text: str) -> int:
     pattern = r"warp_group_dot .* \* !ttg\.memdesc<\d+x(\d+)x(\w+), (#\w+),.*-> tensor<(\d+)x.*, (#\w+)>"
     return sum(
         int(columns) // groups[result][1] * sizes[dtype] < int(swizzled.get(layout, 0))
-        or int(rows) < 16 * groups[result][0]
+        or (sizes[dtype] == 2 and int(rows) < 16 * groups[result][0])
         for columns, dtype, layout, rows, result in re.findall(pattern, text)
     )
 
