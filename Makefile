@@ -15,7 +15,7 @@ test: $(VENV)/.installed-dev
 test-fast: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m fast $(ARGS)
 
-# Compiles every variant of every kernel for three GPUs; `make test` takes the largest of each kernel.
+# Compiles the largest variants of every kernel for six GPUs, within tests/kernels/budgets.csv, and traces large tensors.
 test-slow: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
