@@ -11,7 +11,19 @@ from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, find_adapter_co
 from transformers.utils.hub import cached_file, has_file
 
 
+# A file that is missing is None, not an error.
+QUIET = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+def _file_names(variant: str | None) -> tuple[str, str]:
+    """The names of the weights in one file, and of the index of weights in several files."""
+    infix = f".{variant}" if variant else ""
+    return f"model{infix}.safetensors", f"model.safetensors.index{infix}.json"
+
+
+def _hub_options(options: dict) -> dict:
+    return {name: options[name] for name in HUB_ARGUMENTS if options.get(name) is not None}
 
 
 def pickled_weights(directory: str | os.PathLike) -> list[Path]:
@@ -41,9 +53,8 @@ def unsafe_weights(path: str | os.PathLike, options: dict) -> list[Path]:
     def exists(name):
         return has_file(path, f"{subfolder}/{name}" if subfolder else name, **hub)
 
-    infix = f".{options['variant']}" if options.get("variant") else ""
     try:
-        if exists(f"model{infix}.safetensors") or exists(f"model.safetensors.index{infix}.json"):
+        if any(exists(name) for name in _file_names(options.get("variant"))):
             return []
         return [Path("DIRECTORY") / name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if exists(name)]
     except (OSError, ValueError):  # transformers says what is wrong
@@ -90,11 +101,8 @@ def check_weights(path: str | os.PathLike, options: dict) -> None:
 
 def _index_file(path: str | os.PathLike, options: dict) -> str | None:
     """The index of a model whose weights are in several files."""
-    infix = f".{options['variant']}" if options.get("variant") else ""
-    hub = {name: options[name] for name in HUB_ARGUMENTS if options.get(name) is not None}
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
     try:
-        return cached_file(os.fspath(path), f"model.safetensors.index{infix}.json", **hub, **quiet)
+        return cached_file(os.fspath(path), _file_names(options.get("variant"))[1], **_hub_options(options), **QUIET)
     except (OSError, ValueError):  # transformers says what is wrong
         return None
 
@@ -108,7 +116,7 @@ def with_sizes(config_class: type[PreTrainedConfig], path: str | os.PathLike, op
         return options
     options = dict(options)
     config = options.pop("config", None)
-    hub = {name: options[name] for name in HUB_ARGUMENTS if options.get(name) is not None}
+    hub = _hub_options(options)
     source = _adapted_model(os.fspath(path), hub)
     if isinstance(config, PreTrainedConfig):
         config = copy.deepcopy(config)
@@ -143,12 +151,11 @@ def _adapted_model(path: str, hub: dict) -> str:
 
 def _checkpoint_shapes(path: str, variant: str | None, hub: dict) -> dict[str, tuple[int, ...]]:
     """Shapes of the first block's tensors, read from safetensors headers; empty if there is no such file."""
-    hub = {**hub, "_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
-    infix = f".{variant}" if variant else ""
+    hub, (single_name, index_name) = {**hub, **QUIET}, _file_names(variant)
     files = []
-    if (single := cached_file(path, f"model{infix}.safetensors", **hub)) is not None:
+    if (single := cached_file(path, single_name, **hub)) is not None:
         files = [single]
-    elif (index := cached_file(path, f"model.safetensors.index{infix}.json", **hub)) is not None:
+    elif (index := cached_file(path, index_name, **hub)) is not None:
         shards = sorted({shard for name, shard in read_weight_map(index).items() if ".blocks.0." in name})
         files = [cached_file(path, shard, **hub) for shard in shards]
     shapes = {}
