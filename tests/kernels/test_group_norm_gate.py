@@ -13,7 +13,7 @@ def test_a_head_of_one_value(backend):
     out = group_norm_gate(**inputs, backend=backend)
     torch.testing.assert_close(out, inputs["bias"] * torch.nn.functional.silu(inputs["gate"]))
     grad_x, grad_bias = torch.autograd.grad(out.sum(), (inputs["x"], inputs["bias"]))
-    # A head of one value has no variance, so that the norm multiplies by 1 / sqrt(eps) what rounding leaves of zero.
+    # The variance of a head of one value is zero. The norm divides the rounding error of its mean by sqrt(eps).
     grad_normed = inputs["weight"] * torch.nn.functional.silu(inputs["gate"])
     assert (grad_x.flatten(2).abs() <= 2**-23 * grad_normed.abs() / inputs["eps"] ** 0.5).all()
     torch.testing.assert_close(grad_bias, torch.nn.functional.silu(inputs["gate"]).sum((0, 1)))

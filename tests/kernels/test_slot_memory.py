@@ -75,7 +75,7 @@ def test_no_columns_are_shared_by_warps_that_are_too_narrow(slots, size, monkeyp
         if name in columns:
             assert num_warps == 4 or constants[columns[name]] >= 128, name
             loops = {"_slots_kernel": ("SIZE", "BF"), "_features_kernel": ("M", "BM")}
-            if name in loops:  # what goes round once is no loop, but a chain of products
+            if name in loops:  # a loop of a single turn is unrolled to a chain of products
                 size, block = loops[name]
                 assert num_warps == 4 or constants[size] > constants[block], name
         elif name != "_softmax_kernel":  # whose products have 16 rows, and so other instructions

@@ -27,9 +27,8 @@ def contextualizer(
 
     The C rows of x are the first C - R rows of `prefix`, the same in every window, followed by the R rows of z. Norms
     and sums are float32 (float64 if z is), also under autocast; products have the dtype of z. z and gate are not
-    copied if the values of a row are adjacent in memory and there is no prefix. Only as many windows as make a few
-    dozen MiB have their (C, C) weights at a time. These are not kept for the backward pass, which keeps only the
-    arguments.
+    copied if the values of a row are adjacent in memory and there is no prefix. The (C, C) weights of a few windows
+    at a time take a few dozen MiB. They are not kept for the backward pass, which keeps only the arguments.
 
     Args:
         z: the last R rows of W windows, (W, R, H), H at least 1.

@@ -38,9 +38,8 @@ def dynamic_mixing(
 
     Each row reads all rows of its window. Norms, sums and r are float32 (float64 if the features are), also under
     autocast; products have the dtype of the features, which are not copied if the values of a row are adjacent in
-    memory. Only as many windows as make a few dozen MiB have their (C, C) weights at a time. These are not kept for
-    the backward pass, which keeps only the features. The gradient of a row of zeros is clamped to the range of the
-    dtype.
+    memory. The (C, C) weights of a few windows at a time take a few dozen MiB. They are not kept for the backward
+    pass, which keeps only the features. The gradient of a row of zeros is clamped to the range of the dtype.
 
     Args:
         features: C rows of W windows, (W, C, F), C at least 1.
