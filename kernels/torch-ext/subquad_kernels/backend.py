@@ -169,9 +169,25 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def block_size(size: int, most: int = 1 << 16) -> int:
+    """The block size for a dimension: a power of two, and at least as much as a product needs."""
+    return min(max(16, next_power_of_2(size)), most)
+
+
 def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     """The tensors in the layout that kernels read."""
     return [None if x is None else x.contiguous() for x in tensors]
+
+
+def readable(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x, or a copy if the values of a row are not adjacent in memory."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def strided(x: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
+    """A tensor (B, H, T, size) in a layout that kernels can read, and its strides but the last."""
+    x = readable(x)
+    return x, *x.stride()[:3]
 
 
 def of_widest(*tensors: torch.Tensor | None) -> torch.Tensor:
@@ -182,6 +198,11 @@ def of_widest(*tensors: torch.Tensor | None) -> torch.Tensor:
 def widest(*tensors: torch.Tensor | None) -> torch.dtype:
     """The dtype that plain torch computes in: float64 if an input is float64, otherwise float32."""
     return torch.promote_types(of_widest(*tensors).dtype, torch.float32)
+
+
+def common_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """The smallest dtype that can hold all tensors."""
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
 
 
 def cast(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:

@@ -1,16 +1,6 @@
 """Checks of arguments that operators share. Each raises a ValueError that names the argument, before any work."""
 
-import weakref
-from collections.abc import Callable
-
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
-
-from .backend import can_keep
-
-
-# For tensors that have passed a check, as long as the first one lives: the other ones, and how often each had changed.
-_passed = WeakTensorKeyDictionary()
 
 
 def check_sequences(**tensors: torch.Tensor) -> None:
@@ -63,15 +53,3 @@ def check_inplace(initial_state: torch.Tensor | None, *others: torch.Tensor) -> 
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def check_once(check: Callable, tensors: tuple[torch.Tensor, ...], *numbers: int) -> None:
-    """Calls check(*tensors, *numbers), unless these tensors have passed it: a model gives all its layers the same."""
-    if not can_keep(tensors[0]) or any(x.is_inference() for x in tensors):  # whose changes are not counted
-        return check(*tensors, *numbers)
-    versions = [x._version for x in tensors]
-    kept = _passed.setdefault(tensors[0], {})
-    others, before = kept.get((check, numbers), ((), None))
-    if before != versions or any(ref() is not x for ref, x in zip(others, tensors[1:], strict=True)):
-        check(*tensors, *numbers)
-        kept[check, numbers] = [weakref.ref(x) for x in tensors[1:]], versions

@@ -6,9 +6,9 @@ products and exponentials of one precision.
 import torch
 import triton
 import triton.language as tl
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .backend import can_keep, cdiv
+from .backend import cdiv
+from .once import once
 
 
 # Dtype and precision of the products for each dtype of the inputs. Scores and states may overflow float16.
@@ -109,10 +109,6 @@ def _pass_kernel(
     tl.store(final + here + cells, state, mask=there)
 
 
-# What `Segments` found of the documents of a tensor of boundaries, as long as it lives.
-_documents = WeakTensorKeyDictionary()
-
-
 class Segments:
     """
     How the sequences, or the documents of a packed row, are cut into segments that are computed in parallel.
@@ -142,40 +138,28 @@ class Segments:
         self.segments = self.sequences * self.per_sequence
         self.boundaries = self.firsts = None
         if cu_seqlens is not None:
-            self._find_documents(cu_seqlens, length)
+            numbers = length, self.segment, self.sequences
+            self.boundaries, self.firsts = once(Segments._cut_documents, (cu_seqlens,), *numbers)
+            self.segments = self.boundaries.shape[0]
         self.chunks = batch * length // chunk + self.segments + 1  # at most; the last one of a segment may be short
 
-    def _find_documents(self, cu_seqlens, length):
-        """The same of all layers of a model, which are given the same tensor."""
-        if not can_keep(cu_seqlens) or cu_seqlens.is_inference():
-            found = self._cut_documents(cu_seqlens, length)
-        else:
-            kept = _documents.setdefault(cu_seqlens, {})
-            # What one stream computes another one may not have yet. The version counts changes in place.
-            stream = torch.cuda.current_stream(cu_seqlens.device) if cu_seqlens.is_cuda else None
-            key, version = (length, self.segment, stream), cu_seqlens._version
-            if kept.get(key, (None,))[0] != version:
-                kept[key] = version, self._cut_documents(cu_seqlens, length)
-            found = kept[key][1]
-        self.boundaries, self.firsts = found
-        self.segments = self.boundaries.shape[0]
-
-    def _cut_documents(self, cu_seqlens, length):
+    @staticmethod
+    def _cut_documents(cu_seqlens, length, segment, sequences):
         """The first token of each segment and the one after its last; the first segment of each document, or None."""
         # Kernels must stay within the tensors, even with wrong boundaries. Nothing here waits for the device.
         bounds = cu_seqlens.long().clamp(0, length).cummax(0).values
         rises = (bounds == cu_seqlens).all() & (bounds[0] == 0) & (bounds[-1] == length)
         torch._assert_async(rises, f"`cu_seqlens` must rise from 0 to {length}.")
-        if self.whole:
+        if segment == length:
             return torch.stack((bounds[:-1], bounds[1:]), dim=1), None
-        counts = ((bounds.diff() + self.segment - 1) // self.segment).clamp(min=1)
+        counts = ((bounds.diff() + segment - 1) // segment).clamp(min=1)
         firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         # At most so many segments; the last ones may be empty.
-        n = torch.arange(length // self.segment + self.sequences, device=bounds.device)
-        document = torch.searchsorted(firsts[1:], n, right=True).clamp(max=self.sequences - 1)
+        n = torch.arange(length // segment + sequences, device=bounds.device)
+        document = torch.searchsorted(firsts[1:], n, right=True).clamp(max=sequences - 1)
         stop = bounds[document + 1]
-        begin = torch.minimum(bounds[document] + (n - firsts[document]) * self.segment, stop)
-        return torch.stack((begin, torch.minimum(begin + self.segment, stop)), dim=1), firsts
+        begin = torch.minimum(bounds[document] + (n - firsts[document]) * segment, stop)
+        return torch.stack((begin, torch.minimum(begin + segment, stop)), dim=1), firsts
 
     def passing(self, states, totals, initial, final, reverse):
         """

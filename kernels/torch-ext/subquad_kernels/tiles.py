@@ -88,11 +88,6 @@ def product_constants(x, rows):
     return constants, 128 if narrow and even else 64
 
 
-def readable(x):
-    """x, or a copy if the values of a row are not adjacent in memory."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
-
 def aligned(x):
     """Whether each row of x begins at a multiple of 16 bytes."""
     if x is None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from ..backend import cast, contiguous, widest
-from ..checks import check_once
+from ..once import once
 
 
 def _oldest(token, chunk_size, aligned):
@@ -55,7 +55,7 @@ def chunk_attention_blocks(
     dropout_p: float,
 ) -> torch.Tensor:
     """Computes [`subquad_kernels.chunk_attention`]; q, k and v have one dtype."""
-    check_once(_assert_in_reach, (first,), k.shape[2], chunk_size, aligned)
+    once(_assert_in_reach, (first,), k.shape[2], chunk_size, aligned)
     q, k, v = contiguous(q, k, v)  # once, not for every block
     outs = []
     for _, seen, scores in _blocks(q, k, first, chunk_size, aligned):

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import launch
+from ..backend import cdiv, launch, next_power_of_2, strided
 from ..segments import exp, program
 
 
@@ -87,9 +87,9 @@ def _values_kernel(
 @functools.lru_cache
 def _divide(batch, heads, keys, key_size, value_size, bytes_of_value):
     """The grids and the constants of the two kernels."""
-    block = triton.next_power_of_2(key_size)
+    block = next_power_of_2(key_size)
     tokens = max(16384 // block, 1)
-    tiles, columns = triton.cdiv(keys, tokens), min(triton.next_power_of_2(value_size), 64)
+    tiles, columns = cdiv(keys, tokens), min(next_power_of_2(value_size), 64)
     scores = (batch * heads * tiles,), {"TILES": tiles, "K": key_size, "BT": tokens, "BK": block, "num_warps": 8}
     # A program loads 16 KiB at a time, while it waits for the next ones.
     values = {
@@ -97,13 +97,7 @@ def _divide(batch, heads, keys, key_size, value_size, bytes_of_value):
         "BV": columns,
         "STAGES": 4 if torch.version.hip is None else 1,
     }
-    return *scores, (batch * heads * triton.cdiv(value_size, columns),), {"V": value_size, **values}
-
-
-def _rows_of(x):
-    """A tensor (B, H, T, size) in a layout that kernels can read, and its strides."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x, *x.stride()[:3]
+    return *scores, (batch * heads * cdiv(value_size, columns),), {"V": value_size, **values}
 
 
 def chunk_attention_triton_step(q, k, v, mask):
@@ -114,8 +108,8 @@ def chunk_attention_triton_step(q, k, v, mask):
     )
     mask = mask.contiguous()
     scores = v.new_empty(batch, heads, keys, dtype=torch.float32)
-    tensors = *_rows_of(q)[:3], *_rows_of(k), mask, 0 if len(mask) == 1 else keys, scores
+    tensors = *strided(q)[:3], *strided(k), mask, 0 if len(mask) == 1 else keys, scores
     launch(_scores_kernel, grid, *tensors, keys, heads, **constants)
     out = v.new_empty(batch, heads, 1, value_size)
-    launch(_values_kernel, values_grid, scores, *_rows_of(v), out, keys, heads, **values_constants)
+    launch(_values_kernel, values_grid, scores, *strided(v), out, keys, heads, **values_constants)
     return out

@@ -13,8 +13,8 @@ the gradient of row j, which is a query and is read by later queries, is
 
     sum_i A_ij g_i  +  sum_i E_ij x_i  +  sum_k E_jk x_k  -  n_j² t_j x_j
 
-A window has `lead` places before its first row, so that the first query begins a tile. Matrices in memory have a row
-for each query and a column for each place, and zeros where there are no weights.
+A window has `lead` places before its first row, so that the first query begins a tile. A matrix in memory has one row
+for each query and one column for each place. It is zero where there is no weight.
 """
 
 import math
@@ -24,8 +24,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..backend import cdiv, launch, multiprocessors
-from ..tiles import add_rows, cells_of, load_tile, norm_kernel, product_constants, readable, row_products, rows_at
+from ..backend import cdiv, launch, multiprocessors, readable
+from ..tiles import add_rows, cells_of, load_tile, norm_kernel, product_constants, row_products, rows_at
 from .reference import EPS
 
 

@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import cdiv, launch
-from ..tiles import add_rows, cells_of, norm_kernel, product_constants, readable, row_products, rows_at
+from ..backend import cdiv, launch, readable
+from ..tiles import add_rows, cells_of, norm_kernel, product_constants, row_products, rows_at
 
 
 BYTES = 1 << 25  # of the cosines that exist at a time

@@ -8,7 +8,7 @@ computes them again, and their gradients in reverse.
 
 import torch
 
-from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2
+from ..backend import block_size, cast, cdiv, common_dtype, contiguous, launch, multiprocessors, next_power_of_2
 from ..segments import Segments, operands
 from .chunk_kernels import (
     _decay_kernel,
@@ -27,11 +27,6 @@ from .step_kernels import _step_kernel, _step_logits_kernel
 MIN_SEGMENT = 512
 
 
-def _block(size: int, most: int) -> int:
-    """The block size for a dimension: a power of two, and at least as much as a product needs."""
-    return min(max(16, next_power_of_2(size)), most)
-
-
 class _Plan(Segments):
     """How the work is divided into programs."""
 
@@ -45,10 +40,10 @@ class _Plan(Segments):
         self.dtype = torch.bfloat16 if narrow else torch.float32
         self.constants = {"M": self.slots, "C": self.chunk, "PACKED": cu_seqlens is not None}
         self.products = operands(k.dtype)
-        self.walk_slots = _block(self.slots, 64)
-        self.walk_features = _block(max(self.key_size, self.value_size), 128 if narrow else 32)
-        self.slot_blocks = {"BM": _block(self.slots, 128 if narrow else 64), "BF": 64 if narrow else 32}
-        self.feature_blocks = {"BM": _block(self.slots, 64 if narrow else 32), "BF": 128 if narrow else 64}
+        self.walk_slots = block_size(self.slots, 64)
+        self.walk_features = block_size(max(self.key_size, self.value_size), 128 if narrow else 32)
+        self.slot_blocks = {"BM": block_size(self.slots, 128 if narrow else 64), "BF": 64 if narrow else 32}
+        self.feature_blocks = {"BM": block_size(self.slots, 64 if narrow else 32), "BF": 128 if narrow else 64}
 
         columns = sum(cdiv(size, self.walk_features) for size in (self.key_size, self.value_size))
         self.walk_tiles = cdiv(self.slots, self.walk_slots) * columns
@@ -100,7 +95,7 @@ class _Plan(Segments):
     def decays(self, log_f):
         """F of each token, and the part of its write that is left at the end of its chunk. Finds the far chunks."""
         decay, writes = self.by_slot(), self.by_slot(self.dtype)
-        block = _block(self.slots, 64)
+        block = block_size(self.slots, 64)
         self.launch(_decay_sum_kernel, log_f, decay, writes, tiles=cdiv(self.slots, block), BM=block, num_warps=8)
         return decay, writes
 
@@ -163,7 +158,7 @@ class _Plan(Segments):
             *(a, b, logits, grads, log_f, decay, x, reads, pairs),
             tiles=self.chunk // 16,
             SIZE=0 if a is None else a.shape[-1],
-            BM=_block(self.slots, 256),
+            BM=block_size(self.slots, 256),
             **self.products,
             num_warps=8,
         )
@@ -205,10 +200,7 @@ class _Plan(Segments):
 
 def _prepare(*tensors):
     """Contiguous tensors of one dtype."""
-    dtype = tensors[0].dtype
-    for x in tensors:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return contiguous(*(x.to(dtype) for x in tensors))
+    return contiguous(*cast(common_dtype(*tensors), *tensors))
 
 
 def slot_memory_triton(q, k, v, log_f, initial_state, cu_seqlens):

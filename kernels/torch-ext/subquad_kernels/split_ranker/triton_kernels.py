@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import cdiv, launch, next_power_of_2
+from ..backend import block_size, cdiv, launch, next_power_of_2
 
 
 @triton.jit
@@ -132,10 +132,10 @@ def maxsim_triton(
         *(queries, splits, number, first, scores),
         *(queries.stride(0), splits.stride(0), number.stride(0), 0 if first is None else first.stride(0)),
         *(current, total, per_query, per_split, size),
-        ROWS=1 if one else min(max(next_power_of_2(per_query), 16), 64),
+        ROWS=1 if one else block_size(per_query, 64),
         SPLITS=block // tokens,
         TOKENS=tokens,
-        SIZE=min(max(next_power_of_2(size), 16), widest),
+        SIZE=block_size(size, widest),
         num_warps=8,
     )
     return scores

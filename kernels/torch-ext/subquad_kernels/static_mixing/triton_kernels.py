@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import KernelError, cdiv, launch, multiprocessors
-from ..tiles import aligned, load_tile, readable
+from ..backend import KernelError, cdiv, launch, multiprocessors, readable
+from ..tiles import aligned, load_tile
 
 
 @triton.jit

@@ -9,12 +9,7 @@ import functools
 
 import torch
 
-from ..backend import can_keep
-
-
-def operand_dtype(r: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.dtype:
-    """The smallest dtype that can hold r, k and v."""
-    return torch.promote_types(r.dtype, torch.promote_types(k.dtype, v.dtype))
+from ..backend import can_keep, common_dtype
 
 
 def _make(chunk: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -43,6 +38,6 @@ def masks_for(r: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
     Longer chunks need more products per token and more registers, shorter ones pass the state more often.
     """
-    dtype = torch.bfloat16 if operand_dtype(r, k, v) == torch.bfloat16 else torch.float32
+    dtype = torch.bfloat16 if common_dtype(r, k, v) == torch.bfloat16 else torch.float32
     chunk = 32 if dtype == torch.bfloat16 and k.shape[-1] <= 64 else 16
     return (_kept if can_keep(k) else _make)(chunk, dtype, k.device)

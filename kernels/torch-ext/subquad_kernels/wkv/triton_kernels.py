@@ -22,9 +22,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2, shared_memory
+from ..backend import (
+    block_size,
+    cdiv,
+    common_dtype,
+    contiguous,
+    launch,
+    multiprocessors,
+    next_power_of_2,
+    shared_memory,
+)
 from ..segments import Segments, dot, exp, expm1, operands, program, tokens
-from .masks import operand_dtype
 
 
 # Arguments that depend on the length of the sequences. A kernel is not compiled again for special values of them.
@@ -416,7 +424,7 @@ class _Plan(Segments):
         batch, length, heads, key_size = k.shape
         value_size = v.shape[-1]
         gradient_chunk = masks.shape[-1]
-        block_k, block_v = (max(16, next_power_of_2(x)) for x in (key_size, value_size))
+        block_k, block_v = (block_size(x) for x in (key_size, value_size))
         block_v = min(block_v, 64)
         self.tiles = cdiv(value_size, block_v)
         self.heads, self.key_size = heads, key_size
@@ -431,7 +439,7 @@ class _Plan(Segments):
             cu_seqlens=cu_seqlens,
         )
         self.geometry = (self.boundaries, length, self.segment, self.per_sequence, heads)
-        self.constants = {"K": key_size, **operands(operand_dtype(r, k, v)), "PACKED": cu_seqlens is not None}
+        self.constants = {"K": key_size, **operands(common_dtype(r, k, v)), "PACKED": cu_seqlens is not None}
         self.walking = {
             "V": value_size,
             "C": CHUNK,

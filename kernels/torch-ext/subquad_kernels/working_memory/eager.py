@@ -10,7 +10,7 @@ to each other, in slots; a slot without a token is zero.
 import torch
 
 from ..backend import can_read_without_sync, widest
-from ..checks import check_once
+from ..once import once
 
 
 def assert_chunks(leaving, begins, reads, keys, chunk_size):
@@ -151,7 +151,7 @@ def working_memory_chunked(
     chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes [`subquad_kernels.working_memory`] in the dtype of the states."""
-    check_once(assert_chunks, (leaving, begins, reads), k.shape[2], chunk_size)
+    once(assert_chunks, (leaving, begins, reads), k.shape[2], chunk_size)
     dtype = widest(q, k, v, memory, normalizer)
     leaving, begins = _without_idle(leaving, begins, reads)
     _, values, p, f, w = _chunks(k, v, leaving, begins, chunk_size, dtype)

@@ -20,8 +20,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import launch, multiprocessors, shared_memory, without_autocast
-from ..checks import check_once
+from ..backend import (
+    block_size,
+    cdiv,
+    common_dtype,
+    launch,
+    multiprocessors,
+    next_power_of_2,
+    shared_memory,
+    strided,
+    without_autocast,
+)
+from ..once import once
 from ..segments import dot, exp, operands, program
 from .eager import assert_chunks
 
@@ -689,27 +699,12 @@ def _absorb_step_kernel(
             tl.store(normalizer + cell * K + ks, after, mask=ks < tl.where(tile == 0, K, 0))
 
 
-def _block(size: int, most: int = 1 << 16) -> int:
-    """The block size for a dimension: a power of two, and at least as much as a product needs."""
-    return min(max(16, triton.next_power_of_2(size)), most)
-
-
 def _warps(rows: int, narrow: bool) -> int:
     """
     The number of warps that compute a product. Four take 64 of its rows, and eight would share the columns of these.
     Where that leaves each less than a row of shared memory, Triton reads a bfloat16 operand wrongly on Hopper.
     """
     return 4 if narrow and rows < 128 else 8
-
-
-def _strided(x):
-    """A tensor (B, H, T, size) in a layout that kernels can read, and its strides."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x, *x.stride()[:3]
-
-
-def _products_dtype(q, k, v):
-    return torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
 
 
 class _Ranges(NamedTuple):
@@ -731,7 +726,7 @@ class _Plan:
         self.batch, self.heads, length, self.key_size = q.shape
         self.value_size, self.chunk_size, self.chunks = v.shape[-1], chunk_size, leaving.shape[1]
         self.like = v
-        dtype = _products_dtype(q, k, v)
+        dtype = common_dtype(q, k, v)
         self.products, narrow = operands(dtype), dtype == torch.bfloat16
         hip = torch.version.hip is not None
         # float32 needs twice the memory, and three products instead of one.
@@ -739,22 +734,22 @@ class _Plan:
         self.tile = 128 if narrow else 64
         self.depth = 64 if narrow else 32
         self.stages = {"STAGES": 3 if narrow and not hip else 1}
-        self.of_keys = {"K": self.key_size, "BK": _block(self.key_size)}
+        self.of_keys = {"K": self.key_size, "BK": block_size(self.key_size)}
         self.of_columns = {
             **self.of_keys,
             "V": self.value_size,
-            "BV": _block(self.value_size, 32 if narrow else 16),
+            "BV": block_size(self.value_size, 32 if narrow else 16),
             "BS": 32 if self.key_size <= 512 else 16,
             **self.products,
-            "num_warps": _warps(_block(self.key_size), narrow),
+            "num_warps": _warps(block_size(self.key_size), narrow),
         }
-        self.column_tiles = triton.cdiv(self.value_size, self.of_columns["BV"])
+        self.column_tiles = cdiv(self.value_size, self.of_columns["BV"])
 
         self.leaving, self.begins = leaving.contiguous(), begins.contiguous()
         self.absorbed = _Ranges(self.leaving, self.begins, k.shape[2], False)
         versions, reads = self.chunks + 1, reads.contiguous()
         boundaries = reads.new_zeros(2, self.batch, versions)
-        blocks = triton.cdiv(length, 128)
+        blocks = cdiv(length, 128)
         launch(_readers_kernel, (self.batch * blocks,), reads, *boundaries, length, versions, blocks, BT=128)
         self.reading = _Ranges(*boundaries, length, True)
 
@@ -770,7 +765,7 @@ class _Plan:
         """Runs a program for each tile of each range and, with `block`, for each block of its tokens."""
         numbers = ranges.arguments(self.chunk_size)
         if block is not None:
-            blocks = triton.cdiv(min(self.chunk_size, ranges.length), block)
+            blocks = cdiv(min(self.chunk_size, ranges.length), block)
             numbers, tiles, constants = (*numbers, blocks), tiles * blocks, {"BT": block, **constants}
         grid = (ranges.starts.numel() * self.heads * tiles,)
         launch(kernel, grid, *tensors, *numbers, self.heads, READS=ranges.reads, **constants)
@@ -779,7 +774,7 @@ class _Plan:
         """The softmax over the features and, with `log_sums`, over the tokens of each chunk."""
         over_features = self.empty(ranges.length, self.key_size, dtype=self.dtype)
         over_tokens = None if log_sums is None else torch.empty_like(over_features)
-        tensors = *_strided(x), log_sums, over_tokens, over_features
+        tensors = *strided(x), log_sums, over_tokens, over_features
         self._launch(_weights_kernel, 1, tensors, ranges, block=16, **self.of_keys)
         return over_features, over_tokens
 
@@ -791,21 +786,21 @@ class _Plan:
         """aᵀ x for each range."""
         width = x.shape[-1]
         out = self.empty(ranges.starts.shape[1], self.key_size, width, dtype=dtype)
-        blocks = {"BT": self.depth, "BK": _block(self.key_size, self.tile), "BW": _block(width, self.tile)}
-        tiles = triton.cdiv(self.key_size, blocks["BK"]) * triton.cdiv(width, blocks["BW"])
+        blocks = {"BT": self.depth, "BK": block_size(self.key_size, self.tile), "BW": block_size(width, self.tile)}
+        tiles = cdiv(self.key_size, blocks["BK"]) * cdiv(width, blocks["BW"])
         sizes = {"K": self.key_size, "WIDTH": width, **blocks, **self.pipeline(blocks["BK"])}
-        self._launch(_product_kernel, tiles, (a, *_strided(x), out), ranges, **sizes, **self.products)
+        self._launch(_product_kernel, tiles, (a, *strided(x), out), ranges, **sizes, **self.products)
         return out
 
     def rows(self, a, matrices, out, ranges, *, transposed=False, add=False):
         """Each token of a times the matrix of its range, written to `out` or added to it."""
         size, width = a.shape[-1], out.shape[-1]
-        block = _block(min(self.chunk_size, ranges.length), self.tile)
-        blocks = {"BS": _block(size, self.depth), "BW": _block(width, self.tile)}
+        block = block_size(min(self.chunk_size, ranges.length), self.tile)
+        blocks = {"BS": block_size(size, self.depth), "BW": block_size(width, self.tile)}
         self._launch(
             _rows_kernel,
-            triton.cdiv(width, blocks["BW"]),
-            (*_strided(a), matrices, out),
+            cdiv(width, blocks["BW"]),
+            (*strided(a), matrices, out),
             ranges,
             block=block,
             SIZE=size,
@@ -832,8 +827,8 @@ class _Plan:
         log_sums = self.empty(self.chunks, self.key_size)
         launch(
             _log_sum_kernel,
-            (self.batch * self.heads * self.chunks * triton.cdiv(self.key_size, 32),),
-            *(*_strided(k), self.leaving, self.begins, log_sums),
+            (self.batch * self.heads * self.chunks * cdiv(self.key_size, 32),),
+            *(*strided(k), self.leaving, self.begins, log_sums),
             *(self.chunks, self.chunk_size, k.shape[2], self.heads),
             K=self.key_size,
             BT=64,
@@ -863,11 +858,11 @@ class _Plan:
         tensors = grad_normalizer, self.ratios, of_changes, of_versions, shifts, grad_initial[1]
         launch(
             _normalizer_gradient_kernel,
-            (self.batch * self.heads * triton.cdiv(self.key_size, 32),),
+            (self.batch * self.heads * cdiv(self.key_size, 32),),
             *(*tensors, self.leaving, self.begins, self.chunks, self.heads),
             K=self.key_size,
             TILES=self.column_tiles,
-            BT=triton.next_power_of_2(self.column_tiles),
+            BT=next_power_of_2(self.column_tiles),
             BK=32,
         )
         return grad_added, shifts
@@ -879,7 +874,7 @@ def _states(*states):
 
 def working_memory_triton(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
     """Computes [`subquad_kernels.working_memory`]."""
-    check_once(assert_chunks, (leaving, begins, reads), k.shape[2], chunk_size)
+    once(assert_chunks, (leaving, begins, reads), k.shape[2], chunk_size)
     plan = _Plan(q, k, v, leaving, begins, reads, chunk_size)
     final = plan.absorb(k, v, *_states(memory, normalizer))
     weights, _ = plan.softmax(q, plan.reading)
@@ -930,25 +925,25 @@ def _divide_step(batch, heads, key_size, value_size, chunk_size, dtype, programs
     How a step is divided, for a device that runs that many programs with that much shared memory each: the number of
     segments of a chunk and their length, and the grid and the constants of the two kernels.
     """
-    narrow, block = dtype == torch.bfloat16, _block(key_size)
+    narrow, block = dtype == torch.bfloat16, block_size(key_size)
     sizes = {"K": key_size, "V": value_size, "BK": block, **operands(dtype)}
     most = _power(8192 // block)
     features, tokens = min(most, block), min(most, 32)
-    tiles = triton.cdiv(key_size, features)
-    segments = min(triton.cdiv(programs, batch * heads * tiles), triton.cdiv(chunk_size, 256))
-    segment = triton.cdiv(triton.cdiv(chunk_size, segments), 32) * 32
+    tiles = cdiv(key_size, features)
+    segments = min(cdiv(programs, batch * heads * tiles), cdiv(chunk_size, 256))
+    segment = cdiv(cdiv(chunk_size, segments), 32) * 32
     prepare = {"BV": 32, "BF": features, "BT": tokens, "num_warps": _warps(features, narrow), **sizes}
     # Of the memory a program holds this many values, in registers and once in shared memory.
     most = _power(min(shared * 3 // 4, (128 if narrow else 32) * 1024) // 4)
-    columns = _block(value_size, _power(most // block))
+    columns = block_size(value_size, _power(most // block))
     absorb = {"BV": columns, "BT": tokens, "BS": 32, **sizes}
     absorb["num_warps"] = 16 if block * columns > 16384 else _warps(block, narrow)
     absorb["STAGES"] = 3 if narrow and torch.version.hip is None else 1
     return (
         (segment, segments),
-        (batch * heads * (triton.cdiv(value_size, 32) + tiles * segments),),
+        (batch * heads * (cdiv(value_size, 32) + tiles * segments),),
         prepare,
-        (min(batch * heads * triton.cdiv(value_size, columns), programs),),
+        (min(batch * heads * cdiv(value_size, columns), programs),),
         absorb,
     )
 
@@ -960,7 +955,7 @@ def working_memory_triton_step(q, k, v, memory, normalizer, leaving, begins, rea
     changes both states, so that nothing has changed if one fails.
     """
     (batch, heads, _, key_size), value_size = q.shape, v.shape[-1]
-    dtype, device = _products_dtype(q, k, v), (multiprocessors(v), shared_memory(v))
+    dtype, device = common_dtype(q, k, v), (multiprocessors(v), shared_memory(v))
     segments, grid, constants, absorb_grid, absorb_constants = _divide_step(
         batch, heads, key_size, value_size, chunk_size, dtype, *device
     )
@@ -970,7 +965,7 @@ def working_memory_triton_step(q, k, v, memory, normalizer, leaving, begins, rea
     tensors = memory, normalizer, log_sums, grams, torch.empty_like(normalizer)
     tensors = *tensors, leaving.contiguous(), begins.contiguous(), reads.contiguous(), out
     numbers = chunk_size, k.shape[2], *segments, heads
-    q, k, v = _strided(q)[:3], _strided(k), _strided(v)
+    q, k, v = strided(q)[:3], strided(k), strided(v)
     launch(_prepare_step_kernel, grid, *q, *k, *tensors, *numbers, **constants)
     launch(_absorb_step_kernel, absorb_grid, *q, *k, *v, *tensors, batch, *numbers, **absorb_constants)
     return out

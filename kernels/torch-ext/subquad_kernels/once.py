@@ -1,0 +1,30 @@
+"""What is computed once for all layers of a model, which are given the same tensors."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .backend import can_keep
+
+
+# For each first tensor, as long as it lives: the other ones of a computation, their versions, and its result.
+_kept = WeakTensorKeyDictionary()
+
+
+def once(compute: Callable, tensors: tuple[torch.Tensor, ...], *numbers: int) -> Any:
+    """compute(*tensors, *numbers), or the result of the last such call if none of the tensors has changed since."""
+    first, *others = tensors
+    if not can_keep(first) or any(x.is_inference() for x in tensors):  # whose changes are not counted
+        return compute(*tensors, *numbers)
+    # What one stream computes another one may not have yet.
+    stream = torch.cuda.current_stream(first.device) if first.is_cuda else None
+    key, versions = (compute, numbers, stream), [x._version for x in tensors]
+    kept = _kept.setdefault(first, {})
+    before, seen, found = kept.get(key, (None, (), None))
+    if before != versions or any(ref() is not x for ref, x in zip(seen, others, strict=True)):
+        found = compute(*tensors, *numbers)
+        kept[key] = versions, [weakref.ref(x) for x in others], found
+    return found
