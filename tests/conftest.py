@@ -47,3 +47,8 @@ def gpu_works_afterwards(request):
         except torch.AcceleratorError as error:
             print(f"{request.node.nodeid}: {error}", file=sys.__stderr__, flush=True)
             os._exit(1)
+
+
+def pytest_unconfigure():
+    """Frozen objects are not released at exit, and compiled modules would report them as leaked."""
+    gc.unfreeze()
