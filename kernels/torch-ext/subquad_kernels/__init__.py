@@ -4,6 +4,7 @@ from . import layers as layers
 from .cema import cema
 from .chunk_attention import chunk_attention, chunk_attention_step
 from .contextualizer import contextualizer
+from .delta_wkv import delta_wkv, delta_wkv_state, gated_delta_wkv
 from .dynamic_mixing import dynamic_mixing
 from .group_norm_gate import group_norm_gate
 from .linear import linear
@@ -22,7 +23,10 @@ __all__ = [
     "chunk_attention",
     "chunk_attention_step",
     "contextualizer",
+    "delta_wkv",
+    "delta_wkv_state",
     "dynamic_mixing",
+    "gated_delta_wkv",
     "gated_wkv",
     "group_norm_gate",
     "linear",

@@ -25,16 +25,18 @@ class ChunkLayout:
     change nothing.
 
     Attributes:
-        chunk: C, the number of tokens of a chunk.
+        chunk: C, the number of tokens of a chunk, at most `chunk_size`.
         chunks: the number of chunks of each sequence. A state passes through them and starts anew after them.
         packed: whether the sequences are documents of one row.
     """
 
-    def __init__(self, length: int, cu_seqlens: torch.Tensor | None, device: torch.device):
+    def __init__(
+        self, length: int, cu_seqlens: torch.Tensor | None, device: torch.device, chunk_size: int = CHUNK_SIZE
+    ):
         bounds = document_bounds(cu_seqlens, length)
         lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
         self.length = length
-        self.chunk = min(CHUNK_SIZE, 1 << max(max(lengths) - 1, 0).bit_length())
+        self.chunk = min(chunk_size, 1 << max(max(lengths) - 1, 0).bit_length())
         self.chunks = [-(-n // self.chunk) for n in lengths]
         self.packed = len(lengths) > 1
         if self.packed:

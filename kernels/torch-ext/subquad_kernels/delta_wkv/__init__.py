@@ -1,0 +1,186 @@
+"""The recurrence of Goose (RWKV-7): a generalised delta rule."""
+
+import torch
+import torch.nn.functional as F
+
+from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
+from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
+from ..documents import count_documents
+from .custom_ops import _delta_wkv, _delta_wkv_step
+from .eager import delta_wkv_step
+from .reference import delta_wkv_reference
+
+
+BACKENDS = ("eager", "reference")
+
+
+def delta_wkv(
+    r: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_w: torch.Tensor,
+    kappa: torch.Tensor,
+    a: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Weighted key-value recurrence with one matrix-valued state per head, which also replaces what it holds, of
+    arXiv:2503.14456:
+
+        S_t = S_{t-1} (diag(w_t) - kappa_t (a_t kappa_t)ᵀ) + v_t k_tᵀ,    out_t = S_t r_t,    w_t = exp(log_w_t)
+
+    The state is float32 for any dtype of the inputs, also under autocast (float64 if an input is float64). Plain torch
+    computes in the dtype of the state. The Triton kernels multiply bfloat16 inputs in bfloat16, float16 inputs in tf32
+    and float32 inputs in float32, and accumulate in float32.
+
+    A token with log_w, kappa and k of 0 leaves the state as it is.
+
+    Args:
+        r: receptance, (B, T, H, K), T at least 1. It is not scaled.
+        k: key of what is written, (B, T, H, K).
+        v: value, (B, T, H, V).
+        log_w: logarithm of the decay, (B, T, H, K), at most 0 and at least -5. In RWKV-7 it is at least -exp(-1/2).
+        kappa: key of what is removed, (B, T, H, K), of length 1 or 0.
+        a: in-context learning rate, how much of it is removed, (B, T, H, K), from 0 to 1.
+        initial_state: state before the first token, (B, H, V, K), or (N, H, V, K) with `cu_seqlens`; None means zeros.
+        cu_seqlens: int32 or int64 (N + 1), the boundaries 0, ..., T of N documents packed into one row (B = 1); each
+            document starts from its own initial state.
+        inplace: write the state after the last token into `initial_state` and return that tensor. It must be float32
+            and contiguous, and nothing may need a gradient.
+        out_dtype: dtype of out; None means that of v.
+        backend: `"auto"`, `"triton"`, `"eager"` (plain torch, parallel over time) or `"reference"` (the recurrence).
+
+    Returns:
+        out (B, T, H, V), and the state after the last token of each row or document, in float32 (float64).
+
+    Raises:
+        ValueError: if a shape or a dtype does not fit, before any work. (On a GPU an assertion on the device finds
+            wrong values of `cu_seqlens`, so that nothing waits for the device.)
+    """
+    floats = r, k, v, log_w, kappa, a, initial_state
+    _check(*floats, cu_seqlens, inplace)
+    backend = choose_backend("delta_wkv", backend, BACKENDS, of_widest(*floats))
+    return _run(*floats, cu_seqlens, inplace=inplace, out_dtype=out_dtype or v.dtype, backend=backend)
+
+
+def gated_delta_wkv(
+    r: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_w: torch.Tensor,
+    kappa: torch.Tensor,
+    a: torch.Tensor,
+    gate: torch.Tensor,
+    bonus: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    initial_state: torch.Tensor | None = None,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    [`delta_wkv`] followed by the LayerNorm of each head, the bonus of the token itself, and the gate, up to the output
+    projection:
+
+        (LayerNorm(out) * weight + bias + (r · (bonus * k)) v) * gate
+
+    The tensor between the two is float32, because float16 might overflow.
+
+    Args:
+        gate: (B, T, H * V). There is no activation.
+        bonus: (H, K).
+        weight, bias: of the norm, (H * V).
+        eps: of the norm.
+        r, k, v, log_w, kappa, a, initial_state, cu_seqlens, inplace, backend: see [`delta_wkv`].
+
+    Returns:
+        out (B, T, H * V) in the dtype of gate, and the state as [`delta_wkv`] returns it.
+
+    Raises:
+        ValueError: if a shape or a dtype does not fit, before any work.
+    """
+    floats = r, k, v, log_w, kappa, a, initial_state
+    _check(*floats, cu_seqlens, inplace)
+    width = v.shape[2] * v.shape[3]
+    expected = {
+        "gate": (gate, (*v.shape[:2], width)),
+        "bonus": (bonus, k.shape[2:]),
+        "weight": (weight, (width,)),
+        "bias": (bias, (width,)),
+    }
+    check_tensors(expected, "k", k)
+    backend = choose_backend("delta_wkv", backend, BACKENDS, of_widest(*floats))
+    dtype = widest(*floats)
+    out, state = _run(*floats, cu_seqlens, inplace=inplace, out_dtype=dtype, backend=backend)
+    with without_autocast(k):
+        r, k, v, bonus, weight, bias = cast(dtype, r, k, v, bonus, weight, bias)
+        normed = F.layer_norm(out, out.shape[-1:], eps=eps).flatten(-2)
+        normed = torch.addcmul(bias, normed, weight)
+        normed = normed + ((r * bonus * k).sum(-1, keepdim=True) * v).flatten(-2)
+        return normed.to(gate.dtype) * gate, state
+
+
+def delta_wkv_state(
+    state: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_w: torch.Tensor,
+    kappa: torch.Tensor,
+    a: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """
+    The state of [`delta_wkv`] alone: that after the tokens k, v, log_w, kappa, a (B, T, H, .), from `state`
+    (B, H, V, K) before them; None means zeros.
+    """
+    return delta_wkv(k, k, v, log_w, kappa, a, state, backend=backend)[1]
+
+
+def _run(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, *, inplace, out_dtype, backend):
+    floats = r, k, v, log_w, kappa, a, initial_state
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
+    one_token = k.shape[1] == 1 and cu_seqlens is None
+    has_kernels = backend in ("auto", "triton")
+    if one_token and has_kernels and not needs_gradient(*floats):
+        states = step_states(initial_state, inplace, v, (k.shape[0], *v.shape[2:], k.shape[-1]))
+        out = _delta_wkv_step(*(x[:, 0] for x in floats[:6]), *states, out_dtype, backend)
+        return out.unsqueeze(1), states[1]
+    if has_kernels or (backend == "eager" and not one_token):
+        out, state = _delta_wkv(*floats, cu_seqlens, out_dtype, backend)
+    else:
+        *tokens, before = cast(widest(*floats), *floats)
+        with without_autocast(k):
+            if backend == "reference":
+                out, state = delta_wkv_reference(*tokens, before, cu_seqlens)
+            else:
+                before = v.new_zeros(k.shape[0], *v.shape[2:], k.shape[-1]) if before is None else before
+                out, state = delta_wkv_step(*(x[:, 0] for x in tokens), before)
+                out = out.unsqueeze(1)
+        out = out.to(out_dtype)
+    return out, initial_state.copy_(state) if inplace else state
+
+
+def _check(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, inplace):
+    check_sequences(k=k, v=v)
+    batch, length, heads, key_size = k.shape
+    documents = count_documents(cu_seqlens, batch)
+    expected = {
+        "r": (r, k.shape),
+        "v": (v, (batch, length, heads, v.shape[-1])),
+        "log_w": (log_w, k.shape),
+        "kappa": (kappa, k.shape),
+        "a": (a, k.shape),
+        "initial_state": (initial_state, (documents, heads, v.shape[-1], key_size)),
+    }
+    check_tensors(expected, "k", k)
+    if inplace:
+        check_inplace(initial_state, r, k, v, log_w, kappa, a)

@@ -1,0 +1,163 @@
+"""The recurrence of Goose."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import torch
+
+from subquad_kernels import delta_wkv, delta_wkv_state
+
+from . import (
+    BOTH,
+    DEVICE,
+    EAGER,
+    KERNELS,
+    PLAIN,
+    WRONG_BOUNDS,
+    Documents,
+    Example,
+    Operator,
+    Pieces,
+    initial_state,
+    own_state,
+)
+
+
+# (weakest, strongest) log decay a step: mixed inside one head, almost none, the strongest of RWKV-7, and beyond it.
+FLOOR = -math.exp(-0.5)
+DECAYS = {"trained": (-1e-6, FLOOR), "weak": (-1e-6, -1e-6), "floor": (FLOOR, FLOOR), "extreme": (-1e-6, -5.0)}
+
+
+def make(
+    batch=2,
+    length=5,
+    heads=2,
+    key=8,
+    value=12,
+    decay="trained",
+    documents=None,
+    state=True,
+    dtype=torch.float32,
+    float32=(),
+    out_dtype=None,
+    repeated=False,
+    padding=(),
+):
+    """`documents`: lengths of documents that are packed. `float32`: names of arguments that have this dtype.
+    `repeated`: every token has the same keys, and replaces all that they hold. `padding`: places of tokens that do
+    nothing."""
+    generator = torch.Generator().manual_seed(0)
+    if documents:
+        batch, length = 1, sum(documents)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    tokens = batch, length, heads
+    weakest, strongest = (torch.tensor(-x, dtype=torch.float64).log() for x in DECAYS[decay])
+    exponents = torch.rand(*tokens, key, generator=generator, dtype=torch.float64)
+    inputs = {
+        "r": randn(*tokens, key),
+        "k": randn(*tokens, key),
+        "v": randn(*tokens, value),
+        "log_w": -torch.exp(weakest + (strongest - weakest) * exponents),
+        "kappa": torch.nn.functional.normalize(randn(*tokens, key), dim=-1),
+        "a": torch.rand(*tokens, key, generator=generator, dtype=torch.float64),
+        "initial_state": randn(len(documents or ()) or batch, heads, value, key),
+    }
+    if repeated:
+        inputs["kappa"] = inputs["kappa"][:, :1].expand_as(inputs["kappa"]).clone()
+        inputs["k"] = inputs["kappa"].clone()
+        inputs["a"].fill_(1)
+    for name in ("k", "log_w", "kappa"):
+        inputs[name][:, list(padding)] = 0
+    inputs = {name: x.to(torch.float32 if name in float32 else dtype).to(DEVICE) for name, x in inputs.items()}
+    if not state:
+        del inputs["initial_state"]
+    if documents:
+        bounds = [0, *itertools.accumulate(documents)]
+        inputs["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    if out_dtype:
+        inputs["out_dtype"] = out_dtype
+    return inputs
+
+
+# The kernels walk a sequence from end to end, or find first what enters its segments.
+SEGMENTS = {"triton_kernels.MIN_SEGMENT": 32}
+PACKED = [(70,), (3, 0, 64, 1, 37), (1, 1, 1), (0, 5), (7, 0)]
+EXAMPLES = {
+    "small": Example({"heads": 1}),
+    "one token": Example({"length": 1, "heads": 1}),
+}
+for number, length in enumerate((1, 2, 15, 16, 17, 31, 32, 33, 65, 200)):
+    for kind, decay in enumerate(DECAYS):
+        given = {"length": length, "decay": decay, "heads": 1 if length > 64 else 2}
+        # What the interpreter, which is slow, has time for: length 65 with every decay, the others with one each.
+        kernels = length == 65 or kind == number % 4
+        EXAMPLES[f"{decay}, {length}"] = Example(given, BOTH if kernels else EAGER)
+        EXAMPLES[f"{decay}, {length}, float64"] = Example({**given, "dtype": torch.float64}, EAGER, 1e-11)
+        if kernels:
+            # Decays of both dtypes.
+            float32 = ("log_w", "initial_state") if length % 2 else ("initial_state",)
+            more = {"dtype": torch.bfloat16, "float32": float32}
+            EXAMPLES[f"{decay}, {length}, bfloat16"] = Example({**given, **more}, KERNELS, 1e-2)
+for length in (1, 65):
+    for dtype, tolerance in ((torch.bfloat16, 8e-3), (torch.float16, 1e-3), (torch.float64, 1e-12)):
+        EXAMPLES[f"{dtype}, {length}"] = Example({"length": length, "dtype": dtype}, PLAIN, tolerance)
+EXAMPLES["the same keys"] = Example({"length": 70, "decay": "weak", "repeated": True})
+EXAMPLES["the same keys, bfloat16"] = Example(
+    {"length": 70, "decay": "weak", "repeated": True, "dtype": torch.bfloat16}, KERNELS, 1e-2
+)
+EXAMPLES["padding"] = Example({"length": 40, "padding": (0, 1, 2, 17, 18, 39)})
+for key, value in [(1, 1), (3, 5), (8, 8), (16, 16), (64, 64), (100, 48), (128, 128), (16, 130)]:
+    given = {"batch": 1, "length": 50, "heads": 1, "key": key, "value": value}
+    EXAMPLES[f"keys of {key}, values of {value}"] = Example(given)
+for documents in PACKED:
+    EXAMPLES[f"documents {documents}"] = Example({"documents": documents, "heads": 1})
+for length in (1, 70):
+    EXAMPLES[f"no state, {length}"] = Example({"length": length, "heads": 1, "state": False})
+
+EXAMPLES = {name: x for name, x in EXAMPLES.items() if "triton" not in x.backends or x.backends == BOTH}
+for name, x in EXAMPLES.items():
+    EXAMPLES[name] = replace(x, backends=tuple(b for b in x.backends if b != "triton"))
+
+OPERATOR = Operator(
+    delta_wkv,
+    make,
+    EXAMPLES,
+    calls=("small", "documents (7, 0)"),
+    dtype=lambda arguments: arguments.get("out_dtype") or arguments["v"].dtype,
+    written=initial_state,
+    in_place=("small", "one token"),
+    pieces=Pieces(
+        dict.fromkeys(("r", "k", "v", "log_w", "kappa", "a"), 1),
+        lengths=((1, 1, 3), (3, 1, 70, 1), (64, 9)),
+        sizes={"heads": 1},
+    ),
+    documents=Documents({"documents": (3, 0, 9, 1)}, (3, 0, 9, 1), own_state),
+    state=lambda arguments, backend: delta_wkv_state(
+        arguments.get("initial_state"),
+        *(arguments[name] for name in ("k", "v", "log_w", "kappa", "a")),
+        backend=backend,
+    ),
+    states=("small", "one token", "no state, 1"),
+    kernels=False,
+    wrong_values=WRONG_BOUNDS,
+    wrong=[
+        ({"r": torch.zeros(2, 5, 2, 7)}, r"`r` must have shape \(2, 5, 2, 8\), got \(2, 5, 2, 7\)"),
+        ({"k": torch.zeros(2, 0, 2, 8)}, r"`k` must be .*, got \(2, 0, 2, 8\)"),
+        ({"v": torch.zeros(2, 4, 2, 12)}, r"`v` must have shape .* got \(2, 4, 2, 12\)"),
+        ({"v": torch.tensor(1.0)}, r"`v` must be .*, got \(\)"),
+        ({"a": torch.zeros(2, 8)}, r"`a` must have shape .* got \(2, 8\)"),
+        ({"kappa": torch.zeros(2, 5, 2, 9)}, r"`kappa` must have shape .* got \(2, 5, 2, 9\)"),
+        ({"log_w": torch.zeros(2, 5, 1, 8)}, r"`log_w` must have shape .* got \(2, 5, 1, 8\)"),
+        ({"initial_state": torch.zeros(3, 2, 12, 8)}, r"`initial_state` must have shape .* got \(3, 2, 12, 8\)"),
+        ({"initial_state": torch.zeros(2, 2, 8, 12)}, r"`initial_state` must have shape .* got \(2, 2, 8, 12\)"),
+        ({"a": torch.zeros(2, 5, 2, 8, dtype=torch.int64)}, "`a` must be floating point, got torch.int64"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, "`cu_seqlens` describes one packed row, got a batch of 2"),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "`cu_seqlens` must be int32 or int64 .* got torch.float32"),
+        ({"inplace": True, "initial_state": torch.zeros(2, 2, 12, 8).double()}, "`inplace` needs a float32"),
+        ({"inplace": True, "a": torch.zeros(2, 5, 2, 8, requires_grad=True)}, "`inplace` overwrites a state"),
+    ],
+)

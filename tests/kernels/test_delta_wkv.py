@@ -1,0 +1,139 @@
+"""What is special about the recurrence of Goose."""
+
+import pytest
+import torch
+from kernel_cases import DEVICE, assert_like_reference, relative_error
+from kernel_cases.delta_wkv import OPERATOR, make
+
+from subquad_kernels import delta_wkv, delta_wkv_state, gated_delta_wkv
+
+
+BACKENDS = ["eager"]
+EACH = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def norm_inputs(inputs, heads=2, key=8, value=12):
+    generator = torch.Generator().manual_seed(1)
+    batch, length = inputs["k"].shape[:2]
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    more = {
+        "gate": randn(batch, length, heads * value),
+        "bonus": randn(heads, key),
+        "weight": randn(heads * value),
+        "bias": randn(heads * value),
+    }
+    return {name: x.to(inputs["v"].dtype) for name, x in more.items()}
+
+
+def gated_reference(inputs, gate, bonus, weight, bias, eps):
+    """In float64, head by head."""
+    inputs = {name: x.double() for name, x in inputs.items()}
+    out, state = delta_wkv(**inputs, backend="reference")
+    normed = (out - out.mean(-1, keepdim=True)) / (out.var(-1, keepdim=True, unbiased=False) + eps).sqrt()
+    normed = normed * weight.double().view(normed.shape[2:]) + bias.double().view(normed.shape[2:])
+    normed = normed + (inputs["r"] * bonus.double() * inputs["k"]).sum(-1, keepdim=True) * inputs["v"]
+    return normed.flatten(2) * gate.double(), state
+
+
+@EACH
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("length", [1, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated(dtype, length, inplace, backend):
+    inputs = make(2, length, dtype=dtype)
+    inputs["initial_state"] = inputs["initial_state"].float()
+    more = norm_inputs(inputs)
+    expected, state = gated_reference(inputs, **more, eps=6.4e-4)
+    before = inputs["initial_state"]
+    with torch.no_grad():
+        found, after = gated_delta_wkv(**inputs, **more, eps=6.4e-4, inplace=inplace, backend=backend)
+    tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+    assert found.dtype == dtype
+    assert relative_error(found, expected) < tolerance
+    assert relative_error(after, state) < tolerance
+    assert (after is before) == inplace
+
+
+@EACH
+@pytest.mark.parametrize("length", [1, 20])
+def test_gradients_of_the_gated_recurrence(length, backend):
+    inputs = make(2, length)
+    inputs = {name: x.requires_grad_() for name, x in {**inputs, **norm_inputs(inputs)}.items()}
+    grads = []
+    for one in (backend, "reference"):
+        out, state = gated_delta_wkv(**inputs, eps=1e-3, backend=one)
+        grads.append(torch.autograd.grad(out.sin().sum() + state.sin().sum(), list(inputs.values())))
+    for found, expected in zip(*grads, strict=True):
+        assert relative_error(found, expected.double()) < 1e-5
+
+
+@EACH
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gate": torch.zeros(2, 5, 23)}, "`gate` must have shape"),
+        ({"gate": torch.zeros(2, 5, 24, dtype=torch.int64)}, "`gate` must be floating point"),
+        ({"bonus": torch.zeros(2, 12)}, "`bonus` must have shape"),
+        ({"weight": torch.zeros(3)}, "`weight` must have shape"),
+        ({"bias": torch.zeros(24, device="meta")}, "`bias` is on meta"),
+    ],
+)
+def test_gated_checks_before_any_work(change, message, length, backend):
+    inputs = make(2, length)
+    change = {name: x if x.device.type == "meta" else x.to(DEVICE) for name, x in change.items()}
+    if "gate" in change:
+        change["gate"] = change["gate"][:, :length]
+    state = inputs["initial_state"].clone()
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        gated_delta_wkv(**inputs, **{**norm_inputs(inputs), **change}, eps=1e-5, inplace=True, backend=backend)
+    assert torch.equal(inputs["initial_state"], state)
+
+
+@EACH
+def test_padding_changes_nothing(backend):
+    """Neither the state nor what other tokens read."""
+    places = torch.tensor([0, 1, 2, 17, 18, 39])
+    inputs = make(2, 40, padding=places.tolist())
+    real = torch.ones(40, dtype=torch.bool).scatter(0, places, False).to(DEVICE)
+    short = {name: x[:, real] if name != "initial_state" else x for name, x in inputs.items()}
+    out, state = delta_wkv(**inputs, backend=backend)
+    expected, expected_state = delta_wkv(**short, backend="reference")
+    assert relative_error(out[:, real], expected.double()) < 1e-5
+    assert relative_error(state, expected_state.double()) < 1e-5
+    only = {name: x[:, ~real] if name != "initial_state" else x for name, x in inputs.items()}
+    assert torch.equal(delta_wkv(**only, backend=backend)[1], inputs["initial_state"])
+
+
+@EACH
+def test_long_memory_does_not_drift(backend):
+    # After 65,536 steps of a decay of 1 - 1e-6 a product of rounded factors would be off by 9e-4.
+    length = 65536 if backend == "eager" or DEVICE == "cuda" else 2048
+    k = torch.zeros(1, length, 1, 2, device=DEVICE)
+    k[:, 0] = 1.0
+    v = torch.ones(1, length, 1, 2, device=DEVICE)
+    nothing, log_w = torch.zeros_like(k), torch.full_like(k, -1e-6)
+    state = delta_wkv_state(None, k, v, log_w, nothing, nothing, backend=backend)
+    expected = torch.exp(log_w[0, 0, 0].double() * (length - 1))
+    tolerance = 5e-5 if backend == "eager" else 2e-6
+    torch.testing.assert_close(state[0, 0, 0].double(), expected, rtol=tolerance, atol=0)
+
+
+@EACH
+def test_a_value_is_replaced(backend):
+    """With a decay of 1, a full learning rate and the same key, only what is written last remains."""
+    inputs = make(1, 50, state=False)
+    k = torch.nn.functional.normalize(inputs["k"][:, :1], dim=-1).expand_as(inputs["k"])
+    ones = torch.ones_like(k)
+    out, state = delta_wkv(k, k, inputs["v"], 0 * ones, k, ones, backend=backend)
+    torch.testing.assert_close(out, inputs["v"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state, inputs["v"][:, -1].unsqueeze(-1) * k[:, 0].unsqueeze(-2), rtol=1e-4, atol=1e-5)
+
+
+@EACH
+@pytest.mark.parametrize("length", range(1, 70, 4))
+def test_every_length(length, backend):
+    assert_like_reference(OPERATOR, make(1, length, heads=1), backend)
