@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import torch
 
@@ -102,6 +101,18 @@ for number, length in enumerate((1, 2, 15, 16, 17, 31, 32, 33, 65, 200)):
             float32 = ("log_w", "initial_state") if length % 2 else ("initial_state",)
             more = {"dtype": torch.bfloat16, "float32": float32}
             EXAMPLES[f"{decay}, {length}, bfloat16"] = Example({**given, **more}, KERNELS, 1e-2)
+for length, decay, dtype in [
+    (63, "trained", torch.float32),
+    (63, "floor", torch.bfloat16),
+    (65, "floor", torch.float32),
+    (65, "trained", torch.bfloat16),
+    (130, "trained", torch.float32),
+    (130, "weak", torch.bfloat16),
+]:
+    given = {"length": length, "heads": 1, "decay": decay, "dtype": dtype}
+    EXAMPLES[f"segments, {decay}, {length}, {dtype}"] = Example(
+        given, KERNELS, 1e-5 if dtype == torch.float32 else 1e-2, SEGMENTS
+    )
 for length in (1, 65):
     for dtype, tolerance in ((torch.bfloat16, 8e-3), (torch.float16, 1e-3), (torch.float64, 1e-12)):
         EXAMPLES[f"{dtype}, {length}"] = Example({"length": length, "dtype": dtype}, PLAIN, tolerance)
@@ -110,23 +121,28 @@ EXAMPLES["the same keys, bfloat16"] = Example(
     {"length": 70, "decay": "weak", "repeated": True, "dtype": torch.bfloat16}, KERNELS, 1e-2
 )
 EXAMPLES["padding"] = Example({"length": 40, "padding": (0, 1, 2, 17, 18, 39)})
+for length in (1, 17, 65):
+    # The products are of numbers of 10 bits: in the interpreter, of 23.
+    given = {"length": length, "dtype": torch.float16, "out_dtype": torch.float32}
+    EXAMPLES[f"float16, {length}, out float32"] = Example(given, KERNELS, 2e-3)
 for key, value in [(1, 1), (3, 5), (8, 8), (16, 16), (64, 64), (100, 48), (128, 128), (16, 130)]:
     given = {"batch": 1, "length": 50, "heads": 1, "key": key, "value": value}
     EXAMPLES[f"keys of {key}, values of {value}"] = Example(given)
+    EXAMPLES[f"keys of {key}, values of {value}, segments"] = Example(given, KERNELS, patches=SEGMENTS)
 for documents in PACKED:
     EXAMPLES[f"documents {documents}"] = Example({"documents": documents, "heads": 1})
+    EXAMPLES[f"documents {documents}, segments"] = Example(
+        {"documents": documents, "heads": 1}, KERNELS, patches=SEGMENTS
+    )
 for length in (1, 70):
     EXAMPLES[f"no state, {length}"] = Example({"length": length, "heads": 1, "state": False})
-
-EXAMPLES = {name: x for name, x in EXAMPLES.items() if "triton" not in x.backends or x.backends == BOTH}
-for name, x in EXAMPLES.items():
-    EXAMPLES[name] = replace(x, backends=tuple(b for b in x.backends if b != "triton"))
+EXAMPLES["no state, segments"] = Example({"length": 70, "heads": 1, "state": False}, KERNELS, patches=SEGMENTS)
 
 OPERATOR = Operator(
     delta_wkv,
     make,
     EXAMPLES,
-    calls=("small", "documents (7, 0)"),
+    calls=("small", "one token", "documents (7, 0)"),
     dtype=lambda arguments: arguments.get("out_dtype") or arguments["v"].dtype,
     written=initial_state,
     in_place=("small", "one token"),
@@ -142,7 +158,6 @@ OPERATOR = Operator(
         backend=backend,
     ),
     states=("small", "one token", "no state, 1"),
-    kernels=False,
     wrong_values=WRONG_BOUNDS,
     wrong=[
         ({"r": torch.zeros(2, 5, 2, 7)}, r"`r` must have shape \(2, 5, 2, 8\), got \(2, 5, 2, 7\)"),
@@ -160,4 +175,9 @@ OPERATOR = Operator(
         ({"inplace": True, "initial_state": torch.zeros(2, 2, 12, 8).double()}, "`inplace` needs a float32"),
         ({"inplace": True, "a": torch.zeros(2, 5, 2, 8, requires_grad=True)}, "`inplace` overwrites a state"),
     ],
+    caps=(
+        *({"batch": 1, "heads": 1, "key": n, "value": 3} for n in (32, 33, 64, 65, 128, 129, 256, 257)),
+        *({"batch": 1, "heads": 1, "key": 3, "value": n} for n in (64, 65, 128, 129, 256)),
+        *({"batch": 1, "heads": 1, "length": n} for n in (16, 17, 32, 33)),
+    ),
 )

@@ -469,6 +469,7 @@ def test_tensors_without_storage(operator, backend):
     ("operator", "name"),
     [
         case(cema.OPERATOR, "one token"),
+        case(delta_wkv.OPERATOR, "one token"),
         case(group_norm_gate.OPERATOR, "length 1"),
         case(slot_memory.OPERATOR, "one token"),
         case(slot_routing.OPERATOR, "one token"),

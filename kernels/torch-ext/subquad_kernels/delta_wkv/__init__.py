@@ -11,7 +11,7 @@ from .eager import delta_wkv_step
 from .reference import delta_wkv_reference
 
 
-BACKENDS = ("eager", "reference")
+BACKENDS = ("eager", "reference", "triton")
 
 
 def delta_wkv(

@@ -1,0 +1,591 @@
+"""
+The recurrence of Goose as Triton kernels.
+
+`_chunk_kernel` computes what does not depend on the state, for all chunks of 16 tokens at once: the factors of the
+products with the state, and the solved equations of the reads of a chunk. `_state_kernel` then passes the state on
+chip from chunk to chunk of one head, with little more than products. If there are enough heads, it walks through a
+whole sequence. Otherwise a sequence is cut into several segments. Two walks without outputs find what each segment
+adds to a state and, from the identity, by which matrix it multiplies one; `_pass_kernel` then finds the states that
+enter the segments.
+
+Every token takes two half steps, see eager.py: the rows of a chunk are its half steps, in turns. In memory the two
+rows of a token are adjacent, and a row that comes from only one tensor is loaded under a mask.
+
+The backward pass walks once from the first token to the last, for the states, and once from the last to the first,
+which is the transpose: reads and writes change roles. `_gradient_kernel` computes the other gradients.
+
+Decays are taken from the middle of a chunk's decay, so that exponents are at most half of its logarithm.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backend import block_size, cdiv, common_dtype, contiguous, launch, multiprocessors, next_power_of_2
+from ..segments import Segments, dot, exp, expm1, operands, program, tokens
+
+
+# Arguments that depend on the length of the sequences. A kernel is not compiled again for special values of them.
+OF_LENGTH = ("T", "SEGMENT", "SEGMENTS", "SLOTS")
+
+
+@triton.jit
+def _half_steps(
+    r, k, log_w, kappa, a, here, tokens_left, start, H, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr
+):
+    """
+    What the half steps of a chunk read and write with, (ROWS, BK) of the keys from `start` on; kappa and a in rows of
+    first half steps; the log decays from the start of the chunk to where is read and where is written; and in total.
+    """
+    hs, ks = tl.arange(0, ROWS)[:, None], start + tl.arange(0, BK)[None, :]
+    cells, there = here + hs // 2 * (H * K) + ks, (hs // 2 < tokens_left) & (ks < K)
+    first, second = there & (hs % 2 == 0), there & (hs % 2 == 1)
+    removal = tl.load(kappa + cells, mask=first, other=0.0).to(tl.float32)
+    rate = tl.load(a + cells, mask=first, other=0.0).to(tl.float32)
+    reads = tl.load(r + cells, mask=second, other=0.0).to(tl.float32) - removal
+    writes = tl.load(k + cells, mask=second, other=0.0).to(tl.float32) + rate * removal
+    w = tl.load(log_w + cells, mask=there, other=0.0).to(tl.float32)
+    decays = tl.where(hs % 2 == 1, w, 0.0)
+    read_at = tl.cumsum(decays, 0)
+    written_at = read_at + (w - decays)
+    return reads, writes, removal, rate, read_at, written_at, tl.sum(decays, 0)
+
+
+@triton.jit
+def _level(rows, columns, block: tl.constexpr):
+    """The pairs of a row in the right block and a column in the left block of two neighbouring blocks."""
+    return ((rows & (-2 * block)) == (columns & (-2 * block))) & ((rows & block) != 0) & ((columns & block) == 0)
+
+
+@triton.jit(do_not_specialize=OF_LENGTH)
+def _chunk_kernel(
+    r,
+    k,
+    log_w,
+    kappa,
+    a,
+    reads,
+    writes,
+    solved,
+    factors,
+    boundaries,
+    T,
+    SEGMENT,
+    SEGMENTS,
+    H,
+    SLOTS,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BK: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """
+    What does not depend on the state, for every chunk whose number in its segment is `slot` modulo `SLOTS`. Per half
+    step: what a read gets of the state that enters the chunk (`reads`), what a write adds to the one that leaves it
+    (`writes`), and what a read gets of what is known of each half step (`solved`): of a second one the value, of a
+    first one a change of what it reads. And exp(summed log decay) - 1 of the chunk.
+    """
+    slot, head, segment = program(H, SLOTS)
+    begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
+    hs = tl.arange(0, 2 * C)
+    rows, columns = hs[:, None], hs[None, :]
+    for chunk in tl.range(slot, tl.cdiv(stop - begin, C).to(tl.int32), SLOTS):
+        first = begin + chunk * C
+        here, left = (first * H + head) * K, stop - first
+        scores = tl.zeros((2 * C, 2 * C), tl.float32)
+        for start in tl.static_range(0, K, BK):
+            x, z, _removal, _rate, read_at, written_at, total = _half_steps(
+                r, k, log_w, kappa, a, here, left, start, H, K, 2 * C, BK
+            )
+            middle = (total * 0.5)[None, :]
+            scores += dot(x * exp(read_at - middle), tl.trans(z * exp(middle - written_at)), DOT, PRECISION)
+        # Of its own token only the second read gets what is written.
+        scores = tl.where(columns < ((rows + 1) & -2), scores, 0.0)
+
+        # The inverse of I - removed, which is triangular, from those of blocks on its diagonal. They stay small.
+        removed = tl.where(columns % 2 == 0, scores, 0.0)
+        inverse = tl.where(rows == columns, 1.0, 0.0) + tl.where(_level(rows, columns, 1), removed, 0.0)
+        for level in tl.static_range(1, LEVELS):
+            part = tl.where(_level(rows, columns, 1 << level), removed, 0.0)
+            inverse += dot(inverse, dot(part, inverse, DOT, PRECISION), DOT, PRECISION)
+        of_values = dot(inverse, scores, DOT, PRECISION)
+        weights = tl.where(columns % 2 == 0, inverse, of_values)
+        cells = (first * H + head) * (4 * C) + rows // 2 * (H * 4 * C) + rows % 2 * (2 * C) + columns
+        tl.store(solved + cells, weights.to(solved.dtype.element_ty), mask=rows // 2 < left)
+
+        for start in tl.static_range(0, K, BK):
+            x, z, _removal, _rate, read_at, written_at, total = _half_steps(
+                r, k, log_w, kappa, a, here, left, start, H, K, 2 * C, BK
+            )
+            x = dot(inverse, x * exp(read_at), DOT, PRECISION)
+            z *= exp(total[None, :] - written_at)
+            ks = start + tl.arange(0, BK)
+            keys = here * 2 + rows // 2 * (H * 2 * K) + rows % 2 * K + ks[None, :]
+            in_keys = (rows // 2 < left) & (ks < K)[None, :]
+            tl.store(reads + keys, x.to(reads.dtype.element_ty), mask=in_keys)
+            tl.store(writes + keys, z.to(writes.dtype.element_ty), mask=in_keys)
+            of_chunk = ((begin // C + segment + chunk) * H + head) * K + ks
+            tl.store(factors + of_chunk, expm1(total), mask=ks < K)
+
+
+@triton.jit(do_not_specialize=OF_LENGTH)
+def _state_kernel(
+    q,
+    x,
+    values,
+    solved,
+    factors,
+    states,
+    out,
+    between,
+    final,
+    kept,
+    boundaries,
+    T,
+    SEGMENT,
+    SEGMENTS,
+    H,
+    TILES,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    KEEP: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """
+    Passes the state through the chunks of a segment: q and x are what reads and writes, as `_chunk_kernel` wrote them.
+    `states` enter the segments, `final` leave them, and `kept` (chunks, H, V, K) enter every KEEP-th chunk. `out` is
+    what the second half steps read, `between` what the first ones read and write again. What is None is not written;
+    without `states` they are zero, and without `values` the identity. With REVERSE it goes from the last token to the
+    first, with writes as q, reads as x, and the gradients of out, v and `between` as values, out and `between`.
+
+    A warp needs nothing of the state that another one has.
+    """
+    tile, head, segment = program(H, TILES)
+    begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
+    hs, ks, vs = tl.arange(0, 2 * C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    second = hs % 2 == 1
+    in_state = (vs < V)[:, None] & (ks < K)[None, :]
+    cells = (segment.to(tl.int64) * H + head) * (K * V) + vs[:, None] * K + ks[None, :]
+
+    state = tl.zeros((BV, BK), tl.float32)
+    if states is not None:
+        state = tl.load(states + cells, mask=in_state, other=0.0)
+    if values is None:
+        state = tl.where(vs[:, None] == ks[None, :], 1.0, 0.0)
+    chunks = tl.cdiv(stop - begin, C).to(tl.int32)
+    for n in tl.range(chunks, num_stages=3):
+        chunk = n
+        if REVERSE:
+            chunk = chunks - 1 - n
+        first = begin + chunk * C
+        there = hs // 2 < stop - first
+        in_keys = there[:, None] & (ks < K)[None, :]
+        keys = (first * H + head) * (2 * K) + (hs // 2 * (H * 2 * K) + hs % 2 * K)[:, None] + ks[None, :]
+        of_chunk = ((begin // C + segment + chunk) * H + head) * K + ks
+        factor = tl.load(factors + of_chunk, mask=ks < K, other=0.0)
+        q_chunk = tl.load(q + keys, mask=in_keys, other=0.0)
+        x_chunk = tl.load(x + keys, mask=in_keys, other=0.0)
+        if kept is not None:
+            keeps = chunk % KEEP == 0
+            if REVERSE:
+                keeps = (chunk % KEEP == KEEP - 1) | (n == 0)
+            of_kept = ((begin // (KEEP * C) + segment + chunk // KEEP) * H + head) * (K * V)
+            there_kept = kept + of_kept + vs[:, None] * K + ks[None, :]
+            tl.store(there_kept, state.to(kept.dtype.element_ty), mask=tl.where(keeps, in_state, False))
+
+        o = dot(state, tl.trans(q_chunk), DOT, PRECISION)
+        if values is None:
+            known = tl.where(second[None, :], 0.0, o)
+        else:
+            in_values = there[:, None] & (vs < V)[None, :]
+            of_values = (first * H + head) * V + (hs // 2 * (H * V))[:, None] + vs[None, :]
+            given = tl.load(values + of_values, mask=in_values & second[:, None], other=0.0)
+            y_chunk = tl.trans(given.to(tl.float32))
+            pairs = (first * H + head) * (4 * C) + (hs // 2 * (H * 4 * C) + hs % 2 * (2 * C))[:, None] + hs[None, :]
+            weights = tl.load(solved + pairs, mask=there[:, None], other=0.0)
+            if REVERSE:
+                known = tl.where(second[None, :], y_chunk, o)
+                inside = dot(known, weights, DOT, PRECISION)
+                o = tl.where(second[None, :], o + inside, inside)
+            else:
+                o += dot(y_chunk, tl.trans(weights), DOT, PRECISION)
+                known = tl.where(second[None, :], y_chunk, o)
+            if out is not None:
+                result = tl.trans(o).to(out.dtype.element_ty)
+                tl.store(out + of_values, result, mask=in_values & second[:, None])
+            if between is not None:
+                result = tl.trans(o).to(between.dtype.element_ty)
+                tl.store(between + of_values, result, mask=in_values & (second == 0)[:, None])
+        state += state * factor[None, :]
+        state += dot(known, x_chunk, DOT, PRECISION)
+    if final is not None:
+        tl.store(final + cells, state, mask=in_state)
+
+
+@triton.jit(do_not_specialize=["SEGMENTS"])
+def _pass_kernel(
+    states,
+    passing,
+    initial,
+    final,
+    firsts,
+    SEGMENTS,
+    H,
+    TILES,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """
+    Replaces what each segment adds by the state that enters it, and writes the state that leaves the last one. A
+    segment multiplies a state by `passing` (segments, H, K, K).
+    """
+    tile, head, sequence = program(H, TILES)
+    ks, vs = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    cells, in_state = vs[:, None] * K + ks[None, :], (vs < V)[:, None] & (ks < K)[None, :]
+    square, in_square = ks[:, None] * K + ks[None, :], (ks < K)[:, None] & (ks < K)[None, :]
+    here = (sequence.to(tl.int64) * H + head) * (K * V)
+    state = tl.zeros((BV, BK), tl.float32)
+    if initial is not None:
+        state = tl.load(initial + here + cells, mask=in_state, other=0.0)
+    if PACKED:
+        first, last = tl.load(firsts + sequence), tl.load(firsts + sequence + 1)
+    else:
+        first = sequence.to(tl.int64) * SEGMENTS
+        last = first + SEGMENTS
+    for n in range((last - first).to(tl.int32)):
+        segment = first + n
+        if REVERSE:
+            segment = last - 1 - n
+        there = states + (segment * H + head) * (K * V) + cells
+        added = tl.load(there, mask=in_state, other=0.0)
+        factor = tl.load(passing + (segment * H + head) * (K * K) + square, mask=in_square, other=0.0)
+        tl.store(there, state, mask=in_state)
+        state = added + tl.dot(state, factor, input_precision=PRECISION)
+    tl.store(final + here + cells, state, mask=in_state)
+
+
+@triton.jit(do_not_specialize=OF_LENGTH)
+def _gradient_kernel(
+    grad_out,
+    grad_between,
+    between,
+    r,
+    k,
+    v,
+    log_w,
+    kappa,
+    a,
+    chunk_states,
+    chunk_grads,
+    dr,
+    dk,
+    dw,
+    dkappa,
+    da,
+    boundaries,
+    T,
+    SEGMENT,
+    SEGMENTS,
+    H,
+    SLOTS,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    TILES: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """
+    The gradients of r, k, log_w, kappa and a for one tile of the key channels and every chunk whose number in its
+    segment is `slot` modulo `SLOTS` / TILES, from the states that enter the chunks, the gradients of those that leave
+    them, what first half steps read, and its gradient.
+    """
+    place, head, segment = program(H, SLOTS)
+    begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
+    start = place % TILES * BK
+    hs, ks, vs = tl.arange(0, 2 * C), start + tl.arange(0, BK), tl.arange(0, BV)
+    rows, columns = hs[:, None], hs[None, :]
+    is_first, is_second = rows % 2 == 0, rows % 2 == 1
+    for chunk in tl.range(place // TILES, tl.cdiv(stop - begin, C).to(tl.int32), SLOTS // TILES):
+        first = begin + chunk * C
+        here, left = (first * H + head) * K, stop - first
+        there = rows // 2 < left
+
+        # Sums over the value channels: the gradient of the scores, and what reads and writes get from the state.
+        grad_scores = tl.zeros((2 * C, 2 * C), tl.float32)
+        grad_reads = tl.zeros((2 * C, BK), tl.float32)
+        grad_far = tl.zeros((2 * C, BK), tl.float32)
+        grad_total = tl.zeros((BK,), tl.float32)
+        of_states = ((begin // C + segment + chunk) * H + head) * (K * V)
+        for begin_v in tl.static_range(0, V, BV):
+            in_values = there & (begin_v + vs < V)[None, :]
+            of_values = (first * H + head) * V + rows // 2 * (H * V) + begin_v + vs[None, :]
+            written = tl.load(between + of_values, mask=in_values & is_first, other=0.0)
+            written += tl.load(v + of_values, mask=in_values & is_second, other=0.0).to(written.dtype)
+            grad = tl.load(grad_between + of_values, mask=in_values & is_first, other=0.0)
+            grad += tl.load(grad_out + of_values, mask=in_values & is_second, other=0.0).to(grad.dtype)
+            cells = of_states + (begin_v + vs)[:, None] * K + ks[None, :]
+            in_state = (begin_v + vs < V)[:, None] & (ks < K)[None, :]
+            state = tl.load(chunk_states + cells, mask=in_state, other=0.0)
+            grad_state = tl.load(chunk_grads + cells, mask=in_state, other=0.0)
+            grad_scores += dot(grad, tl.trans(written), DOT, PRECISION)
+            grad_reads += dot(grad, state, DOT, PRECISION)
+            grad_far += dot(written, grad_state, DOT, PRECISION)
+            grad_total += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 0)
+
+        reads, writes, removal, rate, read_at, written_at, total = _half_steps(
+            r, k, log_w, kappa, a, here, left, start, H, K, 2 * C, BK
+        )
+        middle = (total * 0.5)[None, :]
+        read_near, write_near = exp(read_at - middle), exp(middle - written_at)
+        grad_reads *= exp(read_at)
+        grad_far *= exp(total[None, :] - written_at)
+        before = tl.where(columns < (rows & -2), grad_scores, 0.0)
+        now = tl.where(is_second & (rows // 2 == columns // 2), grad_scores, 0.0)
+        grad_reads += dot(before, writes * write_near, DOT, PRECISION) * read_near
+        grad_near = dot(tl.trans(before), reads * read_near, DOT, PRECISION) * write_near
+
+        # A decay is that of every read from its token on, less those of the writes from there on, and of what is
+        # written before it and leaves the chunk. First half steps read before it.
+        of_reads, of_far = reads * grad_reads, writes * grad_far
+        grad_w = tl.cumsum(of_reads - writes * grad_near, 0, reverse=True) - of_reads
+        grad_w += tl.cumsum(of_far, 0) - of_far + (exp(total) * grad_total)[None, :]
+
+        grad_reads += dot(now, writes, DOT, PRECISION)
+        grad_writes = grad_far + grad_near + dot(tl.trans(now), reads, DOT, PRECISION)
+        keys = here + rows // 2 * (H * K) + ks[None, :]
+        in_keys = there & (ks < K)[None, :]
+        tl.store(dr + keys, grad_reads.to(dr.dtype.element_ty), mask=in_keys & is_second)
+        tl.store(dk + keys, grad_writes.to(dk.dtype.element_ty), mask=in_keys & is_second)
+        tl.store(dw + keys, grad_w.to(dw.dtype.element_ty), mask=in_keys & is_first)
+        grad_kappa = rate * grad_writes - grad_reads
+        tl.store(dkappa + keys, grad_kappa.to(dkappa.dtype.element_ty), mask=in_keys & is_first)
+        tl.store(da + keys, (removal * grad_writes).to(da.dtype.element_ty), mask=in_keys & is_first)
+
+
+@triton.jit
+def _decode_kernel(
+    r,
+    k,
+    v,
+    log_w,
+    kappa,
+    a,
+    state,
+    new_state,
+    out,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One token of one head."""
+    program = tl.program_id(0).to(tl.int64)
+    ks, vs = tl.arange(0, BK), tl.arange(0, BV)
+    in_k, in_v = ks < K, vs < V
+    receptance = tl.load(r + program * K + ks, mask=in_k, other=0.0).to(tl.float32)[None, :]
+    key = tl.load(k + program * K + ks, mask=in_k, other=0.0).to(tl.float32)[None, :]
+    value = tl.load(v + program * V + vs, mask=in_v, other=0.0).to(tl.float32)[:, None]
+    w = tl.load(log_w + program * K + ks, mask=in_k, other=0.0).to(tl.float32)[None, :]
+    removal = tl.load(kappa + program * K + ks, mask=in_k, other=0.0).to(tl.float32)[None, :]
+    rate = tl.load(a + program * K + ks, mask=in_k, other=0.0).to(tl.float32)[None, :]
+
+    cells, in_state = program * (K * V) + vs[:, None] * K + ks[None, :], in_v[:, None] & in_k[None, :]
+    s = tl.load(state + cells, mask=in_state, other=0.0)
+    removed = tl.sum(s * removal, 1)[:, None]
+    s = s * exp(w) + value * key - removed * (rate * removal)
+    tl.store(out + program * V + vs, tl.sum(s * receptance, 1).to(out.dtype.element_ty), mask=in_v)
+    tl.store(new_state + cells, s, mask=in_state)
+
+
+# Tokens of a chunk of 2 * CHUNK half steps.
+CHUNK = 16
+# The shortest segment that is worth the passes that compute the state that enters it.
+MIN_SEGMENT = 512
+# The largest head whose sequences are cut: the matrix by which a segment multiplies a state must fit on chip.
+MAX_CUT = 64
+
+
+class _Plan(Segments):
+    """How the work is divided into programs, and what all of them read."""
+
+    def __init__(self, r, k, v, log_w, kappa, a, cu_seqlens):
+        batch, length, heads, key_size = k.shape
+        value_size = v.shape[-1]
+        block_k, block_v = (block_size(x) for x in (key_size, value_size))
+        block_v = min(block_v, 64 if block_k <= 128 else 32)
+        self.tiles = cdiv(value_size, block_v)
+        self.heads, self.key_size, self.value_size = heads, key_size, value_size
+        super().__init__(
+            batch,
+            length,
+            chunk=CHUNK,
+            programs=batch * heads * self.tiles,
+            wanted=4 * multiprocessors(k),
+            shortest=MIN_SEGMENT if key_size <= MAX_CUT else length,
+            cu_seqlens=cu_seqlens,
+        )
+        self.device_programs = multiprocessors(k)
+        self.geometry = (self.boundaries, length, self.segment, self.per_sequence, heads)
+        self.operands = operands(common_dtype(r, k, v))
+        self.constants = {"K": key_size, "C": CHUNK, **self.operands, "PACKED": cu_seqlens is not None}
+        self.walking = {"KEEP": 1, "BK": block_k, "num_warps": 4}
+        self.block_v = block_v
+
+        # The dtype of the products is that of their operands in memory.
+        self.dtype = torch.bfloat16 if common_dtype(r, k, v) == torch.bfloat16 else torch.float32
+        self.reads, self.writes = k.new_empty(2, *k.shape[:3], 2, key_size, dtype=self.dtype).unbind()
+        self.solved = k.new_empty(*k.shape[:3], 2, 2 * CHUNK, dtype=self.dtype)
+        self.factors = k.new_empty(self.chunks, heads, key_size, dtype=torch.float32)
+        # A warp by itself needs no barriers.
+        self.launch(
+            _chunk_kernel,
+            *(r, k, log_w, kappa, a, self.reads, self.writes, self.solved, self.factors),
+            programs=self.slots(64),
+            LEVELS=CHUNK.bit_length(),
+            BK=min(block_k, 32),
+            num_warps=1 if self.dtype == torch.bfloat16 else 4,
+        )
+
+    def slots(self, waves):
+        """Programs for each head of a segment, where every chunk is by itself."""
+        return min(cdiv(waves * self.device_programs, self.segments * self.heads), cdiv(self.segment, CHUNK))
+
+    def launch(self, kernel, *arguments, programs, **constants):
+        grid = (self.segments * self.heads * programs,)
+        launch(kernel, grid, *arguments, *self.geometry, programs, **self.constants, **constants)
+
+    def walk(self, values, states, *, reverse, out=None, between=None, final=None, kept=None):
+        q, x = (self.writes, self.reads) if reverse else (self.reads, self.writes)
+        size = self.key_size if values is None else self.value_size
+        block = min(block_size(size), self.block_v)
+        self.launch(
+            _state_kernel,
+            *(q, x, values, self.solved, self.factors, states, out, between, final, kept),
+            programs=cdiv(size, block),
+            V=size,
+            BV=block,
+            REVERSE=reverse,
+            **self.walking,
+        )
+
+    def entering(self, values, initial, reverse):
+        """The states that enter the segments, and those that leave the sequences; in reverse, their gradients."""
+        if self.whole:
+            return initial, None
+        shape = self.heads, self.value_size, self.key_size
+        states = values.new_empty(self.segments, *shape, dtype=torch.float32)
+        passing = values.new_empty(self.segments, self.heads, self.key_size, self.key_size, dtype=torch.float32)
+        final = values.new_empty(self.sequences, *shape, dtype=torch.float32)
+        self.walk(values, None, reverse=reverse, final=states)
+        self.walk(None, None, reverse=reverse, final=passing)
+        block = min(block_size(self.value_size), 32)
+        tiles = cdiv(self.value_size, block)
+        launch(
+            _pass_kernel,
+            (self.sequences * self.heads * tiles,),
+            *(states, passing, initial, final, self.firsts, self.per_sequence, self.heads, tiles),
+            K=self.key_size,
+            V=self.value_size,
+            BK=block_size(self.key_size),
+            BV=block,
+            PRECISION="ieee" if torch.version.hip is not None else "tf32x3",
+            REVERSE=reverse,
+            PACKED=self.boundaries is not None,
+        )
+        return states, final
+
+    def outputs(self, values, initial, reverse, **written):
+        """Writes the outputs. Returns the states that leave the sequences; in reverse, the gradients of `initial`."""
+        states, final = self.entering(values, initial, reverse)
+        leaving = None
+        if final is None:
+            shape = self.sequences, self.heads, self.value_size, self.key_size
+            leaving = final = values.new_empty(shape, dtype=torch.float32)
+        self.walk(values, states, reverse=reverse, final=leaving, **written)
+        return final
+
+
+def delta_wkv_triton(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, out_dtype):
+    """Computes [`subquad_kernels.delta_wkv`]."""
+    r, k, v, log_w, kappa, a = contiguous(r, k, v, log_w, kappa, a)
+    if initial_state is not None:
+        initial_state = initial_state.float().contiguous()
+    out = torch.empty_like(v, dtype=out_dtype)
+    plan = _Plan(r, k, v, log_w, kappa, a, cu_seqlens)
+    return out, plan.outputs(v, initial_state, False, out=out)
+
+
+def delta_wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, kappa, a, initial_state, cu_seqlens, out_dtype):
+    """
+    Gradients of r, k, v, log_w, kappa, a and, if it is given, initial_state. The states that enter the chunks are
+    computed again, and kept in the dtype of the products during the pass.
+    """
+    grad_out, r, k, v, log_w, kappa, a = contiguous(grad_out, r, k, v, log_w, kappa, a)
+    grad_state = grad_state.float().contiguous()
+    if initial_state is not None:
+        initial_state = initial_state.float().contiguous()
+    plan = _Plan(r, k, v, log_w, kappa, a, cu_seqlens)
+    shape = plan.chunks, plan.heads, plan.value_size, plan.key_size
+    kept = k.new_empty(2, *shape, dtype=plan.dtype)
+    between, grad_between = v.new_empty(2, *v.shape, dtype=plan.dtype).unbind()
+    states = plan.entering(v, initial_state, reverse=False)[0]
+    plan.walk(v, states, reverse=False, between=between, kept=kept[0])
+    dv = torch.empty_like(v)
+    grad_initial = plan.outputs(grad_out, grad_state, True, out=dv, between=grad_between, kept=kept[1])
+
+    grads = [torch.empty_like(x) for x in (r, k, log_w, kappa, a)]
+    block = min(plan.walking["BK"], 64)
+    tiles = cdiv(plan.key_size, block)
+    plan.launch(
+        _gradient_kernel,
+        *(grad_out, grad_between, between, r, k, v, log_w, kappa, a, *kept, *grads),
+        programs=tiles * plan.slots(16),
+        V=v.shape[-1],
+        TILES=tiles,
+        BK=block,
+        BV=min(block_size(v.shape[-1]), 64),
+    )
+    dr, dk, dw, dkappa, da = grads
+    grads = [dr, dk, dv, dw, dkappa, da]
+    return grads if initial_state is None else [*grads, grad_initial]
+
+
+def delta_wkv_triton_step(r, k, v, log_w, kappa, a, state, new_state, out_dtype):
+    """
+    One token: r, k, log_w, kappa, a (B, H, K), v (B, H, V), state (B, H, V, K) in float32; if it is None, `new_state`
+    holds it. Writes the state after the token to `new_state`. Returns out (B, H, V).
+    """
+    r, k, v, log_w, kappa, a = contiguous(r, k, v, log_w, kappa, a)
+    batch, heads, key_size = k.shape
+    out = torch.empty_like(v, dtype=out_dtype)
+    state = new_state if state is None else state
+    block_k, block_v = next_power_of_2(key_size), next_power_of_2(v.shape[-1])
+    launch(
+        _decode_kernel,
+        (batch * heads,),
+        *(r, k, v, log_w, kappa, a, state, new_state, out),
+        K=key_size,
+        V=v.shape[-1],
+        BK=block_k,
+        BV=block_v,
+        num_warps=min(max(block_k * block_v // 2048, 4), 16),
+    )
+    return out
