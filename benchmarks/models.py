@@ -427,7 +427,7 @@ def read(ours: Ours, cache: Any, batch: int, tokens: int, seed: int = 0) -> Tens
 
 
 def state_note(cache: Any) -> dict[str, str]:
-    layers = [*cache.layers, *([cache.after_blocks] if hasattr(cache, "after_blocks") else [])]
+    layers = getattr(cache, "all_layers", cache.layers)
     size = size_of(*itertools.chain(*(layer.states.values() for layer in layers)))
     return {"note": f"state {size / 2**20:.2f} MiB"}
 

@@ -578,7 +578,7 @@ def _filled_up(x: torch.Tensor, shape: list[int]) -> torch.Tensor:
 
 def assert_same_states(cache, expected) -> None:
     """Two caches hold the same. If one of them has more room, the rest of it is zero."""
-    for layer, layer_expected in zip(cache.layers, expected.layers, strict=True):
+    for layer, layer_expected in zip(cache.all_layers, expected.all_layers, strict=True):
         assert layer.states.keys() == layer_expected.states.keys()
         for name, state in layer.states.items():
             other = layer_expected.states[name]

@@ -347,7 +347,7 @@ def test_record_is_bounded(case):
         model(ids[:, :700], past_key_values=cache)
         for start in range(700, 1500, 100):
             model(ids[:, start : start + 100], past_key_values=cache)
-        for layer in cache.layers:
+        for layer in cache.all_layers:
             for record in layer.records.values():
                 assert 256 <= record.tokens <= 512
                 assert all(
@@ -416,9 +416,8 @@ def test_cache_operations(case, tmp_path):
         torch.testing.assert_close(logits(loaded, rows), expected)
         assert [file.name for file in tmp_path.iterdir()] == ["cache.safetensors"]
 
-        assert {state.device.type for layer in cache.clone().to("meta").layers for state in layer.states.values()} == {
-            "meta"
-        }
+        moved = cache.clone().to("meta").named_states().values()
+        assert {state.device.type for state in moved} == {"meta"}
 
         cache.reset()
         assert cache.get_seq_length() == 0
@@ -442,7 +441,7 @@ def test_state_does_not_hold_the_sequence(case):
     model = case.model()
     with torch.no_grad():
         cache = model(**case.text(1, 200)).past_key_values
-    for layer in cache.layers:
+    for layer in cache.all_layers:
         for state in layer.states.values():
             assert state.untyped_storage().nbytes() == state.numel() * state.element_size()
 
@@ -650,7 +649,7 @@ def test_low_precision(case, dtype, tmp_path):
     error = (out.logits.float() - expected.logits).norm() / expected.logits.norm()
     assert error < (0.1 if dtype == torch.bfloat16 else 0.02)
     for name in case.float32_states:
-        states = [layer.states[name] for layer in out.past_key_values.layers if name in layer.states]
+        states = [layer.states[name] for layer in out.past_key_values.all_layers if name in layer.states]
         assert {state.dtype for state in states} == {torch.float32}
     rows = pick(text, 0), pick(text, 1)
     left = padded([cut(rows[0], 0, 13), rows[1]], "left")

@@ -105,7 +105,7 @@ def test_programs_generate(model_type, tmp_path):
     cache = model.new_cache(static=True, max_cache_len=ROOM)
     model(ids, attention_mask=mask, past_key_values=cache)
     _, after = programs[0](ids, states, mask)
-    held = {f"layers.{i}.{name}": x for i, layer in enumerate(cache.layers) for name, x in layer.states.items()}
+    held = cache.named_states()
     assert list(after) == list(states) == list(held)
     torch.testing.assert_close(after, held, atol=1e-4, rtol=1e-4)
 

@@ -61,7 +61,7 @@ def prompts(case, rows, padding, length=9):
 
 
 def addresses(cache):
-    states = [state for layer in cache.layers for state in layer.states.values()]
+    states = [state for layer in cache.all_layers for state in layer.states.values()]
     return [x.data_ptr() for x in (*states, cache.seen_tokens)]
 
 
@@ -127,7 +127,7 @@ def test_only_static_inputs_are_written(case, chunk_size, backend_name, steps, g
     config = compiling(graphs, backend=backend)
     assert torch.equal(model.generate(**options, **config, prefill_chunk_size=chunk_size), expected)
     assert len(graphs) == steps  # a whole chunk and one token; or one token alone
-    states = sum(len(layer.states) for layer in cache.layers) + 1  # and the number of tokens
+    states = sum(len(layer.states) for layer in cache.all_layers) + 1  # and the number of tokens
     for written, static in graphs:
         assert len(written) == states
         assert written <= static
@@ -318,7 +318,7 @@ def test_static_tensors_are_marked():
     cache = RecurrentCache(tiny_config("rwkv6"), static=True)
     tiny_model("rwkv6")(random_ids(1, 3), past_key_values=cache)
     for one in (cache, cache.clone()):
-        tensors = [one.seen_tokens, *(x for layer in one.layers for x in layer.states.values())]
+        tensors = [one.seen_tokens, *(x for layer in one.all_layers for x in layer.states.values())]
         assert all(x._dynamo_static_input_type == "unguarded" for x in tensors)
 
 
@@ -329,7 +329,7 @@ def test_a_static_cache_in_training(case):
         model.zero_grad()
         for piece in ids.split(4, dim=1):
             model(piece, past_key_values=cache, labels=piece).loss.backward()
-            for layer in cache.layers:
+            for layer in cache.all_layers:
                 layer.apply(torch.detach)
         grads.append([parameter.grad.clone() for parameter in model.parameters()])
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)

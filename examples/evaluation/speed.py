@@ -104,7 +104,8 @@ def peak_mebibytes(function: Callable[[], Any], device: torch.device) -> float |
 def state_kibibytes(cache: Any) -> float:
     """The size of the cache between two tokens, including room for more tokens."""
     states = [
-        layer.states.values() if hasattr(layer, "states") else (layer.keys, layer.values) for layer in cache.layers
+        layer.states.values() if hasattr(layer, "states") else (layer.keys, layer.values)
+        for layer in getattr(cache, "all_layers", cache.layers)
     ]
     return sum(size_of(*tensors) for tensors in states) / 1024
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, StaticCache
 
 from .padding import Tokens
 
@@ -217,6 +217,48 @@ class LayerState:
             self.states.clear()
 
 
+@LinearAttentionCacheLayerMixin.register
+@dataclass(eq=False)
+class LinearAttentionState(LayerState):
+    """
+    The states of a block that transformers takes for linear attention. It reads them by number: those of the
+    recurrences, and those of the convolutions, (batch, channels, tokens), such as the last token of a token shift.
+    """
+
+    recurrent_names: tuple[str, ...] = ()
+    convolution_names: tuple[str, ...] = ()
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor | None]:
+        return {i: self.states.get(name) for i, name in enumerate(self.recurrent_names)}
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor | None]:
+        states = [self.states.get(name) for name in self.convolution_names]
+        return {i: state if state is None else state.unsqueeze(-1) for i, state in enumerate(states)}
+
+    @property
+    def is_recurrent_states_initialized(self) -> dict[int, bool]:
+        return {i: state is not None for i, state in self.recurrent_states.items()}
+
+    @property
+    def is_conv_states_initialized(self) -> dict[int, bool]:
+        return {i: state is not None for i, state in self.conv_states.items()}
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """Whether a token has been read, for each number of a state."""
+        numbers = self.recurrent_states | self.conv_states or {0}
+        return dict.fromkeys(numbers, bool(self.states) and not self.fresh)
+
+
+@functools.cache
+def _static_class(cls: type["RecurrentCache"]) -> type["RecurrentCache"]:
+    """The class of the static caches of a class: transformers recognises these as instances of `StaticCache`."""
+    names = {"dynamic_class": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(f"Static{cls.__name__}", (cls, StaticCache), names)
+
+
 class RecurrentCache(Cache):
     """
     The states of a recurrent model: a few named tensors per block, whose size does not depend on the length of the
@@ -232,7 +274,7 @@ class RecurrentCache(Cache):
         static: allocate the states at the first call, which must not be compiled, and write them in place from then
             on. No gradient passes through them. `generate(cache_implementation="static")` makes such a cache, and on
             a GPU compiles the decoding step. [`~RecurrentCache.reset`] fills it with zeros, for a batch of the same
-            size. Once it records the past, it is no longer static.
+            size. Once it records the past, it is no longer static. It is an instance of `transformers.StaticCache`.
         max_cache_len: not used. Subclasses whose static states grow with the text have room for so many tokens.
     """
 
@@ -245,10 +287,17 @@ class RecurrentCache(Cache):
         "head_size",
     )
 
+    # The states that transformers knows as those of recurrences and of convolutions.
+    recurrent_names: tuple[str, ...] = ("wkv",)
+    convolution_names: tuple[str, ...] = ("attention_shift", "feed_forward_shift")
+
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         config = config.get_text_config()
-        # One layer more than there are blocks, for what the model itself keeps.
-        super().__init__(layers=[LayerState(static=static) for _ in range(config.num_hidden_layers + 1)])
+        layers = [self.new_layer(config, number, static) for number in range(config.num_hidden_layers)]
+        Cache.__init__(self, layers=layers)
+        self._set_class(static)
+        # What the model keeps after its blocks, such as the output of every row's last token.
+        self.after_blocks = LayerState(static=static)
         self.sizes = self.sizes_of(config)
         # A tensor if static: compiled code would be specialised to a number, and compiled again for the next one.
         self.seen_tokens = static_copy(torch.zeros((), dtype=torch.long)) if static else 0
@@ -258,15 +307,27 @@ class RecurrentCache(Cache):
         """The values of `size_names` in a configuration."""
         return {name: getattr(config, name, None) for name in cls.size_names}
 
+    def _set_class(self, static: bool) -> None:
+        dynamic = getattr(self, "dynamic_class", type(self))
+        wanted = _static_class(dynamic) if static else dynamic
+        if wanted is not type(self):  # compiled code cannot change a class, and makes no static caches
+            self.__class__ = wanted
+
+    def new_layer(self, config: PreTrainedConfig, number: int, static: bool) -> LayerState:
+        """The states of a block, still without any."""
+        return LinearAttentionState(
+            static=static, recurrent_names=self.recurrent_names, convolution_names=self.convolution_names
+        )
+
     @property
-    def after_blocks(self) -> LayerState:
-        """What the model keeps after its blocks, such as the output of every row's last token."""
-        return self.layers[-1]
+    def all_layers(self) -> list[LayerState]:
+        """The layers of the blocks, and what is kept after them."""
+        return [*self.layers, self.after_blocks]
 
     @property
     def batch_size(self) -> int:
         """Number of sequences; -1 if there are no states."""
-        return next((layer.batch_size for layer in self.layers if layer.states), -1)
+        return next((layer.batch_size for layer in self.all_layers if layer.states), -1)
 
     @property
     def is_initialized(self) -> bool:
@@ -274,7 +335,7 @@ class RecurrentCache(Cache):
         return self.batch_size > 0
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for layer in self.layers:
+        for layer in self.all_layers:
             layer.apply(function)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -313,6 +374,7 @@ class RecurrentCache(Cache):
         Raises:
             ValueError: if the tokens of a call cannot continue what was read.
         """
+        self.after_blocks.record_past = self.records_past  # transformers may end the recording of the layers
         if tokens.cu_seqlens is not None and self.records_past:
             raise ValueError("Packed documents cannot be read while `past_key_values` records the past.")
 
@@ -330,7 +392,9 @@ class RecurrentCache(Cache):
 
     def activate_past_recording(self) -> None:
         """Keeps from now on what [`~RecurrentCache.crop`] needs."""
-        super().activate_past_recording()
+        for layer in self.all_layers:
+            layer.activate_past_recording()
+        self._set_class(static=False)
         self.seen_tokens = self.get_seq_length()
 
     @property
@@ -340,7 +404,7 @@ class RecurrentCache(Cache):
 
     def keep_past(self, tokens: int) -> None:
         """Drops the recorded past but for the last `tokens` tokens: no more of them can be removed."""
-        for layer in self.layers:
+        for layer in self.all_layers:
             for record in layer.records.values():
                 record.keep(tokens)
 
@@ -355,7 +419,7 @@ class RecurrentCache(Cache):
             ValueError: if the number is positive or more tokens than were recorded. Nothing has changed then.
         """
         # A layer that only grows has no record: it keeps something of every token, which can be cut off.
-        recorded = min((layer.recorded_tokens for layer in self.layers if layer.records), default=0)
+        recorded = min((layer.recorded_tokens for layer in self.all_layers if layer.records), default=0)
         if tokens_to_remove > 0:
             raise ValueError(f"`tokens_to_remove` must be 0 or negative (tokens to forget), got {tokens_to_remove}.")
         if -tokens_to_remove > recorded:
@@ -363,18 +427,20 @@ class RecurrentCache(Cache):
                 f"`tokens_to_remove` is {tokens_to_remove}, but the past of {recorded} tokens is recorded. Call "
                 "`activate_past_recording()` on the cache before the tokens that may be removed."
             )
-        super().crop(tokens_to_remove)
+        for layer in self.all_layers:
+            layer.crop(tokens_to_remove)
         self.seen_tokens += tokens_to_remove
 
     def reset(self) -> None:
         """Forgets everything."""
-        super().reset()
+        for layer in self.all_layers:
+            layer.reset()
         self.seen_tokens *= 0  # in place if it is a tensor
 
     def clone(self) -> "RecurrentCache":
         """An independent copy."""
         other = copy.copy(self)
-        other.layers = [layer.clone() for layer in self.layers]
+        *other.layers, other.after_blocks = [layer.clone() for layer in self.all_layers]
         if isinstance(self.seen_tokens, torch.Tensor):
             other.seen_tokens = static_copy(self.seen_tokens)
         return other
@@ -388,22 +454,25 @@ class RecurrentCache(Cache):
     @property
     def num_elements(self) -> int:
         """Number of elements of the states of all blocks, over all rows."""
-        return sum(state.numel() for layer in self.layers[:-1] for state in layer.states.values())
+        return sum(state.numel() for layer in self.layers for state in layer.states.values())
+
+    def _named_layers(self) -> list[tuple[str, LayerState]]:
+        return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)] + [("after_blocks", self.after_blocks)]
 
     def named_states(self) -> dict[str, torch.Tensor]:
-        """Every state under a name of its own, `layers.0.wkv`."""
-        layers = enumerate(self.layers)
-        return {f"layers.{i}.{name}": state for i, layer in layers for name, state in layer.states.items()}
+        """Every state under a name of its own, `layers.0.wkv` or `after_blocks.output`."""
+        return {f"{of}.{name}": state for of, layer in self._named_layers() for name, state in layer.states.items()}
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """Sets states by the names of [`~RecurrentCache.named_states`]. Any rows may have had padding."""
+        layers = dict(self._named_layers())
         for key, state in states.items():
-            _, index, name = key.split(".", 2)
-            self.layers[int(index)].write(name, state)
+            of, _, name = key.rpartition(".")
+            layers[of].write(name, state)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the states to a safetensors file, without the record of the past."""
-        fresh = tuple(f"layers.{i}." for i, layer in enumerate(self.layers) if layer.fresh)
+        fresh = tuple(f"{of}." for of, layer in self._named_layers() if layer.fresh)
         named = self.named_states().items()
         tensors = {name: state.detach().contiguous() for name, state in named if not name.startswith(fresh)}
         metadata = {"sizes": self.sizes, "seen_tokens": self.get_seq_length()}

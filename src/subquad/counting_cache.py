@@ -12,7 +12,7 @@ def _add_tokens(lengths: torch.Tensor | None, real: torch.Tensor) -> torch.Tenso
 
 
 class CountingCache(RecurrentCache):
-    """A [`RecurrentCache`] that counts the tokens of each row: `lengths` (batch), a state of the last layer."""
+    """A [`RecurrentCache`] that counts the tokens of each row: `lengths` (batch), kept after the blocks."""
 
     def lengths(self, x: torch.Tensor) -> torch.Tensor:
         """Number of tokens of each row of the batch x (batch, ...), without padding: int64 (batch)."""

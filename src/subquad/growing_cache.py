@@ -38,7 +38,7 @@ class GrowingCache(CountingCache):
 
     def _grown(self) -> list[tuple[LayerState, str, int]]:
         """Layer, name and tokens per entry of every state that grows."""
-        states = [(layer, name, tokens) for layer in self.layers for name, tokens in self.growing.items()]
+        states = [(layer, name, tokens) for layer in self.all_layers for name, tokens in self.growing.items()]
         return [(layer, name, tokens) for layer, name, tokens in states if name in layer.states]
 
     @property

@@ -5,6 +5,7 @@ from transformers import PreTrainedConfig
 
 from subquad_kernels import maxsim
 
+from ...cache import LayerState
 from ...growing_cache import GrowingCache
 
 
@@ -15,7 +16,7 @@ class AveyCache(GrowingCache):
     token. But their output for the rows of missing splits is computed only once, so a cache belongs to the weights of
     the model that filled it.
 
-    The states are in a single layer:
+    The states are kept after the blocks:
 
     - `embeddings` (batch, room, d_embed): the tokens of each row from its first position on, then zeros.
     - `lengths` (batch): number of tokens of each row, without padding.
@@ -32,9 +33,11 @@ class AveyCache(GrowingCache):
         self.unit = config.chunk_size
         self.growing = {"embeddings": 1, "sums": config.chunk_size}
         super().__init__(config, static, max_cache_len)
-        self.layers = self.layers[-1:]
         # What each block's contextualizer gets for the rows of missing splits, which is the same for every text.
         self.zero_rows: list[torch.Tensor] | None = None
+
+    def new_layer(self, config: PreTrainedConfig, number: int, static: bool) -> LayerState:
+        return LayerState(static=static)  # it stays empty
 
     @property
     def num_elements(self) -> int:

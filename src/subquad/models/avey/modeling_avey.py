@@ -167,7 +167,7 @@ class AveyModel(AveyPreTrainedModel):
         text = read_text(x, tokens, past_key_values, self.config.chunk_size)
         selection = text.select(
             wanted=kept * batch // text.splits.shape[0],
-            one_by_one=past_key_values is not None and past_key_values.after_blocks.record_past,
+            one_by_one=past_key_values is not None and past_key_values.records_past,
             most=self.config.k - 1,
         )
         index, weights = self.rank(text, selection, tokens, past_key_values)

@@ -29,6 +29,9 @@ class GeckoCache(CountingCache):
         "boundary_token_id",
     )
 
+    recurrent_names = ("memory", "normalizer", "cema", "timenorm")
+    convolution_names = ()
+
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         super().__init__(config, static)
         self.window = 2 * config.chunk_size

@@ -188,7 +188,7 @@ class ContextParallelCache(GeckoCache):
             "normalizer": (heads, key),
         }
         self.layers = [_Layer(self.link, shapes) for _ in range(config.num_layers)]
-        self.layers.append(_AfterBlocks(self.link, moments, self.window))
+        self.after_blocks = _AfterBlocks(self.link, moments, self.window)
 
     def check_tokens(self, tokens: Tokens) -> None:
         if tokens.mask is not None or tokens.cu_seqlens is not None:
@@ -199,7 +199,7 @@ class ContextParallelCache(GeckoCache):
 
     def lengths(self, x: torch.Tensor) -> torch.Tensor:
         """Number of tokens before this process's piece x (batch, length, model_dim): int64 (batch)."""
-        for layer in self.layers:
+        for layer in self.all_layers:
             layer.expect(x)
         lengths = torch.zeros(len(x), dtype=torch.long, device=x.device)
         if not self.link.is_first:
@@ -223,7 +223,7 @@ class ContextParallelCache(GeckoCache):
         return not self.link.is_first
 
     def end_block(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        return self.layers[layer].end_block(x)
+        return self.all_layers[layer].end_block(x)
 
     def advance(self, tokens: int) -> None:
         super().advance(tokens)

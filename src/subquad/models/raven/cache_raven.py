@@ -1,15 +1,37 @@
 """The cache of Raven."""
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
 
 from ...cache import LayerState
 from ...growing_cache import GrowingCache
 from ...layout import TokenLayout
 from ...padding import expand_to
 from ...ring import entries_at, ring_state, with_room, write_to_ring
+
+
+@CacheLayerMixin.register
+@dataclass(eq=False)
+class AttentionState(LayerState):
+    """The keys and values of softmax attention."""
+
+    is_sliding: bool = False
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Those of attention without a window, (batch, heads, room, size); zeros where there is none yet."""
+        keys = self.states.get("keys")
+        return keys if keys is None else keys.transpose(1, 2)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """As `keys`."""
+        values = self.states.get("values")
+        return values if values is None else values.transpose(1, 2)
 
 
 class RavenCache(GrowingCache):
@@ -31,12 +53,21 @@ class RavenCache(GrowingCache):
         "attention_specs",
     )
 
+    recurrent_names = ("slots",)
+    convolution_names = ()
+
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         if any(spec["window_size"] is None for spec in getattr(config, "attention_specs", ())):
             self.growing = {"keys": 1, "values": 1}
         super().__init__(config, static, max_cache_len)
         # Whether every row is known to have as many tokens as were read: no padding, no packed documents.
         self.same_lengths = True
+
+    def new_layer(self, config: PreTrainedConfig, number: int, static: bool) -> LayerState:
+        spec = config.attention(number)
+        if spec is None:
+            return super().new_layer(config, number, static)
+        return AttentionState(static=static, is_sliding=spec["window_size"] is not None)
 
     def update_window(
         self, layer: LayerState, name: str, x: torch.Tensor, layout: TokenLayout, window: int
