@@ -3,6 +3,8 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...layer_types import layer_types_property
+
 
 @strict
 class AveyConfig(PreTrainedConfig):
@@ -66,6 +68,11 @@ class AveyConfig(PreTrainedConfig):
         """Number of features of the tail, m_t, which is even."""
         size = int(self.expansion_factor * self.d_embed * self.context_proportion)
         return size + size % 2
+
+    @layer_types_property
+    def layer_types(self) -> list[str]:
+        """What transformers takes the blocks for: they read the text split by split."""
+        return ["chunked_attention"] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Refuses sizes that do not fit together, before any tensor is made."""

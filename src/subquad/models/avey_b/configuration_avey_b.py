@@ -5,6 +5,8 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...layer_types import layer_types_property
+
 
 STATIC, DYNAMIC = "static", "dynamic"
 
@@ -112,6 +114,11 @@ class AveyBConfig(PreTrainedConfig):
     def dynamic_layers(self) -> list[bool]:
         """Whether each layer is dynamic."""
         return [kind == DYNAMIC for kind in LAYER_PATTERNS[self.layer_pattern](self.n_layers)]
+
+    @layer_types_property
+    def layer_types(self) -> list[str]:
+        """What transformers takes the layers for: they read the text split by split."""
+        return ["window_attention"] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Refuses sizes and variants that do not fit together, before any tensor is made."""

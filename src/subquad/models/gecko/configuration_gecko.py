@@ -5,6 +5,7 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...layer_types import layer_types_property
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
 
@@ -111,6 +112,11 @@ class GeckoConfig(PreTrainedConfig):
         """The id of the token that begins a document; None if no token does."""
         bos = self.bos_token_id
         return bos if self.document_boundaries and bos is not None and 0 <= bos < self.vocab_size else None
+
+    @layer_types_property
+    def layer_types(self) -> list[str]:
+        """What transformers takes the blocks for."""
+        return ["linear_attention"] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Refuses sizes that do not fit together, before any tensor is made."""

@@ -6,6 +6,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...layer_types import layer_types_property
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
 
@@ -189,6 +190,15 @@ class RavenConfig(PreTrainedConfig):
         """The entries of `attn` that have layers."""
         specs = [self.attn] if isinstance(self.attn, dict) else self.attn or []
         return [spec for spec in specs if spec["layers"] != []]
+
+    @layer_types_property
+    def layer_types(self) -> list[str]:
+        """What transformers takes the blocks for."""
+        types = ["linear_attention"] * self.num_hidden_layers
+        for spec in self.attention_specs:
+            for layer in spec["layers"]:
+                types[layer] = "full_attention" if spec["window_size"] is None else "sliding_attention"
+        return types
 
     def validate_architecture(self):
         """Refuses sizes and variants that do not fit together, before any tensor is made."""

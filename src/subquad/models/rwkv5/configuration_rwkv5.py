@@ -3,6 +3,7 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...layer_types import layer_types_property
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
 
@@ -87,6 +88,11 @@ class Rwkv5Config(PreTrainedConfig):
             "blocks.*.feed_forward.value": "rowwise",
             "blocks.*.feed_forward.receptance": "colwise_gather_output",
         }
+
+    @layer_types_property
+    def layer_types(self) -> list[str]:
+        """What transformers takes the blocks for."""
+        return ["linear_attention"] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Raises a ValueError if sizes do not fit together, before any tensor is created."""

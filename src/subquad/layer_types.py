@@ -1,0 +1,18 @@
+"""What transformers and accelerate take the layers of a model for."""
+
+from collections.abc import Callable
+
+from transformers import PreTrainedConfig
+
+
+def layer_types_property(find: Callable[[PreTrainedConfig], list[str]]) -> property:
+    """A configuration's `layer_types`: what the function finds; None if the configuration is not valid."""
+
+    def read(config: PreTrainedConfig) -> list[str] | None:
+        try:
+            config.validate_architecture()
+        except Exception:  # transformers reads this first, and reports what is wrong then
+            return None
+        return find(config)
+
+    return property(read, doc=find.__doc__)
