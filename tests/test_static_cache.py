@@ -263,7 +263,7 @@ def test_operations(case, tmp_path):
     assert loaded.is_compileable
 
     assert addresses(static.to("cpu")) == before
-    assert {x.device.type for layer in clone.to("meta").layers for x in layer.states.values()} == {"meta"}
+    assert {x.device.type for layer in clone.to("meta").all_layers for x in layer.states.values()} == {"meta"}
 
     for cache in (dynamic, static):
         cache.batch_select_indices(torch.tensor([1, 2]))

@@ -33,7 +33,7 @@ SHARED = {
     f"subquad.{name}"
     for name in (
         *("base", "cache", "counting_cache", "generation", "growing_cache", "heads", "layers", "layout", "padding"),
-        *("processing", "ring", "saving", "tensor_parallel"),
+        *("layer_types", "processing", "ring", "saving", "tensor_parallel"),
     )
 }
 # Architectures that are made of others.

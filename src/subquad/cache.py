@@ -87,6 +87,7 @@ class LayerState:
     lent: set[str] = field(default_factory=set, repr=False)
 
     # What transformers asks of a cache layer.
+    keys = values = None
     is_croppable = True
     is_sliding = False
     supports_early_init = False
@@ -229,13 +230,20 @@ class LinearAttentionState(LayerState):
     convolution_names: tuple[str, ...] = ()
 
     @property
+    def number_of_states(self) -> int:
+        return max(len(self.recurrent_names), len(self.convolution_names))
+
+    def _numbered(self, names: tuple[str, ...]) -> dict[int, torch.Tensor | None]:
+        return dict.fromkeys(range(self.number_of_states)) | {i: self.states.get(x) for i, x in enumerate(names)}
+
+    @property
     def recurrent_states(self) -> dict[int, torch.Tensor | None]:
-        return {i: self.states.get(name) for i, name in enumerate(self.recurrent_names)}
+        return self._numbered(self.recurrent_names)
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor | None]:
-        states = [self.states.get(name) for name in self.convolution_names]
-        return {i: state if state is None else state.unsqueeze(-1) for i, state in enumerate(states)}
+        states = self._numbered(self.convolution_names)
+        return {i: state if state is None else state.unsqueeze(-1) for i, state in states.items()}
 
     @property
     def is_recurrent_states_initialized(self) -> dict[int, bool]:
@@ -248,15 +256,7 @@ class LinearAttentionState(LayerState):
     @property
     def has_previous_state(self) -> dict[int, bool]:
         """Whether a token has been read, for each number of a state."""
-        numbers = self.recurrent_states | self.conv_states or {0}
-        return dict.fromkeys(numbers, bool(self.states) and not self.fresh)
-
-
-@functools.cache
-def _static_class(cls: type["RecurrentCache"]) -> type["RecurrentCache"]:
-    """The class of the static caches of a class: transformers recognises these as instances of `StaticCache`."""
-    names = {"dynamic_class": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    return type(f"Static{cls.__name__}", (cls, StaticCache), names)
+        return dict.fromkeys(range(self.number_of_states), bool(self.states) and not self.fresh)
 
 
 class RecurrentCache(Cache):
@@ -307,10 +307,17 @@ class RecurrentCache(Cache):
         """The values of `size_names` in a configuration."""
         return {name: getattr(config, name, None) for name in cls.size_names}
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if issubclass(cls, StaticCache):
+            cls.dynamic_class = cls.__base__
+            cls.__base__.static_class = cls
+
     def _set_class(self, static: bool) -> None:
-        dynamic = getattr(self, "dynamic_class", type(self))
-        wanted = _static_class(dynamic) if static else dynamic
-        if wanted is not type(self):  # compiled code cannot change a class, and makes no static caches
+        """Makes it an instance of the class of static caches, or of the other one."""
+        cls = type(self)
+        wanted = cls.__dict__.get("static_class" if static else "dynamic_class", cls)
+        if wanted is not cls:  # compiled code cannot change a class, and makes no static caches
             self.__class__ = wanted
 
     def new_layer(self, config: PreTrainedConfig, number: int, static: bool) -> LayerState:
@@ -503,6 +510,10 @@ class RecurrentCache(Cache):
             cache.set_states({key: file.get_tensor(key) for key in file.keys()})
         cache.seen_tokens += metadata["seen_tokens"]
         return cache.to(device)
+
+
+class StaticRecurrentCache(RecurrentCache, StaticCache):
+    """A static [`RecurrentCache`], which transformers recognises as one."""
 
 
 def check_cache(

@@ -2,6 +2,7 @@
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.cache_utils import StaticCache
 
 from subquad_kernels import maxsim
 
@@ -68,6 +69,10 @@ class AveyCache(GrowingCache):
     def reset(self) -> None:
         super().reset()
         self.zero_rows = None
+
+
+class StaticAveyCache(AveyCache, StaticCache):
+    """A static [`AveyCache`], which transformers recognises as one."""
 
 
 __all__ = ["AveyCache"]

@@ -2,6 +2,7 @@
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.cache_utils import StaticCache
 
 from ...counting_cache import CountingCache
 
@@ -29,7 +30,7 @@ class GeckoCache(CountingCache):
         "boundary_token_id",
     )
 
-    recurrent_names = ("memory", "normalizer", "cema", "timenorm")
+    recurrent_names = ("memory",)
     convolution_names = ()
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
@@ -55,6 +56,10 @@ class GeckoCache(CountingCache):
     def end_block(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         """Called with the output of a block, (batch, length, model_dim), once its states are set; returns it."""
         return x
+
+
+class StaticGeckoCache(GeckoCache, StaticCache):
+    """A static [`GeckoCache`], which transformers recognises as one."""
 
 
 __all__ = ["GeckoCache"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, StaticCache
 
 from ...cache import LayerState
 from ...growing_cache import GrowingCache
@@ -64,10 +64,10 @@ class RavenCache(GrowingCache):
         self.same_lengths = True
 
     def new_layer(self, config: PreTrainedConfig, number: int, static: bool) -> LayerState:
-        spec = config.attention(number)
-        if spec is None:
+        kind = config.layer_types[number]
+        if kind == "linear_attention":
             return super().new_layer(config, number, static)
-        return AttentionState(static=static, is_sliding=spec["window_size"] is not None)
+        return AttentionState(static=static, is_sliding=kind == "sliding_attention")
 
     def update_window(
         self, layer: LayerState, name: str, x: torch.Tensor, layout: TokenLayout, window: int
@@ -95,6 +95,10 @@ class RavenCache(GrowingCache):
     def reset(self) -> None:
         super().reset()
         self.same_lengths = True
+
+
+class StaticRavenCache(RavenCache, StaticCache):
+    """A static [`RavenCache`], which transformers recognises as one."""
 
 
 __all__ = ["RavenCache"]
