@@ -12,13 +12,13 @@ from subquad.models import REGISTRY
 
 # The maximum number of lines of Python in a repository, without those of its tokenizer.
 LIMITS = {
-    "rwkv5": 4300,
-    "rwkv6": 4450,
-    "avey": 3750,
+    "rwkv5": 4400,
+    "rwkv6": 4550,
+    "avey": 3850,
     "avey-b": 3050,
-    "raven": 5100,
-    "gecko": 7100,
-    "visual_rwkv": 5050,
+    "raven": 5250,
+    "gecko": 7200,
+    "visual_rwkv": 5150,
 }
 each_architecture = pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
 
