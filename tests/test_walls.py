@@ -13,6 +13,7 @@ from subquad.models import REGISTRY
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {
     "subquad": ROOT / "src",
+    "subquad_vllm": ROOT / "src",
     "subquad_kernels": ROOT / "kernels" / "torch-ext",
     "subquad_tokenizers": ROOT / "tokenizers",
     "subquad_conversion": ROOT / "conversion",
@@ -25,6 +26,7 @@ WALLS = {
         *("torch", "safetensors", "transformers", "huggingface_hub", "tqdm"),
         *("subquad", "subquad_tokenizers"),
     },
+    "subquad_vllm": {"torch", "transformers", "vllm", "subquad"},
 }
 # The modules of `subquad` that may import conversion: the command line, and the sizes of what can be converted.
 ABOVE_CONVERSION = ("subquad.cli", "subquad.info")
@@ -134,6 +136,12 @@ def test_walls_between_packages(package):
         if module.split(".")[0] == package:
             others = {name.split(".")[0] for name in imports(module)} - {package} - sys.stdlib_module_names
             assert others <= WALLS[package], module
+
+
+@pytest.mark.fast
+def test_nobody_imports_the_plugin():
+    for module in modules():
+        assert module.startswith("subquad_vllm") or not any(n.startswith("subquad_vllm") for n in ours(module)), module
 
 
 @pytest.mark.fast

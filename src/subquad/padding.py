@@ -168,6 +168,13 @@ class Tokens:
         source = self._source.to(x.device)  # the last block of a model on several devices may be elsewhere
         return torch.cat((before.unsqueeze(1), x), dim=1).gather(1, source.unsqueeze(-1).expand_as(x))
 
+    def token_before(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor | None:
+        """
+        What a token shift sees before the first token of each row of x (batch, length, width): `before`, the last
+        token of earlier calls. An engine whose rows are the tokens of many texts has another rule.
+        """
+        return before
+
     def erase(self, x: torch.Tensor) -> torch.Tensor:
         """x (batch, length, ...) with zeros at padding tokens."""
         return x if self.mask is None else x.masked_fill(~expand_to(self.mask, x), 0.0)

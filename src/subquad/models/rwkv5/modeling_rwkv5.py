@@ -77,6 +77,7 @@ class Rwkv5TimeMixing(nn.Module):
         """x (batch, length, hidden_size); the output has the same shape."""
         before = state and state.get("attention_shift")
         x = tokens.fill(x, before)
+        before = tokens.token_before(x, before)
         x_r, x_k, x_v, x_g, x_w = self.mix(x, before, tokens.starts)
 
         heads = (*x.shape[:2], -1, self.head_size)
@@ -130,6 +131,7 @@ class Rwkv5ChannelMixing(nn.Module):
         """x (batch, length, hidden_size); the output has the same shape."""
         before = state and state.get("feed_forward_shift")
         x = tokens.fill(x, before)
+        before = tokens.token_before(x, before)
         x_k, x_r = token_shift(x, state=before, mu=self.mu, starts=tokens.starts).unbind()
         if state is not None:
             state.step("feed_forward_shift", last_token, x)

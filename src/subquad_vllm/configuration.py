@@ -1,0 +1,91 @@
+"""What vLLM is told about a model before it is built, and what is refused."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import PreTrainedConfig
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.models.config import MambaModelConfig
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+from subquad.models import REGISTRY
+
+from .served import REFUSED, hybrid_name
+
+
+# Tokens of a request, prompt and answer, if `--max-model-len` is not given. The states have no limit, but vLLM keeps a
+# buffer of this length for every request.
+DEFAULT_LENGTH = 32768
+
+
+def own_config(config: PreTrainedConfig, processes: int = 1) -> PreTrainedConfig:
+    """
+    A copy of a configuration: of our class, also if the repository brought its own, and for tensor parallelism in
+    that many processes.
+    """
+    config = REGISTRY[config.model_type].config_class.from_dict(config.to_dict())
+    if processes > 1:
+        config.distributed_config = SimpleNamespace(tp_size=processes)  # what the plans of our configurations read
+    return config
+
+
+class ServedConvertor(ModelArchConfigConvertorBase):
+    """Reads the sizes in a configuration of ours."""
+
+    def derive_max_model_len_and_key(self) -> tuple[float, str | None]:
+        """No limit: `context_length` is the length of the training sequences, and a state reads on after it."""
+        return float("inf"), None
+
+    def get_architectures(self) -> list[str]:
+        if self.attention:  # vLLM reads the names in two places
+            self.hf_config.architectures = [hybrid_name(name) for name in super().get_architectures()]
+        return super().get_architectures()
+
+    def get_head_size(self) -> int:
+        return self.hf_config.hidden_size // self.attention["num_heads"] if self.attention else super().get_head_size()
+
+    def get_total_num_attention_heads(self) -> int:
+        return self.attention["num_heads"] if self.attention else super().get_total_num_attention_heads()
+
+    def get_total_num_kv_heads(self) -> int:
+        return self.attention["num_kv_heads"] if self.attention else super().get_total_num_kv_heads()
+
+    @property
+    def attention(self) -> dict[str, Any] | None:
+        """The sizes of the layers with softmax attention, which vLLM wants to be the same in all of them."""
+        specs = getattr(own_config(self.hf_config), "attention_specs", None)
+        if not specs:
+            return None
+        for name in ("num_heads", "num_kv_heads"):
+            values = [spec[name] for spec in specs]
+            if len(set(values)) > 1:
+                raise ValueError(f"`attn[{name!r}]` must be the same in all layers, got {values}.")
+        return specs[0]
+
+
+class RefusedConvertor(ModelArchConfigConvertorBase):
+    """Ends the start of vLLM for a model that it cannot serve."""
+
+    def convert(self, supports_multimodal: bool = True):
+        model_type = self.hf_config.model_type
+        raise ValueError(f"vLLM cannot serve a model of type {model_type!r}: {REFUSED[model_type]}.")
+
+
+class ServedConfig(MambaModelConfig):
+    """Checks and completes vLLM's settings for a model of ours."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        if model_config.original_max_model_len in (None, -1):
+            trained = getattr(model_config.hf_config, "max_position_embeddings", None) or 0
+            model_config.max_model_len = max(trained, DEFAULT_LENGTH)
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        if vllm_config.speculative_config is not None:
+            raise ValueError("`speculative_config` is not supported: a state cannot go back to before a draft.")
+        parallel = vllm_config.parallel_config
+        for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+            if getattr(parallel, name, 1) > 1:
+                raise ValueError(f"`{name}` must be 1, got {getattr(parallel, name)}.")
+        super().verify_and_update_config(vllm_config)

@@ -1,0 +1,164 @@
+"""
+Gecko in vLLM. Its chunks and rings are laid out for a batch, so a step is two batches: the requests with one token,
+and the others, padded at the right.
+"""
+
+import torch
+from transformers import PreTrainedConfig
+from vllm.model_executor.models.interfaces import IsAttentionFree
+
+from subquad.models.gecko.cache_gecko import GeckoCache
+from subquad.models.gecko.layout_gecko import find_bos, find_layout
+from subquad.padding import Tokens
+
+from .serving import ServedForCausalLM, part_of
+from .states import Pool, Requests, StateSizes
+
+
+# The tokens that a block keeps. A token changes one row of each.
+RINGS = ("keys", "values", "memory_keys")
+# What the model keeps after its blocks: names in the pool and in the cache. Every block has room for it, because vLLM
+# wants them alike; the first one's is used. It is small beside the rings.
+AFTER_BLOCKS = {"final_timenorm": "timenorm", "begins": "begins"}
+
+
+class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
+    state_names = ("timenorm", "cema", "memory", "normalizer", "final_timenorm", "begins", *RINGS)
+
+    @classmethod
+    def state_sizes(cls, config: PreTrainedConfig, dtype: torch.dtype, processes: int) -> StateSizes:
+        split = "layers.*.mega.gamma" in config.base_model_tp_plan
+        heads = part_of(config.num_heads, processes, split)
+        key, value, window = (
+            config.z_dim // config.num_heads,
+            config.value_dim // config.num_heads,
+            2 * config.chunk_size,
+        )
+        moments = ((3, config.timenorm_num_groups), torch.float32)
+        return {
+            "timenorm": moments,
+            "cema": ((config.model_dim, config.cema_ndim, 2), torch.float32),
+            "memory": ((heads, key, value), torch.float32),
+            "normalizer": ((heads, key), torch.float32),
+            "final_timenorm": moments,
+            "begins": ((window,), torch.int32),
+            "keys": ((heads, window, key), dtype),
+            "values": ((heads, window, value), dtype),
+            "memory_keys": ((heads, window, key), dtype),
+        }
+
+    def run(
+        self,
+        x: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        tokens: Tokens | Requests,
+        pool: Pool | None,
+    ) -> torch.Tensor:
+        config = self.config
+        bos = find_bos(config, self.base.embed, input_ids, None if input_ids is not None else x[:, 0])
+        if config.scale_emb:
+            x = x * config.model_dim**0.5
+        if pool is None:
+            return self.run_batch(x, tokens, None if bos is None else bos[None], None)
+        out = torch.empty_like(x)
+        for rows, index, mask in batches(tokens):
+            cache = SlotCache(config, pool, rows, positions[index[:, 0]])
+            read = Tokens(*index.shape, x.device, mask)
+            y = self.run_batch(x[index, 0], read, None if bos is None else bos[index], cache)
+            if mask is None:
+                out[index] = y.unsqueeze(2)
+            else:
+                out[index[mask], 0] = y[mask]
+        return out
+
+    def run_batch(
+        self, x: torch.Tensor, tokens: Tokens, bos: torch.Tensor | None, cache: "SlotCache | None"
+    ) -> torch.Tensor:
+        """The output for a batch x, (batch, length, model_dim)."""
+        layout = find_layout(self.config, x, tokens, bos, cache, training=False)
+        for i, block in enumerate(self.base.layers):
+            if cache is not None:
+                cache.read(i)
+            x = block(x, layout, past_key_values=cache)
+            if cache is not None:
+                cache.write(i)
+        x = self.base.output["final_norm"](x, layout, cache and cache.after_blocks)
+        if cache is not None:
+            cache.write_after_blocks()
+        return x
+
+
+def batches(requests: Requests) -> list[tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor | None]]:
+    """
+    The batches of a step: the requests with one token, then the others, those together that fill at least half of
+    their rows. Of each: which requests it has, the index of each of its tokens in the step (batch, length), and which
+    are real, or None if all are.
+    """
+    first, found = requests.bounds[:-1].long(), []
+    if requests.single:
+        rows = torch.arange(requests.single, device=first.device)
+        found.append((rows, first[rows, None], None))
+    waiting = sorted(range(len(requests.lengths)), key=requests.lengths.__getitem__)
+    while waiting:
+        longest = requests.lengths[waiting[-1]]
+        chosen = [i for i in waiting if 2 * requests.lengths[i] > longest]
+        del waiting[len(waiting) - len(chosen) :]
+        rows = torch.tensor(chosen, device=first.device) + requests.single
+        steps = torch.arange(longest, device=first.device)
+        lengths = requests.bounds[rows + 1] - requests.bounds[rows]
+        mask = None if requests.lengths[chosen[0]] == longest else steps < lengths[:, None]
+        index = first[rows, None] + (steps if mask is None else steps.minimum(lengths[:, None] - 1))
+        found.append((rows, index, mask))
+    return found
+
+
+class SlotCache(GeckoCache):
+    """
+    The cache of a batch of requests, which is read from their slots and written back block by block.
+
+    Args:
+        config: configuration of the model.
+        pool: the states of all requests of the step.
+        rows: which of them the batch has.
+        lengths: how many tokens each of these has read, (batch).
+    """
+
+    is_initialized = True  # an empty slot is read as zeros, and these mean the same
+
+    def __init__(self, config: PreTrainedConfig, pool: Pool, rows: torch.Tensor, lengths: torch.Tensor):
+        super().__init__(config)
+        self.slots = [layer.select(rows) for layer in pool.layers]
+        names = AFTER_BLOCKS if config.boundary_token_id is not None else ("final_timenorm",)
+        states = {AFTER_BLOCKS[name]: self.slots[0].get(name) for name in names}
+        if "begins" in states:
+            states["begins"] = states["begins"].long()
+        self.after_blocks.states = {**states, "lengths": lengths}
+        self.row_of_single = None
+
+    def ring_size(self, tokens: int) -> int:
+        self.row_of_single = self.after_blocks.states["lengths"] % self.window if tokens == 1 else None
+        return self.window
+
+    @property
+    def held_tokens(self) -> int:
+        return self.window
+
+    def read(self, block: int) -> None:
+        """Reads the states of a block."""
+        names = (name for name in GeckoForCausalLM.state_names if name not in AFTER_BLOCKS)
+        self.layers[block].states = {name: self.slots[block].get(name) for name in names}
+
+    def write(self, block: int) -> None:
+        """Writes the states of a block back, and frees their memory."""
+        for name, state in self.layers[block].states.items():
+            if name in RINGS and self.row_of_single is not None:
+                self.slots[block].update_row(name, state, self.row_of_single)
+            else:
+                self.slots[block].update(name, state)
+        self.layers[block].states = {}
+
+    def write_after_blocks(self) -> None:
+        for name, own in AFTER_BLOCKS.items():
+            if own in self.after_blocks.states:
+                self.slots[0].update(name, self.after_blocks.states[own])

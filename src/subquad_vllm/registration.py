@@ -1,0 +1,30 @@
+"""Makes vLLM know the models. None of them is imported before vLLM runs it."""
+
+import warnings
+
+import vllm
+from vllm import ModelRegistry
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
+
+from subquad.models import REGISTRY  # importing subquad also tells AutoConfig and AutoTokenizer
+
+from .configuration import RefusedConvertor, ServedConfig, ServedConvertor
+from .served import HYBRID, REFUSED, SERVED, TESTED, hybrid_name
+
+
+def register() -> None:
+    """See [`subquad_vllm.register`]."""
+    if not vllm.__version__.startswith(f"{TESTED}."):
+        warnings.warn(f"subquad is tested with vLLM {TESTED}, this is {vllm.__version__}.", stacklevel=2)
+    for model_type, path in SERVED.items():
+        name = REGISTRY[model_type].heads["AutoModelForCausalLM"]
+        paths = {name: path}
+        if model_type in HYBRID:
+            paths[hybrid_name(name)] = HYBRID[model_type]
+        for name, path in paths.items():
+            ModelRegistry.register_model(name, path)
+            MODELS_CONFIG_MAP[name] = ServedConfig
+        MODEL_ARCH_CONFIG_CONVERTORS[model_type] = ServedConvertor
+    for model_type in REFUSED:
+        MODEL_ARCH_CONFIG_CONVERTORS[model_type] = RefusedConvertor

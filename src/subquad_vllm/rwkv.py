@@ -1,0 +1,36 @@
+"""Eagle (RWKV-5) and Finch (RWKV-6) in vLLM."""
+
+import torch
+from transformers import PreTrainedConfig
+from vllm.model_executor.models.interfaces import IsAttentionFree
+
+from subquad.padding import Tokens
+
+from .serving import ServedForCausalLM, part_of
+from .states import Pool, Requests, StateSizes
+
+
+class RwkvForCausalLM(ServedForCausalLM, IsAttentionFree):
+    state_names = ("wkv", "attention_shift", "feed_forward_shift")
+
+    @classmethod
+    def state_sizes(cls, config: PreTrainedConfig, dtype: torch.dtype, processes: int) -> StateSizes:
+        heads, size, width = config.num_attention_heads, config.head_size, config.hidden_size
+        own = part_of(heads, processes, "blocks.*.attention.time_faaaa" in config.base_model_tp_plan)
+        return {
+            "wkv": ((own, size, size), torch.float32),
+            "attention_shift": ((width,), dtype),
+            "feed_forward_shift": ((width,), dtype),
+        }
+
+    def run(
+        self,
+        x: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        tokens: Tokens | Requests,
+        pool: Pool | None,
+    ) -> torch.Tensor:
+        for block in self.base.blocks:
+            x = block(x, tokens, past_key_values=pool)
+        return self.base.ln_out(x)

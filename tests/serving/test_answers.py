@@ -1,0 +1,52 @@
+"""Every request is answered as `generate` answers it alone, in float32 and greedily, whatever else is served."""
+
+import pytest
+from engine import TINY, VOCABULARY, engine, expected, make_requests, model_directory, outputs, serve
+
+from subquad_vllm.states import StepMetadataBuilder
+
+
+EMBEDDED = ("eagle-abc", "finch-abc", "raven-abc", "gecko-abc")
+
+
+@pytest.fixture(scope="module", params=[*EMBEDDED, *TINY])
+def case(request, tmp_path_factory):
+    """A model, requests for it, and their answers."""
+    model = model_directory(request.param, tmp_path_factory.mktemp("models"))
+    requests = make_requests(20, VOCABULARY)
+    return model, requests, expected(model, requests)
+
+
+def test_answers_of_many_requests(case):
+    """With seven slots, prompts that are read in pieces, and slots that others have used."""
+    model, requests, answers = case
+    with engine(model) as llm:
+        assert serve(llm, requests) == answers
+        assert serve(llm, requests) == answers
+
+
+def test_answers_with_prefix_caching(case):
+    """A second pass begins with the states after the beginnings of the first one's prompts."""
+    model, requests, answers = case
+    with engine(model, enable_prefix_caching=True, block_size=32) as llm:
+        assert serve(llm, requests) == answers
+        again = outputs(llm, requests)
+    assert [list(output.outputs[0].token_ids) for output in again] == answers
+    assert sum(output.num_cached_tokens for output in again) > 500
+
+
+@pytest.mark.parametrize("name", ["finch-abc"])
+def test_a_request_needs_an_empty_slot(name, tmp_path, monkeypatch):
+    """These comparisons notice it when a request goes on from what another left in its slot."""
+    model = model_directory(name, tmp_path)
+    requests = make_requests(20, VOCABULARY)
+    build = StepMetadataBuilder.build
+
+    def build_without_zeros(self, *args, **kwargs):
+        metadata = build(self, *args, **kwargs)
+        metadata.fresh = None
+        return metadata
+
+    monkeypatch.setattr(StepMetadataBuilder, "build", build_without_zeros)
+    with engine(model) as llm:
+        assert serve(llm, requests) != expected(model, requests)
