@@ -33,8 +33,9 @@ def default_device():
     if "SUBQUAD_TEST_DEVICE" not in os.environ:
         yield
         return
-    with torch.device(os.environ["SUBQUAD_TEST_DEVICE"]):
-        yield
+    torch.set_default_device(os.environ["SUBQUAD_TEST_DEVICE"])
+    yield
+    torch.set_default_device(None)
 
 
 @pytest.fixture(autouse=True)

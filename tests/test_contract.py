@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import (
     BASE,
+    DEVICE,
     GENERATING,
     GREEDY,
     RAVEN_BOTH,
@@ -411,7 +412,7 @@ def test_cache_operations(case, tmp_path):
         torch.testing.assert_close(logits(repeated, range(6)), expected.repeat_interleave(2, 0), **TOLERANCE)
 
         cache.save(tmp_path / "cache.safetensors")
-        loaded = type(cache).load(tmp_path / "cache.safetensors", model.config)
+        loaded = type(cache).load(tmp_path / "cache.safetensors", model.config).to(DEVICE)
         assert loaded.get_seq_length() == 9
         torch.testing.assert_close(logits(loaded, rows), expected)
         assert [file.name for file in tmp_path.iterdir()] == ["cache.safetensors"]
@@ -598,11 +599,17 @@ def graphs():
     torch.compiler.reset()
 
 
+def compile_model(model, backend):
+    """Where no default device is set: Dynamo of torch 2.11 cannot trace `unflatten` with one."""
+    torch.set_default_device(None)
+    return torch.compile(model, fullgraph=True, backend=backend)
+
+
 @each(*BASE, *VISUAL, RAVEN_FULL, RAVEN_BOTH)
 def test_compiled_training(case, graphs):
     model = case.model(num_hidden_layers=max(2, case.layer_kinds)).train()
     inputs = padded(texts(case, 61, 70), "left")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = compile_model(model, "aot_eager")
 
     def grads(model):
         model.zero_grad()
@@ -624,7 +631,7 @@ def test_compiled_decode_step(case, graphs):
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = compile_model(model, backend)
     with torch.no_grad():
         cache = model(**text).past_key_values
         logits = [compiled(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(10)]

@@ -28,6 +28,7 @@ from typing import Any
 import published
 import torch
 import triton
+from assembly import loops, misread_products, unwritten_registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -37,7 +38,7 @@ import subquad_kernels.backend
 BUDGETS = Path(__file__).with_name("budgets.csv")
 # Shared memory of a program in bytes; registers of a thread, and what of them did not fit: bytes (CUDA) or registers
 # (ROCm); barriers in one turn of a loop, and instructions in loops that load less than 16 bytes a thread from memory;
-# products that would be wrong; whether the compiler refuses it.
+# products (or registers) that would be wrong; whether the compiler refuses it.
 FIGURES = ("shared", "registers", "spilled", "barriers", "narrow", "misread", "refused")
 OPERATORS = sorted({path.parent.name for path in Path(subquad_kernels.__path__[0]).glob("*/triton_kernels.py")})
 OPERATORS += ["segments"]
@@ -127,11 +128,11 @@ def variant_of(kernel: Any, arguments: dict[str, Any]) -> Variant:
     return Variant(kernel, source, options)
 
 
-def variants_for(target: Target, models: bool = True) -> list[Variant]:
+def variants_for(target: Target, models: bool = True, small: bool = False) -> list[Variant]:
     """Everything that is launched on a target at published sizes, by the benchmarks and the models."""
     torch.version.hip = "7.0" if target.is_hip else None
     subquad_kernels.backend._shared_memory = lambda device: target.shared * 1024
-    found = (variant_of(kernel, arguments) for kernel, arguments in published.launches(models))
+    found = (variant_of(kernel, arguments) for kernel, arguments in published.launches(models, small))
     return list({variant.key: variant for variant in found}.values())
 
 
@@ -142,36 +143,6 @@ def largest(variants: list[Variant]) -> list[Variant]:
 
 
 # What was compiled.
-
-
-def loops(lines: list[str], label: str, jump: str) -> list[list[str]]:
-    """The bodies of the loops of an assembly: from a label to a jump back to it."""
-    places, found = {}, []
-    for n, line in enumerate(lines):
-        if match := re.match(label, line):
-            places[match[1]] = n
-        elif (match := re.search(jump, line)) and match[1] in places:
-            found.append(lines[places[match[1]] : n])
-    return found
-
-
-def misread_products(text: str) -> int:
-    """
-    The number of products in the intermediate code that sm_90 gets wrong. Where the columns of the second operand are
-    adjacent in shared memory, a group of warps needs at least as many of them as are swizzled together; otherwise
-    Triton's descriptor points outside of the operand. And in half precision each warp that has rows of its own needs
-    16 of them.
-    """
-    layouts = re.findall(r"^(#\S+) = .*nvmma_shared<{swizzlingByteWidth = (\d+), transposed = false", text, re.M)
-    groups = re.findall(r"^(#\S+) = .*nvidia_mma<{.*warpsPerCTA = \[(\d+), (\d+)\]", text, re.M)
-    swizzled, sizes = dict(layouts), {"f32": 4, "bf16": 2, "f16": 2}
-    groups = {name: (int(rows), int(columns)) for name, rows, columns in groups}
-    pattern = r"warp_group_dot .* \* !ttg\.memdesc<\d+x(\d+)x(\w+), (#\w+),.*-> tensor<(\d+)x.*, (#\w+)>"
-    return sum(
-        int(columns) // groups[result][1] * sizes[dtype] < int(swizzled.get(layout, 0))
-        or (sizes[dtype] == 2 and int(rows) < 16 * groups[result][0])
-        for columns, dtype, layout, rows, result in re.findall(pattern, text)
-    )
 
 
 def figures(compiled: Any, target: Target) -> dict[str, int]:
@@ -189,6 +160,9 @@ def figures(compiled: Any, target: Target) -> dict[str, int]:
             file.flush()
             command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+            assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        used["misread"] += len(unwritten_registers(assembly))
         used["registers"] = int(re.search(r"REG:(\d+)", text)[1])
         used["spilled"] = int(re.search(r"STACK:(\d+)", text)[1]) + int(re.search(r"LOCAL:(\d+)", text)[1])
         bodies = loops(compiled.asm["ptx"].splitlines(), r"(\$L__BB\w+):", r"\bbra\S*\s+(\$L__BB\w+)")
@@ -209,10 +183,12 @@ def compiled_figures(variant: Variant, target: Target) -> dict[str, int]:
         return dict.fromkeys(FIGURES, 0) | {"refused": 1}
 
 
-def measure(name: str, operators: list[str], models: bool, everything: bool) -> list[dict[str, Any]]:
+def measure(name: str, operators: list[str], models: bool, small: bool, everything: bool) -> list[dict[str, Any]]:
     """The rows of the table for one target and some operators: of each kernel and precision the largest figures."""
     target = TARGETS[name]
-    variants = [variant for variant in variants_for(target, models) if variant.name.partition(".")[0] in operators]
+    variants = [
+        variant for variant in variants_for(target, models, small) if variant.name.partition(".")[0] in operators
+    ]
     variants = variants if everything else largest(variants)
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     with ProcessPoolExecutor(2, initializer=_share, initargs=(variants, target)) as pool:
@@ -265,13 +241,14 @@ def main() -> None:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)} (default: all)")
     parser.add_argument("--operators", nargs="+", default=OPERATORS, help="default: all")
     parser.add_argument("--without-models", action="store_true", help="compile what the benchmarks launch")
+    parser.add_argument("--small", action="store_true", help="with --all: compile also what the tests launch")
     parser.add_argument("--all", action="store_true", help="compile every variant")
     parser.add_argument("--write", action="store_true", help="replace the rows of these targets in budgets.csv")
     options = parser.parse_args()
     targets = options.targets or list(TARGETS)
     rows = []
     for target in targets:
-        rows += measure(target, options.operators, not options.without_models, options.all)
+        rows += measure(target, options.operators, not options.without_models, options.small, options.all)
         if options.write:
             write_budgets(target, options.operators, rows)
     if not options.write:

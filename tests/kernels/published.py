@@ -31,9 +31,10 @@ import subquad_kernels  # noqa: E402, F401
 
 torch.library.custom_op = _real
 os.environ["SUBQUAD_BACKEND"] = "triton"
-sys.path.append(str(Path(__file__).parents[2] / "kernels" / "benchmarks"))
+sys.path += [str(Path(__file__).parents[n] / name) for n, name in ((2, "kernels/benchmarks"), (1, ""))]
 
 import benchmark  # noqa: E402
+import kernel_cases  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 import subquad  # noqa: E402
@@ -102,8 +103,30 @@ def of_benchmarks(dtype: torch.dtype) -> None:
                 call(case)
 
 
-def launches(models: bool = True) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Kernels, and the arguments of their launches by name. Options of a launch are among them."""
+def of_tests(dtype: torch.dtype) -> None:
+    """The small sizes of the tests, but for packed documents, whose boundaries are values."""
+    for path in sorted(Path(kernel_cases.__path__[0]).glob("[!_]*.py")):
+        operator = importlib.import_module(f"kernel_cases.{path.stem}").OPERATOR
+        for example in operator.examples.values() if operator.kernels else ():
+            if "triton" not in example.backends or example.sizes.get("dtype", torch.float32) != dtype:
+                continue
+            arguments = operator.make(**example.sizes)
+            if any(isinstance(x, torch.Tensor) and not x.is_floating_point() for x in arguments.values()):
+                continue
+            given = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+            operator.run(given, backend="triton")
+            given, leaves = kernel_cases.differentiable(operator, given)
+            results = operator.run(given, backend="triton")
+            kernel_cases.weighted_gradients(
+                results, leaves, [x if x.requires_grad else None for x in results], allow_unused=True
+            )
+
+
+def launches(models: bool = True, small: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """
+    Kernels, and the arguments of their launches by name. Options of a launch are among them. `small` adds the sizes of
+    the tests.
+    """
     found: list[tuple[Any, dict[str, Any]]] = []
 
     def record(kernel, *args, grid=None, warmup=False, **named):
@@ -112,7 +135,7 @@ def launches(models: bool = True) -> Iterator[tuple[Any, dict[str, Any]]]:
 
     run, JITFunction.run = JITFunction.run, record
     try:
-        calls: list[Callable[[torch.dtype], None]] = [of_benchmarks, *[of_models] * models]
+        calls: list[Callable[[torch.dtype], None]] = [of_benchmarks, *[of_models] * models, *[of_tests] * small]
         for dtype in DTYPES:
             for call in calls:
                 call(dtype)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from assembly import unwritten_registers
 from kernel_cases import TRITON
 
 import subquad
@@ -84,6 +85,32 @@ def test_kernels_are_within_their_budgets(target, tmp_path):
     kernels = {kernel for _, kernel, _ in found}
     assert kernels == {kernel for other, kernel, _ in budgets() if other == target}
     assert kernels == kernels_of_package()
+
+
+@pytest.mark.slow
+@TRITON
+def test_what_the_tests_launch_is_not_misread(tmp_path):
+    found = compiled(tmp_path, "sm_90", "--without-models", "--all", "--small")
+    assert not [key for key, used in found.items() if used["misread"] or used["refused"]]
+
+
+def test_registers_that_are_never_written():
+    """Of the machine code that ptxas 12.8 made of the slot memory, with and without the mistake."""
+    code = """
+        /*1090*/                   USHF.R.U32.HI UR24, URZ, 0x4, UR6 ;
+        /*12d0*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
+        /*2490*/                   HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR12].tnspB, R24 ;
+        /*24a0*/                   UIADD3 UR4, UP0, UR7, 0x20, URZ ;
+        /*24f0*/              @!UP0 UIADD3.64 UR14, UR10, 0x20, URZ ;
+    """
+    assert unwritten_registers(code) == {f"UR{n}" for n in (6, 7, 8, 9, 10, 11)}
+    written = """
+        /*0010*/                   ULDC.64 UR6, c[0x0][0x208] ;
+        /*0020*/                   UMOV UR8, UR24 ;
+        /*0030*/                   UMOV UR9, 0x40000040 ;
+        /*0040*/                   ULDC.64 UR10, c[0x0][0x218] ;
+    """
+    assert unwritten_registers(written + code) == set()
 
 
 def test_budgets_are_what_the_gpus_have():

@@ -74,6 +74,7 @@ def test_no_columns_are_shared_by_warps_that_are_too_narrow(slots, size, monkeyp
         seen.add(name)
         if name in columns:
             assert num_warps == 4 or constants[columns[name]] >= 128, name
+            assert constants[columns[name]] >= 64 or name == "_walk_kernel", name  # ptxas 12.8 miscompiles fewer
             loops = {"_slots_kernel": ("SIZE", "BF"), "_features_kernel": ("M", "BM")}
             if name in loops:  # a loop of a single turn is unrolled to a chain of products
                 size, block = loops[name]

@@ -42,7 +42,8 @@ class _Plan(Segments):
         self.products = operands(k.dtype)
         self.walk_slots = block_size(self.slots, 64)
         self.walk_features = block_size(max(self.key_size, self.value_size), 128 if narrow else 32)
-        self.slot_blocks = {"BM": block_size(self.slots, 128 if narrow else 64), "BF": 64 if narrow else 32}
+        # With fewer columns ptxas 12.8 reads a register that is never written, and the products are wrong (sm_90).
+        self.slot_blocks = {"BM": max(64, block_size(self.slots, 128 if narrow else 64)), "BF": 64 if narrow else 32}
         self.feature_blocks = {"BM": block_size(self.slots, 64 if narrow else 32), "BF": 128 if narrow else 64}
 
         columns = sum(cdiv(size, self.walk_features) for size in (self.key_size, self.value_size))
