@@ -1,11 +1,13 @@
 """The product of a linear layer is that of torch, whichever library computes it."""
 
+import resource
+
 import pytest
 import torch
 from torch import nn
 
 from subquad_kernels import linear
-from subquad_kernels.linear import _ONEDNN
+from subquad_kernels.linear import _ONEDNN, _find_onednn
 
 
 @pytest.mark.fast
@@ -36,11 +38,46 @@ def test_gradients_autocast_and_compilation_are_torch():
         torch.testing.assert_close(compiled(x, layer.weight, layer.bias), layer(x))
 
 
-def test_onednn_is_what_runs_without_gradients():
-    if not torch.backends.mkldnn.is_available():
-        assert _ONEDNN is None
-        return
-    layer, x = nn.Linear(7, 11), torch.randn(3, 7)
+@pytest.mark.parametrize("rows", [1, 3, 16, 33, 64, 300, 512, 513, 4096, 4100, 4200])
+def test_large_products_equal_torch(rows):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 2048), torch.randn(rows, 2, 64)[:, 1]
+    with torch.no_grad():
+        out = linear(x, layer.weight, layer.bias)
+        torch.testing.assert_close(out, layer(x))
+        assert out.is_contiguous()
+        torch.testing.assert_close(
+            linear(x.view(1, rows, 1, 64), layer.weight), (out - layer.bias).view(1, rows, 1, -1)
+        )
+
+
+@pytest.mark.skipif(_ONEDNN is None, reason="oneDNN is not faster on this CPU")
+@pytest.mark.parametrize(("rows", "expected"), [(64, True), (2, False)])
+def test_onednn_computes_large_products_without_gradients(rows, expected):
+    layer, x = nn.Linear(128, 256), torch.randn(rows, 128)
     with torch.profiler.profile() as profile, torch.no_grad():
         linear(x, layer.weight, layer.bias)
-    assert any("mkldnn" in event.key for event in profile.key_averages())
+    assert any("mkldnn" in event.key for event in profile.key_averages()) == expected
+
+
+@pytest.mark.parametrize(("capability", "expected"), [("AVX512", True), ("AVX2", False), ("DEFAULT", False)])
+def test_onednn_needs_avx512(capability, expected, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert (_find_onednn() is not None) == (expected and torch.backends.mkldnn.is_available())
+
+
+def test_memory_does_not_grow_with_the_number_of_lengths():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(256, 512), torch.randn(1100, 256)
+    lengths = torch.arange(60, 1100)[torch.randperm(1040)].tolist()[:500]
+    with torch.no_grad():
+        linear(x, layer.weight)
+        before = resident_memory()
+        for length in lengths:
+            linear(x[:length], layer.weight)
+        assert resident_memory() - before < 50e6
+
+
+def resident_memory() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
