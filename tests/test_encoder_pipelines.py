@@ -529,11 +529,11 @@ for order in ("from transformers import pipeline", "from subquad import Question
 def test_a_task_of_transformers_stays(monkeypatch):
     tasks = {"question-answering": "theirs"}
     monkeypatch.setattr(transformers_pipelines.PIPELINE_REGISTRY, "supported_tasks", tasks)
-    registration._register_pipelines()
+    registration._register_pipelines(transformers_pipelines)
     assert tasks == {"question-answering": "theirs"}
     tasks.clear()
     monkeypatch.setattr(transformers_pipelines, "REMOVED_TASKS", {"question-answering": "", "vqa": ""}, raising=False)
-    registration._register_pipelines()
+    registration._register_pipelines(transformers_pipelines)
     assert tasks["question-answering"]["impl"] is QuestionAnsweringPipeline
     assert transformers_pipelines.REMOVED_TASKS == {"vqa": ""}
 

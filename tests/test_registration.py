@@ -4,12 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from fractions import Fraction
+from types import SimpleNamespace
+from uuid import UUID
 
 import pytest
 from byte_level_bpe import END, TEXT, write_byte_level_bpe
 from transformers import AutoTokenizer
 
 import subquad
+from subquad.registration import LazyClasses
 
 
 USE = """
@@ -97,14 +101,10 @@ def run(code: str) -> subprocess.CompletedProcess:
     "order",
     [
         "import subquad",
-        "from transformers import AutoModelForCausalLM; import subquad",
-        "from transformers import AutoTokenizer; import subquad",
         # Making the models imports the table of tokenizers.
         "from transformers import AttentionInterface, CLIPVisionConfig; import subquad",
         "import subquad; from transformers import GenerationMixin",
-        "import subquad; from transformers import PreTrainedModel",
         "import subquad; from transformers import AutoTokenizer, pipeline, Trainer",
-        "import subquad; import peft",
         "from subquad import Rwkv6ForCausalLM",
         "from subquad.models.rwkv5.modeling_rwkv5 import Rwkv5ForCausalLM",
         "from subquad.models.avey_b.modeling_avey_b import AveyBModel",
@@ -113,9 +113,7 @@ def run(code: str) -> subprocess.CompletedProcess:
         "from subquad import VisualRwkvProcessor",
         "import subquad; subquad.preset_config('visual-finch-1.6b')",
         # Making this class imports the tables, which are then complete before it is.
-        "import subquad; from transformers import CLIPVisionConfig",
         "import subquad; from transformers import CLIPVisionModel",
-        "import subquad; from transformers import LlamaConfig",
         "import subquad; from transformers import AutoProcessor",
         # Finding a module does not import it.
         "import subquad, importlib.util as u; u.find_spec('transformers.models.auto.modeling_auto')",
@@ -124,6 +122,92 @@ def run(code: str) -> subprocess.CompletedProcess:
 )
 def test_any_order_of_imports(order, server):
     assert "subquad replaces" not in server(order + USE)
+
+
+# Runs CHECK after every order of the imports. A fork for each import, from the process with the imports before it.
+EVERY_ORDER = """
+import os, traceback
+
+def follow(rest):
+    for name in rest:
+        child = os.fork()
+        if child == 0:
+            try:
+                exec(IMPORTS[name], {})
+                done.append(name)
+                follow([other for other in rest if other != name]) if len(rest) > 1 else exec(CHECK, {})
+            except BaseException:
+                print(*done, "then", name)
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            os._exit(1)
+
+done = []
+follow(list(IMPORTS))
+"""
+IMPORTS = {
+    "subquad": "import subquad",
+    "tokenizers": "from subquad_tokenizers import RwkvWorldTokenizerFast; import subquad_tokenizers.published",
+    "transformers": "from transformers import AutoModel, AutoTokenizer",
+    "peft": "import peft",
+}
+CHECK = """
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as lora
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+from transformers.models.auto import processing_auto, tokenization_auto
+import subquad, subquad_tokenizers
+
+config = AutoConfig.for_model("rwkv6")
+assert type(config) is subquad.Rwkv6Config
+assert type(config) in AutoModelForCausalLM._model_mapping
+assert subquad.VisualRwkvConfig in processing_auto.PROCESSOR_MAPPING
+assert tokenization_auto.TOKENIZER_MAPPING[type(config)] is subquad_tokenizers.RwkvWorldTokenizerFast
+for name in ("RwkvWorldTokenizer", "RwkvWorldTokenizerFast", "Rwkv6Tokenizer"):
+    named = tokenization_auto.tokenizer_class_from_name(name)
+    assert issubclass(named, subquad_tokenizers.RwkvWorldTokenizerFast), named
+tokenizer = AutoTokenizer.from_pretrained(subquad.embedded_model("finch-abc"))
+assert type(tokenizer) is subquad_tokenizers.ByteTokenizer and tokenizer.padding_side == "left"
+assert lora["rwkv6"] and PEFT_TYPE_TO_CONFIG_MAPPING["STATE_TUNING"] is subquad.StateTuningConfig
+"""
+
+
+def test_every_order_of_imports(server):
+    server(f"IMPORTS = {IMPORTS!r}; CHECK = {CHECK!r}\n{EVERY_ORDER}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "subquad_tokenizers.auto",
+        "subquad.adapters",
+        "subquad.state_tuning",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.auto.modeling_auto",
+        "peft.mapping",
+    ],
+)
+def test_an_interrupted_import_can_be_repeated(name, server):
+    server(f"""
+import sys
+class Interrupt:
+    done = False
+    def find_spec(self, name, path, target=None):
+        if name == {name!r} and not self.done:
+            self.done = True
+            raise KeyboardInterrupt
+import subquad
+sys.meta_path.insert(0, Interrupt())
+statement = "from transformers import AutoModel, AutoTokenizer; import peft"
+try:
+    exec(statement)
+except KeyboardInterrupt:
+    exec(statement)
+else:
+    raise AssertionError("not interrupted")
+{CHECK}""")
 
 
 def test_subquad_wins_where_it_is_imported_last(server):
@@ -136,17 +220,37 @@ def test_another_package_may_register_afterwards(server):
     assert "RWKV6Config Rwkv5Config\n" in server(code)
 
 
-def test_import_is_light():
-    code = """
+@pytest.mark.parametrize(
+    "imported", ["", "from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer"]
+)
+def test_import_is_light(imported, server):
+    code = f"""
 import sys, transformers
+{imported}
 before = set(sys.modules)
 import subquad
 new = set(sys.modules) - before
-heavy = {name for name in new if not name.startswith("subquad") or "configuration" in name or "modeling" in name}
+heavy = {{name for name in new if not name.startswith("subquad") or "configuration" in name or "modeling" in name}}
 assert not heavy, heavy
-assert {"Rwkv6ForCausalLM", "RecurrentCache", "PRESETS"} <= set(dir(subquad))
+assert not {{"Rwkv6ForCausalLM", "RecurrentCache", "PRESETS"}} - set(dir(subquad))
 """
-    run(code)
+    server(code)
+
+
+def test_a_table_with_classes_that_are_imported_when_they_are_looked_up():
+    paths = {"uuid.UUID": "fractions.Fraction", "types.SimpleNamespace": "no_such_module.Class"}
+    table = LazyClasses({int: "theirs"}, dict(paths))
+    assert UUID in table and int in table and str not in table and len(table) == 3
+    assert SimpleNamespace in table and list(table) == [int, UUID, SimpleNamespace]
+    assert table[UUID] is Fraction and table[int] == "theirs" and len(table) == 3
+    with pytest.raises(KeyError):
+        table[str]
+    with pytest.raises(ModuleNotFoundError):
+        table[SimpleNamespace]
+    table[SimpleNamespace] = "others register later"
+    assert dict(table) == {int: "theirs", UUID: Fraction, SimpleNamespace: "others register later"}
+    del table[UUID]
+    assert list(table) == [int, SimpleNamespace] and UUID not in table and table.get(UUID) is None
 
 
 @pytest.mark.fast

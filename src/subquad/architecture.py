@@ -202,6 +202,10 @@ class Architecture:
             names[self.processor] = f"processing_{self.folder}"
         return {name: f"{self.package}.{module}" for name, module in (names | self.exports).items()}
 
+    def path(self, name: str) -> str:
+        """The import path of one of the public names."""
+        return f"{self.public_names[name]}.{name}"
+
     @property
     def lm_auto_class(self) -> str:
         """Name of the Auto class of the language model."""

@@ -320,19 +320,3 @@ class QuestionAnsweringPipeline(ChunkPipeline):
             answer = passage.context[start:end]
             answers.append({"score": float(scores[i] / total), "start": start, "end": end, "answer": answer})
         return answers[0] if top_k == 1 else answers
-
-
-def register() -> None:
-    """Adds the pipeline to those of transformers, unless transformers has it already."""
-    from transformers import pipelines
-    from transformers.models.auto.modeling_auto import AutoModelForQuestionAnswering
-
-    task, tasks = "question-answering", pipelines.PIPELINE_REGISTRY.supported_tasks
-    if task in tasks:
-        return
-    # `register_pipeline` would mark the class as the code of a repository: saving would copy it next to the model, and
-    # loading would need `trust_remote_code`.
-    entry = {"impl": QuestionAnsweringPipeline, "pt": (AutoModelForQuestionAnswering,), "default": {}, "type": "text"}
-    tasks[task] = entry
-    # Newer versions refuse the names of removed tasks before they look them up.
-    getattr(pipelines, "REMOVED_TASKS", {}).pop(task, None)

@@ -1,146 +1,177 @@
 """
 Registration of the architectures with transformers and PEFT.
 
-transformers' Auto classes take as long to import as torch does, so registration waits until somebody imports them, and
-until PEFT, if ever, has imported its tables.
+transformers' Auto classes take as long to import as torch does, so registration waits until somebody imports them.
+Then it adds import paths to their tables: a class of ours is imported when it is looked up, like transformers' own.
 """
 
 import importlib
 import importlib.abc
-import importlib.machinery
 import sys
 import warnings
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from types import ModuleType
+from typing import Any
 
 from .models import REGISTRY
 
 
-_AUTO = "transformers.models.auto."
-_PIPELINES = "transformers.pipelines"
-# One of these modules, which the model classes and our pipeline need, may itself import the Auto classes. Registering
-# models then has to wait until that module is complete.
-_BASES = (
-    "transformers.cache_utils",
-    "transformers.generation.utils",
-    "transformers.modeling_layers",
-    "transformers.modeling_utils",
-    "transformers.models.clip.configuration_clip",
-    "transformers.models.clip.modeling_clip",
-    "subquad.question_answering",
-    *(f"subquad.{name}" for name in ("base", "cache", "generation", "heads", "layers", "saving")),
-    *(module for architecture in REGISTRY.values() for module in architecture.public_names.values()),
-)
+class LazyClasses(MutableMapping):
+    """
+    What is registered in one of transformers' tables: the classes of others, and import paths of ours.
+
+    Args:
+        registered: what the table has.
+        paths: key to the path of our class. A key that is a class itself is given by its path.
+    """
+
+    def __init__(self, registered: MutableMapping, paths: dict[str, str]):
+        self.registered, self.paths = dict(registered), paths
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self.registered or _path(key) in self.paths
+
+    def __getitem__(self, key: Hashable) -> Any:
+        if key not in self.registered and _path(key) in self.paths:
+            self.registered[key] = _load(self.paths[_path(key)])
+        return self.registered[key]
+
+    def __setitem__(self, key: Hashable, value: Any) -> None:
+        self.registered[key] = value
+
+    def __delitem__(self, key: Hashable) -> None:
+        self[key]  # a KeyError, if there is none
+        del self.registered[key]
+        self.paths.pop(_path(key), None)
+
+    def __iter__(self) -> Iterator:
+        registered = list(self.registered)
+        ours = self.paths.keys() - {_path(key) for key in registered}
+        return iter(registered + [_load(path) if "." in path else path for path in self.paths if path in ours])
+
+    def __len__(self) -> int:
+        return len(self.registered.keys() | self.paths.keys() - {_path(key) for key in self.registered})
 
 
-def _register_configurations() -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
-
-    replaced = []
-    for model_type, architecture in REGISTRY.items():
-        if (
-            model_type in CONFIG_MAPPING
-            and (owner := CONFIG_MAPPING[model_type].__module__.split(".")[0]) != "subquad"
-        ):
-            replaced.append(f"{model_type} of {owner}")
-        AutoConfig.register(model_type, architecture.config_class, exist_ok=True)
-    if replaced:
-        warnings.warn(f"subquad replaces the registration of {', '.join(replaced)}.", stacklevel=2)
+def _path(key: Hashable) -> Hashable:
+    return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else key
 
 
-def _register_tokenizers() -> None:
-    import subquad_tokenizers
-
-    subquad_tokenizers.register(*(architecture.config_class for architecture in REGISTRY.values()))
-
-
-def _register_models() -> None:
-    from transformers.models.auto import modeling_auto
-
-    # `register` tells the Auto classes; Trainer and the pipelines look at tables of names.
-    tables = {
-        "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
-        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "AutoModelForMultimodalLM": modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-        "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    }
-    for model_type, architecture in REGISTRY.items():
-        for auto_class, head in architecture.heads.items():
-            model_class = architecture.load(head)
-            getattr(modeling_auto, auto_class).register(architecture.config_class, model_class, exist_ok=True)
-            tables[auto_class][model_type] = head
+def _load(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
-def _register_processors() -> None:
-    from transformers.models.auto.processing_auto import AutoProcessor
-
-    for architecture in REGISTRY.values():
-        if architecture.processor:
-            processor = architecture.load(architecture.processor)
-            AutoProcessor.register(architecture.config_class, processor, exist_ok=True)
+def _add(mapping: Any, paths: dict[str, str]) -> None:
+    """Adds our classes to what is registered in one of transformers' mappings."""
+    if not isinstance(mapping._extra_content, LazyClasses):
+        mapping._extra_content = LazyClasses(mapping._extra_content, paths)
 
 
-def _register_pipelines() -> None:
-    from .question_answering import register
+def _by_configuration(paths: dict[str, str]) -> dict[str, str]:
+    """The same import paths by those of the configuration classes, instead of model types."""
+    return {REGISTRY[name].path(REGISTRY[name].config): path for name, path in paths.items()}
 
-    register()
+
+def _register_configurations(module: ModuleType) -> None:
+    mapping = module.CONFIG_MAPPING
+    if isinstance(mapping._extra_content, LazyClasses):
+        return
+    owners = {name: mapping[name].__module__.split(".")[0] for name in REGISTRY if name in mapping}
+    if owners:
+        names = ", ".join(f"{name} of {owner}" for name, owner in owners.items())
+        warnings.warn(f"subquad replaces the registration of {names}.", stacklevel=2)
+    for name in owners:
+        mapping._extra_content.pop(name, None)
+    _add(mapping, {name: architecture.path(architecture.config) for name, architecture in REGISTRY.items()})
 
 
-def _register_adapters() -> None:
+def _register_tokenizers(module: ModuleType) -> None:
+    from subquad_tokenizers import auto
+
+    _add(module.TOKENIZER_MAPPING, _by_configuration({name: auto.default_class(name) for name in REGISTRY}))
+    for table, paths in (
+        ("REGISTERED_TOKENIZER_CLASSES", auto.CLASSES),
+        ("REGISTERED_FAST_ALIASES", auto.FAST_CLASSES),
+    ):
+        if not isinstance(getattr(module, table), LazyClasses):
+            setattr(module, table, LazyClasses(getattr(module, table), paths))
+
+
+def _register_models(module: ModuleType) -> None:
+    for auto_class in {name for architecture in REGISTRY.values() for name in architecture.heads}:
+        mapping = getattr(module, auto_class)._model_mapping
+        with_head = {name: entry for name, entry in REGISTRY.items() if auto_class in entry.heads}
+        _add(mapping, _by_configuration({name: a.path(a.heads[auto_class]) for name, a in with_head.items()}))
+        # The table of names, which Trainer and the pipelines read.
+        mapping._model_mapping.update({name: a.heads[auto_class] for name, a in with_head.items()})
+
+
+def _register_processors(module: ModuleType) -> None:
+    paths = {name: a.path(a.processor) for name, a in REGISTRY.items() if a.processor}
+    _add(module.PROCESSOR_MAPPING, _by_configuration(paths))
+
+
+def _register_pipelines(module: ModuleType) -> None:
+    """Adds the pipeline `question-answering`, unless transformers has it."""
+    from transformers.models.auto.modeling_auto import AutoModelForQuestionAnswering
+
+    task, tasks = "question-answering", module.PIPELINE_REGISTRY.supported_tasks
+    if task not in tasks:
+        # `register_pipeline` would mark the class as the code of a repository: saving would copy it next to the model,
+        # and loading would need `trust_remote_code`.
+        entry = {"pt": (AutoModelForQuestionAnswering,), "default": {}, "type": "text"}
+        tasks[task] = LazyClasses(entry, {"impl": "subquad.question_answering.QuestionAnsweringPipeline"})
+        # Newer versions refuse the names of removed tasks before they look them up.
+        getattr(module, "REMOVED_TASKS", {}).pop(task, None)
+
+
+def _register_adapters(module: ModuleType) -> None:
     from .adapters import register
 
     register()
 
 
-def _register_state_tuning() -> None:
+def _register_state_tuning(module: ModuleType) -> None:
     importlib.import_module("subquad.state_tuning")  # it registers itself, also if it is what imported PEFT
 
 
-# Module of transformers or PEFT to what is registered once it has been imported.
-_PENDING = {
+_AUTO = "transformers.models.auto."
+# Module of transformers or PEFT to what is registered each time that it is imported.
+_TABLES: dict[str, Callable[[ModuleType], None]] = {
     f"{_AUTO}configuration_auto": _register_configurations,
     f"{_AUTO}tokenization_auto": _register_tokenizers,
     f"{_AUTO}modeling_auto": _register_models,
     f"{_AUTO}processing_auto": _register_processors,
-    _PIPELINES: _register_pipelines,
+    "transformers.pipelines": _register_pipelines,
     "peft.utils.constants": _register_adapters,
     "peft": _register_state_tuning,
 }
 
 
-def _register_ready(finished: str | None = None) -> None:
-    """Registers with every module that is imported; `finished` is the one whose import is just ending."""
-
-    def ready(name):
-        module = sys.modules.get(name)
-        return module is not None and (name == finished or not getattr(module.__spec__, "_initializing", False))
-
-    for name in list(_PENDING):
-        bases_ready = all(base not in sys.modules or ready(base) for base in _BASES)
-        if ready(name) and (bases_ready or not name.endswith(("modeling_auto", _PIPELINES))):
-            register = _PENDING.pop(name, None)  # None if another thread was quicker
-            if register is not None:
-                register()
-
-
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `_register_ready` whenever one of the modules that registration depends on has been imported."""
+    """Registers with a module once it has been executed, so that an import that fails can be repeated."""
 
     def __init__(self):
-        self.watched = {*_PENDING, *_BASES}
+        self.searching = set()
 
     def find_spec(self, name, path, target=None):
-        # The module is not imported yet: return a spec that registers once the module has been executed.
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in self.watched else None
+        if name not in _TABLES or name in self.searching:
+            return None
+        self.searching.add(name)
+        try:
+            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((spec for spec in found if spec is not None), None)
+        finally:
+            self.searching.discard(name)
         if spec is None:
             return None
         run = spec.loader.exec_module
 
         def exec_module(module):
             run(module)
-            _register_ready(finished=name)
+            if module.__name__ == name:  # a loader may have several modules
+                _TABLES[name](module)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -148,5 +179,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 def start() -> None:
     """Registers with what is already imported, and with the rest as soon as it is."""
-    sys.meta_path.insert(0, _AfterImport())  # first, because registering models may import the other tables
-    _register_ready()
+    if not any(type(finder) is _AfterImport for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+    for name, register in _TABLES.items():
+        if name in sys.modules:
+            register(importlib.import_module(name))  # waits, if another thread is importing it

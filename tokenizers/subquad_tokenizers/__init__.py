@@ -14,7 +14,6 @@ _MODULES = {
     "WORLD_VOCAB_FILE": "vocabulary",
     "WORLD_VOCAB_FILE_NAME": "vocabulary",
     "read_vocabulary": "vocabulary",
-    "register": "auto",
     "write_vocabulary": "vocabulary",
 }
 
@@ -28,12 +27,10 @@ __all__ = [
     "RwkvWorldTokenizer",
     "RwkvWorldTokenizerFast",
     "read_vocabulary",
-    "register",
     "write_vocabulary",
 ]
 
 if TYPE_CHECKING:
-    from .auto import register
     from .greedy import GreedyEncoder
     from .tokenization_bytes import ByteTokenizer
     from .tokenization_rwkv_world import WORLD_CHAT_TEMPLATE, RwkvWorldTokenizer, RwkvWorldTokenizerFast
