@@ -11,6 +11,7 @@ Watches what kernels do with memory in Triton's interpreter.
 """
 
 import contextlib
+import functools
 import inspect
 import itertools
 import random
@@ -133,11 +134,17 @@ def _values(x) -> tuple[int, bool]:
     return int(getattr(x, "value", x)), False
 
 
-def _range(*bounds, **options):
-    """The variable of a loop has as many bits as on a GPU; a number of Python would have 64."""
+def _range(*bounds, few: bool = False, **options):
+    """
+    The variable of a loop has as many bits as on a GPU; a number of Python would have 64. Of the steps of a loop a
+    `few` are the first two, one in the middle, and the last two.
+    """
     bounds, wide = zip(*map(_values, bounds), strict=True)
     dtype, kind = (np.int64, tl.int64) if any(wide) else (np.int32, tl.int32)
-    for n in range(*bounds):
+    steps = range(*bounds)
+    if few and len(steps) > 5:
+        steps = [steps[n] for n in (0, 1, len(steps) // 2, -2, -1)]
+    for n in steps:
         yield tl.tensor(interpreter.TensorHandle(np.array([n], dtype=dtype), kind), kind)
 
 
@@ -148,11 +155,12 @@ def traced(package: str, programs: Callable[[Grid], Iterator[Grid]] = every) -> 
 
     Args:
         package: whose loops count as on a GPU.
-        programs: those of a grid that run.
+        programs: those of a grid that run. If these are not all, few steps of their loops run, too.
     """
     trace = Trace()
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     whole, patch = programs is every, interpreter._patch_lang
+    steps = functools.partial(_range, few=not whole)
     load, store, barrier, call = (
         builder.create_masked_load,
         builder.create_masked_store,
@@ -163,7 +171,7 @@ def traced(package: str, programs: Callable[[Grid], Iterator[Grid]] = every) -> 
     def patch_lang(function):
         """The interpreter replaces the language once for every module of a kernel."""
         scope = patch(function)
-        tl.range = _range
+        tl.range = steps
         return scope
 
     def width_of(pointers):
@@ -220,7 +228,7 @@ def traced(package: str, programs: Callable[[Grid], Iterator[Grid]] = every) -> 
         modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == package]
         patched = interpreter._patch_lang(self.fn)
         for module in modules:
-            module.range = _range
+            module.range = steps
         try:
             interpreter.interpreter_builder.set_grid_dim(*grid)
             for trace.program, place in enumerate(programs(grid)):
