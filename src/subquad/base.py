@@ -6,7 +6,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
 from .cache import RecurrentCache, check_cache
-from .layers import embed
+from .layers import read_tokens
 from .padding import Tokens, last_token
 from .saving import SavedPreTrainedModel
 
@@ -46,11 +46,12 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         past_key_values: RecurrentCache | None,
         use_cache: bool | None,
         cu_seq_lens_q: torch.Tensor | None = None,
+        wanted: dict[str, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, Tokens, RecurrentCache | None, bool]:
         """
         The start of every forward pass: the checks of its arguments, before any work. `cu_seq_lens_q` is the name of
-        `cu_seqlens` in transformers' collators; other arguments are ignored.
+        `cu_seqlens` in transformers' collators. For `wanted` see [`Tokens`]; other arguments are ignored.
 
         Returns:
             the embeddings (batch, length, width), which of them are real and where documents begin, the cache to fill,
@@ -60,8 +61,16 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         use_cache, past_key_values = self._without_cache_if_checkpointing(use_cache, past_key_values)
-        x = embed(self.get_input_embeddings(), self.config, input_ids, inputs_embeds)
-        tokens = Tokens(*x.shape[:2], x.device, attention_mask, position_ids, cu_seqlens)
+        x, tokens = read_tokens(
+            self.config,
+            self.get_input_embeddings(),
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            cu_seqlens,
+            wanted,
+        )
         if past_key_values is not None:
             check_cache(past_key_values, self.config, tokens, self.cache_class)
         elif use_cache:

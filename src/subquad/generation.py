@@ -60,6 +60,31 @@ class RecurrentGenerationMixin(GenerationMixin):
             self.base_model(torch.zeros(rows, 1, dtype=torch.long, device=self.device), past_key_values=cache)
             cache.reset()
 
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: RecurrentCache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs,
+    ) -> dict:
+        """As in transformers, but without a mask for a single generated token, which is never padding."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        ids = inputs.get("input_ids")
+        if not is_first_iteration and past_key_values is not None and ids is not None and ids.shape[1] == 1:
+            inputs.pop("attention_mask", None)
+        return inputs
+
     @staticmethod
     def create_masks_for_generate(inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs):
         """

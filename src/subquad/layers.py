@@ -10,7 +10,7 @@ from transformers.integrations import use_kernel_forward_from_hub
 
 from subquad_kernels import linear
 
-from .padding import should_check
+from .padding import Tokens
 
 
 class Linear(nn.Linear):
@@ -39,22 +39,18 @@ class ReluSquared(torch.autograd.Function):
         return grad * y.sqrt().mul_(2)
 
 
-def embed(
-    embeddings: nn.Module,
-    config: PreTrainedConfig,
-    input_ids: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
+def check_inputs(
+    config: PreTrainedConfig, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
 ) -> torch.Tensor:
     """
-    The embeddings of the tokens of a call, (batch, length, width).
+    The tokens of a call, (batch, length, ...): the one of the two inputs that is given. Their values are not read.
 
     Raises:
-        ValueError: if not exactly one of the two inputs is given, a shape does not fit, or an id is outside the
-            vocabulary.
+        ValueError: if not exactly one is given, or a shape or a dtype does not fit.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
-    width = config.hidden_size  # not from `embeddings`: adapters wrap them
+    width = config.hidden_size  # not that of the embeddings' weight: adapters wrap it
     if inputs_embeds is not None:
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != width or inputs_embeds.numel() == 0:
             shape = tuple(inputs_embeds.shape)
@@ -65,12 +61,33 @@ def embed(
         raise ValueError(f"`input_ids` must be (batch, length) with at least one token, got {tuple(x.shape)}.")
     if x.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"`input_ids` must be int64 or int32, got {x.dtype}.")
-    if should_check(x):
-        low, high = torch.stack(torch.aminmax(x)).tolist()  # one wait for a GPU, not two
-        if low < 0 or high >= config.vocab_size:
-            wrong = low if low < 0 else high
-            raise ValueError(f"`input_ids` holds {wrong}, but `vocab_size` is {config.vocab_size}.")
-    return embeddings(input_ids)
+    return x
+
+
+def read_tokens(
+    config: PreTrainedConfig,
+    embeddings: nn.Module,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    wanted: dict[str, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, Tokens]:
+    """
+    The embeddings of the tokens of a call, (batch, length, width), which of them are real and where documents begin.
+    For the arguments see [`Tokens`].
+
+    Raises:
+        ValueError: before any work, if an argument does not fit; the message names it.
+    """
+    x = check_inputs(config, input_ids, inputs_embeds)
+    masks = attention_mask, position_ids, cu_seqlens
+    tokens = Tokens(*x.shape[:2], x.device, *masks, input_ids, config.vocab_size, wanted)
+    if inputs_embeds is not None:
+        return x, tokens
+    x = embeddings(input_ids)
+    return x, tokens.to(x.device)  # the embeddings may be on another device
 
 
 def replaceable(*operators: Callable) -> list[Callable]:

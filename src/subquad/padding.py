@@ -9,6 +9,7 @@ three follow from one rule: at a padding token, a mixer sees what it saw at the 
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 
@@ -28,6 +29,24 @@ def should_check(x: torch.Tensor) -> bool:
     the model itself, and a GPU would have to wait at every step of a decoding loop.
     """
     return can_read_values(x) and (x.device.type == "cpu" or x.shape[1] > 1)
+
+
+def read_values(**tensors: torch.Tensor | None) -> dict[str, np.ndarray]:
+    """The values of tensors on one device, without those that are None. A GPU is waited for once, not for each."""
+    found = {name: x.contiguous() for name, x in tensors.items() if x is not None}
+    if not found:
+        return {}
+    data = torch.cat([x.view(-1).view(torch.uint8) for x in found.values()]).cpu().numpy()
+    ends = np.cumsum([x.nbytes for x in found.values()])
+    values = {}
+    for (name, x), part in zip(found.items(), np.split(data, ends[:-1]), strict=True):
+        values[name] = part.view(torch.empty(0, dtype=x.dtype).numpy().dtype).reshape(x.shape)
+    return values
+
+
+def send_values(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Whole numbers as a tensor on a device. A GPU is not waited for."""
+    return torch.from_numpy(values.astype(np.int64)).to(device, non_blocking=torch.device(device).type == "cuda")
 
 
 def expand_to(flags: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -52,15 +71,20 @@ class Tokens:
             are not read while the model is traced (pass `cu_seqlens` then).
         cu_seqlens: (documents + 1), the boundaries 0, ..., length of documents packed into one row. The first document
             of a call continues the cache.
+        input_ids: (batch, length), checked against `vocab_size`.
+        wanted: other tensors on the device, of which Python wants to know the values.
 
     Attributes:
         mask: bool (batch, length), False for padding; None if there is none.
         cu_seqlens: the boundaries of the documents in the concatenated rows; None if nothing is packed.
         starts: bool (batch or 1, length), True where a document begins; None if nothing is packed.
-        first, last: the index of the first and the last document of each row, if documents are packed.
+        first, last: the index of the first and the last document of each row, (batch), if documents are packed.
+        known: the values of `mask` and `cu_seqlens`, where these are not None and Python has read them, and of the
+            wanted tensors.
 
     Raises:
-        ValueError: if a shape does not fit, a mask has holes, or documents are packed into a padded batch.
+        ValueError: if a shape does not fit, an id is outside the vocabulary, a mask has holes, or documents are packed
+            into a padded batch.
     """
 
     def __init__(
@@ -71,58 +95,105 @@ class Tokens:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None = None,
+        vocab_size: int | None = None,
+        wanted: dict[str, torch.Tensor] | None = None,
     ):
         self.batch, self.length = batch, length
-        self.mask = self._read_mask(attention_mask, device)
-        self._source = None
-        if self.mask is not None:
-            # For every token the last real one up to it, counted from 1; 0 is what the cache holds.
-            count = torch.arange(1, length + 1, device=device)
-            self._source = torch.where(self.mask, count, 0).cummax(dim=1).values
-
-        self.cu_seqlens = self.starts = None
+        mask = self._find_mask(attention_mask, device)
+        restarts = None
         if cu_seqlens is not None:
-            self._read_boundaries(cu_seqlens.to(device))
+            cu_seqlens = self._find_boundaries(cu_seqlens, device)
         elif position_ids is not None and length > 1:
-            self._read_positions(position_ids.to(device))
+            restarts = self._find_restarts(position_ids, mask, device)
+
+        ids = None
+        if input_ids is not None and should_check(input_ids):
+            ids = torch.stack(torch.aminmax(input_ids))
+        self.known = read_values(
+            ids=ids,
+            mask=mask if mask is not None and should_check(mask) else None,
+            cu_seqlens=cu_seqlens if cu_seqlens is not None and can_read_values(cu_seqlens) else None,
+            restarts=restarts,
+            **wanted or {},
+        )
+        if ids is not None:
+            low, high = self.known.pop("ids").tolist()
+            if low < 0 or high >= vocab_size:
+                wrong = low if low < 0 else high
+                raise ValueError(f"`input_ids` holds {wrong}, but `vocab_size` is {vocab_size}.")
+        self._set_mask(None if self._is_full(self.known.get("mask")) else mask)
+        if self.mask is None:
+            self.known.pop("mask", None)
+
+        self.cu_seqlens = self.starts = self.first = self.last = None
+        if cu_seqlens is not None:
+            self._set_boundaries(cu_seqlens)
+        elif restarts is not None and (begins := self.known.pop("restarts")).any():
+            self._set_restarts(restarts, begins)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Tokens":
         """A copy on another device, for models with blocks on several."""
         other = copy.copy(self)
-        for name in ("mask", "_source", "starts", "cu_seqlens"):
+        for name in ("mask", "_source", "starts", "cu_seqlens", "first", "last"):
             if (x := getattr(self, name)) is not None:
                 setattr(other, name, x.to(device, non_blocking=non_blocking))
         return other
 
-    def _read_mask(self, attention_mask, device):
+    def with_mask(self, mask: torch.Tensor) -> "Tokens":
+        """A copy with another mask, whose values are not read."""
+        other = copy.copy(self)
+        other._set_mask(mask)
+        other.known = {name: values for name, values in self.known.items() if name != "mask"}
+        return other
+
+    def known_lengths(self) -> np.ndarray | None:
+        """Number of real tokens of each row, or of each document if they are packed; None if Python cannot tell."""
+        if self.cu_seqlens is not None:
+            return np.diff(self.known["cu_seqlens"]) if "cu_seqlens" in self.known else None
+        if self.mask is not None:
+            return self.known["mask"].sum(1) if "mask" in self.known else None
+        return np.full(self.batch, self.length)
+
+    def _find_mask(self, attention_mask, device):
         if attention_mask is None:
             return None
         shape = tuple(attention_mask.shape)
         if len(shape) != 2 or shape[0] != self.batch or shape[1] < self.length:
             raise ValueError(f"`attention_mask` must be ({self.batch}, {self.length} or more), got {shape}.")
-        mask = attention_mask[:, -self.length :].to(device) != 0
-        if not should_check(mask):
-            return mask
-        padded = torch.nn.functional.pad(mask, (1, 0))
-        texts = (~padded[:, :-1] & padded[:, 1:]).sum(1)
-        full, holes = torch.stack((mask.all(), (texts > 1).any())).tolist()  # one wait for a GPU, not two
-        if full:
-            return None
-        if holes:
-            row = int(texts.argmax())
-            raise ValueError(f"`attention_mask` has a hole in row {row}: padding must be before or after the text.")
-        return mask
+        return attention_mask[:, -self.length :].to(device) != 0
 
-    def _read_boundaries(self, cu_seqlens):
-        if self.batch != 1 or self.mask is not None:
-            raise ValueError("`cu_seqlens` describes one row without padding; got a batch of several or a mask.")
+    @staticmethod
+    def _is_full(mask):
+        if mask is None:
+            return False
+        texts = (mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]).sum(1)
+        if (texts > 1).any():
+            row = texts.argmax()
+            raise ValueError(f"`attention_mask` has a hole in row {row}: padding must be before or after the text.")
+        return mask.all()
+
+    def _set_mask(self, mask):
+        self.mask, self._source = mask, None
+        if mask is not None:
+            # For every token the last real one up to it, counted from 1; 0 is what the cache holds.
+            count = torch.arange(1, self.length + 1, device=mask.device)
+            self._source = torch.where(mask, count, 0).cummax(dim=1).values
+
+    @staticmethod
+    def _find_boundaries(cu_seqlens, device):
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"`cu_seqlens` must be int32 or int64 of shape (documents + 1,), got {cu_seqlens.dtype} "
                 f"{tuple(cu_seqlens.shape)}."
             )
-        if can_read_values(cu_seqlens):
-            bounds = cu_seqlens.tolist()
+        return cu_seqlens.to(device)
+
+    def _set_boundaries(self, cu_seqlens):
+        if self.batch != 1 or self.mask is not None:
+            raise ValueError("`cu_seqlens` describes one row without padding; got a batch of several or a mask.")
+        if "cu_seqlens" in self.known:
+            bounds = self.known["cu_seqlens"].tolist()
             if bounds[0] != 0 or bounds[-1] != self.length or sorted(set(bounds)) != bounds:
                 raise ValueError(
                     f"`cu_seqlens` must increase from 0 to {self.length}, with no empty document; got {bounds}."
@@ -130,29 +201,31 @@ class Tokens:
         self.cu_seqlens = cu_seqlens
         starts = torch.zeros(self.length + 1, dtype=torch.bool, device=cu_seqlens.device)
         self.starts = starts.index_fill(0, cu_seqlens[1:].long(), True)[None, : self.length]
-        self.first, self.last = [0], [cu_seqlens.shape[0] - 2]
+        self.first = torch.zeros(1, dtype=torch.long, device=cu_seqlens.device)
+        self.last = self.first + (cu_seqlens.shape[0] - 2)
 
-    def _read_positions(self, position_ids):
+    def _find_restarts(self, position_ids, mask, device):
         shape = tuple(position_ids.shape)
         if shape not in ((1, self.length), (self.batch, self.length)):
             raise ValueError(f"`position_ids` must be ({self.batch}, {self.length}), got {shape}.")
+        position_ids = position_ids.to(device)
         if not can_read_values(position_ids):
-            return
-        position_ids = position_ids.expand(self.batch, self.length)
-        restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-        if self.mask is not None:
-            restarts &= self.mask[:, 1:] & self.mask[:, :-1]  # the positions of padding mean nothing
-        if not bool(restarts.any()):
-            return
+            return None
+        restarts = (position_ids[:, 1:] != position_ids[:, :-1] + 1).expand(self.batch, -1)
+        # The positions of padding mean nothing.
+        return restarts if mask is None else restarts & mask[:, 1:] & mask[:, :-1]
+
+    def _set_restarts(self, restarts, known):
         if self.mask is not None:
             raise ValueError("`position_ids` restart inside a row with padding: packed documents have no padding.")
         self.starts = torch.nn.functional.pad(restarts, (1, 0))
-        begins = self.starts.clone()
-        begins[:, 0] = True
-        bounds = begins.flatten().nonzero().flatten()
-        self.cu_seqlens = torch.nn.functional.pad(bounds, (0, 1), value=self.batch * self.length)
-        rows = begins.sum(1).cumsum(0).tolist()
-        self.first, self.last = [0, *rows[:-1]], [n - 1 for n in rows]
+        begins = np.pad(known, ((0, 0), (1, 0)), constant_values=True)
+        bounds = np.append(begins.ravel().nonzero()[0], begins.size)
+        ends = begins.sum(1).cumsum()
+        self.known["cu_seqlens"] = bounds
+        self.cu_seqlens = send_values(bounds, restarts.device)
+        self.first = send_values(np.append(0, ends[:-1]), restarts.device)
+        self.last = send_values(ends - 1, restarts.device)
 
     def fill(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """

@@ -361,14 +361,18 @@ def poisoned() -> Iterator[None]:
 
 
 class Waits:
-    """Notes where Python reads values of tensors, for which it would wait on a GPU."""
+    """Notes where Python would wait for a GPU: where it reads values of tensors, or sends it numbers."""
 
-    READING = "tolist", "item", "nonzero", "__bool__", "__int__", "__float__", "__index__"
+    READING = "tolist", "item", "nonzero", "cpu", "__bool__", "__int__", "__float__", "__index__"
 
     def __enter__(self):
         self.found, self.context = [], pytest.MonkeyPatch()
         for name in self.READING:
             self.context.setattr(torch.Tensor, name, self.noting(name, getattr(torch.Tensor, name)))
+        for name in ("tensor", "as_tensor"):
+            self.context.setattr(torch, name, self.noting(name, getattr(torch, name)))
+        for name in ("__getitem__", "__setitem__"):
+            self.context.setattr(torch.Tensor, name, self.noting_lists(name, getattr(torch.Tensor, name)))
         # An index of bools is looked for in the profile, because torch does not call the method.
         self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
         self.profile.__enter__()
@@ -376,8 +380,23 @@ class Waits:
 
     def noting(self, name, method):
         def read(tensor, *args, **kwargs):
-            self.found.append((name, traceback.format_stack(limit=3)[0]))
+            self.found.append((name, self.place()))
             return method(tensor, *args, **kwargs)
+
+        return read
+
+    @staticmethod
+    def place() -> str:
+        """The line of the package that is running."""
+        lines = [frame for frame in traceback.extract_stack() if "/subquad" in frame.filename]
+        return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else ""
+
+    def noting_lists(self, name, method):
+        def read(tensor, index, *args):
+            indices = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(i, list) for i in indices):
+                self.found.append((name, self.place()))
+            return method(tensor, index, *args)
 
         return read
 

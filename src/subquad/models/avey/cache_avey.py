@@ -1,5 +1,6 @@
 """The cache of Avey."""
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import StaticCache
@@ -8,6 +9,7 @@ from subquad_kernels import maxsim
 
 from ...cache import LayerState
 from ...growing_cache import GrowingCache
+from ...padding import read_values
 
 
 class AveyCache(GrowingCache):
@@ -55,6 +57,23 @@ class AveyCache(GrowingCache):
         self.after_blocks.write("embeddings", embeddings)
         self.after_blocks.write("lengths", lengths)
         self.advance(tokens)
+
+    def known_lengths(self) -> np.ndarray:
+        """
+        The values of `lengths`. A GPU is waited for only if Python does not know them: if the cache is static, or was
+        reordered, cropped, copied or loaded.
+        """
+        lengths = self.after_blocks.states["lengths"]
+        known = getattr(lengths, "known_values", None)
+        if known is None:
+            known = read_values(lengths=lengths)["lengths"]
+            self.know_lengths(known)
+        return known
+
+    def know_lengths(self, values: np.ndarray) -> None:
+        """Notes the values of `lengths` on the tensor that has them. A static cache writes over it."""
+        if not self.after_blocks.static:
+            self.after_blocks.states["lengths"].known_values = values
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)

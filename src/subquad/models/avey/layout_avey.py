@@ -4,10 +4,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...padding import Tokens, can_read_values
+from ...padding import Tokens, can_read_values, read_values, send_values
 from .cache_avey import AveyCache
 
 
@@ -160,13 +161,15 @@ class Text:
         position: the index of each token of the call among the tokens of `splits`, (texts, tokens). Padding has that
             of the last token before it, or -1 if there is none.
         first: number of the split that begins the document of each split, (1, splits); None without packed documents.
-        fresh: whether Python knows the positions: each text begins with this call and has no padding.
+        fresh: whether the positions are 0, 1, ...: each text begins with this call and has no padding.
+        known: the values of `position`, or of `first` if documents are packed; None if Python does not know them.
     """
 
     splits: torch.Tensor
     position: torch.Tensor
     first: torch.Tensor | None
     fresh: bool
+    known: np.ndarray | None
 
     def select(self, wanted: int, one_by_one: bool, most: int) -> Selection:
         """
@@ -176,37 +179,45 @@ class Text:
             one_by_one: whether each token has a window of its own, which ends with it.
             most: maximum number of splits that one retrieves.
         """
-        size, splits, position = self.splits.shape[2], self.splits, self.position[:, -wanted:]
-        device, number, offset = splits.device, position.clamp_min(0) // size, position.clamp_min(0) % size
+        size, splits, position = self.splits.shape[2], self.splits, self.position[:, -wanted:].clamp_min(0)
+        device, number, offset = splits.device, position // size, position % size
         begin, end, run, retrieved = 0, size, None, None
-        if self.fresh and not one_by_one:
+        if self.first is not None:
+            number = torch.arange(splits.shape[1], device=device)[None]
+            current, source = splits, position
+            if self.known is not None:
+                retrieved = np.arange(splits.shape[1]) - self.known
+            return Selection(number, current, begin, end, source, most, group(number, run, retrieved, most))
+
+        known = None if self.known is None else self.known[:, -wanted:].clip(min=0)
+        if known is None and not self.fresh and can_read_values(position):
+            known = read_values(position=position)["position"]
+        if not one_by_one and (self.fresh or (known is not None and (known == known[:1]).all())):
             low, high = self.position.shape[1] - wanted, self.position.shape[1] - 1
+            if not self.fresh:
+                low, high = known[0, 0].item(), known[0, -1].item()
             run = first, last = low // size, high // size
             number = torch.arange(first, last + 1, device=device)[None]
             current = splits[:, first : last + 1]
             if first == last:
                 begin, end = low % size, high % size + 1
             source = position - first * size - begin
-        elif self.first is not None:
-            number = torch.arange(splits.shape[1], device=device)[None]
-            current, source = splits, position
-            if can_read_values(number):
-                retrieved = (number - self.first).tolist()
         else:
             window = torch.arange(wanted, device=device) if one_by_one else number - number[:, :1]
+            if known is not None:
+                retrieved = known // size
             if not one_by_one:
                 # The last tokens of a text are in one split more than they would fill, or in two more.
                 span = (wanted + size - 2) // size + 1
-                if can_read_values(number):
-                    span = int((number[:, -1] - number[:, 0]).max()) + 1
+                if known is not None:
+                    span = (retrieved[:, -1] - retrieved[:, 0]).max().item() + 1
+                    retrieved = (retrieved[:, :1] + np.arange(span)).clip(max=splits.shape[1] - 1)
                 number = (number[:, :1] + torch.arange(span, device=device)).clamp_max(splits.shape[1] - 1)
             current = splits[torch.arange(splits.shape[0], device=device)[:, None], number]
             if one_by_one:
                 current = current * (torch.arange(size, device=device) <= offset[..., None])[..., None]
-            if can_read_values(number):
-                retrieved = number.tolist()
-                if one_by_one or number.shape[1] == 1:
-                    begin, end = int(offset.min()), int(offset.max()) + 1
+            if known is not None and (one_by_one or number.shape[1] == 1):
+                begin, end = (known % size).min().item(), (known % size).max().item() + 1
             source = window * (end - begin) + offset - begin
         number = number.expand(splits.shape[0], -1)
         return Selection(number, current, begin, end, source, most, group(number, run, retrieved, most))
@@ -239,7 +250,7 @@ class Text:
 
 
 def group(
-    number: torch.Tensor, run: tuple[int, int] | None, retrieved: list[list[int]] | None, most: int
+    number: torch.Tensor, run: tuple[int, int] | None, retrieved: np.ndarray | None, most: int
 ) -> dict[int, torch.Tensor]:
     """
     [`Selection.groups`] of the splits `number` (texts, selected).
@@ -257,9 +268,9 @@ def group(
         if last >= most:
             groups[most] = windows[:, max(most - first, 0) :].flatten()
     elif retrieved is not None:
-        counts = [min(n, most) for row in retrieved for n in row]
-        for n in sorted(set(counts)):
-            groups[n] = windows.flatten()[torch.tensor([m == n for m in counts], device=number.device)]
+        counts = retrieved.ravel().clip(max=most)
+        for n in np.unique(counts).tolist():
+            groups[n] = send_values(np.flatnonzero(counts == n), number.device)
     else:
         groups[most] = windows.flatten()
     return groups
@@ -276,10 +287,15 @@ def read_text(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, size: in
 def _read_rows(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, size: int) -> Text:
     fresh = tokens.mask is None
     position = torch.arange(x.shape[1], device=x.device)[None] if fresh else tokens.mask.cumsum(1) - 1
-    x = tokens.erase(x)
+    x, known = tokens.erase(x), None
+    if can_read_values(x) and (fresh or "mask" in tokens.known):
+        known = np.arange(x.shape[1])[None] if fresh else tokens.known["mask"].cumsum(1) - 1
+        known = np.broadcast_to(known, x.shape[:2])
     if cache is not None:
         fresh = fresh and not cache.is_initialized
         position = cache.lengths(x)[:, None] + position
+        if known is not None and cache.is_initialized:
+            known = cache.known_lengths()[:, None] + known
         room = cache.room_for(x.shape[1])
         embeddings = cache.append(cache.after_blocks, "embeddings", x, position, room).to(x.dtype)
     else:
@@ -287,7 +303,7 @@ def _read_rows(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, size: i
         if not fresh:
             source = position.clamp_min(0)[..., None].expand_as(x)
             embeddings = torch.zeros_like(embeddings).scatter_add(1, source, x)
-    return Text(embeddings.unflatten(1, (-1, size)), position.expand(x.shape[0], -1), None, fresh)
+    return Text(embeddings.unflatten(1, (-1, size)), position.expand(x.shape[0], -1), None, fresh, known)
 
 
 def _read_documents(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, size: int) -> Text:
@@ -310,8 +326,15 @@ def _read_documents(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, si
 
     # While a graph is traced, the maximum number of splits, whatever the lengths of the documents.
     splits = (x.shape[0] + rows * read + documents * (size - 1)) // size
-    if can_read_values(ends):
-        splits = int(ends[-1])
+    known = None
+    if "cu_seqlens" in tokens.known and can_read_values(x):
+        known_sizes = tokens.known_lengths()
+        known_first = np.searchsorted(tokens.known["cu_seqlens"], np.arange(rows) * tokens.length)
+        if held is not None:
+            known_sizes[known_first] += cache.known_lengths()
+        numbers = -(-known_sizes // size)
+        known = np.repeat(numbers.cumsum() - numbers, numbers)[None]
+        splits = known.size
     embeddings = x.new_zeros(splits * size, x.shape[1])
     embeddings = embeddings.scatter_add(0, position[:, None].expand_as(x), x)
     if held is not None:
@@ -326,7 +349,9 @@ def _read_documents(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, si
         steps = torch.arange(room, device=device)
         kept = embeddings[(begin + steps).clamp_max(splits * size - 1)]
         cache.replace(kept * (steps < lengths[:, None])[..., None], lengths, tokens.length)
-    return Text(embeddings.view(1, splits, size, -1), position[None], first[None], False)
+        if known is not None:
+            cache.know_lengths(known_sizes[np.append(known_first[1:], documents) - 1])
+    return Text(embeddings.view(1, splits, size, -1), position[None], first[None], False, known)
 
 
 __all__ = ["MAX_ROWS", "Selection", "Text", "Windows", "read_text"]

@@ -218,6 +218,8 @@ class AveyModel(AveyPreTrainedModel):
             cache.rank(text.last_scores(scores, selection, tokens))
             if text.first is None:
                 cache.count(torch.ones_like(text.position, dtype=torch.bool) if tokens.mask is None else tokens.mask)
+                if text.known is not None:
+                    cache.know_lengths(text.known[:, -1] + 1)
                 cache.advance(tokens.length)
         return index.flatten(0, 1), weights.flatten(0, 1)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ...padding import Tokens, can_read_values
+from ...padding import Tokens
 
 
 @dataclass
@@ -62,8 +62,9 @@ def read_text(x: torch.Tensor, tokens: Tokens, size: int) -> Text:
 
     # While a graph is traced, the maximum number of splits, whatever the lengths.
     splits, longest = (x.shape[0] + lengths.shape[0] * (size - 1)) // size, -(-tokens.length // size)
-    if can_read_values(ends):
-        splits, longest = torch.stack((ends[-1], numbers.max())).clamp_min(1).tolist()
+    if (known := tokens.known_lengths()) is not None:
+        known = -(-known // size)
+        splits, longest = max(int(known.sum()), 1), max(int(known.max()), 1)
     position = begins[document] * size + offset
     if tokens.mask is not None:
         position = position.where(tokens.mask.flatten(), splits * size)

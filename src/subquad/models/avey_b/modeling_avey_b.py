@@ -17,8 +17,7 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import dynamic_mixing, maxsim, split_ranker, static_mixing
 
-from ...layers import Linear, ReluSquared, embed, replaceable
-from ...padding import Tokens
+from ...layers import Linear, ReluSquared, read_tokens, replaceable
 from ...saving import SavedPreTrainedModel
 from .configuration_avey_b import AveyBConfig
 from .layout_avey_b import Text, read_text
@@ -193,9 +192,15 @@ class AveyBModel(AveyBPreTrainedModel):
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        x = embed(self.get_input_embeddings(), self.config, input_ids, inputs_embeds)
-        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-        tokens = Tokens(*x.shape[:2], x.device, attention_mask, position_ids, cu_seqlens)
+        x, tokens = read_tokens(
+            self.config,
+            self.get_input_embeddings(),
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
+        )
         x = tokens.erase(x)
         text = read_text(x, tokens, self.config.chunk_size)
         splits, retrieved = text.splits.flatten(0, 1), self.ranker.retrieve(text)

@@ -146,7 +146,7 @@ def find_layout(
     given, shifts = None, find_shifts(tokens)
     if shifts is not None:
         given = TokenLayout.after(lengths, tokens)
-        tokens = Tokens(tokens.batch, length, tokens.mask.device, shift(tokens.mask, shifts))
+        tokens = tokens.with_mask(shift(tokens.mask, shifts))
         bos = None if bos is None else shift(bos, shifts)
     layout = GeckoLayout.after(lengths, tokens)
     given = given or layout
@@ -259,8 +259,9 @@ def find_shifts(tokens: Tokens) -> torch.Tensor | None:
     """The number of padding tokens before the text of each row, (batch); None if there are none."""
     if tokens.mask is None or tokens.length == 1:
         return None
-    shifts = tokens.mask.int().argmax(1)
-    return None if can_read_values(shifts) and not shifts.any() else shifts
+    if "mask" in tokens.known and not tokens.known["mask"].argmax(1).any():
+        return None
+    return tokens.mask.int().argmax(1)
 
 
 def shift(x: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:

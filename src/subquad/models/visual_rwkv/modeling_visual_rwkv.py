@@ -1,5 +1,6 @@
 """VisualRWKV, section 10.2 of "Eagle and Finch": images in front of Eagle (RWKV-5) and Finch (RWKV-6)."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,7 +17,7 @@ from ...base import RecurrentPreTrainedModel
 from ...cache import RecurrentCache
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead
-from ...layers import Linear
+from ...layers import Linear, check_inputs
 from ...padding import Tokens, can_read_values, should_check
 from ..rwkv5.modeling_rwkv5 import Rwkv5Model
 from ..rwkv6.modeling_rwkv6 import Rwkv6Model
@@ -142,30 +143,30 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         placeholder = torch.tensor(self.config.image_token_id, device=inputs_embeds.device)
         return (inputs_embeds == self.get_input_embeddings()(placeholder)).all(-1)
 
-    def check_images(self, placeholders: torch.Tensor, images: int, tokens: Tokens) -> None:
+    def check_images(self, images: int, tokens: Tokens) -> None:
         """
         Args:
-            placeholders: bool (batch, length).
-            images: the number of images that were given for them.
-            tokens: which tokens are real, and where documents begin.
+            images: the number of images that were given.
+            tokens: of the call, with the known placeholders, `images`.
 
         Raises:
             ValueError: if they do not fit: each image takes `num_image_tokens` consecutive placeholders, in one call
                 and one document, and none of them is padding.
         """
-        size, index = self.config.num_image_tokens, self._index_in_image(placeholders)
-        broken = placeholders & (index > 0) & ~F.pad(placeholders, (1, 0))[:, :-1]
-        if tokens.starts is not None:
-            broken |= placeholders & (index > 0) & tokens.starts
-        if tokens.mask is not None:
-            broken |= placeholders & ~tokens.mask
-        *counts, breaks = torch.cat((placeholders.sum(1), broken.sum()[None])).tolist()  # one wait for a GPU
+        size, placeholders = self.config.num_image_tokens, tokens.known["images"]
+        inside = placeholders & ((placeholders.cumsum(1) - 1) % size > 0)
+        broken = inside & ~np.pad(placeholders, ((0, 0), (1, 0)))[:, :-1]
+        if "cu_seqlens" in tokens.known:
+            broken |= inside & np.isin(np.arange(inside.size), tokens.known["cu_seqlens"]).reshape(inside.shape)
+        if "mask" in tokens.known:
+            broken |= placeholders & ~tokens.known["mask"]
+        counts = placeholders.sum(1).tolist()
         if sum(counts) != images * size:
             raise ValueError(
                 f"`pixel_values` holds {images} images of {size} features, but `input_ids` (or `inputs_embeds`) has "
                 f"{sum(counts)} placeholders of the id {self.config.image_token_id}."
             )
-        if breaks or any(count % size for count in counts):
+        if broken.any() or any(count % size for count in counts):
             raise ValueError(
                 f"The {size} placeholders of an image (id {self.config.image_token_id}) must follow one another in "
                 f"one row, one document and one call, with no padding among them; the rows have {counts}."
@@ -222,22 +223,24 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        x, tokens, past_key_values, use_cache = self.rwkv.read_inputs(
-            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
-        )
-        order = None
-        if pixel_values is not None and len(pixel_values):
+        given = check_inputs(self.rwkv.config, input_ids, inputs_embeds)
+        images = 0 if pixel_values is None else len(pixel_values)
+        if images:
             self._check_pixels(pixel_values)
-            placeholders = self.find_images(input_ids, inputs_embeds)
-            if can_read_values(placeholders):
-                self.check_images(placeholders, len(pixel_values), tokens)
+        reads = can_read_values(given) if images else input_ids is not None and should_check(given)
+        placeholders = self.find_images(input_ids, inputs_embeds) if images or reads else None
+        wanted = {"images": placeholders} if reads else {}
+        masks = attention_mask, position_ids, cu_seqlens
+        x, tokens, past_key_values, use_cache = self.rwkv.read_inputs(
+            input_ids, inputs_embeds, *masks, past_key_values, use_cache, wanted=wanted, **kwargs
+        )
+        if wanted:
+            self.check_images(images, tokens)
+        order = None
+        if images:
             features = self.get_image_features(pixel_values, return_dict=True).pooler_output
-            x = x.masked_scatter(placeholders.unsqueeze(-1), features.to(x.device, x.dtype))
+            x = x.masked_scatter(placeholders.unsqueeze(-1).to(x.device), features.to(x.device, x.dtype))
             order = self.backward_order(placeholders)
-        elif input_ids is not None and should_check(input_ids):
-            placeholders = self.find_images(input_ids, None)
-            if placeholders.any():
-                self.check_images(placeholders, 0, tokens)
 
         hidden_states = (x,) if output_hidden_states else None
         for block in self.rwkv.blocks[: self.rwkv.config.num_hidden_layers]:
@@ -252,7 +255,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             outputs.hidden_states = (*hidden_states[:-1], outputs.last_hidden_state)
         if order is not None and past_key_values is not None and past_key_values.records_past:
             # A part of an image that was read backward cannot be removed.
-            past_key_values.keep_past(int(placeholders.any(0).flip(0).int().argmax()))
+            past_key_values.keep_past(int(tokens.known["images"].any(0)[::-1].argmax()))
         return outputs
 
 
