@@ -62,9 +62,8 @@ def custom_op(
 
     op = _define(name, run, eager, triton, mutates_args)
     op.register_fake(make)
-    call = _with_shortcut(op, run, written)
     if eager_backward is None:
-        return call
+        return _with_shortcut(op, run, written)
 
     run_either = _choose(operator, eager_backward, triton and (lambda: triton()[1:]), outputs)
 
@@ -94,23 +93,37 @@ def custom_op(
         return tuple(next(found) if n < gradients and x is not None else None for n, x in inputs)
 
     op.register_autograd(differentiate, setup_context=setup_context)
-    return call
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):  # setup_context as a method of its own would take longer
+            output = run(*arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
+        backward = staticmethod(differentiate)
+
+    return _with_shortcut(op, run, written, Differentiable.apply)
 
 
 _TENSORS = torch.Tensor, torch.nn.Parameter
 _OPTIONS = type(None), bool, int, float, str, torch.dtype
 
 
-def _with_shortcut(op: Callable, run: Callable, written: list[int]) -> Callable:
+def _with_shortcut(
+    op: Callable, run: Callable, written: list[int], differentiable: Callable | None = None
+) -> Callable:
     """
     The function that calls `op`, or its implementation `run` where nobody can tell the difference, because the
     bookkeeping of a custom operator takes longer than the kernel of a single token. `written` are the arguments that
-    it writes to.
+    it writes to. For a call with gradients the implementation is `differentiable`, if there is one.
     """
 
     def call(*arguments):
         if torch.compiler.is_compiling() or not _is_plain(arguments):
             return op(*arguments)
+        if _needs_gradient(arguments):
+            return (differentiable or op)(*arguments)
         for n in written:
             if not arguments[n].is_inference():  # autograd checks that nothing that it needs has been overwritten
                 torch.autograd.graph.increment_version(arguments[n])
@@ -120,7 +133,7 @@ def _with_shortcut(op: Callable, run: Callable, written: list[int]) -> Callable:
 
 
 def _is_plain(arguments: tuple) -> bool:
-    """Whether nothing traces, transforms, replaces, watches or differentiates a call with these arguments."""
+    """Whether nothing traces, transforms, replaces or watches a call with these arguments."""
     if (
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -129,16 +142,18 @@ def _is_plain(arguments: tuple) -> bool:
         or forward_ad._current_level >= 0
     ):
         return False
-    differentiable = torch.is_grad_enabled()
     for x in arguments:
         kind = type(x)
         if kind in _TENSORS:
-            # is_neg: kernels would not see a minus that torch has put off.
-            if (differentiable and x.requires_grad) or x.is_meta or x.is_neg():
+            if x.is_meta or x.is_neg():  # kernels would not see a minus that torch has put off
                 return False
         elif kind not in _OPTIONS:
             return False
     return True
+
+
+def _needs_gradient(arguments: tuple) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in arguments if type(x) in _TENSORS)
 
 
 def _choose(operator: str, eager: Callable, triton: Callable | None, first: int = 0) -> Callable:
