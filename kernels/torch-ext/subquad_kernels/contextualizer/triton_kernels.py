@@ -202,8 +202,10 @@ class _Plan:
         tile = self.constants["ROWS"]
         self.lead = -self.first % tile
         self.matrix = tile * cdiv(queries, tile), tile * cdiv(self.lead + self.context, tile)
-        after = self.matrix[1] - self.lead - self.context
-        self.v = F.pad(v[self.first :].tril(self.first), (self.lead, after, 0, self.matrix[0] - queries))
+        self.v = v[self.first :].tril(self.first)
+        if self.matrix != self.v.shape:
+            after = self.matrix[1] - self.lead - self.context
+            self.v = F.pad(self.v, (self.lead, after, 0, self.matrix[0] - queries))
 
     def pieces(self, matrices):
         """Yields a few windows: their slice, all their rows, 1 / norm of these, and memory for matrices of each."""
@@ -255,8 +257,7 @@ def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
     """Gradients of z, v, gate and prefix, those that are given."""
     grad, g = readable(grad), readable(grad)
     plan = _Plan(z, v, prefix, queries)
-    grad_z, grad_v = z.new_empty(z.shape), v.new_zeros(v.shape, dtype=torch.float32)
-    total = v.new_zeros(plan.matrix, dtype=torch.float32)
+    grad_z, total = z.new_empty(z.shape), None
     grad_prefix = None if prefix is None else prefix.new_zeros(prefix.shape, dtype=torch.float32)
     if gate is not None:
         g = torch.mul(grad, gate, out=z.new_empty(gate.shape))  # the gradient of the gate will take its place
@@ -279,7 +280,7 @@ def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
             LARGEST=torch.finfo(z.dtype).max,
             STAGES=min(plan.constants["STAGES"], 2),
         )
-        total += sums.sum(0)
+        total = sums.sum(0) if total is None else total.add_(sums.sum(0))
         grad_x = x.new_empty(x.shape) if plan.shared else grad_z[part]
         plan.launch(
             _row_gradient_kernel,
@@ -294,5 +295,7 @@ def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
         if gate is not None:
             plan.mix(x, weights, grad[part], part_g)
     # What is above the diagonal need not have been written.
-    grad_v[plan.first :] = total[:queries, plan.lead : plan.lead + plan.context].tril(plan.first)
+    grad_v = total[:queries, plan.lead : plan.lead + plan.context].tril(plan.first)
+    if plan.first:
+        grad_v = F.pad(grad_v, (0, 0, plan.first, 0))
     return [x for x in (grad_z, grad_v, None if gate is None else g, grad_prefix) if x is not None]
