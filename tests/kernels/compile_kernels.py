@@ -41,7 +41,7 @@ BUDGETS = Path(__file__).with_name("budgets.csv")
 # products (or registers) that would be wrong; whether the compiler refuses it.
 FIGURES = ("shared", "registers", "spilled", "barriers", "narrow", "misread", "refused")
 OPERATORS = sorted({path.parent.name for path in Path(subquad_kernels.__path__[0]).glob("*/triton_kernels.py")})
-OPERATORS += ["segments"]
+OPERATORS += ["segments", "tiles"]
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2
+from ..segments import exp
 
 
 # Arguments that depend on the number of rows. A kernel is not compiled again for special values of them.
@@ -37,10 +38,16 @@ def _load(pointers, mask):
 
 
 @triton.jit
-def _normalize(x, mask, size, eps):
-    centred = tl.where(mask, x - (tl.sum(x, 1) / size)[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, 1) / size + eps)[:, None]
+def _normalize(x, mask, share, eps):
+    """`share` is 1 / size: a division takes ten instructions."""
+    centred = tl.where(mask, x - (tl.sum(x, 1) * share)[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, 1) * share + eps)[:, None]
     return centred * rstd, rstd
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + exp(-x))
 
 
 @triton.jit(do_not_specialize=OF_LENGTH)
@@ -59,13 +66,14 @@ def _forward_kernel(
     SIZE: tl.constexpr,
 ):
     start, stop, _, columns, mask = _strip(rows, heads, size, strip, HEADS, SIZE)
+    share = 1.0 / size
     w, b = _load(weight + columns, mask), _load(bias + columns, mask)
     for row in range(start, stop):
         here = row * heads * size
         values = _load(x + here + columns, mask)
         g = _load(gate + here + columns, mask)
-        normed = _normalize(values, mask, size, eps)[0]
-        gated = (normed * w + b) * g * tl.sigmoid(g)
+        normed = _normalize(values, mask, share, eps)[0]
+        gated = (normed * w + b) * g * _sigmoid(g)
         tl.store(out + here + columns, gated.to(out.dtype.element_ty), mask=mask)
 
 
@@ -90,6 +98,7 @@ def _backward_kernel(
 ):
     """Writes the sums over each strip to `grad_weight` and `grad_bias` (strips, heads * size)."""
     start, stop, number, columns, mask = _strip(rows, heads, size, strip, HEADS, SIZE)
+    share = 1.0 / size
     w, b = _load(weight + columns, mask), _load(bias + columns, mask)
     weight_sum, bias_sum = tl.zeros((HEADS, SIZE), tl.float32), tl.zeros((HEADS, SIZE), tl.float32)
     for row in tl.range(start, stop, num_stages=3):
@@ -97,9 +106,9 @@ def _backward_kernel(
         values = _load(x + here + columns, mask)
         g = _load(gate + here + columns, mask)
         grad_out = _load(grad + here + columns, mask)
-        normed, rstd = _normalize(values, mask, size, eps)
+        normed, rstd = _normalize(values, mask, share, eps)
 
-        sigmoid = tl.sigmoid(g)
+        sigmoid = _sigmoid(g)
         grad_g = grad_out * (normed * w + b) * sigmoid * (1.0 + g * (1.0 - sigmoid))
         tl.store(grad_gate + here + columns, grad_g.to(grad_gate.dtype.element_ty), mask=mask)
 
@@ -107,8 +116,8 @@ def _backward_kernel(
         weight_sum += grad_scaled * normed
         bias_sum += grad_scaled
         grad_normed = grad_scaled * w
-        mean = (tl.sum(grad_normed, 1) / size)[:, None]
-        projection = (tl.sum(grad_normed * normed, 1) / size)[:, None]
+        mean = (tl.sum(grad_normed, 1) * share)[:, None]
+        projection = (tl.sum(grad_normed * normed, 1) * share)[:, None]
         grad_values = rstd * (grad_normed - mean - normed * projection)
         tl.store(grad_x + here + columns, grad_values.to(grad_x.dtype.element_ty), mask=mask)
 
@@ -118,18 +127,20 @@ def _backward_kernel(
 
 
 class _Plan:
-    """How the work is divided: 4 values per thread, and strips short enough to keep all multiprocessors busy."""
+    """
+    How the work is divided: a thread has so many values of a row, a multiprocessor so many programs. These are more
+    if otherwise a strip would have more than `longest` rows.
+    """
 
-    def __init__(self, x, eps, longest):
+    def __init__(self, x, eps, values, programs, longest=None):
         self.heads, self.size = x.shape[-2:]
         self.rows, self.eps = x.numel() // (self.heads * self.size), eps
         self.block = next_power_of_2(self.size)
-        self.block_heads = min(next_power_of_2(self.heads), max(512 // self.block, 1))
-        self.num_warps = min(max(self.block_heads * self.block // 128, 1), 8)
+        self.block_heads = min(next_power_of_2(self.heads), max(128 * values // self.block, 1))
+        self.num_warps = min(max(self.block_heads * self.block // (32 * values), 1), 8)
         blocks = cdiv(self.heads, self.block_heads)
-        self.strip = longest
-        while self.strip > 1 and blocks * cdiv(self.rows, self.strip) < 8 * multiprocessors(x):
-            self.strip //= 2
+        self.strip = cdiv(self.rows * blocks, max(programs * multiprocessors(x), 1))
+        self.strip = min(self.strip, longest or self.strip)
         self.strips = cdiv(self.rows, self.strip)
         self.grid = (blocks * self.strips,)
 
@@ -148,15 +159,15 @@ def group_norm_gate_triton(x, gate, weight, bias, eps):
     """Computes [`subquad_kernels.group_norm_gate`]."""
     x, gate, weight, bias = contiguous(x, gate, weight, bias)
     out = torch.empty_like(gate)
-    _Plan(x, eps, longest=8).launch(_forward_kernel, x, gate, weight, bias, out)
+    _Plan(x, eps, values=4, programs=8, longest=8).launch(_forward_kernel, x, gate, weight, bias, out)
     return out
 
 
 def group_norm_gate_triton_backward(grad, x, gate, weight, bias, eps):
     """Gradients of x, gate, weight and bias."""
     grad, x, gate, weight, bias = contiguous(grad, x, gate, weight, bias)
-    # The sums of each strip are written and read once, in float32. With 32 rows they are little of the traffic.
-    plan = _Plan(x, eps, longest=32)
+    # All programs run at the same time, so that none is left over for a second turn.
+    plan = _Plan(x, eps, values=8, programs=4)
     grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
     grad_weight, grad_bias = x.new_empty(2, plan.strips, *weight.shape, dtype=torch.float32).unbind()
     plan.launch(_backward_kernel, grad, x, gate, weight, bias, grad_x, grad_gate, grad_weight, grad_bias)
