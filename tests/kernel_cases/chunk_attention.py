@@ -65,6 +65,17 @@ EXAMPLES = {
         )
         for kind in ("aligned", "rows")
     },
+    # Several chunks of a head are computed together.
+    **{
+        f"{kind}, many chunks, {length} after {before}": Example(
+            {"heads": 1, "length": length, "before": before, "kind": kind, "chunk_size": 64},
+            EAGER,
+            1e-12,
+            {"eager.SCORES": 64 * 2 * 64 * 4},
+        )
+        for kind in ("aligned", "documents")
+        for length, before in ((300, 0), (512, 0), (450, 128))
+    },
     **{
         f"chunks of {size}": Example({"length": 70, "before": 2 * size, "chunk_size": size}, EAGER, 1e-12)
         for size in (1, 3)

@@ -5,7 +5,7 @@ import torch
 from ..backend import cast, choose_backend, of_widest, widest, without_autocast
 from ..checks import check_tensors, needs_gradient
 from .custom_ops import _chunk_attention, _chunk_attention_step
-from .eager import chunk_attention_blocks, chunk_attention_masked
+from .eager import chunk_attention_masked, chunk_attention_with_dropout
 from .reference import chunk_attention_reference
 
 
@@ -62,7 +62,7 @@ def chunk_attention(
     q, k = cast(v.dtype, q, k)
     if dropout_p:
         with without_autocast(v):
-            return chunk_attention_blocks(q, k, v, first, chunk_size, aligned, dropout_p)
+            return chunk_attention_with_dropout(q, k, v, first, chunk_size, aligned, dropout_p)
     return _chunk_attention(q, k, v, first, chunk_size, aligned)
 
 

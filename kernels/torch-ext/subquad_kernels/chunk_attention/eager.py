@@ -1,11 +1,13 @@
 """
-The attention of Gecko in plain torch, for any device: a block of queries at a time against the keys that any of them
-may see. So few scores are computed in vain, and memory is bounded for any length of the sequence.
+The attention of Gecko in plain torch, for any device: a piece of the queries at a time against the keys that any of
+them may see. So few scores are computed in vain, and memory is bounded for any length of the sequence.
 
 torch computes the softmax of bfloat16 or float16 in float32.
 """
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -13,28 +15,126 @@ from ..backend import cast, contiguous, widest
 from ..once import once
 
 
+# Scores of the chunks that are computed together: a GPU needs many for large products, a CPU has to keep them near.
+SCORES, SCORES_OF_GPU = 1 << 18, 1 << 25
+
+
 def _oldest(token, chunk_size, aligned):
     """The first key that a token may see; both are counted from the token of the first query."""
     return token // chunk_size * chunk_size - chunk_size if aligned else token - 2 * chunk_size + 1
 
 
+@dataclass
+class _Block:
+    """Consecutive queries of all heads, and the keys that they may see, up to their own."""
+
+    queries: slice
+    keys: slice
+
+    def of_queries(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, self.queries]
+
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, self.keys]
+
+    def add_to_keys(self, x: torch.Tensor, added: torch.Tensor) -> None:
+        self.of_keys(x).add_(added)
+
+    def hidden(self, first: torch.Tensor) -> torch.Tensor:
+        key = torch.arange(self.keys.start, self.keys.stop, device=first.device)
+        own = key[self.queries.start - self.queries.stop :, None]
+        return ((key < first[:, self.queries, None]) | (key > own)).unsqueeze(1)
+
+
+@dataclass
+class _Chunks:
+    """
+    The queries from `start` to `stop` of each of `count` consecutive chunks of one head, and the keys that they may
+    see: from the `begin` of the chunk before the first one on, a chunk and `stop` keys each.
+    """
+
+    row: int
+    head: int
+    count: int
+    size: int
+    start: int
+    stop: int
+    begin: int
+    before: int
+
+    def _windows(self, x: torch.Tensor, begin: int, length: int) -> torch.Tensor:
+        """x (tokens, ...) from `begin` on, so many of every chunk: (count, length, ...), a view."""
+        end = begin + (self.count - 1) * self.size + length
+        return x[begin:end].unfold(0, length, self.size).movedim(-1, 1)
+
+    def of_queries(self, x: torch.Tensor) -> torch.Tensor:
+        begin = self.begin + self.size - self.before + self.start
+        return self._windows(x[self.row, self.head], begin, self.stop - self.start)
+
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+        return self._windows(x[self.row, self.head], self.begin, self.size + self.stop)
+
+    def add_to_keys(self, x: torch.Tensor, added: torch.Tensor) -> None:
+        x = x[self.row, self.head]  # the keys of neighbours overlap, but not those of their own chunks
+        self._windows(x, self.begin, self.size).add_(added[:, : self.size])
+        self._windows(x, self.begin + self.size, self.stop).add_(added[:, self.size :])
+
+    def hidden(self, first: torch.Tensor) -> torch.Tensor:
+        begin, end = self.begin, self.begin + self.count * self.size
+        first = self._windows(
+            first[self.row % len(first)], begin + self.size - self.before + self.start, self.stop - self.start
+        )
+        begins = torch.arange(begin, end, self.size, device=first.device)[:, None]
+        key = torch.arange(self.size + self.stop, device=first.device)
+        return (key < (first - begins)[..., None]) | (key > key[self.size + self.start :, None])
+
+
+def _block_size(chunk_size: int, device: torch.device) -> int:
+    """Larger blocks compute more hidden scores. Smaller ones are slow, on a GPU because of the number of launches."""
+    return max(chunk_size // 4, 64 if device.type == "cpu" else 512)
+
+
 def _blocks(
-    q: torch.Tensor, k: torch.Tensor, first: torch.Tensor, chunk_size: int, aligned: bool
-) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yields the queries of each block, the keys that they may see, and the scores, -inf for hidden keys."""
-    length, device = q.shape[2], q.device
-    before = k.shape[2] - length
-    # Larger blocks compute more hidden scores. Smaller ones are slow, on a GPU because of the number of launches.
-    queries = max(chunk_size // 4, 64 if device.type == "cpu" else 512)
-    for start in range(0, length, queries):
-        stop = min(start + queries, length)
+    begin: int, end: int, before: int, chunk_size: int, aligned: bool, device: torch.device
+) -> Iterator[_Block]:
+    """The queries from `begin` to `end`, after `before` keys of earlier calls."""
+    size = _block_size(chunk_size, device)
+    for start in range(begin, end, size):
+        stop = min(start + size, end)
         oldest = before + _oldest(start, chunk_size, aligned)
-        block, seen = slice(start, stop), slice(max(oldest, 0), before + stop)
-        key = torch.arange(seen.start, seen.stop, device=device)
-        own = torch.arange(before + start, before + stop, device=device)[:, None]
-        hidden = (key < first[:, block, None]) | (key > own)
-        scores = q[:, :, block] @ k[:, :, seen].mT
-        yield block, seen, scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
+        yield _Block(slice(start, stop), slice(max(oldest, 0), before + stop))
+
+
+def _pieces(
+    q: torch.Tensor, k: torch.Tensor, first: torch.Tensor, chunk_size: int, aligned: bool
+) -> Iterator[tuple[_Block | _Chunks, torch.Tensor]]:
+    """
+    All queries, piece by piece with their scores, -inf for hidden keys. If there are more whole chunks than heads,
+    those of a head are computed together, so that products are fewer and larger. Blocks of all heads are the rest: the
+    last tokens, and a chunk without another one before it.
+    """
+    (rows, heads, length, _), device = q.shape, q.device
+    before, size = k.shape[2] - length, _block_size(chunk_size, device)
+    begin, end = int(before == 0), length // chunk_size
+    if not aligned or size > chunk_size or end - begin <= rows * heads:
+        begin = end = 0
+    for block in _blocks(0, begin * chunk_size, before, chunk_size, aligned, device):
+        yield block, _scores(block, q, k, block.hidden(first))
+    together = max((SCORES if device.type == "cpu" else SCORES_OF_GPU) // (2 * size * chunk_size), 1)
+    starts = range(0, chunk_size, size)
+    for chunk, row, start in itertools.product(range(begin, end, together), range(rows), starts):
+        count, stop = min(together, end - chunk), min(start + size, chunk_size)
+        shape = count, chunk_size, start, stop, before + (chunk - 1) * chunk_size, before
+        hidden = _Chunks(row, 0, *shape).hidden(first)
+        for head in range(heads):
+            piece = _Chunks(row, head, *shape)
+            yield piece, _scores(piece, q, k, hidden)
+    for block in _blocks(end * chunk_size, length, before, chunk_size, aligned, device):
+        yield block, _scores(block, q, k, block.hidden(first))
+
+
+def _scores(piece: _Block | _Chunks, q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    return (piece.of_queries(q) @ piece.of_keys(k).mT).masked_fill_(hidden, -torch.inf)
 
 
 def _assert_in_reach(first, keys, chunk_size, aligned):
@@ -45,7 +145,7 @@ def _assert_in_reach(first, keys, chunk_size, aligned):
     torch._assert_async(reached.all(), "`first` must be a key up to the token and of the last two chunks.")
 
 
-def chunk_attention_blocks(
+def chunk_attention_with_dropout(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -54,15 +154,13 @@ def chunk_attention_blocks(
     aligned: bool,
     dropout_p: float,
 ) -> torch.Tensor:
-    """Computes [`subquad_kernels.chunk_attention`]; q, k and v have one dtype."""
+    """Computes [`subquad_kernels.chunk_attention`] as autograd can differentiate it; q, k and v have one dtype."""
     once(_assert_in_reach, (first,), k.shape[2], chunk_size, aligned)
     q, k, v = contiguous(q, k, v)  # once, not for every block
-    outs = []
-    for _, seen, scores in _blocks(q, k, first, chunk_size, aligned):
-        weights = scores.softmax(-1)
-        if dropout_p:
-            weights = torch.dropout(weights, dropout_p, train=True)
-        outs.append(weights @ v[:, :, seen])
+    outs, length = [], q.shape[2]
+    for block in _blocks(0, length, k.shape[2] - length, chunk_size, aligned, q.device):
+        weights = _scores(block, q, k, block.hidden(first)).softmax(-1)
+        outs.append(torch.dropout(weights, dropout_p, train=True) @ block.of_keys(v))
     return torch.cat(outs, 2)
 
 
@@ -70,7 +168,12 @@ def chunk_attention_eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, chunk_size: int, aligned: bool
 ) -> torch.Tensor:
     """The same without dropout, so that the backward pass can compute the weights again."""
-    return chunk_attention_blocks(q, k, v, first, chunk_size, aligned, dropout_p=0.0)
+    once(_assert_in_reach, (first,), k.shape[2], chunk_size, aligned)
+    q, k, v = contiguous(q, k, v)
+    out = v.new_empty(*q.shape[:3], v.shape[3])
+    for piece, scores in _pieces(q, k, first, chunk_size, aligned):
+        piece.of_queries(out).copy_(scores.softmax(-1) @ piece.of_keys(v))
+    return out
 
 
 def chunk_attention_eager_backward(
@@ -83,17 +186,16 @@ def chunk_attention_eager_backward(
     aligned: bool,
 ) -> list[torch.Tensor]:
     """Gradients of q, k and v without dropout. The weights are computed again."""
-    dtype = widest(q)
     grad_out, q, k, v = contiguous(grad_out, q, k, v)
     grad_q = q.new_empty(q.shape)
-    grad_k, grad_v = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))  # sums over blocks
-    for block, seen, scores in _blocks(q, k, first, chunk_size, aligned):
-        weights, grad = scores.softmax(-1, dtype=dtype), grad_out[:, :, block]
-        grad_v[:, :, seen] += weights.to(v.dtype).mT @ grad
-        grad_scores = weights * (grad @ v[:, :, seen].mT)
-        grad_scores = grad_scores.addcmul_(weights, grad_scores.sum(-1, keepdim=True), value=-1).to(q.dtype)
-        grad_q[:, :, block] = grad_scores @ k[:, :, seen]
-        grad_k[:, :, seen] += grad_scores.mT @ q[:, :, block]
+    grad_k, grad_v = (x.new_zeros(x.shape, dtype=widest(x)) for x in (k, v))  # sums over pieces
+    for piece, scores in _pieces(q, k, first, chunk_size, aligned):
+        weights, grad = scores.softmax(-1), piece.of_queries(grad_out)
+        piece.add_to_keys(grad_v, weights.mT @ grad)
+        # The whole formula in one launch, with sums in float32. In plain torch the scores would be read six times.
+        grad_scores = torch._softmax_backward_data(grad @ piece.of_keys(v).mT, weights, -1, q.dtype)
+        piece.of_queries(grad_q).copy_(grad_scores @ piece.of_keys(k))
+        piece.add_to_keys(grad_k, grad_scores.mT @ piece.of_queries(q))
     return [grad_q, grad_k, grad_v]
 
 
