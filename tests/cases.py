@@ -48,6 +48,7 @@ class Case:
         dropout: fields with which training is random.
         optimizer: the options of AdamW in the paper.
         not_decayed: a pattern of the matrices without weight decay.
+        twice_the_rate: a pattern of the parameters with twice the learning rate.
         wide: fields with which every linear layer reads a multiple of 64 numbers.
         tunable: fields of models that have a state to be trained.
         heads: whether the configuration has a number of heads and an intermediate size.
@@ -82,6 +83,7 @@ class Case:
     dropout: dict = field(default_factory=dict)
     optimizer: dict = field(default_factory=dict)
     not_decayed: str = "^$"
+    twice_the_rate: str = "^$"
     wide: dict = field(default_factory=dict)
     tunable: tuple[dict, ...] = ()
     heads: bool = True
@@ -280,6 +282,7 @@ def _rwkv(model_type: str, other_type: str, **fields) -> Case:
         {**sizes, **fields},
         optimizer={"betas": (0.9, 0.99), "weight_decay": 0.001},
         not_decayed=r"\.time_",
+        twice_the_rate=r"time_decay$",
         wide={"hidden_size": 64, "intermediate_size": 64},
         tunable=({},),
         context={"context_length": 1024},
@@ -417,6 +420,39 @@ AVEY_B = Case(
 EAGLE = _rwkv("rwkv5", "rwkv6")
 FINCH = _rwkv("rwkv6", "rwkv5", lora_rank_tokenshift=4, lora_rank_decay=8)
 
+GOOSE = Case(
+    "rwkv7",
+    "rwkv7",
+    {
+        "hidden_size": 48,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "intermediate_size": 64,
+        "decay_low_rank_dim": 6,
+        "a_low_rank_dim": 5,
+        "v_low_rank_dim": 4,
+        "gate_low_rank_dim": 8,
+    },
+    optimizer={"betas": (0.9, 0.99), "eps": 1e-18, "weight_decay": 0.1},
+    not_decayed=r"\.(x_[rwkvag]|[wav]0|[wavg][12]|k_[ka]|r_k)$",
+    twice_the_rate=r"\.w0$",
+    export_least=3,
+    wide={"hidden_size": 64, "intermediate_size": 64},
+    tunable=({},),
+    float32_states=("wkv",),
+    layer_kinds=2,
+    state_sizes=lambda c: [c.num_hidden_layers * c.hidden_size * (2 + c.head_dim)] * 3,
+    linear=("key", "value", "receptance", "output"),
+    wrong=(
+        ({"num_hidden_layers": 0}, AT_LEAST_ONE.format("num_hidden_layers")),
+        ({"gate_low_rank_dim": 0}, AT_LEAST_ONE.format("gate_low_rank_dim")),
+        ({"hidden_size": 50}, r"`hidden_size` \(50\) must be a multiple of `head_dim` \(16\)"),
+        ({"attn": {"layers": [1]}}, "`attn` must be None, got .*softmax attention"),
+        ({"norm_first": False}, "`norm_first` must be True, got False"),
+        ({"value_dim": [48, 96, 48]}, r"`value_dim` must be 48, got \[48, 96, 48\]"),
+    ),
+)
+
 CLIP = {
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -454,7 +490,7 @@ def _variant(base: Case, name: str, **fields) -> Case:
     return replace(base, name=f"{base.name}-{name}", fields={**base.fields, **fields}, state_sizes=None)
 
 
-BASE = (EAGLE, FINCH, AVEY, RAVEN, GECKO, AVEY_B)
+BASE = (EAGLE, FINCH, GOOSE, AVEY, RAVEN, GECKO, AVEY_B)
 # Every second block of the Finch case reads images backward.
 VISUAL = (_visual(EAGLE), _visual(FINCH))
 

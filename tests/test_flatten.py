@@ -14,6 +14,7 @@ from subquad.models import REGISTRY
 LIMITS = {
     "rwkv5": 4550,
     "rwkv6": 4700,
+    "rwkv7": 4750,
     "avey": 4050,
     "avey-b": 3200,
     "raven": 5400,

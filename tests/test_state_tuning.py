@@ -15,6 +15,7 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from subquad import StateTuningConfig, embedded_model
+from subquad.models import REGISTRY
 
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -33,7 +34,8 @@ def fill(model, seed):
     torch.manual_seed(seed)
     with torch.no_grad():
         for state in states(model).values():
-            state.normal_(std=0.005 if state.shape[-1] == state.shape[-2] else 1.0)
+            square = state.shape[-1] == state.shape[-2]
+            state.normal_(std=5 / REGISTRY[model.config.model_type].tunable_state.scale if square else 1.0)
     return model.eval()
 
 
@@ -48,11 +50,10 @@ def read_behind_the_states(model, ids):
     mask[:, 0] = 0  # padding alone leaves the states of a cache at zero
     cache = model(input_ids=ids[:, :1], attention_mask=mask[:, :1]).past_key_values
     for name, state in states(model).items():
-        layer = int(name.split(".attention." if "rwkv" in name else ".attn.")[0].rpartition(".")[2])
-        scale = 1000.0 if "rwkv" in name else 1.0
-        key = "wkv" if "rwkv" in name else "slots"
-        assert not cache.layers[layer].states[key].any()
-        cache.layers[layer].states[key] = (scale * state).expand(rows, *state.shape)
+        layer = int(re.search(r"\.(\d+)\.", name)[1])
+        tunable = REGISTRY[model.config.model_type].tunable_state
+        assert not cache.layers[layer].states[tunable.name].any()
+        cache.layers[layer].states[tunable.name] = (tunable.scale * state).expand(rows, *state.shape)
     return read(model, ids, attention_mask=mask, past_key_values=cache)
 
 
@@ -213,7 +214,9 @@ def test_adapters_are_swapped(model_type, fields, tmp_path):
 def test_a_classifier(model_type, fields, tmp_path):
     classifier = "AutoModelForSequenceClassification"
     model = tiny_model(model_type, classifier, **fields)
-    model = get_peft_model(model, StateTuningConfig(task_type="SEQ_CLS", exclude_modules=["0.attention", "0.attn"]))
+    model = get_peft_model(
+        model, StateTuningConfig(task_type="SEQ_CLS", exclude_modules=["0.attention", "0.attn", "0.att"])
+    )
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert any("score" in name for name in trained) and not any(".0." in name for name in trained)
     logits = read(fill(model, 1), random_ids(2, 9))

@@ -96,7 +96,7 @@ def test_groups_are_those_of_the_paper(model_type):
         group, expected = of[parameter], {"lr": 3e-4, "eps": 1e-8, **CASES[model_type].optimizer}
         if parameter.ndim < 2 or re.search(CASES[model_type].not_decayed, name):
             expected["weight_decay"] = 0.0
-        if name.endswith("time_decay"):
+        if re.search(CASES[model_type].twice_the_rate, name):
             expected["lr"] = 6e-4
         assert {key: group[key] for key in expected} == expected, name
     other = torch.optim.AdamW(parameter_groups(model, lr=1.0, weight_decay=0.3))

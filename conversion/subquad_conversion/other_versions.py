@@ -12,6 +12,10 @@ def _ends(tensors: Tensors, *endings: str) -> bool:
     return any(name.endswith(endings) for name in tensors)
 
 
+def _has_part(tensors: Tensors, *parts: str) -> bool:
+    return any(part in name for name in tensors for part in parts)
+
+
 def _has(tensors: Tensors, name: str) -> bool:
     return any(f"{attention}{name}" in tensors for attention in ATTENTIONS)
 
@@ -70,7 +74,21 @@ OTHER_VISUAL = (
 
 REFUSALS = (
     *OTHER_VISUAL,
-    Refusal("RWKV-7 (Goose)", lambda tensors: _ends(tensors, ".k_k", ".r_k")),
+    Refusal("RWKV-7b, with DeepEmbed and attention", lambda tensors: _has_part(tensors, ".qkv.qq.")),
+    Refusal("an RWKV-8 preview", lambda tensors: _has_part(tensors, ".enn")),
+    Refusal("RWKV-7a, with DeepEmbed", lambda tensors: _has_part(tensors, ".ffn.s_emb")),
+    Refusal(
+        "a hybrid of RWKV-7 (Goose) and softmax attention, by flash-linear-attention",
+        lambda tensors: _ends(tensors, ".r_k") and _has_part(tensors, ".attn.q_proj."),
+    ),
+    Refusal(
+        "RWKV-7 (Goose) in the layers of another model, such as ARWKV or QRWKV",
+        lambda tensors: _has_part(tensors, ".mlp.gate_proj.") and _ends(tensors, ".r_k", ".k_k", ".k_a"),
+    ),
+    Refusal(
+        "RWKV-7 (Goose) in a layout that is not known",
+        lambda tensors: _ends(tensors, ".k_k", ".r_k") and not _starts(tensors, "module.", "_orig_mod."),
+    ),
     Refusal("RWKV-4", _is_version_4),
     Refusal("RWKV-5.0, without a gate", _is_version_5_0),
     Refusal("RWKV-5.1, with one decay a head", _is_version_5_1),

@@ -5,7 +5,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from . import avey, avey_b, gecko, raven, rwkv5_hub, rwkv5_trainer, rwkv6_fla, rwkv6_hub, rwkv6_trainer, visual_rwkv
+from . import (
+    avey,
+    avey_b,
+    gecko,
+    raven,
+    rwkv5_hub,
+    rwkv5_trainer,
+    rwkv6_fla,
+    rwkv6_hub,
+    rwkv6_trainer,
+    rwkv7,
+    visual_rwkv,
+)
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import ConversionError
 from .formats import Format
@@ -18,6 +30,7 @@ FORMATS: tuple[Format, ...] = (
     rwkv5_hub.FORMAT,
     rwkv6_hub.FORMAT,
     rwkv6_fla.FORMAT,
+    *rwkv7.FORMATS,
     avey.FORMAT,
     avey_b.HUB_FORMAT,
     avey_b.PAPER_FORMAT,

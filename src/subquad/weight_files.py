@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 from pathlib import Path
 
 from safetensors import safe_open
@@ -13,6 +14,8 @@ from transformers.utils.hub import cached_file, has_file
 
 # A file that is missing is None, not an error.
 QUIET = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
+# The layers that tell sizes, by their names in all layouts. In some models the first one lacks a tensor.
+FIRST_BLOCKS = re.compile(r"(^|\.)(blocks|layers)\.[01]\.")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
@@ -150,18 +153,18 @@ def _adapted_model(path: str, hub: dict) -> str:
 
 
 def _checkpoint_shapes(path: str, variant: str | None, hub: dict) -> dict[str, tuple[int, ...]]:
-    """Shapes of the first block's tensors, read from safetensors headers; empty if there is no such file."""
+    """Shapes of the tensors of the first two blocks, from safetensors headers; empty if there is no such file."""
     hub, (single_name, index_name) = {**hub, **QUIET}, _file_names(variant)
     files = []
     if (single := cached_file(path, single_name, **hub)) is not None:
         files = [single]
     elif (index := cached_file(path, index_name, **hub)) is not None:
-        shards = sorted({shard for name, shard in read_weight_map(index).items() if ".blocks.0." in name})
+        shards = sorted({shard for name, shard in read_weight_map(index).items() if FIRST_BLOCKS.search(name)})
         files = [cached_file(path, shard, **hub) for shard in shards]
     shapes = {}
     for name in files:
         with safe_open(name, framework="pt") as file:
             for key in file.keys():
-                if ".blocks.0." in key:
+                if FIRST_BLOCKS.search(key):
                     shapes[key] = tuple(file.get_slice(key).get_shape())
     return shapes

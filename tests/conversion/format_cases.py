@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rwkv7_files
 import torch
 from rwkv_files import fla_tensors, hub_tensors, tower, trainer_tensors, visual_tensors
 from safetensors.torch import save_file
@@ -242,6 +243,62 @@ def rwkv_cases(model_type: str, version: str, generation: str) -> list[Case]:
     ]
 
 
+# --- Goose ---
+
+GOOSE = {"layers": 2, "heads": 3, "head_size": 4, "vocabulary": 20, "intermediate": 16, "ranks": (5, 2, 3, 7)}
+GOOSE_SIZES = {
+    "vocab_size": 20,
+    "hidden_size": 12,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_heads": 3,
+    "head_dim": 4,
+    "decay_low_rank_dim": 5,
+    "a_low_rank_dim": 2,
+    "v_low_rank_dim": 3,
+    "gate_low_rank_dim": 7,
+}
+
+
+def goose_case(layout: str, what: str, block: str, embeddings: str, head: str, **options) -> Case:
+    tensors = getattr(rwkv7_files, f"{layout}_tensors")
+    prefix = {"trainer": "", "web": "", "hub": "rwkv7."}.get(layout)
+    unused = {} if prefix is None else {f"{prefix}{name}": torch.zeros(2, 2) for name in rwkv7_files.UNUSED}
+    return Case(
+        f"rwkv7-{layout}",
+        "rwkv7",
+        lambda: (tensors(**GOOSE), rwkv7_files.hub_tensors(**GOOSE)),
+        (block, 1),
+        embeddings,
+        head,
+        GOOSE_SIZES,
+        f"Goose (RWKV-7), {what}: 2 layers of 12, 3 heads of 4, vocabulary 20.",
+        again="rwkv7-hub",
+        buffers=unused,
+        **options,
+    )
+
+
+# The number of heads in published configurations of flash-linear-attention's layout is wrong.
+FLA_FIELDS = {"num_heads": 32, "norm_eps": 1e-5, "attn": None, "value_dim": [12, 12], "fuse_norm": True}
+RS_FIELDS = {"head_size": 4, "num_attention_heads": 3, "layer_norm_epsilon": 1e-5, "group_norm_epsilon": 4e-5}
+GOOSE_CASES = (
+    goose_case("trainer", "trainer checkpoint", "blocks.", "emb.weight", "head.weight"),
+    goose_case("web", "web-rwkv's layout", "blocks.", "emb.weight", "head.weight"),
+    goose_case("hub", "Hub model", "rwkv7.blocks.", "rwkv7.emb.weight", "head.weight"),
+    goose_case(
+        "fla",
+        "flash-linear-attention's layout",
+        "model.layers.",
+        "model.embeddings.weight",
+        "lm_head.weight",
+        fields=FLA_FIELDS,
+    ),
+    goose_case(
+        "rs", "rwkv-rs's layout", "model.layers.", "model.embed_tokens.weight", "lm_head.weight", fields=RS_FIELDS
+    ),
+)
+
 # --- Avey, Avey-B ---
 
 AVEY = {"vocab_size": 30, "d_embed": 8, "n_blocks": 2, "chunk_size": 4, "k": 2, "expansion_factor": 2}
@@ -383,6 +440,7 @@ CASES = {
         again="rwkv6-hub",
         first_part=lambda name: next(iter(rwkv6_fla.FORMAT.parts(name))),
     ),
+    **{case.format: case for case in GOOSE_CASES},
     "avey": Case(
         "avey",
         "avey",

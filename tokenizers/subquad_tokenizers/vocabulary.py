@@ -9,7 +9,7 @@ WORLD_VOCAB_FILE_NAME = "rwkv_vocab_v20230424.txt"
 # The vocabulary that every World model was trained with.
 WORLD_VOCAB_FILE = str(Path(__file__).parent / "data" / WORLD_VOCAB_FILE_NAME)
 # Types of the models that were trained with it.
-WORLD_MODEL_TYPES = ("rwkv5", "rwkv6", "visual_rwkv")
+WORLD_MODEL_TYPES = ("rwkv5", "rwkv6", "rwkv7", "visual_rwkv")
 
 
 def read_vocabulary(path) -> list[bytes]:

@@ -11,6 +11,7 @@ from .gecko import *
 from .raven import *
 from .rwkv5 import *
 from .rwkv6 import *
+from .rwkv7 import *
 from .visual_rwkv import *
 
 

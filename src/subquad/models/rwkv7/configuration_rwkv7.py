@@ -1,0 +1,194 @@
+"""Configuration of Goose (RWKV-7)."""
+
+import math
+import re
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from ...layer_types import layer_types_property
+from ...tensor_parallel import divides_heads, plan_heads, plan_property
+
+
+# Fields of other packages that say nothing about the weights.
+IGNORED = (
+    "attn_mode",
+    "architecture_version",
+    "context_length",
+    "fuse_cross_entropy",
+    "fuse_linear_cross_entropy",
+    "fuse_norm",
+    "initializer_range",
+    "max_position_embeddings",
+    "use_l2warp",
+    "wkv_implementation",
+    "wkv_state_dtype",
+)
+# The ranks, each with the tensor that shows it in the RWKV organisation's layout (axis 1), and in that of
+# flash-linear-attention (axis 0). The first layer does not mix values.
+RANKS = {
+    "decay_low_rank_dim": (0, "w"),
+    "a_low_rank_dim": (0, "a"),
+    "v_low_rank_dim": (1, "v"),
+    "gate_low_rank_dim": (0, "g"),
+}
+# A tensor of the first two blocks that only a relative of the model has.
+RELATIVES = {
+    r"\.s_emb": "RWKV-7a, with DeepEmbed",
+    r"\.qkv\.qq\.": "RWKV-7b, with DeepEmbed and attention",
+    r"\.enn\.|\.ennk": "an RWKV-8 preview",
+    r"\.attn\.q_proj\.": "a hybrid with softmax attention",
+}
+
+
+@strict
+class Rwkv7Config(PreTrainedConfig):
+    r"""
+    Configuration of a Goose (RWKV-7) model (arXiv:2503.14456). The names are those of the RWKV organisation's
+    `config.json` files. Those of flash-linear-attention are read too; nearly all are the same.
+
+    Args:
+        vocab_size: number of token ids, V.
+        hidden_size: model dimension, D.
+        num_hidden_layers: number of blocks, L.
+        head_dim: width of a head, N; `hidden_size / num_heads` or, without that, 64 if None.
+        num_heads: number of heads. It always is `hidden_size / head_dim`: published files have other numbers in this
+            field, which mean nothing.
+        intermediate_size: width of the channel mixing; 4 * `hidden_size`, rounded up to a multiple of 32, if None.
+        decay_low_rank_dim, a_low_rank_dim, v_low_rank_dim, gate_low_rank_dim: ranks of the maps that make the decay w,
+            the in-context learning rate a, the mixing of values v, and the gate g. If None, those of the trainer:
+            2.5, 2.5, 1.7 and 5 times the square root of `hidden_size`, rounded to a multiple of 32.
+        norm_eps: epsilon of every layer norm. That of the norm over the heads is `head_dim` times as large.
+    """
+
+    model_type = "rwkv7"
+    attribute_map = {
+        "num_attention_heads": "num_heads",
+        "head_size": "head_dim",
+        "layer_norm_epsilon": "norm_eps",
+    }
+    keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_fsdp_plan = {
+        "emb": "free_full_weight",
+        "blocks.*": "free_full_weight",
+        "ln_out": "keep_full_weight",
+    }
+    # The parameters of each head other than columns of linear layers, see `plan_heads`.
+    _head_parameters = {
+        **dict.fromkeys(("w0", "w2", "a0", "a2", "v0", "v2", "g2", "k_k", "k_a"), "rowwise"),
+        **dict.fromkeys(("r_k", "ln_x.weight", "ln_x.bias"), "colwise"),
+    }
+
+    vocab_size: int = 65536
+    hidden_size: int = 2048
+    num_hidden_layers: int = 24
+    head_dim: int | None = None
+    num_heads: int | None = None
+    intermediate_size: int | None = None
+    decay_low_rank_dim: int | None = None
+    a_low_rank_dim: int | None = None
+    v_low_rank_dim: int | None = None
+    gate_low_rank_dim: int | None = None
+    norm_eps: float = 1e-5
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 0
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+
+    @property
+    def only_values(self) -> dict[str, tuple[Any, str]]:
+        """
+        The fields of other packages that make variants of the model: the value of all published models, which is not
+        kept, and what any other stands for.
+        """
+        return {
+            "attn": (None, "layers with softmax attention"),
+            "attention_hidden_size": (self.hidden_size, "heads of another width than the model"),
+            "value_dim": (self.hidden_size, "values of another width than the model"),
+            "hidden_act": ("sqrelu", "another activation"),
+            "norm_first": (True, "a model without a norm of the embeddings"),
+            "norm_bias": (True, "norms without biases"),
+            "group_norm_epsilon": (self.head_dim * self.norm_eps, "another epsilon"),
+            "embedding_layer_norm_fused": (False, "a norm that is part of the embeddings"),
+            "use_deep_embed": (False, "DeepEmbed"),
+        }
+
+    def __post_init__(self, **kwargs):
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:  # sizes below depend on it
+                setattr(self, name, kwargs.pop(alias))
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_heads if self.num_heads else 64
+        self.num_heads = self.hidden_size // max(self.head_dim, 1)
+        ratio = kwargs.pop("hidden_ratio", None) or 4
+        if self.intermediate_size is None:
+            self.intermediate_size = math.ceil(self.hidden_size * ratio / 32) * 32
+        for name, factor in zip(RANKS, (2.5, 2.5, 1.7, 5.0), strict=True):
+            if getattr(self, name) is None:
+                setattr(self, name, max(32, round(factor * self.hidden_size**0.5 / 32) * 32))
+        for name, (value, _) in self.only_values.items():
+            given = kwargs.get(name, value)
+            if all(each in (None, value) for each in (given if isinstance(given, list) else [given])):
+                kwargs.pop(name, None)
+        for name in IGNORED:
+            kwargs.pop(name, None)
+        super().__post_init__(**kwargs)
+
+    @plan_property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How tensor parallel processes share the model: by heads, if their number divides the number of heads."""
+        into, split = ("receptance", "key", "value"), divides_heads(self, self.num_heads)
+        return {
+            "emb": "embedding_rowwise",
+            **plan_heads("blocks.*.att", into, "output", self._head_parameters, split),
+            "blocks.*.ffn.key": "colwise",
+            "blocks.*.ffn.value": "rowwise",
+        }
+
+    @layer_types_property
+    def layer_types(self) -> list[str]:
+        """What transformers takes the blocks for."""
+        return ["linear_attention"] * self.num_hidden_layers
+
+    def validate_architecture(self):
+        """Raises a ValueError if sizes do not fit together, before any tensor is created."""
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "intermediate_size", *RANKS):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.num_heads * self.head_dim != self.hidden_size:
+            raise ValueError(f"`hidden_size` ({self.hidden_size}) must be a multiple of `head_dim` ({self.head_dim}).")
+        for name, (value, other) in self.only_values.items():
+            if hasattr(self, name):
+                raise ValueError(f"`{name}` must be {value!r}, got {getattr(self, name)!r}: {other} is not supported.")
+
+    def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """
+        Takes sizes that published `config.json` files lack or misstate from a checkpoint's tensors.
+
+        Args:
+            shapes: name to shape of the tensors of the first two blocks, in any of the layouts that load. Missing
+                names change nothing.
+
+        Raises:
+            ValueError: if a tensor belongs to a relative of the model.
+        """
+        for pattern, title in RELATIVES.items():
+            if found := next((name for name in shapes if re.search(pattern, name)), None):
+                raise ValueError(f"{found} is a tensor of {title}, which is not supported.")
+        for name, shape in shapes.items():
+            place = re.search(r"(?:blocks|layers)\.([01])\.(?:attn?|ffn)\.(.+)$", name)
+            if place is None or len(shape) != 2:
+                continue
+            layer, leaf = int(place[1]), place[2]
+            for size, (first, letter) in RANKS.items():
+                if layer == first and leaf in (f"{letter}1", f"{letter}_lora.lora.0.weight"):
+                    setattr(self, size, shape[leaf == f"{letter}1"])
+            if layer == 0 and leaf == "r_k":
+                self.num_heads, self.head_dim = shape
+            elif layer == 0 and leaf == "key.weight" and shape[1] == self.hidden_size:  # unless packed to a few bits
+                self.intermediate_size = shape[0]
+
+
+__all__ = ["Rwkv7Config"]

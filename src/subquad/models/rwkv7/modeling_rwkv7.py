@@ -1,0 +1,334 @@
+"""Goose (RWKV-7), "RWKV-7 Goose with Expressive Dynamic State Evolution" (arXiv:2503.14456)."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.integrations import use_kernelized_func
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.output_capturing import capture_outputs
+
+from subquad_kernels import delta_wkv_state, gated_delta_wkv, token_shift
+
+from ...base import RecurrentPreTrainedModel
+from ...cache import LayerState, RecurrentCache
+from ...generation import RecurrentGenerationMixin
+from ...heads import CausalLMHead, SequenceClassificationHead
+from ...layers import Linear, replaceable
+from ...padding import Tokens, last_token
+from ...tensor_parallel import local_part, times_own_columns
+from .configuration_rwkv7 import Rwkv7Config
+from .loading_rwkv7 import FLASH_LINEAR_ATTENTION
+
+
+FLASH_LINEAR_ATTENTION.register(Rwkv7Config.model_type)
+gated_delta_wkv, token_shift = replaceable(gated_delta_wkv, token_shift)
+
+
+def projection(inputs: int, outputs: int, gain: float) -> Linear:
+    """A linear layer without bias. The published trainer initialises it orthogonally, times `gain`."""
+    layer = Linear(inputs, outputs, bias=False)
+    layer.gain = gain
+    return layer
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in float32, or in float64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Rwkv7GatedRecurrence(nn.GroupNorm):
+    """
+    The recurrence, the norm of each head's output, the bonus of the current token, and the gate. The module with the
+    norm's weights computes them all, because offloading and adapters act on the module that is called.
+    """
+
+    def forward(self, tokens: Tokens, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the new state; the arguments are those of [`Tokens.by_document`] and `gated_delta_wkv`."""
+        weight, bias = local_part(self.weight), local_part(self.bias)
+        return tokens.by_document(gated_delta_wkv, weight=weight, bias=bias, eps=self.eps, **arguments)
+
+
+class Rwkv7TimeMixing(nn.Module):
+    """The generalised delta rule: a state per head that forgets by channel, and replaces what it held under a key."""
+
+    def __init__(self, config: Rwkv7Config, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_size = config.head_dim
+        width = config.hidden_size
+
+        def vector() -> nn.Parameter:
+            return nn.Parameter(torch.empty(1, 1, width))
+
+        def low_rank(rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+            return nn.Parameter(torch.empty(width, rank)), nn.Parameter(torch.empty(rank, width))
+
+        self.x_r, self.x_w, self.x_k = vector(), vector(), vector()
+        self.x_v, self.x_a, self.x_g = vector(), vector(), vector()
+
+        self.w0, (self.w1, self.w2) = vector(), low_rank(config.decay_low_rank_dim)
+        self.a0, (self.a1, self.a2) = vector(), low_rank(config.a_low_rank_dim)
+        if layer_idx > 0:
+            self.v0, (self.v1, self.v2) = vector(), low_rank(config.v_low_rank_dim)
+        self.g1, self.g2 = low_rank(config.gate_low_rank_dim)
+        self.k_k, self.k_a = vector(), vector()
+        self.r_k = nn.Parameter(torch.empty(config.num_heads, self.head_size))
+
+        self.receptance = projection(width, width, gain=1.0)
+        self.key = projection(width, width, gain=0.1)
+        self.value = projection(width, width, gain=1.0)
+        self.output = projection(width, width, gain=0.0)
+        self.ln_x = Rwkv7GatedRecurrence(config.num_heads, width, eps=self.head_size * config.norm_eps)
+
+    def forward(
+        self, x: torch.Tensor, tokens: Tokens, v_first: torch.Tensor | None, state: LayerState | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            x: (batch, length, hidden_size).
+            v_first: the first layer's values for the same tokens, (batch, length, hidden_size); None in that layer.
+
+        Returns:
+            the output, of the shape of x, and `v_first`.
+        """
+        before = state and state.get("attention_shift")
+        x = tokens.fill(x, before)
+        before = tokens.token_before(x, before)
+        mu = torch.cat((self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g)).squeeze(1)
+        x_r, x_w, x_k, x_v, x_a, x_g = token_shift(x, state=before, mu=mu, starts=tokens.starts).unbind()
+
+        r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
+        # The decay w lies between exp(-exp(-1/2)) = 0.545 and 1; a is how much of the old value is replaced.
+        d = wide(local_part(self.w0)) + times_own_columns(torch.tanh(x_w @ self.w1), self.w2)
+        log_w = -math.exp(-0.5) * torch.sigmoid(d)
+        a = torch.sigmoid(local_part(self.a0) + times_own_columns(x_a @ self.a1, self.a2))
+        g = times_own_columns(torch.sigmoid(x_g @ self.g1), self.g2)
+        if v_first is None:
+            v_first = v
+        else:
+            mix = torch.sigmoid(local_part(self.v0) + times_own_columns(x_v @ self.v1, self.v2))
+            v = v + (v_first - v) * mix
+
+        heads = (*x.shape[:2], -1, self.head_size)
+        kappa = (k * local_part(self.k_k)).view(heads)
+        kappa = F.normalize(wide(kappa), dim=-1, eps=1e-12).to(k.dtype)
+        k = k * (1 + (a - 1) * local_part(self.k_a))
+        # Padding neither adds to the state nor removes from it nor decays it.
+        k, kappa, log_w = tokens.erase(k.view(heads)), tokens.erase(kappa), tokens.erase(log_w.view(heads))
+        v, a = v.view(heads), a.view(heads)
+
+        out, after = self.ln_x(
+            tokens,
+            initial_state=state and state.get("wkv"),
+            inplace=state is not None and state.can_overwrite("wkv"),
+            r=r.view(heads),
+            k=k,
+            v=v,
+            log_w=log_w,
+            kappa=kappa,
+            a=a,
+            gate=g,
+            bonus=local_part(self.r_k),
+        )
+        if state is not None:
+            state.step("attention_shift", last_token, x)
+            state.update("wkv", after, delta_wkv_state, k, v, log_w, kappa, a)
+        return self.output(out), v_first
+
+
+class Rwkv7ChannelMixing(nn.Module):
+    """A feed-forward network on each token and a part of the one before."""
+
+    def __init__(self, config: Rwkv7Config, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.x_k = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+        self.key = projection(config.hidden_size, config.intermediate_size, gain=1.0)
+        self.value = projection(config.intermediate_size, config.hidden_size, gain=0.0)
+
+    def forward(self, x: torch.Tensor, tokens: Tokens, state: LayerState | None = None) -> torch.Tensor:
+        """x (batch, length, hidden_size); the output has the same shape."""
+        before = state and state.get("feed_forward_shift")
+        x = tokens.fill(x, before)
+        before = tokens.token_before(x, before)
+        x_k = token_shift(x, state=before, mu=self.x_k[0], starts=tokens.starts)[0]
+        if state is not None:
+            state.step("feed_forward_shift", last_token, x)
+        return self.value(F.relu(self.key(x_k)).square())
+
+
+@use_kernelized_func([gated_delta_wkv, token_shift])
+class Rwkv7Block(GradientCheckpointingLayer):
+    def __init__(self, config: Rwkv7Config, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        if layer_idx == 0:
+            self.ln0 = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.ln1 = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.ln2 = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.att = Rwkv7TimeMixing(config, layer_idx)
+        self.ffn = Rwkv7ChannelMixing(config, layer_idx)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        v_first: torch.Tensor | None,
+        tokens: Tokens,
+        past_key_values: RecurrentCache | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and `v_first`, as [`Rwkv7TimeMixing`] has them: the first layer's values go with x everywhere."""
+        state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        if self.layer_idx == 0:
+            x = self.ln0(x)
+        out, v_first = self.att(self.ln1(x), tokens, v_first, state)
+        x = x + out
+        return x + self.ffn(self.ln2(x), tokens, state), v_first
+
+
+class Rwkv7PreTrainedModel(RecurrentPreTrainedModel):
+    config: Rwkv7Config
+    config_class = Rwkv7Config
+    base_model_prefix = "rwkv7"
+    _no_split_modules = ["Rwkv7Block"]
+    _input_embed_layer = "emb"
+    _can_record_outputs = {"hidden_states": Rwkv7Block}
+    # Published files have them, and nothing reads them.
+    _keys_to_ignore_on_load_unexpected = [r"blocks\.0\.att\.v[012]$"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As the published trainer does."""
+        if isinstance(module, Rwkv7TimeMixing):
+            self._init_time_mixing(module)
+        elif isinstance(module, Rwkv7ChannelMixing):
+            depth = 1 - module.layer_idx / self.config.num_hidden_layers
+            init.copy_(module.x_k, (1 - self._ramp() ** depth**4).view(1, 1, -1))
+        elif isinstance(module, nn.Linear) and hasattr(module, "gain"):
+            if module.gain:
+                init.orthogonal_(module.weight, gain=module.gain)
+            else:
+                init.zeros_(module.weight)
+        elif isinstance(module, nn.Embedding):
+            init.uniform_(module.weight, -1e-4, 1e-4)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif module is getattr(self, "score", None):
+            init.kaiming_uniform_(module.weight, a=5**0.5)  # the default of nn.Linear
+
+    def _ramp(self) -> torch.Tensor:
+        """Channels from 0 to nearly 1."""
+        return torch.arange(self.config.hidden_size) / self.config.hidden_size
+
+    def _init_time_mixing(self, module: Rwkv7TimeMixing) -> None:
+        config, l, layers = self.config, module.layer_idx, self.config.num_hidden_layers
+        width, size = config.hidden_size, config.head_dim
+        up, down = l / max(layers - 1, 1), 1 - l / layers  # how deep the layer is: from 0 to 1, from 1 to 1 / layers
+        i = torch.arange(width)
+        to_one = i / max(width - 1, 1)
+        z = 2 * (i % size - (size - 1) / 2) / max(size - 1, 1)
+        zigzag = z * z.abs()  # over the channels of each head
+        vectors = {
+            "w0": -5.5 + 6 * to_one ** (1 + up**0.3) + 2.5 * zigzag,
+            "a0": -0.19 + 0.3 * zigzag + 0.4 * (to_one - 0.5),
+            "k_k": 0.71 - 0.1 * (to_one - 0.5),
+            "k_a": torch.full((width,), 1.02),
+        }
+        for power, names in ((0.2, ("x_r", "x_g")), (0.7, ("x_k", "x_v")), (0.9, ("x_w", "x_a"))):
+            vectors |= dict.fromkeys(names, 1 - self._ramp() ** (power * down))
+        if l > 0:
+            vectors["v0"] = 0.73 - 0.4 * (to_one - 0.5)
+        for name, values in vectors.items():
+            init.copy_(getattr(module, name), values.view(1, 1, -1))
+        for letter in "wavg" if l > 0 else "wag":
+            up_map = getattr(module, f"{letter}2")
+            init.zeros_(getattr(module, f"{letter}1"))
+            init.orthogonal_(up_map, gain=0.1 * max(up_map.shape[0] / width, 1) ** 0.5)
+        init.constant_(module.r_k, -0.04)
+        init.constant_(module.ln_x.weight, ((1 + l) / layers) ** 0.7)
+        init.zeros_(module.ln_x.bias)
+
+
+class Rwkv7Model(Rwkv7PreTrainedModel):
+    """The blocks of Goose, without a head."""
+
+    def __init__(self, config: Rwkv7Config):
+        super().__init__(config)
+        self.emb = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Rwkv7Block(config, i) for i in range(config.num_hidden_layers))
+        self.ln_out = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: (batch, length) token ids.
+            attention_mask: (batch, length), 0 for padding, which may be before or after a row's text. With a cache it
+                may also cover the tokens of earlier calls.
+            position_ids: (batch, length). They only show where packed documents begin: at a position that does not
+                follow the one before. They are not read while a graph is traced: `torch.compile` and export need
+                `cu_seqlens`.
+            past_key_values: the states after earlier tokens, updated in place.
+            inputs_embeds: (batch, length, hidden_size), instead of `input_ids`.
+            use_cache: whether to return the states. If None, `config.use_cache`, but not in training.
+            cu_seqlens: (documents + 1), the boundaries of documents packed into one row; also as `cu_seq_lens_q`.
+
+        Returns:
+            last_hidden_state (batch, length, hidden_size), in which padding after a text repeats its last token and
+            padding before it is zero; past_key_values; hidden_states (the embeddings and the output of every block,
+            the last one normalised) if `output_hidden_states` is set.
+
+        Raises:
+            ValueError: before any work, if an argument does not fit; the message names it.
+        """
+        x, tokens, past_key_values, use_cache = self.read_inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
+        )
+        v_first = None
+        for block in self.blocks[: self.config.num_hidden_layers]:
+            x, v_first = block(x, v_first, tokens, past_key_values=past_key_values)
+        return self.make_output(self.ln_out(x), tokens, past_key_values, use_cache)
+
+
+class Rwkv7ForCausalLM(CausalLMHead, Rwkv7PreTrainedModel, RecurrentGenerationMixin):
+    """Goose with a language modeling head."""
+
+    lm_head_name = "head"
+    _tp_plan = {"head": "colwise_gather_output"}
+    _tied_weights_keys = {"head.weight": "rwkv7.emb.weight"}
+
+    def __init__(self, config: Rwkv7Config):
+        super().__init__(config)
+        self.rwkv7 = Rwkv7Model(config)
+        gain = 0.5 * max(config.vocab_size / config.hidden_size, 1) ** 0.5
+        self.head = projection(config.hidden_size, config.vocab_size, gain)
+        self.post_init()
+
+
+class Rwkv7ForSequenceClassification(SequenceClassificationHead, Rwkv7PreTrainedModel):
+    """Goose with a linear classifier on the last token."""
+
+    def __init__(self, config: Rwkv7Config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.rwkv7 = Rwkv7Model(config)
+        self.score = Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+__all__ = ["Rwkv7ForCausalLM", "Rwkv7ForSequenceClassification", "Rwkv7Model", "Rwkv7PreTrainedModel"]

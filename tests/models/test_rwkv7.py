@@ -1,0 +1,327 @@
+"""What Goose has of its own: sizes, initialisation, what others computed with it, published directories."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from cases import CASES, GOOSE, random_ids, tiny_config, tiny_model
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+import subquad
+from subquad import Rwkv7Config, Rwkv7ForCausalLM
+from subquad.info import describe
+
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+# Parameters that are read, and numbers of state.
+PUBLISHED = {
+    "goose-0.1b": (191_034_624, 608_256),
+    "goose-0.4b": (450_767_872, 1_622_016),
+    "goose-1.5b": (1_527_404_544, 3_244_032),
+    "goose-2.9b": (2_947_735_040, 5_406_720),
+    "goose-7.2b": (7_199_141_888, 8_650_752),
+    "goose-13.3b": (13_269_245_952, 16_490_496),
+    "goose-pile-168m": (167_638_272, 608_256),
+    "goose-pile-421m": (421_145_600, 1_622_016),
+    "goose-pile-1.47b": (1_465_014_272, 3_244_032),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_published_sizes(preset):
+    config = subquad.preset_config(preset)
+    parameters, elements = PUBLISHED[preset]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        cache = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert cache.num_elements == elements
+    assert describe(preset).state_elements == elements
+
+
+def test_ranks_of_new_models():
+    """Those of the trainer, which are those of the smallest published model."""
+    config = Rwkv7Config(hidden_size=768)
+    ranks = (config.decay_low_rank_dim, config.a_low_rank_dim, config.v_low_rank_dim, config.gate_low_rank_dim)
+    assert ranks == (64, 64, 32, 128)
+    assert Rwkv7Config(hidden_size=4096).gate_low_rank_dim == 320
+    assert Rwkv7Config(hidden_size=64).v_low_rank_dim == 32
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_initialisation(layers):
+    torch.manual_seed(0)
+    model = Rwkv7ForCausalLM(tiny_config("rwkv7", num_hidden_layers=layers, a_low_rank_dim=60))
+    width, size = 48, 16
+    channels = range(width)
+    for l, block in enumerate(model.rwkv7.blocks):
+        att, ffn = block.att, block.ffn
+        rho, left = (l / (layers - 1) if layers > 1 else 0.0), 1 - l / layers
+        linear = [i / (width - 1) - 0.5 for i in channels]
+        zig = [z * abs(z) for z in (2 * (i % size - (size - 1) / 2) / (size - 1) for i in channels)]
+        expected = {
+            **{name: [1 - (i / width) ** (0.2 * left) for i in channels] for name in ("x_r", "x_g")},
+            **{name: [1 - (i / width) ** (0.7 * left) for i in channels] for name in ("x_k", "x_v")},
+            **{name: [1 - (i / width) ** (0.9 * left) for i in channels] for name in ("x_w", "x_a")},
+            "w0": [-5.5 + 6 * (i / (width - 1)) ** (1 + rho**0.3) + 2.5 * zig[i] for i in channels],
+            "a0": [-0.19 + 0.3 * zig[i] + 0.4 * linear[i] for i in channels],
+            "k_k": [0.71 - 0.1 * x for x in linear],
+            "k_a": [1.02] * width,
+            "r_k": [-0.04] * width,
+        }
+        if l > 0:
+            expected["v0"] = [0.73 - 0.4 * x for x in linear]
+        for name, values in expected.items():
+            assert getattr(att, name).flatten().tolist() == pytest.approx(values, abs=1e-5), name
+        assert ffn.x_k.flatten().tolist() == pytest.approx([1 - (i / width) ** left**4 for i in channels], abs=1e-6)
+        assert hasattr(att, "v0") == hasattr(att, "v1") == hasattr(att, "v2") == (l > 0)
+        for letter in "wavg" if l > 0 else "wag":
+            assert not getattr(att, f"{letter}1").any()
+            second = getattr(att, f"{letter}2")
+            rank = second.shape[0]
+            gram, gain = (
+                (second @ second.T, 0.1) if rank <= width else (second.T @ second, 0.1 * (rank / width) ** 0.5)
+            )
+            torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), atol=1e-5, rtol=1e-4)
+        for projection, gain in ((att.receptance, 1.0), (att.key, 0.1), (att.value, 1.0), (ffn.key, 1.0)):
+            weight = projection.weight
+            torch.testing.assert_close(weight.T @ weight, gain**2 * torch.eye(width), atol=1e-5, rtol=1e-4)
+        assert not att.output.weight.any() and not ffn.value.weight.any()
+        assert torch.all(att.ln_x.weight == ((1 + l) / layers) ** 0.7) and not att.ln_x.bias.any()
+    assert model.rwkv7.emb.weight.abs().max() <= 1e-4
+    head = model.head.weight
+    torch.testing.assert_close(head.T @ head, 0.25 * 97 / 48 * torch.eye(width), atol=1e-5, rtol=1e-4)
+
+
+def golden(name):
+    path = GOLDEN / f"rwkv7_{name}.safetensors"
+    with safe_open(path, "pt") as file:
+        config = json.loads(file.metadata()["config"])
+    tensors = load_file(path)
+    prefix = "weights."
+    weights = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+    return tensors, weights, config
+
+
+def trained(weights):
+    """The model of a trainer's tensors."""
+    config = Rwkv7Config(vocab_size=97, hidden_size=128, num_hidden_layers=3)
+    state_dict = {name if name == "head.weight" else f"rwkv7.{name}": x.float() for name, x in weights.items()}
+    config.set_sizes_from_shapes({name: x.shape for name, x in state_dict.items()})
+    return Rwkv7ForCausalLM.from_pretrained(None, config=config, state_dict=state_dict).eval()
+
+
+@pytest.mark.parametrize("sizes", [(71,), (36, 35), (1,) * 71, (64, 1, 6)])
+def test_what_the_runtime_of_the_authors_computed(sizes):
+    tensors, weights, _ = golden("trainer")
+    model, cache, logits = trained(weights), None, []
+    with torch.no_grad():
+        for ids in tensors["input_ids"].split(sizes, dim=1):
+            out = model(ids, past_key_values=cache, use_cache=True)
+            logits, cache = [*logits, out.logits], out.past_key_values
+    torch.testing.assert_close(torch.cat(logits, 1), tensors["logits"], atol=1e-4, rtol=0)
+    names = {"wkv": "wkv", "att_shift": "attention_shift", "ffn_shift": "feed_forward_shift"}
+    for i in range(3):
+        for theirs, ours in names.items():
+            expected = tensors[f"state.{i}.{theirs}"]
+            torch.testing.assert_close(cache.layers[i].states[ours], expected, atol=1e-4, rtol=0)
+
+
+def test_a_first_state():
+    """A tuned state has the layout of ours."""
+    tensors, weights, _ = golden("trainer")
+    model, ids = trained(weights), tensors["input_ids"]
+    cache = model.new_cache()
+    for i in range(3):
+        state = tensors[f"initial.{i}.wkv"]
+        cache.layers[i].states["wkv"] = state.expand(len(ids), *state.shape).clone()
+    with torch.no_grad():
+        logits = model(ids, past_key_values=cache).logits
+    torch.testing.assert_close(logits, tensors["logits_from_initial"], atol=1e-4, rtol=0)
+
+
+# Directories as others publish them.
+
+
+def write(path, weights, **config):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"model_type": "rwkv7", **config}))
+    save_file({name: x.contiguous() for name, x in weights.items()}, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def one_tensor_of_shifts(weights):
+    """The first files of flash-linear-attention had one tensor of all token shifts."""
+    weights = dict(weights)
+    for i in range(2):
+        prefix = f"model.layers.{i}.attn.x_"
+        weights[f"{prefix}x"] = torch.stack([weights.pop(f"{prefix}{letter}").flatten() for letter in "rwkvag"])
+    return weights
+
+
+@pytest.mark.parametrize("change", [dict, one_tensor_of_shifts])
+def test_a_directory_of_flash_linear_attention(change, tmp_path):
+    """It loads as it is, though its configuration has a wrong number of heads; what is saved has our names."""
+    tensors, weights, config = golden("hub")
+    source = write(tmp_path / "source", change(weights), **config)
+    model, info = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    assert (model.config.num_heads, model.config.head_dim, config["num_heads"]) == (4, 64, 32)
+    with torch.no_grad():
+        out = model.eval()(tensors["input_ids"], use_cache=True)
+    torch.testing.assert_close(out.logits, tensors["logits"], atol=1e-4, rtol=0)
+    names = {"conv_state": "attention_shift", "ffn_state": "feed_forward_shift"}
+    for i in range(2):
+        states = out.past_key_values.layers[i].states
+        torch.testing.assert_close(states["wkv"].mT, tensors[f"state.{i}.recurrent_state"], atol=1e-4, rtol=0)
+        for theirs, ours in names.items():
+            torch.testing.assert_close(states[ours], tensors[f"state.{i}.{theirs}"], atol=1e-4, rtol=0)
+
+    model.save_pretrained(tmp_path / "saved")
+    assert load_file(tmp_path / "saved/model.safetensors").keys() == dict(model.state_dict()).keys()
+    saved = json.loads((tmp_path / "saved/config.json").read_text())
+    assert saved.keys() <= {*Rwkv7Config().to_dict(), "architectures", "dtype"}
+    for path in (source, tmp_path / "saved"):
+        base = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+        for name, x in base.state_dict().items():
+            assert torch.equal(x, model.state_dict()[f"rwkv7.{name}"]), name
+
+
+def test_sizes_that_the_configuration_lacks(tmp_path):
+    """All but width, layers and vocabulary come from the tensors."""
+    tensors, weights, _ = golden("hub")
+    source = write(tmp_path / "source", weights, vocab_size=97, hidden_size=256, num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tensors["input_ids"]).logits, tensors["logits"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("prefix", ["rwkv7.", ""])
+def test_a_directory_of_the_rwkv_organisation(prefix, tmp_path):
+    """With the tensors that nothing reads; some repositories have no prefix."""
+    tensors, weights, _ = golden("trainer")
+    named = {name if name == "head.weight" else prefix + name: x for name, x in weights.items()}
+    sizes = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 3, "head_dim": 64, "pad_token_id": 0}
+    source = write(tmp_path / "source", named, **sizes, wkv_implementation="chunked", wkv_state_dtype="float32")
+    model, info = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tensors["input_ids"]).logits, tensors["logits"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("rwkv7.blocks.0.ffn.s_emb.weight", "RWKV-7a, with DeepEmbed"),
+        ("blocks.0.qkv.qq.weight", "RWKV-7b, with DeepEmbed and attention"),
+        ("blocks.0.ffn.enn.weight", "an RWKV-8 preview"),
+        ("model.layers.1.attn.q_proj.weight", "a hybrid with softmax attention"),
+    ],
+)
+def test_relatives_are_refused_by_their_names(name, title, tmp_path):
+    weights = tiny_model("rwkv7").state_dict() | {name: torch.zeros(4, 4)}
+    source = write(tmp_path / "source", weights, **GOOSE.fields, vocab_size=97)
+    with pytest.raises(ValueError, match=f"{name} is a tensor of {title}, which is not supported"):
+        AutoModelForCausalLM.from_pretrained(source)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attn": {"layers": [1]}},
+        {"norm_first": False},
+        {"embedding_layer_norm_fused": True},
+        {"value_dim": [48, 96, 48]},
+        {"attention_hidden_size": 96},
+    ],
+    ids=str,
+)
+def test_variants_are_refused_before_any_weight_is_read(fields, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv7", **GOOSE.fields, **fields}))
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(StrictDataclassClassValidationError, match=f"(?s)`{next(iter(fields))}` must be .*not supp"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_heads_under_other_names():
+    for fields in ({"head_size": 32}, {"num_attention_heads": 2}, {"head_dim": 32, "num_heads": 64}):
+        config = Rwkv7Config(hidden_size=64, **fields)
+        assert (config.num_heads, config.head_dim) == (config.num_attention_heads, config.head_size) == (2, 32)
+
+
+def test_fields_of_other_packages_that_say_nothing_are_not_kept():
+    fields = {"max_position_embeddings": 2048, "attn": None, "value_dim": [256, 256], "norm_first": True}
+    kept = AutoConfig.for_model("rwkv7", hidden_size=256, hidden_ratio=2.0, **fields).to_dict()
+    assert not fields.keys() & kept.keys()
+    assert kept["intermediate_size"] == 512
+
+
+# The values of the first layer, which all others read.
+
+
+def test_the_first_values_belong_to_one_call():
+    """They are not part of the cache, and every call computes those of its own tokens."""
+    model, ids = tiny_model("rwkv7"), random_ids(2, 12)
+    cache = model(ids[:, :7], use_cache=True).past_key_values
+    assert {name for layer in cache.layers[:-1] for name in layer.states} == {
+        "wkv",
+        "attention_shift",
+        "feed_forward_shift",
+    }
+    seen = []
+    hooks = [
+        block.register_forward_hook(lambda module, args, out: seen.append(out[1])) for block in model.rwkv7.blocks
+    ]
+    model(ids[:, 7:], past_key_values=cache)
+    assert len({id(x) for x in seen}) == 1 and seen[0].shape == (2, 5, 48)
+    for hook in hooks:
+        hook.remove()
+
+
+def test_decays_stay_above_their_floor():
+    """exp(-exp(-1/2)), whatever the decay's map says."""
+    model = tiny_model("rwkv7", num_hidden_layers=1)
+    with torch.no_grad():
+        model.rwkv7.blocks[0].att.w0.fill_(1e4)
+    ids = random_ids(1, 300)
+    whole = model(ids, use_cache=True)
+    assert torch.isfinite(whole.logits).all()
+    cache = model(ids[:, :150], use_cache=True).past_key_values
+    torch.testing.assert_close(
+        model(ids[:, 150:], past_key_values=cache).logits, whole.logits[:, 150:], atol=1e-4, rtol=1e-4
+    )
+    assert math.exp(-math.exp(-0.5)) == pytest.approx(0.545239, abs=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300])
+def test_padding_packing_and_splitting_at_many_lengths(length):
+    case, other = CASES["rwkv7"], 37
+    model = case.model(num_hidden_layers=2)
+    texts = case.ids(1, length), case.ids(1, other, seed=1)
+    with torch.no_grad():
+        alone = [model(ids).logits[0] for ids in texts]
+        width = max(length, other) + 2
+        for side in ("left", "right"):
+            ids, mask = torch.zeros(2, width, dtype=torch.long), torch.zeros(2, width, dtype=torch.long)
+            for row, text in enumerate(texts):
+                at = slice(width - text.shape[1], None) if side == "left" else slice(text.shape[1])
+                ids[row, at], mask[row, at] = text[0], 1
+            out = model(ids, attention_mask=mask, use_cache=True)
+            step = model(ids[:, :1], past_key_values=out.past_key_values).logits[:, 0]
+            for row, text in enumerate(texts):
+                torch.testing.assert_close(out.logits[row][mask[row] == 1], alone[row], atol=1e-4, rtol=1e-4)
+                longer = model(torch.cat((text, ids[row : row + 1, :1]), 1)).logits[0, -1]
+                torch.testing.assert_close(step[row], longer, atol=1e-4, rtol=1e-4)
+        bounds = torch.tensor([0, length, length + other])
+        packed = model(torch.cat(texts, 1), cu_seqlens=bounds).logits[0]
+        torch.testing.assert_close(packed, torch.cat(alone), atol=1e-4, rtol=1e-4)
+        for first in {1, length // 2, length - 1} - {0, length}:
+            cache = model(texts[0][:, :first], use_cache=True).past_key_values
+            rest = model(texts[0][:, first:], past_key_values=cache).logits[0]
+            torch.testing.assert_close(rest, alone[0][first:], atol=1e-4, rtol=1e-4)
