@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_gpu import fake_gpu
 
-from subquad_kernels import slot_memory, wkv
+from subquad_kernels import delta_wkv, slot_memory, wkv
 
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "benchmarks"
@@ -114,9 +114,16 @@ def fla_slot_memory(q, k, v, s, g, *, scale, initial_state=None, output_final_st
     return out + 0 * s.sum(), (state[..., : k.shape[-1]].mT, state[..., k.shape[-1] :])
 
 
+def fla_delta_wkv(r, w, k, v, a, b, *, scale, initial_state=None, output_final_state):
+    assert scale == 1.0
+    state = None if initial_state is None else initial_state.mT
+    return delta_wkv(r, k, v, w, -a, -b / a, state)
+
+
 EAGER = {"triton": "eager", "eager": "eager", "reference": "reference"}
 # Stand for the modules of flash-linear-attention.
 FLA = {
+    "delta_wkv": SimpleNamespace(chunk_rwkv7=fla_delta_wkv, fused_recurrent_rwkv7=fla_delta_wkv),
     "wkv": SimpleNamespace(chunk_rwkv6=without_scale(wkv), fused_recurrent_rwkv6=without_scale(wkv)),
     "slot_memory": SimpleNamespace(chunk_gsa=fla_slot_memory, fused_recurrent_gsa=fla_slot_memory),
 }
@@ -136,6 +143,7 @@ def test_every_part_is_measured(name, modules, run, monkeypatch, tmp_path, capsy
     ours = {row["what"].rpartition(" ")[2] for row in rows if row["implementation"] == "subquad"}
     assert ours >= {"forward", "forward+backward"}
     peers = {
+        "delta_wkv": {"fla"},
         "wkv": {"fla", "FlashAttention"},
         "slot_memory": {"fla"},
         "split_ranker": {"plain", "plain loop", "plain whole"},
@@ -172,7 +180,17 @@ def test_a_wrong_kernel_is_not_measured(name, modules, run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["wkv", "slot_memory", "static_mixing", "dynamic_mixing", "timestep_decay_norm", "cema", "working_memory"]
+    "name",
+    [
+        "cema",
+        "delta_wkv",
+        "dynamic_mixing",
+        "slot_memory",
+        "static_mixing",
+        "timestep_decay_norm",
+        "wkv",
+        "working_memory",
+    ],
 )
 def test_what_should_work_in_place_must(name, modules, run, monkeypatch):
     """The right result in new memory is wrong."""
