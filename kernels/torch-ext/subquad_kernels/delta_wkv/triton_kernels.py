@@ -30,25 +30,28 @@ OF_LENGTH = ("T", "SEGMENT", "SEGMENTS", "SLOTS")
 
 
 @triton.jit
-def _half_steps(
-    r, k, log_w, kappa, a, here, tokens_left, start, H, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr
-):
+def _sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """mask @ x. The mask is exact in any dtype; an x that is not is split into two parts."""
+    x = x.to(tl.float32)
+    if DOT == tl.bfloat16:
+        head = x.to(tl.bfloat16).to(tl.float32)
+        return dot(mask, head, DOT, PRECISION) + dot(mask, x - head, DOT, PRECISION)
+    if PRECISION != "ieee":
+        head = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 keeps
+        return dot(mask, head, DOT, "tf32") + dot(mask, x - head, DOT, "tf32")
+    return dot(mask, x, DOT, PRECISION)
+
+
+@triton.jit
+def _decays(log_w, cells, there, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """
-    What the half steps of a chunk read and write with, (ROWS, BK) of the keys from `start` on; kappa and a in rows of
-    first half steps; the log decays from the start of the chunk to where is read and where is written; and in total.
+    log_w of the tokens of a chunk, its sum up to each token less half of that of the chunk, and half of that of the
+    chunk.
     """
-    hs, ks = tl.arange(0, ROWS)[:, None], start + tl.arange(0, BK)[None, :]
-    cells, there = here + hs // 2 * (H * K) + ks, (hs // 2 < tokens_left) & (ks < K)
-    first, second = there & (hs % 2 == 0), there & (hs % 2 == 1)
-    removal = tl.load(kappa + cells, mask=first, other=0.0).to(tl.float32)
-    rate = tl.load(a + cells, mask=first, other=0.0).to(tl.float32)
-    reads = tl.load(r + cells, mask=second, other=0.0).to(tl.float32) - removal
-    writes = tl.load(k + cells, mask=second, other=0.0).to(tl.float32) + rate * removal
+    ts = tl.arange(0, C)
     w = tl.load(log_w + cells, mask=there, other=0.0).to(tl.float32)
-    decays = tl.where(hs % 2 == 1, w, 0.0)
-    read_at = tl.cumsum(decays, 0)
-    written_at = read_at + (w - decays)
-    return reads, writes, removal, rate, read_at, written_at, tl.sum(decays, 0)
+    centred = _sum_where(tl.where(ts[None, :] <= ts[:, None], 0.5, -0.5), w, DOT, PRECISION)
+    return w, centred, 0.5 * tl.sum(w, 0)
 
 
 @triton.jit
@@ -68,6 +71,7 @@ def _chunk_kernel(
     writes,
     solved,
     factors,
+    halves,
     boundaries,
     T,
     SEGMENT,
@@ -86,49 +90,77 @@ def _chunk_kernel(
     What does not depend on the state, for every chunk whose number in its segment is `slot` modulo `SLOTS`. Per half
     step: what a read gets of the state that enters the chunk (`reads`), what a write adds to the one that leaves it
     (`writes`), and what a read gets of what is known of each half step (`solved`): of a second one the value, of a
-    first one a change of what it reads. And exp(summed log decay) - 1 of the chunk.
+    first one a change of what it reads. And exp(summed log decay) - 1 of the chunk, and half of that sum.
     """
     slot, head, segment = program(H, SLOTS)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
-    hs = tl.arange(0, 2 * C)
-    rows, columns = hs[:, None], hs[None, :]
+    ts = tl.arange(0, C)
+    rows, columns = ts[:, None], ts[None, :]
     for chunk in tl.range(slot, tl.cdiv(stop - begin, C).to(tl.int32), SLOTS):
         first = begin + chunk * C
-        here, left = (first * H + head) * K, stop - first
-        scores = tl.zeros((2 * C, 2 * C), tl.float32)
-        for start in tl.static_range(0, K, BK):
-            x, z, _removal, _rate, read_at, written_at, total = _half_steps(
-                r, k, log_w, kappa, a, here, left, start, H, K, 2 * C, BK
-            )
-            middle = (total * 0.5)[None, :]
-            scores += dot(x * exp(read_at - middle), tl.trans(z * exp(middle - written_at)), DOT, PRECISION)
-        # Of its own token only the second read gets what is written.
-        scores = tl.where(columns < ((rows + 1) & -2), scores, 0.0)
+        there = rows < stop - first
+        of_chunk = ((begin // C + segment + chunk) * H + head) * K
 
-        # The inverse of I - removed, which is triangular, from those of blocks on its diagonal. They stay small.
-        removed = tl.where(columns % 2 == 0, scores, 0.0)
+        # What the first and the second read of a token get of the first and the second write of others.
+        removed = tl.zeros((C, C), tl.float32)
+        removed_values = tl.zeros((C, C), tl.float32)
+        read = tl.zeros((C, C), tl.float32)
+        read_values = tl.zeros((C, C), tl.float32)
+        for start in tl.static_range(0, K, BK):
+            ks = start + tl.arange(0, BK)
+            in_keys = there & (ks < K)[None, :]
+            cells = (first * H + head) * K + rows * (H * K) + ks[None, :]
+            of_steps = (first * H + head) * (2 * K) + rows * (H * 2 * K) + ks[None, :]
+            w, centred, half = _decays(log_w, cells, in_keys, C, DOT, PRECISION)
+            tl.store(factors + of_chunk + ks, expm1(2 * half), mask=ks < K)
+            tl.store(halves + of_chunk + ks, half, mask=ks < K)
+
+            to_end, removal = exp(-centred), tl.load(kappa + cells, mask=in_keys, other=0.0).to(tl.float32)
+            x_removal = (-removal * exp(centred - w)).to(reads.dtype.element_ty)
+            x = tl.load(r + cells, mask=in_keys, other=0.0).to(tl.float32) * exp(centred)
+            x = x.to(reads.dtype.element_ty)
+            z_removal = tl.load(a + cells, mask=in_keys, other=0.0).to(tl.float32) * removal * to_end
+            z = tl.load(k + cells, mask=in_keys, other=0.0).to(tl.float32) * to_end
+            tl.store(reads + of_steps, x_removal, mask=in_keys)
+            tl.store(reads + of_steps + K, x, mask=in_keys)
+            half = exp(half)[None, :]
+            tl.store(writes + of_steps, (z_removal * half).to(writes.dtype.element_ty), mask=in_keys)
+            tl.store(writes + of_steps + K, (z * half).to(writes.dtype.element_ty), mask=in_keys)
+            z_removal, z = tl.trans(z_removal.to(DOT)), tl.trans(z.to(DOT))
+            removed += dot(x_removal, z_removal, DOT, PRECISION)
+            removed_values += dot(x_removal, z, DOT, PRECISION)
+            read += dot(x, z_removal, DOT, PRECISION)
+            read_values += dot(x, z, DOT, PRECISION)
+        removed = tl.where(columns < rows, removed, 0.0)
+        removed_values = tl.where(columns < rows, removed_values, 0.0)
+        read = tl.where(columns <= rows, read, 0.0)
+        read_values = tl.where(columns <= rows, read_values, 0.0)
+
+        # The inverse of I - removed, from those of the blocks on its diagonal.
         inverse = tl.where(rows == columns, 1.0, 0.0) + tl.where(_level(rows, columns, 1), removed, 0.0)
         for level in tl.static_range(1, LEVELS):
             part = tl.where(_level(rows, columns, 1 << level), removed, 0.0)
             inverse += dot(inverse, dot(part, inverse, DOT, PRECISION), DOT, PRECISION)
-        of_values = dot(inverse, scores, DOT, PRECISION)
-        weights = tl.where(columns % 2 == 0, inverse, of_values)
-        cells = (first * H + head) * (4 * C) + rows // 2 * (H * 4 * C) + rows % 2 * (2 * C) + columns
-        tl.store(solved + cells, weights.to(solved.dtype.element_ty), mask=rows // 2 < left)
+        removed_values = dot(inverse, removed_values, DOT, PRECISION)
+        read_values += dot(read, removed_values, DOT, PRECISION)
+        pairs = solved + (first * H + head) * (4 * C) + rows * (H * 4 * C) + columns
+        tl.store(pairs, inverse.to(solved.dtype.element_ty), mask=there)
+        tl.store(pairs + C, removed_values.to(solved.dtype.element_ty), mask=there)
+        tl.store(pairs + 2 * C, dot(read, inverse, DOT, PRECISION).to(solved.dtype.element_ty), mask=there)
+        tl.store(pairs + 3 * C, read_values.to(solved.dtype.element_ty), mask=there)
 
+        tl.debug_barrier()  # other threads have written what is read here
         for start in tl.static_range(0, K, BK):
-            x, z, _removal, _rate, read_at, written_at, total = _half_steps(
-                r, k, log_w, kappa, a, here, left, start, H, K, 2 * C, BK
-            )
-            x = dot(inverse, x * exp(read_at), DOT, PRECISION)
-            z *= exp(total[None, :] - written_at)
             ks = start + tl.arange(0, BK)
-            keys = here * 2 + rows // 2 * (H * 2 * K) + rows % 2 * K + ks[None, :]
-            in_keys = (rows // 2 < left) & (ks < K)[None, :]
-            tl.store(reads + keys, x.to(reads.dtype.element_ty), mask=in_keys)
-            tl.store(writes + keys, z.to(writes.dtype.element_ty), mask=in_keys)
-            of_chunk = ((begin // C + segment + chunk) * H + head) * K + ks
-            tl.store(factors + of_chunk, expm1(total), mask=ks < K)
+            in_keys = there & (ks < K)[None, :]
+            of_steps = (first * H + head) * (2 * K) + rows * (H * 2 * K) + ks[None, :]
+            half = exp(tl.load(halves + of_chunk + ks, mask=ks < K, other=0.0))[None, :]
+            x_removal = tl.load(reads + of_steps, mask=in_keys, other=0.0)
+            x = tl.load(reads + of_steps + K, mask=in_keys, other=0.0)
+            x_removal = dot(inverse, x_removal, DOT, PRECISION)
+            x = x.to(tl.float32) + dot(read, x_removal, DOT, PRECISION)
+            tl.store(reads + of_steps, (x_removal * half).to(reads.dtype.element_ty), mask=in_keys)
+            tl.store(reads + of_steps + K, (x * half).to(reads.dtype.element_ty), mask=in_keys)
 
 
 @triton.jit(do_not_specialize=OF_LENGTH)
@@ -172,7 +204,7 @@ def _state_kernel(
     tile, head, segment = program(H, TILES)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
     hs, ks, vs = tl.arange(0, 2 * C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    second = hs % 2 == 1
+    ts, second = hs % C, hs >= C
     in_state = (vs < V)[:, None] & (ks < K)[None, :]
     cells = (segment.to(tl.int64) * H + head) * (K * V) + vs[:, None] * K + ks[None, :]
 
@@ -187,9 +219,9 @@ def _state_kernel(
         if REVERSE:
             chunk = chunks - 1 - n
         first = begin + chunk * C
-        there = hs // 2 < stop - first
+        there = ts < stop - first
         in_keys = there[:, None] & (ks < K)[None, :]
-        keys = (first * H + head) * (2 * K) + (hs // 2 * (H * 2 * K) + hs % 2 * K)[:, None] + ks[None, :]
+        keys = (first * H + head) * (2 * K) + (ts * (H * 2 * K) + hs // C * K)[:, None] + ks[None, :]
         of_chunk = ((begin // C + segment + chunk) * H + head) * K + ks
         factor = tl.load(factors + of_chunk, mask=ks < K, other=0.0)
         q_chunk = tl.load(q + keys, mask=in_keys, other=0.0)
@@ -207,10 +239,10 @@ def _state_kernel(
             known = tl.where(second[None, :], 0.0, o)
         else:
             in_values = there[:, None] & (vs < V)[None, :]
-            of_values = (first * H + head) * V + (hs // 2 * (H * V))[:, None] + vs[None, :]
+            of_values = (first * H + head) * V + (ts * (H * V))[:, None] + vs[None, :]
             given = tl.load(values + of_values, mask=in_values & second[:, None], other=0.0)
             y_chunk = tl.trans(given.to(tl.float32))
-            pairs = (first * H + head) * (4 * C) + (hs // 2 * (H * 4 * C) + hs % 2 * (2 * C))[:, None] + hs[None, :]
+            pairs = (first * H + head) * (4 * C) + (ts * (H * 4 * C) + hs // C * (2 * C))[:, None] + hs[None, :]
             weights = tl.load(solved + pairs, mask=there[:, None], other=0.0)
             if REVERSE:
                 known = tl.where(second[None, :], y_chunk, o)
@@ -319,65 +351,98 @@ def _gradient_kernel(
     """
     place, head, segment = program(H, SLOTS)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
-    start = place % TILES * BK
-    hs, ks, vs = tl.arange(0, 2 * C), start + tl.arange(0, BK), tl.arange(0, BV)
-    rows, columns = hs[:, None], hs[None, :]
-    is_first, is_second = rows % 2 == 0, rows % 2 == 1
+    ts, ks, vs = tl.arange(0, C), place % TILES * BK + tl.arange(0, BK), tl.arange(0, BV)
+    rows, columns = ts[:, None], ts[None, :]
     for chunk in tl.range(place // TILES, tl.cdiv(stop - begin, C).to(tl.int32), SLOTS // TILES):
         first = begin + chunk * C
-        here, left = (first * H + head) * K, stop - first
-        there = rows // 2 < left
-
-        # Sums over the value channels: the gradient of the scores, and what reads and writes get from the state.
-        grad_scores = tl.zeros((2 * C, 2 * C), tl.float32)
-        grad_reads = tl.zeros((2 * C, BK), tl.float32)
-        grad_far = tl.zeros((2 * C, BK), tl.float32)
-        grad_total = tl.zeros((BK,), tl.float32)
+        there = rows < stop - first
         of_states = ((begin // C + segment + chunk) * H + head) * (K * V)
-        for begin_v in tl.static_range(0, V, BV):
-            in_values = there & (begin_v + vs < V)[None, :]
-            of_values = (first * H + head) * V + rows // 2 * (H * V) + begin_v + vs[None, :]
-            written = tl.load(between + of_values, mask=in_values & is_first, other=0.0)
-            written += tl.load(v + of_values, mask=in_values & is_second, other=0.0).to(written.dtype)
-            grad = tl.load(grad_between + of_values, mask=in_values & is_first, other=0.0)
-            grad += tl.load(grad_out + of_values, mask=in_values & is_second, other=0.0).to(grad.dtype)
-            cells = of_states + (begin_v + vs)[:, None] * K + ks[None, :]
-            in_state = (begin_v + vs < V)[:, None] & (ks < K)[None, :]
+
+        # Sums over the value channels: the gradients of the scores of first and second reads and writes, and what
+        # reads and writes get from the state.
+        scores_ff = tl.zeros((C, C), tl.float32)
+        scores_fs = tl.zeros((C, C), tl.float32)
+        scores_sf = tl.zeros((C, C), tl.float32)
+        scores_ss = tl.zeros((C, C), tl.float32)
+        grad_removal = tl.zeros((C, BK), tl.float32)
+        grad_r = tl.zeros((C, BK), tl.float32)
+        far_removal = tl.zeros((C, BK), tl.float32)
+        far_k = tl.zeros((C, BK), tl.float32)
+        grad_total = tl.zeros((BK,), tl.float32)
+        for start in tl.static_range(0, V, BV):
+            in_values = there & (start + vs < V)[None, :]
+            values = (first * H + head) * V + rows * (H * V) + start + vs[None, :]
+            cells = of_states + (start + vs)[:, None] * K + ks[None, :]
+            in_state = (start + vs < V)[:, None] & (ks < K)[None, :]
             state = tl.load(chunk_states + cells, mask=in_state, other=0.0)
             grad_state = tl.load(chunk_grads + cells, mask=in_state, other=0.0)
-            grad_scores += dot(grad, tl.trans(written), DOT, PRECISION)
-            grad_reads += dot(grad, state, DOT, PRECISION)
-            grad_far += dot(written, grad_state, DOT, PRECISION)
             grad_total += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 0)
+            g_first = tl.load(grad_between + values, mask=in_values, other=0.0)
+            g_second = tl.load(grad_out + values, mask=in_values, other=0.0)
+            grad_removal += dot(g_first, state, DOT, PRECISION)
+            grad_r += dot(g_second, state, DOT, PRECISION)
+            x_first = tl.load(between + values, mask=in_values, other=0.0)
+            x_second = tl.load(v + values, mask=in_values, other=0.0)
+            far_removal += dot(x_first, grad_state, DOT, PRECISION)
+            far_k += dot(x_second, grad_state, DOT, PRECISION)
+            x_first, x_second = tl.trans(x_first), tl.trans(x_second)
+            scores_ff += dot(g_first, x_first, DOT, PRECISION)
+            scores_fs += dot(g_first, x_second, DOT, PRECISION)
+            scores_sf += dot(g_second, x_first, DOT, PRECISION)
+            scores_ss += dot(g_second, x_second, DOT, PRECISION)
 
-        reads, writes, removal, rate, read_at, written_at, total = _half_steps(
-            r, k, log_w, kappa, a, here, left, start, H, K, 2 * C, BK
-        )
-        middle = (total * 0.5)[None, :]
-        read_near, write_near = exp(read_at - middle), exp(middle - written_at)
-        grad_reads *= exp(read_at)
-        grad_far *= exp(total[None, :] - written_at)
-        before = tl.where(columns < (rows & -2), grad_scores, 0.0)
-        now = tl.where(is_second & (rows // 2 == columns // 2), grad_scores, 0.0)
-        grad_reads += dot(before, writes * write_near, DOT, PRECISION) * read_near
-        grad_near = dot(tl.trans(before), reads * read_near, DOT, PRECISION) * write_near
+        # A second read also gets what is written at its own token.
+        now_first = tl.sum(tl.where(rows == columns, scores_sf, 0.0), 1)[:, None]
+        now_second = tl.sum(tl.where(rows == columns, scores_ss, 0.0), 1)[:, None]
+        scores_ff = tl.where(columns < rows, scores_ff, 0.0)
+        scores_fs = tl.where(columns < rows, scores_fs, 0.0)
+        scores_sf = tl.where(columns < rows, scores_sf, 0.0)
+        scores_ss = tl.where(columns < rows, scores_ss, 0.0)
 
-        # A decay is that of every read from its token on, less those of the writes from there on, and of what is
-        # written before it and leaves the chunk. First half steps read before it.
-        of_reads, of_far = reads * grad_reads, writes * grad_far
-        grad_w = tl.cumsum(of_reads - writes * grad_near, 0, reverse=True) - of_reads
-        grad_w += tl.cumsum(of_far, 0) - of_far + (exp(total) * grad_total)[None, :]
-
-        grad_reads += dot(now, writes, DOT, PRECISION)
-        grad_writes = grad_far + grad_near + dot(tl.trans(now), reads, DOT, PRECISION)
-        keys = here + rows // 2 * (H * K) + ks[None, :]
+        keys = (first * H + head) * K + rows * (H * K) + ks[None, :]
         in_keys = there & (ks < K)[None, :]
-        tl.store(dr + keys, grad_reads.to(dr.dtype.element_ty), mask=in_keys & is_second)
-        tl.store(dk + keys, grad_writes.to(dk.dtype.element_ty), mask=in_keys & is_second)
-        tl.store(dw + keys, grad_w.to(dw.dtype.element_ty), mask=in_keys & is_first)
-        grad_kappa = rate * grad_writes - grad_reads
-        tl.store(dkappa + keys, grad_kappa.to(dkappa.dtype.element_ty), mask=in_keys & is_first)
-        tl.store(da + keys, (removal * grad_writes).to(da.dtype.element_ty), mask=in_keys & is_first)
+        w, centred, half = _decays(log_w, keys, in_keys, C, DOT, PRECISION)
+        to_start, to_end, half = exp(centred - w), exp(-centred), exp(half)[None, :]
+        removal = tl.load(kappa + keys, mask=in_keys, other=0.0).to(tl.float32)
+        rate = tl.load(a + keys, mask=in_keys, other=0.0).to(tl.float32)
+        key = tl.load(k + keys, mask=in_keys, other=0.0).to(tl.float32)
+        z_first, z_second = (rate * removal * to_end).to(DOT), (key * to_end).to(DOT)
+        grad_removal = grad_removal * half + dot(scores_ff, z_first, DOT, PRECISION)
+        grad_removal = (grad_removal + dot(scores_fs, z_second, DOT, PRECISION)) * to_start
+        grad_r = grad_r * half + dot(scores_sf, z_first, DOT, PRECISION)
+        to_read = exp(centred)
+        grad_r = (grad_r + dot(scores_ss, z_second, DOT, PRECISION)) * to_read
+
+        # A decay is that of every read from its token on (`inside`), less those of the writes from there on, and of
+        # what is written before it and leaves the chunk (`passing`). First reads come before the decay of their token.
+        receptance = tl.load(r + keys, mask=in_keys, other=0.0).to(tl.float32)
+        grad_w = removal * grad_removal
+        inside = receptance * grad_r - grad_w
+        grad_r += now_first * (rate * removal) + now_second * key
+        tl.store(dr + keys, grad_r.to(dr.dtype.element_ty), mask=in_keys)
+
+        x_first, x_second = (-removal * to_start).to(DOT), (receptance * to_read).to(DOT)
+        near = dot(tl.trans(scores_fs), x_first, DOT, PRECISION)
+        near = (near + dot(tl.trans(scores_ss), x_second, DOT, PRECISION)) * to_end
+        far_k *= to_end * half
+        inside -= key * near
+        passing = key * far_k
+        far_k += near + now_second * receptance
+        tl.store(dk + keys, far_k.to(dk.dtype.element_ty), mask=in_keys)
+
+        near = dot(tl.trans(scores_ff), x_first, DOT, PRECISION)
+        near = (near + dot(tl.trans(scores_sf), x_second, DOT, PRECISION)) * to_end
+        far_removal *= to_end * half
+        inside -= rate * removal * near
+        passing += rate * removal * far_removal
+        far_removal += near + now_first * receptance
+        tl.store(dkappa + keys, (rate * far_removal - grad_removal).to(dkappa.dtype.element_ty), mask=in_keys)
+        tl.store(da + keys, (removal * far_removal).to(da.dtype.element_ty), mask=in_keys)
+
+        grad_w += half * half * grad_total[None, :]
+        grad_w += _sum_where(tl.where(columns >= rows, 1.0, 0.0), inside, DOT, PRECISION)
+        grad_w += _sum_where(tl.where(columns < rows, 1.0, 0.0), passing, DOT, PRECISION)
+        tl.store(dw + keys, grad_w.to(dw.dtype.element_ty), mask=in_keys)
 
 
 @triton.jit
@@ -453,13 +518,13 @@ class _Plan(Segments):
         self.dtype = torch.bfloat16 if common_dtype(r, k, v) == torch.bfloat16 else torch.float32
         self.reads, self.writes = k.new_empty(2, *k.shape[:3], 2, key_size, dtype=self.dtype).unbind()
         self.solved = k.new_empty(*k.shape[:3], 2, 2 * CHUNK, dtype=self.dtype)
-        self.factors = k.new_empty(self.chunks, heads, key_size, dtype=torch.float32)
+        self.factors, halves = k.new_empty(2, self.chunks, heads, key_size, dtype=torch.float32).unbind()
         # A warp by itself needs no barriers.
         self.launch(
             _chunk_kernel,
-            *(r, k, log_w, kappa, a, self.reads, self.writes, self.solved, self.factors),
+            *(r, k, log_w, kappa, a, self.reads, self.writes, self.solved, self.factors, halves),
             programs=self.slots(64),
-            LEVELS=CHUNK.bit_length(),
+            LEVELS=CHUNK.bit_length() - 1,
             BK=min(block_k, 32),
             num_warps=1 if self.dtype == torch.bfloat16 else 4,
         )
@@ -552,7 +617,7 @@ def delta_wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, kappa, a, in
     grad_initial = plan.outputs(grad_out, grad_state, True, out=dv, between=grad_between, kept=kept[1])
 
     grads = [torch.empty_like(x) for x in (r, k, log_w, kappa, a)]
-    block = min(plan.walking["BK"], 64)
+    block = min(plan.walking["BK"], 32)
     tiles = cdiv(plan.key_size, block)
     plan.launch(
         _gradient_kernel,
@@ -561,7 +626,8 @@ def delta_wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, kappa, a, in
         V=v.shape[-1],
         TILES=tiles,
         BK=block,
-        BV=min(block_size(v.shape[-1]), 64),
+        BV=min(block_size(v.shape[-1]), 32),
+        num_warps=1 if plan.dtype == torch.bfloat16 else 4,
     )
     dr, dk, dw, dkappa, da = grads
     grads = [dr, dk, dv, dw, dkappa, da]
