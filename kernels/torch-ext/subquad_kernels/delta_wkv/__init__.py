@@ -1,13 +1,12 @@
 """The recurrence of Goose (RWKV-7): a generalised delta rule."""
 
 import torch
-import torch.nn.functional as F
 
 from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
 from .custom_ops import _delta_wkv, _delta_wkv_step
-from .eager import delta_wkv_step
+from .eager import delta_wkv_step, gated_norm
 from .reference import delta_wkv_reference
 
 
@@ -92,7 +91,7 @@ def gated_delta_wkv(
 
         (LayerNorm(out) * weight + bias + (r · (bonus * k)) v) * gate
 
-    The tensor between the two is float32, because float16 might overflow.
+    The tensor between the two is float32, because float16 might overflow. A single token takes one kernel.
 
     Args:
         gate: (B, T, H * V). There is no activation.
@@ -118,14 +117,14 @@ def gated_delta_wkv(
     }
     check_tensors(expected, "k", k)
     backend = choose_backend("delta_wkv", backend, BACKENDS, of_widest(*floats))
-    dtype = widest(*floats)
-    out, state = _run(*floats, cu_seqlens, inplace=inplace, out_dtype=dtype, backend=backend)
+    one_token = k.shape[1] == 1 and cu_seqlens is None
+    if one_token and backend in ("auto", "triton") and not needs_gradient(*floats, gate, bonus, weight, bias):
+        norm = {"gate": gate, "bonus": bonus, "weight": weight, "bias": bias, "eps": eps}
+        out, state = _step(*floats, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
+        return out.flatten(-2), state
+    out, state = _run(*floats, cu_seqlens, inplace=inplace, out_dtype=widest(*floats), backend=backend)
     with without_autocast(k):
-        r, k, v, bonus, weight, bias = cast(dtype, r, k, v, bonus, weight, bias)
-        normed = F.layer_norm(out, out.shape[-1:], eps=eps).flatten(-2)
-        normed = torch.addcmul(bias, normed, weight)
-        normed = normed + ((r * bonus * k).sum(-1, keepdim=True) * v).flatten(-2)
-        return normed.to(gate.dtype) * gate, state
+        return gated_norm(out, r, k, v, gate, bonus, weight, bias, eps), state
 
 
 def delta_wkv_state(
@@ -151,9 +150,7 @@ def _run(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, *, inplace, out_dt
     one_token = k.shape[1] == 1 and cu_seqlens is None
     has_kernels = backend in ("auto", "triton")
     if one_token and has_kernels and not needs_gradient(*floats):
-        states = step_states(initial_state, inplace, v, (k.shape[0], *v.shape[2:], k.shape[-1]))
-        out = _delta_wkv_step(*(x[:, 0] for x in floats[:6]), *states, out_dtype, backend)
-        return out.unsqueeze(1), states[1]
+        return _step(*floats, inplace=inplace, out_dtype=out_dtype, backend=backend)
     if has_kernels or (backend == "eager" and not one_token):
         out, state = _delta_wkv(*floats, cu_seqlens, out_dtype, backend)
     else:
@@ -167,6 +164,30 @@ def _run(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, *, inplace, out_dt
                 out = out.unsqueeze(1)
         out = out.to(out_dtype)
     return out, initial_state.copy_(state) if inplace else state
+
+
+def _step(
+    r,
+    k,
+    v,
+    log_w,
+    kappa,
+    a,
+    initial_state,
+    *,
+    inplace,
+    out_dtype,
+    backend,
+    gate=None,
+    bonus=None,
+    weight=None,
+    bias=None,
+    eps=0.0,
+):
+    states = step_states(initial_state, inplace, v, (k.shape[0], *v.shape[2:], k.shape[-1]))
+    token = (x[:, 0] for x in (r, k, v, log_w, kappa, a))
+    out = _delta_wkv_step(*token, *states, gate, bonus, weight, bias, eps, out_dtype, backend)
+    return out.unsqueeze(1), states[1]
 
 
 def _check(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, inplace):

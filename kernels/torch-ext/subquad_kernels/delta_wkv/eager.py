@@ -11,6 +11,7 @@ chunk of 32 tokens has factors of at most 1.7e4 with the strongest decay of RWKV
 """
 
 import torch
+import torch.nn.functional as F
 
 from ..backend import cast, widest
 from ..chunks import ChunkLayout
@@ -36,6 +37,28 @@ def delta_wkv_step(
     return (state @ r.unsqueeze(-1)).squeeze(-1), state
 
 
+def gated_norm(
+    out: torch.Tensor,
+    r: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    bonus: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """
+    What follows the recurrence in [`subquad_kernels.gated_delta_wkv`], in the dtype of `out` (..., H, V) but for the
+    gate (..., H * V).
+    """
+    r, k, v, bonus, weight, bias = cast(out.dtype, r, k, v, bonus, weight, bias)
+    normed = F.layer_norm(out, out.shape[-1:], eps=eps).flatten(-2)
+    normed = torch.addcmul(bias, normed, weight)
+    normed = normed + ((r * bonus * k).sum(-1, keepdim=True) * v).flatten(-2)
+    return normed.to(gate.dtype) * gate
+
+
 def delta_wkv_step_inplace(
     r: torch.Tensor,
     k: torch.Tensor,
@@ -45,15 +68,22 @@ def delta_wkv_step_inplace(
     a: torch.Tensor,
     state: torch.Tensor | None,
     new_state: torch.Tensor,
+    gate: torch.Tensor | None,
+    bonus: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """
-    One token in float32: see [`delta_wkv_step`]. The state after it is written to `new_state`, which also holds the
-    state before it if `state` is None.
+    One token in float32, followed by [`gated_norm`] if there is a gate: see [`delta_wkv_step`]. The state after it is
+    written to `new_state`, which also holds the state before it if `state` is None.
     """
     before = new_state if state is None else state
     out, after = delta_wkv_step(*cast(torch.float32, r, k, v, log_w, kappa, a, before))
     new_state.copy_(after)
+    if gate is not None:
+        out = gated_norm(out, r, k, v, gate.flatten(1), bonus, weight, bias, eps).view(v.shape)
     return out.to(out_dtype)
 
 
@@ -74,7 +104,7 @@ class _Chunks:
         r, k, self.v, log_w, self.kappa, self.a = (layout.to_chunks(x) for x in (r, k, v, log_w, kappa, a))
         self.reads, self.writes = _turns(-self.kappa, r), _turns(self.a * self.kappa, k)
         after = log_w.cumsum(-2)
-        before = torch.nn.functional.pad(after[..., :-1, :], (0, 0, 1, 0))
+        before = F.pad(after[..., :-1, :], (0, 0, 1, 0))
         total = after[..., -1:, :]
         read_at, written_at = _turns(before, after), _turns(after, after)
 
@@ -193,7 +223,7 @@ def delta_wkv_chunked_backward(
     inside = removals + others - sum(_parts(of_near))
     dlog_w = inside.flip(-2).cumsum(-2).flip(-2) - removals
     before = (of_far[0] + of_far[1]).cumsum(-2)
-    dlog_w = dlog_w + torch.nn.functional.pad(before[..., :-1, :], (0, 0, 1, 0))
+    dlog_w = dlog_w + F.pad(before[..., :-1, :], (0, 0, 1, 0))
     dlog_w = dlog_w + chunks.decay * (entering * leaving).sum(-2, keepdim=True)
 
     dremovals, dr = _parts(dreads + now @ chunks.writes)

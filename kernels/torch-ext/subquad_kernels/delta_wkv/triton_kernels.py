@@ -455,13 +455,19 @@ def _decode_kernel(
     a,
     state,
     new_state,
+    gate,
+    bonus,
+    weight,
+    bias,
     out,
+    eps,
+    H,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One token of one head."""
+    """One token of one head; with a gate followed by the LayerNorm of the head, the bonus and the gate."""
     program = tl.program_id(0).to(tl.int64)
     ks, vs = tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = ks < K, vs < V
@@ -476,8 +482,19 @@ def _decode_kernel(
     s = tl.load(state + cells, mask=in_state, other=0.0)
     removed = tl.sum(s * removal, 1)[:, None]
     s = s * exp(w) + value * key - removed * (rate * removal)
-    tl.store(out + program * V + vs, tl.sum(s * receptance, 1).to(out.dtype.element_ty), mask=in_v)
     tl.store(new_state + cells, s, mask=in_state)
+    y = tl.sum(s * receptance, 1)
+    if gate is not None:
+        y -= tl.sum(y, 0) / V
+        y = tl.where(in_v, y, 0.0)
+        y *= tl.rsqrt(tl.sum(y * y, 0) / V + eps)
+        of_head = program % H
+        y = y * tl.load(weight + of_head * V + vs, mask=in_v, other=0.0).to(tl.float32)
+        y += tl.load(bias + of_head * V + vs, mask=in_v, other=0.0).to(tl.float32)
+        strength = tl.load(bonus + of_head * K + ks, mask=in_k, other=0.0).to(tl.float32)[None, :]
+        y += tl.sum(tl.sum(receptance * strength * key, 1), 0) * tl.sum(value, 1)
+        y *= tl.load(gate + program * V + vs, mask=in_v, other=0.0).to(tl.float32)
+    tl.store(out + program * V + vs, y.to(out.dtype.element_ty), mask=in_v)
 
 
 # Tokens of a chunk of 2 * CHUNK half steps.
@@ -634,12 +651,14 @@ def delta_wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, kappa, a, in
     return grads if initial_state is None else [*grads, grad_initial]
 
 
-def delta_wkv_triton_step(r, k, v, log_w, kappa, a, state, new_state, out_dtype):
+def delta_wkv_triton_step(r, k, v, log_w, kappa, a, state, new_state, gate, bonus, weight, bias, eps, out_dtype):
     """
     One token: r, k, log_w, kappa, a (B, H, K), v (B, H, V), state (B, H, V, K) in float32; if it is None, `new_state`
-    holds it. Writes the state after the token to `new_state`. Returns out (B, H, V).
+    holds it. Writes the state after the token to `new_state`. Returns out (B, H, V), after the norm, the bonus and the
+    gate if there are `gate` (B, 1, H * V), `bonus` (H, K), `weight` and `bias` (H * V).
     """
     r, k, v, log_w, kappa, a = contiguous(r, k, v, log_w, kappa, a)
+    gate, bonus, weight, bias = contiguous(gate, bonus, weight, bias)
     batch, heads, key_size = k.shape
     out = torch.empty_like(v, dtype=out_dtype)
     state = new_state if state is None else state
@@ -647,7 +666,7 @@ def delta_wkv_triton_step(r, k, v, log_w, kappa, a, state, new_state, out_dtype)
     launch(
         _decode_kernel,
         (batch * heads,),
-        *(r, k, v, log_w, kappa, a, state, new_state, out),
+        *(r, k, v, log_w, kappa, a, state, new_state, gate, bonus, weight, bias, out, eps, heads),
         K=key_size,
         V=v.shape[-1],
         BK=block_k,
