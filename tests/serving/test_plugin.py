@@ -1,0 +1,119 @@
+"""What vLLM is told about the models, what is refused, and what an engine does besides answering."""
+
+import pytest
+from engine import VOCABULARY, engine, expected, make_requests, model_directory, outputs, serve
+from transformers import AutoConfig
+from vllm import SamplingParams, TokensPrompt
+from vllm.engine.arg_utils import EngineArgs
+
+import subquad
+from subquad.models import REGISTRY
+from subquad_vllm.configuration import DEFAULT_LENGTH
+from subquad_vllm.served import REFUSED, SERVED
+
+
+def engine_config(model, **options):
+    return EngineArgs(model=str(model), dtype="float32", enforce_eager=True, **options).create_engine_config()
+
+
+def test_every_model_is_served_or_refused():
+    assert SERVED.keys() | REFUSED.keys() == REGISTRY.keys()
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refused_models(model_type, tmp_path):
+    config = AutoConfig.for_model(model_type)
+    config.architectures = [REGISTRY[model_type].heads[REGISTRY[model_type].lm_auto_class]]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"cannot serve a model of type '{model_type}': {REFUSED[model_type][:20]}"):
+        engine_config(tmp_path, skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("speculative_config", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+        ("pipeline_parallel_size", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_refused_settings(name, options):
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        engine_config(subquad.embedded_model("finch-abc"), **options)
+
+
+def test_attention_layers_of_several_sizes_are_refused(tmp_path):
+    attn = [{"layers": [0], "num_heads": 2}, {"layers": [1], "num_heads": 4}]
+    config = AutoConfig.for_model("raven", hidden_size=64, num_heads=4, num_hidden_layers=3, attn=attn)
+    config.architectures = ["RavenForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"`attn\['num_heads'\]` must be the same in all layers, got \[2, 4\]"):
+        engine_config(tmp_path, skip_tokenizer_init=True)
+
+
+def test_lengths_have_no_limit():
+    """`context_length` is that of the training."""
+    model = subquad.embedded_model("finch-abc")
+    trained = AutoConfig.from_pretrained(model).context_length
+    assert engine_config(model).model_config.max_model_len == DEFAULT_LENGTH > trained
+    assert engine_config(model, max_model_len=100 * trained).model_config.max_model_len == 100 * trained
+
+
+@pytest.fixture(scope="module")
+def finch():
+    """An engine for finch-abc, whose four blocks of memory are not enough for all requests at once."""
+    with engine(subquad.embedded_model("finch-abc"), num_gpu_blocks_override=4) as llm:
+        yield llm
+
+
+def test_requests_wait_for_a_slot(finch):
+    requests = make_requests(8, VOCABULARY, longest=100, answer=16)
+    assert serve(finch, requests) == expected(subquad.embedded_model("finch-abc"), requests)
+
+
+def test_sampling(finch):
+    """A seed, several samples, log probabilities and stop strings."""
+    prompt = "X:1\nT:The Finch\nM:6/8\nL:1/8\nK:D\n"
+    options = SamplingParams(temperature=1.0, seed=1, n=2, max_tokens=24, logprobs=2, stop=["|"])
+    [first], [again] = (finch.generate([prompt], options, use_tqdm=False) for _ in range(2))
+    texts = [sample.text for sample in first.outputs]
+    assert texts == [sample.text for sample in again.outputs] and texts[0] != texts[1]
+    for sample in first.outputs:
+        assert "|" not in sample.text and (sample.finish_reason, sample.stop_reason) in (("stop", "|"), ("length", None))
+        assert all(len(step) in (2, 3) for step in sample.logprobs)
+
+
+def test_log_probabilities(finch):
+    """Those of a prompt's tokens are the model's."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(subquad.embedded_model("finch-abc"), dtype=torch.float32)
+    prompt = make_requests(2, VOCABULARY, longest=100)[1][0]
+    options = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    [output] = finch.generate([TokensPrompt(prompt_token_ids=prompt)], options, use_tqdm=False)
+    found = [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    wanted = logits.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_request_that_ends_early_frees_its_slot(finch):
+    """An aborted request's slot is used by the next ones."""
+    for i in range(8):
+        prompt = TokensPrompt(prompt_token_ids=[3] * 50)
+        finch.llm_engine.add_request(f"aborted-{i}", prompt, SamplingParams(max_tokens=500, ignore_eos=True))
+    finch.llm_engine.step()
+    finch.llm_engine.abort_request([f"aborted-{i}" for i in range(8)])
+    requests = make_requests(4, VOCABULARY, longest=50, answer=8)
+    assert serve(finch, requests) == expected(subquad.embedded_model("finch-abc"), requests)
+
+
+def test_a_preempted_request_goes_on(tmp_path):
+    """Attention without a window takes memory as its text grows: there is too little of it for all requests."""
+    model = model_directory("raven-attention", tmp_path)
+    requests = make_requests(7, VOCABULARY, longest=60, answer=200)
+    with engine(model, num_gpu_blocks_override=10, max_model_len=300, disable_log_stats=False) as llm:
+        assert [list(output.outputs[0].token_ids) for output in outputs(llm, requests)] == expected(model, requests)
+        preempted = next(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    assert preempted > 0
