@@ -78,7 +78,10 @@ def test_sampling(finch):
     texts = [sample.text for sample in first.outputs]
     assert texts == [sample.text for sample in again.outputs] and texts[0] != texts[1]
     for sample in first.outputs:
-        assert "|" not in sample.text and (sample.finish_reason, sample.stop_reason) in (("stop", "|"), ("length", None))
+        assert "|" not in sample.text and (sample.finish_reason, sample.stop_reason) in (
+            ("stop", "|"),
+            ("length", None),
+        )
         assert all(len(step) in (2, 3) for step in sample.logprobs)
 
 
