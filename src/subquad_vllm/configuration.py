@@ -29,6 +29,11 @@ def own_config(config: PreTrainedConfig, processes: int = 1) -> PreTrainedConfig
     return config
 
 
+def attention_styles(plan: dict[str, str]) -> set[str]:
+    """How a tensor parallel plan splits the queries of attention layers."""
+    return {style for name, style in plan.items() if name.endswith(".attn.q_proj")}
+
+
 class ServedConvertor(ModelArchConfigConvertorBase):
     """Reads the sizes in a configuration of ours."""
 
@@ -88,4 +93,11 @@ class ServedConfig(MambaModelConfig):
         for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) > 1:
                 raise ValueError(f"`{name}` must be 1, got {getattr(parallel, name)}.")
+        config, processes = vllm_config.model_config.hf_config, parallel.tensor_parallel_size
+        plan = own_config(config, processes).base_model_tp_plan
+        if processes > 1 and vllm_config.model_config.is_hybrid and "colwise" not in attention_styles(plan):
+            raise ValueError(
+                f"`tensor_parallel_size` must be 1, got {processes}: the heads of this model cannot be split, and "
+                "vLLM keeps keys and values of softmax attention only of heads that are."
+            )
         super().verify_and_update_config(vllm_config)

@@ -30,6 +30,7 @@ TINY = {
     "raven-gla": {**RAVEN, "decay_type": "GLA", "router_type": "mlp", "bias_rmm": True},
     "raven-window": {**RAVEN, "attn": WINDOW},
     "raven-attention": {**RAVEN, "attn": {**WINDOW, "window_size": None, "num_kv_heads": 1, "qkv_bias": True}},
+    "raven-split": {**RAVEN, "attn": WINDOW, "use_output_gate": True},
     "gecko": GECKO,
     "gecko-one-document": {**GECKO, "document_boundaries": False, "num_rope_heads": 0, "share_emb": True},
 }

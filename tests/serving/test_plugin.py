@@ -50,6 +50,12 @@ def test_attention_layers_of_several_sizes_are_refused(tmp_path):
         engine_config(tmp_path, skip_tokenizer_init=True)
 
 
+def test_attention_whose_heads_cannot_be_split_is_refused(tmp_path):
+    model = model_directory("raven-attention", tmp_path)
+    with pytest.raises(ValueError, match="`tensor_parallel_size` must be 1, got 2"):
+        engine_config(model, tensor_parallel_size=2, distributed_executor_backend="mp")
+
+
 def test_lengths_have_no_limit():
     """`context_length` is that of the training."""
     model = subquad.embedded_model("finch-abc")
