@@ -496,6 +496,19 @@ def test_a_token_takes_little_python(operator, name, monkeypatch):
     assert events.count("call") + events.count("c_call") < 200
 
 
+@pytest.mark.parametrize("operator", OPERATORS, ids=repr)
+def test_gradients_take_little_python(operator):
+    """The bookkeeping of torch's custom operators takes longer than the kernels of a short sequence."""
+    for name in operator.calls:
+        inputs, leaves = differentiable(operator, operator.make(**operator.examples[name].sizes))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            results = [x for x in operator.run(inputs, backend="eager") if x.requires_grad]
+            if results:
+                grads = [torch.ones_like(x) for x in results]
+                torch.autograd.grad(results, list(leaves.values()), grads, allow_unused=True)
+        assert not any("subquad_kernels::" in event.key for event in profile.key_averages())
+
+
 @TRITON
 @pytest.mark.parametrize(
     ("operator", "name", "kind"),
