@@ -2,10 +2,34 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, EACH, assert_like_reference, relative_error
+from kernel_cases import DEVICE, EACH, TRITON, assert_like_reference, relative_error
 from kernel_cases.delta_wkv import OPERATOR, make
 
 from subquad_kernels import delta_wkv, delta_wkv_state, gated_delta_wkv
+
+
+@TRITON
+def test_schedules(monkeypatch):
+    """Few heads are cut into segments, but not wide ones."""
+    from subquad_kernels.delta_wkv import triton_kernels
+
+    launched = []
+    monkeypatch.setattr(triton_kernels, "launch", lambda kernel, grid, *args, **kwargs: launched.append(grid))
+
+    def programs(batch, length, heads, size=64):
+        launched.clear()
+        x = torch.empty(batch, length, heads, size, dtype=torch.bfloat16, device="meta")
+        triton_kernels.delta_wkv_triton(x, x, x, x, x, x, None, None, x.dtype)
+        return [grid[0] for grid in launched]
+
+    monkeypatch.setattr(triton_kernels, "multiprocessors", lambda x: 132)
+    assert programs(8, 4096, 64) == [512 * 17, 512]
+    chunks, found, multiplied, passed, output = programs(1, 65536, 64)
+    assert chunks >= 8000
+    assert found == multiplied == output >= 500
+    assert passed == 64 * 2
+    assert programs(1, 300, 2) == [2 * 19, 2]
+    assert programs(1, 65536, 2, 128) == [2 * 4096, 2 * 2]
 
 
 def norm_inputs(inputs, heads=2, key=8, value=12):

@@ -1,4 +1,4 @@
-"""No kernel of Eagle and Finch is compiled again because a text is longer or shorter."""
+"""No kernel of Eagle, Finch and Goose is compiled again because a text is longer or shorter."""
 
 import inspect
 
@@ -22,6 +22,13 @@ def run_wkv(kernels, length):
     inputs = x, x, x, x, u, state, None, masks_for(x, x, x), torch.float32
     kernels.wkv_triton(*inputs)
     kernels.wkv_triton_backward(x, state, *inputs)
+
+
+def run_delta_wkv(kernels, length):
+    x, state = empty(BATCH, length, HEADS, SIZE), empty(BATCH, HEADS, SIZE, SIZE)
+    inputs = x, x, x, x, x, x, state, None, torch.float32
+    kernels.delta_wkv_triton(*inputs)
+    kernels.delta_wkv_triton_backward(x, state, *inputs)
 
 
 def run_token_shift(kernels, length):
@@ -62,7 +69,12 @@ LENGTHS = range(1, 101), (1024, 1535, 2048, 4097, 10000)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(
     ("operator", "run"),
-    [("wkv", run_wkv), ("token_shift", run_token_shift), ("group_norm_gate", run_group_norm_gate)],
+    [
+        ("delta_wkv", run_delta_wkv),
+        ("wkv", run_wkv),
+        ("token_shift", run_token_shift),
+        ("group_norm_gate", run_group_norm_gate),
+    ],
 )
 def test_a_length_compiles_nothing(operator, run, lengths, monkeypatch):
     kernels = pytest.importorskip(f"subquad_kernels.{operator}.triton_kernels")

@@ -191,6 +191,7 @@ def _state_kernel(
     PRECISION: tl.constexpr,
     REVERSE: tl.constexpr,
     PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """
     Passes the state through the chunks of a segment: q and x are what reads and writes, as `_chunk_kernel` wrote them.
@@ -214,7 +215,7 @@ def _state_kernel(
     if values is None:
         state = tl.where(vs[:, None] == ks[None, :], 1.0, 0.0)
     chunks = tl.cdiv(stop - begin, C).to(tl.int32)
-    for n in tl.range(chunks, num_stages=3):
+    for n in tl.range(chunks, num_stages=STAGES):
         chunk = n
         if REVERSE:
             chunk = chunks - 1 - n
@@ -511,8 +512,13 @@ class _Plan(Segments):
     def __init__(self, r, k, v, log_w, kappa, a, cu_seqlens):
         batch, length, heads, key_size = k.shape
         value_size = v.shape[-1]
-        block_k, block_v = (block_size(x) for x in (key_size, value_size))
-        block_v = min(block_v, 64 if block_k <= 128 else 32)
+        # The dtype of the products is that of their operands in memory.
+        self.dtype = torch.bfloat16 if common_dtype(r, k, v) == torch.bfloat16 else torch.float32
+        block_k = block_size(key_size)
+        row = block_k * self.dtype.itemsize  # bytes
+        block_v = block_size(value_size, min(64, max(16, 16384 // row)))
+        # Of wide heads the chunks that are read ahead would not fit in the shared memory of every GPU.
+        self.walking = {"KEEP": 1, "BK": block_k, "STAGES": 3 if row <= 256 else 1, "num_warps": 4}
         self.tiles = cdiv(value_size, block_v)
         self.heads, self.key_size, self.value_size = heads, key_size, value_size
         super().__init__(
@@ -524,15 +530,12 @@ class _Plan(Segments):
             shortest=MIN_SEGMENT if key_size <= MAX_CUT else length,
             cu_seqlens=cu_seqlens,
         )
-        self.device_programs = multiprocessors(k)
+        self.multiprocessors = multiprocessors(k)
         self.geometry = (self.boundaries, length, self.segment, self.per_sequence, heads)
-        self.operands = operands(common_dtype(r, k, v))
-        self.constants = {"K": key_size, "C": CHUNK, **self.operands, "PACKED": cu_seqlens is not None}
-        self.walking = {"KEEP": 1, "BK": block_k, "num_warps": 4}
+        products = operands(common_dtype(r, k, v))
+        self.constants = {"K": key_size, "C": CHUNK, **products, "PACKED": cu_seqlens is not None}
         self.block_v = block_v
 
-        # The dtype of the products is that of their operands in memory.
-        self.dtype = torch.bfloat16 if common_dtype(r, k, v) == torch.bfloat16 else torch.float32
         self.reads, self.writes = k.new_empty(2, *k.shape[:3], 2, key_size, dtype=self.dtype).unbind()
         self.solved = k.new_empty(*k.shape[:3], 2, 2 * CHUNK, dtype=self.dtype)
         self.factors, halves = k.new_empty(2, self.chunks, heads, key_size, dtype=torch.float32).unbind()
@@ -548,7 +551,7 @@ class _Plan(Segments):
 
     def slots(self, waves):
         """Programs for each head of a segment, where every chunk is by itself."""
-        return min(cdiv(waves * self.device_programs, self.segments * self.heads), cdiv(self.segment, CHUNK))
+        return min(cdiv(waves * self.multiprocessors, self.segments * self.heads), cdiv(self.segment, CHUNK))
 
     def launch(self, kernel, *arguments, programs, **constants):
         grid = (self.segments * self.heads * programs,)
