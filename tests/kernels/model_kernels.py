@@ -119,17 +119,17 @@ def rows_of(case: benchmark.Case, figures: dict[str, dict[str, int]]) -> list[di
         row["what"] = f"{case.name} step" if case.is_step else row["what"]
         row |= {"kernels": len(launches.kernels), "torch": len(launches.functions)}
         row |= {"modelled": 1e3 * max(launches.seconds, products), "floor": 1e3 * floor}
-        rows.append(row | {name: max((x[name] for x in used), default=0) for name in FIGURES})
+        rows.append(row | {name: max((x[name] for x in used), default="") for name in FIGURES})
     return rows
 
 
-def all_rows() -> list[dict[str, Any]]:
-    figures = {}
+def all_rows(operators: list[str]) -> list[dict[str, Any]]:
+    figures: dict[str, dict[str, Any]] = {}
     for row in read_budgets():
         if row["target"] == TARGET and (row["precision"] == PRECISION or row["kernel"] not in figures):
             figures[row["kernel"]] = row
     rows = []
-    for name in published.OPERATORS:
+    for name in operators:
         module = importlib.import_module(name)
         if not any("ours" in vars(x) for x in vars(module).values() if inspect.isclass(x)):
             continue
@@ -153,10 +153,10 @@ def measured_in(paths: list[Path]) -> dict[tuple[str, ...], str]:
     return found
 
 
-def table(measured: dict[tuple[str, ...], str]) -> str:
+def table(operators: list[str], measured: dict[tuple[str, ...], str]) -> str:
     names = ["launches (torch's)", "modelled ms", "floor ms", "measured ms", *FIGURES]
     lines = [f"| | batch x length | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
-    for row in all_rows():
+    for row in all_rows(operators):
         key = (
             row["what"],
             *("" if row[name] is None else str(row[name]) for name in ("batch", "heads", "size", "length")),
@@ -171,10 +171,11 @@ def table(measured: dict[tuple[str, ...], str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operators", nargs="+", default=published.OPERATORS, help="default: all")
     parser.add_argument("--measured", nargs="+", default=[], type=Path, metavar="FILE", help="CSV of the benchmarks")
     parser.add_argument("--write", action="store_true", help="replace the table in RESULTS.md")
     options = parser.parse_args()
-    text = table(measured_in(options.measured))
+    text = table(options.operators, measured_in(options.measured))
     if not options.write:
         print(text)
         return

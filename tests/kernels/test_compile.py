@@ -42,16 +42,21 @@ def kernels_of_package() -> set[str]:
     return found
 
 
-def compiled(tmp_path, *arguments) -> dict[tuple[str, str, str], dict[str, int]]:
-    """What compile_kernels.py prints, as [`budgets`] returns the table."""
+def printed(program, tmp_path, *arguments) -> str:
+    """What a program of this folder prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     packages = [str(Path(package.__path__[0]).parent) for package in (subquad, subquad_kernels)]
     environment["PYTHONPATH"] = os.pathsep.join([*packages, os.environ.get("PYTHONPATH", "")])
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, FOLDER / "compile_kernels.py", *arguments]
+    command = [sys.executable, FOLDER / program, *arguments]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    rows = json.loads(run.stdout.splitlines()[-1])
+    return run.stdout
+
+
+def compiled(tmp_path, *arguments) -> dict[tuple[str, str, str], dict[str, int]]:
+    """What compile_kernels.py prints, as [`budgets`] returns the table."""
+    rows = json.loads(printed("compile_kernels.py", tmp_path, *arguments).splitlines()[-1])
     return {(row["target"], row["kernel"], row["precision"]): {name: row[name] for name in FIGURES} for row in rows}
 
 
@@ -130,3 +135,21 @@ def test_what_older_versions_of_triton_refuse_is_not_written():
             if isinstance(node, ast.For) and isinstance(node.target, ast.Name):
                 names = [x for statement in node.body for x in ast.walk(statement) if isinstance(x, ast.Name)]
                 assert not any(x.id == node.target.id and isinstance(x.ctx, ast.Store) for x in names), here
+
+
+@TRITON
+def test_table_of_modelled_times(tmp_path):
+    """One kernel reads and writes everything once, which takes as long as the floor."""
+    table = tmp_path / "measured.csv"
+    table.write_text(
+        "what,implementation,batch,heads,size,length,dtype,milliseconds\n"
+        "group_norm_gate forward,subquad,8,32,64,4096,bfloat16,0.18057\n"
+    )
+    text = printed("model_kernels.py", tmp_path, "--operators", "group_norm_gate", "--measured", table)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    (row,) = [row for row in rows if row[:2] == ["group_norm_gate forward of 64", "8 x 4096"]]
+    launches, modelled, floor, measured, registers = row[2:7]
+    assert (launches, measured) == ("1 (0)", "0.181")
+    assert float(modelled) == pytest.approx(float(floor), rel=0.01)
+    allowed = budgets()["sm_90", "group_norm_gate._forward_kernel", "half"]
+    assert int(registers) == allowed["registers"]
