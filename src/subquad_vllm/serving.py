@@ -1,5 +1,6 @@
 """What all served models share."""
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -82,6 +83,7 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
         with torch.device("meta"):
             model = architecture.load(architecture.heads["AutoModelForCausalLM"])(config)
         self.base_name, self.head_name = model.base_model_prefix, model.lm_head_name
+        self.ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["(?!)"]))
         for name, child in model.named_children():
             self.add_module(name, child)
         device = vllm_config.device_config.device
@@ -133,8 +135,10 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
         return self.logits_processor(self.get_submodule(self.head_name), hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        skipped = [f"{self.head_name}."] if self.config.tie_word_embeddings else None
-        return AutoWeightsLoader(self, ignore_unexpected_prefixes=skipped).load_weights(weights)
+        """Loads a checkpoint's tensors, in which every weight must be; returns the names of those loaded."""
+        tied = f"{self.head_name}." if self.config.tie_word_embeddings else None
+        used = ((name, x) for name, x in weights if not (self.ignored.search(name) or (tied and name.startswith(tied))))
+        return AutoWeightsLoader(self).load_weights(used)
 
 
 def part_of(heads: int, processes: int, split: bool) -> int:

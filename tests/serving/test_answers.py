@@ -35,6 +35,19 @@ def test_answers_with_prefix_caching(case):
     assert sum(output.num_cached_tokens for output in again) > 500
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_answers_of_many_long_requests(name, tmp_path):
+    """Two hundred, with prefix caching and without, and with fewer blocks of memory than slots."""
+    model = model_directory(name, tmp_path)
+    requests = make_requests(200, VOCABULARY, longest=2000, answer=40)
+    answers = expected(model, requests)
+    options = {"max_model_len": 2048, "max_num_batched_tokens": 512}
+    for more in ({}, {"enable_prefix_caching": True, "block_size": 128}, {"num_gpu_blocks_override": 4}):
+        with engine(model, **options, **more) as llm:
+            assert serve(llm, requests) == answers
+
+
 @pytest.mark.parametrize("name", ["finch-abc"])
 def test_a_request_needs_an_empty_slot(name, tmp_path, monkeypatch):
     """These comparisons notice it when a request goes on from what another left in its slot."""

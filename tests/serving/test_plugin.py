@@ -7,6 +7,7 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import EngineArgs
 
 import subquad
+from subquad import hub
 from subquad.models import REGISTRY
 from subquad_vllm.configuration import DEFAULT_LENGTH
 from subquad_vllm.served import REFUSED, SERVED
@@ -62,6 +63,15 @@ def test_lengths_have_no_limit():
     trained = AutoConfig.from_pretrained(model).context_length
     assert engine_config(model).model_config.max_model_len == DEFAULT_LENGTH > trained
     assert engine_config(model, max_model_len=100 * trained).model_config.max_model_len == 100 * trained
+
+
+@pytest.mark.parametrize("trust", [True, False])
+def test_a_repository_with_its_code(trust, tmp_path):
+    """It is served by the installed package, whether its own code is trusted or not."""
+    hub.export(subquad.embedded_model("finch-abc"), tmp_path)
+    requests = make_requests(4, VOCABULARY, longest=50, answer=8)
+    with engine(tmp_path, trust_remote_code=trust) as llm:
+        assert serve(llm, requests) == expected(subquad.embedded_model("finch-abc"), requests)
 
 
 @pytest.fixture(scope="module")
