@@ -1,9 +1,10 @@
-"""Eagle (RWKV-5) and Finch (RWKV-6) in vLLM."""
+"""Eagle (RWKV-5), Finch (RWKV-6) and Goose (RWKV-7) in vLLM."""
 
 import torch
 from transformers import PreTrainedConfig
 from vllm.model_executor.models.interfaces import IsAttentionFree
 
+from subquad.models.rwkv7.loading_rwkv7 import FLASH_LINEAR_ATTENTION
 from subquad.padding import Tokens
 
 from .serving import ServedForCausalLM, part_of
@@ -15,8 +16,8 @@ class RwkvForCausalLM(ServedForCausalLM, IsAttentionFree):
 
     @classmethod
     def state_sizes(cls, config: PreTrainedConfig, dtype: torch.dtype, processes: int) -> StateSizes:
-        heads, size, width = config.num_attention_heads, config.head_size, config.hidden_size
-        own = part_of(heads, processes, "blocks.*.attention.time_faaaa" in config.base_model_tp_plan)
+        heads, size, width = config.num_attention_heads, config.head_dim, config.hidden_size
+        own = part_of(heads, processes, any(name.endswith(".ln_x.weight") for name in config.base_model_tp_plan))
         return {
             "wkv": ((own, size, size), torch.float32),
             "attention_shift": ((width,), dtype),
@@ -33,4 +34,21 @@ class RwkvForCausalLM(ServedForCausalLM, IsAttentionFree):
     ) -> torch.Tensor:
         for block in self.base.blocks:
             x = block(x, tokens, past_key_values=pool)
+        return self.base.ln_out(x)
+
+
+class GooseForCausalLM(RwkvForCausalLM):
+    layout = FLASH_LINEAR_ATTENTION
+
+    def run(
+        self,
+        x: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        tokens: Tokens | Requests,
+        pool: Pool | None,
+    ) -> torch.Tensor:
+        v_first = None
+        for block in self.base.blocks:
+            x, v_first = block(x, v_first, tokens, past_key_values=pool)
         return self.base.ln_out(x)

@@ -7,6 +7,7 @@ TESTED = "0.32"
 SERVED = {
     "rwkv5": "subquad_vllm.rwkv:RwkvForCausalLM",
     "rwkv6": "subquad_vllm.rwkv:RwkvForCausalLM",
+    "rwkv7": "subquad_vllm.rwkv:GooseForCausalLM",
     "raven": "subquad_vllm.raven:RavenForCausalLM",
     "gecko": "subquad_vllm.gecko:GeckoForCausalLM",
 }

@@ -19,6 +19,7 @@ from vllm.model_executor.models.interfaces import (
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
+from subquad.loading import Layout
 from subquad.models import REGISTRY
 from subquad.padding import Tokens
 from subquad.weight_files import complete_sizes
@@ -36,6 +37,8 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
 
     # Names of the states of a block that has some.
     state_names: tuple[str, ...]
+    # How another package names and shapes the tensors, if there are such files.
+    layout: Layout | None = None
 
     @classmethod
     def state_sizes(cls, config: PreTrainedConfig, dtype: torch.dtype, processes: int) -> StateSizes:
@@ -137,8 +140,15 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a checkpoint's tensors, in which every weight must be; returns the names of those loaded."""
         tied = f"{self.head_name}." if self.config.tie_word_embeddings else None
-        used = ((name, x) for name, x in weights if not (self.ignored.search(name) or (tied and name.startswith(tied))))
-        return AutoWeightsLoader(self).load_weights(used)
+
+        def named():
+            for name, tensor in weights:
+                parts = {name: None} if self.layout is None else self.layout.read_name(name)
+                for own, take in parts.items():
+                    if not (self.ignored.search(own) or (tied and own.startswith(tied))):
+                        yield own, tensor if take is None else take(tensor)
+
+        return AutoWeightsLoader(self).load_weights(named())
 
 
 def part_of(heads: int, processes: int, split: bool) -> int:

@@ -25,6 +25,7 @@ TINY = {
     "rwkv5": {"model_type": "rwkv5", **RWKV},
     "rwkv6": {"model_type": "rwkv6", "lora_rank_tokenshift": 4, "lora_rank_decay": 8, **RWKV},
     "rwkv6-tied": {"model_type": "rwkv6", "tie_word_embeddings": True, **RWKV},
+    "rwkv7": {"model_type": "rwkv7", "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 3},
     "raven": {**RAVEN, "num_kv_heads": 2, "use_rope": True, "use_output_gate": True},
     "raven-swa": {**RAVEN, "router": "swa"},
     "raven-gla": {**RAVEN, "decay_type": "GLA", "router_type": "mlp", "bias_rmm": True},

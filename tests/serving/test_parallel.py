@@ -4,7 +4,7 @@ import pytest
 from engine import VOCABULARY, engine, expected, make_requests, model_directory, serve
 
 
-@pytest.mark.parametrize("name", ["rwkv6", "rwkv5", "raven", "raven-split", "gecko"])
+@pytest.mark.parametrize("name", ["rwkv5", "rwkv6", "rwkv7", "raven", "raven-split", "gecko"])
 def test_tensor_parallel(name, tmp_path):
     model = model_directory(name, tmp_path)
     requests = make_requests(8, VOCABULARY, longest=100, answer=16)
