@@ -7,15 +7,22 @@ import copy
 import inspect
 import json
 import pickle
+import re
 import warnings
 
+import accelerate
 import pytest
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload
 from cases import (
+    BASE,
+    GENERATING,
     GREEDY,
     IMAGE_ID,
+    VARIANTS,
+    VISUAL,
+    each,
     each_case,
     each_model_case,
     each_text_case,
@@ -32,6 +39,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     PreTrainedModel,
+    StaticCache,
     StoppingCriteriaList,
     Trainer,
     TrainingArguments,
@@ -278,8 +286,106 @@ def test_what_a_file_lacks_is_initialised(case):
 
 
 @each_model_case
-def test_context_parallelism_is_not_supported(case):
-    assert not case.model().supports_context_parallel
+def test_context_parallelism_is_refused(case):
+    model = case.model()
+    assert not model.supports_context_parallel
+    with pytest.raises(ValueError, match="Context parallelism does not support attention layers of type"):
+        accelerate.big_modeling._attach_context_parallel_hooks(model)
+
+
+@pytest.mark.fast
+@each(*BASE, *VISUAL, *VARIANTS)
+def test_layer_types(case):
+    config = case.config()
+    text = config.get_text_config()
+    assert len(text.layer_types) == text.num_hidden_layers
+    assert "full_attention" not in {*text.layer_types} or len({*text.layer_types}) > 1
+    text.validate_layer_type()
+    assert "layer_types" not in config.to_dict()
+    setattr(text, text.attribute_map.get("num_hidden_layers", "num_hidden_layers"), 0)
+    assert text.layer_types is None
+
+
+@each(*GENERATING, *VARIANTS)
+def test_a_cache_has_the_layers_that_transformers_expects(case):
+    model, text = case.model(), case.text(2, 20)
+    types = model.config.get_text_config().layer_types
+    for static in (False, True):
+        cache = model.new_cache(static, max_cache_len=32)
+        assert isinstance(cache, StaticCache) == cache.is_compileable == static
+        assert len(cache) == len(cache.layers) == len(types)
+        assert cache.is_linear == [kind == "linear_attention" for kind in types]
+        assert cache.is_sliding == [kind == "sliding_attention" for kind in types]
+        for tokens, count in ((None, 0), (text, 20)):
+            if tokens is not None:
+                with torch.no_grad():
+                    model(**tokens, past_key_values=cache)
+            assert cache.get_seq_length() == count
+            for number, (layer, kind) in enumerate(zip(cache.layers, types, strict=True)):
+                if kind == "linear_attention":
+                    assert cache.has_previous_state(number) == bool(count)
+                    found = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+                    found = [state for state in found if state is not None]
+                    assert bool(found) == bool(count) == any(layer.is_recurrent_states_initialized.values())
+                    assert sum(state.numel() for state in found) <= sum(x.numel() for x in layer.states.values())
+                elif kind == "full_attention" and count:
+                    assert layer.keys.shape == layer.values.shape == (2, 1, layer.keys.shape[2], 16)
+                    assert layer.keys[:, :, 20:].any() == False < layer.keys[:, :, :20].any()  # noqa: E712
+                else:
+                    assert layer.keys is None is layer.values
+        for other in (cache.clone(), copy.deepcopy(cache)):
+            assert type(other) is type(cache)
+            if static:
+                other.activate_past_recording()
+                assert not isinstance(other, StaticCache)
+                assert not other.is_compileable
+        cache.reset()
+        if "linear_attention" in types:
+            assert not cache.has_previous_state(types.index("linear_attention"))
+
+
+@pytest.mark.fast
+@each_case
+def test_what_a_cache_has_read_is_not_read_again(case):
+    model, text = case.model(), case.text(2, 9)
+    options = {**GREEDY, "return_dict_in_generate": True}
+    for cache in (None, "static"):
+        out = model.generate(**text, **options, max_new_tokens=5, cache_implementation=cache, max_cache_len=32)
+        whole, read = out.sequences, out.past_key_values
+        for ids in (text["input_ids"], whole[:, -1:], whole[:, :13]):
+            wrong = rf"`past_key_values` has read 13 tokens, but the text has {ids.shape[1]}\. Give the whole text"
+            with pytest.raises(ValueError, match=wrong):
+                model.generate(ids, **options, past_key_values=read.clone(), max_new_tokens=3)
+        expected = model.generate(**text, **options, max_new_tokens=8).sequences
+        on = model.generate(whole, **options, past_key_values=read.clone(), max_new_tokens=3)
+        assert torch.equal(on.sequences, expected)
+        mask = torch.ones_like(whole)
+        on = model.generate(whole[:, -1:], **options, attention_mask=mask, past_key_values=read, max_new_tokens=3)
+        assert torch.equal(on.sequences, expected[:, 13:])
+
+
+@each_model_case
+def test_some_hidden_states(case):
+    model, text = case.model(), case.text(2, 9)
+    with torch.no_grad():
+        every = model(**text, output_hidden_states=True).hidden_states
+        some = model(**text, output_hidden_states=[1, -1]).hidden_states
+    assert [state is not None for state in some] == [False, True, *[False] * (len(every) - 3), True]
+    assert torch.equal(some[1], every[1]) and torch.equal(some[-1], every[-1])
+
+
+@each_model_case
+def test_plans_match_modules(case):
+    for auto_class in case.auto_classes:
+        with torch.device("meta"):
+            model = case.model_class(auto_class)(case.config())
+        names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+        for plan in (model.tp_plan, model._fsdp_plan, model.pp_plan):
+            for entry in plan:
+                if entry.startswith(("vit.", "model.vit.")):  # transformers' own
+                    continue
+                pattern = re.compile(re.escape(entry).replace(r"\*", r"\d+") + "$")
+                assert any(pattern.match(name) for name in names), f"{auto_class}: {entry}"
 
 
 @each_model_case

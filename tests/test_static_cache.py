@@ -6,7 +6,9 @@ import shutil
 import pytest
 import torch
 from cases import (
+    AVEY,
     CASES,
+    EAGLE,
     GENERATING,
     GREEDY,
     RAVEN_BOTH,
@@ -31,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig
 
-from subquad import RecurrentCache
+from subquad import RecurrentCache, generation
 from subquad.cache import LayerState
 
 
@@ -320,6 +322,23 @@ def test_static_tensors_are_marked():
     for one in (cache, cache.clone()):
         tensors = [one.seen_tokens, *(x for layer in one.all_layers for x in layer.states.values())]
         assert all(x._dynamo_static_input_type == "unguarded" for x in tensors)
+
+
+@each(AVEY, RAVEN_FULL, EAGLE)
+def test_a_shorter_text_needs_no_other_graph(case, graphs):
+    model, compiled = case.model(num_hidden_layers=case.layer_kinds), compiling(graphs)
+    for new in (80, 4):
+        options = {**prompts(case, 2, 0), **GREEDY, "max_new_tokens": new}
+        assert torch.equal(model.generate(**options, **compiled), model.generate(**options))
+        assert len(graphs) == 1
+
+
+def test_on_a_cpu_nothing_is_compiled_without_a_word(monkeypatch):
+    model, said = tiny_model("rwkv6"), []
+    monkeypatch.setattr(generation.logger, "warning_once", said.append)
+    for options in ({}, {"disable_compile": True}, {"cache_implementation": None}):
+        model.generate(random_ids(1, 4), **GREEDY, max_new_tokens=2, **{"cache_implementation": "static", **options})
+    assert len(said) == 1 and "does not compile the decoding step on a CPU" in said[0]
 
 
 @each_text_case

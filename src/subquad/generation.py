@@ -3,8 +3,12 @@
 import torch
 from transformers import GenerationConfig
 from transformers.generation import GenerationMixin, GenerationMode
+from transformers.utils import logging
 
 from .cache import RecurrentCache
+
+
+logger = logging.get_logger(__name__)
 
 
 class RecurrentGenerationMixin(GenerationMixin):
@@ -43,9 +47,14 @@ class RecurrentGenerationMixin(GenerationMixin):
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
             if isinstance(cache := model_kwargs.get("past_key_values"), RecurrentCache):
+                _check_continuation(cache, generation_config, model_kwargs)
                 cache.reserve(max_cache_length)
         elif implementation in (None, "dynamic", "static"):
             max_cache_len = max(max_cache_length, generation_config.max_cache_len or 1)
+            if implementation == "static":
+                # As in transformers: a cache as large as the last one, for which the step is already compiled.
+                max_cache_len = max(max_cache_len, getattr(self, "_previous_max_cache_length", 1))
+                self._previous_max_cache_length = max_cache_len
             model_kwargs["past_key_values"] = self.new_cache(implementation == "static", max_cache_len)
             if generation_config.is_assistant:
                 model_kwargs["past_key_values"].activate_past_recording()
@@ -85,6 +94,16 @@ class RecurrentGenerationMixin(GenerationMixin):
             inputs.pop("attention_mask", None)
         return inputs
 
+    def _valid_auto_compile_criteria(self, model_kwargs: dict, generation_config: GenerationConfig) -> bool:
+        compiles = super()._valid_auto_compile_criteria(model_kwargs, generation_config)
+        asked = generation_config.cache_implementation == "static" and not generation_config.disable_compile
+        if asked and not compiles and self.device.type == "cpu":
+            logger.warning_once(
+                '`cache_implementation="static"`: transformers does not compile the decoding step on a CPU, so a '
+                "static cache gains nothing."
+            )
+        return compiles
+
     @staticmethod
     def create_masks_for_generate(inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs):
         """
@@ -95,3 +114,17 @@ class RecurrentGenerationMixin(GenerationMixin):
             return None
         # A copy, because the strides of a slice grow with the mask.
         return attention_mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
+
+
+def _check_continuation(cache: RecurrentCache, generation_config: GenerationConfig, model_kwargs: dict) -> None:
+    """
+    Raises:
+        ValueError: if there is no token to read after those that the cache has read.
+    """
+    mask = model_kwargs.get("attention_mask")  # transformers drops a mask without zeros, and keeps its length
+    length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+    if length is not None and length <= (read := cache.get_seq_length()):
+        raise ValueError(
+            f"`past_key_values` has read {read} tokens, but the text has {length}. Give the whole text, or only its "
+            "new tokens with the `attention_mask` of the whole text."
+        )

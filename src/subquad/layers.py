@@ -90,6 +90,19 @@ def read_tokens(
     return x, tokens.to(x.device)  # the embeddings may be on another device
 
 
+def chosen_states(
+    states: tuple[torch.Tensor, ...], chosen: bool | int | list[int] | None
+) -> tuple[torch.Tensor | None, ...] | None:
+    """
+    The hidden states that `output_hidden_states` asks for: all or none, or those at some indices, and None in place of
+    the others.
+    """
+    if not chosen or chosen is True:
+        return states if chosen else None
+    kept = {i % len(states) for i in ([chosen] if isinstance(chosen, int) else chosen)}
+    return tuple(state if i in kept else None for i, state in enumerate(states))
+
+
 def replaceable(*operators: Callable) -> list[Callable]:
     """
     The operators, in a form that `use_kernels=True` replaces by those of a kernel repository, for all models that

@@ -40,7 +40,7 @@ TABLES: dict[str, dict[str, Callable[[Architecture], str]]] = {
         "left and right padding, packed documents (`cu_seqlens`, restarting `position_ids`), exact": _always,
         "training, gradient checkpointing, `torch.compile(fullgraph=True)`": _always,
         "float32, bfloat16, float16": _field("dtypes"),
-        'decoding step compiled into one graph (`cache_implementation="static"`)': _unless_encoder,
+        'decoding step compiled into one graph on a GPU (`cache_implementation="static"`)': _unless_encoder,
     },
     "tools": {
         "PEFT: LoRA, DoRA, AdaLoRA, VeRA, (IA)³": _field("adapters"),

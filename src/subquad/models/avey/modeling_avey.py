@@ -13,7 +13,7 @@ from subquad_kernels import contextualizer, maxsim, split_ranker
 from ...base import RecurrentPreTrainedModel
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
-from ...layers import Linear, ReluSquared, replaceable
+from ...layers import Linear, ReluSquared, chosen_states, replaceable
 from ...padding import Tokens
 from .cache_avey import AveyCache
 from .configuration_avey import AveyConfig
@@ -192,7 +192,7 @@ class AveyModel(AveyPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=last,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=(x, *hidden_states[:-1], last) if output_hidden_states else None,
+            hidden_states=chosen_states((x, *hidden_states[:-1], last), output_hidden_states),
         )
 
     def rank(

@@ -17,7 +17,7 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import dynamic_mixing, maxsim, split_ranker, static_mixing
 
-from ...layers import Linear, ReluSquared, read_tokens, replaceable
+from ...layers import Linear, ReluSquared, chosen_states, read_tokens, replaceable
 from ...saving import SavedPreTrainedModel
 from .configuration_avey_b import AveyBConfig
 from .layout_avey_b import Text, read_text
@@ -218,7 +218,7 @@ class AveyBModel(AveyBPreTrainedModel):
         hidden_states = [text.in_batch(parts) for parts in (outputs if output_hidden_states else outputs[-1:])]
         return BaseModelOutput(
             last_hidden_state=hidden_states[-1],
-            hidden_states=(x, *hidden_states) if output_hidden_states else None,
+            hidden_states=chosen_states((x, *hidden_states), output_hidden_states),
         )
 
     def _windows_per_pass(self, splits: torch.Tensor) -> int:

@@ -54,6 +54,7 @@ class VisualRwkvConfig(PreTrainedConfig):
     model_type = "visual_rwkv"
     sub_configs = {"vision_config": PreTrainedConfig, "text_config": PreTrainedConfig}
     keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_fsdp_plan = {}  # tower and text model have their own
     num_hidden_layers = _of_text_config("num_hidden_layers")
     use_cache = _of_text_config("use_cache")
 

@@ -17,7 +17,7 @@ from ...base import RecurrentPreTrainedModel
 from ...cache import RecurrentCache
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead
-from ...layers import Linear, check_inputs
+from ...layers import Linear, check_inputs, chosen_states
 from ...padding import Tokens, can_read_values, should_check
 from ..rwkv5.modeling_rwkv5 import Rwkv5Model
 from ..rwkv6.modeling_rwkv6 import Rwkv6Model
@@ -242,7 +242,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             x = x.masked_scatter(placeholders.unsqueeze(-1).to(x.device), features.to(x.device, x.dtype))
             order = self.backward_order(placeholders)
 
-        hidden_states = (x,) if output_hidden_states else None
+        hidden_states = (x,)
         for block in self.rwkv.blocks[: self.rwkv.config.num_hidden_layers]:
             backward = order is not None and block.layer_idx % 2 == 1
             x = reorder(x, order) if backward else x
@@ -251,8 +251,8 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             if output_hidden_states:
                 hidden_states += (x,)
         outputs = self.make_output(self.rwkv.ln_out(x), tokens, past_key_values, use_cache)
-        if output_hidden_states:
-            outputs.hidden_states = (*hidden_states[:-1], outputs.last_hidden_state)
+        hidden_states = (*hidden_states[:-1], outputs.last_hidden_state)
+        outputs.hidden_states = chosen_states(hidden_states, output_hidden_states)
         if order is not None and past_key_values is not None and past_key_values.records_past:
             # A part of an image that was read backward cannot be removed.
             past_key_values.keep_past(int(tokens.known["images"].any(0)[::-1].argmax()))
