@@ -3,11 +3,11 @@ The recurrence of Goose in plain torch, parallel over time, for any device.
 
 Every token takes two half steps. In the first one -kappa reads the state, and what it reads is written back with the
 key a * kappa; in the second one v is written with the key k, and r reads. So a chunk of C tokens has 2 C reads and 2 C
-writes, in turns. `scores` (2 C, 2 C) is what each read gets of each write before it. Half of what is written has been
-read in the chunk itself, so reading means solving a triangular system of equations.
+writes, those of the first half steps before the others. Half of what is written has been read in the chunk itself, so
+reading means solving a triangular system of equations.
 
 Decays are taken from the middle of a chunk's decay, where they are exponentials of at most half of its logarithm: a
-chunk of 32 tokens has factors of at most 1.7e4 with the strongest decay of RWKV-7.
+chunk of 32 tokens has factors of at most 1.7e4 with the strongest decay of RWKV-7. The states are taken there, too.
 """
 
 import torch
@@ -87,72 +87,69 @@ def delta_wkv_step_inplace(
     return out.to(out_dtype)
 
 
-def _turns(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The half steps of tokens in turns: twice (..., C, D) -> (..., 2 C, D)."""
-    return torch.stack((first, second), dim=-2).flatten(-3, -2)
-
-
-def _parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first and the second half steps of tokens: (..., 2 C, D) -> twice (..., C, D)."""
-    return x.unflatten(-2, (-1, 2)).unbind(-2)
-
-
 class _Chunks:
-    """What does not depend on the state, for all chunks at once; matrices are (B, H, chunks, ...)."""
+    """
+    What does not depend on the state, for all chunks at once: matrices (B, H, chunks, ...). Of 2 C rows the first C
+    are those of first half steps.
+    """
 
     def __init__(self, layout, r, k, v, log_w, kappa, a):
-        r, k, self.v, log_w, self.kappa, self.a = (layout.to_chunks(x) for x in (r, k, v, log_w, kappa, a))
-        self.reads, self.writes = _turns(-self.kappa, r), _turns(self.a * self.kappa, k)
-        after = log_w.cumsum(-2)
-        before = F.pad(after[..., :-1, :], (0, 0, 1, 0))
-        total = after[..., -1:, :]
-        read_at, written_at = _turns(before, after), _turns(after, after)
+        self.r, self.k, self.v, log_w, self.kappa, self.a = (layout.to_chunks(x) for x in (r, k, v, log_w, kappa, a))
+        at = log_w.cumsum(-2)
+        total = at[..., -1:, :]
+        self.half, self.lost = (total / 2).exp(), total.expm1()
+        at = at - total / 2
+        self.write_at, self.read_at, self.remove_at = (-at).exp(), at.exp(), (at - log_w).exp()
+        self.reads = torch.cat((-self.kappa * self.remove_at, self.r * self.read_at), dim=-2)
+        self.writes = torch.cat((self.a * self.kappa * self.write_at, self.k * self.write_at), dim=-2)
 
-        # From the middle of the decay of a chunk to where it is read or written, and from its start and to its end.
-        self.read_near, self.write_near = (read_at - total / 2).exp(), (total / 2 - written_at).exp()
-        self.read_far, self.write_far = read_at.exp(), (total - written_at).exp()
-        self.decay = total.exp()
-
+        # What each read gets of each write before it, and the second one also of the writes of its own token.
         n = torch.arange(2 * layout.chunk, device=v.device)
-        # The second read of a token also gets what is written at the token, with no decay between them.
-        self.seen = n < n[:, None] // 2 * 2
-        self.now = (n[:, None] % 2 == 1) & (n // 2 == n[:, None] // 2)
-        scores = (self.reads * self.read_near) @ (self.writes * self.write_near).mT
-        self.scores = scores.where(self.seen | self.now, 0)
-        # The equations of the reads. Only what first half steps write has been read in the chunk.
-        self.system = -self.scores * (n % 2 == 0)
-        own = self.scores[..., 1::2]
-        solved = self.solve(torch.cat((self.reads * self.read_far, own), dim=-1))
-        self.state_to_reads, self.values_to_reads = solved.split((r.shape[-1], layout.chunk), dim=-1)
+        token, second = n % layout.chunk, n >= layout.chunk
+        self.before = token < token[:, None]
+        self.now = second[:, None] & (token == token[:, None])
+        self.scores = (self.reads @ self.writes.mT).where(self.before | self.now, 0)
 
-        # The state that leaves a chunk is the one that enters it, times `passing`, and `added`.
-        first, second = _parts(self.writes * self.write_far)
-        removing, reading = _parts(self.state_to_reads)
-        removed = _parts(self.values_to_reads)[0] @ self.v
-        self.reading = reading
-        self.passing = torch.diag_embed(self.decay.squeeze(-2)) + removing.mT @ first
-        self.added = self.v.mT @ second + removed.mT @ first
+        # What each read gets of the state that enters the chunk, and of the values.
+        removed, of_values = self.scores.split(layout.chunk, dim=-1)
+        first, second = torch.cat((self.reads, of_values), dim=-1).split(layout.chunk, dim=-2)
+        self.removed, read = removed.split(layout.chunk, dim=-2)
+        first = self.solve(first)
+        keys = r.shape[-1]
+        self.removing, self.removed_values = first.split((keys, layout.chunk), dim=-1)
+        self.reading, self.read_values = (second + read @ first).split((keys, layout.chunk), dim=-1)
+
+        # The state that leaves a chunk is the one that enters it, times `passing`, and `added`; both in the middle.
+        first, second = self.writes.split(layout.chunk, dim=-2)
+        self.passing = self.removing.mT @ first
+        self.added = self.v.mT @ second + (self.removed_values @ self.v).mT @ first
 
     def solve(self, x, transposed=False):
-        matrix = self.system.mT if transposed else self.system
+        """(I - removed)⁻¹ x"""
+        matrix = -self.removed.mT if transposed else -self.removed
         return torch.linalg.solve_triangular(matrix, x, upper=transposed, unitriangular=True)
 
-
-def _enter(layout, passing, added, states, reverse=False):
-    """The states that enter the chunks, (B, H, chunks, V, K), and those that leave the sequences, in time's order."""
-    n, step = (passing.shape[2] - 1, -1) if reverse else (0, 1)
-    entering, leaving = [None] * passing.shape[2], [None] * len(layout.chunks)
-    for sequence in range(len(layout.chunks))[::step]:
-        if states is None:
-            state = torch.zeros_like(added[:, :, 0])
-        else:
-            state = layout.state_of(states, sequence)
-        for _ in range(layout.chunks[sequence]):
-            entering[n] = state
-            state = added[:, :, n] + state @ passing[:, :, n]
-            n += step
-        leaving[sequence] = state
-    return torch.stack(entering, dim=2), torch.cat(leaving)
+    def enter(self, layout, passing, added, states, reverse=False):
+        """
+        The states that enter the chunks, (B, H, chunks, V, K), decayed to the middle, and those that leave the
+        sequences, in the order of time.
+        """
+        n, step = (passing.shape[2] - 1, -1) if reverse else (0, 1)
+        entering, leaving = [None] * passing.shape[2], [None] * len(layout.chunks)
+        halves, lost, passing, added = (x.unbind(2) for x in (self.half, self.lost, passing, added))
+        for sequence in range(len(layout.chunks))[::step]:
+            if states is None:
+                state = torch.zeros_like(added[0])
+            else:
+                state = layout.state_of(states, sequence)
+            for _ in range(layout.chunks[sequence]):
+                entering[n] = state * halves[n]
+                change = added[n] + entering[n] @ passing[n]
+                # A product with a slow decay would round what is lost.
+                state = torch.addcmul(state, state, lost[n]).addcmul_(change, halves[n])
+                n += step
+            leaving[sequence] = state
+        return torch.stack(entering, dim=2), torch.cat(leaving)
 
 
 def delta_wkv_chunked(
@@ -171,8 +168,8 @@ def delta_wkv_chunked(
     *inputs, initial_state = cast(widest(*floats), *floats)
     layout = ChunkLayout(k.shape[1], cu_seqlens, k.device, CHUNK)
     chunks = _Chunks(layout, *inputs)
-    entering, state = _enter(layout, chunks.passing, chunks.added, initial_state)
-    out = chunks.reading @ entering.mT + _parts(chunks.values_to_reads)[1] @ chunks.v
+    entering, state = chunks.enter(layout, chunks.passing, chunks.added, initial_state)
+    out = chunks.reading @ entering.mT + chunks.read_values @ chunks.v
     return layout.from_chunks(out).to(out_dtype), state
 
 
@@ -197,37 +194,37 @@ def delta_wkv_chunked_backward(
     grad_out, grad_state, *inputs, initial_state = cast(widest(*floats), grad_out, grad_state, *floats)
     layout = ChunkLayout(k.shape[1], cu_seqlens, k.device, CHUNK)
     chunks = _Chunks(layout, *inputs)
-    entering, _ = _enter(layout, chunks.passing, chunks.added, initial_state)
-    removed = _parts(chunks.state_to_reads)[0] @ entering.mT + _parts(chunks.values_to_reads)[0] @ chunks.v
-    written = _turns(removed, chunks.v)
+    entering, _ = chunks.enter(layout, chunks.passing, chunks.added, initial_state)
+    written = torch.cat((chunks.removing @ entering.mT + chunks.removed_values @ chunks.v, chunks.v), dim=-2)
 
     # The gradient of the state goes from the last chunk of each sequence to the first.
     g = layout.to_chunks(grad_out)
-    leaving, grad_initial = _enter(layout, chunks.passing.mT, g.mT @ chunks.reading, grad_state, reverse=True)
-    to_end = chunks.writes * chunks.write_far
-    grad_read = chunks.solve(_turns(_parts(to_end)[0] @ leaving.mT, g), transposed=True)
-    dv = _parts(to_end @ leaving.mT + chunks.scores.mT @ grad_read)[1]
+    leaving, grad_initial = chunks.enter(layout, chunks.passing.mT, g.mT @ chunks.reading, grad_state, reverse=True)
+    removed = chunks.scores.mT[..., : layout.chunk, layout.chunk :]
+    grad_read = chunks.solve(chunks.writes[..., : layout.chunk, :] @ leaving.mT + removed @ g, transposed=True)
+    grad_read = torch.cat((grad_read, g), dim=-2)
+    dv = chunks.writes[..., layout.chunk :, :] @ leaving.mT + chunks.scores.mT[..., layout.chunk :, :] @ grad_read
 
     scores = grad_read @ written.mT
-    now, scores = scores.where(chunks.now, 0), scores.where(chunks.seen, 0)
-    dreads = (grad_read @ entering) * chunks.read_far
-    dreads = dreads + scores @ (chunks.writes * chunks.write_near) * chunks.read_near
-    dwrites_near = scores.mT @ (chunks.reads * chunks.read_near) * chunks.write_near
-    dwrites_far = (written @ leaving) * chunks.write_far
+    now, scores = scores.where(chunks.now, 0), scores.where(chunks.before, 0)
+    dreads = grad_read @ entering + scores @ chunks.writes
+    dwrites_near, dwrites_far = scores.mT @ chunks.reads, written @ leaving
 
     # A decay is that of every read from its token on, less those of the writes from there on, and of what is written
-    # before it and leaves the chunk.
-    of_reads, of_near = chunks.reads * dreads, chunks.writes * dwrites_near
-    of_far = _parts(chunks.writes * dwrites_far)
-    removals, others = _parts(of_reads)
-    inside = removals + others - sum(_parts(of_near))
-    dlog_w = inside.flip(-2).cumsum(-2).flip(-2) - removals
-    before = (of_far[0] + of_far[1]).cumsum(-2)
-    dlog_w = dlog_w + F.pad(before[..., :-1, :], (0, 0, 1, 0))
-    dlog_w = dlog_w + chunks.decay * (entering * leaving).sum(-2, keepdim=True)
+    # before it and leaves the chunk. First half steps read before the decay of their token.
+    removals, others = (chunks.reads * dreads).split(layout.chunk, dim=-2)
+    of_near, of_far = (sum((chunks.writes * x).split(layout.chunk, dim=-2)) for x in (dwrites_near, dwrites_far))
+    dlog_w = (removals + others - of_near).flip(-2).cumsum(-2).flip(-2) - removals
+    dlog_w = dlog_w + F.pad(of_far.cumsum(-2)[..., :-1, :], (0, 0, 1, 0)) + (entering * leaving).sum(-2, keepdim=True)
 
-    dremovals, dr = _parts(dreads + now @ chunks.writes)
-    dwritten, dk = _parts(dwrites_near + dwrites_far + now.mT @ chunks.reads)
+    dremovals, dr = (dreads + now @ chunks.writes).split(layout.chunk, dim=-2)
+    dwritten, dk = (dwrites_near + dwrites_far + now.mT @ chunks.reads).split(layout.chunk, dim=-2)
+    dremovals, dr, dwritten, dk = (
+        dremovals * chunks.remove_at,
+        dr * chunks.read_at,
+        dwritten * chunks.write_at,
+        dk * chunks.write_at,
+    )
     dkappa, da = chunks.a * dwritten - dremovals, chunks.kappa * dwritten
     grads = [layout.from_chunks(x) for x in (dr, dk, dv, dlog_w, dkappa, da)]
     return grads if initial_state is None else [*grads, grad_initial]
