@@ -19,7 +19,6 @@ from subquad_tokenizers import (
     RwkvWorldTokenizer,
     RwkvWorldTokenizerFast,
     read_vocabulary,
-    register,
     write_vocabulary,
 )
 
@@ -368,6 +367,36 @@ def test_published_repository(name, file, model_directory, slow):
     assert again.encode("a<s> b") == tokenizer.encode("a<s> b") and again.pad_token_id == 0
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["vocabulary", "tokenizer.json"])
+def test_a_blank_line_is_no_special_token(whole, model_directory, slow):
+    """As in repositories of Goose whose EOS token it is: an added token with the id 65530, which no model has seen."""
+    directory = model_directory("rwkv7")
+    settings = {
+        "tokenizer_class": "RwkvTokenizer",
+        "auto_map": {"AutoTokenizer": ["hf_rwkv_tokenizer.RwkvTokenizer", None]},
+        **dict.fromkeys(("bos_token", "unk_token", "pad_token"), "<|rwkv_tokenizer_end_of_text|>"),
+        "eos_token": "\n\n",
+        "added_tokens_decoder": {
+            "0": {"content": "<|rwkv_tokenizer_end_of_text|>", "special": True},
+            "65530": {"content": "\n\n", "special": True},
+        },
+    }
+    if whole:
+        tokenizer = RwkvWorldTokenizerFast(eos_token="<|end|>")
+        assert tokenizer.eos_token_id == 65530
+        tokenizer.save_pretrained(directory)
+        text = (directory / "tokenizer.json").read_text(encoding="utf-8").replace('"<|end|>"', '"\\n\\n"')
+        (directory / "tokenizer.json").write_text(text, encoding="utf-8")
+        settings = {"tokenizer_class": "RwkvWorldTokenizerFast", "eos_token": "\n\n"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    text = "User: a\n\nAssistant:"
+    assert tokenizer.encode(text) == slow.encode(text) and 261 in tokenizer.encode(text)
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == 0 and len(tokenizer) == 65530
+    if not whole:
+        assert RwkvWorldTokenizer.from_pretrained(directory).encode(text) == slow.encode(text)
+
+
 def test_directory_without_vocabulary(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "rwkv6", "vocab_size": 128}')
     for cls in (*BOTH, AutoTokenizer):
@@ -393,13 +422,6 @@ def test_small_vocabulary_of_ones_own(tmp_path):
         assert tokenizer.vocab_size == 262
         assert tokenizer.encode("abcabcd]-[^-\\é(") == [257, 100, 258, 259, 260, 261, 41]
         assert tokenizer.decode(tokenizer.encode("abcabcd]-[^-\\é(")) == "abcabcd]-[^-\\é("
-
-
-def test_registering_again():
-    from subquad.models.rwkv6.configuration_rwkv6 import Rwkv6Config
-
-    register(Rwkv6Config)
-    register(Rwkv6Config)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from .vocabulary import WORLD_MODEL_TYPES
 CLASSES = {
     name: f"subquad_tokenizers.{module}.{name}"
     for module, names in {
-        "published": ("RWKVWorldTokenizer", "Rwkv5Tokenizer", "Rwkv6Tokenizer"),
+        "published": ("RWKVWorldTokenizer", "Rwkv5Tokenizer", "Rwkv6Tokenizer", "RwkvTokenizer"),
         "tokenization_bytes": ("ByteTokenizer",),
         "tokenization_rwkv_world": ("RwkvWorldTokenizer", "RwkvWorldTokenizerFast"),
     }.items()
@@ -20,7 +20,7 @@ FAST_CLASSES = {"RwkvWorldTokenizer": CLASSES["RwkvWorldTokenizerFast"]}
 
 def default_class(model_type: str) -> str:
     """
-    The class for a directory whose files name none: RWKV World for Eagle and Finch, for others what reads the
+    The class for a directory whose files name none: RWKV World for Eagle, Finch and Goose, for others what reads the
     `tokenizer.json` of the directory.
     """
     world = model_type in WORLD_MODEL_TYPES

@@ -1,4 +1,4 @@
-"""The tokenizer classes that published Eagle and Finch repositories name."""
+"""The tokenizer classes that published RWKV repositories name."""
 
 from .tokenization_rwkv_world import RwkvWorldTokenizerFast
 from .vocabulary import WORLD_VOCAB_FILE
@@ -23,3 +23,7 @@ class Rwkv5Tokenizer(RWKVWorldTokenizer):
 
 class Rwkv6Tokenizer(RWKVWorldTokenizer):
     """The same under another name."""
+
+
+class RwkvTokenizer(RWKVWorldTokenizer):
+    """The same under another name, that of Goose's repositories."""

@@ -24,6 +24,9 @@ from .vocabulary import (
 
 # How id 0, the boundary between documents, is written in text.
 DOCUMENT_BOUNDARY = "<|endoftext|>"
+# Some published files call it the EOS token. As a special token it would get an id that no model has seen, instead of
+# that of the ordinary token.
+BLANK_LINE = "\n\n"
 
 # A blank line ends a turn, so there must be none inside a message. No space follows the last colon: the space belongs
 # to the first token of the answer.
@@ -56,8 +59,19 @@ def _boundary(added_tokens_decoder: dict | None) -> str:
 
 
 def _special_tokens(boundary: str, **given: str | AddedToken | None) -> dict[str, str | AddedToken | None]:
-    """Special tokens with the default spelling get the spelling of id 0; else they would become new tokens."""
-    return {name: boundary if str(token) == DOCUMENT_BOUNDARY else token for name, token in given.items()}
+    """
+    Special tokens with the default spelling get the spelling of id 0; else they would become new tokens. So does a
+    blank line.
+    """
+    replaced = (DOCUMENT_BOUNDARY, BLANK_LINE)
+    return {name: boundary if str(token) in replaced else token for name, token in given.items()}
+
+
+def _without_blank_line(options: dict) -> None:
+    """Drops the blank line from the added tokens among the arguments of a tokenizer."""
+    if decoder := options.get("added_tokens_decoder"):
+        kept = {index: token for index, token in decoder.items() if str(token) != BLANK_LINE}
+        options["added_tokens_decoder"] = kept
 
 
 def _find_vocabulary(vocab_file: str | None, name_or_path: str | None) -> str:
@@ -121,6 +135,7 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
             tokens = _tokens_of(tokenizers.Tokenizer.from_file(tokenizer_file))
         else:
             tokens = read_vocabulary(_find_vocabulary(vocab_file, kwargs.get("name_or_path")))
+        _without_blank_line(kwargs)
         boundary = _boundary(kwargs.get("added_tokens_decoder"))
         self._encoder = GreedyEncoder(tokens)
         self._vocab = _string_vocabulary(tokens, boundary)
@@ -253,6 +268,7 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
         chat_template: str | None = WORLD_CHAT_TEMPLATE,
         **kwargs,
     ):
+        _without_blank_line(kwargs)
         if tokenizer_file is None and kwargs.get("tokenizer_object") is None:
             boundary = _boundary(kwargs.get("added_tokens_decoder"))
             tokens = read_vocabulary(_find_vocabulary(vocab_file, kwargs.get("name_or_path")))
@@ -269,6 +285,10 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
             ),
             **kwargs,
         )
+        added = self._tokenizer.get_added_tokens_decoder()
+        if any(token.content == BLANK_LINE for token in added.values()):  # only a whole `tokenizer.json` brings it
+            self._tokenizer = _build_backend(_tokens_of(self._tokenizer), added[0].content)
+            self._tokenizer.add_tokens([token for token in added.values() if token.content != BLANK_LINE])
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs):
