@@ -13,7 +13,7 @@ import transformers
 from byte_level_bpe import write_byte_level_bpe
 from cases import each_model, tiny_model
 from huggingface_hub.errors import StrictDataclassError
-from rwkv_files import hub_tensors, reference_logits, trainer_tensors
+from rwkv_files import fla_tensors, hub_tensors, reference_logits, trainer_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoTokenizer
@@ -196,3 +196,48 @@ def test_a_repository_on_the_hub(model_type, tmp_path):
     write_pickle(snapshot, "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"`subquad convert DIRECTORY/pytorch_model\.bin OUT`"):
         AutoModel.from_pretrained("someone/model", cache_dir=tmp_path)
+
+
+def test_a_directory_of_flash_linear_attention(tmp_path):
+    """It loads as it is, and is saved under our names."""
+    sizes = {"layers": 2, "heads": 3, "head_size": 16, "vocabulary": 97, "intermediate": 96, "ranks": (5, 7)}
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "rwkv6",
+                "architectures": ["RWKV6ForCausalLM"],
+                "hidden_size": 48,
+                "num_hidden_layers": 2,
+                "vocab_size": 97,
+                "num_heads": 4,
+                "proj_low_rank_dim": 32,
+                "gate_low_rank_dim": 64,
+                "norm_eps": 1e-5,
+                "attn": None,
+                "fuse_norm": True,
+                "hidden_ratio": 3.5,
+                "intermediate_size": None,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            }
+        )
+    )
+    save_file(fla_tensors(**sizes), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    ids = torch.arange(3, 90, 3)[None]
+    expected = reference_logits(trainer_tensors("rwkv6", **sizes), "rwkv6", ids[0].tolist(), head_size_divisor=8)
+    torch.testing.assert_close(model.eval()(ids).logits[0], expected.float(), atol=1e-4, rtol=0)
+    model.save_pretrained(tmp_path / "saved")
+    assert load_file(tmp_path / "saved/model.safetensors").keys() == dict(model.state_dict()).keys()
+    fields = json.loads((tmp_path / "saved/config.json").read_text())
+    assert fields.keys() <= {*subquad.Rwkv6Config().to_dict(), "architectures", "dtype"}
+    assert fields["eos_token_id"] == 0
+
+
+def test_a_hybrid_of_flash_linear_attention_is_refused(tmp_path):
+    fields = {"model_type": "rwkv6", "hidden_size": 64, "proj_low_rank_dim": 32, "attn": {"layers": [1]}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(StrictDataclassError, match="(?s)`attn` must be None, got .*layers"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -1,8 +1,25 @@
 """Configuration of Finch (RWKV-6)."""
 
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 
 from ..rwkv5.configuration_rwkv5 import Rwkv5Config
+
+
+# Fields of flash-linear-attention that say nothing about the weights.
+IGNORED = (
+    "attn_mode",
+    "fuse_cross_entropy",
+    "fuse_linear_cross_entropy",
+    "fuse_norm",
+    "gate_low_rank_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "norm_bias",
+    "norm_first",
+    "use_l2warp",
+)
 
 
 @strict
@@ -22,21 +39,46 @@ class Rwkv6Config(Rwkv5Config):
     lora_rank_tokenshift: int = 32
     lora_rank_decay: int = 64
 
+    def __post_init__(self, **kwargs):
+        if "proj_low_rank_dim" in kwargs:
+            self._read_flash_linear_attention(kwargs)
+        super().__post_init__(**kwargs)
+
+    def _read_flash_linear_attention(self, given: dict[str, Any]) -> None:
+        """Takes the fields of flash-linear-attention's Finch out of those that are given."""
+        self.lora_rank_tokenshift = given.pop("proj_low_rank_dim")
+        self.layer_norm_epsilon = given.pop("norm_eps", self.layer_norm_epsilon)
+        if heads := given.pop("num_heads", None):
+            self.head_size = self.hidden_size // heads
+        # The special tokens are those of that package's default tokenizer, which published models do not have.
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = 0, 0, None
+        for name, value in {"attn": None, "expand_k": 1, "expand_v": 1, "hidden_ratio": 3.5}.items():
+            if given.get(name, value) in (None, value):
+                given.pop(name, None)
+        for name in IGNORED:
+            given.pop(name, None)
+
     def validate_architecture(self):
         """Raises a ValueError if sizes do not fit together, before any tensor is created."""
         super().validate_architecture()
-        if hasattr(self, "proj_low_rank_dim"):
-            raise ValueError(
-                "`proj_low_rank_dim` is a field of flash-linear-attention's Finch, whose tensors have other names. "
-                "`subquad convert` makes a directory that loads."
-            )
+        for name, value in {"attn": None, "expand_k": 1, "expand_v": 1}.items():
+            if hasattr(self, name):
+                raise ValueError(f"`{name}` must be {value!r}, got {getattr(self, name)!r}.")
         for name in ("lora_rank_tokenshift", "lora_rank_decay"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
 
     def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """As [`Rwkv5Config.set_sizes_from_shapes`], and the two ranks."""
-        super().set_sizes_from_shapes(shapes)
+        """As [`Rwkv5Config.set_sizes_from_shapes`], and the two ranks; also in flash-linear-attention's layout."""
+        ours = {
+            "model.layers.0.attn.bonus": "rwkv.blocks.0.attention.time_faaaa",
+            "model.layers.0.ffn.key.linear.weight": "rwkv.blocks.0.feed_forward.key.weight",
+        }
+        super().set_sizes_from_shapes({ours.get(name, name): shape for name, shape in shapes.items()})
+        if (shape := shapes.get("model.layers.0.attn.x_proj.2.weight")) is not None:
+            self.lora_rank_tokenshift = shape[1] // 5
+        if (shape := shapes.get("model.layers.0.attn.w_proj.linear.lora.0.weight")) is not None:
+            self.lora_rank_decay = shape[0]
         if (shape := shapes.get("rwkv.blocks.0.attention.time_maa_w2")) is not None:
             self.lora_rank_tokenshift = shape[1]
         if (shape := shapes.get("rwkv.blocks.0.attention.time_decay_w2")) is not None:
