@@ -9,25 +9,23 @@ from subquad_vllm.states import StepMetadataBuilder
 EMBEDDED = ("eagle-abc", "finch-abc", "raven-abc", "gecko-abc")
 
 
-@pytest.fixture(scope="module", params=[*EMBEDDED, *TINY])
-def case(request, tmp_path_factory):
-    """A model, requests for it, and their answers."""
-    model = model_directory(request.param, tmp_path_factory.mktemp("models"))
-    requests = make_requests(20, VOCABULARY)
-    return model, requests, expected(model, requests)
-
-
-def test_answers_of_many_requests(case):
+@pytest.mark.parametrize("name", [*EMBEDDED, *TINY])
+def test_answers_of_many_requests(name, tmp_path):
     """With seven slots, prompts that are read in pieces, and slots that others have used."""
-    model, requests, answers = case
+    model = model_directory(name, tmp_path)
+    requests = make_requests(20, VOCABULARY)
+    answers = expected(model, requests)
     with engine(model) as llm:
         assert serve(llm, requests) == answers
         assert serve(llm, requests) == answers
 
 
-def test_answers_with_prefix_caching(case):
+@pytest.mark.parametrize("name", ["eagle-abc", "finch-abc", "rwkv7", "raven-abc", "raven-window", "gecko-abc"])
+def test_answers_with_prefix_caching(name, tmp_path):
     """A second pass begins with the states after the beginnings of the first one's prompts."""
-    model, requests, answers = case
+    model = model_directory(name, tmp_path)
+    requests = make_requests(20, VOCABULARY)
+    answers = expected(model, requests)
     with engine(model, enable_prefix_caching=True, block_size=32) as llm:
         assert serve(llm, requests) == answers
         again = outputs(llm, requests)

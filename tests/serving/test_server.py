@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import pytest
@@ -145,3 +146,41 @@ def test_a_malformed_request_harms_no_other(url, client, wrong):
     thread.join()
     assert 400 <= answer.status_code < 500, answer.text
     assert answers == expected(MODEL, made)
+
+
+def test_example(url, tmp_path):
+    """The example asks a running server and prints a table."""
+    example = Path(__file__).resolve().parents[2] / "examples" / "serving" / "clients.py"
+    command = [
+        sys.executable,
+        str(example),
+        "--url",
+        url,
+        "--clients",
+        "1",
+        "3",
+        "--max-tokens",
+        "6",
+        "--requests",
+        "1",
+    ]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert [line.split("|")[1].strip() for line in lines] == ["clients", "---:", "1", "3"]
+    assert all(float(line.split("|")[2]) > 0 for line in lines[2:])
+
+
+def test_memory_does_not_grow(url, client):
+    """Hundreds of short requests leave nothing behind in the server."""
+
+    def ask(number):
+        client.completions.create(prompt=[3 + number % 50] * (number % 20 + 1), max_tokens=4, **GREEDY)
+
+    def memory():
+        return metric(url, "process_resident_memory_bytes")
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(200)))
+        before = memory()
+        list(pool.map(ask, range(400)))
+        assert memory() - before < 16 * 2**20
+    assert metric(url, "vllm:num_requests_running") == 0
