@@ -25,6 +25,7 @@ from visual_cases import save_visual
 import subquad
 from subquad import cli
 from subquad.cli.generate import ABC_HEADER, character_streamer, stop_after
+from subquad.info import describe, describe_preset
 from subquad_tokenizers import ByteTokenizer
 
 
@@ -279,6 +280,17 @@ def test_info_of_a_directory(dtype, directory, tmp_path, capsys):
     assert info["state_elements"] == 2 * (2 * 32 + 32 * 16)
     assert info["state_bytes"] == 2 * (2 * 32 * model.dtype.itemsize + 32 * 16 * 4)
     assert info["inference_flops"] == 2 * parameters + 6 * 2 * 32 * 16
+
+
+@pytest.mark.parametrize("name", subquad.PRESETS)
+def test_the_numbers_of_a_preset_are_those_of_its_model(name):
+    assert describe(name) == describe_preset(name), "run `python -m subquad.info`"
+
+
+def test_info_of_a_preset_imports_no_torch():
+    code = "import sys; from subquad.cli import main; main(['info', 'finch-1.6b']); main(['info'])"
+    code += "; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_info_of_something_unknown(capsys):

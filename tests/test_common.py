@@ -17,7 +17,7 @@ from cases import (
     tiny_config,
     tiny_model,
 )
-from transformers import AutoModel
+from transformers import AutoModel, generation
 
 import subquad
 from subquad.padding import Tokens
@@ -44,6 +44,19 @@ def test_save_and_load(model_type, auto_class, tmp_path):
     fields, expected = loaded.config.to_dict(), model.config.to_dict()
     assert {**fields, "_name_or_path": ""} == {**expected, "_name_or_path": ""}
     torch.testing.assert_close(loaded(ids)[0], model(ids)[0])
+
+
+@each_causal
+@pytest.mark.parametrize("implementation", [None, "static"])
+def test_the_length_of_the_training_texts_is_no_limit(model_type, implementation, monkeypatch):
+    warned = []
+    monkeypatch.setattr(generation.stopping_criteria.logger, "warning_once", warned.append)
+    model, ids = tiny_model(model_type), random_ids(1, 9)
+    model.config.max_position_embeddings = 5
+    options = {**GREEDY, "cache_implementation": implementation, "disable_compile": True}
+    assert model.generate(ids, max_new_tokens=3, **options).shape[1] == 9 + 3
+    assert model.generate(ids, **options).shape[1] == 9 + 20  # transformers' default
+    assert not warned
 
 
 @each_model

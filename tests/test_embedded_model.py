@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 import subquad
-from subquad.info import EMBEDDED
+from subquad.info import EMBEDDED, describe
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -102,6 +102,14 @@ def test_the_code_on_the_card_runs(name, capsys):
     code = re.search(r"```python\n(.*?)```", card_of(name), re.DOTALL)[1]
     exec(compile(code, "card", "exec"), {})
     assert "T:The Finch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_it_is_stored_in_bfloat16_and_runs_in_float32(name):
+    auto_class = AutoModelForCausalLM if name in CAUSAL else AutoModelForMaskedLM
+    model = auto_class.from_pretrained(subquad.embedded_model(name))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert describe(name).dtype == "bfloat16"
 
 
 @pytest.mark.fast

@@ -2,7 +2,7 @@
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation import GenerationMixin, GenerationMode
+from transformers.generation import GenerationMixin, GenerationMode, MaxLengthCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
 from .cache import RecurrentCache
@@ -103,6 +103,26 @@ class RecurrentGenerationMixin(GenerationMixin):
                 "static cache gains nothing."
             )
         return compiles
+
+    # transformers takes `max_position_embeddings` for a maximum. Here it is the length of the training texts.
+
+    def _prepare_generated_length(
+        self, *, generation_config: GenerationConfig, has_default_max_length: bool, **kwargs
+    ):
+        default = generation_config.max_length
+        config = super()._prepare_generated_length(
+            generation_config=generation_config, has_default_max_length=has_default_max_length, **kwargs
+        )
+        if has_default_max_length and config.max_new_tokens is None:
+            config.max_length = default + kwargs["input_ids_length"]
+        return config
+
+    def _get_stopping_criteria(self, *args, **kwargs) -> StoppingCriteriaList:
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        for criterion in criteria:
+            if isinstance(criterion, MaxLengthCriteria):
+                criterion.max_position_embeddings = None  # no warning
+        return criteria
 
     @staticmethod
     def create_masks_for_generate(inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs):

@@ -1,7 +1,12 @@
-"""What a model costs: parameters, state and floating-point operations, without loading it."""
+"""
+What a model costs: parameters, state and floating-point operations, without loading it.
 
+`python -m subquad.info` writes the numbers of the presets to `presets.json`, from which they are read in milliseconds.
+"""
+
+import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +20,7 @@ if TYPE_CHECKING:
 
 # The trained models that come with the package, one directory each.
 EMBEDDED = Path(__file__).parent / "data"
+PRESET_NUMBERS = Path(__file__).parent / "presets.json"
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 # Bits of an element, by the names that safetensors files give to dtypes.
 BITS = {
@@ -60,8 +66,9 @@ class ModelInfo:
         dtype: the dtype that most weights are stored in; None for a preset.
         weight_bytes: size of the weights; None for a preset.
         state_elements: numbers kept between two tokens, whatever the length of the text.
-        state_bytes: their size. Recurrent states are float32; token shifts, keys and values have the model's dtype
-            (float32 for a preset and for weights that are not floating point).
+        state_bytes: their size. Recurrent states are float32; token shifts, keys and values have the dtype
+            that the configuration asks for, else that of the weights (float32 for a preset and for weights that are
+            not floating point).
         state_elements_per_token: numbers kept for every token of the text. Room for tokens to come is not counted.
         state_bytes_per_token: their size, in the model's dtype.
         inference_flops: floating-point operations to read or generate one more token.
@@ -100,6 +107,12 @@ def known_names() -> dict[str, list[str]]:
     return {"embedded models": list(_embedded()), "presets": list(PRESETS)}
 
 
+def describe_preset(name: str) -> ModelInfo:
+    """The numbers of a preset, computed; [`describe`] reads them from a file."""
+    config = preset_config(name)
+    return _info(name, "preset", config, REGISTRY[config.model_type].count_parameters(config), None, None)
+
+
 def describe(name_or_path: str) -> ModelInfo:
     """
     The numbers of a preset, an embedded model, a model directory, or a checkpoint that can be converted.
@@ -110,8 +123,7 @@ def describe(name_or_path: str) -> ModelInfo:
         ValueError: if a directory or file exists but cannot be read.
     """
     if name_or_path in PRESETS:
-        config = preset_config(name_or_path)
-        return _info(name_or_path, "preset", config, REGISTRY[config.model_type].count_parameters(config), None, None)
+        return ModelInfo(**json.loads(PRESET_NUMBERS.read_text(encoding="utf-8"))[name_or_path])
     path = embedded_model(name_or_path) or Path(name_or_path)
     if path.is_dir():
         return _describe_directory(name_or_path, path)
@@ -196,6 +208,11 @@ def _bits(dtype: str) -> int:
     return BITS[dtype] if dtype in BITS else 8 * getattr(torch, dtype).itemsize
 
 
+def _loaded_dtype(config: "PreTrainedConfig") -> str:
+    """The dtype that a configuration asks for, "None" if it asks for none."""
+    return str(getattr(config, "dtype", None)).removeprefix("torch.")
+
+
 def _info(
     name: str,
     source: str,
@@ -204,7 +221,7 @@ def _info(
     dtype: str | None,
     weight_bytes: int | None,
 ) -> ModelInfo:
-    bits = _bits(dtype if dtype in FLOATS else "float32")
+    bits = _bits(next((name for name in (_loaded_dtype(config), dtype) if name in FLOATS), "float32"))
     architecture = REGISTRY.get(config.model_type)
     costs = Costs() if architecture is None else architecture.costs(config, parameters)
     text = config.get_text_config()
@@ -233,4 +250,17 @@ def _info(
     )
 
 
-__all__ = ["ModelInfo", "UnknownModelError", "describe", "embedded_model", "format_bytes", "labelled"]
+__all__ = [
+    "ModelInfo",
+    "UnknownModelError",
+    "describe",
+    "describe_preset",
+    "embedded_model",
+    "format_bytes",
+    "labelled",
+]
+
+
+if __name__ == "__main__":
+    numbers = {name: asdict(describe_preset(name)) for name in PRESETS}
+    PRESET_NUMBERS.write_text(f"{json.dumps(numbers, indent=2)}\n", encoding="utf-8")
