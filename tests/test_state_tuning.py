@@ -12,10 +12,12 @@ import pytest
 import torch
 from cases import BASE, CASES, model_class, random_ids, tiny_model
 from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from subquad import StateTuningConfig, embedded_model
+from subquad import StateTuningConfig, embedded_model, load_time_states, save_time_states
 from subquad.models import REGISTRY
+from subquad_conversion import convert
 
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -282,3 +284,82 @@ def test_the_example(tmp_path, monkeypatch, capsys):
     inputs = AutoTokenizer.from_pretrained(path)(example.spaced(tunes[8]), return_tensors="pt")
     model = PeftModel.from_pretrained(model, tmp_path / "state").eval()
     assert abs(model(**inputs, labels=inputs["input_ids"]).loss.item() - state) < 0.3  # which counts the end, too
+
+
+# Files of others.
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["alone", "among weights"])
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_file_of_states(suffix, merged, tmp_path):
+    """What the runtime of the authors computes from it."""
+    tensors = load_file(GOLDEN / "rwkv7_trainer.safetensors")
+    weights = {name.removeprefix("weights."): x for name, x in tensors.items() if name.startswith("weights.")}
+    states_of = {f"blocks.{i}.att.time_state": tensors[f"initial.{i}.wkv"] for i in range(3)}
+    content, path = (weights if merged else {}) | states_of, tmp_path / f"states{suffix}"
+    save_file(content, path) if suffix == ".safetensors" else torch.save(content, path)
+
+    torch.save(weights | (states_of if merged else {}), tmp_path / "trained.pth")
+    report = convert(tmp_path / "trained.pth", tmp_path / "model", dtype="float32", progress=False)
+    assert any("`subquad.load_time_states`" in note for note in report.notes) == merged
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    model = get_peft_model(model, StateTuningConfig(task_type="CAUSAL_LM"))
+    load_time_states(model, path)
+    with torch.no_grad():
+        logits = read(model, tensors["input_ids"])
+    torch.testing.assert_close(logits, tensors["logits_from_initial"], atol=1e-4, rtol=0)
+
+    again = tmp_path / f"again{suffix}"
+    save_time_states(model, again)
+    written = load_file(again) if suffix == ".safetensors" else torch.load(again, weights_only=True)
+    assert written.keys() == states_of.keys()
+    assert all(torch.equal(written[name], x) for name, x in states_of.items())
+
+
+@pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
+def test_older_files_hold_the_transpose(model_type, tmp_path):
+    model = adapted_model(model_type, {})
+    save_time_states(model, tmp_path / "states.pth")
+    written = torch.load(tmp_path / "states.pth", weights_only=True)
+    first = next(iter(states(model).values()))
+    torch.testing.assert_close(written["blocks.0.att.time_state"].mT, 1000 * first.detach())
+    other = adapted_model(model_type, {}, seed=2)
+    load_time_states(other, tmp_path / "states.pth")
+    for name, state in states(model).items():
+        torch.testing.assert_close(dict(states(other))[name], state)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"emb.weight": torch.zeros(2)}, "holds no tensor with a name like blocks.0.att.time_state"),
+        (
+            {"blocks.0.att.time_state": torch.zeros(3, 16, 16)},
+            "holds states of 0, and the model has the layers 0, 1, 2",
+        ),
+        ({f"blocks.{i}.att.time_state": torch.zeros(3, 8, 16) for i in range(3)}, r"layer 0 is \(3, 8, 16\), the"),
+        ([1], "must hold a dictionary of tensors, found a list"),
+        (b"nothing", "is not a file of tensors, or is damaged"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_files_that_do_not_fit(content, message, tmp_path):
+    path = tmp_path / "states.pth"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    model = adapted_model("rwkv7", {})
+    before = {name: state.clone() for name, state in states(model).items()}
+    with pytest.raises(ValueError, match=message):
+        load_time_states(model, path)
+    assert all(torch.equal(state, before[name]) for name, state in states(model).items())
+
+
+def test_models_without_files_of_states(tmp_path):
+    with pytest.raises(ValueError, match="there are no files of `time_state` for this architecture"):
+        save_time_states(adapted_model("raven", {}), tmp_path / "states.pth")
+    with pytest.raises(ValueError, match="`model` is a Rwkv7ForCausalLM without the adapter"):
+        save_time_states(tiny_model("rwkv7"), tmp_path / "states.pth")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .presets import preset_config as preset_config
     from .question_answering import QuestionAnsweringPipeline as QuestionAnsweringPipeline
     from .state_tuning import StateTuningConfig as StateTuningConfig
+    from .time_states import load_time_states as load_time_states
+    from .time_states import save_time_states as save_time_states
 
 __version__ = "0.1.0"
 
@@ -38,6 +40,8 @@ _EXPORTS = {
     "QuestionAnsweringPipeline": "subquad.question_answering",
     "RecurrentCache": "subquad.cache",
     "StateTuningConfig": "subquad.state_tuning",
+    "load_time_states": "subquad.time_states",
+    "save_time_states": "subquad.time_states",
     "embedded_model": "subquad.info",
     "preset_config": "subquad.presets",
 }

@@ -75,12 +75,14 @@ class TunableState:
         shape: the state's shape without the batch, given the configuration (of the language model).
         scale: size of the largest numbers in a trained state. The trained parameter is multiplied by it, so that the
             usual learning rates of adapters fit.
+        transposed: whether the files of others (`time_state`) hold its transpose; None if there are no such files.
     """
 
     module: str
     name: str
     shape: "Callable[[PreTrainedConfig], tuple[int, ...]]"
     scale: float
+    transposed: bool | None = None
 
 
 @dataclass(frozen=True)

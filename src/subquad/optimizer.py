@@ -7,6 +7,7 @@ of pretraining:
 | architecture | peak of the learning rate | warm-up | decay |
 | --- | --- | --- | --- |
 | Eagle, Finch | 4e-4 (0.4B), 3e-4 (1.5B), 2e-4 (3B), 1.5e-4 (7B) | 10 steps, from 20 % | cosine to 2e-5 ... 1e-5 |
+| Goose | 6e-4 (0.1B), 4e-4 (0.4B), 3e-4 (1.5B) | 10 steps, from 1 % | cosine |
 | Avey | 1e-3 | none | cosine to a tenth |
 | Avey-B | 5e-4 (base), 2.5e-4 (large) | a tenth of the steps | cosine to zero |
 | Raven | 4e-4 | 1 of 15 billion tokens | cosine |

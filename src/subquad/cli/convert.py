@@ -12,11 +12,11 @@ DESCRIPTION = """\
 Convert a checkpoint to a directory that `from_pretrained` loads.
 
 SOURCE is either
-  - the .pth file of a trainer (RWKV-5.2, RWKV-6.0, Avey, Avey-B, Raven, Gecko, VisualRWKV-5.0 or -6.0); if a
+  - the .pth file of a trainer (RWKV-5.2, RWKV-6.0, RWKV-7, Avey, Avey-B, Raven, Gecko, VisualRWKV-5.0 or -6.0); if a
     VisualRWKV has two files, NAME_rwkv.pth and NAME_visual.pth, give one of them; or
-  - a Hub model of type rwkv5, rwkv6, avey, avey-b, raven or gecko: its directory, or the model.safetensors or
-    pytorch_model.bin in it, with the configuration and the tokenizer in the same directory; a Finch in the layout of
-    flash-linear-attention too.
+  - a Hub model of type rwkv5, rwkv6, rwkv7, avey, avey-b, raven or gecko: its directory, or the model.safetensors or
+    pytorch_model.bin in it, with the configuration and the tokenizer in the same directory; a Finch or a Goose in the
+    layout of flash-linear-attention, and a Goose in that of rwkv-rs or web-rwkv, too.
 
 The names and shapes of the tensors tell which of these SOURCE is. No code in SOURCE is ever run. DEST appears only
 when it is complete.

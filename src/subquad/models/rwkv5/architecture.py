@@ -60,6 +60,7 @@ RWKV5 = Architecture(
         name="wkv",
         shape=lambda config: (config.num_attention_heads, config.head_size, config.head_size),
         scale=1000.0,
+        transposed=True,
     ),
     onnx=("prefill", "decode"),
 )

@@ -72,6 +72,7 @@ RWKV7 = Architecture(
         name="wkv",
         shape=lambda config: (config.num_heads, config.head_dim, config.head_dim),
         scale=1.0,
+        transposed=False,
     ),
     onnx=("prefill", "decode"),
 )

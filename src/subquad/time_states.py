@@ -1,0 +1,121 @@
+"""
+Tuned initial states in the files that RWKV's trainers and runtimes exchange: `blocks.0.att.time_state` and so on, one
+tensor (heads, value channel, key channel) for each layer, alone or among the weights of a model.
+"""
+
+import os
+import pickle
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from .state_tuning import StateTuningLayer
+
+
+NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
+
+
+def load_time_states(model: nn.Module, path: str | os.PathLike) -> None:
+    """
+    Reads initial states into the active adapter of a model.
+
+    ```python
+    model = get_peft_model(model, StateTuningConfig(task_type="CAUSAL_LM"))
+    load_time_states(model, "rwkv7-g1-english-chinese.pth")
+    ```
+
+    Args:
+        model: a model with the adapter of [`StateTuningConfig`].
+        path: a `.pth` file, of which only tensors are read, or a safetensors file.
+
+    Raises:
+        ValueError: if the file is not readable, or its states are not those of the model. Nothing has changed then.
+    """
+    layers, states = _layers_of(model), _read(Path(path))
+    if states.keys() != layers.keys():
+        raise ValueError(
+            f"{path} holds states of {_listed(states)}, and the model has the layers {_listed(layers)} to be tuned."
+        )
+    new = {}
+    for index, layer in layers.items():
+        new[index] = states[index].mT if layer.tunable.transposed else states[index]
+        if tuple(new[index].shape) != tuple(layer.shape):
+            shape, wanted = tuple(states[index].shape), tuple(layer.shape)
+            raise ValueError(f"{path}: the state of layer {index} is {shape}, the model's is {wanted}.")
+    for index, layer in layers.items():
+        parameter = _parameter(layer)
+        with torch.no_grad():
+            parameter.copy_(new[index].to(parameter.device, torch.float64) / layer.tunable.scale)
+
+
+def save_time_states(model: nn.Module, path: str | os.PathLike) -> None:
+    """
+    Writes the initial states of the active adapter of a model, in float32.
+
+    Args:
+        model: a model with the adapter of [`StateTuningConfig`].
+        path: a `.pth` file, or a safetensors file.
+    """
+    states = {}
+    for index, layer in _layers_of(model).items():
+        state = _parameter(layer).detach().cpu().float() * layer.tunable.scale
+        states[f"blocks.{index}.att.time_state"] = (state.mT if layer.tunable.transposed else state).contiguous()
+    temporary = Path(f"{os.fspath(path)}.incomplete")
+    try:
+        if Path(path).suffix == ".safetensors":
+            save_file(states, temporary)
+        else:
+            torch.save(states, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _layers_of(model: nn.Module) -> dict[int, StateTuningLayer]:
+    """The recurrences with an initial state, by the number of their layer."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, StateTuningLayer):
+            if module.tunable.transposed is None:
+                raise ValueError(f"{name}: there are no files of `time_state` for this architecture.")
+            found[int(re.search(r"\.(\d+)\.", name)[1])] = module
+    if not found:
+        raise ValueError(f"`model` is a {type(model).__name__} without the adapter of `StateTuningConfig`.")
+    return found
+
+
+def _parameter(layer: StateTuningLayer) -> nn.Parameter:
+    return layer.state_tuning_states[layer.active_adapters[0]]
+
+
+def _read(path: Path) -> dict[int, torch.Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                content = {name: file.get_tensor(name) for name in file.keys() if NAME.fullmatch(name)}
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is not a file of tensors, or is damaged.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a dictionary of tensors, found a {type(content).__name__}.")
+    states = {}
+    for name, tensor in content.items():
+        if (match := NAME.fullmatch(str(name))) and isinstance(tensor, torch.Tensor):
+            states[int(match[1])] = tensor
+    if not states:
+        raise ValueError(f"{path} holds no tensor with a name like blocks.0.att.time_state.")
+    return states
+
+
+def _listed(numbers) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+__all__ = ["load_time_states", "save_time_states"]
