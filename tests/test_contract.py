@@ -339,6 +339,25 @@ def test_crop_to_nothing(case):
 
 
 @each_text_case
+def test_transformers_may_end_the_record(case):
+    model, ids = case.model(), case.ids(1, 20)
+    cache = model.new_cache()
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(ids[:, :12], past_key_values=cache)
+        cache.crop(-2)
+        for layer in cache.layers:  # as `generate` does on some devices
+            layer.record_past = False
+        model(ids[:, 10:], past_key_values=cache, cu_seqlens=torch.tensor([0, 4, 10]))
+        assert not any(layer.records for layer in cache.all_layers)
+        torch.testing.assert_close(
+            model(ids[:, :1], past_key_values=cache).logits,
+            model(torch.cat((ids[:, 14:], ids[:, :1]), 1)).logits[:, -1:],
+            **TOLERANCE,
+        )
+
+
+@each_text_case
 def test_record_is_bounded(case):
     # In float64: over a long text rounding might make a router choose another slot.
     model, ids = case.model().double(), case.ids(1, 1500)

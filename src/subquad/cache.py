@@ -231,7 +231,7 @@ class LinearAttentionState(LayerState):
 
     @property
     def number_of_states(self) -> int:
-        return max(len(self.recurrent_names), len(self.convolution_names))
+        return max(1, len(self.recurrent_names), len(self.convolution_names))
 
     def _numbered(self, names: tuple[str, ...]) -> dict[int, torch.Tensor | None]:
         return dict.fromkeys(range(self.number_of_states)) | {i: self.states.get(x) for i, x in enumerate(names)}

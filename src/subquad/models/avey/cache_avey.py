@@ -7,7 +7,6 @@ from transformers.cache_utils import StaticCache
 
 from subquad_kernels import maxsim
 
-from ...cache import LayerState
 from ...growing_cache import GrowingCache
 from ...padding import read_values
 
@@ -31,6 +30,7 @@ class AveyCache(GrowingCache):
     """
 
     size_names = (*GrowingCache.size_names, "chunk_size")
+    recurrent_names = convolution_names = ()
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         self.unit = config.chunk_size
@@ -38,9 +38,6 @@ class AveyCache(GrowingCache):
         super().__init__(config, static, max_cache_len)
         # What each block's contextualizer gets for the rows of missing splits, which is the same for every text.
         self.zero_rows: list[torch.Tensor] | None = None
-
-    def new_layer(self, config: PreTrainedConfig, number: int, static: bool) -> LayerState:
-        return LayerState(static=static)  # it stays empty
 
     @property
     def num_elements(self) -> int:

@@ -71,8 +71,8 @@ class AveyConfig(PreTrainedConfig):
 
     @layer_types_property
     def layer_types(self) -> list[str]:
-        """What transformers takes the blocks for: they read the text split by split."""
-        return ["chunked_attention"] * self.num_hidden_layers
+        """What transformers takes the blocks for: they keep no keys."""
+        return ["linear_attention"] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Refuses sizes that do not fit together, before any tensor is made."""

@@ -117,8 +117,8 @@ class AveyBConfig(PreTrainedConfig):
 
     @layer_types_property
     def layer_types(self) -> list[str]:
-        """What transformers takes the layers for: they read the text split by split."""
-        return ["window_attention"] * self.num_hidden_layers
+        """What transformers takes the layers for: none reads all tokens."""
+        return ["linear_attention"] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Refuses sizes and variants that do not fit together, before any tensor is made."""

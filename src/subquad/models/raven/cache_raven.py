@@ -1,7 +1,6 @@
 """The cache of Raven."""
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
@@ -15,15 +14,12 @@ from ...ring import entries_at, ring_state, with_room, write_to_ring
 
 
 @CacheLayerMixin.register
-@dataclass(eq=False)
 class AttentionState(LayerState):
-    """The keys and values of softmax attention."""
-
-    is_sliding: bool = False
+    """The keys and values of attention without a window."""
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """Those of attention without a window, (batch, heads, room, size); zeros where there is none yet."""
+        """(batch, heads, room, size); zeros where there is none yet."""
         keys = self.states.get("keys")
         return keys if keys is None else keys.transpose(1, 2)
 
@@ -64,10 +60,9 @@ class RavenCache(GrowingCache):
         self.same_lengths = True
 
     def new_layer(self, config: PreTrainedConfig, number: int, static: bool) -> LayerState:
-        kind = config.layer_types[number]
-        if kind == "linear_attention":
-            return super().new_layer(config, number, static)
-        return AttentionState(static=static, is_sliding=kind == "sliding_attention")
+        if config.layer_types[number] == "full_attention":
+            return AttentionState(static=static)
+        return super().new_layer(config, number, static)
 
     def update_window(
         self, layer: LayerState, name: str, x: torch.Tensor, layout: TokenLayout, window: int

@@ -193,12 +193,9 @@ class RavenConfig(PreTrainedConfig):
 
     @layer_types_property
     def layer_types(self) -> list[str]:
-        """What transformers takes the blocks for."""
-        types = ["linear_attention"] * self.num_hidden_layers
-        for spec in self.attention_specs:
-            for layer in spec["layers"]:
-                types[layer] = "full_attention" if spec["window_size"] is None else "sliding_attention"
-        return types
+        """What transformers takes the blocks for: attention over a window keeps no more than a slot memory."""
+        whole = [layer for spec in self.attention_specs if spec["window_size"] is None for layer in spec["layers"]]
+        return ["full_attention" if i in whole else "linear_attention" for i in range(self.num_hidden_layers)]
 
     def validate_architecture(self):
         """Refuses sizes and variants that do not fit together, before any tensor is made."""

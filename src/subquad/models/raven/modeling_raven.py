@@ -233,7 +233,6 @@ class RavenPreTrainedModel(RecurrentPreTrainedModel):
     _no_split_modules = ["RavenBlock"]
     _supports_sdpa = True
     _supports_flash_attn = True
-    _supports_attention_backend = True
     _input_embed_layer = "embeddings"
     _can_record_outputs = {"hidden_states": RavenBlock, "attentions": RavenAttention}
 
