@@ -87,7 +87,7 @@ def read_tokens(
     if inputs_embeds is not None:
         return x, tokens
     x = embeddings(input_ids)
-    return x, tokens.to(x.device)  # the embeddings may be on another device
+    return x, tokens if x.device == input_ids.device else tokens.to(x.device)
 
 
 def chosen_states(

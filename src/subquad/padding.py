@@ -6,7 +6,6 @@ predecessor what came before the padding, and what is read at the end of a row c
 three follow from one rule: at a padding token, a mixer sees what it saw at the last real token before.
 """
 
-import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -40,7 +39,7 @@ def read_values(**tensors: torch.Tensor | None) -> dict[str, np.ndarray]:
     ends = np.cumsum([x.nbytes for x in found.values()])
     values = {}
     for (name, x), part in zip(found.items(), np.split(data, ends[:-1]), strict=True):
-        values[name] = part.view(torch.empty(0, dtype=x.dtype).numpy().dtype).reshape(x.shape)
+        values[name] = part.view(torch.empty(0, dtype=x.dtype, device="cpu").numpy().dtype).reshape(x.shape)
     return values
 
 
@@ -132,9 +131,14 @@ class Tokens:
         elif restarts is not None and (begins := self.known.pop("restarts")).any():
             self._set_restarts(restarts, begins)
 
+    def _copy(self) -> "Tokens":
+        other = object.__new__(type(self))
+        other.__dict__.update(vars(self))  # Dynamo of torch 2.11 does not trace `copy.copy`
+        return other
+
     def to(self, device: torch.device, non_blocking: bool = False) -> "Tokens":
         """A copy on another device, for models with blocks on several."""
-        other = copy.copy(self)
+        other = self._copy()
         for name in ("mask", "_source", "starts", "cu_seqlens", "first", "last"):
             if (x := getattr(self, name)) is not None:
                 setattr(other, name, x.to(device, non_blocking=non_blocking))
@@ -142,7 +146,7 @@ class Tokens:
 
     def with_mask(self, mask: torch.Tensor) -> "Tokens":
         """A copy with another mask, whose values are not read."""
-        other = copy.copy(self)
+        other = self._copy()
         other._set_mask(mask)
         other.known = {name: values for name, values in self.known.items() if name != "mask"}
         return other
