@@ -485,12 +485,40 @@ def test_chat_template_of_odd_messages(world):
     render = world.apply_chat_template
     assert render([{"role": "user", "content": ""}], tokenize=False) == "User:\n\n"
     assert render([{"role": "assistant", "content": None}], tokenize=False) == "Assistant:\n\n"
-    with pytest.raises(Exception, match="The role tool is none of system, user and assistant"):
-        render([{"role": "tool", "content": "x"}], tokenize=False)
+    with pytest.raises(Exception, match="The role judge is none of system, user, assistant and tool"):
+        render([{"role": "judge", "content": "x"}], tokenize=False)
     batch = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b c d"}]]
     encoded = render(batch, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True)
     assert encoded["input_ids"].shape == encoded["attention_mask"].shape
     assert encoded["input_ids"][0, 0] == 0
+
+
+def test_chat_template_of_thoughts(world):
+    messages = [{"role": "user", "content": "Why? (think a bit)"}]
+    begins = {None: "", True: " <think", False: " <think></think>\n"}
+    for thinking, begin in begins.items():
+        options = {} if thinking is None else {"thinking": thinking}
+        prompt = world.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        assert prompt == f"User: Why? (think a bit)\n\nAssistant:{begin}"
+
+
+def test_chat_template_of_tools(world):
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    messages = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "I ask.", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    schemas = json.dumps([schema])
+    turns = f"User: 1 + 2?\n\nAssistant: I ask.\n```json\n{json.dumps(call)}\n```\n\n"
+    turns += "User: Function output:\n3\n\nAssistant: It is 3.\n\n"
+    assert world.apply_chat_template(messages, tools=[schema], tokenize=False) == f"System: {schemas}\n\n{turns}"
+    messages = [{"role": "system", "content": "Be brief."}, *messages]
+    text = world.apply_chat_template(messages, tools=[schema], tokenize=False)
+    assert text == f"System: Be brief.\n{schemas}\n\n{turns}"
+    assert world.apply_chat_template(messages, tokenize=False) == f"System: Be brief.\n\n{turns}"
 
 
 def test_assistant_mask(fast):

@@ -29,17 +29,28 @@ DOCUMENT_BOUNDARY = "<|endoftext|>"
 BLANK_LINE = "\n\n"
 
 # A blank line ends a turn, so there must be none inside a message. No space follows the last colon: the space belongs
-# to the first token of the answer.
+# to the first token of the answer. Goose's G1 models think first: `thinking=True` begins the thought, of which the
+# model writes the last character of `<think>`, and `thinking=False` gives an empty one. Tools are in the system's
+# turn, a call is a block of JSON, and what it returns is a turn of the user.
 WORLD_CHAT_TEMPLATE = r"""
-{%- set names = {'system': 'System', 'user': 'User', 'assistant': 'Assistant'} -%}
+{%- set names = {'system': 'System', 'user': 'User', 'assistant': 'Assistant', 'tool': 'User'} -%}
+{%- set schemas = tools | tojson if tools else '' -%}
+{%- if schemas and messages[0].role != 'system' -%}{{- 'System: ' ~ schemas ~ '\n\n' -}}{%- endif -%}
 {%- for message in messages -%}
     {%- if message.role not in names -%}
-        {{- raise_exception('The role ' ~ message.role ~ ' is none of system, user and assistant.') -}}
+        {{- raise_exception('The role ' ~ message.role ~ ' is none of system, user, assistant and tool.') -}}
     {%- endif -%}
     {%- set content = message.content or '' -%}
     {%- if content is not string -%}
         {%- set content = content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join -%}
     {%- endif -%}
+    {%- if message.role == 'tool' -%}{%- set content = 'Function output:\n' ~ content -%}{%- endif -%}
+    {%- if message.role == 'system' and loop.first -%}{%- set content = content ~ '\n' ~ schemas -%}{%- endif -%}
+    {%- set said = namespace(text=content) -%}
+    {%- for call in message.tool_calls or [] -%}
+        {%- set said.text = said.text ~ '\n```json\n' ~ (call.function or call) | tojson ~ '\n```' -%}
+    {%- endfor -%}
+    {%- set content = said.text -%}
     {%- set content = content.replace('\r\n', '\n').split('\n') | select | join('\n') | trim -%}
     {%- set content = (' ' ~ content if content else '') ~ '\n\n' -%}
     {{- names[message.role] ~ ':' -}}
@@ -49,7 +60,10 @@ WORLD_CHAT_TEMPLATE = r"""
         {{- content -}}
     {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}
+{%- if add_generation_prompt -%}
+    {{- 'Assistant:' -}}
+    {%- if thinking is defined -%}{{- ' <think' if thinking else ' <think></think>\n' -}}{%- endif -%}
+{%- endif -%}
 """.strip()
 
 
@@ -111,7 +125,8 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
             from the loss by its id also removes the end of documents. If that matters, use one of the unused ids.
         unk_token: never needed, because every byte is a token.
         chat_template: the template of `apply_chat_template`; by default that of the World models, `User: ...` and
-            `Assistant: ...` with a blank line after each turn.
+            `Assistant: ...` with a blank line after each turn. It also takes `tools`, and `thinking` (True or False)
+            for Goose's G1 models.
         padding_side: "left" by default, which generation needs.
         kwargs: as in `PreTrainedTokenizer`.
     """
