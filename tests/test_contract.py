@@ -759,6 +759,8 @@ def test_foreign_caches(case, tmp_path):
     cache = model(**text).past_key_values
     with pytest.raises(ValueError, match="`past_key_values` holds the state of 2 sequences, the input has 3"):
         model(case.ids(3, 1), past_key_values=cache)
+    with pytest.raises(ValueError, match="`states`: 'layers.3.output' is in none of the layers layers.0, "):
+        cache.clone().set_states({"layers.3.output": torch.zeros(2, 48)})
     cache.save(tmp_path / "cache.safetensors")
     with pytest.raises(ValueError, match="`num_hidden_layers` 3, not 4"):
         cache_class.load(tmp_path / "cache.safetensors", deeper)

@@ -471,8 +471,16 @@ class RecurrentCache(Cache):
         return {f"{of}.{name}": state for of, layer in self._named_layers() for name, state in layer.states.items()}
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Sets states by the names of [`~RecurrentCache.named_states`]. Any rows may have had padding."""
+        """
+        Sets states by the names of [`~RecurrentCache.named_states`]. Any rows may have had padding.
+
+        Raises:
+            ValueError: if a name is not that of a state of such a cache.
+        """
         layers = dict(self._named_layers())
+        for key in states:
+            if key.rpartition(".")[0] not in layers:
+                raise ValueError(f"`states`: {key!r} is in none of the layers {', '.join(layers)}.")
         for key, state in states.items():
             of, _, name = key.rpartition(".")
             layers[of].write(name, state)
