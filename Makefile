@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: demo test test-fast test-slow test-vllm lint bench gpu report kernels
+.PHONY: demo test test-fast test-slow fuzz test-vllm lint bench gpu report kernels
 
 demo: $(VENV)/.installed
 	$(BIN)/subquad generate --seed 1
@@ -22,6 +22,10 @@ test-slow: $(VENV)/.installed-dev
 # The plug-in in vLLM, in an environment of 3.4 GB of its own.
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest --confcutdir tests/serving tests/serving $(ARGS)
+
+# Thousands of damaged files, of which `make test` reads some.
+fuzz: $(VENV)/.installed-dev
+	SUBQUAD_DAMAGES=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_damaged_files.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Without a GPU the kernels are interpreted. Triton reads this when it is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "conversion")]
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from interpreter import repair
 

@@ -368,14 +368,16 @@ def foreign(directory, tmp_path):
     return SimpleNamespace(path=path, marker=marker)
 
 
-@pytest.mark.parametrize("own_tokenizer", [False, True])
-def test_no_code_of_a_model_is_run(own_tokenizer, foreign, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("known", "message"), [(False, "`model_type` is 'unheard-of'"), (True, "the tokenizer cannot be read")]
+)
+def test_no_code_of_a_model_is_run(known, message, directory, foreign, capsys, monkeypatch):
     """Nor is anybody asked whether it may be."""
-    if own_tokenizer:
-        (foreign.path / "tokenizer_config.json").unlink()
-        ByteTokenizer().save_pretrained(foreign.path)
+    if known:
+        fields = [json.loads((path / "config.json").read_text()) for path in (foreign.path, directory)]
+        (foreign.path / "config.json").write_text(json.dumps(fields[0] | fields[1]))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    assert "custom code" in fails(capsys, 1, "generate", "x", "--model", foreign.path)
+    assert message in fails(capsys, 1, "generate", "x", "--model", foreign.path)
     assert cli.main(["info", str(foreign.path)]) == 0
     assert not foreign.marker.exists()
 
@@ -626,8 +628,10 @@ def test_an_encoder_does_not_generate(tmp_path, capsys, monkeypatch):
 
 
 def test_generate_failures_are_one_line(tmp_path, capsys):
+    assert "has no `config.json`" in fails(capsys, 1, "generate", "x", "--model", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv6"}')
     line = fails(capsys, 1, "generate", "x", "--model", tmp_path)
-    assert "tokenizer" in line
+    assert line.startswith(f"subquad generate: error: {tmp_path} has no rwkv_vocab_v20230424.txt, the vocabulary of ")
 
 
 def test_interruption(monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Tunes in ABC notation as MIDI and as a score: what is heard and drawn is what is written."""
 
 import sys
+import time
 import xml.etree.ElementTree as ET
 from fractions import Fraction
 from itertools import pairwise
@@ -180,6 +181,32 @@ def test_a_long_tune_is_one_picture():
 def test_what_is_no_tune(text, tmp_path):
     with pytest.raises(ValueError, match=r"tune"):
         music.write(text, tmp_path / "tune.mid", tmp_path / "tune.svg")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("tune", "message"),
+    [
+        ("L:1/8\nQ:0\nK:C\nCDEF|", r"the tempo \(Q:\) of the tune is 0"),
+        ("L:1/8\nQ:1/4=0\nK:C\nCDEF|", r"the tempo \(Q:\) of the tune is 0"),
+        ("L:1/8\nQ:1/4=9999999\nK:C\nCDEF|", r"the tempo \(Q:\) must be from 1 to 1000"),
+        ("L:1/8\nM:4/4\nK:C\nC1000000000 D|", "the tune is too long"),
+        ("L:1/8\nM:1/100000\nK:C\nC100D100", "the tune is too long"),
+        ("L:100000/1\nK:C\nCDEF|", "the tune is too long"),
+        ("L:1/8\nK:C\n" + "CDEF GABc|" * 2000, "the tune has .* characters; at most"),
+        ("L:1/8\nK:C\n[" + "C" * 3000 + "]4|", "has a chord or grace notes of more than"),
+    ],
+)
+def test_tunes_without_end(tune, message):
+    start = time.process_time()
+    with pytest.raises(ValueError, match=message):
+        music.read_tune(f"X:1\nT:a\n{tune}\n")
+    assert time.process_time() - start < 1
+
+
+def test_a_tune_that_cannot_be_written(tmp_path):
+    with pytest.raises(ValueError, match="is not a tune in ABC notation: "):
+        music.write("X:1\nL:1/8\nK:C\nC/1000000000 D|\n", score=tmp_path / "a.svg")
     assert not list(tmp_path.iterdir())
 
 

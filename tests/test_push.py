@@ -100,6 +100,16 @@ def test_a_push_is_one_commit_of_what_export_writes(server, directory, tmp_path,
     assert len(repository.commits) == 2
 
 
+def test_what_does_not_load_is_not_pushed(server, directory, capsys):
+    states = load_file(directory / "model.safetensors")
+    states["head.weight"][3] = float("nan")
+    save_file(states, directory / "model.safetensors", {"format": "pt"})
+    assert "head.weight holds NaN" in run(capsys, directory, "user/finch", code=1)
+    with pytest.raises(ValueError, match="holds NaN"):
+        push_model(tiny_model("rwkv6"), "user/finch", source=directory)
+    assert "user/finch" not in server.repositories
+
+
 def test_the_readme_runs_as_printed(server, tmp_path, monkeypatch, capsys):
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8").partition("## Share it")[2]
     command = shlex.split(readme.partition("```")[2].splitlines()[2])

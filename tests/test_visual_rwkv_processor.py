@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -34,6 +35,23 @@ def test_placeholders(tokenizer_class):
     assert not inputs["attention_mask"][1, 0]  # padding comes before a text
     assert inputs["pixel_values"].shape == (3, 3, 28, 28)
     assert set(processor(text="A")) == {"input_ids", "attention_mask"}
+
+
+@pytest.mark.fast
+def test_greyscale_images_of_16_bits(tmp_path):
+    """They keep their values; PIL would make nearly all of them white."""
+    grey = np.linspace(0, 255, 28 * 28).reshape(28, 28).round().astype(np.uint8)
+    fine = Image.fromarray(grey.astype(np.uint16) * 257)
+    fine.save(tmp_path / "fine.png")
+    assert fine.mode == "I;16"
+    processor = make_processor(ByteTokenizer())
+
+    def pixels(image):
+        return processor(images=image, text="<image>", return_tensors="pt")["pixel_values"]
+
+    expected = pixels(Image.fromarray(grey).convert("RGB"))
+    for image in (fine, str(tmp_path / "fine.png"), grey.astype(np.uint16)[..., None].repeat(3, -1) * 257, [fine]):
+        torch.testing.assert_close(pixels(image), expected)
 
 
 @pytest.mark.fast

@@ -34,8 +34,8 @@ ABOVE_CONVERSION = ("subquad.cli", "subquad.info")
 SHARED = {
     f"subquad.{name}"
     for name in (
-        *("base", "cache", "counting_cache", "generation", "growing_cache", "heads", "layers", "layout", "loading"),
-        *("layer_types", "padding", "processing", "ring", "saving", "tensor_parallel"),
+        *("base", "cache", "configuration_checks", "counting_cache", "generation", "growing_cache", "heads"),
+        *("layer_types", "layers", "layout", "loading", "padding", "processing", "ring", "saving", "tensor_parallel"),
     )
 }
 # Architectures that are made of others.

@@ -5,7 +5,6 @@ Nothing here knows a model. Tensors stay in the memory-mapped source until they 
 unpickled.
 """
 
-import json
 import pickle
 import re
 import warnings
@@ -18,17 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from .errors import ConversionError
+from subquad import foreign_files
+from subquad.weight_files import DTYPES, open_weights, read_headers, read_weight_map
+
+from .errors import ConversionError, as_conversion_error
 
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 # Weights of a directory, the first that exists: a single file or the index of several. The order is transformers'.
 DIRECTORY_FILES = (
     "model.safetensors",
@@ -38,6 +34,8 @@ DIRECTORY_FILES = (
 )
 # Files with these names are a Hub model's: the other files of their directory belong to them.
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+# Tensors of a file may share memory, as tied weights do. This many times the size of the file they may have together.
+MOST_SHARED = 4
 
 
 @dataclass(frozen=True)
@@ -127,15 +125,8 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; anything else is a [`ConversionError`]."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConversionError(f"{file} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConversionError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{file} must hold a JSON object, found a {type(content).__name__}.")
-    return content
+    with as_conversion_error():
+        return foreign_files.read_json(file)
 
 
 def _files_of_directory(directory: Path) -> list[tuple[Path, set[str] | None]]:
@@ -146,14 +137,10 @@ def _files_of_directory(directory: Path) -> list[tuple[Path, set[str] | None]]:
             continue
         if not candidate.endswith(".json"):
             return [(file, None)]
-        weight_map = read_json(file).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise ConversionError(f"{file} has no usable `weight_map`.")
+        with as_conversion_error():
+            weight_map = read_weight_map(file, Path(candidate.removesuffix(".index.json")).suffix)
         shards: dict[str, set[str]] = {}
         for name, shard in weight_map.items():
-            # An index is data from elsewhere: it must not lead out of its directory.
-            if Path(shard).name != shard or shard in ("", "..") or "\\" in shard or not shard.isprintable():
-                raise ConversionError(f"{file} names the shard {shard!r}, which is not a plain file name.")
             if not (directory / shard).is_file():
                 raise ConversionError(f"{file} names the shard {shard!r}, which is missing.")
             shards.setdefault(shard, set()).add(name)
@@ -164,8 +151,8 @@ def _files_of_directory(directory: Path) -> list[tuple[Path, set[str] | None]]:
 
 
 def _open_file(checkpoint: Checkpoint, file: Path, names: set[str] | None, stack: ExitStack) -> None:
-    if file.stat().st_size == 0:
-        raise ConversionError(f"{file} is empty.")
+    with as_conversion_error():
+        foreign_files.check_file(file)
     if file.suffix == ".safetensors":
         found = _open_safetensors(file, stack)
     else:
@@ -177,16 +164,12 @@ def _open_file(checkpoint: Checkpoint, file: Path, names: set[str] | None, stack
 
 
 def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, tuple[TensorInfo, Any]]:
-    try:
-        handle = stack.enter_context(safe_open(file, framework="pt"))
-        found = {}
-        for name in handle.keys():
-            view = handle.get_slice(name)
-            dtype = DTYPES.get(view.get_dtype(), view.get_dtype())
-            found[name] = (TensorInfo(tuple(view.get_shape()), dtype), handle.get_tensor)
-    except (SafetensorError, OSError) as error:
-        raise ConversionError(f"{file} is not a valid safetensors file: {error}") from error
-    return found
+    with as_conversion_error():
+        handle, headers = stack.enter_context(open_weights(file)), read_headers([file])
+    return {
+        name: (TensorInfo(shape, DTYPES.get(dtype, dtype)), handle.get_tensor)
+        for name, (shape, dtype) in headers.items()
+    }
 
 
 def _open_torch(file: Path) -> dict[str, tuple[TensorInfo, Any]]:
@@ -209,7 +192,8 @@ def _open_torch(file: Path) -> dict[str, tuple[TensorInfo, Any]]:
             f"{file} {reason}. Only tensors are read from such a file; code in it is never run."
         ) from None
     except Exception as error:  # a damaged pickle may raise anything
-        raise ConversionError(f"{file} cannot be read as a PyTorch file: {_first_line(error)}") from error
+        reason = foreign_files.one_line(error).rstrip(".")
+        raise ConversionError(f"{file} is not a PyTorch file, or is damaged: {reason}.") from error
     if not isinstance(content, dict):
         raise ConversionError(f"{file} must hold a dictionary of tensors, found a {type(content).__name__}.")
     found = {}
@@ -221,6 +205,11 @@ def _open_torch(file: Path) -> dict[str, tuple[TensorInfo, Any]]:
             )
         dtype = tensor.dtype if tensor.dtype in DTYPES.values() else str(tensor.dtype).removeprefix("torch.")
         found[name] = (TensorInfo(tuple(tensor.shape), dtype), content.__getitem__)
+    size, claimed = file.stat().st_size, sum(tensor.nbytes for tensor in content.values())
+    if claimed > MOST_SHARED * size:
+        raise ConversionError(
+            f"{file} has {size:,} bytes, and tensors of {claimed:,}: they overlap, as those of no model do."
+        )
     return found
 
 
@@ -237,8 +226,3 @@ def _hint(content: dict[Any, Any]) -> str:
         if isinstance(entry, dict) and any(isinstance(value, torch.Tensor) for value in entry.values()):
             return f" It is a training state: save its {name!r} entry to a file of its own."
     return ""
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -2,8 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,11 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig
 
 import subquad
-from subquad.directories import DirectoryError, check_free, new_directory
+from subquad.directories import check_free, new_directory
+from subquad.foreign_files import check_links
 
 from .checkpoint import Checkpoint, read_json
-from .errors import ConversionError
+from .errors import ConversionError, as_conversion_error
 from .formats import (
     INVALID,
     Format,
@@ -90,7 +90,7 @@ def recognise(source: str | os.PathLike) -> Recognised:
     Raises:
         ConversionError: if it is damaged, of a version that is not supported, or its tensors do not fit together.
     """
-    with open_source(source) as checkpoint:
+    with as_conversion_error(), open_source(source) as checkpoint:
         known = find_format(checkpoint)
         return _recognised(checkpoint, known, known.plan(checkpoint.tensors, checkpoint.settings))
 
@@ -138,10 +138,10 @@ def convert(
     if head_size_divisor is not None and head_size_divisor < 1:
         raise ConversionError(f"`head_size_divisor` must be at least 1, got {head_size_divisor}.")
     shard_size = parse_size(max_shard_size)
-    with _as_conversion_error():
+    with as_conversion_error():
         check_free(destination)
 
-    with open_source(source, vision_tower) as checkpoint:
+    with as_conversion_error(), open_source(source, vision_tower) as checkpoint:
         known = find_format(checkpoint)
         given = checkpoint.settings
         if config is not None:
@@ -156,6 +156,9 @@ def convert(
         plan = known.plan(checkpoint.tensors, given)
         _check_twins(checkpoint, plan.twins)
         _check_zeros(checkpoint, plan.zeros)
+        for directory in (checkpoint.directory, vision_tower):
+            if directory is not None and directory.is_dir():
+                check_links(directory)
         notes = plan.notes + _contradictions(known, given, plan.sizes)
         chosen = choose_tokenizer(
             tokenizer if isinstance(tokenizer, str) else Path(tokenizer),
@@ -186,7 +189,7 @@ def convert(
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
             notes += generation_notes
 
-        with _as_conversion_error(), new_directory(destination, size) as directory:
+        with new_directory(destination, size) as directory:
             # Weights last: they take the longest, and everything else that can fail should fail before.
             model_config.save_pretrained(directory)
             chosen.save(directory)
@@ -210,15 +213,6 @@ def convert(
             tokenizer=chosen.title,
             notes=notes,
         )
-
-
-@contextmanager
-def _as_conversion_error() -> Iterator[None]:
-    """A directory that cannot be made is an error of the conversion."""
-    try:
-        yield
-    except DirectoryError as error:
-        raise ConversionError(str(error)) from error
 
 
 def _fetch(checkpoint: Checkpoint, tensor: PlannedTensor) -> torch.Tensor:

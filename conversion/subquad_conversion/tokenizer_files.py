@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from subquad.foreign_files import check_links
 from subquad_tokenizers import WORLD_MODEL_TYPES
 
 from .checkpoint import read_json
@@ -73,6 +74,7 @@ def choose_tokenizer(choice: str | Path, source: Path | None, model_type: str, v
         directory = Path(choice)
         if not directory.is_dir():
             raise ConversionError(f"A tokenizer is auto, rwkv-world, bytes, none or a directory; got {str(choice)!r}.")
+        check_links(directory)
         files = _files(directory)
         if not files:
             raise ConversionError(f"{directory} holds no tokenizer (none of {', '.join(VOCABULARIES)}).")

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import DTYPES
+from subquad.weight_files import DTYPES, check_finite
+
 from .errors import ConversionError
 
 
@@ -138,4 +139,5 @@ def _pieces(tensor: OutputTensor) -> Iterator[torch.Tensor]:
                 f"{tensor.name} holds {largest:g}, which {str(tensor.dtype).removeprefix('torch.')} cannot represent; "
                 "keep the stored dtype or choose bfloat16."
             )
+        check_finite(tensor.name, stored)
         yield piece

@@ -58,7 +58,8 @@ def model_card(
     from transformers import AutoConfig
 
     directory = Path(directory).resolve()
-    repo_id = repo_id or directory.name
+    # A name may be any path's, and a line of its own would be a line of the card.
+    repo_id = "".join(letter if letter.isprintable() else "_" for letter in repo_id or directory.name)
     name = repo_id.rpartition("/")[2]
     info = describe(str(directory))
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)

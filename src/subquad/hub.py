@@ -11,29 +11,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging
+
 from .architecture import Architecture
 from .directories import check_free, new_directory
 from .flatten import repository_code
+from .foreign_files import check_links, listed, read_json, reading
+from .model_check import check_model, model_type_of, unknown_fields, weights_of
 from .models import REGISTRY
-from .weight_files import complete_sizes, pickled_weights, read_weight_map
 
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
+logger = logging.get_logger(__name__)
+
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} does not hold a JSON object.")
-    return fields
 
 
 def _write_json(path: Path, fields: dict[str, Any]) -> None:
@@ -49,7 +44,7 @@ def add_model_code(directory: str | os.PathLike) -> None:
         ValueError: if the directory does not hold a model of this package.
     """
     directory = Path(directory)
-    architecture = REGISTRY[_model_type(directory)]
+    architecture = REGISTRY[model_type_of(directory)]
     package, name = architecture.package, architecture.folder
     _write_code(directory, f"{package}.configuration_{name}", f"{package}.modeling_{name}")
     auto_map = {"AutoConfig": f"configuration_{name}.{architecture.config}"}
@@ -59,7 +54,7 @@ def add_model_code(directory: str | os.PathLike) -> None:
     for file in ("LICENSE", "NOTICE"):
         if not (directory / file).exists():
             _write(directory / file, _legal(file))
-    fields = _read_json(directory / "config.json") | {"auto_map": auto_map}
+    fields = read_json(directory / "config.json") | {"auto_map": auto_map}
     fields.pop("custom_pipelines", None)  # their code is not part of the repository
     _write_json(directory / "config.json", fields)
 
@@ -83,7 +78,7 @@ def add_processor_code(processor: "ProcessorMixin", directory: str | os.PathLike
 
 def _names_processor(path: Path) -> bool:
     with suppress(OSError, ValueError):
-        return "AutoProcessor" in _read_json(path).get("auto_map", ())
+        return "AutoProcessor" in read_json(path).get("auto_map", ())
     return False
 
 
@@ -93,39 +88,13 @@ def _add_processor_code(directory: Path, architecture: Architecture) -> dict[str
     _write_code(directory, f"{architecture.package}.{module}")
     auto_map = {"AutoProcessor": f"{module}.{architecture.processor}"}
     if (path := directory / "processor_config.json").is_file():  # transformers then looks nowhere else
-        _write_json(path, _read_json(path) | {"auto_map": auto_map})
+        _write_json(path, read_json(path) | {"auto_map": auto_map})
     return auto_map
 
 
 def _write_code(directory: Path, *modules: str) -> None:
     for file, text in repository_code(*modules).items():
         _write(directory / file, text)
-
-
-def _model_type(directory: Path) -> str:
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{directory} has no `config.json`: it is not a model directory.")
-    model_type = _read_json(path).get("model_type")
-    if model_type not in REGISTRY:
-        raise ValueError(f"{path}: `model_type` is {model_type!r}; known are {', '.join(REGISTRY)}.")
-    return model_type
-
-
-def _weights(directory: Path) -> list[Path]:
-    """The weight files of a model, after checking that all of them exist."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        pickled = pickled_weights(directory)
-        hint = f"; `subquad convert` reads {pickled[0].name}" if pickled else ""
-        raise ValueError(f"{directory} has no weights in safetensors{hint}.")
-    shards = sorted(set(read_weight_map(index).values()))
-    missing = [name for name in shards if not (directory / name).is_file()]
-    if missing or not shards:
-        raise ValueError(f"{index} names files that are not there: {', '.join(missing) or 'none at all'}.")
-    return [index, *(directory / name for name in shards)]
 
 
 def export(
@@ -135,9 +104,10 @@ def export(
     link_weights: bool = False,
 ) -> list[str]:
     """
-    Makes a repository from a model directory: weights, configuration, tokenizer, a card, and the code that they need.
-    It loads with only transformers and torch, given `trust_remote_code=True`. Where this package is installed, its own
-    classes load it. Code in the model directory is not copied.
+    Makes a repository from a model directory, after a check that the model is complete: weights, configuration,
+    tokenizer, a card, and the code that they need. It loads with only transformers and torch, given
+    `trust_remote_code=True`. Where this package is installed, its own classes load it. Code in the model directory is
+    not copied. Fields of its configuration that nothing reads are, and a warning lists them.
 
     Args:
         source: a directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights.
@@ -148,25 +118,23 @@ def export(
         The names of the files.
 
     Raises:
-        ValueError: if the source is not a model of this package or has no safetensors weights, or the destination is
-            occupied.
+        ValueError: if the source is not a model of this package, if it lacks weights in safetensors or has others than
+            the configuration says, if some of them are not finite, if a file is a link to a place outside, or if the
+            destination is occupied.
     """
-    source, destination = Path(source).resolve(), Path(destination).resolve()
-    _model_type(source)
-    weights = _weights(source)
-    check_free(destination)
-
-    from transformers import AutoConfig
-
     from .cards import base_model, is_own_card, model_card
 
+    source, destination = Path(source).resolve(), Path(destination).resolve()
+    check_free(destination)
+    if source.is_dir():
+        check_links(source)
+    config = check_model(source)
+    weights = weights_of(source)
     size = 0 if link_weights else sum(path.stat().st_size for path in weights)
     with new_directory(destination, size) as partial:
         for path in weights:
             (_link if link_weights else shutil.copyfile)(path, partial / path.name)
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        complete_sizes(config, source)  # the code in a repository does not look at the tensors
-        config.save_pretrained(partial)
+        config.save_pretrained(partial)  # with all sizes: the code in a repository does not look at the tensors
         for name in ("generation_config.json", "processor_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
@@ -177,6 +145,9 @@ def export(
         else:
             card = model_card(partial, repo_id=destination.name, base_model=base_model(source))
             card.save(partial / "README.md")
+        check_model(partial, values=False)
+        if unknown := unknown_fields(partial):
+            logger.warning("Nothing reads these fields of config.json, but others will: %s.", listed(unknown, 40))
     return sorted(path.relative_to(destination).as_posix() for path in destination.rglob("*") if path.is_file())
 
 
@@ -195,11 +166,12 @@ def _copy_tokenizer(source: Path, destination: Path) -> None:
 
     from subquad_tokenizers.tokenization_base import SelfContainedMixin
 
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    with reading(source, "the tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     ours = isinstance(tokenizer, SelfContainedMixin)
     tokenizer.save_pretrained(destination, **({"self_contained": True} if ours else {}))
     path = destination / "tokenizer_config.json"
-    fields = _read_json(path)
+    fields = read_json(path)
     if not ours and fields.pop("auto_map", None):  # their code is not part of the repository
         _write_json(path, fields)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .architecture import Costs
+from .foreign_files import naming
 from .models import REGISTRY
 from .presets import PRESETS, preset_config
 
@@ -128,7 +129,8 @@ def describe(name_or_path: str) -> ModelInfo:
     if path.is_dir():
         return _describe_directory(name_or_path, path)
     if path.is_file():
-        return _describe_checkpoint(name_or_path, path)
+        with naming(path):
+            return _describe_checkpoint(name_or_path, path)
     raise UnknownModelError(
         f"{name_or_path!r} is not a preset ({', '.join(PRESETS)}), not an embedded model "
         f"({', '.join(_embedded()) or 'there is none'}), not a directory and not a checkpoint file."

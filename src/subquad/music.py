@@ -8,6 +8,8 @@ import copy
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 
@@ -18,6 +20,11 @@ SCORE_SUFFIXES = (".svg",)
 # A tune ends at an empty line or at the end of the text.
 _TUNE = re.compile(r"^X:.*?(?=\n[ \t\r]*\n|\Z)", re.MULTILINE | re.DOTALL)
 _KEY = re.compile(r"^K:", re.MULTILINE)
+# The most of a tune that is read: music21 would take hours for what fits into a line, and a short text has no end.
+_CHARACTERS, _QUARTERS, _BARS, _TOGETHER = 6000, 5000, 1000, 100
+_TEMPOS = (1, 1000)  # quarter notes a minute
+_NO_TEMPO = re.compile(r"Q:(?:[^\n\]]*=)?[ \t]*0+(?:\.0*)?[ \t]*(?=$|\])", re.MULTILINE)
+_TOGETHER_NOTES = re.compile(r"\[[^\]\n]*|\{[^}\n]*")  # a chord, or grace notes
 _TIE_AT_BROKEN_RHYTHM = re.compile(r"-(?=[<>])|(?<=[<>])-")
 
 
@@ -97,16 +104,22 @@ def read_tune(text: str):
             field.
 
     Raises:
-        ValueError: if there is no such tune in the text, or music21 cannot read it.
+        ValueError: if there is no such tune in the text, music21 cannot read it, or it has no end.
     """
     from music21 import abcFormat
 
     match = _TUNE.search(text)
     if match is None or not _KEY.search(match[0]):
         raise ValueError("the text is not a tune in ABC notation: it does not have the fields X: and K:.")
+    if len(match[0]) > _CHARACTERS:
+        raise ValueError(f"the tune has {len(match[0])} characters; at most {_CHARACTERS} are read.")
+    if any(len(notes) > _TOGETHER for notes in _TOGETHER_NOTES.findall(match[0])):
+        raise ValueError(f"the tune has a chord or grace notes of more than {_TOGETHER} characters.")
+    if _NO_TEMPO.search(match[0]):
+        raise ValueError("the tempo (Q:) of the tune is 0.")
     # music21 misreads a tie next to the `<` or `>` of a broken rhythm. Most of these ties are meant as slurs.
     tune = _TIE_AT_BROKEN_RHYTHM.sub("", match[0])
-    try:
+    with _understood():
         # Without a version, music21 reads a tune by the standard of 1999, in which an accidental does not last until
         # the end of the bar.
         handler = abcFormat.ABCFile().readstr(f"%abc-2.1\n{tune}\n")
@@ -114,6 +127,8 @@ def read_tune(text: str):
         metres = [token for token in handler.tokens if isinstance(token, abcFormat.ABCMetadata) and token.isMeter()]
         handler.tokens = [token for token in handler.tokens if not any(token is metre for metre in metres)]
         score = abcFormat.translate.abcToStreamScore(handler)
+    _check_extent(score, metres)
+    with _understood():
         for part in score.parts:
             metre = metres[0].getTimeSignatureObject() if metres else None
             if metre is not None:
@@ -122,11 +137,32 @@ def read_tune(text: str):
                 part.makeMeasures(inPlace=True)
             _mark_endings(part)
             _mend_ties(part)
-    except Exception as error:  # music21's exceptions have no common base
-        raise ValueError(f"the text is not a tune in ABC notation: {type(error).__name__}: {error}") from error
     if not score.recurse().notes:
         raise ValueError("the tune has no notes.")
     return score
+
+
+@contextmanager
+def _understood() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # music21's exceptions have no common base
+        raise ValueError(f"the text is not a tune in ABC notation: {type(error).__name__}: {error}") from error
+
+
+def _check_extent(score, metres: list) -> None:
+    """
+    Raises:
+        ValueError: if a tune is too long to be written, or has no tempo.
+    """
+    length = max((part.duration.quarterLength for part in score.parts), default=0)
+    bars = [metre.getTimeSignatureObject() for metre in metres]
+    shortest = min((bar.barDuration.quarterLength for bar in bars if bar is not None), default=1)
+    if length > _QUARTERS or length > _BARS * shortest:
+        raise ValueError(f"the tune is too long: {float(length):g} quarter notes.")
+    for mark in score.recurse().getElementsByClass("MetronomeMark"):
+        if not _TEMPOS[0] <= (mark.getQuarterBPM() or 0) <= _TEMPOS[1]:
+            raise ValueError(f"the tempo (Q:) must be from {_TEMPOS[0]} to {_TEMPOS[1]} quarter notes a minute.")
 
 
 def to_midi(score) -> bytes:
@@ -151,7 +187,8 @@ def to_midi(score) -> bytes:
             sequence.append(measure)
         _mend_ties(sequence)
         played.insert(0, sequence)
-    return music21ObjectToMidiFile(played).writestr()
+    with _understood():
+        return music21ObjectToMidiFile(played).writestr()
 
 
 def to_svg(score) -> str:
@@ -167,7 +204,8 @@ def to_svg(score) -> str:
     score.metadata.title = score.metadata.title or ""  # without a title music21 writes one of its own
     # This exporter keeps the bars; the usual one fills them up to the metre, or moves notes to the next bar.
     exporter = ScoreExporter(score)
-    exporter.parse()
+    with _understood():
+        exporter.parse()
     toolkit = verovio.toolkit()
     toolkit.setOptions(
         {

@@ -152,13 +152,13 @@ def push_model(
     tags = [tags] if isinstance(tags, str) else tags or []
     api = _api(token)
     repo_id = _target(api, repo_id, private=private, revision=revision, create_pr=create_pr)
-    api.create_repo(repo_id, private=private, exist_ok=True)
     with tempfile.TemporaryDirectory() as parent:
         if source is None:
             source = Path(parent) / "model"
             model.save_pretrained(source, max_shard_size=max_shard_size)
         directory = Path(parent) / "repository"
         export(source, directory, link_weights=True)
+        api.create_repo(repo_id, private=private, exist_ok=True)
         return _upload(
             api,
             Path(source),

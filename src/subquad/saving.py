@@ -1,7 +1,6 @@
 """Loading and saving that every model shares: safetensors only, and model repositories that bring their code."""
 
 import os
-from collections.abc import Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -42,26 +41,57 @@ class SavedPreTrainedModel(PreTrainedModel):
         path = pretrained_model_name_or_path
         if path is not None:
             try:
-                from subquad.weight_files import check_weights, with_sizes
+                from subquad.weight_files import adapted_model, check_weights, with_sizes
             except ImportError:  # this file is a copy in a repository, which has safetensors and all sizes
                 pass
             else:
-                check_weights(path, kwargs)
-                kwargs = with_sizes(cls.config_class, path, kwargs)
-        wanted = kwargs.pop("output_loading_info", False)
-        options = kwargs | {"use_safetensors": True, "output_loading_info": True}
-        model, info = super().from_pretrained(path, *args, **options)
-        # With an adapter, the information is about the adapter.
-        if path is not None and not getattr(model, "_hf_peft_config_loaded", False):
-            model._check_loaded(path, info["missing_keys"])
-        return (model, info) if wanted else model
+                source = adapted_model(path, kwargs)
+                check_weights(source, kwargs)
+                kwargs = with_sizes(cls.config_class, source, kwargs)
+        return super().from_pretrained(path, *args, **kwargs | {"use_safetensors": True})
 
-    def _check_loaded(self, path: str | os.PathLike, missing: Iterable[str]) -> None:
-        prefix = "" if self.base_model is self else f"{self.base_model_prefix}."
-        body = sorted(name for name in missing if name.startswith(prefix))
-        if body:
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        """As in transformers, for a model and for the one that an adapter was trained on."""
+        try:
+            from subquad.weight_files import check_room
+        except ImportError:  # this file is a copy in a repository
+            pass
+        else:
+            if checkpoint_files and load_config.hf_quantizer is None:  # packed weights are fewer than the model's
+                check_room(model, checkpoint_files)
+        return PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, load_config, *args, **kwargs
+        )
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info, *args, **kwargs):
+        """As in transformers, after a check that weights were found for all of the model below its head, and fit."""
+        path = load_config.pretrained_model_name_or_path
+        if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+            name, stored, expected = sorted(loading_info.mismatched_keys)[0]
+            raise RuntimeError(
+                f"{path}: {name} has the shape {tuple(stored)}, but that of the configuration's model is "
+                f"{tuple(expected)}. `ignore_mismatched_sizes=True` initialises such weights."
+            )
+        prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+        loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info, *args, **kwargs)
+        body = sorted(name for name in loading_info.missing_keys if name.startswith(prefix))
+        if path is not None and body:
             listed = ", ".join(body[:8]) + (f" and {len(body) - 8} more" if len(body) > 8 else "")
-            raise ValueError(f"{path}: these weights of {type(self).__name__} are missing: {listed}.")
+            raise ValueError(f"{path}: these weights of {type(model).__name__} are missing: {listed}.")
+        return loading_info
+
+    def load_adapter(self, peft_model_id: str | os.PathLike | None = None, *args, **kwargs):
+        """As in transformers, from safetensors only."""
+        try:
+            from subquad.weight_files import check_adapter
+        except ImportError:  # this file is a copy in a repository
+            pass
+        else:
+            if peft_model_id is not None and os.path.isdir(peft_model_id):
+                check_adapter(peft_model_id)
+        return super().load_adapter(peft_model_id, *args, **kwargs)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, *args, self_contained: bool = False, **kwargs

@@ -1,22 +1,46 @@
-"""What `from_pretrained` has to know about weight files before it loads them."""
+"""What has to be known about weight files before they are loaded, converted or published."""
 
 import copy
-import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
-from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, find_adapter_config_file
+from transformers.utils import (
+    ADAPTER_SAFE_WEIGHTS_NAME,
+    CONFIG_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    find_adapter_config_file,
+)
 from transformers.utils.hub import cached_file, has_file
 
+from .foreign_files import check_file, one_line, read_json, reading
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # A file that is missing is None, not an error.
 QUIET = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
 # The layers that tell sizes, by their names in all layouts. In some models the first one lacks a tensor.
 FIRST_BLOCKS = re.compile(r"(^|\.)(blocks|layers)\.[01]\.")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+# The dtypes of weights, by their names in safetensors files.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+PIECE = 1 << 22  # elements of a tensor that are looked at at a time
+
+# Shape and name of the dtype, as a safetensors file has them.
+Header = tuple[tuple[int, ...], str]
 
 
 def _file_names(variant: str | None) -> tuple[str, str]:
@@ -40,8 +64,7 @@ def unsafe_weights(path: str | os.PathLike, options: dict) -> list[Path]:
     The weight files of a directory, or of a repository on the Hub, that has none in safetensors.
 
     Args:
-        path: what `from_pretrained` was given.
-        options: the keyword arguments of `from_pretrained`.
+        path, options: as for [`check_weights`].
     """
     # transformers reads a file whatever `use_safetensors` says, and asks the Hub to convert others on the spot.
     if os.path.isfile(path):
@@ -64,28 +87,65 @@ def unsafe_weights(path: str | os.PathLike, options: dict) -> list[Path]:
         return []
 
 
-def read_weight_map(index: str | os.PathLike) -> dict[str, str]:
+def read_weight_map(index: str | os.PathLike, suffix: str = ".safetensors") -> dict[str, str]:
     """
     The names of the tensors that an index lists, and the file of each.
 
+    Args:
+        suffix: how the names of the files end.
+
     Raises:
-        ValueError: if the index is damaged, or if a name is not that of a safetensors file in the same directory.
+        ValueError: if the index is damaged, or if a name is not that of such a file in the same directory.
     """
-    try:
-        weight_map = dict(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{index} is not an index of weight files: it has no usable `weight_map`.") from error
+    content = read_json(index)
+    weight_map = content.get("weight_map")
+    if not isinstance(content.get("metadata", {}), dict):
+        raise ValueError(f"{index} is not an index of weight files: its `metadata` is no object.")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} is not an index of weight files: it has no usable `weight_map`.")
     for name in weight_map.values():
-        plain = isinstance(name, str) and Path(name).name == name and "\\" not in name
-        if not plain or not name.endswith(".safetensors"):
-            raise ValueError(f"{index} names {name!r}, which is not a safetensors file in the same directory.")
+        # An index is data from elsewhere: it must not lead out of its directory.
+        plain = isinstance(name, str) and Path(name).name == name and "\\" not in name and name.isprintable()
+        if not plain or not name.endswith(suffix):
+            raise ValueError(f"{index} names {name!r}, which is not a {suffix} file in the same directory.")
     return weight_map
+
+
+def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, Header]:
+    """
+    The names of the tensors in safetensors files, each with its shape and the name of its dtype.
+
+    Raises:
+        ValueError: if a file is damaged.
+    """
+    headers = {}
+    for path in files:
+        with open_weights(path) as file:
+            for name in file.keys():
+                view = file.get_slice(name)
+                headers[name] = tuple(view.get_shape()), view.get_dtype()
+    return headers
+
+
+def open_weights(path: str | os.PathLike) -> safe_open:
+    """
+    An open safetensors file.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    check_file(path)
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a valid safetensors file: {one_line(error).rstrip('.')}.") from error
 
 
 def check_weights(path: str | os.PathLike, options: dict) -> None:
     """
     Args:
-        path, options: the arguments of `from_pretrained`.
+        path: what `from_pretrained` was given; for an adapter, the model that it was trained on.
+        options: the keyword arguments of `from_pretrained`.
 
     Raises:
         ValueError: if there are weights, but none in safetensors, or if an index leads to other files.
@@ -110,26 +170,60 @@ def _index_file(path: str | os.PathLike, options: dict) -> str | None:
         return None
 
 
+def check_room(model: "PreTrainedModel", files: Iterable[str | os.PathLike]) -> None:
+    """
+    Args:
+        model: a model on the meta device.
+        files: its weight files.
+
+    Raises:
+        ValueError: if the model is much larger than its files, before memory is taken for it.
+    """
+    wanted = sum(parameter.numel() for parameter in model.base_model.parameters())
+    stored = sum(torch.Size(shape).numel() for shape, _ in read_headers(files).values())
+    if wanted > 2 * stored + PIECE:
+        raise ValueError(
+            f"{model.config.name_or_path}: the configuration is that of a model with {wanted:,} weights, but the "
+            f"files hold {stored:,}: one of the two belongs to another model."
+        )
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """
+    Raises:
+        ValueError: if a tensor holds NaN or infinity.
+    """
+    for piece in tensor.detach().reshape(-1).split(PIECE):
+        # The extremes are not finite if any element is not, and take no memory.
+        if piece.numel() and not all(x.isfinite() for x in piece.aminmax()):
+            raise ValueError(f"{name} holds NaN or infinite numbers: the model that it was saved from had diverged.")
+
+
 def with_sizes(config_class: type[PreTrainedConfig], path: str | os.PathLike, options: dict) -> dict:
     """
     The keyword arguments of `from_pretrained`, with a configuration whose missing sizes were read from the
     checkpoint's tensors, if the configuration class can do that (`set_sizes_from_shapes`).
+
+    Raises:
+        ValueError: if a directory's configuration is not valid.
     """
+    if os.path.isdir(path) and not isinstance(options.get("config"), PreTrainedConfig):
+        with reading(os.path.join(path, CONFIG_NAME)):
+            config_class.from_pretrained(path, **_hub_options(options))
     if not hasattr(config_class, "set_sizes_from_shapes"):
         return options
     options = dict(options)
     config = options.pop("config", None)
     hub = _hub_options(options)
-    source = _adapted_model(os.fspath(path), hub)
     if isinstance(config, PreTrainedConfig):
         config = copy.deepcopy(config)
     else:
         # The configuration would keep the dtype, and "auto" is not a dtype there.
         dtype = {name: options.pop(name) for name in ("dtype", "torch_dtype") if name in options}
         rest = {name: value for name, value in options.items() if name not in hub}
-        config, rest = config_class.from_pretrained(config or source, return_unused_kwargs=True, **hub, **rest)
+        config, rest = config_class.from_pretrained(config or path, return_unused_kwargs=True, **hub, **rest)
         options = {**hub, **dtype, **rest}
-    complete_sizes(config, source, options.get("variant"), hub)
+    complete_sizes(config, path, options.get("variant"), hub)
     return {**options, "config": config}
 
 
@@ -141,15 +235,33 @@ def complete_sizes(
         config.set_sizes_from_shapes(_checkpoint_shapes(os.fspath(path), variant, hub or {}))
 
 
-def _adapted_model(path: str, hub: dict) -> str:
-    """The model that the adapter in a directory was trained on; any other path unchanged."""
-    adapter = find_adapter_config_file(
-        path, **{name: value for name, value in hub.items() if name != "force_download"}
-    )
-    if adapter is None:
+def adapted_model(path: str | os.PathLike, options: dict) -> str:
+    """
+    The model that an adapter was trained on; the path itself if it is not that of an adapter alone.
+
+    Args:
+        path, options: the arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: if the adapter is damaged.
+    """
+    path, hub = os.fspath(path), {**_hub_options(options), "force_download": False}
+    adapter = None if os.path.isfile(path) else find_adapter_config_file(path, **hub)
+    if adapter is None or os.path.isfile(os.path.join(path, CONFIG_NAME)):
         return path
-    with open(adapter, encoding="utf-8") as file:
-        return json.load(file)["base_model_name_or_path"]
+    base = read_json(adapter).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise ValueError(f"{adapter}: `base_model_name_or_path` does not name a model, got {base!r}.")
+    return base
+
+
+def check_adapter(path: str | os.PathLike) -> None:
+    """
+    Raises:
+        ValueError: if a directory has no adapter in safetensors.
+    """
+    if not os.path.isfile(os.path.join(path, ADAPTER_SAFE_WEIGHTS_NAME)):
+        raise ValueError(f"{path} has no {ADAPTER_SAFE_WEIGHTS_NAME}; adapters are loaded from no other file.")
 
 
 def _checkpoint_shapes(path: str, variant: str | None, hub: dict) -> dict[str, tuple[int, ...]]:
@@ -161,10 +273,4 @@ def _checkpoint_shapes(path: str, variant: str | None, hub: dict) -> dict[str, t
     elif (index := cached_file(path, index_name, **hub)) is not None:
         shards = sorted({shard for name, shard in read_weight_map(index).items() if FIRST_BLOCKS.search(name)})
         files = [cached_file(path, shard, **hub) for shard in shards]
-    shapes = {}
-    for name in files:
-        with safe_open(name, framework="pt") as file:
-            for key in file.keys():
-                if FIRST_BLOCKS.search(key):
-                    shapes[key] = tuple(file.get_slice(key).get_shape())
-    return shapes
+    return {name: shape for name, (shape, _) in read_headers(files).items() if FIRST_BLOCKS.search(name)}

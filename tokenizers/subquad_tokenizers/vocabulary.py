@@ -23,7 +23,7 @@ def read_vocabulary(path) -> list[bytes]:
     """
     tokens: dict[int, bytes] = {}
     line_of: dict[bytes, int] = {}
-    with open(path, encoding="utf-8", newline="\n") as lines:
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path}, line {number}"
             index, token = _parse_line(line, where)
@@ -49,7 +49,7 @@ def _parse_line(line: str, where: str) -> tuple[int, bytes]:
     index, _, rest = fields.partition(" ")
     literal, _, length = rest.rpartition(" ")
     if not (index.isdecimal() and length.isdecimal() and literal):
-        raise ValueError(f"{where}: expected `id literal length`, found {line!r}")
+        raise ValueError(f"{where}: expected `id literal length`, found {line[:80]!r}")
     try:
         # Most tokens are written without escapes; reading these directly halves the time.
         plain = literal[0] == literal[-1] == "'" and "\\" not in literal and literal.count("'") == 2

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from ..foreign_files import one_line
 from . import convert, export, generate, info, inspect_memory, push, run
-from .common import UsageError, one_line
+from .common import UsageError
 
 
 # In the order of the help.

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..foreign_files import one_line
+
 
 if TYPE_CHECKING:
     import torch
 
 
-class UsageError(Exception):
+class UsageError(ValueError):
     """Arguments that can be parsed but are wrong; exit code 2."""
 
 
@@ -45,6 +47,8 @@ def read_prompt(prompt: str) -> str:
     """The prompt itself, or standard input if it is `-`."""
     try:
         if prompt == "-":
+            if sys.stdin is None:
+                raise UsageError("the prompt is -, but standard input is closed.")
             prompt = sys.stdin.read()
         prompt.encode()  # bytes of an argument that are not UTF-8 arrive as lone surrogates
     except UnicodeError as error:
@@ -89,14 +93,3 @@ def signals_raise() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def one_line(error: Exception) -> str:
-    """The first sentence of an error, with its type if it is not one that users are expected to cause."""
-    text = ""
-    for line in str(error).strip().splitlines():
-        text = f"{text} {line.strip()}".lstrip()
-        if not text.endswith(":"):
-            break
-    expected = isinstance(error, ValueError | OSError | UsageError | ImportError)
-    return (text or type(error).__name__) if expected else f"{type(error).__name__}: {text}"

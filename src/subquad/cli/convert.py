@@ -3,6 +3,7 @@
 import sys
 from argparse import ArgumentParser, Namespace
 
+from ..foreign_files import naming
 from .arguments import DTYPES, positive_int, size
 from .common import signals_raise
 
@@ -81,7 +82,7 @@ def run(args: Namespace) -> None:
     from ..info import format_bytes
     from ..models import REGISTRY
 
-    with signals_raise():
+    with signals_raise(), naming(args.source):
         report = convert(
             args.source,
             args.dest,

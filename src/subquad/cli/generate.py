@@ -4,7 +4,9 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
+from pathlib import Path
 
+from ..foreign_files import reading
 from .arguments import add_dtype_and_device, positive_int, probability, seed, temperature
 from .common import UsageError, find_model, read_prompt, signals_raise, usable_device
 
@@ -86,6 +88,7 @@ def run(args: Namespace) -> None:
     for file in args.image:
         if not os.path.isfile(file):
             raise UsageError(f"--image {file} is not a file.")
+        _check_image(file)
     chat = args.chat or bool(args.image)
     prompt = args.prompt
     if prompt is None:
@@ -102,21 +105,24 @@ def run(args: Namespace) -> None:
     auto_class = _auto_class(args, path)
     device = usable_device(args.device)
     reader = transformers.AutoProcessor if args.image else transformers.AutoTokenizer
-    reader = reader.from_pretrained(path, trust_remote_code=False)
+    with reading(args.model, "the tokenizer"):
+        reader = reader.from_pretrained(path, trust_remote_code=False)
     tokenizer = getattr(reader, "tokenizer", reader)
     if chat:
         if reader.chat_template is None:
             raise UsageError(f"{args.model} does not have a chat template; leave out --chat.")
         content = [*({"type": "image", "path": file} for file in args.image), {"type": "text", "text": prompt}]
-        inputs = reader.apply_chat_template(
-            [{"role": "user", "content": content if args.image else prompt}],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+        with reading(args.model, "the chat template"):
+            inputs = reader.apply_chat_template(
+                [{"role": "user", "content": content if args.image else prompt}],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_tensors="pt",
+                return_dict=True,
+            )
     else:
-        inputs = tokenizer(prompt, return_tensors="pt")
+        with reading(args.model, "the tokenizer"):
+            inputs = tokenizer(prompt, return_tensors="pt")
     ids = inputs["input_ids"].long()
     if ids.shape[1] == 0:
         if tokenizer.bos_token_id is None:
@@ -124,23 +130,27 @@ def run(args: Namespace) -> None:
         ids = torch.tensor([[tokenizer.bos_token_id]])
     ids = ids.to(device)
 
-    model = getattr(transformers, auto_class).from_pretrained(path, dtype=args.dtype, trust_remote_code=False)
+    with reading(args.model, "the model"):
+        model = getattr(transformers, auto_class).from_pretrained(path, dtype=args.dtype, trust_remote_code=False)
     model = model.to(device).eval()
     options = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     if args.image:
+        if "pixel_values" not in inputs:
+            raise UsageError(f"the processor of {args.model} does not read images; leave out --image.")
         options["pixel_values"] = inputs["pixel_values"].to(device)
     if args.seed is not None:
         transformers.set_seed(args.seed)
     if chat and (end := _end_of_answer(tokenizer)):
         options["stopping_criteria"] = [stop_after(tokenizer, end, ids.shape[1])]
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=args.max_new_tokens,
-        do_sample=not args.greedy,
-        streamer=character_streamer(tokenizer, skip_prompt=chat),
-        **{name: value for name, value in options.items() if value is not None},
-    )
+    with reading(args.model, "the prompt"):
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=args.max_new_tokens,
+            do_sample=not args.greedy,
+            streamer=character_streamer(tokenizer, skip_prompt=chat),
+            **{name: value for name, value in options.items() if value is not None},
+        )
     if files:
         from .. import music
 
@@ -160,22 +170,42 @@ def _check_music(args: Namespace) -> None:
         raise UsageError(error) from error
 
 
+def _check_image(file: str) -> None:
+    from PIL import Image
+
+    with reading(file, "the image"), Image.open(file) as image:
+        image.load()
+
+
 def _auto_class(args: Namespace, path) -> str:
     """Name of the Auto class that loads the model."""
-    from transformers import PreTrainedConfig
-
     from ..models import REGISTRY
 
-    fields = {}
-    with suppress(OSError, ValueError):  # loading the tokenizer or the model will say what is wrong
-        fields, _ = PreTrainedConfig.get_config_dict(path)
-    model_type = fields.get("model_type")
-    architecture = REGISTRY.get(model_type)
-    if architecture is not None and architecture.is_encoder:
+    model_type = _model_type(path)
+    if model_type is None:  # loading the tokenizer or the model will say what is wrong
+        return "AutoModelForCausalLM"
+    if (architecture := REGISTRY.get(model_type)) is None:
+        raise UsageError(f"{args.model} is of type {model_type}, which is none of {', '.join(REGISTRY)}.")
+    if architecture.is_encoder:
         raise UsageError(f"{args.model} is of type {model_type}, an encoder, which does not generate text.")
-    if args.image and (architecture is None or architecture.processor is None):
+    if args.image and architecture.processor is None:
         raise UsageError(f"{args.model} is of type {model_type}, which does not read images; leave out --image.")
-    return "AutoModelForCausalLM" if architecture is None else architecture.lm_auto_class
+    return architecture.lm_auto_class
+
+
+def _model_type(path) -> str | None:
+    """The type of a model, or of the one that an adapter was trained on; None if the Hub does not tell."""
+    from transformers import PreTrainedConfig
+
+    from ..model_check import model_type_of
+    from ..weight_files import adapted_model
+
+    path = adapted_model(path, {})
+    if os.path.isdir(path):
+        return model_type_of(Path(path))
+    with suppress(OSError, ValueError):
+        return PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+    return None
 
 
 def _end_of_answer(tokenizer) -> str:

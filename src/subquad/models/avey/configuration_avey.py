@@ -3,6 +3,7 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...configuration_checks import check_configuration
 from ...layer_types import layer_types_property
 
 
@@ -81,17 +82,14 @@ class AveyConfig(PreTrainedConfig):
                 f"`n_layers` ({self.n_layers}) is a field of Avey-B, whose files in the format of its paper name "
                 "`avey` as their model type. `subquad convert` converts them."
             )
-        for name in ("vocab_size", "d_embed", "n_blocks", "expansion_factor", "chunk_size", "k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        sizes = ("vocab_size", "d_embed", "n_blocks", "expansion_factor", "chunk_size", "k")
+        check_configuration(self, sizes, ("rms_norm_eps",))
         features, share = self.expansion_factor * self.d_embed, self.context_proportion
         if not 0 < share <= 1 or not 2 <= self.tail_size <= features:
             raise ValueError(
                 f"`context_proportion` must be above 0 and at most 1, and make a tail of at least 2 of the {features} "
                 f"features (`expansion_factor` times `d_embed`), got {share}."
             )
-        if not self.rms_norm_eps > 0:
-            raise ValueError(f"`rms_norm_eps` must be above 0, got {self.rms_norm_eps}.")
         if self.score_normalization not in ("first", "max"):
             raise ValueError(f"`score_normalization` must be 'first' or 'max', got {self.score_normalization!r}.")
         if self.extended_len != self.k * self.chunk_size:

@@ -5,6 +5,7 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...configuration_checks import check_configuration
 from ...layer_types import layer_types_property
 
 
@@ -122,9 +123,7 @@ class AveyBConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Refuses sizes and variants that do not fit together, before any tensor is made."""
-        for name in ("vocab_size", "d_embed", "n_layers", "expansion_factor", "chunk_size", "k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        check_configuration(self, ("vocab_size", "d_embed", "n_layers", "expansion_factor", "chunk_size", "k"))
         features, share = self.expansion_factor * self.d_embed, self.context_proportion
         if not 0 < share <= 1 or not 2 <= self.tail_size <= features:
             raise ValueError(

@@ -1,10 +1,9 @@
 """Configuration of Gecko."""
 
-import math
-
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...configuration_checks import check_configuration
 from ...layer_types import layer_types_property
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
@@ -123,9 +122,8 @@ class GeckoConfig(PreTrainedConfig):
         if self.num_rope_heads is None:
             self.num_rope_heads = self.num_heads
         sizes = ("vocab_size", "model_dim", "num_layers", "num_heads", "z_dim", "value_dim", "ffn_hidden_dim")
-        for name in (*sizes, "cema_ndim", "chunk_size", "timenorm_num_groups", "layernorm_num_groups"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        sizes += ("cema_ndim", "chunk_size", "timenorm_num_groups", "layernorm_num_groups")
+        check_configuration(self, sizes, ("norm_eps", "rope_base"))
         for name, divisor in (
             ("z_dim", "num_heads"),
             ("value_dim", "num_heads"),
@@ -143,9 +141,6 @@ class GeckoConfig(PreTrainedConfig):
         for name in ("timenorm_beta1", "timenorm_beta2", "dropout", "hidden_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be from 0 to below 1, got {getattr(self, name)}.")
-        for name in ("norm_eps", "rope_base"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"`{name}` must be above 0 and finite, got {getattr(self, name)}.")
         outputs = getattr(self, "output_size", -1)  # of the authors' code
         if outputs not in (-1, self.vocab_size):
             raise ValueError(f"`output_size` must be `vocab_size` ({self.vocab_size}) or -1, got {outputs}.")

@@ -6,6 +6,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...configuration_checks import check_configuration
 from ...layer_types import layer_types_property
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
@@ -199,9 +200,7 @@ class RavenConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Refuses sizes and variants that do not fit together, before any tensor is made."""
-        for name in ("hidden_size", "num_hidden_layers", "num_heads", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        check_configuration(self, ("hidden_size", "num_hidden_layers", "num_heads", "vocab_size"))
         for name in ("expand_k", "expand_v"):
             width = self.hidden_size * getattr(self, name)
             if not 0 < width < math.inf or abs(width - round(width)) > 1e-6 or round(width) % self.num_heads:
@@ -210,15 +209,12 @@ class RavenConfig(PreTrainedConfig):
                     f"`num_heads` ({self.num_heads})."
                 )
         self._complete()
-        for name in ("num_kv_heads", "num_slots", "topk", "intermediate_size"):
-            if (getattr(self, name) or 0) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        sizes = ("num_kv_heads", "num_slots", "topk", "intermediate_size")
+        positive = ("router_scale", "gate_logit_normalizer", "norm_eps", "rope_theta", "initializer_range")
+        check_configuration(self, sizes, positive)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
-        for name in ("router_scale", "gate_logit_normalizer", "norm_eps", "rope_theta"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"`{name}` must be above 0 and finite, got {getattr(self, name)}.")
         if self.router == "raven" and self.topk > self.num_slots:
             raise ValueError(f"`topk` must be at most `num_slots` ({self.num_slots}), got {self.topk}.")
         if self.num_heads % self.num_kv_heads:

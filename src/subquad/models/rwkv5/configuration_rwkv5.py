@@ -3,6 +3,7 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...configuration_checks import check_configuration
 from ...layer_types import layer_types_property
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
@@ -96,17 +97,9 @@ class Rwkv5Config(PreTrainedConfig):
 
     def validate_architecture(self):
         """Raises a ValueError if sizes do not fit together, before any tensor is created."""
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "attention_hidden_size",
-            "head_size",
-            "head_size_divisor",
-            "intermediate_size",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "attention_hidden_size", "head_size")
+        positive = ("layer_norm_epsilon", "initializer_range")
+        check_configuration(self, (*sizes, "head_size_divisor", "intermediate_size"), positive)
         if self.num_attention_heads * self.head_size != self.attention_hidden_size:
             raise ValueError(
                 f"`attention_hidden_size` ({self.attention_hidden_size}) must be `num_attention_heads` "

@@ -4,6 +4,7 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
+from ...configuration_checks import check_configuration
 from ..rwkv5.configuration_rwkv5 import Rwkv5Config
 
 
@@ -64,9 +65,7 @@ class Rwkv6Config(Rwkv5Config):
         for name, value in {"attn": None, "expand_k": 1, "expand_v": 1}.items():
             if hasattr(self, name):
                 raise ValueError(f"`{name}` must be {value!r}, got {getattr(self, name)!r}.")
-        for name in ("lora_rank_tokenshift", "lora_rank_decay"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        check_configuration(self, ("lora_rank_tokenshift", "lora_rank_decay"))
 
     def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """As [`Rwkv5Config.set_sizes_from_shapes`], and the two ranks; also in flash-linear-attention's layout."""

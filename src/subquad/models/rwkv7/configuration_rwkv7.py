@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...configuration_checks import check_configuration
 from ...layer_types import layer_types_property
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
@@ -154,9 +155,8 @@ class Rwkv7Config(PreTrainedConfig):
 
     def validate_architecture(self):
         """Raises a ValueError if sizes do not fit together, before any tensor is created."""
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "intermediate_size", *RANKS):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "intermediate_size", *RANKS)
+        check_configuration(self, sizes, ("norm_eps",))
         if self.num_heads * self.head_dim != self.hidden_size:
             raise ValueError(f"`hidden_size` ({self.hidden_size}) must be a multiple of `head_dim` ({self.head_dim}).")
         for name, (value, other) in self.only_values.items():

@@ -5,6 +5,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...configuration_checks import check_configuration
 from ..rwkv5.configuration_rwkv5 import Rwkv5Config
 from ..rwkv6.configuration_rwkv6 import Rwkv6Config
 
@@ -113,6 +114,9 @@ class VisualRwkvConfig(PreTrainedConfig):
         if text.model_type not in TEXT_CONFIGS:
             raise ValueError(f"`text_config`: its `model_type` must be rwkv5 or rwkv6, got {text.model_type!r}.")
         text.validate_architecture()
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels")
+        check_configuration(vision, (*sizes, "image_size", "patch_size"), ("layer_norm_eps",))
+        check_configuration(self, ())
         if vision.image_size % vision.patch_size:
             raise ValueError(
                 f"`vision_config`: `image_size` {vision.image_size} must be a multiple of `patch_size` "

@@ -1,5 +1,9 @@
 """Processor of VisualRWKV: CLIP's image processor and the World tokenizer."""
 
+import os
+
+import numpy as np
+from PIL import Image, ImageOps
 from transformers.image_utils import make_flat_list_of_images
 
 from ...processing import SavedProcessor
@@ -45,6 +49,20 @@ CHAT_TEMPLATE = r"""
 """.strip()
 
 
+def _in_8_bits(images):
+    """Images with those of 16 bits in 8 bits. A path stays one if its image has 8 bits."""
+    if isinstance(images, list | tuple):
+        return [_in_8_bits(image) for image in images]
+    if isinstance(images, str) and os.path.isfile(images):
+        with Image.open(images) as image:
+            return _in_8_bits(ImageOps.exif_transpose(image)) if image.mode.startswith("I;16") else images
+    if isinstance(images, Image.Image) and images.mode.startswith("I;16"):
+        return Image.fromarray(_in_8_bits(np.asarray(images, dtype=np.uint16)))
+    if isinstance(images, np.ndarray) and images.dtype == np.uint16:
+        return (images / 257).round().astype(np.uint8)
+    return images
+
+
 class VisualRwkvProcessor(SavedProcessor):
     """
     Images and text for VisualRWKV: `processor(images=..., text="User: <image>\n...")` makes the inputs of the model.
@@ -76,6 +94,10 @@ class VisualRwkvProcessor(SavedProcessor):
         # Both save their template to the same file.
         tokenizer.chat_template = chat_template
         super().__init__(image_processor, tokenizer, chat_template=chat_template, **kwargs)
+
+    def prepare_inputs_layout(self, images=None, *args, **kwargs):
+        """As in transformers, but greyscale images of 16 bits keep their values, in 8 bits, and do not turn white."""
+        return super().prepare_inputs_layout(_in_8_bits(images), *args, **kwargs)
 
     def validate_inputs(self, images=None, text=None, **kwargs) -> None:
         """

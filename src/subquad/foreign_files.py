@@ -1,0 +1,110 @@
+"""Reading files that somebody else may have made: every error names the file and says what is wrong with it."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+# In the Hub's cache the files of a revision are links: models--X/snapshots/REVISION/FILE to models--X/blobs/HASH.
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+# A file that git-lfs has not fetched yet.
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """
+    The object in a JSON file.
+
+    Raises:
+        ValueError: if the file cannot be read, or holds something else.
+    """
+    path = Path(path)
+    check_file(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {one_line(error).rstrip('.')}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, found a {type(content).__name__}.")
+    return content
+
+
+def check_file(path: str | os.PathLike) -> None:
+    """
+    Raises:
+        ValueError: if a file cannot be read, is empty, or has not been fetched.
+    """
+    try:
+        with open(path, "rb") as file:
+            start = file.read(len(_POINTER))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if not start:
+        raise ValueError(f"{path} is empty.")
+    if start == _POINTER:
+        raise ValueError(f"{path} is a pointer of git-lfs, not the file: `git lfs pull` fetches that.")
+
+
+def one_line(error: BaseException) -> str:
+    """The first sentence of an error, with its type if it is not one that users are expected to cause."""
+    text = ""
+    for line in str(error).strip().splitlines():
+        text = f"{text} {line.strip()}".lstrip()
+        if not text.endswith((":", ",")):
+            break
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    kind = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
+    return kind + text if text else type(error).__name__
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """Puts the path before errors that do not name it."""
+    try:
+        yield
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from error
+
+
+@contextmanager
+def reading(path: str | os.PathLike, what: str = "this file") -> Iterator[None]:
+    """
+    Turns whatever a reader of another package raises into an error that says what could not be read, unless it says so
+    itself. A file may hold anything, so any part of its reader may fail.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # nobody reads what is printed meanwhile
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError | OSError) and str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {what} cannot be read: {one_line(error).rstrip('.')}.") from error
+
+
+def check_links(directory: str | os.PathLike) -> None:
+    """
+    Raises:
+        ValueError: if a file of a model directory is a link to a place outside. Whoever made the directory may not be
+            allowed to read that file, or to publish it.
+    """
+    root = Path(directory).resolve()
+    folders = [root, root / "additional_chat_templates"]
+    for path in (path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())):
+        target = path.resolve()
+        blob = root.parent.name == _SNAPSHOTS and target.is_relative_to(root.parents[1] / _BLOBS)
+        if target.is_file() and not target.is_relative_to(root) and not blob:
+            raise ValueError(
+                f"{path} is a link to {target}, outside of the model's directory. If the file belongs to the model, "
+                "put the file itself there."
+            )
