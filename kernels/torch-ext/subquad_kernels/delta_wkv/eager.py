@@ -94,14 +94,14 @@ class _Chunks:
     """
 
     def __init__(self, layout, r, k, v, log_w, kappa, a):
-        self.r, self.k, self.v, log_w, self.kappa, self.a = (layout.to_chunks(x) for x in (r, k, v, log_w, kappa, a))
+        r, k, self.v, log_w, self.kappa, self.a = (layout.to_chunks(x) for x in (r, k, v, log_w, kappa, a))
         at = log_w.cumsum(-2)
         total = at[..., -1:, :]
         self.half, self.lost = (total / 2).exp(), total.expm1()
         at = at - total / 2
         self.write_at, self.read_at, self.remove_at = (-at).exp(), at.exp(), (at - log_w).exp()
-        self.reads = torch.cat((-self.kappa * self.remove_at, self.r * self.read_at), dim=-2)
-        self.writes = torch.cat((self.a * self.kappa * self.write_at, self.k * self.write_at), dim=-2)
+        self.reads = torch.cat((-self.kappa * self.remove_at, r * self.read_at), dim=-2)
+        self.writes = torch.cat((self.a * self.kappa * self.write_at, k * self.write_at), dim=-2)
 
         # What each read gets of each write before it, and the second one also of the writes of its own token.
         n = torch.arange(2 * layout.chunk, device=v.device)
