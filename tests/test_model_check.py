@@ -184,6 +184,12 @@ def test_the_base_of_an_adapter(model_type, tmp_path):
         auto_class.from_pretrained(tmp_path / "adapter")
 
 
+def test_whole_numbers_are_no_weights(finch):
+    change(finch, "rwkv.ln_out.weight", lambda x: x.to(torch.int8))
+    with pytest.raises(ValueError, match=rf"{finch}: rwkv.ln_out.weight is not floating point, but I8"):
+        AutoModelForCausalLM.from_pretrained(finch)
+
+
 def test_another_shape_names_the_file(finch):
     change(finch, "head.weight", lambda x: x[:7].clone())
     with pytest.raises(RuntimeError, match=rf"{finch}: head.weight has the shape \(7, 48\).*ignore_mismatched_sizes"):

@@ -125,7 +125,9 @@ def _check_headers(directory: Path, config: PreTrainedConfig, headers: Mapping[s
     with reading(directory / "config.json"), torch.device("meta"):
         model = model_class(config)
     if any(rename != name for name, rename in _renamed(model, headers).items()):  # another package's, see `loading.py`
-        model_class.from_pretrained(directory)
+        _, info = model_class.from_pretrained(directory, output_loading_info=True)
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(f"{directory}: these weights of {model_class.__name__} are missing: {listed(missing)}.")
         return
     tied = {frozenset(pair) for pair in model.all_tied_weights_keys.items()}
     missing, shapes, dtypes = [], [], []

@@ -37,6 +37,7 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+FLOATING = (*DTYPES, "F8_E4M3", "F8_E5M2")  # those that transformers casts
 PIECE = 1 << 22  # elements of a tensor that are looked at at a time
 
 # Shape and name of the dtype, as a safetensors file has them.
@@ -177,10 +178,16 @@ def check_room(model: "PreTrainedModel", files: Iterable[str | os.PathLike]) -> 
         files: its weight files.
 
     Raises:
-        ValueError: if the model is much larger than its files, before memory is taken for it.
+        ValueError: if the model is much larger than its files, before memory is taken for it, or if they hold weights
+            that are not floating point.
     """
+    headers = read_headers(files)
+    for name, parameter in model.named_parameters():
+        _, dtype = headers.get(name, ((), "F32"))
+        if parameter.is_floating_point() and dtype not in FLOATING:
+            raise ValueError(f"{model.config.name_or_path}: {name} is not floating point, but {dtype}.")
     wanted = sum(parameter.numel() for parameter in model.base_model.parameters())
-    stored = sum(torch.Size(shape).numel() for shape, _ in read_headers(files).values())
+    stored = sum(torch.Size(shape).numel() for shape, _ in headers.values())
     if wanted > 2 * stored + PIECE:
         raise ValueError(
             f"{model.config.name_or_path}: the configuration is that of a model with {wanted:,} weights, but the "
