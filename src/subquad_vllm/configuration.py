@@ -42,9 +42,15 @@ class ServedConvertor(ModelArchConfigConvertorBase):
         return float("inf"), None
 
     def get_architectures(self) -> list[str]:
-        if self.attention:  # vLLM reads the names in two places
-            self.hf_config.architectures = [hybrid_name(name) for name in super().get_architectures()]
-        return super().get_architectures()
+        """The names of our classes: other packages spell some differently, and some files have none."""
+        heads = REGISTRY[self.hf_config.model_type].heads
+        ours = {name.lower(): name for name in heads.values()}
+        names = super().get_architectures() or [heads["AutoModelForCausalLM"]]
+        names = [ours.get(name.lower(), name) for name in names]
+        if self.attention:
+            names = [hybrid_name(name) for name in names]
+        self.hf_config.architectures = names  # vLLM reads them in two places
+        return names
 
     def get_head_size(self) -> int:
         return self.hf_config.hidden_size // self.attention["num_heads"] if self.attention else super().get_head_size()

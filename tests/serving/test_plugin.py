@@ -1,7 +1,12 @@
 """What vLLM is told about the models, what is refused, and what an engine does besides answering."""
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 from engine import VOCABULARY, engine, expected, make_requests, model_directory, outputs, serve
+from safetensors.torch import save_file
 from transformers import AutoConfig
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import EngineArgs
@@ -9,8 +14,13 @@ from vllm.engine.arg_utils import EngineArgs
 import subquad
 from subquad import hub
 from subquad.models import REGISTRY
+from subquad_tokenizers import ByteTokenizer
 from subquad_vllm.configuration import DEFAULT_LENGTH
 from subquad_vllm.served import REFUSED, SERVED
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "conversion"))
+from rwkv7_files import fla_tensors
 
 
 def engine_config(model, **options):
@@ -72,6 +82,19 @@ def test_a_repository_with_its_code(trust, tmp_path):
     requests = make_requests(4, VOCABULARY, longest=50, answer=8)
     with engine(tmp_path, trust_remote_code=trust) as llm:
         assert serve(llm, requests) == expected(subquad.embedded_model("finch-abc"), requests)
+
+
+def test_files_of_another_package(tmp_path):
+    """Goose is also published in the layout of flash-linear-attention."""
+    weights = {name: x.contiguous() for name, x in fla_tensors(vocabulary=VOCABULARY).items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fields = {"model_type": "rwkv7", "architectures": ["RWKV7ForCausalLM"], "hidden_size": 192}
+    fields |= {"num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ByteTokenizer().save_pretrained(tmp_path)
+    requests = make_requests(4, VOCABULARY, longest=50, answer=8)
+    with engine(tmp_path) as llm:
+        assert serve(llm, requests) == expected(tmp_path, requests)
 
 
 @pytest.fixture(scope="module")
