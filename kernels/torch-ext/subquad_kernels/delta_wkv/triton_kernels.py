@@ -8,8 +8,8 @@ whole sequence. Otherwise a sequence is cut into several segments. Two walks wit
 adds to a state and, from the identity, by which matrix it multiplies one; `_pass_kernel` then finds the states that
 enter the segments.
 
-Every token takes two half steps, see eager.py: the rows of a chunk are its half steps, in turns. In memory the two
-rows of a token are adjacent, and a row that comes from only one tensor is loaded under a mask.
+Every token takes two half steps, see eager.py. The rows of a chunk are its first half steps, and then its second ones;
+in memory the two rows of a token are adjacent.
 
 The backward pass walks once from the first token to the last, for the states, and once from the last to the first,
 which is the transpose: reads and writes change roles. `_gradient_kernel` computes the other gradients.
@@ -184,7 +184,6 @@ def _state_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
-    KEEP: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     DOT: tl.constexpr,
@@ -195,10 +194,10 @@ def _state_kernel(
 ):
     """
     Passes the state through the chunks of a segment: q and x are what reads and writes, as `_chunk_kernel` wrote them.
-    `states` enter the segments, `final` leave them, and `kept` (chunks, H, V, K) enter every KEEP-th chunk. `out` is
-    what the second half steps read, `between` what the first ones read and write again. What is None is not written;
-    without `states` they are zero, and without `values` the identity. With REVERSE it goes from the last token to the
-    first, with writes as q, reads as x, and the gradients of out, v and `between` as values, out and `between`.
+    `states` enter the segments, `final` leave them, and `kept` (chunks, H, V, K) enter the chunks. `out` is what the
+    second half steps read, `between` what the first ones read and write again. What is None is not written; without
+    `states` they are zero, and without `values` the identity. With REVERSE it goes from the last token to the first,
+    with writes as q, reads as x, and the gradients of out, v and `between` as values, out and `between`.
 
     A warp needs nothing of the state that another one has.
     """
@@ -228,12 +227,9 @@ def _state_kernel(
         q_chunk = tl.load(q + keys, mask=in_keys, other=0.0)
         x_chunk = tl.load(x + keys, mask=in_keys, other=0.0)
         if kept is not None:
-            keeps = chunk % KEEP == 0
-            if REVERSE:
-                keeps = (chunk % KEEP == KEEP - 1) | (n == 0)
-            of_kept = ((begin // (KEEP * C) + segment + chunk // KEEP) * H + head) * (K * V)
+            of_kept = ((begin // C + segment + chunk) * H + head) * (K * V)
             there_kept = kept + of_kept + vs[:, None] * K + ks[None, :]
-            tl.store(there_kept, state.to(kept.dtype.element_ty), mask=tl.where(keeps, in_state, False))
+            tl.store(there_kept, state.to(kept.dtype.element_ty), mask=in_state)
 
         o = dot(state, tl.trans(q_chunk), DOT, PRECISION)
         if values is None:
@@ -518,7 +514,7 @@ class _Plan(Segments):
         row = block_k * self.dtype.itemsize  # bytes
         block_v = block_size(value_size, min(64, max(16, 16384 // row)))
         # Of wide heads the chunks that are read ahead would not fit in the shared memory of every GPU.
-        self.walking = {"KEEP": 1, "BK": block_k, "STAGES": 3 if row <= 256 else 1, "num_warps": 4}
+        self.walking = {"BK": block_k, "STAGES": 3 if row <= 256 else 1, "num_warps": 4}
         self.tiles = cdiv(value_size, block_v)
         self.heads, self.key_size, self.value_size = heads, key_size, value_size
         super().__init__(
