@@ -34,6 +34,8 @@ class RavenFormat(Format):
 
     def matches(self, tensors: Tensors) -> bool:
         found = {mixer[2].partition(".")[0] for mixer in map(MIXER.fullmatch, tensors) if mixer}
+        if "r_k" in found:  # a hybrid of RWKV-7
+            return False
         # The norms show memories without a learned router. Other models have some of these names, but not together.
         return found >= {"q_proj", "r_proj"} or ("q_norm" in found and not found.isdisjoint({"o_norm", "g_norm"}))
 

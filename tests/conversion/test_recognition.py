@@ -6,6 +6,7 @@ import struct
 import zipfile
 
 import pytest
+import rwkv7_files
 import torch
 from rwkv_files import hub_tensors, trainer_tensors, write_trainer_file
 from safetensors.torch import save_file
@@ -118,6 +119,19 @@ def version_7():
     return tensors | {f"blocks.0.att.{name}": torch.zeros(1, 1, 64) for name in ("k_k", "k_a", "x_r", "w0")}
 
 
+def goose_with(name, make=rwkv7_files.trainer_tensors):
+    return lambda: make() | {name: torch.zeros(4, 4)}
+
+
+def goose_in_another_model():
+    tensors = {f"model.layers.0.self_attn.{name}": torch.zeros(1, 1, 64) for name in ("k_k", "k_a", "r_k")}
+    return tensors | {"model.layers.0.mlp.gate_proj.weight": torch.zeros(4, 4)}
+
+
+def visual_goose():
+    return {f"rwkv.{name}": x for name, x in rwkv7_files.trainer_tensors().items()}
+
+
 def version_4_hub():
     return {
         name.replace("blocks", "rwkv.blocks").replace(".att.", ".attention."): v for name, v in version_4().items()
@@ -135,7 +149,16 @@ def visual():
         (version_4_hub, "RWKV-4"),
         (version_5_0, "RWKV-5.0"),
         (version_5_1, "RWKV-5.1"),
-        (version_7, "RWKV-7"),
+        (version_7, r"RWKV-7 \(Goose\) in a layout that is not known"),
+        (goose_with("blocks.0.ffn.s_emb.weight"), "RWKV-7a, with DeepEmbed"),
+        (goose_with("blocks.0.qkv.qq.weight"), "RWKV-7b, with DeepEmbed and attention"),
+        (goose_with("blocks.0.ffn.enn.weight"), "an RWKV-8 preview"),
+        (
+            goose_with("model.layers.1.attn.q_proj.weight", rwkv7_files.fla_tensors),
+            r"a hybrid of RWKV-7 \(Goose\) and softmax attention",
+        ),
+        (goose_in_another_model, r"RWKV-7 \(Goose\) in the layers of another model"),
+        (visual_goose, "VisualRWKV-7"),
         (visual, r"VisualRWKV \(names carry a `rwkv\.` or `vit\.` prefix\)"),
         (lambda: {"model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4)}, "no format that is known"),
     ],
