@@ -4,7 +4,10 @@ import pytest
 from engine import VOCABULARY, engine, expected, make_requests, model_directory, serve
 
 
-@pytest.mark.parametrize("name", ["rwkv5", "rwkv6", "rwkv7", "raven", "raven-split", "gecko"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("rwkv5", "rwkv7", "raven")]
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "raven-split", "gecko", *SLOW])
 def test_tensor_parallel(name, tmp_path):
     model = model_directory(name, tmp_path)
     requests = make_requests(8, VOCABULARY, longest=100, answer=16)
