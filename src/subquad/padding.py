@@ -86,6 +86,9 @@ class Tokens:
             into a padded batch.
     """
 
+    # What a copy has, by name: not every version of torch can trace `copy.copy`, or an update of `__dict__`.
+    _fields = ("batch", "length", "known", "mask", "_source", "cu_seqlens", "starts", "first", "last")
+
     def __init__(
         self,
         batch: int,
@@ -131,14 +134,14 @@ class Tokens:
         elif restarts is not None and (begins := self.known.pop("restarts")).any():
             self._set_restarts(restarts, begins)
 
-    def _copy(self) -> "Tokens":
-        other = object.__new__(type(self))
-        other.__dict__.update(vars(self))  # Dynamo of torch 2.11 does not trace `copy.copy`
+    def _copy_to(self, other: "Tokens") -> "Tokens":
+        for name in self._fields:
+            setattr(other, name, getattr(self, name))
         return other
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Tokens":
         """A copy on another device, for models with blocks on several."""
-        other = self._copy()
+        other = self._copy_to(object.__new__(type(self)))
         for name in ("mask", "_source", "starts", "cu_seqlens", "first", "last"):
             if (x := getattr(self, name)) is not None:
                 setattr(other, name, x.to(device, non_blocking=non_blocking))
@@ -146,7 +149,7 @@ class Tokens:
 
     def with_mask(self, mask: torch.Tensor) -> "Tokens":
         """A copy with another mask, whose values are not read."""
-        other = self._copy()
+        other = self._copy_to(object.__new__(type(self)))
         other._set_mask(mask)
         other.known = {name: values for name, values in self.known.items() if name != "mask"}
         return other

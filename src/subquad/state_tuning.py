@@ -69,8 +69,10 @@ class StateTuningConfig(PeftConfig):
 class TunedTokens(Tokens):
     """Tokens whose documents begin with the state `initial` (...) instead of zeros."""
 
+    _fields = (*Tokens._fields, "initial")
+
     def __init__(self, tokens: Tokens, initial: torch.Tensor):
-        self.__dict__.update(vars(tokens))
+        tokens._copy_to(self)
         self.initial = initial
 
     def entering_states(self, state: torch.Tensor | None) -> torch.Tensor:
