@@ -31,6 +31,11 @@ def check_configuration(config: PreTrainedConfig, sizes: Iterable[str], positive
     for name in positive:
         if not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"`{name}` must be above 0 and finite, got {getattr(config, name)}.")
+    if not isinstance(config.model_type, str):
+        raise ValueError(f"`model_type` must be a name, got {config.model_type!r}.")
+    quantization = getattr(config, "quantization_config", None)
+    if not (quantization is None or isinstance(quantization, dict) or hasattr(quantization, "to_dict")):
+        raise ValueError(f"`quantization_config` must be an object, got {quantization!r}.")
     names = config.architectures
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(f"`architectures` must be a list of names, got {names!r}.")
