@@ -330,7 +330,7 @@ def test_a_cache_has_the_layers_that_transformers_expects(case):
             assert cache.get_seq_length() == count
             for number, (layer, kind) in enumerate(zip(cache.layers, types, strict=True)):
                 if kind == "linear_attention":
-                    assert cache.has_previous_state(number) == bool(layer.states) <= bool(count)
+                    assert cache.has_previous_state(number) == bool(count) >= bool(layer.states)
                     found = [state for state in layer.recurrent_states.values() if state is not None]
                     assert bool(found) == bool(layer.states.keys() & {*case.float32_states} - {"sums"})
                     assert any(layer.is_recurrent_states_initialized.values()) == bool(found)

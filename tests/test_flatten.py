@@ -14,7 +14,7 @@ from subquad.models import REGISTRY
 LIMITS = {
     "rwkv5": 4750,
     "rwkv6": 5150,
-    "rwkv7": 4750,
+    "rwkv7": 4800,
     "avey": 4350,
     "avey-b": 3400,
     "raven": 5600,

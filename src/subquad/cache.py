@@ -361,6 +361,10 @@ class RecurrentCache(Cache):
         """Number of tokens read so far, padding included."""
         return int(self.seen_tokens)
 
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a token has been read."""
+        return self.get_seq_length() > 0
+
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
