@@ -256,7 +256,7 @@ def test_info(dtype, tmp_path, capsys):
     with torch.no_grad():
         cache = model(torch.arange(4, 24)[None], use_cache=True).past_key_values
     others = ("begins", "lengths", "output")
-    states = [x for layer in cache.layers for name, x in layer.states.items() if name not in others]
+    states = [x for layer in cache.all_layers for name, x in layer.states.items() if name not in others]
     assert info["state_elements"] == sum(x.numel() for x in states)
     assert info["state_bytes"] == sum(x.nbytes for x in states)
     assert info["state_elements_per_token"] is info["state_bytes_per_token"] is None
