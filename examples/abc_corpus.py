@@ -168,7 +168,7 @@ def read_folder(folder: str) -> list[str]:
     """The tunes of one of the package's folders, unchanged."""
     spec = importlib.util.find_spec("music21")  # only its path is needed, and importing it takes seconds
     if spec is None:
-        raise ImportError('The tunes are in music21: pip install "subquad[train]"')
+        raise SystemExit('The tunes are in music21: pip install "subquad[train]"')
     tunes = []
     for path in sorted((Path(spec.origin).parent / "corpus" / folder).glob("*.abc")):
         raw = path.read_bytes()

@@ -30,16 +30,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from shared import model_directory
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import subquad
 from subquad.torch_export import SHORTEST, export_program, initial_states, inline_operators, save_onnx
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default=subquad.embedded_model("finch-abc"), help="directory of a model (default: finch-abc)")
+    add("--model", type=model_directory, default="finch-abc", help="directory or embedded model (default: finch-abc)")
     add("--output", type=Path, required=True, help="directory for the programs")
     add("--format", choices=("pt2", "onnx"), default="pt2", help="pt2 for torch (default), or onnx for ONNX Runtime")
     add("--chunk", type=int, default=64, help="tokens that prefill reads in a call; 0 for any number (default: 64)")

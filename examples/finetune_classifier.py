@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from abc_corpus import FOLDERS, load_corpus
 from help_formatter import HelpFormatter
+from shared import model_directory, require
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -33,7 +34,6 @@ from transformers import (
     set_seed,
 )
 
-from subquad import embedded_model
 from subquad.optimizer import parameter_groups
 
 
@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="directory for the classifier")
-    add("--model", default=str(embedded_model("finch-abc")), help="directory of a model with its tokenizer")
+    add("--model", type=model_directory, default="finch-abc", help="directory or embedded model, with a tokenizer")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
     add("--length", type=int, default=96, help="maximum number of tokens that are read of a tune")
     add("--lora", action="store_true", help="train low-rank adapters only, not the whole model")
@@ -69,6 +69,7 @@ def split(tune: str) -> tuple[str, str]:
 
 def main() -> None:
     arguments = parse_arguments()
+    require("accelerate", "music21", *(["peft"] if arguments.lora else []), extra="tools,train")
     torch.set_num_threads(arguments.threads)
     set_seed(arguments.seed)
     train, held_out = ([split(tune) for tune in tunes] for tunes in load_corpus(tuple(arguments.folders))[:2])

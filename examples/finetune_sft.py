@@ -20,20 +20,24 @@ from pathlib import Path
 
 import torch
 from abc_corpus import FOLDERS, load_corpus
-from datasets import Dataset
 from help_formatter import HelpFormatter
+from shared import model_directory, require
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from trl import SFTConfig, SFTTrainer
 
-from subquad import embedded_model
 from subquad.optimizer import parameter_groups
+
+
+require("datasets", "trl", "accelerate", extra="tools,train")
+
+from datasets import Dataset  # noqa: E402
+from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="directory for the model")
-    add("--model", default=str(embedded_model("finch-abc")), help="directory of a causal model with its tokenizer")
+    add("--model", type=model_directory, default="finch-abc", help="directory or embedded model, causal")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
     add(
         "--length",

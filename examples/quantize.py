@@ -39,11 +39,14 @@ from pathlib import Path
 
 import torch
 from abc_corpus import load_corpus
-from torchao import quantization as ao
+from shared import model_directory, require
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 from transformers.utils import logging as transformers_logging
 
-import subquad
+
+require("torchao", extra="tools")
+
+from torchao import quantization as ao  # noqa: E402
 
 
 DTYPES = ("float32", "bfloat16")
@@ -136,7 +139,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    path = str(subquad.embedded_model(arguments.model) or arguments.model)
+    path = model_directory(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     texts = re.split(r"\n\s*\n", arguments.text.read_text().strip()) if arguments.text else load_corpus().validation
     texts, first = texts[: arguments.parts], None

@@ -25,14 +25,19 @@ from pathlib import Path
 import torch
 from abc_corpus import FOLDERS, load_corpus, transpose
 from help_formatter import HelpFormatter
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from sentence_transformers.util import batch_to_device
+from shared import model_directory, require
 from tqdm import trange
 from train_avey_b_mlm import SIZES, train_tokenizer
 
 from subquad import AveyBConfig, AveyBModel
+
+
+require("sentence_transformers", extra="tools,train")
+
+from sentence_transformers import SentenceTransformer  # noqa: E402
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss  # noqa: E402
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer  # noqa: E402
+from sentence_transformers.util import batch_to_device  # noqa: E402
 
 
 WARMUP = 0.1  # section 5.1: the learning rate rises over a tenth of the steps, then falls linearly
@@ -41,7 +46,7 @@ WARMUP = 0.1  # section 5.1: the learning rate rises over a tenth of the steps, 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
-    add("--model", type=Path, help="directory of an encoder and its tokenizer (default: a new tiny encoder)")
+    add("--model", type=model_directory, help="directory or embedded model, an encoder (default: a new tiny one)")
     add("--output", type=Path, help="directory to save the trained encoder to, for SentenceTransformer(...)")
     add("--query", help="bars in ABC notation to look for (default: lines of three held-out tunes)")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
@@ -52,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     add("--seed", type=int, default=0, help="seed of weights, pairs and keys")
     arguments = parser.parse_args()
-    if arguments.model is not None and not arguments.model.is_dir():
+    if arguments.model is not None and not os.path.isdir(arguments.model):
         parser.error(f"--model: {arguments.model} is not a directory")
     return arguments
 
@@ -126,7 +131,7 @@ def main() -> None:
     generator = random.Random(arguments.seed)
     lines = [some_line(tune, generator) for tune in corpus.validation]
     answers = list(range(len(lines)))
-    encoder = load_encoder(arguments.model, corpus.train)
+    encoder = load_encoder(arguments.model and Path(arguments.model), corpus.train)
 
     def build_index() -> torch.Tensor:
         return encoder.encode([music(tune) for tune in tunes], convert_to_tensor=True, normalize_embeddings=True)

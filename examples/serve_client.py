@@ -28,7 +28,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from openai import OpenAI
+from shared import require
+
+
+require("openai", extra="tools")
+
+from openai import OpenAI  # noqa: E402
 
 
 def parse_arguments() -> argparse.Namespace:

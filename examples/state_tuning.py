@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from abc_corpus import load_corpus
 from help_formatter import HelpFormatter
-from peft import PromptTuningConfig, get_peft_model
+from shared import model_directory, require
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -34,7 +34,12 @@ from transformers import (
     set_seed,
 )
 
-from subquad import StateTuningConfig, embedded_model
+
+require("peft", extra="tools,train")
+
+from peft import PromptTuningConfig, get_peft_model  # noqa: E402
+
+from subquad import StateTuningConfig  # noqa: E402
 
 
 LEARNING_RATES = {"state": 0.1, "prompt": 0.3}
@@ -90,7 +95,7 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     train, held_out = load_examples(arguments.text)
-    path = embedded_model(arguments.model) or arguments.model
+    path = model_directory(arguments.model)
     # Padding on the left would separate a tuned prompt from the text.
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="right")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

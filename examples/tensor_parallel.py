@@ -22,12 +22,11 @@ import os
 
 import torch
 from help_formatter import HelpFormatter
+from shared import model_directory
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
-
-from subquad import embedded_model
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -54,7 +53,7 @@ def main() -> None:
     if rank > 0:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-    path = embedded_model(arguments.model) or arguments.model
+    path = model_directory(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     distributed = DistributedConfig(tp_size=processes)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=arguments.dtype, distributed_config=distributed)

@@ -24,6 +24,7 @@ from visual_cases import save_visual
 
 import subquad
 from subquad import cli
+from subquad.cli.common import find_directory
 from subquad.cli.generate import ABC_HEADER, character_streamer, stop_after
 from subquad.info import describe, describe_preset
 from subquad_tokenizers import ByteTokenizer
@@ -280,6 +281,26 @@ def test_info_of_a_directory(dtype, directory, tmp_path, capsys):
     assert info["state_elements"] == 2 * (2 * 32 + 32 * 16)
     assert info["state_bytes"] == 2 * (2 * 32 * model.dtype.itemsize + 32 * 16 * 4)
     assert info["inference_flops"] == 2 * parameters + 6 * 2 * 32 * 16
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(capsys, monkeypatch):
+    asked = []
+
+    def model_info(self, name, **options):
+        asked.append(name)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    line = fails(capsys, 1, "generate", "x", "--model", "nobody/nothing")
+    assert "nobody/nothing is not a directory, and the Hub cannot be reached: no route" in line
+    assert asked == ["nobody/nothing"]
+
+
+def test_the_name_of_an_embedded_model_is_its_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_directory("finch-abc") == str(subquad.embedded_model("finch-abc"))
+    (tmp_path / "finch-abc").mkdir()  # one's own comes first: it may be what is to be published
+    assert find_directory("finch-abc") == "finch-abc" and find_directory("nothing") == "nothing"
 
 
 @pytest.mark.parametrize("name", subquad.PRESETS)
@@ -609,6 +630,7 @@ def test_generate_about_an_image(directory, tmp_path, capsys):
         (["x", "--model", "{directory}", "--device", "abacus"], "device 'abacus' cannot be used"),
         (["x", "--model", "{directory}", "--device", "meta"], "device 'meta' cannot be used"),
         (["x", "--model", "{directory}", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
+        (["x", "--model", "./finch-9b"], "./finch-9b is not a directory, and cannot be the OWNER/NAME of a model"),
         (
             ["x", "--model", "finch-abd"],
             "'finch-abd' is not an embedded model, not a directory and not the OWNER/NAME",

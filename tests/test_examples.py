@@ -199,6 +199,29 @@ def test_three_steps_give_a_directory_that_loads(tmp_path, capsys, monkeypatch):
     ]
 
 
+def test_an_example_says_in_one_line_what_it_lacks():
+    code = """
+import runpy, sys
+from pathlib import Path
+for package in ("accelerate", "datasets", "music21", "openai", "peft", "sentence_transformers", "torchao", "trl"):
+    sys.modules[package] = None
+for name in sys.argv[2:]:
+    sys.argv = [name, "--output", "nothing"]
+    sys.path.insert(0, str(Path(name).parent))
+    try:
+        runpy.run_path(name, run_name="__main__")
+    except SystemExit as ending:
+        print(ending.code)
+"""
+    names = ("finetune_sft", "quantize", "retrieve", "serve_client", "state_tuning", "finetune_classifier")
+    scripts = [str(EXAMPLES / f"{name}.py") for name in (*names, "distributed/train")]
+    run = subprocess.run([sys.executable, "-c", code, "", *scripts], capture_output=True, text=True)
+    lines = run.stdout.splitlines()
+    assert run.returncode == 0, run.stderr
+    assert [line.split(" needs ")[0] for line in lines] == scripts
+    assert all(' pip install "subquad[' in line for line in lines)
+
+
 TINY = ["--d-embed=32", "--n-layers=2", "--chunk-size=16", "--k=2", "--length=128", "--lr=1e-2", "--threads=1"]
 
 

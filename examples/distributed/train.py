@@ -37,6 +37,11 @@ from subquad import lm_auto_class
 from subquad_tokenizers import ByteTokenizer
 
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from shared import model_directory, require
+
+
 TINY = {
     "rwkv5": {"hidden_size": 128, "num_hidden_layers": 4, "head_size": 32},
     "rwkv6": {"hidden_size": 128, "num_hidden_layers": 4, "head_size": 32},
@@ -53,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="directory for the model; checkpoints go next to it")
-    add("--model", help="directory of a model and its tokenizer to continue from (default: make a tiny one)")
+    add("--model", type=model_directory, help="directory or embedded model to continue from (default: a tiny one)")
     add("--architecture", choices=TINY, default="rwkv6", help="architecture of the tiny model")
     add("--text", type=Path, help="a UTF-8 text to train on (default: tunes)")
     add("--length", type=int, default=256, help="tokens of a row")
@@ -67,13 +72,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--gradient-checkpointing", action="store_true", help="recompute each block in the backward pass")
     add("--bf16", action="store_true", help="multiply in bfloat16")
     add("--seed", type=int, default=0, help="seed of weights, order and masks")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    require("accelerate", *(["music21"] if arguments.text is None else []), extra="train")
+    return arguments
 
 
 def load_rows(path: Path | None, tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
     """The tokens of all texts, concatenated and cut into rows (rows, length). The rest at the end is dropped."""
     if path is None:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
         from abc_corpus import load_corpus
 
         texts = load_corpus().train

@@ -10,9 +10,15 @@ from pathlib import Path
 
 import torch
 from help_formatter import HelpFormatter
+from shared import require
 
-from . import TASKS, figures
-from .runs import Record
+from . import TASKS
+
+
+require("matplotlib", "music21", extra="evaluation")
+
+from . import figures  # noqa: E402
+from .runs import Record  # noqa: E402
 
 
 OUT = Path("build/evaluation")

@@ -182,5 +182,5 @@ def start() -> None:
     if not any(type(finder) is _AfterImport for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
     for name, register in _TABLES.items():
-        if name in sys.modules:
+        if sys.modules.get(name) is not None:  # None: an import that somebody forbids
             register(importlib.import_module(name))  # waits, if another thread is importing it

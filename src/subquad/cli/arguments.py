@@ -10,13 +10,14 @@ def add_model_directory(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model_dir",
         metavar="MODEL_DIR",
-        help="directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights",
+        help="directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights, or the name of "
+        "an embedded model",
     )
 
 
 def add_dtype_and_device(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the weights (default: as stored)"
+        "--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the weights (default: as configured)"
     )
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
 

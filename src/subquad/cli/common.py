@@ -40,7 +40,32 @@ def find_model(name: str) -> Path | str:
             raise UsageError(
                 f"{name!r} is not an embedded model, not a directory and not the OWNER/NAME of a model on the Hub."
             )
+        _check_hub(name)
     return path or name
+
+
+def _check_hub(name: str) -> None:
+    """Asks the Hub once for a model that is not in its cache; loading would ask for every file, several times."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        HfApi().model_info(name, timeout=10)
+    except HFValidationError as error:
+        raise UsageError(f"{name} is not a directory, and cannot be the OWNER/NAME of a model on the Hub.") from error
+    except RepositoryNotFoundError as error:
+        raise UsageError(f"{name} is not a directory, and not a model on the Hub that you have access to.") from error
+    except Exception as error:  # whatever the connection raises, which depends on the version
+        raise ValueError(f"{name} is not a directory, and the Hub cannot be reached: {one_line(error)}") from error
+
+
+def find_directory(name: str) -> str:
+    """`name`, or the directory of the embedded model of that name. A directory that one trained comes first."""
+    from ..info import embedded_model
+
+    return name if os.path.exists(name) else str(embedded_model(name) or name)
 
 
 def read_prompt(prompt: str) -> str:

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from .arguments import add_model_directory
-from .common import signals_raise
+from .common import find_directory, signals_raise
 
 
 SUMMARY = "make a repository that loads without subquad"
@@ -30,7 +30,7 @@ def run(args: Namespace) -> None:
     from ..hub import export
 
     with signals_raise():
-        files = export(args.model_dir, args.out)
+        files = export(find_directory(args.model_dir), args.out)
     print(f"Wrote {args.out}:")
     print(*(f"  {file}" for file in files), sep="\n")
     print(f"It loads with from_pretrained({args.out!r}, trust_remote_code=True).")

@@ -5,7 +5,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from .arguments import add_model_directory
-from .common import UsageError, signals_raise
+from .common import UsageError, find_directory, signals_raise
 
 
 SUMMARY = "upload a model to the Hub"
@@ -46,7 +46,8 @@ def run(args: Namespace) -> None:
 
     from ..push import push
 
-    if not os.path.isdir(args.model_dir):
+    directory = find_directory(args.model_dir)
+    if not os.path.isdir(directory):
         raise UsageError(f"{args.model_dir} is not a directory.")
     if args.create_pr and args.revision:
         raise UsageError("--create-pr opens a pull request against main: leave out --revision.")
@@ -55,7 +56,7 @@ def run(args: Namespace) -> None:
     try:
         with signals_raise():
             commit = push(
-                args.model_dir,
+                directory,
                 args.repo_id,
                 private=args.private or None,
                 revision=args.revision,
