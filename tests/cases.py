@@ -343,7 +343,7 @@ AVEY = Case(
         ({"context_proportion": 0.0}, PROPORTION.format("0.0")),
         ({"context_proportion": 1.5}, PROPORTION.format("1.5")),
         ({"context_proportion": float("nan")}, "`context_proportion` must be above 0 .*, got nan"),
-        ({"rms_norm_eps": -1.0}, "`rms_norm_eps` must be above 0, got -1.0"),
+        ({"rms_norm_eps": -1.0}, "`rms_norm_eps` must be above 0 and finite, got -1.0"),
         ({"extended_len": 33}, r"`extended_len` \(33\) must be `k` \(4\) times `chunk_size` \(8\)"),
         ({"score_normalization": "sum"}, "`score_normalization` must be 'first' or 'max', got 'sum'"),
     ),

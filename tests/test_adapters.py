@@ -98,16 +98,18 @@ else:
         sys.modules[name] = None
     import torch
     from peft import LoraConfig, get_peft_model
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
     from transformers import AutoModel
 
     for path in sys.argv[1:]:
         model = AutoModel.from_pretrained(path, trust_remote_code=True)
-        try:
-            get_peft_model(model, LoraConfig())
-        except ValueError as error:
-            assert "target_modules" in str(error), error
-        else:
-            raise AssertionError(path)
+        if model.config.model_type not in KNOWN:  # PEFT itself has an entry for `rwkv7`
+            try:
+                get_peft_model(model, LoraConfig())
+            except ValueError as error:
+                assert "target_modules" in str(error), error
+            else:
+                raise AssertionError(path)
         adapted = get_peft_model(model, LoraConfig(target_modules="all-linear"))
         adapted(input_ids=torch.arange(1, 21)[None])[0].square().sum().backward()
         learns = {name: p.grad.any().item() for name, p in adapted.named_parameters() if "lora_B" in name}

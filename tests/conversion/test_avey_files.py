@@ -190,5 +190,9 @@ def test_info(source, tmp_path, capsys):
     info = json.loads(capsys.readouterr().out)
     assert (info["model_type"], info["dtype"], info["vocab_size"]) == ("avey", "bfloat16", 30)
     assert info["parameters"] == sum(x.numel() for x in weights.values()) == info["weight_bytes"] / 2
-    assert (info["state_elements_per_token"], info["state_bytes_per_token"]) == (16, 32)
+    # A directory of our type is loaded in the dtype of its configuration, float32.
+    assert (info["state_elements_per_token"], info["state_bytes_per_token"]) == (
+        16,
+        64 if source == "directory" else 32,
+    )
     assert info["inference_flops"] == 2 * (128 * 2 * 7 * 16**2 + 2 * 128 * 129 * 16) + 2 * 30 * 16
