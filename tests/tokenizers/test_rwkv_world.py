@@ -528,6 +528,74 @@ def test_assistant_mask(fast):
     assert fast.decode(answer) == " Hello there\n\n"
 
 
+CALL = '```json\n{"name": "add", "arguments": {"a": {"b": 2}}}\n```'
+CUT = '{"a": {"b": 2'
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": {"b": 2}}}}]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "answer", "message"),
+    [
+        (None, " Hello.\n\nHow are you?\n\nUser: Well", {"content": "Hello.\n\nHow are you?"}),
+        (None, " Hello, User: you.\n\n", {"content": "Hello, User: you."}),
+        (None, " A <think>.</think>" + BOUNDARY, {"content": "A <think>.</think>"}),
+        (None, BOUNDARY, {}),
+        (True, ">First.\n\nThen.</think>\nSo.", {"reasoning_content": "First.\n\nThen.", "content": "So."}),
+        (True, ">First.\n\nUser:", {"reasoning_content": "First."}),
+        (False, "So." + BOUNDARY, {"content": "So."}),
+        (None, f" I ask.\n{CALL}\n\nUser:", {"content": "I ask.", "tool_calls": CALLS}),
+        (None, f" {CALL}\n{CALL}\nWait.{BOUNDARY}", {"content": "Wait.", "tool_calls": CALLS * 2}),
+        (None, f" {CALL[:-7]}", {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": CUT}}]}),
+        (None, ' ```json\n{"a": 1}\n```\n\nUser:', {"content": '```json\n{"a": 1}\n```'}),
+    ],
+)
+def test_responses(world, thinking, answer, message):
+    """The answer to a prompt as a message, read at once or letter by letter."""
+    options = {} if thinking is None else {"thinking": thinking}
+    chat = [{"role": "user", "content": "Assistant: <think>"}]
+    prompt = world.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
+    message = {"role": "assistant", **message}
+    assert world.parse_response(answer, prefix=prompt) == message
+    assert world.parse_response(world.encode(answer), prefix=world.encode(prompt)) == message
+    parser = world.get_response_parser(prefix=prompt)
+    for letter in answer:
+        parser.feed(letter)
+    assert parser.finalize()[0] == message
+
+
+def test_a_response_with_a_call_goes_on(world):
+    """The message of a call, and the answer to it, make the same turns as the model wrote."""
+    chat = [{"role": "user", "content": "1 + 2?"}]
+    prompt = world.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    answer = f" I ask.\n{CALL}\n\n"
+    text = world.apply_chat_template([*chat, world.parse_response(answer, prefix=prompt)], tokenize=False)
+    assert text == prompt + answer
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_response_template_of_other_files(cls, tmp_path):
+    """It belongs to the turns of World, is saved, and knows the spelling of id 0."""
+    assert cls(chat_template=None).response_template is None
+    assert cls(chat_template="{{ messages[0].content }}").response_template is None
+    assert cls(response_template={}).response_template == {}
+    cls(added_tokens_decoder={0: AddedToken("<s>")}).save_pretrained(tmp_path)
+    loaded = cls.from_pretrained(tmp_path)
+    assert loaded.parse_response(" <s", prefix="Assistant:")["content"] == "<s"
+    assert loaded.parse_response(" x<s>", prefix="Assistant:")["content"] == "x"
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_documents_that_begin_with_the_boundary(cls, tmp_path):
+    cls().save_pretrained(tmp_path)
+    ids = cls()("Hello there").input_ids
+    for tokenizer in (cls(add_bos_token=True), cls.from_pretrained(tmp_path, add_bos_token=True)):
+        assert tokenizer("Hello there").input_ids == tokenizer(["Hello there"]).input_ids[0] == [0, *ids]
+        assert tokenizer("Hello there", add_special_tokens=False).input_ids == ids
+        assert tokenizer("").input_ids == [0]
+        chat = [{"role": "user", "content": "Hi"}]
+        assert tokenizer.apply_chat_template(chat, return_dict=False)[0] != 0
+
+
 # Streams
 
 

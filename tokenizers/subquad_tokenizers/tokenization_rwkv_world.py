@@ -67,6 +67,34 @@ WORLD_CHAT_TEMPLATE = r"""
 """.strip()
 
 
+def _response_template(end: str | AddedToken | None) -> dict:
+    """
+    How `parse_response` reads an answer to a prompt of `WORLD_CHAT_TEMPLATE`: thoughts, calls of tools, and the rest.
+    A block of JSON is a call if it begins with a name and arguments. The next turn of the user is none of the answer,
+    nor is `end`, the EOS token.
+    """
+    ends = [r"(?<=\n\n)User:", *([re.escape(str(end))] if end else [])]
+    return {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "Assistant:",
+        "fields": {
+            "reasoning_content": {
+                "open_pattern": r"\A\s*<think>",
+                "close_pattern": rf"</think>\s*|(?={'|'.join(ends)})",
+            },
+            "tool_calls": {
+                "open_pattern": r'\s*```json\s*\{\s*"name":\s*"(?P<name>[^"\n]*)",\s*"arguments":',
+                "close_pattern": r"\}\s*```\s*",
+                "repeats": True,
+                "content": "json",
+                "content_args": {"allow_non_json": True},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"close_pattern": rf"\s*(?:{'|'.join(ends)}).*", "repeats": True, "join": "\n"},
+        },
+    }
+
+
 def _boundary(added_tokens_decoder: dict | None) -> str:
     """The spelling of id 0. In published repositories it is `<s>`, which is one of their added tokens."""
     return str((added_tokens_decoder or {}).get(0, DOCUMENT_BOUNDARY))
@@ -86,6 +114,12 @@ def _without_blank_line(options: dict) -> None:
     if decoder := options.get("added_tokens_decoder"):
         kept = {index: token for index, token in decoder.items() if str(token) != BLANK_LINE}
         options["added_tokens_decoder"] = kept
+
+
+def _add_response_template(options: dict, chat_template: str | None, end: str | AddedToken | None) -> None:
+    """Adds the response template to the arguments of a tokenizer, if its chat template has the turns of World."""
+    if isinstance(chat_template, str) and "Assistant:" in chat_template:
+        options.setdefault("response_template", _response_template(end))
 
 
 def _find_vocabulary(vocab_file: str | None, name_or_path: str | None) -> str:
@@ -119,14 +153,15 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
 
     Args:
         vocab_file: path of the vocabulary; that of the World models if None.
-        bos_token: the token that begins a document. It is not added to a text.
+        bos_token: the token that begins a document. It is put before a text only with `add_bos_token=True`, as the
+            authors of Goose do in their evaluations.
         eos_token: the token that ends a document. In a chat, a turn ends with a blank line: the token `ĊĊ`, id 261.
         pad_token: the padding token. By default it has the same id as `eos_token`, so a collator that removes padding
             from the loss by its id also removes the end of documents. If that matters, use one of the unused ids.
         unk_token: never needed, because every byte is a token.
         chat_template: the template of `apply_chat_template`; by default that of the World models, `User: ...` and
             `Assistant: ...` with a blank line after each turn. It also takes `tools`, and `thinking` (True or False)
-            for Goose's G1 models.
+            for Goose's G1 models. With such turns, `parse_response` makes a message of an answer.
         padding_side: "left" by default, which generation needs.
         kwargs: as in `PreTrainedTokenizer`.
     """
@@ -159,13 +194,17 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
         self._bytes = dict(enumerate(tokens, 1))
         self._added_tokens_decoder = {0: AddedToken(boundary, normalized=False, special=True)}
         self._added_pattern = None
+        special = _special_tokens(
+            boundary, bos_token=bos_token, eos_token=eos_token, pad_token=pad_token, unk_token=unk_token
+        )
+        _add_response_template(kwargs, chat_template, special["eos_token"])
+        if kwargs.get("add_bos_token"):
+            kwargs["special_tokens_pattern"] = "bos"
         kwargs["backend"] = "custom"
         kwargs.setdefault("clean_up_tokenization_spaces", False)
         super().__init__(
             chat_template=chat_template,
-            **_special_tokens(
-                boundary, bos_token=bos_token, eos_token=eos_token, pad_token=pad_token, unk_token=unk_token
-            ),
+            **special,
             **kwargs,
         )
 
@@ -290,14 +329,16 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
             self._tokenizer = _build_backend(tokens, boundary)
         else:
             boundary = DOCUMENT_BOUNDARY
+        special = _special_tokens(
+            boundary, bos_token=bos_token, eos_token=eos_token, pad_token=pad_token, unk_token=unk_token
+        )
+        _add_response_template(kwargs, chat_template, special["eos_token"])
         kwargs["backend"] = "tokenizers"
         kwargs.setdefault("clean_up_tokenization_spaces", False)
         super().__init__(
             tokenizer_file=tokenizer_file,
             chat_template=chat_template,
-            **_special_tokens(
-                boundary, bos_token=bos_token, eos_token=eos_token, pad_token=pad_token, unk_token=unk_token
-            ),
+            **special,
             **kwargs,
         )
         added = self._tokenizer.get_added_tokens_decoder()
