@@ -25,9 +25,9 @@ from visual_cases import save_visual
 import subquad
 from subquad import cli
 from subquad.cli.common import find_directory
-from subquad.cli.generate import ABC_HEADER, character_streamer, stop_after
+from subquad.cli.generate import ABC_HEADER, character_streamer
 from subquad.info import describe, describe_preset
-from subquad_tokenizers import ByteTokenizer
+from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer
 
 
 SUBQUAD = [sys.executable, "-m", "subquad.cli"]
@@ -515,13 +515,7 @@ def test_generate_passes_its_arguments_on(directory, asked, capsys):
     vars(asked).clear()
     generate(capsys, "x", "--model", directory, "--greedy")
     assert asked.do_sample is False and asked.model.dtype == torch.float32
-    assert not {"temperature", "top_p", "top_k", "stopping_criteria"} & vars(asked).keys()
-
-
-def test_the_end_of_a_turn_is_not_looked_for_in_the_prompt():
-    until = stop_after(ByteTokenizer(), "b", prompt_length=3)
-    rows = [ByteTokenizer()(text)["input_ids"][-5:] for text in ("abcde", "acdeb")]
-    assert until(torch.tensor(rows), None).tolist() == [False, True]
+    assert not {"temperature", "top_p", "top_k", "stop_strings"} & vars(asked).keys()
 
 
 @pytest.mark.parametrize("prompt", ["caf\udce9", "-"])
@@ -567,6 +561,20 @@ def test_generate_prints_every_token_and_no_half_characters(capsys):
     streamer.end()
     assert capsys.readouterr().out == "\ufffd\n"
 
+    # What may be the end of an answer waits until it is certain.
+    streamer = character_streamer(Bytes(), skip_prompt=True, opening="<", end="\n\nUser:")
+    streamer.put(torch.tensor([65]))
+    printed = []
+    for part in ("b>", "\n", "\nU", "p\n", "\n\nUse", "r: x"):
+        streamer.put(torch.tensor(list(part.encode())))
+        printed.append(capsys.readouterr().out)
+    streamer.end()
+    assert printed == ["<b>", "", "", "\n\nUp", "\n", ""] and capsys.readouterr().out == "\n"
+    streamer.put(torch.tensor([65]))
+    streamer.put(torch.tensor([97, 10]))
+    streamer.end()
+    assert capsys.readouterr().out == "a\n\n"
+
 
 def test_generate_chat(directory, tmp_path, capsys):
     assert "does not have a chat template" in fails(capsys, 2, "generate", "Hi", "--model", directory, "--chat")
@@ -584,10 +592,44 @@ def test_generate_chat(directory, tmp_path, capsys):
     assert generate(capsys, "Hi", "--chat", *arguments) == answer
 
     # The template tells how an answer ends.
-    end = answer[3]
+    end = next(character for character in answer[3:] if not character.isspace())
     tokenizer.chat_template = template.replace("END", repr(end))
     tokenizer.save_pretrained(tmp_path)
-    assert generate(capsys, "Hi", "--chat", *arguments) == answer[: answer.index(end) + 1] + "\n"
+    assert generate(capsys, "Hi", "--chat", *arguments) == answer[: answer.index(end)] + "\n"
+    message = f"{tmp_path} cannot be told whether to think; leave out --think and --no-think."
+    assert fails(capsys, 2, "generate", "Hi", "--chat", "--think", *arguments).endswith(message)
+
+
+def save_chat_model(directory, path, chat_template):
+    AutoModelForCausalLM.from_pretrained(directory).save_pretrained(path)
+    ByteTokenizer(chat_template=chat_template).save_pretrained(path)
+
+
+def test_generate_answers_in_a_turn_of_world(directory, tmp_path, asked, capsys):
+    """A blank line may be in an answer, so it ends where the user's next message begins."""
+    save_chat_model(directory, tmp_path, WORLD_CHAT_TEMPLATE)
+    begins = {(): "", ("--think",): " <think", ("--no-think",): " <think></think>\n"}
+    for options, begin in begins.items():
+        generate(capsys, "Hi\n\nyou", "--chat", "--model", tmp_path, *options)
+        assert asked.stop_strings == ["\n\nUser:"]
+        assert asked.tokenizer.decode(asked.input_ids[0]) == f"User: Hi\nyou\n\nAssistant:{begin}"
+        asked.streamer.put(asked.input_ids)
+        for character in ">x\n\nUser:":
+            asked.streamer.put(torch.tensor([ord(character)]))
+        assert capsys.readouterr().out == ("<think" if options == ("--think",) else "") + ">x"
+
+
+def test_generate_ends_an_answer_at_a_special_token(directory, tmp_path, asked, capsys):
+    """A template of another kind, which thinks unless it is told not to."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}"
+        "<assistant>\n{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+    )
+    save_chat_model(directory, tmp_path, template)
+    for option, begin in (("--think", ""), ("--no-think", "<think></think>")):
+        generate(capsys, "Hi", "--chat", option, "--model", tmp_path)
+        assert asked.stop_strings == ["<end>"]
+        assert asked.tokenizer.decode(asked.input_ids[0]) == f"<user>\nHi<end>\n<assistant>\n{begin}"
 
 
 def test_generate_about_an_image(directory, tmp_path, capsys):
@@ -624,6 +666,7 @@ def test_generate_about_an_image(directory, tmp_path, capsys):
         (["x", "--seed", str(2**32)], "--seed"),
         (["x", "--dtype", "int8"], "--dtype"),
         (["x", "--greedy", "--top-k", "3"], "--greedy does not sample"),
+        (["x", "--no-think"], "--think and --no-think are options of --chat."),
         (["--model", "{directory}"], "PROMPT is missing"),
         (["x", "--model", "finch-3b"], "finch-3b is a preset, which is sizes without weights"),
         (["x", "--model", "{directory}/config.json"], "`subquad convert` makes a model directory from it"),

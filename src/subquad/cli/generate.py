@@ -2,7 +2,7 @@
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,9 +30,15 @@ examples:
   subquad generate $'X:1\\nT:Reel\\nM:4/4\\nL:1/8\\nK:G\\n' --temperature 0.7
   subquad generate "The Eiffel tower is in" --model RWKV/v6-Finch-1B6-HF --greedy --max-new-tokens 20
   subquad generate "Why is the sky blue?" --model ./my-finch --chat
+  subquad generate "Why is the sky blue? (think a bit)" --model ./my-goose --chat --think
   subquad generate "What is in the picture?" --model ./my-visualrwkv --image photo.jpg
   printf 'X:1\\nT:Air\\nM:3/4\\nL:1/8\\nK:Am\\n' | subquad generate -
 """
+
+# A conversation that shows what the chat template puts around an answer.
+QUESTION = {"role": "user", "content": "A question."}
+ANSWER = {"role": "assistant", "content": "An answer."}
+NEXT = {"role": "user", "content": "Another question."}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -56,7 +62,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--top-p", type=probability, metavar="P", help="sample from the most likely tokens that sum to P")
     add("--top-k", type=positive_int, metavar="K", help="sample from the K most likely tokens")
     add("--seed", type=seed, metavar="N", help="seed of the sampling, which makes it repeatable")
-    add("--chat", action="store_true", help="put PROMPT into the model's chat template and print only the answer")
+    add(
+        "--chat",
+        action="store_true",
+        help="put PROMPT into the model's chat template and print only the answer, which ends before the next turn",
+    )
+    add(
+        "--think",
+        action=BooleanOptionalAction,
+        help="with --chat, for a model that can think before it answers: do so and print the thoughts too, or do not",
+    )
     add(
         "--image",
         action="append",
@@ -90,6 +105,8 @@ def run(args: Namespace) -> None:
             raise UsageError(f"--image {file} is not a file.")
         _check_image(file)
     chat = args.chat or bool(args.image)
+    if args.think is not None and not chat:
+        raise UsageError("--think and --no-think are options of --chat.")
     prompt = args.prompt
     if prompt is None:
         if embedded_model(args.model) is None or chat:
@@ -108,17 +125,23 @@ def run(args: Namespace) -> None:
     with reading(args.model, "the tokenizer"):
         reader = reader.from_pretrained(path, trust_remote_code=False)
     tokenizer = getattr(reader, "tokenizer", reader)
+    opening = end = ""
     if chat:
         if reader.chat_template is None:
             raise UsageError(f"{args.model} does not have a chat template; leave out --chat.")
         content = [*({"type": "image", "path": file} for file in args.image), {"type": "text", "text": prompt}]
         with reading(args.model, "the chat template"):
+            thinking = {} if args.think is None else _thinking_option(tokenizer, args.think)
+            if thinking is None:
+                raise UsageError(f"{args.model} cannot be told whether to think; leave out --think and --no-think.")
+            opening, end = _around_answer(tokenizer, thinking)
             inputs = reader.apply_chat_template(
                 [{"role": "user", "content": content if args.image else prompt}],
                 add_generation_prompt=True,
                 tokenize=True,
                 return_tensors="pt",
                 return_dict=True,
+                **thinking,
             )
     else:
         with reading(args.model, "the tokenizer"):
@@ -140,21 +163,22 @@ def run(args: Namespace) -> None:
         options["pixel_values"] = inputs["pixel_values"].to(device)
     if args.seed is not None:
         transformers.set_seed(args.seed)
-    if chat and (end := _end_of_answer(tokenizer)):
-        options["stopping_criteria"] = [stop_after(tokenizer, end, ids.shape[1])]
+    if end:
+        options |= {"stop_strings": [end], "tokenizer": tokenizer}
     with reading(args.model, "the prompt"):
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=args.max_new_tokens,
             do_sample=not args.greedy,
-            streamer=character_streamer(tokenizer, skip_prompt=chat),
+            streamer=character_streamer(tokenizer, skip_prompt=chat, opening=opening, end=end),
             **{name: value for name, value in options.items() if value is not None},
         )
     if files:
         from .. import music
 
         text = tokenizer.decode(output[0, ids.shape[1] if chat else 0 :], skip_special_tokens=True)
+        text = text.partition(end)[0] if end else text
         with signals_raise():
             music.write(text, args.midi, args.score, args.force)
         print(f"Wrote {' and '.join(files)}.", file=sys.stderr)  # standard output has the text only
@@ -208,31 +232,44 @@ def _model_type(path) -> str | None:
     return None
 
 
-def _end_of_answer(tokenizer) -> str:
-    """The text that the chat template puts after an answer. World models do not end answers with a special token."""
-    answer = "An answer."
-    messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
-    return tokenizer.apply_chat_template(messages, tokenize=False).rpartition(answer)[2]
+def _thinking_option(tokenizer, think: bool) -> dict[str, bool] | None:
+    """The argument of the chat template that turns thinking on or off; None if the template does not have one."""
+    for name in ("thinking", "enable_thinking"):
+        prompts = {_render(tokenizer, QUESTION, add_generation_prompt=True, **{name: on}) for on in (True, False)}
+        if len(prompts) == 2:
+            return {name: think}
+    return None
 
 
-def stop_after(tokenizer, end: str, prompt_length: int):
-    """A stopping criterion: the text after the prompt contains `end`."""
-    import torch
-    from transformers import StoppingCriteria
+def _around_answer(tokenizer, thinking: dict[str, bool]) -> tuple[str, str]:
+    """
+    By the chat template: what the prompt begins the thoughts with, empty if there are to be none, and the text by
+    which the answer ends. If only white space follows an answer, which may also be in the middle of one, the beginning
+    of the user's next message belongs to that text.
+    """
+    before, _, end = _render(tokenizer, QUESTION, ANSWER).rpartition(ANSWER["content"])
+    prompt = _render(tokenizer, QUESTION, add_generation_prompt=True, **thinking)
+    opening = prompt[len(before) :] if any(thinking.values()) and prompt.startswith(before) else ""
+    if not end.strip():
+        turns = _render(tokenizer, QUESTION, ANSWER, NEXT)
+        end = turns.rpartition(ANSWER["content"])[2].partition(NEXT["content"])[0]
+    return opening, end.rstrip()
 
-    class StopAfter(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            done = [end in tokenizer.decode(row[prompt_length:]) for row in input_ids]
-            return torch.tensor(done, device=input_ids.device)
 
-    return StopAfter()
+def _render(tokenizer, *messages: dict[str, str], **options) -> str:
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
 
 
-def character_streamer(tokenizer, skip_prompt: bool):
-    """A streamer that prints each token as soon as it is generated; `TextStreamer` waits for the end of a word."""
+def character_streamer(tokenizer, skip_prompt: bool, opening: str = "", end: str = ""):
+    """
+    A streamer that prints each token as soon as it is generated; `TextStreamer` waits for the end of a word. It prints
+    `opening` before the first token, and nothing from `end` on.
+    """
     from transformers import TextStreamer
 
     class CharacterStreamer(TextStreamer):
+        held = opening
+
         def put(self, value):
             if self.skip_prompt and self.next_tokens_are_prompt:
                 self.next_tokens_are_prompt = False
@@ -246,5 +283,14 @@ def character_streamer(tokenizer, skip_prompt: bool):
             self.print_len = len(text)
             if text.endswith("\n"):
                 self.token_cache, self.print_len = [], 0
+
+        def on_finalized_text(self, text, stream_end=False):
+            text = self.held + text
+            stop = text.find(end) if end else -1
+            if stop < 0:  # the last characters may be the first ones of `end`
+                begun = 0 if stream_end else max((n for n in range(len(end)) if text.endswith(end[:n])), default=0)
+                stop = len(text) - begun
+            self.held = "" if stream_end else text[stop:]
+            super().on_finalized_text(text[:stop], stream_end)
 
     return CharacterStreamer(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
