@@ -124,6 +124,18 @@ def test_texts_longer_than_in_training(model_type):
     assert found == pytest.approx(log_likelihood(model, [0, *ids], len(ids)), rel=1e-6)
 
 
+@pytest.mark.fast
+def test_texts_that_begin_as_documents(tmp_path):
+    """With id 0 in front, as in the evaluations of Goose's authors."""
+    TOKENIZER.save_pretrained(tmp_path)
+    model = tiny_model("rwkv7", vocab_size=128)
+    lm = HFLM(model, tokenizer=str(tmp_path), add_bos_token=True)
+    question, answer = "X:1\nK:D", "\n|:dBG"
+    ((score, _),) = lm.loglikelihood([Instance("loglikelihood", {}, (question, answer), 0)])
+    ids = [0, *TOKENIZER(question + answer).input_ids]
+    assert score == pytest.approx(log_likelihood(model, ids, len(answer)), abs=1e-3)
+
+
 def test_commands(tmp_path, monkeypatch, capsys):
     """The two commands that examples/lm_eval/abc.yaml names, on the embedded model."""
     path = subquad.embedded_model("finch-abc")

@@ -1,6 +1,7 @@
 """Trainer, accelerate and TRL with every architecture, and the papers' parameter groups."""
 
 import copy
+import functools
 import importlib
 import itertools
 import math
@@ -33,8 +34,11 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from subquad import ARCHITECTURES
+from subquad.losses import l2wrap_loss
 from subquad.optimizer import parameter_groups
 from subquad_tokenizers import ByteTokenizer
 
@@ -290,6 +294,47 @@ def test_compiled_trainer(tmp_path, monkeypatch):
         trainer.train()
         curves.append(losses(trainer))
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
+@pytest.mark.fast
+def test_l2wrap_pulls_the_largest_logits():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, 7, dtype=torch.float64, generator=generator, requires_grad=True)
+    labels = torch.tensor([[1, 2, 3, -100, 5], [0, -100, 6, 1, 2]])
+    outputs = CausalLMOutputWithPast(logits=logits)
+    for count in (None, 6, torch.tensor(20)):
+        plain = ForCausalLMLoss(logits, labels, 7, count)
+        pulled = l2wrap_loss(outputs, labels, count, factor=0.1)
+        torch.testing.assert_close(pulled, plain)
+        expected = torch.zeros_like(logits)
+        for row, position in ((0, 0), (0, 1), (0, 3), (1, 1), (1, 2), (1, 3)):  # those whose next label counts
+            best = logits[row, position].argmax()
+            expected[row, position, best] = 0.1 * logits[row, position, best] / (6 if count is None else count)
+        pull = torch.autograd.grad(pulled, logits)[0] - torch.autograd.grad(plain, logits)[0]
+        torch.testing.assert_close(pull, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_l2wrap_with_the_trainer(tmp_path):
+    """Parts of a batch weigh what they weigh in the batch, and the logits shrink."""
+    data = texts(8, 20)
+
+    def train(batch_size, **options):
+        size = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 8 // batch_size}
+        model = new_model("rwkv7")
+        trainer = trainer_of(model, tmp_path, data, arguments={"max_steps": 3, **size}, **options)
+        trainer.train()
+        with torch.no_grad():
+            return losses(trainer), model(data[0]["input_ids"][None]).logits.max(-1).values.square().mean()
+
+    strong = functools.partial(l2wrap_loss, factor=10.0)
+    (plain, large), (whole, small), (parts, same) = (
+        train(8),
+        train(8, compute_loss_func=strong),
+        train(2, compute_loss_func=strong),
+    )
+    assert whole[0] == pytest.approx(plain[0], rel=1e-6) and small < large / 2
+    assert parts == pytest.approx(whole, rel=1e-3)
+    torch.testing.assert_close(same, small, rtol=1e-2, atol=1e-4)
 
 
 # accelerate.

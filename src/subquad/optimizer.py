@@ -13,7 +13,8 @@ of pretraining:
 | Raven | 4e-4 | 1 of 15 billion tokens | cosine |
 | Gecko | 4e-4 (1B), 3.5e-4 (7B) | 2,000 steps (1B), 2,500 (7B) | cosine |
 
-Avey, Avey-B and Gecko clip gradients at a norm of 1, as `Trainer` does.
+Avey, Avey-B and Gecko clip gradients at a norm of 1, as `Trainer` does. RWKV models have a loss of their own,
+[`subquad.losses.l2wrap_loss`].
 """
 
 from torch import nn

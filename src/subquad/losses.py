@@ -1,0 +1,36 @@
+"""Losses for `Trainer(compute_loss_func=...)`: [`l2wrap_loss`]."""
+
+import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import ModelOutput
+
+
+def l2wrap_loss(
+    outputs: ModelOutput,
+    labels: torch.Tensor,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    *,
+    factor: float = 1e-4,
+) -> torch.Tensor:
+    """
+    The loss of a causal model with L2Wrap, as RWKV models are pretrained: the largest logit of each position is pulled
+    towards zero, so that logits do not grow for long. The value is that of the cross-entropy alone. The gradient also
+    has `factor` times the largest logit, at this logit, as a mean over the positions that predict a label.
+
+    ```python
+    trainer = Trainer(model, arguments, compute_loss_func=l2wrap_loss, ...)
+    ```
+
+    Args:
+        outputs: of the model, with `logits` (batch, length, vocabulary).
+        labels: (batch, length) ids to predict, shifted here; -100 is ignored.
+        num_items_in_batch: what the sums are divided by; the number of positions that predict a label if None.
+        factor: how strong the pull is. The trainers of RWKV have 1e-4.
+    """
+    logits = outputs.logits
+    loss = ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch)
+    predicting = (labels[:, 1:] != -100).to(logits.device)
+    largest = logits[:, :-1].max(-1).values.float()
+    count = predicting.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).to(logits.device)
+    pull = factor / 2 * torch.where(predicting, largest, 0).square().sum() / count
+    return loss + (pull - pull.detach())
