@@ -16,3 +16,9 @@ def layer_types_property(find: Callable[[PreTrainedConfig], list[str]]) -> prope
         return find(config)
 
     return property(read, doc=find.__doc__)
+
+
+@layer_types_property
+def all_linear(config: PreTrainedConfig) -> list[str]:
+    """What transformers takes the layers for: none keeps keys of all tokens."""
+    return ["linear_attention"] * config.num_hidden_layers

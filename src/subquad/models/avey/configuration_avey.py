@@ -4,7 +4,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ...configuration_checks import check_configuration
-from ...layer_types import layer_types_property
+from ...layer_types import all_linear
 
 
 @strict
@@ -31,6 +31,7 @@ class AveyConfig(PreTrainedConfig):
     model_type = "avey"
     attribute_map = {"hidden_size": "d_embed", "num_hidden_layers": "n_blocks"}
     keys_to_ignore_at_inference = ["past_key_values"]
+    layer_types = all_linear
     base_model_fsdp_plan = {
         "wte": "free_full_weight",
         "blocks.*": "free_full_weight",
@@ -69,11 +70,6 @@ class AveyConfig(PreTrainedConfig):
         """Number of features of the tail, m_t, which is even."""
         size = int(self.expansion_factor * self.d_embed * self.context_proportion)
         return size + size % 2
-
-    @layer_types_property
-    def layer_types(self) -> list[str]:
-        """What transformers takes the blocks for: they keep no keys."""
-        return ["linear_attention"] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Refuses sizes that do not fit together, before any tensor is made."""

@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ...configuration_checks import check_configuration
-from ...layer_types import layer_types_property
+from ...layer_types import all_linear
 
 
 STATIC, DYNAMIC = "static", "dynamic"
@@ -66,6 +66,7 @@ class AveyBConfig(PreTrainedConfig):
 
     model_type = "avey-b"
     attribute_map = {"hidden_size": "d_embed", "num_hidden_layers": "n_layers"}
+    layer_types = all_linear
     base_model_fsdp_plan = {"embed": "free_full_weight", "layers.*": "free_full_weight"}
     # Ranker and layers compare whole embeddings, so every process has these.
     base_model_tp_plan = {
@@ -115,11 +116,6 @@ class AveyBConfig(PreTrainedConfig):
     def dynamic_layers(self) -> list[bool]:
         """Whether each layer is dynamic."""
         return [kind == DYNAMIC for kind in LAYER_PATTERNS[self.layer_pattern](self.n_layers)]
-
-    @layer_types_property
-    def layer_types(self) -> list[str]:
-        """What transformers takes the layers for: none reads all tokens."""
-        return ["linear_attention"] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Refuses sizes and variants that do not fit together, before any tensor is made."""

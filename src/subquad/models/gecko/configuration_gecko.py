@@ -4,7 +4,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ...configuration_checks import check_configuration
-from ...layer_types import layer_types_property
+from ...layer_types import all_linear
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
 
@@ -54,6 +54,7 @@ class GeckoConfig(PreTrainedConfig):
         "tie_word_embeddings": "share_emb",
     }
     keys_to_ignore_at_inference = ["past_key_values"]
+    layer_types = all_linear
     base_model_fsdp_plan = {
         "embed": "free_full_weight",
         "layers.*": "free_full_weight",
@@ -111,11 +112,6 @@ class GeckoConfig(PreTrainedConfig):
         """The id of the token that begins a document; None if no token does."""
         bos = self.bos_token_id
         return bos if self.document_boundaries and bos is not None and 0 <= bos < self.vocab_size else None
-
-    @layer_types_property
-    def layer_types(self) -> list[str]:
-        """What transformers takes the blocks for."""
-        return ["linear_attention"] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Refuses sizes that do not fit together, before any tensor is made."""

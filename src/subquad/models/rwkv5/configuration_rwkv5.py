@@ -4,7 +4,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ...configuration_checks import check_configuration
-from ...layer_types import layer_types_property
+from ...layer_types import all_linear
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
 
@@ -34,6 +34,7 @@ class Rwkv5Config(PreTrainedConfig):
     model_type = "rwkv5"
     attribute_map = {"max_position_embeddings": "context_length", "head_dim": "head_size"}
     keys_to_ignore_at_inference = ["past_key_values"]
+    layer_types = all_linear
     base_model_fsdp_plan = {
         "embeddings": "free_full_weight",
         "blocks.*": "free_full_weight",
@@ -89,11 +90,6 @@ class Rwkv5Config(PreTrainedConfig):
             "blocks.*.feed_forward.value": "rowwise",
             "blocks.*.feed_forward.receptance": "colwise_gather_output",
         }
-
-    @layer_types_property
-    def layer_types(self) -> list[str]:
-        """What transformers takes the blocks for."""
-        return ["linear_attention"] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Raises a ValueError if sizes do not fit together, before any tensor is created."""

@@ -8,7 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ...configuration_checks import check_configuration
-from ...layer_types import layer_types_property
+from ...layer_types import all_linear
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 
 
@@ -70,6 +70,7 @@ class Rwkv7Config(PreTrainedConfig):
         "layer_norm_epsilon": "norm_eps",
     }
     keys_to_ignore_at_inference = ["past_key_values"]
+    layer_types = all_linear
     base_model_fsdp_plan = {
         "emb": "free_full_weight",
         "blocks.*": "free_full_weight",
@@ -147,11 +148,6 @@ class Rwkv7Config(PreTrainedConfig):
             "blocks.*.ffn.key": "colwise",
             "blocks.*.ffn.value": "rowwise",
         }
-
-    @layer_types_property
-    def layer_types(self) -> list[str]:
-        """What transformers takes the blocks for."""
-        return ["linear_attention"] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Raises a ValueError if sizes do not fit together, before any tensor is created."""
