@@ -21,6 +21,8 @@ IGNORED = (
     "norm_first",
     "use_l2warp",
 )
+# Its fields that make variants of the model, and the value of all published models.
+ONLY_VALUES = {"attn": None, "expand_k": 1, "expand_v": 1}
 
 
 @strict
@@ -53,7 +55,7 @@ class Rwkv6Config(Rwkv5Config):
             self.head_size = self.hidden_size // heads
         # The special tokens are those of that package's default tokenizer, which published models do not have.
         self.bos_token_id, self.eos_token_id, self.pad_token_id = 0, 0, None
-        for name, value in {"attn": None, "expand_k": 1, "expand_v": 1, "hidden_ratio": 3.5}.items():
+        for name, value in {**ONLY_VALUES, "hidden_ratio": 3.5}.items():
             if given.get(name, value) in (None, value):
                 given.pop(name, None)
         for name in IGNORED:
@@ -62,7 +64,7 @@ class Rwkv6Config(Rwkv5Config):
     def validate_architecture(self):
         """Raises a ValueError if sizes do not fit together, before any tensor is created."""
         super().validate_architecture()
-        for name, value in {"attn": None, "expand_k": 1, "expand_v": 1}.items():
+        for name, value in ONLY_VALUES.items():
             if hasattr(self, name):
                 raise ValueError(f"`{name}` must be {value!r}, got {getattr(self, name)!r}.")
         check_configuration(self, ("lora_rank_tokenshift", "lora_rank_decay"))
