@@ -341,7 +341,8 @@ def test_older_files_hold_the_transpose(model_type, tmp_path):
         ),
         ({f"blocks.{i}.att.time_state": torch.zeros(3, 8, 16) for i in range(3)}, r"layer 0 is \(3, 8, 16\), the"),
         ([1], "must hold a dictionary of tensors, found a list"),
-        (b"nothing", "is not a file of tensors, or is damaged"),
+        (b"nothing", "is not a PyTorch file, or is damaged"),
+        (b"\x80\x02h\x05.", "is not a PyTorch file, or is damaged"),
         (None, "cannot be read: No such file"),
     ],
 )

@@ -4,16 +4,16 @@ tensor (heads, value channel, key channel) for each layer, alone or among the we
 """
 
 import os
-import pickle
 import re
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from .foreign_files import check_file, one_line
 from .state_tuning import StateTuningLayer
+from .weight_files import open_weights
 
 
 NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
@@ -93,16 +93,15 @@ def _parameter(layer: StateTuningLayer) -> nn.Parameter:
 
 
 def _read(path: Path) -> dict[int, torch.Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                content = {name: file.get_tensor(name) for name in file.keys() if NAME.fullmatch(name)}
-        else:
+    if path.suffix == ".safetensors":
+        with open_weights(path) as file:
+            content = {name: file.get_tensor(name) for name in file.keys() if NAME.fullmatch(name)}
+    else:
+        check_file(path)
+        try:
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is not a file of tensors, or is damaged.") from error
+        except Exception as error:  # a damaged pickle may raise anything
+            raise ValueError(f"{path} is not a PyTorch file, or is damaged: {one_line(error).rstrip('.')}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a dictionary of tensors, found a {type(content).__name__}.")
     states = {}
