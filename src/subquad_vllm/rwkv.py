@@ -4,7 +4,8 @@ import torch
 from transformers import PreTrainedConfig
 from vllm.model_executor.models.interfaces import IsAttentionFree
 
-from subquad.models.rwkv7.loading_rwkv7 import FLASH_LINEAR_ATTENTION
+from subquad.models.rwkv6 import loading_rwkv6
+from subquad.models.rwkv7 import loading_rwkv7
 from subquad.padding import Tokens
 
 from .serving import ServedForCausalLM, part_of
@@ -37,8 +38,12 @@ class RwkvForCausalLM(ServedForCausalLM, IsAttentionFree):
         return self.base.ln_out(x)
 
 
+class FinchForCausalLM(RwkvForCausalLM):
+    layout = loading_rwkv6.FLASH_LINEAR_ATTENTION
+
+
 class GooseForCausalLM(RwkvForCausalLM):
-    layout = FLASH_LINEAR_ATTENTION
+    layout = loading_rwkv7.FLASH_LINEAR_ATTENTION
 
     def run(
         self,

@@ -6,7 +6,7 @@ TESTED = "0.32"
 # Model type to the module and the class that run it.
 SERVED = {
     "rwkv5": "subquad_vllm.rwkv:RwkvForCausalLM",
-    "rwkv6": "subquad_vllm.rwkv:RwkvForCausalLM",
+    "rwkv6": "subquad_vllm.rwkv:FinchForCausalLM",
     "rwkv7": "subquad_vllm.rwkv:GooseForCausalLM",
     "raven": "subquad_vllm.raven:RavenForCausalLM",
     "gecko": "subquad_vllm.gecko:GeckoForCausalLM",

@@ -20,7 +20,8 @@ from subquad_vllm.served import REFUSED, SERVED
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "conversion"))
-from rwkv7_files import fla_tensors
+import rwkv7_files
+import rwkv_files
 
 
 def engine_config(model, **options):
@@ -84,12 +85,21 @@ def test_a_repository_with_its_code(trust, tmp_path):
         assert serve(llm, requests) == expected(subquad.embedded_model("finch-abc"), requests)
 
 
-def test_files_of_another_package(tmp_path):
-    """Goose is also published in the layout of flash-linear-attention."""
-    weights = {name: x.contiguous() for name, x in fla_tensors(vocabulary=VOCABULARY).items()}
+@pytest.mark.parametrize(
+    ("make", "ranks", "fields"),
+    [
+        (rwkv_files.fla_tensors, (7, 11), {"model_type": "rwkv6", "num_heads": 3, "proj_low_rank_dim": 7}),
+        (rwkv7_files.fla_tensors, (11, 7, 5, 13), {"model_type": "rwkv7"}),
+    ],
+    ids=["rwkv6", "rwkv7"],
+)
+def test_files_of_another_package(make, ranks, fields, tmp_path):
+    """Finch and Goose are also published in the layout of flash-linear-attention."""
+    tensors = make(layers=2, ranks=ranks, vocabulary=VOCABULARY)
+    weights = {name: x.contiguous() for name, x in tensors.items()}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    fields = {"model_type": "rwkv7", "architectures": ["RWKV7ForCausalLM"], "hidden_size": 192}
-    fields |= {"num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    names = [f"{fields['model_type'].upper()}ForCausalLM"]
+    fields = {**fields, "architectures": names, "hidden_size": 192, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     ByteTokenizer().save_pretrained(tmp_path)
     requests = make_requests(4, VOCABULARY, longest=50, answer=8)
