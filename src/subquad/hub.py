@@ -107,7 +107,7 @@ def export(
     Makes a repository from a model directory, after a check that the model is complete: weights, configuration,
     tokenizer, a card, and the code that they need. It loads with only transformers and torch, given
     `trust_remote_code=True`. Where this package is installed, its own classes load it. Code in the model directory is
-    not copied. Fields of its configuration that nothing reads are, and a warning lists them.
+    not copied. Fields of the configuration that nothing reads are copied, and a warning lists them.
 
     Args:
         source: a directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights.

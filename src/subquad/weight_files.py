@@ -101,7 +101,7 @@ def read_weight_map(index: str | os.PathLike, suffix: str = ".safetensors") -> d
     content = read_json(index)
     weight_map = content.get("weight_map")
     if not isinstance(content.get("metadata", {}), dict):
-        raise ValueError(f"{index} is not an index of weight files: its `metadata` is no object.")
+        raise ValueError(f"{index} is not an index of weight files: its `metadata` is not an object.")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} is not an index of weight files: it has no usable `weight_map`.")
     for name in weight_map.values():

@@ -29,9 +29,9 @@ DOCUMENT_BOUNDARY = "<|endoftext|>"
 BLANK_LINE = "\n\n"
 
 # A blank line ends a turn, so there must be none inside a message. No space follows the last colon: the space belongs
-# to the first token of the answer. Goose's G1 models think first: `thinking=True` begins the thought, of which the
-# model writes the last character of `<think>`, and `thinking=False` gives an empty one. Tools are in the system's
-# turn, a call is a block of JSON, and what it returns is a turn of the user.
+# to the first token of the answer. Goose's G1 models think first: `thinking=True` begins the thought with ` <think`,
+# to which the model adds `>`, and `thinking=False` gives an empty thought. Tools are listed in the system's turn, a
+# call is a block of JSON, and what it returns is a turn of the user.
 WORLD_CHAT_TEMPLATE = r"""
 {%- set names = {'system': 'System', 'user': 'User', 'assistant': 'Assistant', 'tool': 'User'} -%}
 {%- set schemas = tools | tojson if tools else '' -%}

@@ -128,8 +128,12 @@ def _backward_kernel(
 
 class _Plan:
     """
-    How the work is divided: a thread has so many values of a row, a multiprocessor so many programs. These are more
-    if otherwise a strip would have more than `longest` rows.
+    How the work is divided.
+
+    Args:
+        values: how many values of a row a thread has.
+        programs: how many programs a multiprocessor has. It has more if a strip would be longer than `longest`.
+        longest: the maximum number of rows of a strip.
     """
 
     def __init__(self, x, eps, values, programs, longest=None):

@@ -9,9 +9,9 @@ def describe(config) -> list[str]:
 
 def costs(config, parameters: int) -> Costs:
     """
-    State and FLOPs: 2 FLOPs for a parameter and 9 for an element of the state, which a token reads by the key to
-    remove (2), decays (1), changes by what is removed (2) and written (2), and reads by the receptance (2). Training
-    takes three times that.
+    State and FLOPs: 2 FLOPs for a parameter and 9 for an element of the state. A token reads it with the key of what
+    is removed (2), decays it (1), subtracts what is removed (2), adds what is written (2), and reads it with the
+    receptance (2). Training takes three times that.
     """
     wkv = config.num_hidden_layers * config.hidden_size * config.head_dim
     shifts = config.num_hidden_layers * 2 * config.hidden_size
