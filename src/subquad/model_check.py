@@ -83,9 +83,10 @@ def check_model(directory: str | os.PathLike, values: bool = True) -> PreTrained
     """
     directory = Path(directory)
     model_type_of(directory)
-    files = [path for path in weights_of(directory) if path.suffix == ".safetensors"]
+    weights = weights_of(directory)
+    files = [path for path in weights if path.suffix == ".safetensors"]
     headers = read_headers(files)
-    if (index := weights_of(directory)[0]).suffix == ".json":
+    if (index := weights[0]).suffix == ".json":
         lost = [name for name in read_weight_map(index) if name not in headers]
         if lost:
             raise ValueError(f"{index} names tensors that its files do not hold: {listed(lost)}.")

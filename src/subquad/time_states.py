@@ -5,13 +5,14 @@ tensor (heads, value channel, key channel) for each layer, alone or among the we
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from .foreign_files import check_file, one_line
+from .foreign_files import check_file, listed, one_line
 from .state_tuning import StateTuningLayer
 from .weight_files import open_weights
 
@@ -38,7 +39,7 @@ def load_time_states(model: nn.Module, path: str | os.PathLike) -> None:
     layers, states = _layers_of(model), _read(Path(path))
     if states.keys() != layers.keys():
         raise ValueError(
-            f"{path} holds states of {_listed(states)}, and the model has the layers {_listed(layers)} to be tuned."
+            f"{path} holds states of {_numbers(states)}, and the model has the layers {_numbers(layers)} to be tuned."
         )
     new = {}
     for index, layer in layers.items():
@@ -113,8 +114,8 @@ def _read(path: Path) -> dict[int, torch.Tensor]:
     return states
 
 
-def _listed(numbers) -> str:
-    return ", ".join(map(str, sorted(numbers)))
+def _numbers(layers: Iterable[int]) -> str:
+    return listed([str(layer) for layer in sorted(layers)])
 
 
 __all__ = ["load_time_states", "save_time_states"]

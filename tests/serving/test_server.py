@@ -1,6 +1,5 @@
 """vLLM's OpenAI server with a model of ours, asked by many clients at once."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -34,7 +33,7 @@ def url(tmp_path_factory):
     command += ["--chat-template", template]
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ))
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     base = f"http://127.0.0.1:{port}"
     try:
         end = time.monotonic() + 300

@@ -26,15 +26,15 @@ IGNORED = (
     "wkv_implementation",
     "wkv_state_dtype",
 )
-# The ranks, each with the tensor that shows it in the RWKV organisation's layout (axis 1), and in that of
-# flash-linear-attention (axis 0). The first layer does not mix values.
+# The ranks, each with the layer and the letter of the tensor that shows it: on axis 1 in the RWKV organisation's
+# layout, on axis 0 in that of flash-linear-attention. The first layer does not mix values.
 RANKS = {
     "decay_low_rank_dim": (0, "w"),
     "a_low_rank_dim": (0, "a"),
     "v_low_rank_dim": (1, "v"),
     "gate_low_rank_dim": (0, "g"),
 }
-# A tensor of the first two blocks that only a relative of the model has.
+# Patterns of tensors in the first two blocks that only relatives of the model have, and what these are.
 RELATIVES = {
     r"\.s_emb": "RWKV-7a, with DeepEmbed",
     r"\.qkv\.qq\.": "RWKV-7b, with DeepEmbed and attention",
