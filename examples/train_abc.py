@@ -289,7 +289,7 @@ def main() -> None:
             **ids,
         )
     model.to(torch.bfloat16).save_pretrained(arguments.output)
-    # To be loaded in float32 all the same: few CPUs multiply bfloat16, and others take up to seven times as long.
+    # The model loads in float32 all the same: most CPUs do not multiply bfloat16, and take up to seven times as long.
     model.config.dtype = torch.float32
     model.config.save_pretrained(arguments.output)
     tokenizer.save_pretrained(arguments.output)

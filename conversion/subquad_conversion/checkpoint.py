@@ -34,7 +34,7 @@ DIRECTORY_FILES = (
 )
 # Files with these names are a Hub model's: the other files of their directory belong to them.
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
-# Tensors of a file may share memory, as tied weights do. This many times the size of the file they may have together.
+# Tensors of a file may share memory, as tied weights do. Together they may have this many times the size of the file.
 MOST_SHARED = 4
 
 

@@ -58,7 +58,7 @@ def model_card(
     from transformers import AutoConfig
 
     directory = Path(directory).resolve()
-    # A name may be any path's, and a line of its own would be a line of the card.
+    # The name of a directory may hold line breaks, which would begin new lines of the card.
     repo_id = "".join(letter if letter.isprintable() else "_" for letter in repo_id or directory.name)
     name = repo_id.rpartition("/")[2]
     info = describe(str(directory))

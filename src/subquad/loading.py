@@ -10,7 +10,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, WeightTransform
 
 
-# Takes one of our tensors out of one of another package.
+# A function that takes one of our tensors out of a tensor of another package.
 Take = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -20,7 +20,7 @@ SCORE_SUFFIXES = (".svg",)
 # A tune ends at an empty line or at the end of the text.
 _TUNE = re.compile(r"^X:.*?(?=\n[ \t\r]*\n|\Z)", re.MULTILINE | re.DOTALL)
 _KEY = re.compile(r"^K:", re.MULTILINE)
-# The most of a tune that is read: music21 would take hours for what fits into a line, and a short text has no end.
+# Limits of a tune that is read: one line of text can be a tune of any length, for which music21 would take hours.
 _CHARACTERS, _QUARTERS, _BARS, _TOGETHER = 6000, 5000, 1000, 100
 _TEMPOS = (1, 1000)  # quarter notes a minute
 _NO_TEMPO = re.compile(r"Q:(?:[^\n\]]*=)?[ \t]*0+(?:\.0*)?[ \t]*(?=$|\])", re.MULTILINE)

@@ -35,7 +35,7 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
     that the linear layers and embeddings are vLLM's.
     """
 
-    # Names of the states of a block that has some.
+    # Names of the states of a block, if it keeps any.
     state_names: tuple[str, ...]
     # How another package names and shapes the tensors, if there are such files.
     layout: Layout | None = None

@@ -35,7 +35,7 @@ def misread_products(text: str) -> int:
 
 def unwritten_registers(assembly: str) -> set[str]:
     """
-    The uniform registers that the machine code of an NVIDIA GPU reads and writes nowhere. ptxas 12.8, which Triton 3.6
+    The uniform registers that the machine code of an NVIDIA GPU reads, but never writes. ptxas 12.8, which Triton 3.6
     brings, put such into the descriptors of products that share the address of an operand.
     """
     read, written = set(), set()

@@ -48,7 +48,7 @@ def is_view(function: Any) -> bool:
 
 
 def operations(function: Any, arguments: tuple) -> float:
-    """Of a product of matrices."""
+    """The number of operations of a product of matrices; 0 for other functions."""
     if function.__name__.partition(".")[0] not in ("mm", "bmm", "addmm", "baddbmm"):
         return 0
     a, b = [x for x in arguments if isinstance(x, torch.Tensor)][-2:]

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 
-# Below so many multiplications MKL is as fast as oneDNN, or faster.
+# Below this number of multiplications MKL is at least as fast as oneDNN.
 _WORTHWHILE = 2**21
-# oneDNN compiles code for every number of rows, and keeps it (about 0.6 MB). So it gets only about 50 numbers: long
-# inputs come in blocks of this size, others with rows of zeros.
+# oneDNN compiles code for every number of rows, and keeps it (about 0.6 MB). So it gets only about 50 numbers of rows:
+# long inputs are cut into blocks of this size, and rows of zeros are added to others.
 _BLOCK = 4096
 
 

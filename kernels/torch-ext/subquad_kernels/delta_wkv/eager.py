@@ -145,7 +145,7 @@ class _Chunks:
             for _ in range(layout.chunks[sequence]):
                 entering[n] = state * halves[n]
                 change = added[n] + entering[n] @ passing[n]
-                # A product with a slow decay would round what is lost.
+                # A product with a decay near 1 would round off what is lost.
                 state = torch.addcmul(state, state, lost[n]).addcmul_(change, halves[n])
                 n += step
             leaving[sequence] = state

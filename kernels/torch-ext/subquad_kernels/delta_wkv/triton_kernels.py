@@ -513,7 +513,7 @@ class _Plan(Segments):
         block_k = block_size(key_size)
         row = block_k * self.dtype.itemsize  # bytes
         block_v = block_size(value_size, min(64, max(16, 16384 // row)))
-        # Of wide heads the chunks that are read ahead would not fit in the shared memory of every GPU.
+        # Chunks that are read ahead would not fit in the shared memory of every GPU if heads are wide.
         self.walking = {"BK": block_k, "STAGES": 3 if row <= 256 else 1, "num_warps": 4}
         self.tiles = cdiv(value_size, block_v)
         self.heads, self.key_size, self.value_size = heads, key_size, value_size

@@ -55,7 +55,7 @@ RWKV7 = Architecture(
         tensor_parallel="heads, states",
         export="prefill and decoding; the same in ONNX",
     ),
-    # The published sizes. The ranks follow no one formula.
+    # The published sizes. The ranks do not follow a single formula.
     presets={
         "goose-0.1b": _preset(12, 768, (64, 32, 128)),
         "goose-0.4b": _preset(24, 1024, (64, 32, 128)),
