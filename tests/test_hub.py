@@ -47,7 +47,8 @@ from importlib.util import find_spec
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, StaticCache,
+    pipeline,
 )
 
 for name in ("subquad", "subquad_kernels", "subquad_tokenizers", "peft", "accelerate", "kernels"):
@@ -64,6 +65,7 @@ for name in sys.argv[2:]:
     if not encoder:
         options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         results[f"{name}.tokens"] = model.generate(ids, **options)
+        assert isinstance(model.new_cache(static=True, max_cache_len=32), StaticCache)
         assert pipeline("text-generation", model, tokenizer=tokenizer)("A", max_new_tokens=2)
     classifier = AutoModelForSequenceClassification.from_pretrained(f"{path}-classifier", trust_remote_code=True)
     results[f"{name}.classes"] = classifier.eval()(ids).logits.detach()

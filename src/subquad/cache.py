@@ -307,16 +307,13 @@ class RecurrentCache(Cache):
         """The values of `size_names` in a configuration."""
         return {name: getattr(config, name, None) for name in cls.size_names}
 
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        if issubclass(cls, StaticCache):
-            cls.dynamic_class = cls.__base__
-            cls.__base__.static_class = cls
-
     def _set_class(self, static: bool) -> None:
-        """Makes it an instance of the class of static caches, or of the other one."""
-        cls = type(self)
-        wanted = cls.__dict__.get("static_class" if static else "dynamic_class", cls)
+        """Makes it an instance of the class of static caches, `static_class`, or of the other one."""
+        wanted = cls = type(self)
+        if static:
+            wanted = cls.__dict__.get("static_class", cls)  # a subclass has its own, or none
+        elif issubclass(cls, StaticCache):
+            wanted = cls.__base__
         if wanted is not cls:  # compiled code cannot change a class, and makes no static caches
             self.__class__ = wanted
 
@@ -526,6 +523,9 @@ class RecurrentCache(Cache):
 
 class StaticRecurrentCache(RecurrentCache, StaticCache):
     """A static [`RecurrentCache`], which transformers recognises as one."""
+
+
+RecurrentCache.static_class = StaticRecurrentCache
 
 
 def check_cache(

@@ -91,4 +91,7 @@ class StaticAveyCache(AveyCache, StaticCache):
     """A static [`AveyCache`], which transformers recognises as one."""
 
 
+AveyCache.static_class = StaticAveyCache
+
+
 __all__ = ["AveyCache"]

@@ -62,4 +62,7 @@ class StaticGeckoCache(GeckoCache, StaticCache):
     """A static [`GeckoCache`], which transformers recognises as one."""
 
 
+GeckoCache.static_class = StaticGeckoCache
+
+
 __all__ = ["GeckoCache"]

@@ -96,4 +96,7 @@ class StaticRavenCache(RavenCache, StaticCache):
     """A static [`RavenCache`], which transformers recognises as one."""
 
 
+RavenCache.static_class = StaticRavenCache
+
+
 __all__ = ["RavenCache"]
