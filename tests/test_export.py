@@ -193,6 +193,15 @@ def test_onnx(tmp_path):
     assert_onnx_reads(model, tmp_path, [(1, 1)] * 6)
 
 
+@ONNX
+def test_onnx_of_goose(tmp_path):
+    """The plain form of its recurrence solves equations, which ONNX cannot."""
+    model = tiny_model("rwkv7", num_hidden_layers=1)
+    for name, length in (("prefill", 5), ("decode", 1)):
+        save_onnx(inline_operators(export_program(model, length)), tmp_path / f"{name}.onnx")
+    assert_onnx_reads(model, tmp_path, [(5, 5), (5, 3), (1, 1)])
+
+
 @pytest.mark.fast
 def test_wrong_use():
     model = tiny_model("rwkv6", num_hidden_layers=1)

@@ -37,6 +37,7 @@ GECKO = {"num_heads": 4, "z_dim": 32, "num_rope_heads": None}
 SPLIT = {
     "rwkv5": ("rwkv5", {"hidden_size": 64}),
     "rwkv6": ("rwkv6", {"hidden_size": 64}),
+    "rwkv7": ("rwkv7", {"hidden_size": 64}),
     "raven": ("raven", RAVEN),
     "raven-swa": ("raven", RAVEN | {"router": "swa"}),
     "gecko": ("gecko", GECKO),
@@ -163,7 +164,7 @@ def test_saves_whole_tensors(name, directory):
 @pytest.mark.parametrize(
     ("model_type", "fields"),
     [
-        *((model_type, {}) for model_type in ("rwkv5", "rwkv6", "raven", "gecko")),
+        *((model_type, {}) for model_type in ("rwkv5", "rwkv6", "rwkv7", "raven", "gecko")),
         ("raven", RAVEN | {"num_kv_heads": 1}),
         ("raven", RAVEN | {"attn": RAVEN["attn"] | {"num_kv_heads": 1}}),
         ("raven", RAVEN | {"use_output_gate": False}),

@@ -45,6 +45,7 @@ from shared import model_directory, require
 TINY = {
     "rwkv5": {"hidden_size": 128, "num_hidden_layers": 4, "head_size": 32},
     "rwkv6": {"hidden_size": 128, "num_hidden_layers": 4, "head_size": 32},
+    "rwkv7": {"hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32},
     "avey": {"d_embed": 128, "n_blocks": 4, "chunk_size": 32, "k": 4},
     "avey-b": {"d_embed": 128, "n_layers": 4, "chunk_size": 32, "k": 3},
     "raven": {"hidden_size": 128, "num_hidden_layers": 4, "num_heads": 2, "num_slots": 32, "topk": 8},

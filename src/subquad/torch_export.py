@@ -140,6 +140,25 @@ def _cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return found.values.movedim(-1, dim), found.indices.movedim(-1, dim)
 
 
+def _solve_triangular(
+    matrix: torch.Tensor, x: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> torch.Tensor:
+    """`torch.linalg.solve_triangular` with ones on the diagonal, which ONNX does not have."""
+    assert left and unitriangular
+    power = -(matrix.triu(1) if upper else matrix.tril(-1))
+    # The inverse is the sum of all powers. Those from the number of rows on are zero.
+    for _ in range((matrix.shape[-1] - 1).bit_length()):
+        x, power = x + power @ x, power @ power
+    return x
+
+
+# What ONNX does not have, as functions that it has.
+DECOMPOSITIONS = {
+    torch.ops.aten.cummax.default: _cummax,
+    torch.ops.aten.linalg_solve_triangular.default: _solve_triangular,
+}
+
+
 def save_onnx(program: ExportedProgram, path: str | os.PathLike) -> None:
     """
     Writes a program of [`export_program`], inlined, as an ONNX model. Its inputs are `input_ids`, `past.NAME` for each
@@ -148,6 +167,6 @@ def save_onnx(program: ExportedProgram, path: str | os.PathLike) -> None:
     """
     _, states, *mask = program.example_inputs[0]
     names = ["input_ids", *(f"past.{name}" for name in states), *["attention_mask" for _ in mask]]
-    program = program.run_decompositions({torch.ops.aten.cummax.default: _cummax})
+    program = program.run_decompositions(DECOMPOSITIONS)
     outputs = ["logits", *(f"present.{name}" for name in states)]
     torch.onnx.export(program, dynamo=True, input_names=names, output_names=outputs, verbose=False).save(path)
