@@ -13,8 +13,7 @@ them, and checks that the tokens are those of `generate` of transformers.
 A .pt2 file is for torch: `torch.export.load`, see `load_pt2` below. It only has torch's own operators, except with
 `--chunk 0`: then prefill reads any number of tokens, and needs `import subquad_kernels` first. For C++ without Python,
 compile it by `torch._inductor.aoti_compile_and_package(torch.export.load(path), package_path=...)`. An .onnx file is
-for ONNX Runtime (`pip install onnxscript onnxruntime`), and takes about a minute to make. Each program has all the
-weights.
+for ONNX Runtime (`pip install "subquad[tools]"`), and takes about a minute to make. Each program has all the weights.
 
 The states of Avey, and of Raven with attention to the whole text, have room for `--max-cache-len` tokens.
 """
@@ -30,7 +29,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from shared import model_directory
+from shared import model_directory, require
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from subquad.torch_export import SHORTEST, export_program, initial_states, inline_operators, save_onnx
@@ -51,6 +50,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--chunk must be 0 or at least 2")
     if arguments.format == "onnx" and arguments.chunk == 0:
         parser.error("--chunk 0: an ONNX model reads a fixed number of tokens in a call")
+    if arguments.format == "onnx":
+        require("onnxscript", "onnxruntime", extra="tools")
     return arguments
 
 

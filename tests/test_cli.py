@@ -11,6 +11,7 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from PIL import Image
@@ -18,13 +19,14 @@ from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
 )
 from transformers.generation import GenerationMixin
 from visual_cases import save_visual
 
 import subquad
 from subquad import cli
-from subquad.cli.common import find_directory
+from subquad.cli.common import find_directory, find_model, load_reader
 from subquad.cli.generate import ABC_HEADER, character_streamer
 from subquad.info import describe, describe_preset
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer
@@ -303,6 +305,16 @@ def test_the_name_of_an_embedded_model_is_its_directory(tmp_path, monkeypatch):
     assert find_directory("finch-abc") == "finch-abc" and find_directory("nothing") == "nothing"
 
 
+def test_a_directory_comes_before_names(directory, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("finch-abc", "finch-1.6b"):
+        (tmp_path / name).symlink_to(directory)
+        assert find_model(name) == name
+        assert describe(name).hidden_size == 32
+    arguments = ["X:1\nK:D\n", "--greedy", "--max-new-tokens", 12, "--model"]
+    assert generate(capsys, *arguments, "finch-abc") == generate(capsys, *arguments, directory)
+
+
 @pytest.mark.parametrize("name", subquad.PRESETS)
 def test_the_numbers_of_a_preset_are_those_of_its_model(name):
     assert describe(name) == describe_preset(name), "run `python -m subquad.info`"
@@ -435,6 +447,15 @@ def test_convert_arguments(arguments, directory, tmp_path, capsys):
     assert arguments[1] in fails(capsys, 2, "convert", directory, tmp_path / "out", *arguments)
 
 
+def test_convert_speaks_of_options(directory, tmp_path, capsys):
+    line = fails(capsys, 2, "convert", directory, tmp_path / "out", "--grid-size", 2)
+    assert line.endswith(f"{directory}: --grid-size means nothing to the model type rwkv6.")
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv6", "head_size_divisor": "many"}')
+    # A field of a file is not an option.
+    line = fails(capsys, 1, "convert", directory, tmp_path / "out", "--config", tmp_path / "config.json")
+    assert "head_size_divisor" in line and "--head" not in line
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_terminated_conversion_leaves_nothing(number, directory, tmp_path, monkeypatch):
     from subquad_conversion.checkpoint import Checkpoint
@@ -523,6 +544,40 @@ def test_a_prompt_that_is_not_utf_8(prompt, directory, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
     line = fails(capsys, 2, "generate", prompt, "--model", directory)
     assert line == "subquad generate: error: the prompt is not UTF-8."
+
+
+def test_a_model_without_a_tokenizer(directory, tmp_path, capsys, monkeypatch):
+    """What is said about it can be done about it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bare").mkdir()
+    for file in directory.glob("*"):
+        if not file.name.startswith("tokenizer"):
+            (tmp_path / "bare" / file.name).write_bytes(file.read_bytes())
+    arguments = ["abc", "--model", "bare", "--greedy", "--max-new-tokens", 3]
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+        line = fails(capsys, 1, "generate", *arguments)
+    assert line.startswith("subquad generate: error: bare has no tokenizer; `subquad convert bare OUT --tokenizer ")
+    command = line.split("`")[1].replace("OUT", "whole").replace("CHOICE", "bytes")
+    assert cli.main(shlex.split(command)[1:]) == 0
+    capsys.readouterr()
+    arguments[2] = "whole"
+    assert generate(capsys, *arguments).startswith("abc")
+
+
+def test_an_adapter_takes_the_tokenizer_of_its_model(directory, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert not list((tmp_path / "adapter").glob("tokenizer*"))
+    arguments = ["X:1\nK:D\n", "--greedy", "--max-new-tokens", 12]
+    tokens = adapted.generate(**ByteTokenizer()(arguments[0], return_tensors="pt"), max_new_tokens=12, do_sample=False)
+    expected = ByteTokenizer().decode(tokens[0], skip_special_tokens=True)
+    assert generate(capsys, *arguments, "--model", tmp_path / "adapter") == expected + "\n"
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = "its own"
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    assert load_reader(AutoTokenizer, "adapter", tmp_path / "adapter").chat_template == "its own"
 
 
 def test_generate_equals_the_library(directory, capsys):
@@ -696,7 +751,7 @@ def test_generate_failures_are_one_line(tmp_path, capsys):
     assert "has no `config.json`" in fails(capsys, 1, "generate", "x", "--model", tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "rwkv6"}')
     line = fails(capsys, 1, "generate", "x", "--model", tmp_path)
-    assert line.startswith(f"subquad generate: error: {tmp_path} has no rwkv_vocab_v20230424.txt, the vocabulary of ")
+    assert line.startswith(f"subquad generate: error: {tmp_path} has no tokenizer; ")
 
 
 def test_interruption(monkeypatch, capsys):

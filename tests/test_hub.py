@@ -314,6 +314,8 @@ def test_refusals(tmp_path, monkeypatch):
     for name, text in (("broken", "{"), ("list", "[]")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     tiny_model("rwkv5").save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     next((tmp_path / "sharded").glob("model-00002*")).unlink()
     for directory, destination, message in (
@@ -321,6 +323,7 @@ def test_refusals(tmp_path, monkeypatch):
         (tmp_path / "llama", "new", "`model_type` is 'llama'; known are avey, .*rwkv5, rwkv6"),
         (tmp_path / "pickled", "new", "no weights in safetensors; `subquad convert` reads pytorch_model.bin"),
         (tmp_path / "broken", "new", "config.json is not valid JSON: "),
+        (tmp_path / "adapter", "new", r"adapter holds an adapter, not a model.*`merge_and_unload\(\)`"),
         (tmp_path / "list", "new", "config.json must hold a JSON object"),
         (tmp_path / "sharded", "new", "index.json names files that are not there: model-00002-of"),
         (source, "taken", "taken exists already and is not an empty directory"),

@@ -343,7 +343,7 @@ def test_force(directory, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
         line = refused(capsys, 2, *arguments, "--mark", "1378")
-    assert line == f"{tmp_path / 'effective_lengths.png'} exists already; --force (`force=True`) replaces it."
+    assert line == f"{tmp_path / 'effective_lengths.png'} exists already; --force replaces it."
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert run(*arguments, "--mark", "1378", "--force") == 0
     assert before.keys() == set(tmp_path.iterdir())
@@ -382,11 +382,11 @@ def test_standard_input(directory, tmp_path, monkeypatch):
             ["--layers", "0,x"],
             "argument --layers: must be whole numbers, separated by commas and at least 0, got '0,x'",
         ),
-        (["--layers", "1"], "`layers`: layer 1 is softmax attention, which has no slots"),
-        (["--layers", "7"], "`layers` must be numbers from 0 to 2, got 7."),
-        (["--heads", "0,3"], "`heads` must be numbers from 0 to 2, got 3."),
+        (["--layers", "1"], "--layers: layer 1 is softmax attention, which has no slots"),
+        (["--layers", "7"], "--layers must be numbers from 0 to 2, got 7."),
+        (["--heads", "0,3"], "--heads must be numbers from 0 to 2, got 3."),
         (["--heads", ""], "argument --heads: must be whole numbers, separated by commas"),
-        (["--mark", "1379"], "`mark`: no token of the prompt has a part of '1379'."),
+        (["--mark", "1379"], "--mark: no token of the prompt has a part of '1379'."),
         (["--threshold", "0.4"], "argument --threshold: must be above 0.5 and at most 1, got '0.4'"),
         (["--device", "abacus"], "device 'abacus' cannot be used"),
         (["--model", "nowhere"], "'nowhere' is not an embedded model, not a directory"),

@@ -251,7 +251,7 @@ def test_generate_prints_what_is_no_tune(tmp_path, capsys):
         (["--midi", "x.wav"], 2, "x.wav must end in .mid or .midi."),
         (["--score", "x.png"], 2, "x.png must end in .svg."),
         (["--score", "nowhere/x.svg"], 2, "nowhere is not a directory."),
-        (["--midi", "there.mid"], 2, "there.mid exists already; --force (`force=True`) replaces it."),
+        (["--midi", "there.mid"], 2, "there.mid exists already; --force replaces it."),
         (["--score", "folder.svg", "--force"], 2, "folder.svg is a directory."),
         (["--midi", "x.mid", "--model", "without verovio"], 1, '`pip install "subquad[music]"`'),
     ],

@@ -101,6 +101,13 @@ def test_errors(tmp_path):
     ):
         with pytest.raises(Exception, match=error):
             processor.apply_chat_template([message])
+    question = {"role": "user", "content": "A"}
+    weather = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    with pytest.raises(Exception, match="not trained with tools; leave out `tools`"):
+        processor.apply_chat_template([question], tools=[weather])
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
+    with pytest.raises(Exception, match="not trained with tools; leave out `tool_calls`"):
+        processor.apply_chat_template([question, call])
     with pytest.raises(ValueError, match="`image_seq_length` must be at least 1, got 0"):
         make_processor(image_seq_length=0)
 

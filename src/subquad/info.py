@@ -116,16 +116,18 @@ def describe_preset(name: str) -> ModelInfo:
 
 def describe(name_or_path: str) -> ModelInfo:
     """
-    The numbers of a preset, an embedded model, a model directory, or a checkpoint that can be converted.
-    A name takes precedence over a directory of the same name; `./name` is always a path.
+    The numbers of a model directory, a preset, an embedded model, or a checkpoint that can be converted. A directory
+    comes before a preset or an embedded model of the same name.
 
     Raises:
         UnknownModelError: if it is none of these.
         ValueError: if a directory or file exists but cannot be read.
     """
-    if name_or_path in PRESETS:
-        return ModelInfo(**json.loads(PRESET_NUMBERS.read_text(encoding="utf-8"))[name_or_path])
-    path = embedded_model(name_or_path) or Path(name_or_path)
+    path = Path(name_or_path)
+    if not path.is_dir():
+        if name_or_path in PRESETS:
+            return ModelInfo(**json.loads(PRESET_NUMBERS.read_text(encoding="utf-8"))[name_or_path])
+        path = embedded_model(name_or_path) or path
     if path.is_dir():
         return _describe_directory(name_or_path, path)
     if path.is_file():

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from .foreign_files import listed, read_json, reading
 from .models import REGISTRY
@@ -41,6 +42,7 @@ def model_type_of(directory: Path) -> str:
     """
     path = directory / "config.json"
     if not path.is_file():
+        _check_not_adapter(directory)
         raise ValueError(f"{directory} has no `config.json`: it is not a model directory.")
     model_type = read_json(path).get("model_type")
     if not isinstance(model_type, str) or model_type not in REGISTRY:
@@ -59,6 +61,7 @@ def weights_of(directory: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
+        _check_not_adapter(directory)
         pickled = pickled_weights(directory)
         hint = f"; `subquad convert` reads {pickled[0].name}" if pickled else ""
         raise ValueError(f"{directory} has no weights in safetensors{hint}.")
@@ -66,6 +69,14 @@ def weights_of(directory: Path) -> list[Path]:
     if missing := [name for name in shards if not (directory / name).is_file()]:
         raise ValueError(f"{index} names files that are not there: {', '.join(missing)}.")
     return [index, *(directory / name for name in shards)]
+
+
+def _check_not_adapter(directory: Path) -> None:
+    if (directory / ADAPTER_CONFIG_NAME).is_file():
+        raise ValueError(
+            f"{directory} holds an adapter, not a model. PEFT's `merge_and_unload()` returns the model with the "
+            "adapter in it, if it can be merged: save that, with its tokenizer."
+        )
 
 
 def check_model(directory: str | os.PathLike, values: bool = True) -> PreTrainedConfig:

@@ -60,7 +60,7 @@ def check_files(
         if path.is_dir():
             raise ValueError(f"{path} is a directory.")
         if not force and path.exists():
-            raise ValueError(f"{path} exists already; --force (`force=True`) replaces it.")
+            raise ValueError(f"{path} exists already; `force=True` replaces it.")
 
 
 def write(

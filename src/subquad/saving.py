@@ -17,6 +17,21 @@ class SavedPreTrainedModel(PreTrainedModel):
     # A rank would begin its part of the sequence with an empty state.
     _supports_context_parallel = False
 
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
+        """
+        As in transformers, which would load a kernel for a model that never calls it.
+
+        Raises:
+            ValueError: if the model has none of transformers' attention functions, and one is asked for.
+        """
+        has_choice = self._supports_sdpa or self._supports_flash_attn or self._supports_flex_attn
+        if not has_choice and attn_implementation not in (None, "eager"):
+            raise ValueError(
+                f"`attn_implementation` must be left out or 'eager', got {attn_implementation!r}: "
+                f"{type(self).__name__} does not use the attention functions of transformers."
+            )
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
     def post_init(self) -> None:
         """
         As in transformers. In a model to be quantised the layers below the head become plain ones: bitsandbytes'

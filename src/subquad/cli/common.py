@@ -1,15 +1,16 @@
 """What several commands do before and around their work."""
 
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..foreign_files import one_line
+from ..foreign_files import one_line, reading
 
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ class UsageError(ValueError):
 
 def find_model(name: str) -> Path | str:
     """
-    The directory of an embedded model, or `name` if it is a directory or may be a model on the Hub.
+    `name` if it is a directory or may be a model on the Hub, or the directory of the embedded model of that name. A
+    directory of one's own comes first.
 
     Raises:
         UsageError: if it cannot be any of these.
@@ -30,8 +32,10 @@ def find_model(name: str) -> Path | str:
     from ..info import embedded_model
     from ..presets import PRESETS
 
+    if os.path.isdir(name):
+        return name
     path = embedded_model(name)
-    if path is None and not os.path.isdir(name):
+    if path is None:
         if name in PRESETS:
             raise UsageError(f"{name} is a preset, which is sizes without weights; --model needs a trained model.")
         if os.path.isfile(name):
@@ -66,6 +70,56 @@ def find_directory(name: str) -> str:
     from ..info import embedded_model
 
     return name if os.path.exists(name) else str(embedded_model(name) or name)
+
+
+def load_reader(auto_class: type, name: str, path: Path | str) -> Any:
+    """
+    The tokenizer of a model, or its processor, as the Auto class says. For an adapter without one, it is that of the
+    model that the adapter was trained on.
+
+    Args:
+        name: the model, as the user calls it.
+        path: what [`find_model`] found.
+
+    Raises:
+        ValueError: if there is no tokenizer, or it cannot be read.
+    """
+    from transformers.utils.hub import cached_file
+
+    from subquad_conversion.tokenizer_files import VOCABULARIES
+
+    from ..weight_files import QUIET, adapted_model
+
+    def has_tokenizer(path):
+        return any(cached_file(os.fspath(path), file, **QUIET) for file in ("tokenizer_config.json", *VOCABULARIES))
+
+    with reading(name, "the tokenizer"):
+        if not has_tokenizer(path) and not has_tokenizer(path := adapted_model(path, {})):
+            raise ValueError(
+                f"{name} has no tokenizer; `subquad convert {path} OUT --tokenizer CHOICE` makes a model directory "
+                "with one, where CHOICE is rwkv-world, bytes or a directory that has a tokenizer."
+            )
+        return auto_class.from_pretrained(path, trust_remote_code=False)
+
+
+@contextmanager
+def naming_options(*names: str) -> Iterator[None]:
+    """
+    Lets errors of the library speak of options instead of arguments: of --grid-size instead of `grid_size`, of --force
+    instead of `force=True`.
+
+    Raises:
+        UsageError: in place of an error that names one of these arguments.
+    """
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        for name in names:
+            message = re.sub(f"`{name}(=True)?`", f"--{name.replace('_', '-')}", message)
+        if message == str(error):
+            raise
+        raise UsageError(message) from error
 
 
 def read_prompt(prompt: str) -> str:

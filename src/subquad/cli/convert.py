@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 
 from ..foreign_files import naming
 from .arguments import DTYPES, positive_int, size
-from .common import signals_raise
+from .common import naming_options, signals_raise
 
 
 SUMMARY = "make a model directory from a checkpoint"
@@ -82,7 +82,10 @@ def run(args: Namespace) -> None:
     from ..info import format_bytes
     from ..models import REGISTRY
 
-    with signals_raise(), naming(args.source):
+    names = ("head_size_divisor", "vision_tower", "grid_size")
+    # Those that are not given are fields of a configuration in the messages.
+    given = [name for name in names if getattr(args, name) is not None]
+    with signals_raise(), naming_options(*given), naming(args.source):
         report = convert(
             args.source,
             args.dest,

@@ -8,7 +8,15 @@ from pathlib import Path
 
 from ..foreign_files import reading
 from .arguments import add_dtype_and_device, positive_int, probability, seed, temperature
-from .common import UsageError, find_model, read_prompt, signals_raise, usable_device
+from .common import (
+    UsageError,
+    find_model,
+    load_reader,
+    naming_options,
+    read_prompt,
+    signals_raise,
+    usable_device,
+)
 
 
 DEFAULT_MODEL = "finch-abc"
@@ -48,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--model",
         default=DEFAULT_MODEL,
         metavar="MODEL",
-        help="name of an embedded model, a model directory, or a model on the Hub (default: %(default)s)",
+        help="a model directory, the name of an embedded model, or a model on the Hub (default: %(default)s)",
     )
     add(
         "--max-new-tokens",
@@ -122,8 +130,7 @@ def run(args: Namespace) -> None:
     auto_class = _auto_class(args, path)
     device = usable_device(args.device)
     reader = transformers.AutoProcessor if args.image else transformers.AutoTokenizer
-    with reading(args.model, "the tokenizer"):
-        reader = reader.from_pretrained(path, trust_remote_code=False)
+    reader = load_reader(reader, args.model, path)
     tokenizer = getattr(reader, "tokenizer", reader)
     opening = end = ""
     if chat:
@@ -189,7 +196,8 @@ def _check_music(args: Namespace) -> None:
 
     music.require_music()
     try:
-        music.check_files(args.midi, args.score, args.force)
+        with naming_options("force"):
+            music.check_files(args.midi, args.score, args.force)
     except ValueError as error:
         raise UsageError(error) from error
 

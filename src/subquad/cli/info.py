@@ -10,7 +10,7 @@ DESCRIPTION = """\
 Print the sizes of a model and the cost of a token. The weights are not loaded. Without NAME, list the embedded models
 and the presets.
 
-NAME is a preset, an embedded model, a model directory, or a checkpoint that `subquad convert` reads. FLOPs are counted
+NAME is a model directory, a preset, an embedded model, or a checkpoint that `subquad convert` reads. FLOPs are counted
 as in appendix E of the paper "Eagle and Finch" (arXiv:2404.05892). For Avey they are those of the matrix products of a
 full window; for Avey-B those of a token in a full split; for Raven and Gecko those of the matrix products, of full
 attention windows and of the memories.

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from .arguments import add_dtype_and_device, majority, numbers, numbers_or_all
-from .common import UsageError, find_model, read_prompt, signals_raise, usable_device
+from .common import UsageError, find_model, load_reader, naming_options, read_prompt, signals_raise, usable_device
 
 
 SUMMARY = "show what the slots of a Raven hold after a text"
@@ -78,12 +78,13 @@ def run(args: Namespace) -> None:
     inspection = inspectable[model_type].load_inspection()
     inspection.require_matplotlib()
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    tokenizer = load_reader(AutoTokenizer, args.model, path)
     try:  # everything that can be wrong is checked before the weights are loaded
-        layers = inspection.choose_layers(config, args.layers)
-        heads = inspection.choose_heads(config, args.heads)
-        inspection.read_prompt(tokenizer, prompt, args.mark)
-        inspection.check_directory(args.out, inspection.file_names(layers, heads), args.force)
+        with naming_options("layers", "heads", "mark", "force"):
+            layers = inspection.choose_layers(config, args.layers)
+            heads = inspection.choose_heads(config, args.heads)
+            inspection.read_prompt(tokenizer, prompt, args.mark)
+            inspection.check_directory(args.out, inspection.file_names(layers, heads), args.force)
     except ValueError as error:
         raise UsageError(error) from error
     device = usable_device(args.device)

@@ -415,7 +415,7 @@ def check_directory(directory: str | os.PathLike, names: Sequence[str], force: b
         raise ValueError(f"{directory} is not a directory.")
     for name in names:
         if not force and (directory / name).exists():
-            raise ValueError(f"{directory / name} exists already; --force (`force=True`) replaces it.")
+            raise ValueError(f"{directory / name} exists already; `force=True` replaces it.")
 
 
 def save(inspection: Inspection, directory: str | os.PathLike, force: bool = False) -> list[str]:

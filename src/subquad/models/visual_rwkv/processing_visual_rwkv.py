@@ -14,9 +14,13 @@ from ...processing import SavedProcessor
 # colon: the space belongs to the first token of the answer.
 CHAT_TEMPLATE = r"""
 {%- set names = {'system': 'System', 'user': 'User', 'assistant': 'Assistant'} -%}
+{%- if tools -%}{{- raise_exception('The model was not trained with tools; leave out `tools`.') -}}{%- endif -%}
 {%- for message in messages -%}
     {%- if message.role not in names -%}
         {{- raise_exception('The role ' ~ message.role ~ ' is none of system, user and assistant.') -}}
+    {%- endif -%}
+    {%- if message.tool_calls -%}
+        {{- raise_exception('The model was not trained with tools; leave out `tool_calls`.') -}}
     {%- endif -%}
     {%- set content = message.content or '' -%}
     {%- if content is not string -%}
