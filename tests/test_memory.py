@@ -1,21 +1,16 @@
 """Memory does not grow with the number of calls of `generate`, whatever their lengths."""
 
 import random
-import resource
 
 import pytest
 import torch
+from resident_memory import resident_memory
 from transformers import AutoModelForCausalLM
 
 import subquad
 
 
 NAMES = ("avey-abc", "eagle-abc", "finch-abc", "gecko-abc", "raven-abc")
-
-
-def resident_memory() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def growth(name: str, settling: int, calls: int, longest: int) -> int:

@@ -16,7 +16,7 @@ from .formats import Format, Found, Reading, Shape, Take, Tensors, count_blocks,
 
 
 EMBEDDINGS, HEAD = "rwkv7.emb.weight", "head.weight"
-# Where each size is read: tensor, axis. The first block has no mixing of values.
+# Where each size is read: tensor, axis. The first block does not mix values: that rank is read in the second one.
 PLACES = {
     "vocab_size": (EMBEDDINGS, 0),
     "hidden_size": (EMBEDDINGS, 1),

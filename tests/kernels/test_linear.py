@@ -1,9 +1,8 @@
 """The product of a linear layer is that of torch, whichever library computes it."""
 
-import resource
-
 import pytest
 import torch
+from resident_memory import resident_memory
 from torch import nn
 
 from subquad_kernels import linear
@@ -76,8 +75,3 @@ def test_memory_does_not_grow_with_the_number_of_lengths():
         for length in lengths:
             linear(x[:length], layer.weight)
         assert resident_memory() - before < 50e6
-
-
-def resident_memory() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()

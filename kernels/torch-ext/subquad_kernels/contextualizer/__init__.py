@@ -26,8 +26,8 @@ def contextualizer(
         out = gate * ((tril(v) * cos) x),    cos_ij = y_i · y_j,    y_i = x_i / sqrt(sum(x_i²) + 1e-8)
 
     The C rows of x are the first C - R rows of `prefix`, the same in every window, followed by the R rows of z. Norms
-    and sums are float32 (float64 if z is), also under autocast; products have the dtype of z. z and gate are not
-    copied if the values of a row are adjacent in memory and there is no prefix. The (C, C) weights of a few windows
+    and sums are float32 (float64 if z is), also under autocast; products have the dtype of z. If there is no prefix
+    and the values of each row are adjacent in memory, z and gate are not copied. The (C, C) weights of a few windows
     at a time take a few dozen MiB. They are not kept for the backward pass, which keeps only the arguments.
 
     Args:

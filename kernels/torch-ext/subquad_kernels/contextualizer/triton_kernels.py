@@ -14,7 +14,7 @@ the gradient of row j, which is a query and is read by later queries, is
     sum_i A_ij g_i  +  sum_i E_ij x_i  +  sum_k E_jk x_k  -  n_j² t_j x_j
 
 A window has `lead` places before its first row, so that the first query begins a tile. A matrix in memory has one row
-for each query and one column for each place. It is zero where there is no weight.
+for each query and one column for each place. Entries without a weight are zero.
 """
 
 import math

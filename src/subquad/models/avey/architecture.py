@@ -55,7 +55,7 @@ AVEY = Architecture(
         tensor_parallel="linear layers",
         export="prefill and decoding; not in ONNX, which cannot sort as it does",
         lm_eval="yes; exact with batch size 1, because lm-eval pads without a mask",
-        state_tuning="no: it keeps all embeddings and has no state",
+        state_tuning="no: it has no state, only the embeddings of all tokens",
     ),
     # Appendix A of "Don't Pay Attention" (arXiv:2506.11305).
     presets={
