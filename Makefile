@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: demo test test-fast test-slow fuzz test-vllm lint bench gpu report kernels
+.PHONY: demo test test-fast test-slow fuzz test-vllm lint bench gpu report docs kernels
 
 demo: $(VENV)/.installed
 	$(BIN)/subquad generate --seed 1
@@ -44,6 +44,10 @@ gpu: $(VENV)/.installed-dev
 
 report: $(VENV)/.installed-inspect
 	$(BIN)/python -m examples.evaluation report $(ARGS)
+
+# The site, in build/docs. A warning is an error: a broken link, an unknown name, an equation that cannot be read.
+docs: $(VENV)/.installed-dev
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -j auto docs build/docs $(ARGS)
 
 kernels:
 	rm -rf build/kernels

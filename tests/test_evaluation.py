@@ -258,14 +258,14 @@ def test_the_report_has_what_was_measured_and_how_to_measure_the_rest(calls, tmp
 
 
 def test_the_report_has_the_models_that_come_with_the_package():
-    zoo = report.zoo()
+    _, rows = report.embedded_models()
     cards = sorted(report.EMBEDDED.glob("*/README.md"))
-    assert len(cards) == zoo.count("<tr>") - 1 >= 1
+    assert len(cards) == len(rows) >= 1
     for path in cards:
         card = path.read_text(encoding="utf-8")
-        row = zoo.partition(f"<tr><td>{path.parent.name}</td>")[2].partition("</tr>")[0]
+        [row] = [row for row in rows if row[0] == path.parent.name]
         for text in (r"([\d,]+) parameters", r"\| validation loss \| (.+) \|", r"valid tunes?[^|]* \| (.+) \|"):
-            assert f">{re.search(text, card)[1]}</td>" in row
+            assert re.search(text, card)[1] in row
 
 
 @pytest.fixture(scope="module")

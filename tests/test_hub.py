@@ -232,15 +232,14 @@ def test_code_of_a_repository(model_type, tmp_path):
         assert done.returncode == 0, done.stdout
 
 
-def test_the_readme_runs_as_printed(tmp_path, python_elsewhere, monkeypatch, capsys):
-    readme = (Path(__file__).parent.parent / "README.md").read_text().partition("## Share it")[2]
-    commands, code = re.findall(r"```\w*\n(.*?)```", readme, re.DOTALL)[:2]
-    export = shlex.split(commands.splitlines()[0])
-    (tmp_path / "finch-1b6").symlink_to(subquad.embedded_model("finch-abc"))  # which is there, and a Finch
+def test_the_page_about_sharing_runs_as_printed(tmp_path, python_elsewhere, monkeypatch, capsys):
+    page = (Path(__file__).parent.parent / "docs/how-to/share.md").read_text()
+    [command] = re.findall(r"^subquad export .*$", page, re.MULTILINE)
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    assert export[0] == "subquad" and main(export[1:]) == 0
-    assert "Wrote ./finch-1b6-repository:" in capsys.readouterr().out
-    assert run(python_elsewhere, tmp_path, code).startswith("The Eiffel tower is in")
+    assert main(shlex.split(command)[1:]) == 0
+    assert "Wrote ./finch-abc-repository:" in capsys.readouterr().out
+    assert run(python_elsewhere, tmp_path, code).startswith("X:1")
 
 
 def test_what_goes_along(tmp_path):

@@ -123,8 +123,8 @@ def image(name: str, figure: Figure, record: dict[str, Any]) -> str:
     return f'<figure><img alt="{alt}" src="data:image/svg+xml;base64,{data}"></figure>'
 
 
-def zoo() -> str:
-    """The table of the embedded models: their sizes, and the measurements on their cards."""
+def embedded_models() -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table of the embedded models: their sizes, and the measurements on their cards."""
     measured = {}
     for path in sorted(EMBEDDED.glob("*/README.md")):
         section = path.read_text(encoding="utf-8").partition("\n## Measured\n")[2].partition("\n## ")[0]
@@ -132,7 +132,7 @@ def zoo() -> str:
         measured[path.parent.name] = {"parameters": f"{describe(path.parent.name).parameters:,}", **dict(lines)}
     labels = list(dict.fromkeys(label for card in measured.values() for label in card))
     rows = [[name, *(card.get(label, "") for label in labels)] for name, card in measured.items()]
-    return table("Models that come with the package", ["model", *labels], rows)
+    return ["model", *labels], rows
 
 
 def facts(record: dict[str, Any], origin: str) -> str:
@@ -205,7 +205,7 @@ def write_report(out: Path) -> Path:
 <section id="zoo" aria-labelledby="zoo-title">
 <h2 id="zoo-title">The models that come with the package</h2>
 <p>{prose(ABOUT_ZOO)}</p>
-{zoo()}
+{table("Models that come with the package", *embedded_models())}
 </section>
 {chr(10).join(sections)}
 </main>

@@ -1,16 +1,8 @@
-"""
-The tables of the README that say what works with which architecture, made from the descriptors.
+"""The tables of the documentation that say what works with which architecture, made from the descriptors."""
 
-    python -m subquad.support README.md    # writes the tables into a file, between their markers
-"""
-
-import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from .architecture import Architecture
-from .models import REGISTRY
 
 
 def _auto_classes(architecture: Architecture) -> str:
@@ -29,7 +21,7 @@ def _field(name: str) -> Callable[[Architecture], str]:
     return lambda architecture: getattr(architecture.support, name)
 
 
-# Marker to rows; a row is what works and the cell of an architecture.
+# Table to rows; a row is what works and the cell of an architecture.
 TABLES: dict[str, dict[str, Callable[[Architecture], str]]] = {
     "models": {
         "`AutoModel...`": _auto_classes,
@@ -58,31 +50,6 @@ TABLES: dict[str, dict[str, Callable[[Architecture], str]]] = {
 }
 
 
-def table(marker: str) -> str:
-    """One of the tables, in Markdown: a column for each architecture."""
-    architectures = list(REGISTRY.values())
-    header = ["", *(architecture.title for architecture in architectures)]
-    rows = [[what, *map(cell, architectures)] for what, cell in TABLES[marker].items()]
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def with_tables(text: str) -> str:
-    """
-    A text with the tables between their markers, `<!-- table: models -->` and `<!-- end of table -->`.
-
-    Raises:
-        ValueError: if a marker is missing.
-    """
-    for marker in TABLES:
-        pattern = re.compile(rf"(<!-- table: {marker} -->\n).*?(\n<!-- end of table -->)", re.DOTALL)
-        text, found = pattern.subn(lambda match, marker=marker: f"{match[1]}{table(marker)}{match[2]}", text)
-        if not found:
-            raise ValueError(f"There is no `<!-- table: {marker} -->` with an end.")
-    return text
-
-
-if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        path = Path(argument)
-        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+def rows(table: str, architecture: Architecture) -> list[tuple[str, str]]:
+    """What works with one architecture: the rows of a table, and what each says of it."""
+    return [(what, cell(architecture)) for what, cell in TABLES[table].items()]

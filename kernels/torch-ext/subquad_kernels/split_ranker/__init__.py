@@ -88,10 +88,9 @@ def split_ranker(
         backend: see [`maxsim`].
 
     Returns:
-        index (B, T, k - 1), int64: the chosen splits in that order. If there are fewer candidates, the first entries
-            are -1.
-        weights (B, T, k - 1) in the dtype of the scores: 0 for these entries, and if the score to divide by is 0.
-        scores (B, T, M).
+        index (B, T, k - 1), int64, the chosen splits in that order. If there are fewer candidates, the first entries
+        are -1. Then weights (B, T, k - 1) in the dtype of the scores, which are 0 for these entries, and if the score
+        to divide by is 0. Then scores (B, T, M).
 
     Raises:
         ValueError: if an argument does not fit, before any work.

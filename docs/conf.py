@@ -1,0 +1,75 @@
+"""How Sphinx builds the site: `make docs`."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import generated
+
+import subquad
+
+
+os.environ["COLUMNS"] = "100"  # the width of the commands' help
+
+project = "subquad"
+author = "The authors of subquad"
+copyright = "the authors of subquad"
+version = release = subquad.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "mathml",
+]
+exclude_patterns = ["_build", "_generated", "jupyter_execute"]
+templates_path = ["_templates"]
+html_theme = "furo"
+html_title = "subquad"
+html_static_path = ["_static"]
+html_css_files = ["subquad.css"]
+html_extra_path = ["_generated/llms.txt"]
+html_theme_options = {"navigation_with_keys": True}
+pygments_style, pygments_dark_style = "friendly", "native"
+myst_enable_extensions = ["colon_fence", "dollarmath", "deflist", "attrs_inline"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"
+html_math_renderer = "mathml"
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+autodoc_typehints = "none"  # the docstrings say more than the annotations
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_inherit_docstrings = False
+napoleon_google_docstring, napoleon_numpy_docstring = True, False
+napoleon_use_rtype = napoleon_use_param = False
+default_role = "code"
+
+REFERENCE = re.compile(r"\[`([\w.]+)`\]")
+
+
+def make_markup(app, what, name, obj, options, lines):
+    """Docstrings write [`name`] where they mean another object, and indent equations, as those of transformers do."""
+    out = []
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if line.strip() and out and not out[-1].strip():
+            before = next((other for other in reversed(out) if other.strip()), line)
+            if indent > len(before) - len(before.lstrip()):
+                out += ["::", ""] if indent <= 4 else [" " * (indent - 4) + "::", ""]
+        out.append(REFERENCE.sub(r":py:obj:`\1`", line))
+    lines[:] = out
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", make_markup, priority=400)
+    generated.write(Path(app.srcdir) / "_generated")

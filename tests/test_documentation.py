@@ -1,0 +1,81 @@
+"""Every block of code in the README and on the site runs, in the order of its page, or says why it does not."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from cases import tiny_config
+from markdown_it import MarkdownIt
+from PIL import Image
+from transformers import AutoModelForCausalLM
+from visual_cases import save_visual
+
+import subquad
+from subquad.cli import main
+from subquad_tokenizers import RwkvWorldTokenizer
+
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "_generated" not in path.parts)]
+REASON = re.compile(r"<!-- not run: (.+) -->\s*")
+LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
+# What is shown and not run: output, and files that a reader writes.
+NO_CODE = {"text", "yaml", "json", "dockerfile"}
+
+
+def blocks(page):
+    """The language, the code and the reason not to run it of each block of a page; not the directives of the site."""
+    found, reason = [], None
+    for token in MarkdownIt().parse(page.read_text(encoding="utf-8")):
+        if token.type == "fence" and not token.info.startswith("{"):
+            found.append((token.info, token.content, reason))
+        match = REASON.fullmatch(token.content) if token.type == "html_block" else None
+        reason = match and match[1]
+    return found
+
+
+def runnable(page):
+    return [(language, code) for language, code, reason in blocks(page) if not reason and language not in NO_CODE]
+
+
+def each(pages):
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """What the pages call `./finch-1b6`, `photo.jpg`, ...: tiny models of the same architecture, and a picture."""
+    path = tmp_path_factory.mktemp("pages")
+    (path / "finch-1b6").symlink_to(subquad.embedded_model("finch-abc"))
+    tokenizer = RwkvWorldTokenizer(model_type="rwkv7")
+    AutoModelForCausalLM.from_config(tiny_config("rwkv7", vocab_size=65536)).save_pretrained(path / "goose-0.4b")
+    tokenizer.save_pretrained(path / "goose-0.4b")
+    save_visual(path / "visual-1b6")
+    Image.new("RGB", (64, 48), "orange").save(path / "photo.jpg")
+    return path
+
+
+@each(PAGES)
+def test_blocks_have_a_language_and_links_a_target(page):
+    for language, code, reason in blocks(page):
+        assert language in {"python", "bash", *NO_CODE}, code
+        assert reason is None or language not in NO_CODE, code
+    text = page.read_text(encoding="utf-8")
+    for target, _ in LINK.findall(text):
+        if target and not target.startswith(("http:", "https:", "mailto:")):
+            assert (page.parent / target).exists(), target
+
+
+@each([page for page in PAGES if runnable(page)])
+def test_the_code_of_a_page_runs(page, directory, monkeypatch, capsys):
+    monkeypatch.chdir(directory)
+    namespace = {}
+    for language, code in runnable(page):
+        if language == "python":
+            exec(compile(code, page.name, "exec"), namespace)
+            continue
+        for command, *arguments in filter(None, (shlex.split(line, comments=True) for line in code.splitlines())):
+            assert command == "subquad", f"{page.name} runs {command}: say why not, in a comment"
+            assert main(arguments) == 0, capsys.readouterr().err
