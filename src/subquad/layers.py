@@ -28,7 +28,9 @@ class ReluSquared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        y = x.relu().square_()
+        y = x.relu()
+        # Dynamo of torch 2.11 loses the gradient of what a traced forward pass has written over.
+        y = y.square() if torch.compiler.is_compiling() else y.square_()
         ctx.save_for_backward(y)
         return y
 

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from cases import VOCABULARY, assert_same_states, random_ids, tiny_config, tiny_model
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch._dynamo import lookup_backend
 from transformers import AutoModel, AutoModelForCausalLM
 
 from subquad import AveyForCausalLM
+from subquad.layers import ReluSquared
 from subquad.models.avey import layout_avey
 
 
@@ -296,6 +298,23 @@ def test_compiled_documents(use_cache):
     torch.testing.assert_close(out.logits, expected.logits, atol=1e-4, rtol=1e-4)
     if use_cache:
         assert_same_states(out.past_key_values, expected.past_key_values)
+
+
+def test_compiled_activation_writes_over_nothing():
+    # Dynamo of torch 2.11 makes an output of each tensor of an autograd function. Two names of one tensor then share
+    # a gradient, which it gives to the wrong one.
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    torch.compiler.reset()
+    x = torch.linspace(-2, 2, 5, requires_grad=True)
+    torch.compile(lambda x: ReluSquared.apply(x), fullgraph=True, backend=backend)(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.tensor([0.0, 0.0, 0.0, 2.0, 4.0]))
+    forward = graphs[0].fwd_body_0.graph
+    assert not [x for x in forward.nodes if x.op == "call_method" and x.target.endswith("_")]
 
 
 # The cache.
