@@ -30,7 +30,7 @@ extensions = [
     "sphinx_design",
     "mathml",
 ]
-exclude_patterns = ["_build", "_generated", "jupyter_execute"]
+exclude_patterns = ["_generated", "playground"]
 templates_path = ["_templates"]
 html_theme = "furo"
 html_title = "subquad"
