@@ -94,7 +94,7 @@ def read_help(capsys, *arguments):
 def test_help_lists_the_commands(capsys):
     text = " ".join(read_help(capsys).split())
     assert all(f"{name} {module.SUMMARY}" in text for name, module in cli.COMMANDS.items())
-    assert set(cli.COMMANDS) == {"generate", "convert", "info", "export", "push", "run", "inspect-memory"}
+    assert set(cli.COMMANDS) == {"generate", "convert", "info", "export", "push", "run", "inspect-memory", "doctor"}
 
 
 @pytest.mark.fast

@@ -73,6 +73,26 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
     return backend
 
 
+def explain_backend(operator: str, available: tuple[str, ...], device: torch.device) -> tuple[str, str]:
+    """
+    The implementation that float32 tensors on that device get by default, and why. For other arguments see
+    [`choose_backend`], whose errors this raises too.
+    """
+    chosen = choose_backend(operator, "auto", available, torch.empty(0, device=device))
+    if forced := os.environ.get("SUBQUAD_BACKEND"):
+        return chosen, f"SUBQUAD_BACKEND={forced}"
+    if chosen == "eager":
+        return chosen, f"Triton does not run on a device of type {device.type}"
+    if "triton" not in available:
+        return "eager", "there are no kernels for it"
+    if not _HAS_TRITON:
+        return "eager", "the package triton is not installed"
+    if not _capable(device):
+        return "eager", "the kernels need compute capability 8.0"
+    failed = [reason for name, reason in _warned if name == operator]
+    return ("eager", failed[0]) if failed else ("triton", "the GPU is supported")
+
+
 def dispatch(operator: str, backend: str, x: torch.Tensor, triton: Callable[[], Any], eager: Callable[[], Any]) -> Any:
     """
     Calls the implementation that [`choose_backend`] returned. `"auto"` means Triton on a device that it supports. If a

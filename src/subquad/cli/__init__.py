@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..foreign_files import one_line
-from . import convert, export, generate, info, inspect_memory, push, run
+from . import convert, doctor, export, generate, info, inspect_memory, push, run
 from .common import UsageError
 
 
@@ -24,6 +24,7 @@ COMMANDS = {
     "push": push,
     "run": run,
     "inspect-memory": inspect_memory,
+    "doctor": doctor,
 }
 
 
@@ -32,15 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Runs the command line.
 
     Returns:
-        0; 1 if the command failed; 2 if the arguments are wrong; 130 after Ctrl-C; 141 if the reader of the output
-        closed it.
+        0; 1 if the command failed, or found something wrong; 2 if the arguments are wrong; 130 after Ctrl-C; 141 if
+        the reader of the output closed it.
     """
     args = build_parser().parse_args(argv)
     debug = args.debug or os.environ.get("SUBQUAD_DEBUG", "0") not in ("", "0")
     try:
-        COMMANDS[args.command].run(args)
+        status = COMMANDS[args.command].run(args)
         sys.stdout.flush()
-        return 0
+        return status or 0
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
