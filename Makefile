@@ -47,7 +47,7 @@ report: $(VENV)/.installed-inspect
 
 # The site, in build/docs. A warning is an error: a broken link, an unknown name, an equation that cannot be read.
 docs: $(VENV)/.installed-dev
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going -j auto docs build/docs $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx --fail-on-warning --keep-going -j auto docs build/docs $(ARGS)
 	$(BIN)/python docs/playground/build.py build/docs/playground
 
 kernels:

@@ -41,7 +41,12 @@ html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "friendly", "native"
 myst_enable_extensions = ["colon_fence", "dollarmath", "deflist", "attrs_inline"]
 myst_heading_anchors = 3
-nb_execution_mode = "off"
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(Path(__file__).parents[1] / "build/notebooks")
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+nb_output_stderr = "remove"
 html_math_renderer = "mathml"
 copybutton_exclude = ".linenos, .gp, .go"
 
