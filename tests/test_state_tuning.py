@@ -331,6 +331,36 @@ def test_older_files_hold_the_transpose(model_type, tmp_path):
         torch.testing.assert_close(dict(states(other))[name], state)
 
 
+@pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6", "rwkv7"])
+def test_files_of_web_rwkv_hold_the_transpose_of_the_others(model_type, tmp_path):
+    model = adapted_model(model_type, {})
+    for name in ("states.pth", "states.st"):
+        save_time_states(model, tmp_path / name)
+    trained = torch.load(tmp_path / "states.pth", weights_only=True)
+    web = load_file(tmp_path / "states.st")
+    assert web.keys() == trained.keys()
+    for name, state in trained.items():
+        assert web[name].dtype == torch.float16 and not torch.equal(state, state.mT)
+        assert torch.equal(web[name].mT, state.half())
+    other = adapted_model(model_type, {}, seed=2)
+    load_time_states(other, tmp_path / "states.st")
+    save_time_states(other, tmp_path / "again.pth")
+    again = torch.load(tmp_path / "again.pth", weights_only=True)
+    for name, state in trained.items():
+        torch.testing.assert_close(again[name], state.half().float())
+
+
+def test_states_that_float16_cannot_represent(tmp_path):
+    model = adapted_model("rwkv6", {})
+    with torch.no_grad():
+        next(iter(states(model).values())).fill_(70.0)  # times a scale of 1000
+    with pytest.raises(
+        ValueError, match=r"states\.st: the state of layer 0 has numbers that float16 cannot represent"
+    ):
+        save_time_states(model, tmp_path / "states.st")
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -23,7 +23,7 @@ WALLS = {
     "subquad_kernels": {"torch", "triton"},
     "subquad_tokenizers": {"transformers", "tokenizers", "huggingface_hub", "numpy"},
     "subquad_conversion": {
-        *("torch", "safetensors", "transformers", "huggingface_hub", "tqdm"),
+        *("torch", "safetensors", "transformers", "huggingface_hub", "tqdm", "gguf"),
         *("subquad", "subquad_tokenizers"),
     },
     "subquad_vllm": {"torch", "transformers", "vllm", "subquad"},

@@ -1,5 +1,5 @@
 """
-Containers of tensors: `.pth`/`.bin` archives of PyTorch, safetensors files, and directories of either.
+Containers of tensors: `.pth`/`.bin` archives of PyTorch, safetensors files, directories of either, and GGUF files.
 
 Nothing here knows a model. Tensors stay in the memory-mapped source until they are read, and only tensors are ever
 unpickled.
@@ -23,6 +23,7 @@ from subquad import foreign_files
 from subquad.weight_files import DTYPES, open_weights, read_headers, read_weight_map
 
 from .errors import ConversionError, as_conversion_error
+from .gguf_files import open_gguf
 
 
 # Weights of a directory, the first that exists: a single file or the index of several. The order is transformers'.
@@ -34,6 +35,8 @@ DIRECTORY_FILES = (
 )
 # Files with these names are a Hub model's: the other files of their directory belong to them.
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+# How names of safetensors files end; the second is web-rwkv's.
+SAFETENSORS = (".safetensors", ".st")
 # Tensors of a file may share memory, as tied weights do. Together they may have this many times the size of the file.
 MOST_SHARED = 4
 
@@ -58,7 +61,8 @@ class Checkpoint:
     Attributes:
         path: the file or directory it was opened from.
         tensors: name to [`TensorInfo`], in stored order.
-        settings: contents of the `config.json` beside a Hub model's weights, {} if there is none.
+        settings: contents of the `config.json` beside a Hub model's weights, or of the header of a GGUF file; {} if
+            there is none.
     """
 
     path: Path
@@ -100,7 +104,8 @@ class Checkpoint:
 @contextmanager
 def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
     """
-    Opens a `.pth`, `.bin` or `.safetensors` file or a model directory. Only names, shapes and dtypes are read.
+    Opens a `.pth`, `.bin`, `.safetensors`, `.st` or `.gguf` file, or a model directory. Only names, shapes and dtypes
+    are read.
 
     Raises:
         ConversionError: if the file does not exist or is damaged, or if it holds anything but named tensors.
@@ -153,8 +158,11 @@ def _files_of_directory(directory: Path) -> list[tuple[Path, set[str] | None]]:
 def _open_file(checkpoint: Checkpoint, file: Path, names: set[str] | None, stack: ExitStack) -> None:
     with as_conversion_error():
         foreign_files.check_file(file)
-    if file.suffix == ".safetensors":
+    if file.suffix in SAFETENSORS:
         found = _open_safetensors(file, stack)
+    elif file.suffix == ".gguf":
+        stored, checkpoint.settings = open_gguf(file)
+        found = {name: (TensorInfo(shape, dtype), reader) for name, (shape, dtype, reader) in stored.items()}
     else:
         found = _open_torch(file)
     if names is not None and (lost := sorted(names - found.keys())):

@@ -1,7 +1,6 @@
-"""From a checkpoint in any known format to a model directory."""
+"""From a checkpoint in any known format to a model directory, or to the files of another program."""
 
 import os
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -9,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig
 
 import subquad
-from subquad.directories import check_free, new_directory
 from subquad.foreign_files import check_links
 
 from .checkpoint import Checkpoint, read_json
@@ -29,11 +26,23 @@ from .formats import (
     object_in,
     one_line,
 )
-from .registry import find_format, open_source
+from .registry import find_format, find_target, open_source
+from .targets import (
+    FILES,
+    WEIGHTS_ONLY,
+    Model,
+    check_target,
+    for_target,
+    main_dtype,
+    write_directory,
+    write_file,
+    write_gguf,
+)
 from .tokenizer_files import choose_tokenizer
-from .writer import OutputTensor, parse_size, plan_shards, write_shards
+from .writer import OutputTensor, parse_size
 
 
+SHARD_SIZE = "5GB"
 OUTPUT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Fields of a source's configuration that are not true of the model to be written.
 DROPPED_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version")
@@ -62,7 +71,7 @@ class Report:
         files: names of all files written there.
         parameters: number of elements written.
         bytes: size of the weights.
-        dtype: the dtype that most elements have.
+        dtype: the dtype that most elements have, or the type that the weights of linear layers have in a GGUF file.
         tokenizer: title of the tokenizer, None if none was written.
         notes: what had to be assumed or was left out.
     """
@@ -83,7 +92,7 @@ def recognise(source: str | os.PathLike) -> Recognised:
     Tells what a checkpoint is, from names and shapes alone.
 
     Args:
-        source: a `.pth`, `.bin` or `.safetensors` file, or a directory with `model.safetensors` or
+        source: a `.pth`, `.bin`, `.safetensors`, `.st` or `.gguf` file, or a directory with `model.safetensors` or
             `pytorch_model.bin`, sharded or not. A file of one of these two names is read with the `config.json`
             beside it. For the two files `<name>_rwkv.pth` and `<name>_visual.pth` of a VisualRWKV give either.
 
@@ -92,31 +101,46 @@ def recognise(source: str | os.PathLike) -> Recognised:
     """
     with as_conversion_error(), open_source(source) as checkpoint:
         known = find_format(checkpoint)
-        return _recognised(checkpoint, known, known.plan(checkpoint.tensors, checkpoint.settings))
+        given = known.with_options(checkpoint.settings, {})
+        return _recognised(checkpoint, known, known.plan(checkpoint.tensors, given))
 
 
 def convert(
     source: str | os.PathLike,
     dest: str | os.PathLike,
     *,
+    to: str = "directory",
+    gguf_type: str | None = None,
     config: str | os.PathLike | None = None,
     tokenizer: str | os.PathLike = "auto",
     dtype: str = "keep",
     head_size_divisor: int | None = None,
     vision_tower: str | os.PathLike | None = None,
     grid_size: int | None = None,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str | None = None,
     progress: bool = True,
 ) -> Report:
     """
-    Converts a checkpoint into a directory that `from_pretrained` loads.
+    Converts a checkpoint into a directory that `from_pretrained` loads, or into the files of another program.
 
-    The directory appears complete or not at all; one that exists is filled at the end. Tensors are read and
-    written one by one, so that memory use stays far below the size of a shard.
+    The directory or file appears complete or not at all; a directory that exists is filled at the end. Tensors are
+    read and written one by one, so that memory use stays far below the size of a shard. Only a `.pth` file takes as
+    much memory as it has bytes, if its dtype is not that of the source.
 
     Args:
         source: as for [`recognise`].
-        dest: directory to make; it must not exist or be empty.
+        dest: directory to make, which must not exist or be empty; or file to make, which must not exist and has the
+            name of the format at its end.
+        to: what to make.
+            `directory`: a directory of this package.
+            `pth`: a file with the names of RWKV's trainers.
+            `st`: a file for web-rwkv and Ai00, in float16.
+            `gguf`: a file for llama.cpp, with the tokenizer if it is a greedy one.
+            `fla`: a directory for flash-linear-attention.
+            `hub`: a directory as the RWKV organisation publishes them.
+            Which of these a model type has is in `docs/how-to/formats.md`.
+        gguf_type: type of the weights of linear layers in a GGUF file, such as `F16` or `Q8_0`; by default the dtype
+            of the source.
         config: a `config.json` that replaces the one beside the source. Sizes are always taken from the tensors.
         tokenizer: `auto`, `rwkv-world`, `bytes`, `none`, or a directory whose tokenizer files are copied. `auto`
             copies those of a Hub model, and otherwise goes by its type and the size of the vocabulary.
@@ -125,7 +149,7 @@ def convert(
         vision_tower: directory of the CLIP model whose vision tower a VisualRWKV was trained with, if the source has
             none; its files also tell how images are prepared.
         grid_size: sets that field of VisualRWKV's configuration. No tensor tells it; -1, all patches, by default.
-        max_shard_size: most bytes of a weight file, as a number or like `5GB`.
+        max_shard_size: most bytes of a weight file, as a number or like `5GB`, which is the default.
         progress: whether to show a progress bar on stderr.
 
     Raises:
@@ -137,12 +161,14 @@ def convert(
         raise ConversionError(f"`dtype` must be one of keep, {', '.join(OUTPUT_DTYPES)}; got {dtype!r}.")
     if head_size_divisor is not None and head_size_divisor < 1:
         raise ConversionError(f"`head_size_divisor` must be at least 1, got {head_size_divisor}.")
-    shard_size = parse_size(max_shard_size)
-    with as_conversion_error():
-        check_free(destination)
+    shard_size = parse_size(SHARD_SIZE if max_shard_size is None else max_shard_size)
+    if to in FILES and max_shard_size is not None:
+        raise ConversionError(f"`max_shard_size` means nothing for {to}, which is one file.")
+    check_target(destination, to, gguf_type, dtype, tokenizer)
 
     with as_conversion_error(), open_source(source, vision_tower) as checkpoint:
         known = find_format(checkpoint)
+        target = None if to == "directory" else find_target(known.model_type, to)
         given = checkpoint.settings
         if config is not None:
             given = read_json(Path(config))
@@ -160,6 +186,8 @@ def convert(
             if directory is not None and directory.is_dir():
                 check_links(directory)
         notes = plan.notes + _contradictions(known, given, plan.sizes)
+        if to in WEIGHTS_ONLY:
+            tokenizer = "none"
         chosen = choose_tokenizer(
             tokenizer if isinstance(tokenizer, str) else Path(tokenizer),
             checkpoint.directory,
@@ -173,45 +201,48 @@ def convert(
             OutputTensor(
                 tensor.target,
                 tensor.shape,
-                OUTPUT_DTYPES.get(dtype, checkpoint.tensors[tensor.source].dtype),
+                OUTPUT_DTYPES.get("float16" if to == "st" else dtype, checkpoint.tensors[tensor.source].dtype),
                 partial(_fetch, checkpoint, tensor),
             )
             for tensor in plan.tensors
         ]
-        size = sum(output.bytes for output in outputs)
-        main_dtype = _main_dtype(outputs)
+        dtype = main_dtype(outputs)
         told, text_class = known.text_fields(given), config_class(known.text_type)
         untold = [name for name in chosen.token_ids if told.get(name) is None and hasattr(text_class, name)]
         given = known.with_text_fields(given, {name: chosen.token_ids[name] for name in untold})
-        model_config = _build_config(known, given, plan.sizes, main_dtype)
+        model_config = _build_config(known, given, plan.sizes, dtype)
         generation_config = None
-        if subquad.lm_auto_class(known.model_type) != "AutoModelForMaskedLM":
+        if to not in FILES and subquad.lm_auto_class(known.model_type) != "AutoModelForMaskedLM":
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
             notes += generation_notes
 
-        with new_directory(destination, size) as directory:
-            # Weights last: they take the longest, and everything else that can fail should fail before.
-            model_config.save_pretrained(directory)
-            chosen.save(directory)
-            if chosen.title:
-                known.save_processor(directory, model_config, generation_config, vision_tower)
-            if generation_config is not None:
-                generation_config.save_pretrained(directory)
-            bar = tqdm(total=size, unit="B", unit_scale=True, desc="Writing", disable=not progress)
-            with bar:
-                write_shards(plan_shards(outputs, shard_size), directory, bar.update)
-            files = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-
+        model = Model(
+            model_config,
+            outputs,
+            chosen,
+            generation_config,
+            lambda directory: known.save_processor(directory, model_config, generation_config, vision_tower),
+        )
+        if target is not None:
+            model, target_notes = for_target(model, target, plan.tied)
+            notes += target_notes
+        if to == "gguf":
+            written = write_gguf(model, target, destination, gguf_type, progress)
+        elif to in FILES:
+            written = write_file(model, destination, to, progress)
+        else:
+            fields = None if target is None else target.target_fields(model_config)
+            written = write_directory(model, destination, shard_size, progress, fields)
         return Report(
             recognised=_recognised(checkpoint, known, plan),
             config=model_config,
-            directory=destination,
-            files=files,
+            directory=written.directory,
+            files=written.files,
             parameters=sum(output.elements for output in outputs),
-            bytes=size,
-            dtype=main_dtype,
-            tokenizer=chosen.title,
-            notes=notes,
+            bytes=written.bytes,
+            dtype=written.dtype or dtype,
+            tokenizer=written.tokenizer,
+            notes=notes + written.notes,
         )
 
 
@@ -228,15 +259,8 @@ def _recognised(checkpoint: Checkpoint, known: Format, plan: Plan) -> Recognised
         model_type=known.model_type,
         sizes=plan.sizes,
         parameters=sum(tensor.elements for tensor in tensors),
-        dtype=_main_dtype(tensors),
+        dtype=main_dtype(tensors),
     )
-
-
-def _main_dtype(tensors: Any) -> str:
-    counts = Counter()
-    for tensor in tensors:
-        counts[str(tensor.dtype).removeprefix("torch.")] += tensor.elements
-    return counts.most_common(1)[0][0]
 
 
 def _check_twins(checkpoint: Checkpoint, twins: list[tuple[str, str]]) -> None:

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 import subquad
+from subquad.loading import Layout, name_pattern, name_replacement
 
 from .checkpoint import Checkpoint, TensorInfo
 from .errors import ConversionError
+from .writer import OutputTensor
 
 
 Tensors = Mapping[str, TensorInfo]
@@ -63,6 +66,7 @@ class Plan:
             they are equal has to be checked: a plan knows no values.
         notes: what had to be assumed, for the user to read.
         zeros: source names of tensors that are not written because they must be zero, which has to be checked too.
+        tied: names of ours of the embeddings and the head, if the configuration ties them.
     """
 
     sizes: dict[str, Any]
@@ -70,6 +74,7 @@ class Plan:
     twins: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     zeros: list[str] = field(default_factory=list)
+    tied: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,8 @@ class Format:
         model_type: the `model_type` of the configuration to write.
         config_types: other values of `model_type` that published configurations of this format have.
         misused_fields: fields with another meaning in published configurations, which may differ from the tensors.
+        layout: how its names become ours; None if `parts` or `rename` says it.
+        target: the name under which `subquad convert --to` writes it; None if it is only read.
     """
 
     name: str
@@ -118,6 +125,8 @@ class Format:
     model_type: str
     config_types: tuple[str, ...] = ()
     misused_fields: tuple[str, ...] = ()
+    layout: Layout | None = None
+    target: str | None = None
 
     # --- what a subclass says ---
 
@@ -144,7 +153,7 @@ class Format:
 
     def parts(self, name: str) -> dict[str, Take]:
         """Our names of the tensors that one of the source holds, and how each is taken out of it."""
-        return {self.rename(name): None}
+        return {self.rename(name): None} if self.layout is None else self.layout.read_name(name)
 
     def written_name(self, name: str) -> str:
         """Our name of a tensor of the model, which is the one in the published files."""
@@ -168,6 +177,35 @@ class Format:
         with torch.device("meta"):
             model = self.model_class(self.config_class(**fields))
         return {self.written_name(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+    # --- what only formats with a `target` say ---
+
+    def check_target(self, config: PreTrainedConfig) -> list[str]:
+        """
+        Notes about a model that is to be written in this format.
+
+        Raises:
+            ConversionError: if the format cannot hold it.
+        """
+        return []
+
+    def unused(self, config: PreTrainedConfig) -> dict[str, Shape]:
+        """Name to shape of tensors of the format that no runtime reads. They are written as zeros."""
+        return {}
+
+    def target_fields(self, config: PreTrainedConfig) -> dict[str, Any]:
+        """The fields of the configuration that is written beside the weights or, in GGUF, into their file."""
+        return config.to_diff_dict()
+
+    def target_tensors(self, tensors: list[OutputTensor], config: PreTrainedConfig) -> list[OutputTensor]:
+        """The tensors of a model, which have our names, under those of the format."""
+        return [
+            *from_ours(self.layout, tensors),
+            *(
+                OutputTensor(name, shape, tensors[0].dtype, partial(torch.zeros, shape))
+                for name, shape in self.unused(config).items()
+            ),
+        ]
 
     # --- what only formats with several parts say ---
 
@@ -243,7 +281,8 @@ class Format:
             if twin and embeddings in weights:
                 twins.append((weights[embeddings].source, twin.source))
         planned = self._plan_tensors(weights, reading)
-        return Plan(reading.fields | dict(reading.finish()), planned, twins, reading.notes, reading.zeros)
+        sizes = reading.fields | dict(reading.finish())
+        return Plan(sizes, planned, twins, reading.notes, reading.zeros, reading.tied)
 
     def _expected(self, weights: Mapping[str, Found], reading: Reading) -> tuple[dict[str, Shape], str | None]:
         """
@@ -390,6 +429,41 @@ def count_blocks(names: Iterable[str], prefix: str) -> int:
     numbers = [re.match(r"([0-9]{1,9})\.", name.removeprefix(prefix)) for name in names if name.startswith(prefix)]
     # A stray block number must not make the list of missing tensors endless.
     return min(max((int(number[1]) + 1 for number in numbers if number), default=0), len(names))
+
+
+def from_ours(layout: Layout, tensors: Iterable[OutputTensor]) -> list[OutputTensor]:
+    """Tensors with our names under those of a layout: the inverse of [`Layout.read_name`]."""
+    ours = {tensor.name: tensor for tensor in tensors}
+    ends = {end: (theirs, part) for theirs, part in layout.parts.items() if part.join for end in part.takes}
+    written = {}
+    for name, tensor in ours.items():
+        end = next((end for end in ends if name.endswith(end)), None)
+        if end is None:
+            written.setdefault(_their_name(layout, name), tensor)
+            continue
+        start, (theirs, part) = name.removesuffix(end), ends[end]
+        target = _their_name(layout, start + theirs)
+        if target not in written:
+            written[target] = _joined(part.join, [ours[start + each] for each in part.takes])
+    return [replace(tensor, name=name) for name, tensor in written.items()]
+
+
+def _their_name(layout: Layout, name: str) -> str:
+    for theirs, ours in reversed(layout.names.items()):
+        start, end = "^" * theirs.startswith("^"), "$" * theirs.endswith("$")
+        name = name_pattern(f"{start}{ours}{end}").sub(name_replacement(theirs), name, count=1)
+    return name
+
+
+def _joined(join: Callable[..., torch.Tensor], tensors: list[OutputTensor]) -> OutputTensor:
+    """One tensor that is made of several."""
+    shape = join(*(torch.empty(tensor.shape, device="meta") for tensor in tensors)).shape
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+    def fetch() -> torch.Tensor:
+        return join(*(tensor.fetch().reshape(tensor.shape) for tensor in tensors))
+
+    return OutputTensor(tensors[0].name, tuple(shape), dtype, fetch)
 
 
 def object_in(given: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -12,10 +12,14 @@ from . import (
     raven,
     rwkv5_hub,
     rwkv5_trainer,
+    rwkv5_web,
     rwkv6_fla,
+    rwkv6_gguf,
     rwkv6_hub,
     rwkv6_trainer,
+    rwkv6_web,
     rwkv7,
+    rwkv7_gguf,
     visual_rwkv,
 )
 from .checkpoint import Checkpoint, open_checkpoint
@@ -29,8 +33,12 @@ FORMATS: tuple[Format, ...] = (
     rwkv6_trainer.FORMAT,
     rwkv5_hub.FORMAT,
     rwkv6_hub.FORMAT,
+    rwkv5_web.FORMAT,
+    rwkv6_web.FORMAT,
     rwkv6_fla.FORMAT,
+    rwkv6_gguf.FORMAT,
     *rwkv7.FORMATS,
+    rwkv7_gguf.FORMAT,
     avey.FORMAT,
     avey_b.HUB_FORMAT,
     avey_b.PAPER_FORMAT,
@@ -58,6 +66,23 @@ def open_source(source: str | Path, vision_tower: Path | None = None) -> Iterato
         checkpoint = stack.enter_context(open_checkpoint(source))
         gathered = (known.gather(checkpoint, stack, vision_tower) for known in FORMATS)
         yield next(filter(None, gathered), checkpoint)
+
+
+def find_target(model_type: str, name: str) -> Format:
+    """
+    The format in which models of a type are written.
+
+    Args:
+        name: the format's `target`.
+
+    Raises:
+        ConversionError: if there is none.
+    """
+    targets = {known.target: known for known in FORMATS if known.model_type == model_type and known.target}
+    if name in targets:
+        return targets[name]
+    possible = f"{', '.join(sorted(targets))} are possible" if targets else "only our own directory is possible"
+    raise ConversionError(f"`to` is {name!r}, but a model of the type {model_type} cannot be written so: {possible}.")
 
 
 def find_format(checkpoint: Checkpoint) -> Format:

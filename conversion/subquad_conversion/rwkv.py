@@ -1,12 +1,15 @@
 """
-What the formats of Eagle (RWKV-5.2) and Finch (RWKV-6.0) have in common. Two spell the names as the trainer does, two
+What the formats of Eagle (RWKV-5.2) and Finch (RWKV-6.0) have in common. Some spell the names as the trainer does, two
 as the published Hub models do, which are ours. The shapes of the vectors differ from one trainer to another.
 """
 
-import re
 from collections.abc import Mapping
 from math import prod
 from typing import Any
+
+from transformers import PreTrainedConfig
+
+from subquad.loading import Layout
 
 from .errors import ConversionError
 from .formats import Format, Found, Reading, Shape, Tensors, count_blocks, lengths_of
@@ -26,6 +29,16 @@ RANKS = {
     "lora_rank_tokenshift": (f"{ATTENTION}time_maa_w2", 1),
     "lora_rank_decay": (f"{ATTENTION}time_decay_w2", 0),
 }
+# The trainer's names, as far as both versions agree.
+TRAINER_NAMES = {
+    "^emb.": "rwkv.embeddings.",
+    "^blocks.": "rwkv.blocks.",
+    "^ln_out.": "rwkv.ln_out.",
+    ".ln0.": ".pre_ln.",
+    ".att.": ".attention.",
+    ".ffn.": ".feed_forward.",
+}
+OURS = Layout({})  # of published Hub models too
 # One axis of them, or both as one.
 HEADS = {"num_attention_heads": (f"{ATTENTION}time_faaaa", 0)}
 
@@ -141,15 +154,23 @@ def has_vector_decay(tensors: Tensors, attention: str) -> bool:
     return decay.elements == key.shape[0] or len(without_ones(decay.shape)) > 1
 
 
-def trainer_name(name: str) -> str:
-    """Our name for a trainer's, as far as both versions agree."""
-    block = re.fullmatch(r"(blocks\.\d+\.)(\w+)(\..+)", name)
-    if block:
-        part = {"att": "attention", "ffn": "feed_forward", "ln0": "pre_ln"}.get(block[2], block[2])
-        return f"rwkv.{block[1]}{part}{block[3]}"
-    if name == "emb.weight":
-        return EMBEDDINGS
-    return f"rwkv.{name}" if name.startswith("ln_out.") else name
+def untold_divisor(config: PreTrainedConfig) -> list[str]:
+    """A note about what the trainer's files do not tell."""
+    if (divisor := config.head_size_divisor) == 8:
+        return []
+    return [f"no tensor tells `head_size_divisor`: whoever reads the file has to know that it is {divisor}"]
+
+
+def check_divisor(config: PreTrainedConfig, runtime: str) -> None:
+    """
+    Raises:
+        ConversionError: if a runtime would normalise the heads with another epsilon than the model was trained with.
+    """
+    if config.head_size_divisor != 8:
+        raise ConversionError(
+            f"`head_size_divisor` is {config.head_size_divisor}; {runtime} has 8 written into its code and would "
+            "compute something else."
+        )
 
 
 def without_ones(shape: Shape) -> Shape:

@@ -1,15 +1,21 @@
 """Finch (RWKV-6.0) as the trainer saves it: one `.pth` whose names start with `emb`, `blocks`, `ln_out`, `head`."""
 
-from .rwkv import Rwkv6Format, trainer_name
+from transformers import PreTrainedConfig
+
+from subquad.loading import Layout
+
+from .rwkv import TRAINER_NAMES, Rwkv6Format, untold_divisor
 
 
 class Rwkv6Trainer(Rwkv6Format):
     name = "rwkv6-trainer"
     title = "Finch (RWKV-6.0), trainer checkpoint"
     attention = "blocks.0.att."
+    layout = Layout(TRAINER_NAMES)
+    target = "pth"
 
-    def rename(self, name: str) -> str:
-        return trainer_name(name)
+    def check_target(self, config: PreTrainedConfig) -> list[str]:
+        return untold_divisor(config)
 
 
 FORMAT = Rwkv6Trainer()

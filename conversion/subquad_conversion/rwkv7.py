@@ -8,11 +8,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+from transformers import PreTrainedConfig
 
+from subquad.loading import Layout, transposed
 from subquad.models.rwkv7.loading_rwkv7 import FLASH_LINEAR_ATTENTION
 
-from .formats import Format, Found, Reading, Shape, Take, Tensors, count_blocks, lengths_of
+from .errors import ConversionError
+from .formats import Format, Found, Reading, Shape, Tensors, count_blocks, lengths_of
 
 
 EMBEDDINGS, HEAD = "rwkv7.emb.weight", "head.weight"
@@ -83,24 +85,50 @@ class Rwkv7Trainer(Rwkv7Format):
     name = "rwkv7-trainer"
     title = "Goose (RWKV-7), trainer checkpoint"
     sign = "blocks.0.att.r_k"
+    layout = Layout({"^emb.": "rwkv7.emb.", "^blocks.": "rwkv7.blocks.", "^ln_out.": "rwkv7.ln_out."})
+    target = "pth"
 
     def matches(self, tensors: Tensors) -> bool:
         return super().matches(tensors) and not is_transposed(tensors)
 
-    def rename(self, name: str) -> str:
-        return f"rwkv7.{name}" if re.match(r"(emb|blocks|ln_out)\.", name) else name
+    def unused(self, config: PreTrainedConfig) -> dict[str, Shape]:
+        """The trainer's first block has the tensors of the mixing of values too."""
+        return value_mixing("blocks.0.att.", config)
 
 
-class Rwkv7Web(Rwkv7Trainer):
+class Rwkv7Web(Rwkv7Format):
     name = "rwkv7-web"
     title = "Goose (RWKV-7), web-rwkv's layout"
+    sign = Rwkv7Trainer.sign
+    layout = Layout(
+        Rwkv7Trainer.layout.names, {f".att.{x}{i}": transposed(f".att.{x}{i}") for x in "wavg" for i in (1, 2)}
+    )
+    target = "st"
 
     def matches(self, tensors: Tensors) -> bool:
-        return Rwkv7Format.matches(self, tensors) and is_transposed(tensors)
+        return super().matches(tensors) and is_transposed(tensors)
 
-    def parts(self, name: str) -> dict[str, Take]:
-        low_rank = re.fullmatch(r"blocks\.\d+\.att\.[wavg][12]", name)
-        return {self.rename(name): torch.t if low_rank else None}
+    def check_target(self, config: PreTrainedConfig) -> list[str]:
+        check_head_dim(config, "web-rwkv")
+        return []
+
+
+def value_mixing(prefix: str, config: PreTrainedConfig) -> dict[str, Shape]:
+    """Name to shape of the tensors of a block's mixing of values."""
+    width, rank = config.hidden_size, config.v_low_rank_dim
+    return {f"{prefix}v0": (1, 1, width), f"{prefix}v1": (width, rank), f"{prefix}v2": (rank, width)}
+
+
+def check_head_dim(config: PreTrainedConfig, runtime: str) -> None:
+    """
+    Raises:
+        ConversionError: if a runtime would normalise the heads with another epsilon than the model was trained with.
+    """
+    if config.head_dim != 64 or config.norm_eps != 1e-5:
+        raise ConversionError(
+            f"`head_dim` is {config.head_dim} and `norm_eps` {config.norm_eps:g}; {runtime} has an epsilon of 64e-5 "
+            "for the norm of the heads written into its code, which is that of 64 and 1e-5."
+        )
 
 
 def is_transposed(tensors: Tensors) -> bool:
@@ -113,6 +141,15 @@ class Rwkv7Hub(Rwkv7Format):
     name = "rwkv7-hub"
     title = "Goose (RWKV-7), Hub model"
     sign = "rwkv7.blocks.0.att.r_k"
+    layout = Layout({})
+    target = "hub"
+
+    def unused(self, config: PreTrainedConfig) -> dict[str, Shape]:
+        """The organisation's first block has the tensors of the mixing of values too."""
+        return value_mixing("rwkv7.blocks.0.att.", config)
+
+    def target_fields(self, config: PreTrainedConfig) -> dict[str, Any]:
+        return config.to_diff_dict() | {"norm_bias": True, "wkv_state_dtype": "float32"}
 
 
 class Rwkv7Fla(Rwkv7Format):
@@ -120,9 +157,20 @@ class Rwkv7Fla(Rwkv7Format):
     title = "Goose (RWKV-7), flash-linear-attention's layout"
     config_types = ("rwkv7_native",)
     sign = "model.layers.0.attn.r_k"
+    layout = FLASH_LINEAR_ATTENTION
+    target = "fla"
 
-    def parts(self, name: str) -> dict[str, Take]:
-        return FLASH_LINEAR_ATTENTION.read_name(name)
+    def target_fields(self, config: PreTrainedConfig) -> dict[str, Any]:
+        return config.to_diff_dict() | {
+            "architectures": ["RWKV7ForCausalLM"],
+            "value_dim": [config.hidden_size] * config.num_hidden_layers,
+            "hidden_act": "sqrelu",
+            "norm_first": True,
+            "norm_bias": True,
+            "attn": None,
+            # Its fused norm of the removal keys adds an epsilon that the models were not trained with.
+            "fuse_norm": False,
+        }
 
 
 class Rwkv7Rs(Rwkv7Format):
@@ -130,27 +178,24 @@ class Rwkv7Rs(Rwkv7Format):
     title = "Goose (RWKV-7), rwkv-rs's layout"
     config_types = ("rwkv",)
     sign = "model.layers.0.linear_attn.r_k"
-    names = {
-        r"^model\.embed_tokens\.": "rwkv7.emb.",
-        r"^model\.embedding_norm\.": "rwkv7.blocks.0.ln0.",
-        r"^model\.norm\.": "rwkv7.ln_out.",
-        r"^lm_head\.": "head.",
-        r"^model\.layers\.(\d+)\.": r"rwkv7.blocks.\1.",
-        r"\.input_layernorm\.": ".ln1.",
-        r"\.post_attention_layernorm\.": ".ln2.",
-        r"\.linear_attn\.g_norm\.": ".att.ln_x.",
-        r"\.linear_attn\.r_proj\.": ".att.receptance.",
-        r"\.linear_attn\.k_proj\.": ".att.key.",
-        r"\.linear_attn\.v_proj\.": ".att.value.",
-        r"\.linear_attn\.o_proj\.": ".att.output.",
-        r"\.linear_attn\.": ".att.",
-        r"\.mlp\.": ".ffn.",
-    }
-
-    def rename(self, name: str) -> str:
-        for pattern, ours in self.names.items():
-            name = re.sub(pattern, ours, name, count=1)
-        return name
+    layout = Layout(
+        {
+            "^model.embed_tokens.": "rwkv7.emb.",
+            "^model.embedding_norm.": "rwkv7.blocks.0.ln0.",
+            "^model.norm.": "rwkv7.ln_out.",
+            "^lm_head.": "head.",
+            "^model.layers.": "rwkv7.blocks.",
+            ".input_layernorm.": ".ln1.",
+            ".post_attention_layernorm.": ".ln2.",
+            ".linear_attn.g_norm.": ".att.ln_x.",
+            ".linear_attn.r_proj.": ".att.receptance.",
+            ".linear_attn.k_proj.": ".att.key.",
+            ".linear_attn.v_proj.": ".att.value.",
+            ".linear_attn.o_proj.": ".att.output.",
+            ".linear_attn.": ".att.",
+            ".mlp.": ".ffn.",
+        }
+    )
 
 
 FORMATS = (Rwkv7Trainer(), Rwkv7Web(), Rwkv7Hub(), Rwkv7Fla(), Rwkv7Rs())

@@ -3,11 +3,12 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from subquad.foreign_files import check_links
-from subquad_tokenizers import WORLD_MODEL_TYPES
+from subquad_tokenizers import WORLD_MODEL_TYPES, WORLD_VOCAB_FILE, WORLD_VOCAB_FILE_NAME, read_vocabulary
 
 from .checkpoint import read_json
 from .errors import ConversionError
@@ -16,20 +17,35 @@ from .errors import ConversionError
 # The World vocabulary has 65,530 ids; published models round it up to 65,536 rows.
 WORLD_VOCABULARIES = range(65530, 65537)
 BYTES_VOCABULARY = 128
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
-    "rwkv_vocab_v20230424.txt",
+    TEMPLATE,
+    WORLD_VOCAB_FILE_NAME,
     "vocab.json",
     "merges.txt",
     "vocab.txt",
     "tokenizer.model",
 )
 # Any of these makes a tokenizer; the others only accompany one.
-VOCABULARIES = ("tokenizer.json", "rwkv_vocab_v20230424.txt", "vocab.json", "vocab.txt", "tokenizer.model")
+VOCABULARIES = ("tokenizer.json", WORLD_VOCAB_FILE_NAME, "vocab.json", "vocab.txt", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """
+    What a greedy tokenizer consists of, for files that hold a tokenizer of their own.
+
+    Attributes:
+        tokens: in the order of their ids. The first one is the boundary between documents.
+        chat_template: how conversations become text, None if the tokenizer has no template.
+    """
+
+    tokens: list[bytes]
+    chat_template: str | None
 
 
 @dataclass(frozen=True)
@@ -42,12 +58,14 @@ class TokenizerChoice:
         save: writes its files into a directory.
         note: why, if the user did not choose it.
         token_ids: `bos_token_id` and so on, as far as the tokenizer has them; some configurations lack some.
+        vocabulary: reads the tokens; None if the tokenizer is not greedy.
     """
 
     title: str | None
     save: Callable[[Path], object]
     note: str | None
     token_ids: dict[str, int]
+    vocabulary: Callable[[], Vocabulary] | None = None
 
 
 def choose_tokenizer(choice: str | Path, source: Path | None, model_type: str, vocab_size: int) -> TokenizerChoice:
@@ -101,23 +119,35 @@ def choose_tokenizer(choice: str | Path, source: Path | None, model_type: str, v
 def _world(vocab_size: int, note: str | None) -> TokenizerChoice:
     from subquad_tokenizers import RwkvWorldTokenizerFast
 
-    return _own("RWKV World", RwkvWorldTokenizerFast(), vocab_size, note)
+    tokenizer = RwkvWorldTokenizerFast()
+    vocabulary = partial(_world_vocabulary, WORLD_VOCAB_FILE, tokenizer.chat_template)
+    return _own("RWKV World", tokenizer, vocab_size, note, vocabulary)
 
 
 def _bytes(vocab_size: int, note: str | None) -> TokenizerChoice:
     from subquad_tokenizers import ByteTokenizer
 
-    return _own("bytes", ByteTokenizer(), vocab_size, note)
+    return _own("bytes", ByteTokenizer(), vocab_size, note, _bytes_vocabulary)
 
 
-def _own(title: str, tokenizer: Any, vocab_size: int, note: str | None) -> TokenizerChoice:
+def _world_vocabulary(file: str | Path, chat_template: str | None) -> Vocabulary:
+    return Vocabulary([b"<|endoftext|>", *read_vocabulary(file)], chat_template)
+
+
+def _bytes_vocabulary() -> Vocabulary:
+    return Vocabulary([bytes([code]) for code in range(BYTES_VOCABULARY)], None)
+
+
+def _own(
+    title: str, tokenizer: Any, vocab_size: int, note: str | None, vocabulary: Callable[[], Vocabulary]
+) -> TokenizerChoice:
     if len(tokenizer) > vocab_size:
         raise ConversionError(
             f"The {title} tokenizer has {len(tokenizer)} ids, the model a vocabulary of {vocab_size}."
         )
     token_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     token_ids = {name: number for name, number in token_ids.items() if number is not None}
-    return TokenizerChoice(title, tokenizer.save_pretrained, note, token_ids)
+    return TokenizerChoice(title, tokenizer.save_pretrained, note, token_ids, vocabulary)
 
 
 def _files(directory: Path) -> list[str]:
@@ -127,7 +157,7 @@ def _files(directory: Path) -> list[str]:
 
 def _needs_foreign_code(directory: Path) -> bool:
     """Whether the tokenizer there is a class of the repository, whose code is not copied."""
-    file = directory / "tokenizer_config.json"
+    file = directory / CONFIG
     return file.is_file() and "auto_map" in read_json(file)
 
 
@@ -136,12 +166,28 @@ def _copy(directory: Path, files: list[str], note: str | None) -> TokenizerChoic
         for name in files:
             shutil.copyfile(directory / name, destination / name)
 
-    return TokenizerChoice(f"copied from {directory}", save, note, _special_ids(directory))
+    title, vocabulary = f"copied from {directory}", _vocabulary_in(directory, files)
+    return TokenizerChoice(title, save, note, _special_ids(directory), vocabulary)
+
+
+def _vocabulary_in(directory: Path, files: list[str]) -> Callable[[], Vocabulary] | None:
+    """Reads the tokens of one of our tokenizers, or of a published one of RWKV."""
+    settings = read_json(directory / CONFIG) if CONFIG in files else {}
+    if settings.get("tokenizer_class") == "ByteTokenizer":
+        return _bytes_vocabulary
+    if WORLD_VOCAB_FILE_NAME not in files:
+        return None
+    template = settings.get("chat_template")
+    if TEMPLATE in files:
+        template = (directory / TEMPLATE).read_text(encoding="utf-8")
+    if not isinstance(template, str):
+        template = None
+    return partial(_world_vocabulary, directory / WORLD_VOCAB_FILE_NAME, template)
 
 
 def _special_ids(directory: Path) -> dict[str, int]:
     """The ids of the special tokens that `tokenizer_config.json` names, as far as `tokenizer.json` has them."""
-    settings, contents = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    settings, contents = directory / CONFIG, directory / "tokenizer.json"
     if not settings.is_file() or not contents.is_file():
         return {}
     settings, contents = read_json(settings), read_json(contents)

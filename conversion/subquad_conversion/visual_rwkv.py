@@ -71,7 +71,8 @@ class VisualFormat(Format):
 
     def rename(self, name: str) -> str:
         if name.startswith(TEXT):
-            return text_name(self.text.rename(name.removeprefix(TEXT)))
+            (ours,) = self.text.parts(name.removeprefix(TEXT))
+            return text_name(ours)
         if name == "proj.weight":
             return PROJECTION
         tower = TOWER_NAME.fullmatch(name)

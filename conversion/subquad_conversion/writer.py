@@ -1,5 +1,5 @@
 """
-Writing safetensors files a tensor at a time.
+Writing files of weights with little memory.
 
 `safetensors.torch.save_file` needs all tensors of a file in memory. The format does not: a header is followed by the
 tensors' bytes in order. So only one piece of one tensor is in memory here, beside the mapped source.
@@ -8,7 +8,7 @@ tensors' bytes in order. So only one piece of one tensor is in memory here, besi
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -79,7 +79,7 @@ def write_shards(shards: list[list[OutputTensor]], directory: Path, advance: Cal
     if len(shards) > 1:
         files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     for file, shard in zip(files, shards, strict=True):
-        _write_file(directory / file, shard, advance)
+        write_safetensors(directory / file, shard, advance)
     if len(shards) > 1:
         tensors = [tensor for shard in shards for tensor in shard]
         index = {
@@ -94,7 +94,36 @@ def write_shards(shards: list[list[OutputTensor]], directory: Path, advance: Cal
     return files
 
 
-def _write_file(path: Path, tensors: list[OutputTensor], advance: Callable[[int], object]) -> None:
+def write_torch(path: Path, tensors: list[OutputTensor], advance: Callable[[int], object]) -> None:
+    """Writes a PyTorch file. Tensors that have to be cast or transposed are all in memory."""
+    content = {}
+    for tensor in tensors:
+        content[tensor.name] = whole(tensor, tensor.dtype)
+        advance(tensor.bytes)
+    torch.save(content, path)
+
+
+def whole(tensor: OutputTensor, dtype: torch.dtype) -> torch.Tensor:
+    """
+    All elements in another dtype, contiguous and with a storage of their own: PyTorch would save the whole mapped file
+    with each tensor in it. They are not copied if they need not be.
+    """
+    tensor = replace(tensor, dtype=dtype)
+    stored = tensor.fetch().detach()
+    if stored.dtype == dtype and stored.is_contiguous():
+        check_finite(tensor.name, stored)
+        numbers = stored.reshape(-1).view(torch.uint8).numpy()
+        return torch.from_numpy(numbers).view(dtype).reshape(tensor.shape)
+    out = torch.empty(tensor.elements, dtype=dtype)
+    start = 0
+    for piece in _pieces(tensor):
+        out[start : start + len(piece)] = piece
+        start += len(piece)
+    return out.reshape(tensor.shape)
+
+
+def write_safetensors(path: Path, tensors: list[OutputTensor], advance: Callable[[int], object]) -> None:
+    """Writes a safetensors file, a piece of a tensor at a time."""
     # Wide dtypes first, which keeps every tensor aligned to its elements.
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -137,7 +166,7 @@ def _pieces(tensor: OutputTensor) -> Iterator[torch.Tensor]:
             largest = stored[stored.isfinite()].abs().max().item()
             raise ConversionError(
                 f"{tensor.name} holds {largest:g}, which {str(tensor.dtype).removeprefix('torch.')} cannot represent; "
-                "keep the stored dtype or choose bfloat16."
+                "bfloat16 and float32 can."
             )
         check_finite(tensor.name, stored)
         yield piece

@@ -69,6 +69,31 @@ def check_free(destination: Path) -> None:
 
 
 @contextmanager
+def _partial(parent: Path, size: int) -> Iterator[Path]:
+    """
+    A temporary directory in another one, which is deleted if the block fails. If the process is killed, the next one
+    deletes what it left.
+
+    Raises:
+        DirectoryError: if the disk has fewer than `size` bytes free.
+    """
+    _remove_abandoned(parent)
+    free = shutil.disk_usage(parent).free
+    if size > free:
+        raise DirectoryError(f"The weights need {size:,} bytes; {parent} has {free:,} free.")
+    directory = parent / f".subquad-{secrets.token_hex(4)}.partial"
+    with ExitStack() as stack:
+        try:
+            while not directory.is_dir():  # another process may remove it before it is locked
+                directory.mkdir()
+                stack.enter_context(_locked(directory, wait=True))
+            yield directory
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+
+@contextmanager
 def new_directory(destination: Path, size: int) -> Iterator[Path]:
     """
     A temporary directory whose content moves to `destination` if the block succeeds, and is deleted if it fails. If
@@ -78,17 +103,9 @@ def new_directory(destination: Path, size: int) -> Iterator[Path]:
         DirectoryError: if the disk has fewer than `size` bytes free, or `destination` is filled meanwhile.
     """
     existing = _nearest(destination)
-    _remove_abandoned(existing)
-    free = shutil.disk_usage(existing).free
-    if size > free:
-        raise DirectoryError(f"The weights need {size:,} bytes; {existing} has {free:,} free.")
-    directory = existing / f".subquad-{secrets.token_hex(4)}.partial"
     moved = []
-    with ExitStack() as stack:
+    with _partial(existing, size) as directory:
         try:
-            while not directory.is_dir():  # another process may remove it before it is locked
-                directory.mkdir()
-                stack.enter_context(_locked(directory, wait=True))
             yield directory
             if existing == destination:
                 # Fill it instead of replacing it: it may be a mount point, or have permissions of its own.
@@ -105,5 +122,32 @@ def new_directory(destination: Path, size: int) -> Iterator[Path]:
             for path in moved:
                 with suppress(OSError):
                     (destination / path.name).rename(path)
-            shutil.rmtree(directory, ignore_errors=True)
             raise
+
+
+def check_new_file(destination: Path) -> None:
+    """
+    Raises:
+        DirectoryError: if [`new_file`] could not make the file.
+    """
+    if destination.exists():
+        raise DirectoryError(f"{destination} exists already.")
+    if not (existing := _nearest(destination)).is_dir():
+        raise DirectoryError(f"{destination} cannot be made, because {existing} is a file.")
+
+
+@contextmanager
+def new_file(destination: Path, size: int) -> Iterator[Path]:
+    """
+    The path of a temporary file that becomes `destination` if the block succeeds, and is deleted if it fails.
+
+    Raises:
+        DirectoryError: if the disk has fewer than `size` bytes free, or `destination` is written meanwhile.
+    """
+    with _partial(_nearest(destination), size) as directory:
+        path = directory / destination.name
+        yield path
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        check_new_file(destination)
+        path.rename(destination)
+        directory.rmdir()

@@ -13,6 +13,12 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 # A file that git-lfs has not fetched yet.
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
+# What is said of the argument `gguf_file` of `from_pretrained`.
+GGUF = (
+    "`gguf_file`: GGUF files are not loaded as they are. `subquad convert {file} OUT` makes a directory that loads, "
+    "with quantised weights in float32."
+)
+
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from transformers import PreTrainedModel
@@ -54,40 +55,79 @@ class TakeOut(ConversionOps):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Part:
     """
-    How another package names and shapes the tensors of a model.
+    How a tensor of another package holds one of ours in another shape, or several.
 
     Attributes:
-        names: regular expressions that match parts of its names, and what takes their place, one after the other. None
-            matches one of our names.
-        parts: ends of names, after that, to the ends of ours; and how each of ours is taken out of the tensor.
+        takes: ends of our names; and how each of ours is taken out of the tensor.
+        join: makes the tensor of ours, in the order of `takes`; None if it is only read, and other names are written.
+    """
+
+    takes: Mapping[str, Take]
+    join: Callable[..., torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    How another package names and shapes the tensors of a model. `subquad convert` reads it in both directions.
+
+    Attributes:
+        names: parts of its names, and what takes their place in ours, one after the other. None is part of one of our
+            names. `^` and `$` stand for the ends of a name, `{}` for a number.
+        parts: ends of names, after that; and how the tensor holds ours.
     """
 
     names: Mapping[str, str]
-    parts: Mapping[str, Mapping[str, Take]]
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
     def read_name(self, name: str) -> dict[str, Take | None]:
         """Our names of the tensors that one of the package holds, and how each is taken out of it (None: whole)."""
-        for pattern, replacement in self.names.items():
-            name = re.sub(pattern, replacement, name, count=1)
-        for end, parts in self.parts.items():
+        for theirs, ours in self.names.items():
+            name = name_pattern(theirs).sub(name_replacement(ours), name, count=1)
+        for end, part in self.parts.items():
             if name.endswith(end):
-                return {name.removesuffix(end) + ours: take for ours, take in parts.items()}
+                return {name.removesuffix(end) + ours: take for ours, take in part.takes.items()}
         return {name: None}
 
     def register(self, model_type: str) -> None:
         """Makes `from_pretrained` of the models of this type read the layout, besides ours."""
         transforms = [
-            *(Renaming(pattern, replacement) for pattern, replacement in self.names.items()),
-            *(Conversion(re.escape(end), list(parts), [TakeOut(parts)]) for end, parts in self.parts.items()),
+            *(Renaming(name_pattern(theirs).pattern, name_replacement(ours)) for theirs, ours in self.names.items()),
+            *(Conversion(re.escape(end), list(x.takes), [TakeOut(x.takes)]) for end, x in self.parts.items()),
         ]
         register_checkpoint_conversion_mapping(model_type, transforms, overwrite=True)
 
 
+@cache
+def name_pattern(name: str) -> re.Pattern:
+    """The regular expression of a part of a name in [`Layout`]."""
+    return re.compile(re.escape(name).replace(r"\^", "^").replace(r"\$", "$").replace(r"\{\}", r"(\d+)"))
+
+
+@cache
+def name_replacement(name: str) -> str:
+    return name.strip("^$").replace("{}", r"\1")
+
+
 def as_vector(x: torch.Tensor) -> torch.Tensor:
     """A vector in the shape of the trainer, (1, 1, width)."""
-    return x.view(1, 1, -1)
+    return x.reshape(1, 1, -1)
 
 
-__all__ = ["Layout", "as_vector"]
+def transposed(ours: str) -> Part:
+    """A tensor that is the transpose of ours in its last two axes."""
+    return Part({ours: swap}, swap)
+
+
+def swap(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(-1, -2)
+
+
+def vector(ours: str) -> Part:
+    """A tensor that is ours without axes of length 1."""
+    return Part({ours: as_vector}, torch.flatten)
+
+
+__all__ = ["Layout", "Part", "as_vector", "name_pattern", "name_replacement", "transposed", "vector"]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from types import ModuleType
 from typing import Any
 
+from .foreign_files import GGUF
 from .models import REGISTRY
 
 
@@ -136,6 +137,16 @@ def _register_state_tuning(module: ModuleType) -> None:
     importlib.import_module("subquad.state_tuning")  # it registers itself, also if it is what imported PEFT
 
 
+def _register_gguf(module: ModuleType) -> None:
+    """Lets transformers say how GGUF files of our models are loaded, and not that there is no such architecture."""
+
+    def refuse(*args) -> dict:
+        raise ValueError(GGUF.format(file="FILE.gguf"))
+
+    for model_type in REGISTRY:
+        module.GGUF_CONFIG_ARCHS.setdefault(model_type, refuse)
+
+
 _AUTO = "transformers.models.auto."
 # Module of transformers or PEFT to what is registered each time that it is imported.
 _TABLES: dict[str, Callable[[ModuleType], None]] = {
@@ -143,6 +154,7 @@ _TABLES: dict[str, Callable[[ModuleType], None]] = {
     f"{_AUTO}tokenization_auto": _register_tokenizers,
     f"{_AUTO}modeling_auto": _register_models,
     f"{_AUTO}processing_auto": _register_processors,
+    "transformers.integrations.gguf.gguf_config_mapping": _register_gguf,
     "transformers.pipelines": _register_pipelines,
     "peft.utils.constants": _register_adapters,
     "peft": _register_state_tuning,

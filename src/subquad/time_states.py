@@ -1,6 +1,7 @@
 """
 Tuned initial states in the files that RWKV's trainers and runtimes exchange: `blocks.0.att.time_state` and so on, one
-tensor (heads, value channel, key channel) for each layer, alone or among the weights of a model.
+tensor (heads, value channel, key channel) for each layer, alone or among the weights of a model. The `.st` files of
+web-rwkv and Ai00 hold the transpose, (heads, key channel, value channel), in float16.
 """
 
 import os
@@ -17,6 +18,8 @@ from .state_tuning import StateTuningLayer
 from .weight_files import open_weights
 
 
+WEB = ".st"  # how the names of web-rwkv's files end
+SAFETENSORS = (".safetensors", WEB)
 NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
 
 
@@ -31,7 +34,8 @@ def load_time_states(model: nn.Module, path: str | os.PathLike) -> None:
 
     Args:
         model: a model with the adapter of [`StateTuningConfig`].
-        path: a `.pth` file, of which only tensors are read, or a safetensors file.
+        path: a `.pth` file of RWKV-LM or RWKV-PEFT, of which only tensors are read, the same as `.safetensors`, or an
+            `.st` file of web-rwkv and Ai00.
 
     Raises:
         ValueError: if the file is not readable, or its states are not those of the model. Nothing has changed then.
@@ -43,7 +47,7 @@ def load_time_states(model: nn.Module, path: str | os.PathLike) -> None:
         )
     new = {}
     for index, layer in layers.items():
-        new[index] = states[index].mT if layer.tunable.transposed else states[index]
+        new[index] = states[index].mT if _transposed(layer, path) else states[index]
         if tuple(new[index].shape) != tuple(layer.shape):
             shape, wanted = tuple(states[index].shape), tuple(layer.shape)
             raise ValueError(f"{path}: the state of layer {index} is {shape}, the model's is {wanted}.")
@@ -55,19 +59,25 @@ def load_time_states(model: nn.Module, path: str | os.PathLike) -> None:
 
 def save_time_states(model: nn.Module, path: str | os.PathLike) -> None:
     """
-    Writes the initial states of the active adapter of a model, in float32.
+    Writes the initial states of the active adapter of a model, in float32, or in float16 for web-rwkv and Ai00.
 
     Args:
         model: a model with the adapter of [`StateTuningConfig`].
-        path: a `.pth` file, or a safetensors file.
+        path: a `.pth` or `.safetensors` file, or an `.st` file for web-rwkv and Ai00.
+
+    Raises:
+        ValueError: if float16 cannot represent a state.
     """
+    suffix = Path(path).suffix
     states = {}
     for index, layer in _layers_of(model).items():
         state = _parameter(layer).detach().cpu().float() * layer.tunable.scale
-        states[f"blocks.{index}.att.time_state"] = (state.mT if layer.tunable.transposed else state).contiguous()
+        if suffix == WEB and not (state := state.half()).isfinite().all():
+            raise ValueError(f"{path}: the state of layer {index} has numbers that float16 cannot represent.")
+        states[f"blocks.{index}.att.time_state"] = (state.mT if _transposed(layer, path) else state).contiguous()
     temporary = Path(f"{os.fspath(path)}.incomplete")
     try:
-        if Path(path).suffix == ".safetensors":
+        if suffix in SAFETENSORS:
             save_file(states, temporary)
         else:
             torch.save(states, temporary)
@@ -89,12 +99,17 @@ def _layers_of(model: nn.Module) -> dict[int, StateTuningLayer]:
     return found
 
 
+def _transposed(layer: StateTuningLayer, path: str | os.PathLike) -> bool:
+    """Whether a file holds the transpose of a layer's state."""
+    return layer.tunable.transposed != (Path(path).suffix == WEB)
+
+
 def _parameter(layer: StateTuningLayer) -> nn.Parameter:
     return layer.state_tuning_states[layer.active_adapters[0]]
 
 
 def _read(path: Path) -> dict[int, torch.Tensor]:
-    if path.suffix == ".safetensors":
+    if path.suffix in SAFETENSORS:
         with open_weights(path) as file:
             content = {name: file.get_tensor(name) for name in file.keys() if NAME.fullmatch(name)}
     else:

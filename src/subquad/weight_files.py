@@ -19,7 +19,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import cached_file, has_file
 
-from .foreign_files import check_file, one_line, read_json, reading
+from .foreign_files import GGUF, check_file, one_line, read_json, reading
 
 
 if TYPE_CHECKING:
@@ -151,6 +151,8 @@ def check_weights(path: str | os.PathLike, options: dict) -> None:
     Raises:
         ValueError: if there are weights, but none in safetensors, or if an index leads to other files.
     """
+    if (gguf_file := options.get("gguf_file")) is not None:
+        raise ValueError(GGUF.format(file=gguf_file))
     if (index := _index_file(path, options)) is not None:
         read_weight_map(index)
     if not (files := unsafe_weights(path, options)):

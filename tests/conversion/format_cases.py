@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import rwkv7_files
 import torch
-from rwkv_files import fla_tensors, hub_tensors, tower, trainer_tensors, visual_tensors
+from rwkv_files import fla_tensors, gguf_tensors, hub_tensors, tower, trainer_tensors, visual_tensors, web_tensors
 from safetensors.torch import save_file
 
 from subquad import (
@@ -26,7 +26,7 @@ from subquad import (
     RavenConfig,
     RavenForCausalLM,
 )
-from subquad_conversion import rwkv6_fla
+from subquad_conversion import rwkv6_fla, rwkv6_gguf, rwkv7_gguf
 from subquad_conversion.formats import Format
 
 
@@ -176,6 +176,14 @@ def fla_rwkv() -> tuple[Tensors, Tensors]:
     return fla_tensors(**RWKV), hub_tensors("rwkv6", **RWKV)
 
 
+def web_rwkv(model_type: str) -> Callable[[], tuple[Tensors, Tensors]]:
+    return lambda: (web_tensors(model_type, **RWKV), hub_tensors(model_type, **RWKV))
+
+
+def gguf_rwkv() -> tuple[Tensors, Tensors]:
+    return gguf_tensors(**RWKV), hub_tensors("rwkv6", **RWKV)
+
+
 def visual_rwkv(model_type: str) -> Callable[[], tuple[Tensors, Tensors]]:
     def make():
         source = visual_tensors(model_type, tower(64, layers=2), **RWKV)
@@ -225,6 +233,17 @@ def rwkv_cases(model_type: str, version: str, generation: str) -> list[Case]:
             again=f"{model_type}-hub",
         ),
         Case(
+            f"{model_type}-web",
+            model_type,
+            web_rwkv(model_type),
+            ("blocks.", 1),
+            "emb.weight",
+            "head.weight",
+            SIZES_OF[model_type],
+            f"{version}, web-rwkv's layout: {described}",
+            again=f"{model_type}-hub",
+        ),
+        Case(
             f"visual-{model_type}",
             "visual_rwkv",
             visual_rwkv(model_type),
@@ -246,35 +265,38 @@ def rwkv_cases(model_type: str, version: str, generation: str) -> list[Case]:
 # --- Goose ---
 
 GOOSE = {"layers": 2, "heads": 3, "head_size": 4, "vocabulary": 20, "intermediate": 16, "ranks": (5, 2, 3, 7)}
-GOOSE_SIZES = {
-    "vocab_size": 20,
-    "hidden_size": 12,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_heads": 3,
-    "head_dim": 4,
-    "decay_low_rank_dim": 5,
-    "a_low_rank_dim": 2,
-    "v_low_rank_dim": 3,
-    "gate_low_rank_dim": 7,
-}
+# Some runtimes know no other size of heads.
+WIDE_GOOSE = GOOSE | {"heads": 2, "head_size": 64}
+GOOSE_RANKS = {"decay_low_rank_dim": 5, "a_low_rank_dim": 2, "v_low_rank_dim": 3, "gate_low_rank_dim": 7}
 
 
-def goose_case(layout: str, what: str, block: str, embeddings: str, head: str, **options) -> Case:
+def goose_case(
+    layout: str, what: str, block: str, embeddings: str, head: str, source: dict[str, Any] = GOOSE, **options
+) -> Case:
     tensors = getattr(rwkv7_files, f"{layout}_tensors")
     prefix = {"trainer": "", "web": "", "hub": "rwkv7."}.get(layout)
     unused = {} if prefix is None else {f"{prefix}{name}": torch.zeros(2, 2) for name in rwkv7_files.UNUSED}
+    heads, head_size = source["heads"], source["head_size"]
+    sizes = {
+        "vocab_size": 20,
+        "hidden_size": heads * head_size,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_heads": heads,
+        "head_dim": head_size,
+        **GOOSE_RANKS,
+    }
     return Case(
         f"rwkv7-{layout}",
         "rwkv7",
-        lambda: (tensors(**GOOSE), rwkv7_files.hub_tensors(**GOOSE)),
+        lambda: (tensors(**source), rwkv7_files.hub_tensors(**source)),
         (block, 1),
         embeddings,
         head,
-        GOOSE_SIZES,
-        f"Goose (RWKV-7), {what}: 2 layers of 12, 3 heads of 4, vocabulary 20.",
+        sizes,
+        f"Goose (RWKV-7), {what}: 2 layers of {heads * head_size}, {heads} heads of {head_size}, vocabulary 20.",
         again="rwkv7-hub",
-        buffers=unused,
+        buffers=options.pop("buffers", unused),
         **options,
     )
 
@@ -284,7 +306,7 @@ FLA_FIELDS = {"num_heads": 32, "norm_eps": 1e-5, "attn": None, "value_dim": [12,
 RS_FIELDS = {"head_size": 4, "num_attention_heads": 3, "layer_norm_epsilon": 1e-5, "group_norm_epsilon": 4e-5}
 GOOSE_CASES = (
     goose_case("trainer", "trainer checkpoint", "blocks.", "emb.weight", "head.weight"),
-    goose_case("web", "web-rwkv's layout", "blocks.", "emb.weight", "head.weight"),
+    goose_case("web", "web-rwkv's layout", "blocks.", "emb.weight", "head.weight", WIDE_GOOSE),
     goose_case("hub", "Hub model", "rwkv7.blocks.", "rwkv7.emb.weight", "head.weight"),
     goose_case(
         "fla",
@@ -296,6 +318,16 @@ GOOSE_CASES = (
     ),
     goose_case(
         "rs", "rwkv-rs's layout", "model.layers.", "model.embed_tokens.weight", "lm_head.weight", fields=RS_FIELDS
+    ),
+    goose_case(
+        "gguf",
+        "GGUF",
+        "blk.",
+        "token_embd.weight",
+        "output.weight",
+        WIDE_GOOSE,
+        buffers={f"blk.0.time_mix_v{i}.weight": torch.zeros(2, 2) for i in (1, 2)},
+        first_part=lambda name: next(iter(rwkv7_gguf.FORMAT.parts(name))),
     ),
 )
 
@@ -439,6 +471,18 @@ CASES = {
         fields={"proj_low_rank_dim": 2, "gate_low_rank_dim": 5, "num_heads": 3, "norm_eps": 1e-5},
         again="rwkv6-hub",
         first_part=lambda name: next(iter(rwkv6_fla.FORMAT.parts(name))),
+    ),
+    "rwkv6-gguf": Case(
+        "rwkv6-gguf",
+        "rwkv6",
+        gguf_rwkv,
+        ("blk.", 1),
+        "token_embd.weight",
+        "output.weight",
+        SIZES_OF["rwkv6"],
+        "Finch (RWKV-6.0), GGUF: 2 layers of 12, 3 heads of 4, vocabulary 20.",
+        again="rwkv6-hub",
+        first_part=lambda name: next(iter(rwkv6_gguf.FORMAT.parts(name))),
     ),
     **{case.format: case for case in GOOSE_CASES},
     "avey": Case(

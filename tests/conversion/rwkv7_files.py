@@ -87,6 +87,38 @@ def rs_tensors(**sizes) -> Tensors:
     return dict(_rs(name, x) for name, x in trainer_tensors(**sizes).items())
 
 
+def gguf_tensors(**sizes) -> Tensors:
+    """In GGUF, with the axes in the order of numpy."""
+    source = trainer_tensors(**sizes)
+    names = {"emb": "token_embd", "head": "output", "ln_out": "output_norm"}
+    tensors = {}
+    for name, x in source.items():
+        if not name.startswith("blocks."):
+            top, part = name.split(".")
+            tensors[f"{names[top]}.{part}"] = x
+            continue
+        _, layer, rest = name.split(".", 2)
+        block, shift = f"blk.{layer}.", re.fullmatch(r"att\.x_([rwkvag])", rest)
+        if rest.startswith("ln0."):
+            tensors[f"token_embd_norm.{rest[4:]}"] = x
+        elif rest.startswith(("ln1.", "ln2.")):
+            tensors[f"{block}attn_norm{'_2' if rest[2] == '2' else ''}.{rest[4:]}"] = x
+        elif rest.startswith("att.ln_x."):
+            tensors[f"{block}time_mix_ln.{rest[9:]}"] = x
+        elif shift:
+            if shift[1] == "r":
+                all_shifts = [source[f"blocks.{layer}.att.x_{letter}"] for letter in "rwkvag"]
+                tensors[f"{block}time_mix_lerp_fused.weight"] = torch.stack(all_shifts)
+        elif rest == "ffn.x_k":
+            tensors[f"{block}channel_mix_lerp_k.weight"] = x.flatten()
+        else:
+            part, leaf = rest.removesuffix(".weight").split(".")
+            low_rank, matrix = re.fullmatch("[wavg][12]", leaf), rest.endswith(".weight")
+            x = x.T.contiguous() if low_rank else x if matrix else x.flatten()
+            tensors[f"{block}{'time' if part == 'att' else 'channel'}_mix_{leaf}.weight"] = x
+    return tensors
+
+
 NORMS = {"ln1": "attn_norm", "ln2": "ffn_norm", "ln0": "pre_norm"}
 TOP = {
     "emb.weight": "model.embeddings.weight",

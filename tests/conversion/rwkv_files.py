@@ -127,6 +127,48 @@ def fla_tensors(**sizes) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
+def web_tensors(model_type: str, **sizes) -> dict[str, torch.Tensor]:
+    """For web-rwkv: some tensors have other names, and low-rank matrices are transposed."""
+    renamed = {}
+    for name, tensor in trainer_tensors(model_type, **sizes).items():
+        name = name.replace("time_faaaa", "time_first").replace("time_maa", "time_mix")
+        low_rank = name.endswith(("time_mix_w1", "time_mix_w2", "time_decay_w1", "time_decay_w2"))
+        renamed[name] = tensor.mT.contiguous() if low_rank else tensor
+    return renamed
+
+
+def gguf_tensors(**sizes) -> dict[str, torch.Tensor]:
+    """Finch in GGUF, with the axes in the order of numpy."""
+    source = trainer_tensors("rwkv6", **sizes)
+    tensors = {"token_embd.weight": source["emb.weight"]}
+    tensors |= {f"token_embd_norm.{part}": source[f"blocks.0.ln0.{part}"] for part in ("weight", "bias")}
+    for i in range(sizes["layers"]):
+        theirs, block = f"blk.{i}.", f"blocks.{i}."
+        att, ffn, mix, channel = f"{block}att.", f"{block}ffn.", f"{theirs}time_mix_", f"{theirs}channel_mix_"
+        for ours, name in (("ln1", "attn_norm"), ("ln2", "attn_norm_2"), ("att.ln_x", "time_mix_ln")):
+            tensors |= {f"{theirs}{name}.{part}": source[f"{block}{ours}.{part}"] for part in ("weight", "bias")}
+        fused = [source[f"{att}time_maa_{x}"] for x in "wkvrg"]
+        tensors |= {
+            f"{mix}w1.weight": source[f"{att}time_maa_w1"].T,
+            f"{mix}w2.weight": source[f"{att}time_maa_w2"].permute(0, 2, 1),
+            f"{mix}lerp_x.weight": source[f"{att}time_maa_x"].flatten(),
+            f"{mix}lerp_fused.weight": torch.stack(fused),
+            f"{mix}first.weight": source[f"{att}time_faaaa"],
+            f"{mix}decay.weight": source[f"{att}time_decay"].flatten(),
+            f"{mix}decay_w1.weight": source[f"{att}time_decay_w1"].T,
+            f"{mix}decay_w2.weight": source[f"{att}time_decay_w2"].T,
+        }
+        for name in ("receptance", "key", "value", "gate", "output"):
+            tensors[f"{mix}{name}.weight"] = source[f"{att}{name}.weight"]
+        tensors |= {f"{channel}lerp_{x}.weight": source[f"{ffn}time_maa_{x}"].flatten() for x in "kr"}
+        tensors |= {
+            f"{channel}{name}.weight": source[f"{ffn}{name}.weight"] for name in ("receptance", "key", "value")
+        }
+    tensors |= {f"output_norm.{part}": source[f"ln_out.{part}"] for part in ("weight", "bias")}
+    tensors["output.weight"] = source["head.weight"]
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
 def tower(width: int = 128, *, patch_size: int = 4, side: int = 4, layers: int = 2, seed: int = 1) -> CLIPVisionModel:
     """A vision tower of which no tensor is without effect."""
     config = CLIPVisionConfig(

@@ -319,7 +319,7 @@ def test_a_failure_while_a_destination_is_filled_leaves_it_empty(source, tmp_pat
 def test_what_came_into_a_destination_meanwhile_is_kept(source, tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     monkeypatch.setattr(
-        "subquad_conversion.converter.write_shards", lambda *_: (tmp_path / "model/theirs").write_text("")
+        "subquad_conversion.targets.write_shards", lambda *_: (tmp_path / "model/theirs").write_text("")
     )
     with pytest.raises(ConversionError, match="Something else was written"):
         convert(source, tmp_path / "model", progress=False)

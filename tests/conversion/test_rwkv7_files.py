@@ -73,11 +73,16 @@ def runtime():
 
 
 def both(runtime, tmp_path, **sizes):
-    """The runtime on a `.pth` file, and our model of the converted file."""
-    source = tmp_path / "trained.pth"
-    torch.save(trainer_tensors(unused=True, **sizes), source)
+    """The runtime on the `.pth` file that is made of our model, and our model, made of a `.pth` file."""
+    source, written = tmp_path / "trained.pth", tmp_path / "written.pth"
+    tensors = trainer_tensors(unused=True, **sizes)
+    torch.save(tensors, source)
     convert(source, tmp_path / "model", tokenizer="none", progress=False)
-    peer = runtime(model=os.path.splitext(source)[0], strategy="cpu fp32")
+    convert(tmp_path / "model", written, to="pth", progress=False)
+    stored = torch.load(written, weights_only=True)
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(x, stored[name]) or name in UNUSED for name, x in tensors.items())
+    peer = runtime(model=os.path.splitext(written)[0], strategy="cpu fp32")
     return peer, AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
 
 

@@ -10,30 +10,48 @@ from .common import naming_options, signals_raise
 
 SUMMARY = "make a model directory from a checkpoint"
 DESCRIPTION = """\
-Convert a checkpoint to a directory that `from_pretrained` loads.
+Convert a checkpoint to a directory that `from_pretrained` loads, or to the files of another program.
 
 SOURCE is either
   - the .pth file of a trainer (RWKV-5.2, RWKV-6.0, RWKV-7, Avey, Avey-B, Raven, Gecko, VisualRWKV-5.0 or -6.0); if a
     VisualRWKV has two files, NAME_rwkv.pth and NAME_visual.pth, give one of them; or
   - a Hub model of type rwkv5, rwkv6, rwkv7, avey, avey-b, raven or gecko: its directory, or the model.safetensors or
     pytorch_model.bin in it, with the configuration and the tokenizer in the same directory; a Finch or a Goose in the
-    layout of flash-linear-attention, and a Goose in that of rwkv-rs or web-rwkv, too.
+    layout of flash-linear-attention, and a Goose in that of rwkv-rs, too; or
+  - an .st file of web-rwkv and Ai00 (RWKV-5.2, RWKV-6.0, RWKV-7); or
+  - a .gguf file of llama.cpp (RWKV-6.0, RWKV-7), whose quantised weights become float32.
 
 The names and shapes of the tensors tell which of these SOURCE is. No code in SOURCE is ever run. DEST appears only
-when it is complete.
+when it is complete. docs/how-to/formats.md has a table of what comes in and what goes out.
 
 examples:
   subquad convert RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth ./finch-1b6
   subquad convert model.pth ./small --head-size-divisor 1 --tokenizer none
   subquad convert ./v5-Eagle-7B-HF ./eagle-7b --dtype bfloat16 --max-shard-size 2GB
   subquad convert visual.pth ./visual-3b --vision-tower ./clip-vit-large-patch14-336
+  subquad convert ./finch-1b6 finch-1b6.pth --to pth
+  subquad convert ./finch-1b6 finch-1b6-q8.gguf --to gguf --gguf-type Q8_0
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="SOURCE", help="checkpoint file or model directory")
-    add("dest", metavar="DEST", help="directory to make; it must be empty if it exists")
+    add("dest", metavar="DEST", help="directory to make, which must be empty if it exists; or file to make, see --to")
+    add(
+        "--to",
+        choices=("directory", "fla", "hub", "pth", "st", "gguf"),
+        default="directory",
+        help="what to make: a directory of this package (the default), of flash-linear-attention or as the RWKV "
+        "organisation publishes them (hub), or a file of RWKV's trainers (pth), of web-rwkv and Ai00 (st, in float16) "
+        "or of llama.cpp (gguf)",
+    )
+    add(
+        "--gguf-type",
+        metavar="TYPE",
+        help="type of the weights of linear layers in a GGUF file: F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 "
+        "(default: the dtype of SOURCE)",
+    )
     add(
         "--config",
         metavar="FILE",
@@ -70,7 +88,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--max-shard-size",
         type=size,
-        default=5 * 10**9,
         metavar="SIZE",
         help="maximum size of a weight file, such as 500MB or 5GB (default: 5GB)",
     )
@@ -82,13 +99,24 @@ def run(args: Namespace) -> None:
     from ..info import format_bytes
     from ..models import REGISTRY
 
-    names = ("head_size_divisor", "vision_tower", "grid_size")
+    names = (
+        "to",
+        "gguf_type",
+        "dtype",
+        "tokenizer",
+        "max_shard_size",
+        "head_size_divisor",
+        "vision_tower",
+        "grid_size",
+    )
     # Those that are not given are fields of a configuration in the messages.
     given = [name for name in names if getattr(args, name) is not None]
     with signals_raise(), naming_options(*given), naming(args.source):
         report = convert(
             args.source,
             args.dest,
+            to=args.to,
+            gguf_type=args.gguf_type,
             config=args.config,
             tokenizer=args.tokenizer,
             dtype=args.dtype,

@@ -40,7 +40,7 @@ RWKV5 = Architecture(
     # Appendix G: decay on linear layers and embeddings only, twice the learning rate for `time_decay`.
     recipe=OptimizerRecipe(weight_decay=0.001, betas=(0.9, 0.99), rates={"time_decay": 2.0}),
     support=Support(
-        checkpoints="`.pth` of the trainer, Hub directories",
+        checkpoints="`.pth` of the trainer, Hub directories, `.st` of web-rwkv",
         parity="the package `rwkv`",
         state="constant",
         dtypes="yes (states in float32)",

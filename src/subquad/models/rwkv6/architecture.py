@@ -29,6 +29,7 @@ RWKV6 = replace(
             "lora_rank_decay": 128,
         },
     },
+    support=replace(RWKV5.support, checkpoints=f"{RWKV5.support.checkpoints}, GGUF"),
     tunable_state=replace(RWKV5.tunable_state, module="Rwkv6TimeMixing"),
 )
 

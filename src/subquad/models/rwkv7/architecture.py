@@ -48,7 +48,7 @@ RWKV7 = Architecture(
     # The trainer's: decay on linear layers and embeddings only, twice the learning rate for `w0`.
     recipe=OptimizerRecipe(weight_decay=0.1, betas=(0.9, 0.99), eps=1e-18, rates={"w0": 2.0}),
     support=Support(
-        checkpoints="`.pth` of the trainer, Hub directories",
+        checkpoints="`.pth` of the trainer, Hub directories, `.st` of web-rwkv, GGUF",
         parity="the package `rwkv`, flash-linear-attention",
         state="constant",
         dtypes="yes (states in float32)",

@@ -1,0 +1,28 @@
+"""Eagle (RWKV-5.2) for web-rwkv and Ai00: the trainer's tensors in float16, one of them under another name."""
+
+from transformers import PreTrainedConfig
+
+from subquad.loading import Layout
+
+from .formats import Tensors
+from .rwkv import Rwkv5Format, check_divisor
+from .rwkv5_trainer import FORMAT as TRAINER
+
+
+class Rwkv5Web(Rwkv5Format):
+    name = "rwkv5-web"
+    title = "Eagle (RWKV-5.2), web-rwkv's layout"
+    attention = "blocks.0.att."
+    layout = Layout({".att.time_first$": ".att.time_faaaa", **TRAINER.layout.names})
+    target = "st"
+
+    def matches(self, tensors: Tensors) -> bool:
+        newer = "blocks.0.att.time_mix_x" in tensors
+        return super().matches(tensors) and "blocks.0.att.time_first" in tensors and not newer
+
+    def check_target(self, config: PreTrainedConfig) -> list[str]:
+        check_divisor(config, "web-rwkv")
+        return []
+
+
+FORMAT = Rwkv5Web()
