@@ -5,11 +5,13 @@ import os
 
 import pytest
 import torch
+from peft import get_peft_model
 from rwkv_files import reference_logits, write_trainer_file
 from transformers import AutoModelForCausalLM
 
-import subquad  # noqa: F401 (registers the architectures)
+from subquad import StateTuningConfig, load_time_states
 from subquad.cli import main
+from subquad_conversion import convert
 
 
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 3, 3, 23, 84, 62, 64, 33, 83, 27, 9, 50, 2]
@@ -65,4 +67,24 @@ def test_logits_equal_those_of_the_source(model_type, heads, head_size, divisor,
     assert stored.keys() == tensors.keys() and all(torch.equal(stored[name], x) for name, x in tensors.items())
     peer = runtime(model=os.path.splitext(written)[0], strategy="cpu fp32", verbose=False)
     expected, _ = peer.forward(IDS, None, full_output=True)
+    assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
+def test_a_tuned_state_is_that_of_the_source(model_type, tmp_path, runtime):
+    tensors = write_trainer_file(tmp_path / "trained.pth", model_type, heads=2)
+    torch.manual_seed(0)
+    states = {f"blocks.{i}.att.time_state": 5 * torch.randn(2, 64, 64) for i in range(2)}
+    torch.save(tensors | states, tmp_path / "tuned.pth")
+    peer = runtime(model=str(tmp_path / "tuned"), strategy="cpu fp32", verbose=False)
+    expected, _ = peer.forward(IDS, None, full_output=True)
+
+    convert(tmp_path / "trained.pth", tmp_path / "model", progress=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model = get_peft_model(model, StateTuningConfig(task_type="CAUSAL_LM")).eval()
+    with torch.no_grad():
+        untuned = model(torch.tensor([IDS])).logits[0]
+        load_time_states(model, tmp_path / "tuned.pth")
+        logits = model(torch.tensor([IDS])).logits[0]
+    assert (untuned - expected).abs().max() > 0.1
     assert (logits - expected).abs().max() < 1e-4

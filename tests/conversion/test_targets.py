@@ -156,6 +156,14 @@ def test_a_directory_computes_the_same(target, tmp_path):
     assert torch.equal(*logits)
 
 
+def test_ranks_that_code_of_published_repositories_does_not_know(tmp_path):
+    report = convert(finch(tmp_path, vocabulary=100), tmp_path / "out", to="hub", progress=False)
+    assert any("takes the two low ranks for (32, 64) and cannot load (7, 11)" in note for note in report.notes)
+    (tmp_path / "known").mkdir()
+    known = finch(tmp_path / "known", vocabulary=100, ranks=(32, 64))
+    assert not any("rank" in note for note in convert(known, tmp_path / "again", to="hub", progress=False).notes)
+
+
 # --- GGUF ---
 
 
