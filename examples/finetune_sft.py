@@ -6,9 +6,9 @@ ABC notation in the metre and key of the prompt.
     python examples/finetune_sft.py --output tunes-to-order --lora --packing --bf16 --gradient-checkpointing
 
 By default it trains finch-abc, the small Finch that comes with the package, in about two minutes on a CPU core
-(`pip install trl "subquad[train]"`, and `peft` for --lora). Before and after the training, the model writes tunes for
-held-out prompts. `--model` takes any directory with a causal model and its tokenizer. With --packing, the tunes of a
-batch are packed into rows without padding: TRL passes the boundaries to the model, in which a document never sees
+(`pip install "subquad[train]"`, and "subquad[peft]" for --lora). Before and after the training, the model writes tunes
+for held-out prompts. `--model` takes any directory with a causal model and its tokenizer. With --packing, the tunes of
+a batch are packed into rows without padding: TRL passes the boundaries to the model, in which a document never sees
 another one. The loss is the same.
 """
 
