@@ -1,5 +1,6 @@
 """Models that go out again: into the formats of trainers, runtimes and other packages."""
 
+import ast
 import os
 import re
 import subprocess
@@ -9,7 +10,7 @@ import gguf
 import pytest
 import torch
 from format_cases import CASES
-from rwkv7_files import UNUSED
+from rwkv7_files import UNUSED, trainer_tensors
 from rwkv_files import gguf_tensors, write_trainer_file
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -191,7 +192,7 @@ def test_the_header_of_a_gguf_file(tmp_path):
     tokenizer, tokens = RwkvWorldTokenizer(), entries["tokenizer.ggml.tokens"]
     assert entries["tokenizer.ggml.model"] == "rwkv" and len(tokens) == 65536
     for index in (1, 11, 33, 257, 261, 40000, 65529):
-        assert eval(f'b"""{tokens[index]}"""') == tokenizer.decode_bytes([index])
+        assert ast.literal_eval(f'b"""{tokens[index]}"""') == tokenizer.decode_bytes([index])
     kinds = entries["tokenizer.ggml.token_type"]
     assert (kinds[0], kinds[1], kinds[65529], kinds[65530]) == (3, 1, 1, 5)  # control, normal, unused
     special = {name: entries[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "eot")}
@@ -330,8 +331,6 @@ def test_llama_cpp_writes_the_same(name, kind, tmp_path):
     elif name == "finch":
         path = finch(tmp_path, layers=7, heads=4)
     else:
-        from rwkv7_files import trainer_tensors
-
         tensors = trainer_tensors(layers=7, heads=4, vocabulary=65536, intermediate=1024, ranks=(64, 64, 32, 128))
         torch.save(tensors, tmp_path / "goose.pth")
         path = tmp_path / "goose"
