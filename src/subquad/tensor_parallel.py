@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 from transformers import PreTrainedConfig
 
+from subquad_kernels import matmul
+
 
 def divides_heads(config: PreTrainedConfig, *heads: int) -> bool:
     """Whether the heads can be split evenly over the processes that load the model."""
@@ -57,9 +59,9 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 def times_own_columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight; if the weight is split by columns, only the columns of the product that this process has."""
     if not hasattr(weight, "to_local"):
-        return x @ weight
+        return matmul(x, weight)
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     # Every process has all of x, but its columns give only a part of the gradient of x: these parts must be summed.
     x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
-    return x.to_local(grad_placements=[Partial()]) @ weight.to_local()
+    return matmul(x.to_local(grad_placements=[Partial()]), weight.to_local())

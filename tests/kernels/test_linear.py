@@ -1,11 +1,13 @@
 """The product of a linear layer is that of torch, whichever library computes it."""
 
+import sys
+
 import pytest
 import torch
 from resident_memory import resident_memory
 from torch import nn
 
-from subquad_kernels import linear
+from subquad_kernels import linear, matmul
 from subquad_kernels.linear import _ONEDNN, _find_onednn
 
 
@@ -75,3 +77,56 @@ def test_memory_does_not_grow_with_the_number_of_lengths():
         for length in lengths:
             linear(x[:length], layer.weight)
         assert resident_memory() - before < 50e6
+
+
+@pytest.fixture(params=[True, False], ids=["instructions", "no instructions"])
+def instructions(request, monkeypatch):
+    """Whether the CPU is taken for one with instructions for 16-bit dtypes."""
+    monkeypatch.setattr(sys.modules["subquad_kernels.linear"], "multiplies", lambda dtype: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 33, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("onednn", [True, False])
+def test_16_bit_products(rows, dtype, onednn, instructions, monkeypatch):
+    """A weight of several tiles, which do not divide it; sums are float32's, so only the result is rounded."""
+    if not onednn:
+        monkeypatch.setattr(sys.modules["subquad_kernels.linear"], "_ONEDNN", None)
+    torch.manual_seed(0)
+    monkeypatch.setattr(sys.modules["subquad_kernels.linear"], "_TILE", 2**13)
+    layer, x = nn.Linear(130, 500, dtype=dtype), torch.randn(2, rows, 130, dtype=dtype)[:1]
+    with torch.no_grad():
+        for bias in (layer.bias, None):
+            exact = nn.functional.linear(x.double(), layer.weight.double(), bias if bias is None else bias.double())
+            out = linear(x, layer.weight, bias)
+            assert (out.dtype, out.shape) == (dtype, (1, rows, 500))
+            # Torch's own dot products round a sum before they add the bias.
+            assert (out - exact).abs().max() <= 1.1 * torch.finfo(dtype).eps * exact.abs().max()
+        product = matmul(x, layer.weight.T)
+        torch.testing.assert_close(product, out, rtol=torch.finfo(dtype).eps, atol=1e-3)
+    assert torch.backends.mkldnn.enabled
+
+
+def test_products_without_instructions_are_computed_in_float32(instructions):
+    weight, x = torch.randn(256, 128, dtype=torch.float16), torch.randn(64, 128, dtype=torch.float16)
+    with torch.profiler.profile(record_shapes=True) as profile, torch.no_grad():
+        linear(x, weight)
+        matmul(x, weight.T)
+    conversions = [event for event in profile.key_averages() if event.key == "aten::copy_"]
+    assert bool(conversions) != instructions
+
+
+def test_few_rows_do_not_turn_onednn_on(monkeypatch):
+    """Someone may have turned it off; and an error leaves it on."""
+    weight, x = torch.randn(256, 128, dtype=torch.bfloat16), torch.randn(1, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError):
+            linear(x[:, 1:], weight)
+        assert torch.backends.mkldnn.enabled
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            linear(x, weight)
+            assert not torch.backends.mkldnn.enabled
+        finally:
+            torch._C._set_mkldnn_enabled(True)

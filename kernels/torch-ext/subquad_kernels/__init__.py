@@ -7,7 +7,7 @@ from .contextualizer import contextualizer
 from .delta_wkv import delta_wkv, delta_wkv_state, gated_delta_wkv
 from .dynamic_mixing import dynamic_mixing
 from .group_norm_gate import group_norm_gate
-from .linear import linear
+from .linear import linear, matmul
 from .slot_memory import slot_memory, slot_memory_state
 from .slot_routing import slot_routing
 from .split_ranker import maxsim, split_ranker
@@ -30,6 +30,7 @@ __all__ = [
     "gated_wkv",
     "group_norm_gate",
     "linear",
+    "matmul",
     "maxsim",
     "slot_memory",
     "slot_memory_state",

@@ -1,5 +1,8 @@
-"""The product of a linear layer, by the faster of the two CPU libraries of torch."""
+"""The product of a linear layer, by the fastest of the CPU libraries of torch."""
 
+import functools
+import math
+import threading
 from collections.abc import Callable
 
 import torch
@@ -11,6 +14,14 @@ _WORTHWHILE = 2**21
 # oneDNN compiles code for every number of rows, and keeps it (about 0.6 MB). So it gets only about 50 numbers of rows:
 # long inputs are cut into blocks of this size, and rows of zeros are added to others.
 _BLOCK = 4096
+# Up to this number of rows torch's dot products of 16-bit numbers are faster than a product in float32.
+_FEW_ROWS = 4
+# Below this number of multiplications a 16-bit product takes less time than the conversion of its weight begins with.
+_CONVERTED = 2**18
+# A weight is converted to float32 in tiles of about this number of elements for each thread, which the caches hold.
+_TILE = 2**19
+# Held while oneDNN is off, so that one thread does not turn it on for another, or leave it off.
+_switching = threading.Lock()
 
 
 def _find_onednn() -> Callable | None:
@@ -23,38 +34,117 @@ def _find_onednn() -> Callable | None:
 _ONEDNN = _find_onednn()
 
 
+@functools.cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """
+    Whether this CPU has instructions for products of a 16-bit dtype, which oneDNN then uses: AVX512_BF16, AVX512_FP16
+    or AMX on x86, BF16 or FP16 on ARM. Without them torch computes these products about five times slower than those
+    of float32.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return False
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return False
+    if dtype == torch.bfloat16 and _ONEDNN is not None:  # `_is_mkldnn_bf16_supported` means AVX-512, of any kind
+        return any(getattr(torch.cpu, f"_is_{x}_supported", bool)() for x in ("avx512_bf16", "amx_tile"))
+    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
+
+
+def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a product is computed eagerly on a CPU, in one of three dtypes, and without gradients."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and x.dim() > 0
+        and x.numel() > 0
+        and not torch.is_autocast_enabled("cpu")
+        and type(x) is torch.Tensor
+        and type(weight) in (torch.Tensor, torch.nn.Parameter)
+    )
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """
     `torch.nn.functional.linear`: x (..., in), weight (out, in), bias (out) to (..., out).
 
-    In float32 on a CPU with AVX-512 and without gradients, larger products are computed by oneDNN instead of torch's
-    default, MKL. That is up to 2.2 times as fast on an AMD EPYC, where MKL seems not to use AVX-512. Otherwise, and
-    for weights that are not plain tensors (for example quantised ones), this is torch's own function.
+    On a CPU and without gradients the product is computed by the fastest of torch's libraries:
+
+    - in float32 with AVX-512, larger ones by oneDNN instead of torch's default, MKL. That is up to 2.2 times as fast
+      on an AMD EPYC, where MKL seems not to use AVX-512;
+    - in bfloat16 and float16, few rows by torch's own dot products, which read a weight as fast as memory gives it,
+      and many rows by oneDNN if the CPU has instructions for the dtype. If not, the weight is converted to float32 in
+      tiles that the cache holds.
+
+    Otherwise, and for weights that are not plain tensors (for example quantised ones), this is torch's own function.
     """
-    if (
-        _ONEDNN is not None
-        and x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and x.dim() > 0
-        and x.numel() * weight.shape[0] >= _WORTHWHILE
-        and not torch.is_autocast_enabled("cpu")
-        and type(x) is torch.Tensor
-        and type(weight) in (torch.Tensor, torch.nn.Parameter)
-        and torch.backends.mkldnn.enabled
-    ):
-        rows = x.reshape(-1, x.shape[-1])
-        blocks = [_product(block, weight, bias) for block in rows.split(_BLOCK)]
-        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).view(*x.shape[:-1], -1)
+    if _is_plain(x, weight):
+        work, width = x.numel() * weight.shape[0], x.shape[-1]
+        if x.dtype != torch.float32:
+            few = x.numel() // width <= (1 if multiplies(x.dtype) else _FEW_ROWS)
+            if few and _ONEDNN is not None:
+                return _by_dot_products(x, weight, bias)
+            if not (few or multiplies(x.dtype)) and work >= _CONVERTED:
+                return _in_float32(x.reshape(-1, width), weight, bias).view(*x.shape[:-1], -1)
+        elif _ONEDNN is not None and work >= _WORTHWHILE and torch.backends.mkldnn.enabled:
+            return _by_onednn(x.reshape(-1, width), weight, bias).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
 
 
-def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product of at most `_BLOCK` rows, by oneDNN if they are enough."""
+def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """
+    `x @ y`, x (..., n, k), y (..., k, m) to (..., n, m).
+
+    On a CPU without instructions for a 16-bit dtype, and without gradients, larger products are computed in float32:
+    torch would take about five times as long. For weights of layers, [`linear`] needs less memory.
+    """
+    work = x.numel() * y.shape[-1]
+    if work >= _CONVERTED and x.dtype != torch.float32 and _is_plain(x, y) and not multiplies(x.dtype):
+        return (x.float() @ y.float()).to(x.dtype)
+    return x @ y
+
+
+def _by_dot_products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The 16-bit product without oneDNN, which torch takes on every CPU with AVX-512, and takes twice as long."""
+    if not torch.backends.mkldnn.enabled or not _switching.acquire(blocking=False):
+        return F.linear(x, weight, bias)
+    # Not `torch.backends.mkldnn.flags`, which sets four more flags in 12 microseconds.
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return F.linear(x, weight, bias)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+        _switching.release()
+
+
+def _in_float32(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product of 16-bit numbers, computed in float32."""
+    outputs, width = weight.shape
+    tiles = math.ceil(weight.numel() / (_TILE * torch.get_num_threads()))
+    size = min(outputs, math.ceil(outputs / tiles / 64) * 64)  # oneDNN is slower for other numbers
+    out = rows.new_empty(rows.shape[0], outputs)
+    rows, bias = rows.float(), bias if bias is None else bias.float()
+    tile = rows.new_empty(size, width)
+    product = F.linear if _ONEDNN is None or not torch.backends.mkldnn.enabled else _by_onednn
+    for start in range(0, outputs, size):
+        part = slice(min(start, outputs - size), min(start, outputs - size) + size)  # all of one shape, for oneDNN
+        tile.copy_(weight[part])
+        out[:, part] = product(rows, tile, bias if bias is None else bias[part])
+    return out
+
+
+def _by_onednn(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product of any number of rows in float32."""
+    blocks = [_block_by_onednn(block, weight, bias) for block in rows.split(_BLOCK)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+def _block_by_onednn(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product of at most `_BLOCK` rows."""
     count = rows.shape[0]
-    if rows.numel() * weight.shape[0] < _WORTHWHILE:
-        return F.linear(rows, weight, bias)
     if count != (size := _rounded(count)):
         padded = rows.new_empty(size, rows.shape[1])  # faster than F.pad, which fills all of it first
         padded[:count], padded[count:] = rows, 0

@@ -15,6 +15,7 @@ import math
 import torch
 
 from ..backend import cast, widest
+from ..linear import matmul
 
 
 CHUNK_SIZE = 32
@@ -265,7 +266,7 @@ def cema_chunked(
     layout = _Layout(x, starts, real)
     tables = _Tables(alpha, delta, theta, gamma, layout.chunk, x.dtype)
     x = layout.to_chunks(x)
-    out, added = (x.flatten(1, 2) @ tables.from_token).split((layout.chunk, 2 * tables.size), dim=2)
+    out, added = matmul(x.flatten(1, 2), tables.from_token).split((layout.chunk, 2 * tables.size), dim=2)
     entering = _enter(layout, tables, tables.to_complex(added).view(*x.shape[:3], -1), initial_state)
     state = tables.to_complex(layout.moved(layout.of_last(x)) @ tables.to_state)
     state += _decays_of_last(layout, tables) * layout.of_last(entering)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..backend import cast, contiguous, widest
+from ..linear import matmul
 from ..once import once
 
 
@@ -134,7 +135,7 @@ def _pieces(
 
 
 def _scores(piece: _Block | _Chunks, q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    return (piece.of_queries(q) @ piece.of_keys(k).mT).masked_fill_(hidden, -torch.inf)
+    return matmul(piece.of_queries(q), piece.of_keys(k).mT).masked_fill_(hidden, -torch.inf)
 
 
 def _assert_in_reach(first, keys, chunk_size, aligned):
@@ -172,7 +173,7 @@ def chunk_attention_eager(
     q, k, v = contiguous(q, k, v)
     out = v.new_empty(*q.shape[:3], v.shape[3])
     for piece, scores in _pieces(q, k, first, chunk_size, aligned):
-        piece.of_queries(out).copy_(scores.softmax(-1) @ piece.of_keys(v))
+        piece.of_queries(out).copy_(matmul(scores.softmax(-1), piece.of_keys(v)))
     return out
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..linear import matmul
 from .reference import EPS
 
 
@@ -54,8 +55,8 @@ def contextualizer_eager(
     out = z.new_empty(z.shape[0], queries, z.shape[2])
     for part, x, y, _ in _pieces(z, context, prefix):
         for start, stop, place in _blocks(context, queries):
-            weights = (y[:, start:stop] @ y[:, :stop].mT) * v[start:stop, :stop]
-            mixed = weights.to(z.dtype) @ x[:, :stop]
+            weights = matmul(y[:, start:stop], y[:, :stop].mT) * v[start:stop, :stop]
+            mixed = matmul(weights.to(z.dtype), x[:, :stop])
             out[part, place] = mixed if gate is None else mixed * gate[part, place]
     return out
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from ..linear import matmul
+
 
 ROWS = 256  # rows of a tile
 VALUES = 1 << 24  # values of the windows that are computed at a time
@@ -38,7 +40,7 @@ def _cosines(
     y: torch.Tensor, rows: slice, normalization: str, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The cosines of a block of rows with all rows, and what they are divided by."""
-    cosines = (y[:, rows] @ y.mT).to(dtype)
+    cosines = matmul(y[:, rows], y.mT).to(dtype)
     if normalization == "l1":
         return cosines, cosines.abs().sum(-1, keepdim=True).clamp_min(eps)
     return cosines, cosines.sum(-1, keepdim=True) + eps
@@ -60,7 +62,7 @@ def dynamic_mixing_eager(
     for part, x, y, scale in _pieces(features[..., :width], normalization, eps):
         for rows in _blocks(features.shape[1]):
             cosines, sums = _cosines(y, rows, normalization, eps, scale.dtype)
-            out[part, rows] = ((cosines / sums).to(x.dtype) @ x) * features[part, rows, width : 2 * width]
+            out[part, rows] = matmul((cosines / sums).to(x.dtype), x) * features[part, rows, width : 2 * width]
 
 
 def dynamic_mixing_eager_backward(

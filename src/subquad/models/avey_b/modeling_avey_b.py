@@ -15,7 +15,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
-from subquad_kernels import dynamic_mixing, maxsim, split_ranker, static_mixing
+from subquad_kernels import dynamic_mixing, matmul, maxsim, split_ranker, static_mixing
 
 from ...layers import Linear, ReluSquared, chosen_states, read_tokens, replaceable
 from ...saving import SavedPreTrainedModel
@@ -81,7 +81,7 @@ class AveyBRanker(nn.Module):
         if not self.config.compressor:
             return F.pad(rows, (0, 0, self.config.context_size - rows.shape[1], 0))
         weights = self.down_proj[:, -rows.shape[1] :]  # the rows of missing splits, on the left, are zero
-        window = torch.bmm(weights.expand(rows.shape[0], -1, -1), rows)  # equation 8
+        window = matmul(weights.expand(rows.shape[0], -1, -1), rows)  # equation 8
         return window + current if self.config.compressor_residual else window
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from subquad_kernels import matmul
+
 from ...tensor_parallel import local_part, times_own_columns
 from ..rwkv5.modeling_rwkv5 import (
     Rwkv5Block,
@@ -47,9 +49,9 @@ class Rwkv6TimeMixing(Rwkv5TimeMixing):
     def mix(self, x: torch.Tensor, before: torch.Tensor | None, starts: torch.Tensor | None) -> list[torch.Tensor]:
         """Equations 14 and 15, ddlerp: the interpolation between a token and the one before depends on both."""
         lerp = token_shift(x, state=before, mu=self.time_maa_x[0], starts=starts)[0]
-        low = torch.tanh(lerp @ self.time_maa_w1)
+        low = torch.tanh(matmul(lerp, self.time_maa_w1))
         low = low.view(-1, 5, low.shape[-1] // 5).transpose(0, 1)
-        offset = (low @ self.time_maa_w2).view(5, *x.shape)
+        offset = matmul(low, self.time_maa_w2).view(5, *x.shape)
         mu = torch.cat((self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g))
         mixed = token_shift(x, state=before, mu=mu.squeeze(1), offset=offset, starts=starts)
         x_w, x_k, x_v, x_r, x_g = mixed.unbind()
@@ -57,7 +59,7 @@ class Rwkv6TimeMixing(Rwkv5TimeMixing):
 
     def log_decay(self, x: torch.Tensor) -> torch.Tensor:
         """Equations 17 and 18: log w, (batch, length, heads, head_size)."""
-        d = times_own_columns(torch.tanh(x @ self.time_decay_w1), self.time_decay_w2)
+        d = times_own_columns(torch.tanh(matmul(x, self.time_decay_w1)), self.time_decay_w2)
         d = local_part(self.time_decay).float() + d
         return -d.exp().unflatten(-1, (-1, self.head_size))
 

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
-from subquad_kernels import delta_wkv_state, gated_delta_wkv, token_shift
+from subquad_kernels import delta_wkv_state, gated_delta_wkv, matmul, token_shift
 
 from ...base import RecurrentPreTrainedModel
 from ...cache import LayerState, RecurrentCache
@@ -103,14 +103,14 @@ class Rwkv7TimeMixing(nn.Module):
 
         r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
         # The decay w lies between exp(-exp(-1/2)) = 0.545 and 1; a is how much of the old value is replaced.
-        d = wide(local_part(self.w0)) + times_own_columns(torch.tanh(x_w @ self.w1), self.w2)
+        d = wide(local_part(self.w0)) + times_own_columns(torch.tanh(matmul(x_w, self.w1)), self.w2)
         log_w = -math.exp(-0.5) * torch.sigmoid(d)
-        a = torch.sigmoid(local_part(self.a0) + times_own_columns(x_a @ self.a1, self.a2))
-        g = times_own_columns(torch.sigmoid(x_g @ self.g1), self.g2)
+        a = torch.sigmoid(local_part(self.a0) + times_own_columns(matmul(x_a, self.a1), self.a2))
+        g = times_own_columns(torch.sigmoid(matmul(x_g, self.g1)), self.g2)
         if v_first is None:
             v_first = v
         else:
-            mix = torch.sigmoid(local_part(self.v0) + times_own_columns(x_v @ self.v1, self.v2))
+            mix = torch.sigmoid(local_part(self.v0) + times_own_columns(matmul(x_v, self.v1), self.v2))
             v = v + (v_first - v) * mix
 
         heads = (*x.shape[:2], -1, self.head_size)
