@@ -34,8 +34,9 @@ ABOVE_CONVERSION = ("subquad.cli", "subquad.info")
 SHARED = {
     f"subquad.{name}"
     for name in (
-        *("base", "cache", "configuration_checks", "counting_cache", "generation", "growing_cache", "heads"),
-        *("layer_types", "layers", "layout", "loading", "padding", "processing", "ring", "saving", "tensor_parallel"),
+        *("base", "cache", "configuration_checks", "counting_cache", "foreign_files", "generation", "growing_cache"),
+        *("heads", "layer_types", "layers", "layout", "loading", "padding", "processing", "ring", "saving"),
+        *("state_file", "tensor_parallel"),
     )
 }
 # Architectures that are made of others.

@@ -14,6 +14,7 @@ from .models import REGISTRY
 
 if TYPE_CHECKING:
     from .cache import RecurrentCache as RecurrentCache
+    from .identity import identify as identify
     from .info import embedded_model as embedded_model
     from .models import *
     from .presets import PRESETS as PRESETS
@@ -43,6 +44,7 @@ _EXPORTS = {
     "load_time_states": "subquad.time_states",
     "save_time_states": "subquad.time_states",
     "embedded_model": "subquad.info",
+    "identify": "subquad.identity",
     "preset_config": "subquad.presets",
 }
 for _architecture in REGISTRY.values():

@@ -2,19 +2,17 @@
 
 import copy
 import functools
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, StaticCache
 
 from .padding import Tokens
+from .state_file import ModelIdentity, check_owner, describe_owner, read_state_file, write_state_file
 
 
 # How many of the last tokens can be removed while the past is recorded. No draft is nearly as long.
@@ -179,12 +177,13 @@ class LayerState:
             self.write(name, function(state))
         self.records = {name: record.map(function) for name, record in self.records.items()}
 
-    def clone(self) -> "LayerState":
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LayerState":
+        """A copy that holds `function(tensor)` of every tensor, which must not share memory with it."""
         other = copy.copy(self)
         other.states, other.lent = {}, set()
         for name, state in self.states.items():
-            other.write(name, state if self.static else state.clone())
-        other.records = {name: record.map(torch.clone) for name, record in self.records.items()}
+            other.write(name, function(state))
+        other.records = {name: record.map(function) for name, record in self.records.items()}
         return other
 
     def activate_past_recording(self) -> None:
@@ -290,6 +289,9 @@ class RecurrentCache(Cache):
     # The states that transformers knows as those of recurrences and of convolutions.
     recurrent_names: tuple[str, ...] = ("wkv",)
     convolution_names: tuple[str, ...] = ("attention_shift", "feed_forward_shift")
+
+    # The states that are float32 in a model of less precision. The others have the model's dtype, or are integers.
+    float32_names: tuple[str, ...] = ("wkv",)
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         config = config.get_text_config()
@@ -445,18 +447,102 @@ class RecurrentCache(Cache):
             layer.reset()
         self.seen_tokens *= 0  # in place if it is a tensor
 
-    def clone(self) -> "RecurrentCache":
-        """An independent copy."""
+    def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RecurrentCache":
+        """A copy that holds `function(tensor)` of every tensor, which must not share memory with it."""
         other = copy.copy(self)
-        *other.layers, other.after_blocks = [layer.clone() for layer in self.all_layers]
+        *other.layers, other.after_blocks = [layer.mapped(function) for layer in self.all_layers]
         if isinstance(self.seen_tokens, torch.Tensor):
             other.seen_tokens = static_copy(self.seen_tokens)
         return other
 
-    def to(self, device: torch.device | str) -> "RecurrentCache":
-        """Moves the states to a device, in place, and returns the cache."""
-        self._apply(lambda x: x.to(device))
-        self._move_count(device)
+    def clone(self) -> "RecurrentCache":
+        """An independent copy, also of the recorded past."""
+        return self._mapped(torch.clone)
+
+    def fork(self, n: int) -> list["RecurrentCache"]:
+        """
+        `n` independent copies, each of which continues the text on its own, exactly as this cache would.
+
+        Raises:
+            ValueError: if `n` is not positive.
+        """
+        if n < 1:
+            raise ValueError(f"`n` must be at least 1, got {n}.")
+        return [self.clone() for _ in range(n)]
+
+    @classmethod
+    def join(cls, caches: Sequence["RecurrentCache"]) -> "RecurrentCache":
+        """
+        One cache with the rows of several, in their order, for a batch that continues different texts. The caches stay
+        as they are, and the record of their past is left out.
+
+        The texts may have different lengths. The longest counts for [`~RecurrentCache.get_seq_length`], as if the
+        others had been padded on the left, so `generate` takes an `attention_mask` of that length and of the new
+        tokens.
+
+        Raises:
+            ValueError: if the caches are not of one model and one dtype, if one of them has not read a token, or is
+                static: its batch has a fixed size.
+        """
+        if not caches:
+            raise ValueError("`caches` is empty.")
+        first = caches[0]
+        for number, cache in enumerate(caches):
+            what = f"`caches[{number}]`"
+            if not isinstance(cache, RecurrentCache):
+                raise ValueError(f"{what} must be a RecurrentCache, got {type(cache).__name__}.")
+            _check_sizes(what, cache.sizes, first.sizes)
+            if cache.after_blocks.static:
+                raise ValueError(f"{what} is static: its batch has a fixed size.")
+            if not cache.is_initialized:
+                raise ValueError(f"{what} has not read a token.")
+            kinds = [{name: x.dtype for name, x in c.named_states().items()} for c in (first, cache)]
+            if kinds[0] != kinds[1]:
+                raise ValueError(f"{what} has states of {cache.dtype}, `caches[0]` of {first.dtype}.")
+        joined = first._mapped(torch.clone)
+        for number, layer in enumerate(joined.all_layers):
+            layer.records.clear()
+            layer.states = {
+                name: _concatenate([cache.all_layers[number].states[name] for cache in caches])
+                for name in layer.states
+            }
+        joined.seen_tokens = max(cache.get_seq_length() for cache in caches)
+        return joined
+
+    def split(self) -> list["RecurrentCache"]:
+        """Every row as a cache of its own, with the same number of tokens read. The record of the past goes along."""
+        return [self._mapped(lambda x, row=row: x[row : row + 1].clone()) for row in range(max(self.batch_size, 0))]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the model that filled it: of the states that need not be float32. None if there are none."""
+        states = self.named_states().items()
+        names = self.float32_names
+        kinds = [x.dtype for name, x in states if x.is_floating_point() and name.rpartition(".")[2] not in names]
+        return kinds[0] if kinds else None
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "RecurrentCache":
+        """
+        Moves the states to a device, or to a model of another dtype, in place, and returns the cache.
+
+        Args:
+            device: where to; None leaves the states where they are.
+            dtype: the dtype of the model that goes on. What has float32 in any model keeps at least that.
+
+        Raises:
+            ValueError: if `dtype` is given while the past is recorded.
+        """
+        if dtype is not None:
+            if any(layer.records for layer in self.all_layers):
+                raise ValueError("`dtype` cannot change while the past is recorded; `crop(0)` drops the record.")
+            for layer in self.all_layers:
+                for name, state in layer.states.items():
+                    if state.is_floating_point():
+                        wide = torch.promote_types(dtype, torch.float32) if name in self.float32_names else dtype
+                        layer.write(name, state.to(wide))
+        if device is not None:
+            self._apply(lambda x: x.to(device))
+            self._move_count(device)
         return self
 
     @property
@@ -486,39 +572,81 @@ class RecurrentCache(Cache):
             of, _, name = key.rpartition(".")
             layers[of].write(name, state)
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Writes the states to a safetensors file, without the record of the past."""
+    def save(
+        self, path: str | os.PathLike, model: ModelIdentity | None = None, text: dict[str, Any] | None = None
+    ) -> None:
+        """
+        Writes the states to a safetensors file, without the record of the past. The file is complete, or is not there.
+
+        Args:
+            model: the model that filled the cache, which `subquad.identify` names. [`~RecurrentCache.load`] can then
+                refuse another one.
+            text: what else is to be known about the text, for JSON.
+        """
         fresh = tuple(f"{of}." for of, layer in self._named_layers() if layer.fresh)
-        named = self.named_states().items()
-        tensors = {name: state.detach().contiguous() for name, state in named if not name.startswith(fresh)}
-        metadata = {"sizes": self.sizes, "seen_tokens": self.get_seq_length()}
-        temporary = f"{os.fspath(path)}.incomplete"
-        try:
-            save_file(tensors, temporary, metadata={"format": "pt", "cache": json.dumps(metadata)})
-            os.replace(temporary, path)
-        finally:
-            if os.path.exists(temporary):
-                os.remove(temporary)
+        states = {name: state for name, state in self.named_states().items() if not name.startswith(fresh)}
+        about = {
+            "sizes": self.sizes,
+            "seen_tokens": self.get_seq_length(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "model": describe_owner(model),
+            "text": text,
+        }
+        write_state_file(path, states, about)
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike, config: PreTrainedConfig, device: str = "cpu", static: bool = False
+        cls,
+        path: str | os.PathLike,
+        config: PreTrainedConfig,
+        device: torch.device | str = "cpu",
+        static: bool = False,
+        model: ModelIdentity | None = None,
     ) -> "RecurrentCache":
         """
         Reads a file that [`~RecurrentCache.save`] wrote.
 
+        Args:
+            config: configuration of the model that continues the text.
+            device: where the states are to be.
+            static: whether the cache is to be static.
+            model: the model that continues the text, which `subquad.identify` names. If None, its sizes are compared.
+
         Raises:
-            ValueError: if the file does not hold a cache, or holds one of another kind of model.
+            ValueError: if the file is damaged or was changed, does not hold a cache, or holds that of another model.
         """
+        states, about = read_state_file(path)
+        if model is not None:
+            check_owner(path, about, model)
+        return cls.from_states(path, config, states, about, static).to(device)
+
+    @classmethod
+    def from_states(
+        cls,
+        path: str | os.PathLike,
+        config: PreTrainedConfig,
+        states: dict[str, torch.Tensor],
+        about: dict[str, Any],
+        static: bool = False,
+    ) -> "RecurrentCache":
+        """
+        A cache with the states of a file.
+
+        Args:
+            path: its name, for errors.
+            states, about: what [`read_state_file`] returned.
+
+        Raises:
+            ValueError: if the states are those of another kind of model.
+        """
+        path = os.fspath(path)
         cache = cls(config, static)
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = json.loads((file.metadata() or {}).get("cache", "null"))
-            if metadata is None:
-                raise ValueError(f"{os.fspath(path)} does not hold a cache.")
-            _check_sizes(os.fspath(path), metadata["sizes"], cache.sizes)
-            cache.set_states({key: file.get_tensor(key) for key in file.keys()})
-        cache.seen_tokens += metadata["seen_tokens"]
-        return cache.to(device)
+        _check_sizes(path, about["sizes"], cache.sizes)
+        if len({len(state) if state.dim() else 0 for state in states.values()}) > 1:
+            raise ValueError(f"{path} is damaged: its states have different numbers of rows.")
+        cache.set_states(states)
+        cache.seen_tokens += about["seen_tokens"]
+        return cache
 
 
 class StaticRecurrentCache(RecurrentCache, StaticCache):
@@ -548,6 +676,16 @@ def check_cache(
     if held not in (-1, tokens.batch):
         raise ValueError(f"`past_key_values` holds the state of {held} sequences, the input has {tokens.batch}.")
     past_key_values.check_tokens(tokens)
+
+
+def _concatenate(states: list[torch.Tensor]) -> torch.Tensor:
+    """The rows of all states, on the device of the first. Those with less room get zeros, as if they had grown."""
+    shape = [max(sizes) for sizes in zip(*(state.shape[1:] for state in states), strict=True)]
+    rows = []
+    for state in states:
+        more = [n for size, room in zip(state.shape[:0:-1], shape[::-1], strict=True) for n in (0, room - size)]
+        rows.append(torch.nn.functional.pad(state, more).to(states[0].device))
+    return torch.cat(rows)
 
 
 def _check_sizes(what: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from .cache import LayerState
 from .counting_cache import CountingCache
 from .padding import can_read_values, expand_to
 from .ring import with_room
+from .state_file import ModelIdentity
 
 
 class GrowingCache(CountingCache):
@@ -119,12 +120,13 @@ class GrowingCache(CountingCache):
         cls,
         path: str | os.PathLike,
         config: PreTrainedConfig,
-        device: str = "cpu",
+        device: torch.device | str = "cpu",
         static: bool = False,
+        model: ModelIdentity | None = None,
         max_cache_len: int | None = None,
     ) -> "GrowingCache":
         """As [`RecurrentCache.load`]; a static cache has room for `max_cache_len` tokens, or as much as was saved."""
-        saved = super().load(path, config, device)
+        saved = super().load(path, config, device, model=model)
         if not static:
             return saved
         cache = cls(config, True, max_cache_len or saved._room or None)

@@ -273,6 +273,16 @@ def check_adapter(path: str | os.PathLike) -> None:
         raise ValueError(f"{path} has no {ADAPTER_SAFE_WEIGHTS_NAME}; adapters are loaded from no other file.")
 
 
+def find_weights(path: str | os.PathLike) -> list[str]:
+    """The safetensors files with the weights of a model directory, or of a model on the Hub; [] if there are none."""
+    path, (single_name, index_name) = os.fspath(path), _file_names(None)
+    if (single := cached_file(path, single_name, **QUIET)) is not None:
+        return [single]
+    if (index := cached_file(path, index_name, **QUIET)) is None:
+        return []
+    return [cached_file(path, shard) for shard in sorted(set(read_weight_map(index).values()))]
+
+
 def _checkpoint_shapes(path: str, variant: str | None, hub: dict) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of the first two blocks, from safetensors headers; empty if there is no such file."""
     hub, (single_name, index_name) = {**hub, **QUIET}, _file_names(variant)

@@ -31,6 +31,7 @@ class AveyCache(GrowingCache):
 
     size_names = (*GrowingCache.size_names, "chunk_size")
     recurrent_names = convolution_names = ()
+    float32_names = ("sums",)
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         self.unit = config.chunk_size

@@ -32,6 +32,7 @@ class GeckoCache(CountingCache):
 
     recurrent_names = ("memory",)
     convolution_names = ()
+    float32_names = ("timenorm", "cema", "memory", "normalizer")
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         super().__init__(config, static)

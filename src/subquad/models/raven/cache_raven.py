@@ -1,6 +1,7 @@
 """The cache of Raven."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedConfig
@@ -49,7 +50,7 @@ class RavenCache(GrowingCache):
         "attention_specs",
     )
 
-    recurrent_names = ("slots",)
+    recurrent_names = float32_names = ("slots",)
     convolution_names = ()
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
@@ -86,6 +87,20 @@ class RavenCache(GrowingCache):
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         super().set_states(states)
         self.same_lengths = False
+
+    @classmethod
+    def join(cls, caches: Sequence["RavenCache"]) -> "RavenCache":
+        return super().join(caches)._compare_lengths()
+
+    @classmethod
+    def from_states(cls, *args, **kwargs) -> "RavenCache":
+        return super().from_states(*args, **kwargs)._compare_lengths()
+
+    def _compare_lengths(self) -> "RavenCache":
+        """Finds out whether every row has as many tokens as were read."""
+        lengths = self.after_blocks.states.get("lengths")
+        self.same_lengths = lengths is None or bool((lengths == self.get_seq_length()).all())
+        return self
 
     def reset(self) -> None:
         super().reset()
