@@ -110,10 +110,9 @@ def test_what_does_not_load_is_not_pushed(server, directory, capsys):
     assert "user/finch" not in server.repositories
 
 
-def test_the_readme_runs_as_printed(server, tmp_path, monkeypatch, capsys):
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8").partition("## Share it")[2]
-    command = shlex.split(readme.partition("```")[2].splitlines()[2])
-    assert command[:2] == ["subquad", "push"]
+def test_the_page_about_sharing_runs_as_printed(server, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parent.parent / "docs/how-to/share.md").read_text(encoding="utf-8")
+    command = shlex.split(next(line for line in page.splitlines() if line.startswith("subquad push")))
     server.tokens["hf_user"] = (command[3].partition("/")[0], True)
     (tmp_path / "finch-1b6").symlink_to(embedded_model("finch-abc"))  # which is there, and a Finch
     monkeypatch.chdir(tmp_path)
