@@ -26,7 +26,7 @@ WALLS = {
         *("torch", "safetensors", "transformers", "huggingface_hub", "tqdm", "gguf"),
         *("subquad", "subquad_tokenizers"),
     },
-    "subquad_vllm": {"torch", "transformers", "vllm", "subquad"},
+    "subquad_vllm": {"torch", "transformers", "vllm", "subquad", "subquad_kernels"},
 }
 # The modules of `subquad` that may import conversion: the command line, and the sizes of what can be converted.
 ABOVE_CONVERSION = ("subquad.cli", "subquad.info")

@@ -5,6 +5,7 @@ and the others, padded at the right.
 
 import torch
 from transformers import PreTrainedConfig
+from vllm.compilation.decorators import ignore_torch_compile
 from vllm.model_executor.models.interfaces import IsAttentionFree
 
 from subquad.models.gecko.cache_gecko import GeckoCache
@@ -12,7 +13,7 @@ from subquad.models.gecko.layout_gecko import find_bos, find_layout
 from subquad.padding import Tokens
 
 from .serving import ServedForCausalLM, part_of
-from .states import Pool, Requests, StateSizes
+from .states import BlockStates, StateSizes, StepMetadata
 
 
 # The tokens that a block keeps. A token changes one row of each.
@@ -22,7 +23,9 @@ RINGS = ("keys", "values", "memory_keys")
 AFTER_BLOCKS = {"final_timenorm": "timenorm", "begins": "begins"}
 
 
+@ignore_torch_compile
 class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
+    captured = False
     state_names = ("timenorm", "cema", "memory", "normalizer", "final_timenorm", "begins", *RINGS)
 
     @classmethod
@@ -47,23 +50,17 @@ class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
             "memory_keys": ((heads, window, key), dtype),
         }
 
-    def run(
-        self,
-        x: torch.Tensor,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        tokens: Tokens | Requests,
-        pool: Pool | None,
-    ) -> torch.Tensor:
-        config = self.config
+    def run(self, x: torch.Tensor, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+        config, step = self.config, self.states[0].metadata()
         bos = find_bos(config, self.base.embed, input_ids, None if input_ids is not None else x[:, 0])
         if config.scale_emb:
             x = x * config.model_dim**0.5
-        if pool is None:
-            return self.run_batch(x, tokens, None if bos is None else bos[None], None)
+        if step is None:  # one text is as long as the step
+            tokens = Tokens(1, len(x), x.device)
+            return self.run_batch(x.transpose(0, 1), tokens, None if bos is None else bos[None], None).transpose(0, 1)
         out = torch.empty_like(x)
-        for rows, index, mask in batches(tokens):
-            cache = SlotCache(config, pool, rows, positions[index[:, 0]])
+        for rows, index, mask in batches(step):
+            cache = SlotCache(config, self.states, step.slots[rows], positions[index[:, 0]])
             read = Tokens(*index.shape, x.device, mask)
             y = self.run_batch(x[index, 0], read, None if bos is None else bos[index], cache)
             if mask is None:
@@ -89,25 +86,25 @@ class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
         return x
 
 
-def batches(requests: Requests) -> list[tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor | None]]:
+def batches(step: StepMetadata) -> list[tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor | None]]:
     """
     The batches of a step: the requests with one token, then the others, those together that fill at least half of
     their rows. Of each: which requests it has, the index of each of its tokens in the step (batch, length), and which
     are real, or None if all are.
     """
-    first, found = requests.bounds[:-1].long(), []
-    if requests.single:
-        rows = torch.arange(requests.single, device=first.device)
+    first, found = step.first, []
+    if step.single:
+        rows = torch.arange(step.single, device=first.device)
         found.append((rows, first[rows, None], None))
-    waiting = sorted(range(len(requests.lengths)), key=requests.lengths.__getitem__)
+    waiting = sorted(range(len(step.lengths)), key=step.lengths.__getitem__)
     while waiting:
-        longest = requests.lengths[waiting[-1]]
-        chosen = [i for i in waiting if 2 * requests.lengths[i] > longest]
+        longest = step.lengths[waiting[-1]]
+        chosen = [i for i in waiting if 2 * step.lengths[i] > longest]
         del waiting[len(waiting) - len(chosen) :]
-        rows = torch.tensor(chosen, device=first.device) + requests.single
+        rows = torch.tensor(chosen, device=first.device) + step.single
         steps = torch.arange(longest, device=first.device)
-        lengths = requests.bounds[rows + 1] - requests.bounds[rows]
-        mask = None if requests.lengths[chosen[0]] == longest else steps < lengths[:, None]
+        lengths = step.bounds[rows + 1] - step.bounds[rows]
+        mask = None if step.lengths[chosen[0]] == longest else steps < lengths[:, None]
         index = first[rows, None] + (steps if mask is None else steps.minimum(lengths[:, None] - 1))
         found.append((rows, index, mask))
     return found
@@ -119,18 +116,20 @@ class SlotCache(GeckoCache):
 
     Args:
         config: configuration of the model.
-        pool: the states of all requests of the step.
-        rows: which of them the batch has.
+        blocks: the pools.
+        slots: those of the requests, (batch).
         lengths: how many tokens each of these has read, (batch).
     """
 
     is_initialized = True  # an empty slot is read as zeros, and these mean the same
 
-    def __init__(self, config: PreTrainedConfig, pool: Pool, rows: torch.Tensor, lengths: torch.Tensor):
+    def __init__(
+        self, config: PreTrainedConfig, blocks: list[BlockStates], slots: torch.Tensor, lengths: torch.Tensor
+    ):
         super().__init__(config)
-        self.slots = [layer.select(rows) for layer in pool.layers]
+        self.pools, self.slots = [block.pools() for block in blocks], slots
         names = AFTER_BLOCKS if config.boundary_token_id is not None else ("final_timenorm",)
-        states = {AFTER_BLOCKS[name]: self.slots[0].get(name) for name in names}
+        states = {AFTER_BLOCKS[name]: self.pools[0][name].index_select(0, slots) for name in names}
         if "begins" in states:
             states["begins"] = states["begins"].long()
         self.after_blocks.states = {**states, "lengths": lengths}
@@ -147,18 +146,28 @@ class SlotCache(GeckoCache):
     def read(self, block: int) -> None:
         """Reads the states of a block."""
         names = (name for name in GeckoForCausalLM.state_names if name not in AFTER_BLOCKS)
-        self.layers[block].states = {name: self.slots[block].get(name) for name in names}
+        self.layers[block].states = {name: self.pools[block][name].index_select(0, self.slots) for name in names}
 
     def write(self, block: int) -> None:
         """Writes the states of a block back, and frees their memory."""
         for name, state in self.layers[block].states.items():
             if name in RINGS and self.row_of_single is not None:
-                self.slots[block].update_row(name, state, self.row_of_single)
+                self.write_row(self.pools[block][name], state, self.row_of_single)
             else:
-                self.slots[block].update(name, state)
+                self.write_state(self.pools[block][name], state)
         self.layers[block].states = {}
+
+    def write_state(self, pool: torch.Tensor, state: torch.Tensor) -> None:
+        """Writes a state (batch, ...) to the slots of a pool."""
+        pool.index_copy_(0, self.slots, state.to(pool.dtype))
+
+    def write_row(self, pool: torch.Tensor, state: torch.Tensor, row: torch.Tensor) -> None:
+        """The same, if of states (batch, heads, rows, size) one `row` (batch) has changed."""
+        heads = torch.arange(state.shape[1], device=row.device)
+        request = torch.arange(len(row), device=row.device)[:, None]
+        pool[self.slots[:, None], heads, row[:, None]] = state[request, heads, row[:, None]]
 
     def write_after_blocks(self) -> None:
         for name, own in AFTER_BLOCKS.items():
             if own in self.after_blocks.states:
-                self.slots[0].update(name, self.after_blocks.states[own])
+                self.write_state(self.pools[0][name], self.after_blocks.states[own])

@@ -9,11 +9,10 @@ from vllm.model_executor.models.interfaces import IsAttentionFree, IsHybrid
 
 from subquad.models.raven.layout_raven import RavenLayout
 from subquad.models.raven.modeling_raven import RavenAttention
-from subquad.padding import Tokens
 
 from .configuration import own_config
 from .serving import ServedForCausalLM, part_of
-from .states import Pool, Requests, StateSizes
+from .states import StateSizes
 
 
 class ServedRaven(ServedForCausalLM):
@@ -29,23 +28,16 @@ class ServedRaven(ServedForCausalLM):
     def has_states(cls, config: PreTrainedConfig, block: int) -> bool:
         return config.attention(block) is None
 
-    def run(
-        self,
-        x: torch.Tensor,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        tokens: Tokens | Requests,
-        pool: Pool | None,
-    ) -> torch.Tensor:
+    def run(self, x: torch.Tensor, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         config, positions = self.config, positions.view(x.shape[:2])
-        layout = RavenLayout(tokens, positions, document=None, kept=positions, kept_position=positions)
+        layout = RavenLayout(self.tokens, positions, document=None, kept=positions, kept_position=positions)
         for spec in config.attention_specs:
             if spec["use_rope"]:
                 layout.add_rotation(config.hidden_size // spec["num_heads"], spec["rope_theta"])
         if config.use_rope:
             layout.add_rotation(config.head_k_dim, config.rope_theta)
         for block in self.base.layers:
-            x = block(x, layout, past_key_values=pool)
+            x = block(x, layout, past_key_values=self.blocks)
         return self.base.norm(x)
 
 

@@ -6,10 +6,9 @@ from vllm.model_executor.models.interfaces import IsAttentionFree
 
 from subquad.models.rwkv6 import loading_rwkv6
 from subquad.models.rwkv7 import loading_rwkv7
-from subquad.padding import Tokens
 
 from .serving import ServedForCausalLM, part_of
-from .states import Pool, Requests, StateSizes
+from .states import StateSizes
 
 
 class RwkvForCausalLM(ServedForCausalLM, IsAttentionFree):
@@ -25,16 +24,9 @@ class RwkvForCausalLM(ServedForCausalLM, IsAttentionFree):
             "feed_forward_shift": ((width,), dtype),
         }
 
-    def run(
-        self,
-        x: torch.Tensor,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        tokens: Tokens | Requests,
-        pool: Pool | None,
-    ) -> torch.Tensor:
+    def run(self, x: torch.Tensor, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         for block in self.base.blocks:
-            x = block(x, tokens, past_key_values=pool)
+            x = block(x, self.tokens, past_key_values=self.blocks)
         return self.base.ln_out(x)
 
 
@@ -45,15 +37,8 @@ class FinchForCausalLM(RwkvForCausalLM):
 class GooseForCausalLM(RwkvForCausalLM):
     layout = loading_rwkv7.FLASH_LINEAR_ATTENTION
 
-    def run(
-        self,
-        x: torch.Tensor,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        tokens: Tokens | Requests,
-        pool: Pool | None,
-    ) -> torch.Tensor:
+    def run(self, x: torch.Tensor, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         v_first = None
         for block in self.base.blocks:
-            x, v_first = block(x, v_first, tokens, past_key_values=pool)
+            x, v_first = block(x, v_first, self.tokens, past_key_values=self.blocks)
         return self.base.ln_out(x)

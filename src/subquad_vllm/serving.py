@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
@@ -21,14 +22,14 @@ from vllm.sequence import IntermediateTensors
 
 from subquad.loading import Layout
 from subquad.models import REGISTRY
-from subquad.padding import Tokens
 from subquad.weight_files import complete_sizes
 
 from .configuration import own_config
 from .parallel import use_vllm_layers
-from .states import BlockStates, Pool, Requests, SlotStates, StateSizes
+from .states import Blocks, BlockSlots, BlockStates, StateSizes, StepTokens
 
 
+@support_torch_compile
 class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, SupportsLoRA, SupportsQuant):
     """
     A language model of ours in vLLM. Its modules are those of our own class, with the names of the checkpoints, except
@@ -37,6 +38,8 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
 
     # Names of the states of a block, if it keeps any.
     state_names: tuple[str, ...]
+    # Whether a step can be captured in CUDA graphs.
+    captured = True
     # How another package names and shapes the tensors, if there are such files.
     layout: Layout | None = None
 
@@ -50,23 +53,14 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
         """Whether a block keeps states in slots."""
         return True
 
-    def run(
-        self,
-        x: torch.Tensor,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        tokens: Tokens | Requests,
-        pool: Pool | None,
-    ) -> torch.Tensor:
+    def run(self, x: torch.Tensor, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         """
         The blocks and the norm after them.
 
         Args:
-            x: embeddings, (tokens, 1, width), or (1, tokens, width) if there is no pool.
+            x: embeddings, (tokens, 1, width).
             input_ids: (tokens); None if the request has embeddings instead.
             positions: of the tokens in their texts, (tokens).
-            tokens: which requests the tokens belong to.
-            pool: the states of the requests; None if nothing is to be kept.
 
         Returns:
             as x.
@@ -106,7 +100,8 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
         sizes = self.state_sizes(config, model_config.dtype, processes)
         blocks = range(config.num_hidden_layers)
         names = [f"{base_prefix}.{i}.states" if self.has_states(config, i) else None for i in blocks]
-        self.states = [name and BlockStates(vllm_config, sizes, name) for name in names]
+        self.states = [name and BlockStates(vllm_config, sizes, name, self.captured) for name in names]
+        self.tokens, self.blocks = StepTokens(), Blocks([name and BlockSlots(name) for name in names])
 
     @property
     def base(self) -> nn.Module:
@@ -125,14 +120,7 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
     ) -> torch.Tensor:
         """The last hidden states (tokens, width) of a flat sequence of the tokens of all requests."""
         x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        metadata = [states and states.metadata() for states in self.states]
-        first = next(filter(None, metadata), None)
-        if first is None:  # vLLM measures the memory that the longest step needs
-            tokens = Tokens(1, len(x), x.device)
-            return self.run(x[None], input_ids, positions, tokens, None)[0]
-        requests = Requests(first)
-        pool = Pool([m and SlotStates(states, m, requests) for states, m in zip(self.states, metadata, strict=True)])
-        return self.run(x[:, None], input_ids, positions, requests, pool)[:, 0]
+        return self.run(x[:, None], input_ids, positions)[:, 0]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.logits_processor(self.get_submodule(self.head_name), hidden_states)

@@ -3,21 +3,29 @@ The pool of states, and how the blocks of a model read and write it.
 
 vLLM gives each request a slot in the pool of each block. In a step it reads some tokens of each of several requests:
 first those that read one token, then those that read several. All tokens are one flat sequence; the blocks see it as
-a batch of rows of one token, (tokens, 1, width), and only token shifts and recurrences know the requests.
+a batch of rows of one token, (tokens, 1, width), and only token shifts and recurrences know the requests. These two
+are custom operators of a compiled step, which find the requests and the pool when they run.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CompilationConfig, VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor, split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import MambaSpec
+
+import subquad_kernels
 
 
 # Name of a state to its shape without the batch, and its dtype.
@@ -32,40 +40,68 @@ class StepMetadata:
     Attributes:
         slots: each request's row in the pools, int64 (requests).
         single: how many requests read one token. They come first.
+        lengths: how many tokens each of the others reads, on the host.
         bounds: where the tokens of each request begin and end in the flat sequence, (requests + 1).
-        lengths: how many tokens the others read, on the host.
-        fresh: which requests read their first token, bool (requests); None if none does. Their slots hold what others
-            left there.
+        bounds_of_several: the same for the requests with several tokens, among their tokens alone.
+        first, last: the indices of each request's first and last token in the flat sequence, int64 (requests).
     """
 
     slots: torch.Tensor
     single: int
-    bounds: torch.Tensor
     lengths: list[int]
-    fresh: torch.Tensor | None
+    bounds: torch.Tensor
+    bounds_of_several: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
 
 
 class StepMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
-    """Finds the [`StepMetadata`] of each step."""
+    """Finds the [`StepMetadata`] of each step, and clears the slots of requests that begin, which others have used."""
 
     kv_cache_spec: MambaSpec
     reorder_batch_threshold = 1  # requests with one token come first
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: MambaSpec, layers: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layers, vllm_config, device)
+        self.layers = layers
+        # A captured graph reads the slots of every step at the same place.
+        self.slots = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> StepMetadata:
-        common = common_attn_metadata
-        mode = self.vllm_config.cache_config.mamba_cache_mode
+        common, mode = common_attn_metadata, self.vllm_config.cache_config.mamba_cache_mode
         blocks = mamba_get_block_table_tensor(common.block_table_tensor, common.seq_lens, self.kv_cache_spec, mode)
+        slots = self.slots[: common.num_reqs].copy_(blocks[:, 0])
+        lengths, bounds = common.query_start_loc_cpu.diff(), common.query_start_loc
+        # Lengths after the step. On the host they are exact, because there is no speculative decoding.
+        begins = (common.seq_lens_cpu_upper_bound == lengths).nonzero()[:, 0]
+        if len(begins):
+            self.clear(slots[begins.to(slots.device, non_blocking=True)])
         single, *_ = split_decodes_and_prefills(common, decode_threshold=1)
-        fresh = common.compute_num_computed_tokens() == 0
-        if fresh.device.type == "cpu" and not bool(fresh.any()):  # a GPU would have to be waited for
-            fresh = None
-        lengths = common.query_start_loc_cpu[single:].diff().tolist()
-        return StepMetadata(blocks[:, 0].long(), single, common.query_start_loc, lengths, fresh)
+        return StepMetadata(
+            slots=slots,
+            single=single,
+            lengths=lengths[single:].tolist(),
+            bounds=bounds,
+            bounds_of_several=bounds[single:] - single,
+            first=bounds[:-1].long(),
+            last=bounds[1:].long() - 1,
+        )
+
+    def clear(self, slots: torch.Tensor) -> None:
+        """Writes zeros to some slots."""
+        blocks = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layers:
+            for pool in blocks[name].kv_cache:
+                pool.index_fill_(0, slots, 0)
+
+
+class UncapturedBuilder(StepMetadataBuilder):
+    """For models whose steps are laid out on the host, so that a CUDA graph cannot have them."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER
 
 
 class StateBackend(AttentionBackend):
@@ -88,6 +124,14 @@ class StateBackend(AttentionBackend):
         return True
 
 
+class UncapturedBackend(StateBackend):
+    """The same with [`UncapturedBuilder`]."""
+
+    @staticmethod
+    def get_builder_cls() -> type[StepMetadataBuilder]:
+        return UncapturedBuilder
+
+
 class BlockStates(MambaBase):
     """
     The pool of states of one block.
@@ -96,12 +140,13 @@ class BlockStates(MambaBase):
         vllm_config: vLLM's settings, which the pool is announced to.
         sizes: the states. Those of 4-byte numbers come first, so that all begin at multiples of their size.
         name: a name that no other layer has, with the number of the block in it.
+        captured: whether CUDA graphs may have the steps of requests with one token.
     """
 
     mamba_type = MambaAttentionBackendEnum.LINEAR  # any of them: the backend is our own
 
-    def __init__(self, vllm_config: VllmConfig, sizes: StateSizes, name: str):
-        self.sizes, self.name = sizes, name
+    def __init__(self, vllm_config: VllmConfig, sizes: StateSizes, name: str, captured: bool):
+        self.sizes, self.name, self.captured = sizes, name, captured
         self.kv_cache = ()
         layers = vllm_config.compilation_config.static_forward_context
         if name in layers:
@@ -115,111 +160,161 @@ class BlockStates(MambaBase):
         return tuple(dtype for _, dtype in self.sizes.values())
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return StateBackend
+        return StateBackend if self.captured else UncapturedBackend
 
     def metadata(self) -> StepMetadata | None:
         """The requests of this step; None while vLLM measures how much memory a step takes."""
         metadata = get_forward_context().attn_metadata
         return None if metadata is None else metadata[self.name]
 
+    def pools(self) -> dict[str, torch.Tensor]:
+        """The states of all slots, (slots, ...), by name."""
+        return dict(zip(self.sizes, self.kv_cache, strict=True))
 
-class Requests:
+
+def shift(x: torch.Tensor, block: str, name: str) -> torch.Tensor:
     """
-    The tokens of a step, as [`subquad.padding.Tokens`] are those of a call: rows of one token, none of them padding.
+    What a token shift sees before each token of a step. The last token of each request is kept.
 
     Args:
-        metadata: the requests that the tokens belong to.
+        x: the tokens, (tokens, 1, width).
+        block: name of a [`BlockStates`].
+        name: name of the state with the last token of each request.
+
+    Returns:
+        the token before each of x, (tokens, width).
+    """
+    states = get_forward_context().no_compile_layers[block]
+    step, x = states.metadata(), x[:, 0]
+    if step is None:
+        return x.roll(1, 0)
+    pool = states.pools()[name]
+    before = pool.index_select(0, step.slots)
+    last = x[step.last] if step.lengths else x
+    pool.index_copy_(0, step.slots, last.to(pool.dtype))
+    before = before.to(x.dtype)
+    return x.roll(1, 0).index_copy_(0, step.first, before) if step.lengths else before
+
+
+def recur(operator: Callable, block: str, name: str, arguments: dict[str, torch.Tensor | float]) -> torch.Tensor:
+    """
+    Runs a recurrence for the requests of a step: first for those with one token, then for the others, packed.
+
+    Args:
+        operator: a recurrence of `subquad_kernels`.
+        block: name of a [`BlockStates`].
+        name: name of the state of the recurrence.
+        arguments: those of the operator but for the state. Tensors of three or more dimensions are (tokens, 1, ...).
+
+    Returns:
+        the output, (tokens, 1, ...).
+    """
+    states = get_forward_context().no_compile_layers[block]
+    step = states.metadata()
+    sequences = {name for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.dim() >= 3}
+
+    def part(select):
+        return {name: select(x) if name in sequences else x for name, x in arguments.items()}
+
+    if step is None:  # one text is as long as the step
+        return operator(**part(lambda x: x.transpose(0, 1)))[0].transpose(0, 1)
+    pool, n = states.pools()[name], step.single
+    if not step.lengths:
+        return operator(**arguments, initial_state=pool, indices=step.slots)[0]
+    packed, bounds = part(lambda x: x[n:].transpose(0, 1)), step.bounds_of_several
+    out = operator(**packed, initial_state=pool, indices=step.slots[n:], cu_seqlens=bounds)[0].transpose(0, 1)
+    if n:
+        of_single = operator(**part(lambda x: x[:n]), initial_state=pool, indices=step.slots[:n])[0]
+        out = torch.cat((of_single, out))
+    return out
+
+
+def recur_in_graph(
+    tensors: list[torch.Tensor], numbers: list[float], names: str, operator: str, block: str, name: str
+) -> torch.Tensor:
+    """As [`recur`], with the names of the arguments and of an operator of `subquad_kernels`."""
+    arguments = dict(zip(names.split(), [*tensors, *numbers], strict=True))
+    return recur(getattr(subquad_kernels, operator), block, name, arguments).contiguous()
+
+
+def empty_output(
+    tensors: list[torch.Tensor], numbers: list[float], names: str, operator: str, block: str, name: str
+) -> torch.Tensor:
+    """A tensor of the shape and dtype that [`recur_in_graph`] returns."""
+    arguments = dict(zip(names.split(), tensors, strict=False))
+    return torch.empty_like(arguments.get("gate", arguments["v"]), memory_format=torch.contiguous_format)
+
+
+direct_register_custom_op("subquad_shift", shift, fake_impl=lambda x, block, name: torch.empty_like(x[:, 0]))
+direct_register_custom_op("subquad_recur", recur_in_graph, fake_impl=empty_output)
+# vLLM cuts the graphs that it captures at operators with metadata.
+CompilationConfig._attention_ops += ["vllm::subquad_shift", "vllm::subquad_recur"]
+
+
+@dataclass
+class InSlots:
+    """Where [`shift`] and [`recur`] find a state: the name of its block, and its own."""
+
+    block: str
+    name: str
+
+
+class BlockSlots:
+    """
+    The states of a block, as [`subquad.cache.LayerState`] has those of a batch. Only [`shift`] and [`recur`] read and
+    write them.
     """
 
-    mask = starts = cu_seqlens = None
+    def __init__(self, block: str):
+        self.block = block
 
-    def __init__(self, metadata: StepMetadata):
-        self.single, self.bounds, self.lengths = metadata.single, metadata.bounds, metadata.lengths
-        self.several = bool(metadata.lengths)
-        self.last = self.bounds[1:].long() - 1
-        if self.several:
-            self.first = self.bounds[:-1].long()
-            self.cu_seqlens_of_several = self.bounds[self.single :] - self.single
-
-    def fill(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        return x
-
-    def erase(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def token_before(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """The token before each of x (tokens, 1, width), from what each request read before, (requests, width)."""
-        if not self.several:
-            return before
-        return x[:, 0].roll(1, 0).index_copy_(0, self.first, before.to(x.dtype))
-
-    def by_document(
-        self, operator: Callable, initial_state: torch.Tensor, inplace: bool, **arguments
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As [`subquad.padding.Tokens.by_document`], with a state for each request (requests, ...), which changes."""
-        n = self.single
-        if not self.several:
-            return operator(**arguments, initial_state=initial_state, inplace=True)
-
-        sequences = {name for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.dim() >= 3}
-
-        def part(select):
-            return {name: select(x) if name in sequences else x for name, x in arguments.items()}
-
-        outputs = []
-        if n:
-            out, _ = operator(**part(lambda x: x[:n]), initial_state=initial_state[:n], inplace=True)
-            outputs.append(out)
-        packed = part(lambda x: x[n:].transpose(0, 1))
-        out, after = operator(**packed, initial_state=initial_state[n:], cu_seqlens=self.cu_seqlens_of_several)
-        initial_state[n:] = after
-        outputs.append(out.transpose(0, 1))
-        return torch.cat(outputs) if n else outputs[0], initial_state
-
-
-class SlotStates:
-    """
-    The states of a block for the requests of a step, as [`subquad.cache.LayerState`] is for the rows of a batch: read
-    from the slots when the block asks for them, and written back when it sets them.
-    """
-
-    def __init__(self, states: BlockStates, metadata: StepMetadata, requests: Requests):
-        self.pools = dict(zip(states.sizes, states.kv_cache, strict=True))
-        self.slots, self.fresh, self.requests = metadata.slots, metadata.fresh, requests
-
-    def select(self, rows: torch.Tensor) -> "SlotStates":
-        """The states of some of the requests."""
-        other = copy.copy(self)
-        other.slots = self.slots[rows]
-        other.fresh = None if self.fresh is None else self.fresh[rows]
-        return other
-
-    def get(self, name: str) -> torch.Tensor:
-        """A copy of the states, (requests, ...): zeros for a request that begins."""
-        held = self.pools[name].index_select(0, self.slots)
-        return held if self.fresh is None else held.masked_fill_(self.fresh.view(-1, *[1] * (held.dim() - 1)), 0)
+    def get(self, name: str) -> InSlots:
+        return InSlots(self.block, name)
 
     def can_overwrite(self, name: str) -> bool:
         return True
 
     def step(self, name: str, replay: Callable, x: torch.Tensor) -> None:
-        """Keeps the last token of each request among x (tokens, 1, width)."""
-        self.update(name, x[:, 0] if not self.requests.several else x[self.requests.last, 0], replay)
+        """[`shift`] has kept the last tokens of the same x."""
 
-    def update(self, name: str, state: torch.Tensor, replay: Callable | None = None, *updates: torch.Tensor) -> None:
-        """Writes the states, (requests, ...), to the slots. Nothing is recorded: no request goes back."""
-        pool = self.pools[name]
-        pool.index_copy_(0, self.slots, state.to(pool.dtype))
-
-    def update_row(self, name: str, state: torch.Tensor, row: torch.Tensor) -> None:
-        """As [`~SlotStates.update`], if of states (requests, heads, rows, size) one `row` (requests) has changed."""
-        heads = torch.arange(state.shape[1], device=row.device)
-        request = torch.arange(len(row), device=row.device)[:, None]
-        self.pools[name][self.slots[:, None], heads, row[:, None]] = state[request, heads, row[:, None]]
+    def update(self, name: str, state: InSlots, replay: Callable, *updates: torch.Tensor) -> None:
+        """[`recur`] has written the state. Nothing is recorded: no request goes back."""
 
 
-class Pool:
-    """The states of all blocks in a step, as [`subquad.cache.RecurrentCache`] holds those of a text."""
+class Blocks:
+    """The states of all blocks, as [`subquad.cache.RecurrentCache`] has those of a batch."""
 
-    def __init__(self, layers: list[SlotStates | None]):
+    def __init__(self, layers: list[BlockSlots | None]):
         self.layers = layers
+
+
+class StepTokens:
+    """
+    The tokens of a step, as [`subquad.padding.Tokens`] are those of a call: rows of one token, none of them padding.
+    """
+
+    mask = starts = cu_seqlens = None
+
+    def fill(self, x: torch.Tensor, before: InSlots) -> torch.Tensor:
+        return x
+
+    def erase(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def token_before(self, x: torch.Tensor, before: InSlots) -> torch.Tensor:
+        """See [`shift`]."""
+        run = torch.ops.vllm.subquad_shift if torch.compiler.is_compiling() else shift
+        return run(x, before.block, before.name)
+
+    def by_document(
+        self, operator: Callable, initial_state: InSlots, inplace: bool, **arguments
+    ) -> tuple[torch.Tensor, InSlots]:
+        """As [`subquad.padding.Tokens.by_document`]; see [`recur`]."""
+        block, name = initial_state.block, initial_state.name
+        if not torch.compiler.is_compiling():
+            return recur(operator, block, name, arguments), initial_state
+        tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+        numbers = {name: x for name, x in arguments.items() if name not in tensors}
+        names = " ".join([*tensors, *numbers])
+        values = list(tensors.values()), list(numbers.values())
+        return torch.ops.vllm.subquad_recur(*values, names, operator.__name__, block, name), initial_state

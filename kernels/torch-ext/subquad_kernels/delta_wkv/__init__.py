@@ -5,8 +5,9 @@ import torch
 from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
+from ..state_pool import check_indices, count_states, in_copies
 from .custom_ops import _delta_wkv, _delta_wkv_step
-from .eager import delta_wkv_step, gated_norm
+from .eager import delta_wkv_step, delta_wkv_step_in_pool, gated_norm
 from .reference import delta_wkv_reference
 
 
@@ -23,6 +24,7 @@ def delta_wkv(
     initial_state: torch.Tensor | None = None,
     *,
     cu_seqlens: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     inplace: bool = False,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
@@ -49,6 +51,9 @@ def delta_wkv(
         initial_state: state before the first token, (B, H, V, K), or (N, H, V, K) with `cu_seqlens`; None means zeros.
         cu_seqlens: int32 or int64 (N + 1), the boundaries 0, ..., T of N documents packed into one row (B = 1); each
             document starts from its own initial state.
+        indices: int64 (B), or (N) with `cu_seqlens`. Then `initial_state` is a pool (states, H, V, K): row or document
+            n starts from its state indices[n], and the state after the last token is written there. The pool must be
+            float32 and contiguous but for the first stride, and is returned. Nothing may need a gradient.
         inplace: write the state after the last token into `initial_state` and return that tensor. It must be float32
             and contiguous, and nothing may need a gradient.
         out_dtype: dtype of out; None means that of v.
@@ -62,9 +67,9 @@ def delta_wkv(
             wrong values of `cu_seqlens`, so that nothing waits for the device.)
     """
     floats = r, k, v, log_w, kappa, a, initial_state
-    _check(*floats, cu_seqlens, inplace)
+    _check(*floats, cu_seqlens, indices, inplace)
     backend = choose_backend("delta_wkv", backend, BACKENDS, of_widest(*floats))
-    return _run(*floats, cu_seqlens, inplace=inplace, out_dtype=out_dtype or v.dtype, backend=backend)
+    return _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=out_dtype or v.dtype, backend=backend)
 
 
 def gated_delta_wkv(
@@ -82,6 +87,7 @@ def gated_delta_wkv(
     initial_state: torch.Tensor | None = None,
     *,
     cu_seqlens: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     inplace: bool = False,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +104,7 @@ def gated_delta_wkv(
         bonus: (H, K).
         weight, bias: of the norm, (H * V).
         eps: of the norm.
-        r, k, v, log_w, kappa, a, initial_state, cu_seqlens, inplace, backend: see [`delta_wkv`].
+        r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, inplace, backend: see [`delta_wkv`].
 
     Returns:
         out (B, T, H * V) in the dtype of gate, and the state as [`delta_wkv`] returns it.
@@ -107,7 +113,7 @@ def gated_delta_wkv(
         ValueError: if a shape or a dtype does not fit, before any work.
     """
     floats = r, k, v, log_w, kappa, a, initial_state
-    _check(*floats, cu_seqlens, inplace)
+    _check(*floats, cu_seqlens, indices, inplace)
     width = v.shape[2] * v.shape[3]
     expected = {
         "gate": (gate, (*v.shape[:2], width)),
@@ -120,9 +126,9 @@ def gated_delta_wkv(
     one_token = k.shape[1] == 1 and cu_seqlens is None
     if one_token and backend in ("auto", "triton") and not needs_gradient(*floats, gate, bonus, weight, bias):
         norm = {"gate": gate, "bonus": bonus, "weight": weight, "bias": bias, "eps": eps}
-        out, state = _step(*floats, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
+        out, state = _step(*floats, indices, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
         return out.flatten(-2), state
-    out, state = _run(*floats, cu_seqlens, inplace=inplace, out_dtype=widest(*floats), backend=backend)
+    out, state = _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=widest(*floats), backend=backend)
     with without_autocast(k):
         return gated_norm(out, r, k, v, gate, bonus, weight, bias, eps), state
 
@@ -144,13 +150,20 @@ def delta_wkv_state(
     return delta_wkv(k, k, v, log_w, kappa, a, state, backend=backend)[1]
 
 
-def _run(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, *, inplace, out_dtype, backend):
+def _run(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, *, inplace, out_dtype, backend):
     floats = r, k, v, log_w, kappa, a, initial_state
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
     one_token = k.shape[1] == 1 and cu_seqlens is None
     has_kernels = backend in ("auto", "triton")
     if one_token and has_kernels and not needs_gradient(*floats):
-        return _step(*floats, inplace=inplace, out_dtype=out_dtype, backend=backend)
+        return _step(*floats, indices, inplace=inplace, out_dtype=out_dtype, backend=backend)
+    if indices is not None and one_token and backend == "eager":
+        with without_autocast(k):
+            out = delta_wkv_step_in_pool(*(x[:, 0] for x in floats[:-1]), initial_state, indices)
+        return out.unsqueeze(1).to(out_dtype), initial_state
+    if indices is not None:
+        tokens, options = floats[:-1], {"inplace": False, "out_dtype": out_dtype, "backend": backend}
+        return in_copies(lambda x: _run(*tokens, x, cu_seqlens, None, **options), initial_state, indices)
     if has_kernels or (backend == "eager" and not one_token):
         out, state = _delta_wkv(*floats, cu_seqlens, out_dtype, backend)
     else:
@@ -174,6 +187,7 @@ def _step(
     kappa,
     a,
     initial_state,
+    indices,
     *,
     inplace,
     out_dtype,
@@ -184,24 +198,27 @@ def _step(
     bias=None,
     eps=0.0,
 ):
-    states = step_states(initial_state, inplace, v, (k.shape[0], *v.shape[2:], k.shape[-1]))
+    states = step_states(initial_state, inplace or indices is not None, v, (k.shape[0], *v.shape[2:], k.shape[-1]))
     token = (x[:, 0] for x in (r, k, v, log_w, kappa, a))
-    out = _delta_wkv_step(*token, *states, gate, bonus, weight, bias, eps, out_dtype, backend)
+    out = _delta_wkv_step(*token, *states, indices, gate, bonus, weight, bias, eps, out_dtype, backend)
     return out.unsqueeze(1), states[1]
 
 
-def _check(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, inplace):
+def _check(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, inplace):
     check_sequences(k=k, v=v)
     batch, length, heads, key_size = k.shape
     documents = count_documents(cu_seqlens, batch)
+    states = documents if indices is None else count_states(initial_state)
     expected = {
         "r": (r, k.shape),
         "v": (v, (batch, length, heads, v.shape[-1])),
         "log_w": (log_w, k.shape),
         "kappa": (kappa, k.shape),
         "a": (a, k.shape),
-        "initial_state": (initial_state, (documents, heads, v.shape[-1], key_size)),
+        "initial_state": (initial_state, (states, heads, v.shape[-1], key_size)),
     }
     check_tensors(expected, "k", k)
-    if inplace:
+    if indices is not None:
+        check_indices(indices, documents, initial_state, r, k, v, log_w, kappa, a)
+    elif inplace:
         check_inplace(initial_state, r, k, v, log_w, kappa, a)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from ..backend import cast, widest
 from ..chunks import ChunkLayout
+from ..state_pool import step_in_pool
 
 
 # Tokens of a chunk. The triangular systems of longer ones take more time than is gained.
@@ -29,12 +30,17 @@ def delta_wkv_step(
     kappa: torch.Tensor,
     a: torch.Tensor,
     state: torch.Tensor,
+    new_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token: r, k, log_w, kappa, a (B, H, K), v (B, H, V), state (B, H, V, K)."""
-    removed = state @ kappa.unsqueeze(-1)
-    state = state * log_w.exp().unsqueeze(-2) + v.unsqueeze(-1) * k.unsqueeze(-2)
-    state = state - removed * (a * kappa).unsqueeze(-2)
-    return (state @ r.unsqueeze(-1)).squeeze(-1), state
+    """
+    One token: r, k, log_w, kappa, a (B, H, K), v (B, H, V), state (B, H, V, K). The state after it is written to
+    `new_state`, which may be `state` itself; None makes a new tensor.
+    """
+    # On a CPU a product of a row and a matrix takes half as long as that of a matrix and a column.
+    removed = (kappa.unsqueeze(-2) @ state.mT).mT
+    after = torch.mul(state, log_w.exp().unsqueeze(-2), out=new_state)
+    after.addcmul_(v.unsqueeze(-1), k.unsqueeze(-2)).addcmul_(removed, (a * kappa).unsqueeze(-2), value=-1)
+    return (r.unsqueeze(-2) @ after.mT).squeeze(-2), after
 
 
 def gated_norm(
@@ -59,6 +65,26 @@ def gated_norm(
     return normed.to(gate.dtype) * gate
 
 
+def delta_wkv_step_in_pool(
+    r: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_w: torch.Tensor,
+    kappa: torch.Tensor,
+    a: torch.Tensor,
+    pool: torch.Tensor,
+    indices: torch.Tensor,
+) -> torch.Tensor:
+    """
+    One token of rows with their states at `indices` (B) of a pool, which change; see [`delta_wkv_step`]. In float32.
+    """
+
+    def step(state, *token):
+        return delta_wkv_step(*token, state, state)[0]
+
+    return step_in_pool(step, pool, indices, *cast(torch.float32, r, k, v, log_w, kappa, a))
+
+
 def delta_wkv_step_inplace(
     r: torch.Tensor,
     k: torch.Tensor,
@@ -68,6 +94,7 @@ def delta_wkv_step_inplace(
     a: torch.Tensor,
     state: torch.Tensor | None,
     new_state: torch.Tensor,
+    indices: torch.Tensor | None,
     gate: torch.Tensor | None,
     bonus: torch.Tensor | None,
     weight: torch.Tensor | None,
@@ -77,11 +104,13 @@ def delta_wkv_step_inplace(
 ) -> torch.Tensor:
     """
     One token in float32, followed by [`gated_norm`] if there is a gate: see [`delta_wkv_step`]. The state after it is
-    written to `new_state`, which also holds the state before it if `state` is None.
+    written to `new_state`, which also holds the state before it if `state` is None. With `indices` it is a pool.
     """
-    before = new_state if state is None else state
-    out, after = delta_wkv_step(*cast(torch.float32, r, k, v, log_w, kappa, a, before))
-    new_state.copy_(after)
+    if indices is None:
+        before = new_state if state is None else state
+        out, _ = delta_wkv_step(*cast(torch.float32, r, k, v, log_w, kappa, a, before), new_state)
+    else:
+        out = delta_wkv_step_in_pool(r, k, v, log_w, kappa, a, new_state, indices)
     if gate is not None:
         out = gated_norm(out, r, k, v, gate.flatten(1), bonus, weight, bias, eps).view(v.shape)
     return out.to(out_dtype)

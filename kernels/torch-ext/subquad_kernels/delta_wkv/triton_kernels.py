@@ -452,6 +452,7 @@ def _decode_kernel(
     a,
     state,
     new_state,
+    indices,
     gate,
     bonus,
     weight,
@@ -459,6 +460,7 @@ def _decode_kernel(
     out,
     eps,
     H,
+    stride,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -475,11 +477,15 @@ def _decode_kernel(
     removal = tl.load(kappa + program * K + ks, mask=in_k, other=0.0).to(tl.float32)[None, :]
     rate = tl.load(a + program * K + ks, mask=in_k, other=0.0).to(tl.float32)[None, :]
 
-    cells, in_state = program * (K * V) + vs[:, None] * K + ks[None, :], in_v[:, None] & in_k[None, :]
-    s = tl.load(state + cells, mask=in_state, other=0.0)
+    index = program // H
+    if indices is not None:
+        index = tl.load(indices + index)
+    cells, in_state = vs[:, None] * K + ks[None, :], in_v[:, None] & in_k[None, :]
+    first = index * stride + program % H * (K * V)
+    s = tl.load(state + first + cells, mask=in_state, other=0.0)
     removed = tl.sum(s * removal, 1)[:, None]
     s = s * exp(w) + value * key - removed * (rate * removal)
-    tl.store(new_state + cells, s, mask=in_state)
+    tl.store(new_state + first + cells, s, mask=in_state)
     y = tl.sum(s * receptance, 1)
     if gate is not None:
         y -= tl.sum(y, 0) / V
@@ -650,11 +656,14 @@ def delta_wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, kappa, a, in
     return grads if initial_state is None else [*grads, grad_initial]
 
 
-def delta_wkv_triton_step(r, k, v, log_w, kappa, a, state, new_state, gate, bonus, weight, bias, eps, out_dtype):
+def delta_wkv_triton_step(
+    r, k, v, log_w, kappa, a, state, new_state, indices, gate, bonus, weight, bias, eps, out_dtype
+):
     """
     One token: r, k, log_w, kappa, a (B, H, K), v (B, H, V), state (B, H, V, K) in float32; if it is None, `new_state`
-    holds it. Writes the state after the token to `new_state`. Returns out (B, H, V), after the norm, the bonus and the
-    gate if there are `gate` (B, 1, H * V), `bonus` (H, K), `weight` and `bias` (H * V).
+    holds it, at `indices` (B) if there are any. Writes the state after the token to `new_state`. Returns out
+    (B, H, V), after the norm, the bonus and the gate if there are `gate` (B, 1, H * V), `bonus` (H, K), `weight` and
+    `bias` (H * V).
     """
     r, k, v, log_w, kappa, a = contiguous(r, k, v, log_w, kappa, a)
     gate, bonus, weight, bias = contiguous(gate, bonus, weight, bias)
@@ -665,7 +674,8 @@ def delta_wkv_triton_step(r, k, v, log_w, kappa, a, state, new_state, gate, bonu
     launch(
         _decode_kernel,
         (batch * heads,),
-        *(r, k, v, log_w, kappa, a, state, new_state, gate, bonus, weight, bias, out, eps, heads),
+        *(r, k, v, log_w, kappa, a, state, new_state, indices),
+        *(gate, bonus, weight, bias, out, eps, heads, new_state.stride(0)),
         K=key_size,
         V=v.shape[-1],
         BK=block_k,

@@ -5,6 +5,7 @@ import torch
 from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
+from ..state_pool import check_indices, count_states, in_copies
 from .custom_ops import _slot_memory, _slot_memory_state, _slot_memory_step
 from .reference import slot_memory_reference
 
@@ -20,6 +21,7 @@ def slot_memory(
     initial_state: torch.Tensor | None = None,
     *,
     cu_seqlens: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     inplace: bool = False,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,6 +50,9 @@ def slot_memory(
             means zeros.
         cu_seqlens: int32 or int64 (N + 1), the boundaries 0, ..., T of N documents packed into one row (B = 1); each
             document starts from its own initial state.
+        indices: int64 (B), or (N) with `cu_seqlens`. Then `initial_state` is a pool (states, H, M, K + V): row or
+            document n starts from its state indices[n], and the state after the last token is written there. The pool
+            must be float32 and contiguous but for the first stride, and is returned. Nothing may need a gradient.
         inplace: write the state after the last token into `initial_state` and return that tensor. It must be float32
             and contiguous, and nothing may need a gradient.
         backend: `"auto"`, `"triton"`, `"eager"` (plain torch, parallel over time) or `"reference"` (the recurrence).
@@ -60,7 +65,10 @@ def slot_memory(
         ValueError: if a shape or a dtype does not fit, before any work. (On a GPU an assertion on the device finds
             wrong values of `cu_seqlens`, so that nothing waits for the device.)
     """
-    _check(q, k, v, log_f, initial_state, cu_seqlens)
+    _check(q, k, v, log_f, initial_state, cu_seqlens, indices)
+    if indices is not None:
+        options = {"cu_seqlens": cu_seqlens, "inplace": cu_seqlens is None, "backend": backend}
+        return in_copies(lambda states: slot_memory(q, k, v, log_f, states, **options), initial_state, indices)
     if inplace:
         check_inplace(initial_state, q, k, v, log_f)
     floats = q, k, v, log_f, initial_state
@@ -100,15 +108,18 @@ def _step(q, k, v, log_f, initial_state, inplace, backend):
     return out.unsqueeze(1), states[1]
 
 
-def _check(q, k, v, log_f, initial_state, cu_seqlens):
+def _check(q, k, v, log_f, initial_state, cu_seqlens, indices=None):
     check_sequences(k=k, v=v, log_f=log_f)
     batch, length, heads, key_size = k.shape
     slots, value_size = log_f.shape[-1], v.shape[-1]
     documents = count_documents(cu_seqlens, batch)
+    states = documents if indices is None else count_states(initial_state)
     expected = {
         "q": (q, (batch, length, heads, key_size)),
         "v": (v, (batch, length, heads, value_size)),
         "log_f": (log_f, (batch, length, heads, slots)),
-        "initial_state": (initial_state, (documents, heads, slots, key_size + value_size)),
+        "initial_state": (initial_state, (states, heads, slots, key_size + value_size)),
     }
     check_tensors(expected, "k", k)
+    if indices is not None:
+        check_indices(indices, documents, initial_state, q, k, v, log_f)

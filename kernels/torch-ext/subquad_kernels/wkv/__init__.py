@@ -6,8 +6,9 @@ from ..backend import cast, choose_backend, of_widest, step_states, widest, with
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
 from ..group_norm_gate import group_norm_gate
+from ..state_pool import check_indices, count_states, in_copies
 from .custom_ops import _wkv, _wkv_step
-from .eager import wkv_step
+from .eager import wkv_step, wkv_step_in_pool
 from .masks import masks_for
 from .reference import wkv_reference
 
@@ -24,6 +25,7 @@ def wkv(
     initial_state: torch.Tensor | None = None,
     *,
     cu_seqlens: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     inplace: bool = False,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
@@ -47,6 +49,9 @@ def wkv(
         initial_state: state before the first token, (B, H, K, V), or (N, H, K, V) with `cu_seqlens`; None means zeros.
         cu_seqlens: int32 or int64 (N + 1), the boundaries 0, ..., T of N documents packed into one row (B = 1); each
             document starts from its own initial state.
+        indices: int64 (B), or (N) with `cu_seqlens`. Then `initial_state` is a pool (states, H, K, V): row or document
+            n starts from its state indices[n], and the state after the last token is written there. The pool must be
+            float32 and contiguous but for the first stride, and is returned. Nothing may need a gradient.
         inplace: write the state after the last token into `initial_state` and return that tensor. It must be float32
             and contiguous, and nothing may need a gradient.
         out_dtype: dtype of out; None means that of v.
@@ -59,10 +64,10 @@ def wkv(
         ValueError: if a shape or a dtype does not fit, before any work. (On a GPU an assertion on the device finds
             wrong values of `cu_seqlens`, so that nothing waits for the device.)
     """
-    _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace)
+    _check(r, k, v, log_w, u, initial_state, cu_seqlens, indices, inplace)
     floats = r, k, v, log_w, u, initial_state
     backend = choose_backend("wkv", backend, BACKENDS, of_widest(*floats))
-    return _run(*floats, cu_seqlens, inplace=inplace, out_dtype=out_dtype or v.dtype, backend=backend)
+    return _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=out_dtype or v.dtype, backend=backend)
 
 
 def gated_wkv(
@@ -78,6 +83,7 @@ def gated_wkv(
     initial_state: torch.Tensor | None = None,
     *,
     cu_seqlens: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     inplace: bool = False,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +95,7 @@ def gated_wkv(
         gate: (B, T, H * V), before its SiLU.
         weight, bias: of the norm, (H * V).
         eps: of the norm.
-        r, k, v, log_w, u, initial_state, cu_seqlens, inplace, backend: see [`wkv`].
+        r, k, v, log_w, u, initial_state, cu_seqlens, indices, inplace, backend: see [`wkv`].
 
     Returns:
         out (B, T, H * V) in the dtype of gate, and the state as [`wkv`] returns it.
@@ -97,7 +103,7 @@ def gated_wkv(
     Raises:
         ValueError: if a shape or a dtype does not fit, before any work.
     """
-    _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace)
+    _check(r, k, v, log_w, u, initial_state, cu_seqlens, indices, inplace)
     width = v.shape[2] * v.shape[3]
     expected = {"gate": (gate, (*v.shape[:2], width)), "weight": (weight, (width,)), "bias": (bias, (width,))}
     check_tensors(expected, "k", k)
@@ -106,9 +112,9 @@ def gated_wkv(
     one_token = k.shape[1] == 1 and cu_seqlens is None
     if one_token and backend in ("auto", "triton") and not needs_gradient(*floats, gate, weight, bias):
         norm = {"gate": gate, "weight": weight, "bias": bias, "eps": eps}
-        out, state = _step(*floats, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
+        out, state = _step(*floats, indices, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
         return out.flatten(-2), state
-    out, state = _run(*floats, cu_seqlens, inplace=inplace, out_dtype=widest(*floats), backend=backend)
+    out, state = _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=widest(*floats), backend=backend)
     return group_norm_gate(out, gate, weight, bias, eps, backend=backend), state
 
 
@@ -122,13 +128,20 @@ def wkv_state(
     return wkv(k, k, v, log_w, k.new_zeros(k.shape[2:]), state, backend=backend)[1]
 
 
-def _run(r, k, v, log_w, u, initial_state, cu_seqlens, *, inplace, out_dtype, backend):
+def _run(r, k, v, log_w, u, initial_state, cu_seqlens, indices, *, inplace, out_dtype, backend):
     floats = r, k, v, log_w, u, initial_state
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
     one_token = k.shape[1] == 1 and cu_seqlens is None
     has_kernels = backend in ("auto", "triton")
     if one_token and has_kernels and not needs_gradient(*floats):
-        return _step(*floats, inplace=inplace, out_dtype=out_dtype, backend=backend)
+        return _step(*floats, indices, inplace=inplace, out_dtype=out_dtype, backend=backend)
+    if indices is not None and one_token and backend == "eager":
+        with without_autocast(k):
+            out = wkv_step_in_pool(*_token(r, k, v, log_w), u, initial_state, indices)
+        return out.unsqueeze(1).to(out_dtype), initial_state
+    if indices is not None:
+        tokens, options = floats[:-1], {"inplace": False, "out_dtype": out_dtype, "backend": backend}
+        return in_copies(lambda x: _run(*tokens, x, cu_seqlens, None, **options), initial_state, indices)
     if has_kernels or (backend == "eager" and not one_token):
         masks = masks_for(r, k, v) if has_kernels else None
         out, state = _wkv(*floats, cu_seqlens, masks, out_dtype, backend)
@@ -146,10 +159,24 @@ def _run(r, k, v, log_w, u, initial_state, cu_seqlens, *, inplace, out_dtype, ba
 
 
 def _step(
-    r, k, v, log_w, u, initial_state, *, inplace, out_dtype, backend, gate=None, weight=None, bias=None, eps=0.0
+    r,
+    k,
+    v,
+    log_w,
+    u,
+    initial_state,
+    indices,
+    *,
+    inplace,
+    out_dtype,
+    backend,
+    gate=None,
+    weight=None,
+    bias=None,
+    eps=0.0,
 ):
-    states = step_states(initial_state, inplace, v, (k.shape[0], *k.shape[2:], v.shape[-1]))
-    out = _wkv_step(*_token(r, k, v, log_w), u, *states, gate, weight, bias, eps, out_dtype, backend)
+    states = step_states(initial_state, inplace or indices is not None, v, (k.shape[0], *k.shape[2:], v.shape[-1]))
+    out = _wkv_step(*_token(r, k, v, log_w), u, *states, indices, gate, weight, bias, eps, out_dtype, backend)
     return out.unsqueeze(1), states[1]
 
 
@@ -158,17 +185,20 @@ def _token(r, k, v, log_w):
     return r[:, 0], k[:, 0], v[:, 0], log_w if log_w.dim() == 2 else log_w[:, 0]
 
 
-def _check(r, k, v, log_w, u, initial_state, cu_seqlens, inplace):
+def _check(r, k, v, log_w, u, initial_state, cu_seqlens, indices, inplace):
     check_sequences(k=k, v=v)
     batch, length, heads, key_size = k.shape
     documents = count_documents(cu_seqlens, batch)
+    states = documents if indices is None else count_states(initial_state)
     expected = {
         "r": (r, (batch, length, heads, key_size)),
         "v": (v, (batch, length, heads, v.shape[-1])),
         "log_w": (log_w, (heads, key_size) if log_w.dim() == 2 else (batch, length, heads, key_size)),
         "u": (u, (heads, key_size)),
-        "initial_state": (initial_state, (documents, heads, key_size, v.shape[-1])),
+        "initial_state": (initial_state, (states, heads, key_size, v.shape[-1])),
     }
     check_tensors(expected, "k", k)
-    if inplace:
+    if indices is not None:
+        check_indices(indices, documents, initial_state, r, k, v, log_w, u)
+    elif inplace:
         check_inplace(initial_state, r, k, v, log_w, u)

@@ -10,15 +10,44 @@ import torch
 from ..backend import cast, widest
 from ..chunks import ChunkLayout, halves
 from ..group_norm_gate.eager import group_norm_gate_eager
+from ..state_pool import step_in_pool
 
 
 def wkv_step(
-    r: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_w: torch.Tensor, u: torch.Tensor, state: torch.Tensor
+    r: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_w: torch.Tensor,
+    u: torch.Tensor,
+    state: torch.Tensor,
+    new_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token: r, k, log_w (B, H, K), v (B, H, V), u (H, K), state (B, H, K, V)."""
+    """
+    One token: r, k, log_w (B, H, K), v (B, H, V), u (H, K), state (B, H, K, V). The state after it is written to
+    `new_state`, which may be `state` itself; None makes a new tensor.
+    """
     bonus = (r * u * k).sum(-1, keepdim=True)
-    out = (r.unsqueeze(-2) @ state).squeeze(-2) + bonus * v
-    return out, log_w.exp().unsqueeze(-1) * state + k.unsqueeze(-1) * v.unsqueeze(-2)
+    out = torch.addcmul((r.unsqueeze(-2) @ state).squeeze(-2), bonus, v)
+    after = torch.mul(state, log_w.exp().unsqueeze(-1), out=new_state)
+    return out, after.addcmul_(k.unsqueeze(-1), v.unsqueeze(-2))
+
+
+def wkv_step_in_pool(
+    r: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_w: torch.Tensor,
+    u: torch.Tensor,
+    pool: torch.Tensor,
+    indices: torch.Tensor,
+) -> torch.Tensor:
+    """One token of rows with their states at `indices` (B) of a pool, which change; see [`wkv_step`]. In float32."""
+    r, k, v, log_w, u = cast(torch.float32, r, k, v, log_w, u)
+
+    def step(state, r, k, v, log_w):
+        return wkv_step(r, k, v, log_w, u, state, state)[0]
+
+    return step_in_pool(step, pool, indices, r, k, v, log_w.expand_as(k))
 
 
 def wkv_step_inplace(
@@ -29,6 +58,7 @@ def wkv_step_inplace(
     u: torch.Tensor,
     state: torch.Tensor | None,
     new_state: torch.Tensor,
+    indices: torch.Tensor | None,
     gate: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -37,11 +67,13 @@ def wkv_step_inplace(
 ) -> torch.Tensor:
     """
     One token in float32, followed by the norm and the gate if there is one: see [`wkv_step`]. The state after it is
-    written to `new_state`, which also holds the state before it if `state` is None.
+    written to `new_state`, which also holds the state before it if `state` is None. With `indices` it is a pool.
     """
-    before = new_state if state is None else state
-    out, after = wkv_step(*cast(torch.float32, r, k, v, log_w, u, before))
-    new_state.copy_(after)
+    if indices is None:
+        before = new_state if state is None else state
+        out, _ = wkv_step(*cast(torch.float32, r, k, v, log_w, u, before), new_state)
+    else:
+        out = wkv_step_in_pool(r, k, v, log_w, u, new_state, indices)
     if gate is not None:
         out = group_norm_gate_eager(out, gate, weight, bias, eps).view(v.shape)
     return out.to(out_dtype)

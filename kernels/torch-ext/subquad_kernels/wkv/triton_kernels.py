@@ -371,12 +371,14 @@ def _decode_kernel(
     u,
     state,
     new_state,
+    indices,
     gate,
     weight,
     bias,
     out,
     eps,
     H,
+    stride,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -390,16 +392,20 @@ def _decode_kernel(
     ks, vs = tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = ks < K, vs < V
     cells, in_state = ks[:, None] * V + vs[None, :], in_k[:, None] & in_v[None, :]
+    index = program // H
+    if indices is not None:
+        index = tl.load(indices + index)
+    first = index * stride + head * (K * V)
     receptance = tl.load(r + program * K + ks, mask=in_k, other=0.0).to(tl.float32)
     key = tl.load(k + program * K + ks, mask=in_k, other=0.0).to(tl.float32)
     value = tl.load(v + program * V + vs, mask=in_v, other=0.0).to(tl.float32)
     bonus = tl.load(u + head * K + ks, mask=in_k, other=0.0).to(tl.float32)
     w = tl.load(log_w + (head if STATIC else program) * K + ks, mask=in_k, other=0.0).to(tl.float32)
 
-    s = tl.load(state + program * (K * V) + cells, mask=in_state, other=0.0)
+    s = tl.load(state + first + cells, mask=in_state, other=0.0)
     y = tl.sum(receptance[:, None] * s, 0) + tl.sum(receptance * bonus * key, 0) * value
     s = exp(w)[:, None] * s + key[:, None] * value[None, :]
-    tl.store(new_state + program * (K * V) + cells, s, mask=in_state)
+    tl.store(new_state + first + cells, s, mask=in_state)
     if GATED:
         y -= tl.sum(y, 0) / V
         y = tl.where(in_v, y, 0.0)
@@ -548,11 +554,12 @@ def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, 
     return grads if initial_state is None else [*grads, grad_initial]
 
 
-def wkv_triton_step(r, k, v, log_w, u, state, new_state, gate, weight, bias, eps, out_dtype):
+def wkv_triton_step(r, k, v, log_w, u, state, new_state, indices, gate, weight, bias, eps, out_dtype):
     """
     One token: r, k (B, H, K), v (B, H, V), log_w (B, H, K) or (H, K), u (H, K), state (B, H, K, V) in float32; if it
-    is None, `new_state` holds it. Writes the state after the token to `new_state`. Returns out (B, H, V), after the
-    norm and the gate if there are `gate` (B, 1, H * V), `weight` and `bias` (H * V).
+    is None, `new_state` holds it, at `indices` (B) if there are any. Writes the state after the token to
+    `new_state`. Returns out (B, H, V), after the norm and the gate if there are `gate` (B, 1, H * V), `weight` and
+    `bias` (H * V).
     """
     r, k, v, log_w, u, gate, weight, bias = contiguous(r, k, v, log_w, u, gate, weight, bias)
     batch, heads, key_size = k.shape
@@ -561,7 +568,8 @@ def wkv_triton_step(r, k, v, log_w, u, state, new_state, gate, weight, bias, eps
     launch(
         _decode_kernel,
         (batch * heads,),
-        *(r, k, v, log_w, u, state, new_state, gate, weight, bias, out, eps, heads),
+        *(r, k, v, log_w, u, state, new_state, indices),
+        *(gate, weight, bias, out, eps, heads, new_state.stride(0)),
         K=key_size,
         V=v.shape[-1],
         BK=next_power_of_2(key_size),

@@ -1,0 +1,68 @@
+"""Pools of states, of which each row of a batch has one, as engines that serve many texts keep them."""
+
+from collections.abc import Callable
+
+import torch
+
+from .backend import can_read_without_sync
+from .checks import needs_gradient
+
+
+# Bytes of a state from which on, on a CPU, operations on one state at a time take less time than copies of all.
+LARGE = 256 * 1024
+
+
+def count_states(pool: torch.Tensor | None) -> int:
+    """The number of states in a pool, (states, ...)."""
+    if pool is None or pool.dim() == 0:
+        raise ValueError("`indices` needs an `initial_state` to write the states to.")
+    return pool.shape[0]
+
+
+def check_indices(indices: torch.Tensor, rows: int, pool: torch.Tensor, *others: torch.Tensor) -> None:
+    """
+    Checks the indices of the rows' states in a pool, and that these may be overwritten. The values are not read,
+    because a GPU would have to be waited for.
+    """
+    if indices.dtype != torch.int64 or indices.shape != (rows,):
+        raise ValueError(f"`indices` must be int64 of shape ({rows},), got {indices.dtype} {tuple(indices.shape)}.")
+    if indices.device != pool.device:
+        raise ValueError(f"`indices` is on {indices.device}, `initial_state` on {pool.device}.")
+    if pool.dtype != torch.float32 or not pool[:1].is_contiguous():
+        raise ValueError("`indices` needs a float32 `initial_state` whose states are contiguous, to write to.")
+    if needs_gradient(pool, *others):
+        raise ValueError("`indices` overwrites states that the backward pass needs: call it under no_grad.")
+
+
+def in_copies(run: Callable, pool: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    What an operator does that cannot read a pool: `run(states) -> out, states` gets copies, which are written back.
+    Returns out and the pool.
+    """
+    out, states = run(pool.index_select(0, indices))
+    pool.index_copy_(0, indices, states)
+    return out, pool
+
+
+def step_in_pool(
+    step: Callable[..., torch.Tensor], pool: torch.Tensor, indices: torch.Tensor, *tokens: torch.Tensor
+) -> torch.Tensor:
+    """
+    Runs one token of a recurrence in plain torch.
+
+    Args:
+        step: `step(states, *tokens) -> out`, which changes the states in place.
+        pool: (states, ...).
+        indices: of the rows' states, int64 (batch).
+        tokens: (batch, ...).
+
+    Returns:
+        out, (batch, ...).
+    """
+    if can_read_without_sync(pool) and pool[:1].nbytes >= LARGE:
+        rows = zip(indices.tolist(), *(x.split(1) for x in tokens), strict=True)
+        return torch.cat([step(pool[n : n + 1], *token) for n, *token in rows])
+    states = pool.index_select(0, indices)
+    out = step(states, *tokens)
+    pool.index_copy_(0, indices, states)
+    return out
