@@ -33,6 +33,15 @@ def test_answers_with_prefix_caching(name, tmp_path):
     assert sum(output.num_cached_tokens for output in again) > 500
 
 
+@pytest.mark.parametrize("name", ["finch-abc", "rwkv5", "rwkv7", "raven", "raven-window", "gecko"])
+def test_answers_of_a_compiled_step(name, tmp_path):
+    """vLLM compiles the step, except for Gecko's."""
+    model = model_directory(name, tmp_path)
+    requests = make_requests(8, VOCABULARY, longest=100, answer=16)
+    with engine(model, enforce_eager=False) as llm:
+        assert serve(llm, requests) == expected(model, requests)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_answers_of_many_long_requests(name, tmp_path):
