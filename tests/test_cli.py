@@ -26,8 +26,9 @@ from visual_cases import save_visual
 
 import subquad
 from subquad import cli
+from subquad.cli.answers import character_streamer
 from subquad.cli.common import find_directory, find_model, load_reader
-from subquad.cli.generate import ABC_HEADER, character_streamer
+from subquad.cli.generate import ABC_HEADER
 from subquad.info import describe, describe_preset
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer
 
@@ -94,7 +95,8 @@ def read_help(capsys, *arguments):
 def test_help_lists_the_commands(capsys):
     text = " ".join(read_help(capsys).split())
     assert all(f"{name} {module.SUMMARY}" in text for name, module in cli.COMMANDS.items())
-    assert set(cli.COMMANDS) == {"generate", "convert", "info", "export", "push", "run", "inspect-memory", "doctor"}
+    names = {"generate", "chat", "convert", "info", "export", "push", "run", "inspect-memory", "doctor"}
+    assert set(cli.COMMANDS) == names
 
 
 @pytest.mark.fast
@@ -326,6 +328,31 @@ def test_info_of_a_preset_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.parametrize(
+    ("name", "state", "transformer"),
+    [  # a constant state; embeddings of every token
+        ("finch-1.6b", "12.98 MB", "19.66 GB"),
+        ("avey-abc", "25.6 MB", "256 MB"),
+    ],
+)
+def test_info_at_a_length(name, state, transformer, capsys):
+    assert cli.main(["info", name, "--length", "100000"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{state} after 100,000 tokens; {transformer} in a transformer" in shown
+    assert cli.main(["info", name, "--json", "--length", "100000"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    info = describe(name)
+    assert numbers["length"] == 100000
+    assert numbers["state_bytes_at_length"] == info.state_bytes_after(100000)
+    assert numbers["transformer_bytes_at_length"] == info.transformer_bytes_after(100000)
+
+
+def test_info_without_a_state(capsys):
+    line = fails(capsys, 2, "info", "avey-b-abc", "--length", "5")
+    assert line.endswith("--length: avey-b-abc keeps no state from token to token.")
+    assert fails(capsys, 2, "info", "--length", "5").endswith("--length needs NAME.")
+
+
 def test_info_of_something_unknown(capsys):
     assert fails(capsys, 2, "info", "finch-9b") == (
         f"subquad info: error: 'finch-9b' is not a preset ({', '.join(subquad.PRESETS)}), not an embedded model "
@@ -523,6 +550,7 @@ def asked(monkeypatch):
 
     def record(self, **kwargs):
         vars(seen).update(kwargs, model=self)
+        return kwargs["input_ids"]
 
     monkeypatch.setattr(GenerationMixin, "generate", record)
     return seen

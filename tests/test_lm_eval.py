@@ -1,6 +1,7 @@
 """The scores of lm-evaluation-harness are those that the models themselves give, on the tasks of examples/lm_eval."""
 
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -98,6 +99,39 @@ def test_scores(model_type, batch_size, task_manager):
         ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS)[0, inputs.input_ids.shape[1] :]
         text = TOKENIZER.decode(ids, skip_special_tokens=True)
         assert sample["filtered_resps"] == [text.split("\n\n")[0]]
+
+
+@each_causal
+def test_scores_with_states(model_type, task_manager, monkeypatch):
+    """The model class of with_states.py gives the scores of the harness's own, and reads far fewer tokens."""
+    monkeypatch.syspath_prepend(TASKS)
+    states = importlib.import_module("with_states")
+    model = tiny_model(model_type, vocab_size=128)
+    tokens = 0
+
+    def count(module, args, kwargs):
+        nonlocal tokens
+        tokens += (args[0] if args else kwargs["input_ids"]).numel()
+
+    model.base_model.register_forward_pre_hook(count, with_kwargs=True)
+
+    def measure(lm):
+        nonlocal tokens
+        tokens = 0
+        options = {"do_sample": False, "max_gen_toks": NEW_TOKENS}
+        arguments = {"tasks": ["abc"], "task_manager": task_manager, "limit": 2, "gen_kwargs": options}
+        samples = simple_evaluate(model=lm, log_samples=True, bootstrap_iters=0, **arguments)["samples"]
+        return [x for task in sorted(samples) for row in samples[task] for x in row["filtered_resps"]], tokens
+
+    expected, whole = measure(HFLM(model, tokenizer=TOKENIZER, batch_size=1))
+    found, read = measure(states.StateLM(model, tokenizer=TOKENIZER))
+    assert len(found) == len(expected) > 6
+    for response, other in zip(found, expected, strict=True):
+        if isinstance(other, tuple):  # a score, and whether it is what the model would have said
+            assert response == (pytest.approx(other[0], abs=1e-3), other[1])
+        else:
+            assert response == (other if isinstance(other, str) else pytest.approx(other, abs=1e-3))
+    assert read < 0.8 * whole
 
 
 @each_causal

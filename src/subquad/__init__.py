@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .identity import identify as identify
     from .info import embedded_model as embedded_model
     from .models import *
+    from .prefix_cache import PrefixCache as PrefixCache
     from .presets import PRESETS as PRESETS
     from .presets import preset_config as preset_config
     from .question_answering import QuestionAnsweringPipeline as QuestionAnsweringPipeline
@@ -38,6 +39,7 @@ PROCESSORS: dict[str, str] = {
 # Public name to the module that defines it. They are imported when they are first used.
 _EXPORTS = {
     "PRESETS": "subquad.presets",
+    "PrefixCache": "subquad.prefix_cache",
     "QuestionAnsweringPipeline": "subquad.question_answering",
     "RecurrentCache": "subquad.cache",
     "StateTuningConfig": "subquad.state_tuning",

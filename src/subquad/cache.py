@@ -550,6 +550,11 @@ class RecurrentCache(Cache):
         """Number of elements of the states of all blocks, over all rows."""
         return sum(state.numel() for layer in self.layers for state in layer.states.values())
 
+    @property
+    def nbytes(self) -> int:
+        """Size of all states, over all rows."""
+        return sum(state.nbytes for state in self.named_states().values())
+
     def _named_layers(self) -> list[tuple[str, LayerState]]:
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)] + [("after_blocks", self.after_blocks)]
 

@@ -1,5 +1,8 @@
 """`generate` for models with a recurrent state."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from transformers import GenerationConfig
 from transformers.generation import GenerationMixin, GenerationMode, MaxLengthCriteria, StoppingCriteriaList
@@ -13,6 +16,34 @@ logger = logging.get_logger(__name__)
 
 class RecurrentGenerationMixin(GenerationMixin):
     """`generate` with a [`RecurrentCache`]."""
+
+    # Makes a prefix cache for every model that is not given one. `subquad run transformers serve` sets it.
+    make_prefix_cache: Callable | None = None
+
+    def generate(self, *args, prefix_cache=None, **kwargs):
+        """
+        As in transformers.
+
+        Args:
+            prefix_cache: a [`PrefixCache`], in which the longest known beginning of the text is looked up, and which
+                keeps the states after the prompt and after the generated text. One text at a time, without padding.
+        """
+        refusal = _why_not_one_text(args, kwargs)
+        if prefix_cache is None and self.make_prefix_cache is not None and refusal is None:
+            prefix_cache = self.__dict__.setdefault("own_prefix_cache", self.make_prefix_cache())
+        if prefix_cache is None:
+            return super().generate(*args, **kwargs)
+        if refusal is not None:
+            raise ValueError(refusal)
+        ids = _given_ids(args, kwargs)
+        kwargs.setdefault("attention_mask", torch.ones_like(ids))
+        # The last token is left to `generate`, which needs the logits after it.
+        cache = prefix_cache.read(self, ids[0, :-1])
+        out = super().generate(*args, past_key_values=cache, **kwargs)
+        sequences = out if isinstance(out, torch.Tensor) else out.sequences
+        if cache.batch_size == 1:
+            prefix_cache.put(sequences[0, : cache.get_seq_length()], cache)
+        return out
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -48,6 +79,9 @@ class RecurrentGenerationMixin(GenerationMixin):
             )
             if isinstance(cache := model_kwargs.get("past_key_values"), RecurrentCache):
                 _check_continuation(cache, generation_config, model_kwargs)
+                repeats = max(generation_config.num_beams, generation_config.num_return_sequences)
+                if repeats > 1 and cache.batch_size == batch_size:  # the text is continued several times
+                    cache.batch_repeat_interleave(repeats)
                 cache.reserve(max_cache_length)
         elif implementation in (None, "dynamic", "static"):
             max_cache_len = max(max_cache_length, generation_config.max_cache_len or 1)
@@ -134,6 +168,24 @@ class RecurrentGenerationMixin(GenerationMixin):
             return None
         # A copy, because the strides of a slice grow with the mask.
         return attention_mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
+
+
+def _given_ids(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    return args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+
+
+def _why_not_one_text(args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """Why a prefix cache cannot be used with arguments of `generate`; None if it can."""
+    for name in ("inputs_embeds", "pixel_values", "past_key_values", "cache_implementation"):
+        given = kwargs.get(name, getattr(kwargs.get("generation_config"), name, None))
+        if given is not None:
+            return f"`{name}` cannot be given together with `prefix_cache`."
+    ids, mask = _given_ids(args, kwargs), kwargs.get("attention_mask")
+    if ids is None or ids.shape[0] != 1:
+        return f"`prefix_cache` needs `input_ids` with one row, got {None if ids is None else tuple(ids.shape)}."
+    if mask is not None and not mask.all():
+        return "`attention_mask` must not have zeros if `prefix_cache` is given."
+    return None
 
 
 def _check_continuation(cache: RecurrentCache, generation_config: GenerationConfig, model_kwargs: dict) -> None:

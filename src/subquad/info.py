@@ -93,6 +93,21 @@ class ModelInfo:
     inference_flops: int | None
     training_flops: int | None
 
+    def state_bytes_after(self, tokens: int) -> int | None:
+        """Size of the state after a text of so many tokens; None if the model keeps none."""
+        if self.state_bytes is None and self.state_bytes_per_token is None:
+            return None
+        return (self.state_bytes or 0) + (self.state_bytes_per_token or 0) * tokens
+
+    def transformer_bytes_after(self, tokens: int) -> int | None:
+        """
+        Size of the keys and values of a transformer with as many layers of the same width, in 16 bits, after a text of
+        so many tokens: 2 * layers * width numbers for each token. Heads that share keys and values divide it.
+        """
+        if self.num_hidden_layers is None or self.hidden_size is None:
+            return None
+        return 2 * 2 * self.num_hidden_layers * self.hidden_size * tokens
+
 
 def embedded_model(name: str) -> Path | None:
     """The directory of the model of that name that comes with the package; None if there is none."""
@@ -139,8 +154,11 @@ def describe(name_or_path: str) -> ModelInfo:
     )
 
 
-def labelled(info: ModelInfo) -> dict[str, str]:
-    """The numbers of a model as text, by their labels, as `subquad info` and model cards show them."""
+def labelled(info: ModelInfo, length: int | None = None) -> dict[str, str]:
+    """
+    The numbers of a model as text, by their labels, as `subquad info` and model cards show them; also what its state
+    costs after `length` tokens, if that is given.
+    """
     state = info.state_elements and f"{info.state_elements:,} elements, {format_bytes(info.state_bytes)}"
     if info.state_elements_per_token:
         growth = f"{info.state_elements_per_token:,} elements, {format_bytes(info.state_bytes_per_token)}"
@@ -154,10 +172,19 @@ def labelled(info: ModelInfo) -> dict[str, str]:
         "vocabulary": info.vocab_size and f"{info.vocab_size:,}",
         "weights": info.weight_bytes and f"{format_bytes(info.weight_bytes)} in {info.dtype}",
         "state": state,
+        "at length": length and _state_after(info, length),
         "inference": info.inference_flops and f"{info.inference_flops:.2e} FLOPs a token",
         "training": info.training_flops and f"{info.training_flops:.2e} FLOPs a token",
     }
     return {label: str(text) for label, text in texts.items() if text is not None}
+
+
+def _state_after(info: ModelInfo, tokens: int) -> str | None:
+    sizes = info.state_bytes_after(tokens), info.transformer_bytes_after(tokens)
+    if None in sizes:
+        return None
+    state, transformer = map(format_bytes, sizes)
+    return f"{state} after {tokens:,} tokens; {transformer} in a transformer (16 bits, no shared heads)"
 
 
 def format_bytes(number: int) -> str:

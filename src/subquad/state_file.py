@@ -7,6 +7,8 @@ The checksum shows damage, and that something was changed. It is no signature: w
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,24 +75,50 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
     Raises:
         ValueError: if the file is damaged or was changed, or holds something else.
     """
+    with _open(path) as file:
+        # Copies, because a file's tensors begin at any address, by which matrix products choose their order of
+        # additions: the text would go on with other rounding.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+        metadata = file.metadata()
+    if _checksum(tensors, metadata[ABOUT]) != metadata.get(CHECKSUM):
+        raise ValueError(f"{os.fspath(path)} is damaged or was changed: its checksum is another one.")
+    return tensors, _parse(path, metadata[ABOUT])
+
+
+def read_about(path: str | os.PathLike) -> dict[str, Any]:
+    """
+    What is known about the states in a file, without the states and without a check of them.
+
+    Raises:
+        ValueError: if the file is damaged, or holds something else.
+    """
+    with _open(path) as file:
+        return _parse(path, file.metadata()[ABOUT])
+
+
+@contextmanager
+def _open(path: str | os.PathLike) -> Iterator[safe_open]:
+    """A file that holds states."""
     path = os.fspath(path)
     check_file(path)
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if ABOUT not in metadata:
+            if ABOUT not in (file.metadata() or {}):
                 raise ValueError(f"{path} does not hold a cache.")
-            # Copies, because a file's tensors begin at any address, by which matrix products choose their order of
-            # additions: the text would go on with other rounding.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+            yield file
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged: {one_line(error).rstrip('.')}.") from error
-    if _checksum(tensors, metadata[ABOUT]) != metadata.get(CHECKSUM):
-        raise ValueError(f"{path} is damaged or was changed: its checksum is another one.")
-    about = json.loads(metadata[ABOUT])
-    if not isinstance(about.get("sizes"), dict) or not isinstance(about.get("seen_tokens"), int):
-        raise ValueError(f"{path} does not hold a cache that this version can read.")
-    return tensors, about
+
+
+def _parse(path: str | os.PathLike, text: str) -> dict[str, Any]:
+    try:
+        about = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{os.fspath(path)} is damaged: {one_line(error).rstrip('.')}.") from error
+    tokens = about.get("seen_tokens") if isinstance(about, dict) else None
+    if not isinstance(tokens, int) or tokens < 0 or not isinstance(about.get("sizes"), dict):
+        raise ValueError(f"{os.fspath(path)} does not hold a cache that this version can read.")
+    return about
 
 
 def check_owner(path: str | os.PathLike, about: dict[str, Any], model: ModelIdentity) -> None:
@@ -115,4 +143,4 @@ def describe_owner(model: ModelIdentity | None) -> dict[str, str] | None:
     return None if model is None else asdict(model)
 
 
-__all__ = ["ModelIdentity", "check_owner", "read_state_file", "write_state_file"]
+__all__ = ["ModelIdentity", "check_owner", "read_about", "read_state_file", "write_state_file"]

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..foreign_files import one_line
-from . import convert, doctor, export, generate, info, inspect_memory, push, run
+from . import chat, convert, doctor, export, generate, info, inspect_memory, push, run
 from .common import UsageError
 
 
 # In the order of the help.
 COMMANDS = {
     "generate": generate,
+    "chat": chat,
     "convert": convert,
     "info": info,
     "export": export,

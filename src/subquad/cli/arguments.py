@@ -1,6 +1,9 @@
 """Options that several commands have, and the types of options. Each type raises an error that argparse prints."""
 
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from typing import Any
+
+from .common import UsageError
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -20,6 +23,29 @@ def add_dtype_and_device(parser: ArgumentParser) -> None:
         "--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the weights (default: as configured)"
     )
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+
+
+def add_sampling(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--greedy", action="store_true", help="always take the most likely token instead of sampling")
+    add("--temperature", type=temperature, metavar="T", help="below 1 more predictable, above 1 more varied")
+    add("--top-p", type=probability, metavar="P", help="sample from the most likely tokens that sum to P")
+    add("--top-k", type=positive_int, metavar="K", help="sample from the K most likely tokens")
+    add("--seed", type=seed, metavar="N", help="seed of the sampling, which makes it repeatable")
+
+
+def sampling_options(args: Namespace) -> dict[str, Any]:
+    """
+    The options of `generate` that the arguments of [`add_sampling`] stand for.
+
+    Raises:
+        UsageError: if they contradict each other.
+    """
+    given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.greedy and given:
+        raise UsageError("--greedy does not sample: leave out --temperature, --top-p and --top-k.")
+    return given | {"do_sample": not args.greedy}
 
 
 def positive_int(text: str) -> int:

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,9 @@ from ..foreign_files import one_line, reading
 
 if TYPE_CHECKING:
     import torch
+
+    from ..session import SavedSession
+    from ..state_file import ModelIdentity
 
 
 class UsageError(ValueError):
@@ -63,6 +66,97 @@ def _check_hub(name: str) -> None:
         raise UsageError(f"{name} is not a directory, and not a model on the Hub that you have access to.") from error
     except Exception as error:  # whatever the connection raises, which depends on the version
         raise ValueError(f"{name} is not a directory, and the Hub cannot be reached: {one_line(error)}") from error
+
+
+def find_auto_class(name: str, path: Path | str, images: bool) -> str:
+    """
+    Name of the Auto class that loads a model which generates text.
+
+    Args:
+        name: the model, as the user calls it.
+        path: what [`find_model`] found.
+        images: whether it is to read images.
+
+    Raises:
+        UsageError: if it is of an unknown type, an encoder, or does not read images.
+    """
+    from ..models import REGISTRY
+
+    model_type = _model_type(path)
+    if model_type is None:  # loading the tokenizer or the model will say what is wrong
+        return "AutoModelForCausalLM"
+    if (architecture := REGISTRY.get(model_type)) is None:
+        raise UsageError(f"{name} is of type {model_type}, which is none of {', '.join(REGISTRY)}.")
+    if architecture.is_encoder:
+        raise UsageError(f"{name} is of type {model_type}, an encoder, which does not generate text.")
+    if images and architecture.processor is None:
+        raise UsageError(f"{name} is of type {model_type}, which does not read images; leave out --image.")
+    return architecture.lm_auto_class
+
+
+def _model_type(path) -> str | None:
+    """The type of a model, or of the one that an adapter was trained on; None if the Hub does not tell."""
+    from transformers import PreTrainedConfig
+
+    from ..model_check import model_type_of
+    from ..weight_files import adapted_model
+
+    path = adapted_model(path, {})
+    if os.path.isdir(path):
+        return model_type_of(Path(path))
+    with suppress(OSError, ValueError):
+        return PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+    return None
+
+
+def read_session(
+    name: str, path: Path | str, file: str | None, needed: bool = False
+) -> "tuple[ModelIdentity | None, SavedSession | None]":
+    """
+    The identity of a model, if there is a file or it is `needed`, and the session in a file.
+
+    Args:
+        name: the model, as the user calls it.
+        path: what [`find_model`] found.
+
+    Raises:
+        ValueError: if the file is damaged, or the text is that of another model.
+    """
+    if file is None and not needed:
+        return None, None
+    from ..identity import identify
+    from ..session import SavedSession
+
+    with reading(name, "the model"):
+        identity = identify(path)
+    return identity, file and SavedSession.read(file, identity)
+
+
+def read_image(option: str, file: str) -> None:
+    """
+    Raises:
+        ValueError: if a file is not a picture that can be read.
+    """
+    from PIL import Image
+
+    if not os.path.isfile(file):
+        raise UsageError(f"{option} {file} is not a file.")
+    with reading(file, "the image"), Image.open(file) as image:
+        image.load()
+
+
+def check_new_file(option: str, file: str, force: bool) -> None:
+    """
+    Raises:
+        UsageError: if a file cannot be written there, or exists and `force` is false.
+    """
+    path = Path(file)
+    if not path.parent.is_dir():
+        raise UsageError(f"{option}: {path.parent} is not a directory.")
+    if path.is_dir():
+        raise UsageError(f"{option}: {file} is a directory.")
+    if path.exists() and not force:
+        raise UsageError(f"{option}: {file} exists already; --force replaces it.")
 
 
 def find_directory(name: str) -> str:

@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> None:
     if not scripts:
         raise UsageError(f"no installed package has the command {args.name!r}.")
     _put_classes_into_transformers()
+    if args.name == "transformers" and args.arguments[:1] == ["serve"]:
+        _keep_states()
     sys.argv = [args.name, *args.arguments]
     try:
         status = next(iter(scripts)).load()()
@@ -52,3 +54,11 @@ def _put_classes_into_transformers() -> None:
     for architecture in REGISTRY.values():
         for head in architecture.heads.values():
             setattr(transformers, head, architecture.load(head))
+
+
+def _keep_states() -> None:
+    """The server gives whole conversations to `generate`, which then goes on from the states of their beginnings."""
+    from ..generation import RecurrentGenerationMixin
+    from ..prefix_cache import PrefixCache
+
+    RecurrentGenerationMixin.make_prefix_cache = PrefixCache

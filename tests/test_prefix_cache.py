@@ -1,0 +1,217 @@
+"""Beginnings that many texts share are read once, and the answers stay the same."""
+
+import asyncio
+
+import pytest
+import torch
+from cases import CASES, GREEDY, TEXT, TRAINED_GENERATING, VARIANTS, each, padded
+from transformers import GenerationConfig
+
+from subquad import PrefixCache
+from subquad.cli.run import _keep_states
+from subquad.generation import RecurrentGenerationMixin
+from subquad.state_file import ModelIdentity
+
+
+FINCH = CASES["rwkv6"]
+OWNER = ModelIdentity("tiny", "0123456789abcdef")
+
+
+class Counted:
+    """How many tokens a model reads."""
+
+    def __init__(self, model):
+        self.tokens = 0
+        model.base_model.register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def count(self, module, args, kwargs):
+        ids = args[0] if args else kwargs["input_ids"]
+        self.tokens += ids.shape[1]
+
+    def take(self):
+        tokens, self.tokens = self.tokens, 0
+        return tokens
+
+
+def few_shot(case, questions, shared=50):
+    """Texts that begin alike."""
+    return [torch.cat((case.ids(1, shared), case.ids(1, 9 + n, seed=n + 1)), 1) for n in range(questions)]
+
+
+@pytest.mark.fast
+@each(*TEXT, *VARIANTS, *TRAINED_GENERATING)
+def test_answers_are_the_same(case):
+    model, options = case.model(), {"max_new_tokens": 5, **GREEDY}
+    texts = few_shot(case, 4)
+    expected = [model.generate(ids, **options) for ids in texts]
+    counted, prefixes = Counted(model), PrefixCache()
+    for ids, answer in zip(texts, expected, strict=True):
+        assert torch.equal(model.generate(ids, prefix_cache=prefixes, **options), answer)
+    # The first text is read, and the second, where the place is found; the others are read from there.
+    same = [next(n for n, (a, b) in enumerate(zip(ids[0], texts[0][0], strict=False)) if a != b) for ids in texts[1:]]
+    saved = sum(same[0] for _ in texts[2:])
+    assert min(same) == max(same) >= 50
+    assert counted.take() == sum(ids.shape[1] + 4 for ids in texts) - saved
+    assert prefixes.tokens_asked - prefixes.tokens_read == saved
+    # A conversation goes on where the answer ended; nothing of it is read again.
+    longer = torch.cat((expected[0], case.ids(1, 6, seed=9)), 1)
+    answer = model.generate(longer, **options)
+    counted.take()
+    assert torch.equal(model.generate(longer, prefix_cache=prefixes, **options), answer)
+    assert counted.take() == 1 + 6 + 4
+
+
+def test_every_way_of_generating():
+    model, ids = FINCH.model(), FINCH.ids(1, 40)
+    prefixes = PrefixCache()
+    for options in (
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_model": FINCH.model(seed=5)},
+        {"return_dict_in_generate": True},
+    ):
+        options = {"max_new_tokens": 8, **GREEDY, **options}
+        found, expected = (model.generate(ids, **more, **options) for more in ({"prefix_cache": prefixes}, {}))
+        if options.get("return_dict_in_generate"):
+            found, expected = found.sequences, expected.sequences
+        assert torch.equal(found, expected)
+    torch.manual_seed(0)
+    options = {"max_new_tokens": 8, **GREEDY, "do_sample": True, "num_return_sequences": 3}
+    expected = model.generate(ids, **options)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(ids, prefix_cache=prefixes, **options), expected)
+
+
+def test_room():
+    """The states that were used longest ago go first, by their size."""
+    model = FINCH.model()
+    prefixes = PrefixCache()
+    one = prefixes.read(model, FINCH.ids(20)).nbytes
+    prefixes = PrefixCache(max_bytes=2 * one)
+    texts = [FINCH.ids(20, seed=seed) for seed in range(3)]
+    prefixes.read(model, texts[0])
+    prefixes.read(model, texts[1])
+    prefixes.read(model, texts[0])
+    assert (prefixes.tokens_asked, prefixes.tokens_read, len(prefixes), prefixes.nbytes) == (60, 40, 2, 2 * one)
+    prefixes.read(model, texts[2])  # in place of the second
+    prefixes.read(model, texts[0])
+    assert prefixes.tokens_read == 60 and prefixes.nbytes == 2 * one
+    prefixes.read(model, texts[1])
+    assert prefixes.tokens_read == 80
+    prefixes.read(model, FINCH.ids(9))  # too short for a state
+    assert len(prefixes) == 2
+    small = PrefixCache(max_entries=2)
+    for text in texts:
+        small.read(model, text)
+    assert len(small) == 2
+    prefixes.clear()
+    assert len(prefixes) == 0
+
+
+def test_what_is_returned_can_be_changed():
+    model, ids = FINCH.model(), FINCH.ids(30)
+    prefixes = PrefixCache()
+    cache = prefixes.read(model, ids)
+    with torch.no_grad():
+        expected = [model(FINCH.ids(1, 3), past_key_values=c).logits for c in (cache, prefixes.read(model, ids))]
+        again = model(FINCH.ids(1, 3), past_key_values=prefixes.read(model, ids)).logits
+    assert torch.equal(*expected) and torch.equal(again, expected[0])
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "avey", "raven", "gecko"])
+def test_files(name, tmp_path):
+    case = CASES[name]
+    model, texts = case.model(), few_shot(case, 3)
+    for ids in texts:
+        PrefixCache(directory=tmp_path, model=OWNER).read(model, ids[0])  # each in a process of its own
+    prefixes = PrefixCache(directory=tmp_path, model=OWNER)
+    found = prefixes.read(model, texts[2][0])
+    assert prefixes.tokens_read == 0 and len(list(tmp_path.iterdir())) == 4
+    with torch.no_grad():
+        expected = model(texts[2], use_cache=True).past_key_values
+        logits = [model(case.ids(1, 1), past_key_values=cache).logits for cache in (found, expected)]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    # Those of another model, of another dtype, and damaged ones do not count.
+    other = PrefixCache(directory=tmp_path, model=ModelIdentity("other", "abc"))
+    other.read(model, texts[0][0, :40])
+    assert other.tokens_read == 40
+    low = PrefixCache(directory=tmp_path, model=OWNER)
+    low.read(case.model().to(torch.bfloat16), texts[0][0])
+    assert low.tokens_read == texts[0].shape[1]
+    for file in tmp_path.iterdir():
+        file.write_bytes(file.read_bytes()[:-1])
+    damaged = PrefixCache(directory=tmp_path, model=OWNER)
+    damaged.read(model, texts[0][0])
+    assert damaged.tokens_read == texts[0].shape[1]
+
+
+def test_files_have_a_limit(tmp_path):
+    model = FINCH.model()
+    size = PrefixCache().read(model, FINCH.ids(20)).nbytes
+    prefixes = PrefixCache(max_bytes=1, directory=tmp_path, max_disk_bytes=2 * size, model=OWNER)
+    for seed in range(4):
+        prefixes.read(model, FINCH.ids(20, seed=seed))
+    assert len(list(tmp_path.iterdir())) == 2 and prefixes.nbytes == size
+    prefixes.read(model, FINCH.ids(20, seed=2))  # from its file
+    assert prefixes.tokens_read == 80
+    prefixes.clear()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refusals(tmp_path):
+    model, ids = FINCH.model(), FINCH.ids(1, 20)
+    prefixes = PrefixCache()
+    prefixes.read(model, ids[0])
+    with pytest.raises(ValueError, match="holds the states of another model"):
+        prefixes.read(FINCH.model(), ids[0])
+    for options, message in (
+        ({"input_ids": FINCH.ids(2, 5)}, r"`input_ids` with one row, got \(2, 5\)"),
+        (padded([{"input_ids": ids}], "left", more=2), "`attention_mask` must not have zeros"),
+        ({"input_ids": ids, "past_key_values": model.new_cache()}, "`past_key_values` cannot be given together"),
+        ({}, "`input_ids` with one row, got None"),
+        ({"input_ids": ids, "cache_implementation": "static"}, "`cache_implementation` cannot be given together"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(**options, prefix_cache=prefixes, **GREEDY)
+    with torch.no_grad():
+        cache = model(FINCH.ids(2, 20)).past_key_values
+    with pytest.raises(ValueError, match="`cache` must hold one sequence, got 2"):
+        prefixes.put(ids[0], cache)
+    with pytest.raises(ValueError, match="has read 20 tokens, but `ids` has 4"):
+        prefixes.put(ids[0, :4], cache.split()[0])
+    with pytest.raises(ValueError, match="`max_bytes` must be at least 1, got 0"):
+        PrefixCache(max_bytes=0)
+    with pytest.raises(ValueError, match="`directory` needs `model`"):
+        PrefixCache(directory=tmp_path)
+
+
+class _Prompt:
+    """What the server's non-streaming answer needs of a tokenizer."""
+
+    def decode(self, ids, **kwargs):
+        return ids.tolist()
+
+
+def test_transformers_serve_goes_on_from_earlier_turns(monkeypatch):
+    """Its own generation, with what `subquad run transformers serve` sets: it reads what is new in a conversation."""
+    utils = pytest.importorskip("transformers.cli.serving.utils")
+    monkeypatch.setattr(RecurrentGenerationMixin, "make_prefix_cache", None)
+    _keep_states()
+    model, config = FINCH.model(), GenerationConfig(max_new_tokens=8, **GREEDY)
+    manager, counted = utils.GenerateManager(), Counted(model)
+
+    def answer(ids):
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        request = manager.generate_non_streaming(model, _Prompt(), inputs, config, "request")
+        return torch.tensor([asyncio.run(request)[0]]), counted.take()
+
+    ids = FINCH.ids(1, 40)
+    first, read = answer(ids)
+    assert read == 40 + 7
+    ids = torch.cat((ids, first, FINCH.ids(1, 5, seed=2)), 1)
+    second, read = answer(ids)
+    assert read == 1 + 5 + 7
+    other = FINCH.model()
+    assert torch.equal(torch.cat((ids, second), 1), other.generate(ids, generation_config=config, prefix_cache=None))
+    assert other.own_prefix_cache is not model.own_prefix_cache
