@@ -28,10 +28,10 @@ LINES = {
 PANELS = {"state_kibibytes": ("kept of the text, MiB", 1024), "milliseconds_per_token": ("one more token, ms", 1)}
 
 
-def draw(record: dict, theme: str) -> Figure:
-    """Memory and time for one more token by the length of the text, with the ink of a theme."""
+def style(theme: str) -> dict:
+    """The settings of a figure with the ink of a theme."""
     ink, grid = INK[theme]
-    style = {
+    return {
         "font.size": 10,
         "axes.edgecolor": grid,
         "axes.labelcolor": ink,
@@ -43,10 +43,31 @@ def draw(record: dict, theme: str) -> Figure:
         "xtick.color": ink,
         "ytick.color": ink,
     }
-    with rc_context(style):
-        figure = Figure(figsize=(8, 3), layout="constrained")
+
+
+def styled_axes(theme: str, columns: int, size: tuple[float, float]) -> tuple[Figure, list]:
+    """A figure of so many inches, and its axes side by side, with the ink of a theme."""
+    with rc_context(style(theme)):
+        figure = Figure(figsize=size, layout="constrained")
         FigureCanvasSVG(figure)
-        for axes, (field, (title, unit)) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
+        axes = list(figure.subplots(1, columns, squeeze=False)[0])
+        for each in axes:
+            each.spines[["top", "right"]].set_visible(False)
+            each.grid(linewidth=0.5)
+    return figure, axes
+
+
+def save(figure: Figure, path: Path) -> None:
+    """The same numbers make the same file."""
+    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "subquad"}):
+        figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
+
+
+def draw(record: dict, theme: str) -> Figure:
+    """Memory and time for one more token by the length of the text, with the ink of a theme."""
+    with rc_context(style(theme)):
+        figure, panels = styled_axes(theme, 2, (8, 3))
+        for axes, (field, (title, unit)) in zip(panels, PANELS.items(), strict=True):
             for architecture, (label, colour, above) in LINES.items():
                 rows = [row for row in record["rows"] if row["architecture"] == architecture]
                 x, y = [row["length"] for row in rows], [row[field] / unit for row in rows]
@@ -58,8 +79,6 @@ def draw(record: dict, theme: str) -> Figure:
             axes.minorticks_off()
             axes.set_xlim(right=x[-1] * 2.6)
             axes.set_ylim(bottom=axes.get_ylim()[0] * 0.7)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(linewidth=0.5)
     return figure
 
 
@@ -67,6 +86,4 @@ if __name__ == "__main__":
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     folder = Path(sys.argv[1]) if sys.argv[1:] else ROOT / "docs/figures"
     for theme in INK:
-        figure = draw(record, theme)
-        with rc_context({"svg.fonttype": "path", "svg.hashsalt": "subquad"}):
-            figure.savefig(folder / f"front-{theme}.svg", transparent=True, metadata={"Date": None, "Creator": None})
+        save(draw(record, theme), folder / f"front-{theme}.svg")

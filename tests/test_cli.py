@@ -332,7 +332,7 @@ def test_info_of_a_preset_imports_no_torch():
     ("name", "state", "transformer"),
     [  # a constant state; embeddings of every token
         ("finch-1.6b", "12.98 MB", "19.66 GB"),
-        ("avey-abc", "25.6 MB", "256 MB"),
+        ("avey-abc", "51.2 MB", "256 MB"),
     ],
 )
 def test_info_at_a_length(name, state, transformer, capsys):

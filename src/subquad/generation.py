@@ -12,6 +12,12 @@ from .cache import RecurrentCache
 
 
 logger = logging.get_logger(__name__)
+# Arguments of `generate` that exclude a prefix cache. Assisted decoding reads the whole text into the cache that it is
+# given.
+NOT_WITH_PREFIXES = (
+    *("inputs_embeds", "pixel_values", "past_key_values", "cache_implementation"),
+    *("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),
+)
 
 
 class RecurrentGenerationMixin(GenerationMixin):
@@ -176,7 +182,7 @@ def _given_ids(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 def _why_not_one_text(args: tuple, kwargs: dict[str, Any]) -> str | None:
     """Why a prefix cache cannot be used with arguments of `generate`; None if it can."""
-    for name in ("inputs_embeds", "pixel_values", "past_key_values", "cache_implementation"):
+    for name in NOT_WITH_PREFIXES:
         given = kwargs.get(name, getattr(kwargs.get("generation_config"), name, None))
         if given is not None:
             return f"`{name}` cannot be given together with `prefix_cache`."
