@@ -101,8 +101,9 @@ def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     On a CPU without instructions for a 16-bit dtype, and without gradients, larger products are computed in float32:
     torch would take about five times as long. For weights of layers, [`linear`] needs less memory.
     """
-    work = x.numel() * y.shape[-1]
-    if work >= _CONVERTED and x.dtype != torch.float32 and _is_plain(x, y) and not multiplies(x.dtype):
+    # Sizes are compared last: in a traced graph that would limit the shapes.
+    slow = x.dtype != torch.float32 and _is_plain(x, y) and not multiplies(x.dtype)
+    if slow and x.numel() * y.shape[-1] >= _CONVERTED:
         return (x.float() @ y.float()).to(x.dtype)
     return x @ y
 
