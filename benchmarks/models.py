@@ -1,11 +1,11 @@
 """
 Whole models: the time and memory to read a prompt, to write a token and to train.
 
-It measures models with random weights (--models eagle finch avey avey-b raven gecko; of a published size on a GPU,
-smaller on a CPU, or any preset by --preset), and the embedded models (eagle-abc, ...). On the same inputs, they are
-compared with the published algorithm in ordinary torch (`plain`: Avey, Avey-B), ModernBERT of transformers (Avey-B),
-flash-linear-attention (Finch, Raven; on a GPU), the package rwkv (Eagle, Finch; on a CPU), and the recurrence one step
-after the other (`stepping`: Eagle, Finch).
+It measures models with random weights (--models eagle finch goose avey avey-b raven gecko; of a published size on a
+GPU, smaller on a CPU, or any preset by --preset), and the embedded models (eagle-abc, ...). On the same inputs, they
+are compared with the published algorithm in ordinary torch (`plain`: Avey, Avey-B), ModernBERT of transformers
+(Avey-B), flash-linear-attention (Finch, Goose, Raven; on a GPU), the package rwkv (Eagle, Finch, Goose; on a CPU), and
+the recurrence one step after the other (`stepping`: Eagle, Finch, Goose).
 
 parts (--parts):
   check     the logits (in one call, with a cache, padded) and the gradients against the published algorithm in
@@ -112,6 +112,7 @@ SMALL_RWKV = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
 MODELS = {
     "eagle": Sizes("rwkv5", "eagle-1.5b", {"hidden_size": 768, "num_hidden_layers": 12}, SMALL_RWKV),
     "finch": Sizes("rwkv6", "finch-1.6b", {"hidden_size": 768, "num_hidden_layers": 12}, SMALL_RWKV),
+    "goose": Sizes("rwkv7", "goose-1.5b", {"hidden_size": 768, "num_hidden_layers": 12}, SMALL_RWKV),
     "avey": Sizes(
         "avey",
         "avey-0.1b",

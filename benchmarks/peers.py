@@ -14,8 +14,10 @@ Each peer is made from one of our models and has some of these methods:
 `most_rows` and `most_tokens` are the maximum that it reads.
 """
 
+import contextlib
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -260,6 +262,18 @@ def fla_rwkv6(model: nn.Module) -> TransformersCausal | None:
         return TransformersCausal(fla.RWKV6ForCausalLM(config).to(model.dtype).eval())
 
 
+def fla_rwkv7(model: nn.Module) -> TransformersCausal | None:
+    """A Goose of flash-linear-attention of the same sizes, with weights of its own."""
+    fla = load_fla("fla.models.rwkv7", model.device.type)
+    if fla is None:
+        return None
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "intermediate_size")
+    names += ("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")
+    config = fla.RWKV7Config(**{name: getattr(model.config, name) for name in names})
+    with torch.device(model.device):
+        return TransformersCausal(fla.RWKV7ForCausalLM(config).to(model.dtype).eval())
+
+
 def fla_raven(model: nn.Module) -> TransformersCausal | None:
     """A Raven of flash-linear-attention of the same sizes, with the same weights."""
     fla = load_fla("fla.models.raven", model.device.type)
@@ -318,7 +332,7 @@ class Rwkv:
 
 # Parts of the names in our checkpoints and, if they differ, in those of the trainer.
 RENAMED = {
-    r"^rwkv\.": "",
+    r"^rwkv7?\.": "",
     r"^embeddings": "emb",
     "attention": "att",
     "feed_forward": "ffn",
@@ -331,11 +345,16 @@ def rwkv(model: nn.Module) -> Rwkv | None:
     if model.device.type != "cpu" or model.dtype != torch.float32:
         return None
     os.environ.setdefault("RWKV_JIT_ON", "0")
+    # The package chooses RWKV-7 or the versions before it when it is imported.
+    os.environ["RWKV_V7_ON"] = "1" if model.config.model_type == "rwkv7" else "0"
+    sys.modules.pop("rwkv.model", None)
     try:
         from rwkv.model import RWKV as Package
     except ImportError as error:
         print(f"rwkv is left out: {error}")
         return None
+    finally:
+        sys.modules.pop("rwkv.model", None)
     tensors = {}
     for name, x in model.state_dict().items():
         for pattern, replacement in RENAMED.items():
@@ -343,12 +362,14 @@ def rwkv(model: nn.Module) -> Rwkv | None:
         tensors[name] = x
     with tempfile.TemporaryDirectory() as folder:
         torch.save(tensors, Path(folder, "model.pth"))
-        return Rwkv(Package(model=str(Path(folder, "model")), strategy="cpu fp32", verbose=False))
+        with contextlib.redirect_stdout(None):
+            return Rwkv(Package(str(Path(folder, "model")), strategy="cpu fp32"))
 
 
 PEERS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "rwkv5": {STEPPING: Stepping, RWKV: rwkv},
     "rwkv6": {STEPPING: Stepping, RWKV: rwkv, FLA: fla_rwkv6},
+    "rwkv7": {STEPPING: Stepping, RWKV: rwkv, FLA: fla_rwkv7},
     "avey": {PLAIN: plain(PlainAvey)},
     "avey-b": {PLAIN: plain(PlainAveyB), MODERNBERT: modernbert},
     "raven": {FLA: fla_raven},

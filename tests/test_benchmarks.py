@@ -12,7 +12,16 @@ import torch
 from fake_gpu import fake_gpu
 from safetensors import safe_open
 
-from subquad import AveyBConfig, AveyConfig, RavenConfig, RavenForCausalLM, Rwkv6Config, Rwkv6ForCausalLM
+from subquad import (
+    AveyBConfig,
+    AveyConfig,
+    RavenConfig,
+    RavenForCausalLM,
+    Rwkv6Config,
+    Rwkv6ForCausalLM,
+    Rwkv7Config,
+    Rwkv7ForCausalLM,
+)
 
 
 ROOT = Path(__file__).parents[1]
@@ -61,13 +70,17 @@ def theirs(config_class, model_class):
     def config(expand_k=1.0, **fields):
         return config_class(**{name: x for name, x in fields.items() if name not in renamed})
 
-    name = config_class.__name__.replace("Rwkv6", "RWKV6")
-    return SimpleNamespace(**{name: config, model_class.__name__.replace("Rwkv6", "RWKV6"): model_class})
+    names = (kind.__name__.replace("Rwkv", "RWKV") for kind in (config_class, model_class))
+    return SimpleNamespace(**dict(zip(names, (config, model_class), strict=True)))
 
 
 @pytest.fixture
 def fla(peers, monkeypatch):
-    modules = {"rwkv6": theirs(Rwkv6Config, Rwkv6ForCausalLM), "raven": theirs(RavenConfig, RavenForCausalLM)}
+    modules = {
+        "rwkv6": theirs(Rwkv6Config, Rwkv6ForCausalLM),
+        "rwkv7": theirs(Rwkv7Config, Rwkv7ForCausalLM),
+        "raven": theirs(RavenConfig, RavenForCausalLM),
+    }
     monkeypatch.setattr(peers, "load_fla", lambda module, device: modules[module.rpartition(".")[2]])
 
 
@@ -88,9 +101,9 @@ def test_every_part_of_every_model_is_measured(models, run, fla, tmp_path, capsy
         assert found >= {(f"{name} {what}", "subquad") for what in ("training", "training, checkpointed")}
     beside = {
         "plain": ("avey first token", "avey all tokens", "avey one more token", "avey training", "avey-b all tokens"),
-        "fla": ("finch first token", "finch generate", "finch training", "raven first token", "raven generate"),
+        "fla": ("finch first token", "finch generate", "goose training", "raven first token", "raven generate"),
         "ModernBERT": ("avey-b all tokens",),
-        "stepping": ("eagle first token", "finch first token"),
+        "stepping": ("eagle first token", "finch first token", "goose first token"),
     }
     assert found >= {(what, name) for name, whats in beside.items() for what in whats}
     for model in ("avey", "avey-b"):
@@ -108,7 +121,7 @@ def test_every_part_of_every_model_is_measured(models, run, fla, tmp_path, capsy
         assert ends == list(range(64, 513, 64))
     assert {path.name for path in tmp_path.iterdir()} == {"models.csv", "models.json", "models.md"}
     printed = capsys.readouterr().out
-    assert "0 of 8 cases wrong" in printed and "latency as N^beta" in printed
+    assert "0 of 9 cases wrong" in printed and "latency as N^beta" in printed
 
 
 def test_every_part_runs_on_a_gpu(models, run, fla):
@@ -145,7 +158,7 @@ def test_static_caches_write_the_same(models, run, monkeypatch):
 def test_the_package_rwkv_computes_the_same(models, peers):
     pytest.importorskip("rwkv")
     options = SimpleNamespace(sizes="quick", quick=True, preset=None, device="cpu", dtype=torch.float32)
-    for name in ("eagle", "finch"):
+    for name in ("eagle", "finch", "goose"):
         ours = models.make_ours(name, options)
         package, ids = peers.rwkv(ours.model), ours.ids(1, 20)
         with torch.no_grad():
