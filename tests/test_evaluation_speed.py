@@ -90,6 +90,7 @@ STATE_ELEMENTS = {
     "avey": (None, 32, 16),
     "eagle": EAGLE,
     "finch": EAGLE,
+    "goose": EAGLE,
     "raven": (None, 0, 0),
     "gecko": (None, 0, 0),
 }

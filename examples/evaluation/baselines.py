@@ -1,24 +1,33 @@
 """
 Baselines: Eagle with one of two older memories, which it was developed from (section 2 of "Eagle and Finch",
-arXiv:2404.05892).
+arXiv:2404.05892), and Goose with a memory that may turn around what it holds.
 
-`make_baseline` builds an Eagle and replaces the recurrence, its norm and its gate by an older memory. Embeddings,
-token shift, projections, channel mixing and norms stay, with the same initial weights, so only the memory differs. The
-baselines can be trained and can read whole texts. They cannot generate, because they do not keep a state.
+`make_baseline` builds an Eagle and replaces the recurrence, its norm and its gate by an older memory, or a Goose and
+removes more of what the state held. Embeddings, token shift, projections, channel mixing and norms stay, with the same
+initial weights, so only the memory differs. The baselines can be trained and can read whole texts. They cannot
+generate, because they do not keep a state.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from subquad import Rwkv5Config, Rwkv5ForCausalLM
+from subquad import Rwkv5ForCausalLM, Rwkv7ForCausalLM
 from subquad.models.rwkv5.modeling_rwkv5 import Rwkv5TimeMixing
 from subquad_kernels import token_shift, wkv
 
 
-NAMES = {"rwkv4": "RWKV-4 memory", "linear-attention": "Linear attention"}
+NAMES = {"rwkv4": "RWKV-4 memory", "linear-attention": "Linear attention", "wide-goose": "Goose, eigenvalues from -1"}
+BASES = {
+    "rwkv4": "eagle",
+    "linear-attention": "eagle",
+    "wide-goose": "goose",
+}  # baseline to the architecture it alters
 
 
 def before(span: int, top: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,9 +121,25 @@ class LinearTimeMixing(OlderTimeMixing):
 MIXINGS = {"rwkv4": Rwkv4TimeMixing, "linear-attention": LinearTimeMixing}
 
 
-def make_baseline(name: str, config: Rwkv5Config) -> Rwkv5ForCausalLM:
-    """An Eagle of this configuration with random weights, and the memory `name` of `NAMES` in all of its blocks."""
+def widen(module: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """
+    A hook before Goose's recurrence, which multiplies the rates a with 1 + w. The eigenvalues of
+
+        diag(w) - kappa (a * kappa)ᵀ,    kappa of length 1,
+
+    are then at least -1 for any rates from 0 to 1 and decays w. Without it they are at least w - 1, above -0.455.
+    """
+    return arguments, {**named, "a": named["a"] * (1 + named["log_w"].exp())}
+
+
+def make_baseline(name: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of `BASES[name]` with this configuration, random weights, and the memory `name` in all of its blocks."""
     config.use_cache = False
+    if BASES[name] == "goose":
+        model = Rwkv7ForCausalLM(config)
+        for block in model.rwkv7.blocks:
+            block.att.ln_x.register_forward_pre_hook(widen, with_kwargs=True)
+        return model
     model = Rwkv5ForCausalLM(config)
     for layer, block in enumerate(model.rwkv.blocks):
         block.attention = MIXINGS[name](block.attention, depth=layer / max(config.num_hidden_layers - 1, 1))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from subquad import AveyBConfig, AveyConfig, GeckoConfig, RavenConfig, Rwkv5Config, Rwkv6Config
+from subquad import AveyBConfig, AveyConfig, GeckoConfig, RavenConfig, Rwkv5Config, Rwkv6Config, Rwkv7Config
 from subquad.models import REGISTRY
 from subquad.optimizer import parameter_groups
 
@@ -16,6 +16,7 @@ from subquad.optimizer import parameter_groups
 NAMES = {
     "eagle": "Eagle",
     "finch": "Finch",
+    "goose": "Goose",
     "avey": "Avey",
     "raven": "Raven",
     "gecko": "Gecko",
@@ -62,6 +63,17 @@ def _finch(size: Size):
         "lora_rank_tokenshift": size.width // 8,
         "lora_rank_decay": size.width // 8,
         "intermediate_size": 13 * size.width // 4,
+    }
+
+
+def _goose(size: Size):
+    return Rwkv7Config, {
+        **size.layered,
+        "head_dim": 32,
+        "decay_low_rank_dim": size.width // 4,
+        "a_low_rank_dim": size.width // 4,
+        "v_low_rank_dim": size.width // 8,
+        "gate_low_rank_dim": 3 * size.width // 8,
     }
 
 
@@ -113,6 +125,7 @@ def _transformer(size: Size):
 CONFIGS: dict[str, Callable[[Size], tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     "eagle": _eagle,
     "finch": _finch,
+    "goose": _goose,
     "avey": _avey,
     "raven": _raven,
     "gecko": _gecko,

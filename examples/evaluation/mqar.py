@@ -14,8 +14,8 @@ values of the validation rows are right, or after the last step. Several learnin
 best validation accuracy counts. The test rows are yet other rows, the same for all models.
 
 Zoology trains models of width 64 to 512 on 64 to 512 tokens of 8,192 words. Here all three are smaller, so that a CPU
-is enough. Eagle and Finch are compared with an Eagle with the memory of RWKV-4, an Eagle with linear attention, and a
-transformer. The accuracy of guessing among the values of the row is one divided by the number of pairs.
+is enough. Eagle, Finch and Goose are compared with an Eagle with the memory of RWKV-4, an Eagle with linear attention,
+and a transformer. The accuracy of guessing among the values of the row is one divided by the number of pairs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import torch.nn.functional as F
 from tqdm import trange
 from transformers import PreTrainedModel
 
-from .baselines import MIXINGS, make_baseline
+from .baselines import BASES, MIXINGS, make_baseline
 from .figures import NAMES, line_of, new_figure
 from .models import make_config, make_model, make_optimizer
 
 
 TITLE = "Multi-query associative recall"
-ARCHITECTURES = ("finch", "eagle", "rwkv4", "linear-attention", "transformer")
+ARCHITECTURES = ("finch", "eagle", "goose", "rwkv4", "linear-attention", "transformer")
 ENOUGH = 0.99  # validation accuracy that ends a training
 NEAR, SAME = 0.95, 0.01  # accuracy that the findings call solved, and the largest difference that they ignore
 # What figure 4 shows: the model that is near 100% everywhere, and the memory that Eagle and Finch exceed everywhere.
@@ -112,9 +112,9 @@ def make_rows(
 
 
 def make(architecture: str, arguments: argparse.Namespace, length: int, width: int, lr: float) -> PreTrainedModel:
-    name = "eagle" if architecture in MIXINGS else architecture
+    name = BASES.get(architecture, architecture)
     config = make_config(name, vocabulary=2 * arguments.words + 1, width=width, layers=2, context=length, lr=lr)
-    return make_baseline(architecture, config) if architecture in MIXINGS else make_model(config)
+    return make_baseline(architecture, config) if architecture in BASES else make_model(config)
 
 
 def predict(model: PreTrainedModel, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

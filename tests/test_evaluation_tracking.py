@@ -1,0 +1,230 @@
+"""State tracking, in examples/evaluation: its groups and rows, the Goose that may turn its state around, and runs."""
+
+import argparse
+import csv
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.evaluation import TASKS, baselines, figures, tracking
+from examples.evaluation.__main__ import main
+from examples.evaluation.models import make_config, make_model
+
+
+TINY = ["--train-length", "6", "--length", "8", "--width", "32", "--layers", "1", "--rows", "4", "--test-rows", "3"]
+ORDERS = {"parity": 2, "S3": 6, "A5": 60}
+
+
+@pytest.mark.parametrize("problem", tracking.GROUPS)
+def test_tokens_are_a_group(problem):
+    table, order = tracking.multiplication_table(problem), ORDERS[problem]
+    everything = torch.arange(order)
+    assert table.shape == (order, order) and table[0].equal(everything) and table[:, 0].equal(everything)
+    assert all(line.sort().values.equal(everything) for line in (*table, *table.T))
+    assert table[table].equal(table[everything[:, None, None], table])  # (a b) c = a (b c)
+    assert (problem == "parity") == table.equal(table.T)
+
+
+@pytest.mark.parametrize("problem", tracking.GROUPS)
+def test_products_are_what_the_tokens_make_of_things(problem):
+    elements, generator = tracking.GROUPS[problem], torch.Generator().manual_seed(0)
+    ids, products = tracking.make_rows(problem, 7, 9, generator)
+    assert ids.shape == (7, 10) and products.shape == (7, 9)
+    assert (ids[:, 0] == tracking.BOUNDARY).all() and ids[:, 1:].min() >= 1 and ids.max() <= len(elements)
+    for row, wanted in zip(ids[:, 1:].tolist(), products.tolist(), strict=True):
+        things = tuple(range(len(elements[0])))
+        for token, product in zip(row, wanted, strict=True):
+            things = tuple(things[place] for place in elements[token - 1])
+            assert things == elements[product]
+    many = tracking.make_rows(problem, 100, 20, generator)[0]
+    assert many[:, 1:].unique().tolist() == list(range(1, len(elements) + 1))
+
+
+def make_goose(name):
+    torch.manual_seed(0)
+    config = make_config("goose", vocabulary=7, width=64, layers=2)
+    model = (baselines.make_baseline(name, config) if name in baselines.BASES else make_model(config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "bound"), [("goose", -0.455), ("wide-goose", -1)])
+def test_eigenvalues_are_those_of_the_matrices_that_states_are_multiplied_with(name, bound):
+    model, ids, taken = make_goose(name), torch.randint(1, 7, (3, 20)), []
+    for block in model.rwkv7.blocks:  # what the operator gets
+        block.att.ln_x.register_forward_pre_hook(lambda module, _, named: taken.append(named), with_kwargs=True)
+    lowest = tracking.lowest_eigenvalue(model, ids)
+    assert len(taken) == 2 and lowest < 0
+    found = []
+    for named in taken:
+        w, kappa, a = (named[part].double().flatten(0, 2) for part in ("log_w", "kappa", "a"))
+        matrices = w.exp().diag_embed() - kappa.unsqueeze(-1) * (a * kappa).unsqueeze(-2)
+        found.append(torch.linalg.eigvals(matrices))
+    found = torch.cat(found)
+    assert found.imag.abs().max() < 1e-6 and found.real.max() <= 1 + 1e-6
+    assert bound < found.real.min() and lowest == pytest.approx(found.real.min().item(), abs=1e-4)
+    taken.clear()
+    model(ids)
+    assert len(taken) == 2  # nothing of the measurement stays
+    assert tracking.lowest_eigenvalue(make_model(make_config("finch", vocabulary=7, width=32, layers=1)), ids) is None
+
+
+@torch.no_grad()
+def test_a_wide_goose_is_a_goose_but_for_its_rates():
+    goose, wide = make_goose("goose"), make_goose("wide-goose")
+    same, other = goose.state_dict(), wide.state_dict()
+    assert same.keys() == other.keys() and all(torch.equal(same[name], other[name]) for name in same)
+    ids, taken = torch.randint(1, 7, (2, 12)), []
+    layer, wide_layer = (model.rwkv7.blocks[0].att.ln_x for model in (goose, wide))
+    layer.register_forward_pre_hook(lambda *call: taken.append(call[1:]), with_kwargs=True)
+    logits = goose(ids).logits
+    ((arguments, named),) = taken
+    widened = layer(*arguments, **{**named, "a": named["a"] + named["a"] * named["log_w"].exp()})
+    for expected, found in zip(widened, wide_layer(*arguments, **named), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert wide(ids).past_key_values is None and (wide(ids).logits - logits).abs().max() > 0.01
+
+
+def test_shares_are_of_the_products_at_each_place():
+    ids, products = tracking.make_rows("S3", 5, 16, torch.Generator().manual_seed(0))
+    wrong = torch.zeros_like(products)
+    wrong[1, 5], wrong[:, 8:12], wrong[4, 12:] = 1, 1, 1
+    calls = []
+
+    def model(input_ids, use_cache):
+        start = sum(calls)
+        calls.append(len(input_ids))
+        said = F.one_hot((products + wrong)[start : sum(calls)], 7).float()
+        return SimpleNamespace(logits=F.pad(said, (0, 0, 1, 0)))
+
+    model.device = "cpu"
+    shares = tracking.accuracies(model, ids, products, rows=2)
+    assert calls == [2, 2, 1] and shares == pytest.approx([1.0, 0.95, 0.0, 0.8])
+    assert tracking.reach({"by_position": shares}) == 8
+    assert tracking.ends({"by_position": shares}, 8) == (shares[1], shares[3])
+
+
+def parse(*options):
+    parser = argparse.ArgumentParser()
+    tracking.add_arguments(parser)
+    return argparse.Namespace(**vars(parser.parse_args(options)), seed=0, device="cpu", architectures=["finch"])
+
+
+@pytest.mark.parametrize(("enough", "steps"), [(2.0, 12), (-1.0, 7)])
+def test_rows_grow_until_the_products_are_right(monkeypatch, enough, steps):
+    lengths, make_rows = [], tracking.make_rows
+
+    def spy(problem, rows, length, generator):
+        lengths.append(length)
+        return make_rows(problem, rows, length, generator)
+
+    monkeypatch.setattr(tracking, "make_rows", spy)
+    monkeypatch.setattr(tracking, "ENOUGH", enough)
+    model, taken = tracking.train(parse(*TINY, "--steps", "12"), "S3", 1, "finch", 3)
+    assert taken == steps == len(lengths) and lengths[:7] == [2, 2, 3, 4, 4, 5, 6] and set(lengths[7:]) <= {6}
+    assert not model.training
+
+
+def test_a_model_learns_what_it_can():
+    """Parity of rows that are at least twice as long as those of the training."""
+    options = ["--train-length", "8", "--length", "32", "--rows", "32", "--steps", "200", "--lr", "5e-3"]
+    row = tracking.measure(parse(*options, "--test-rows", "50"), "parity", 1, "wide-goose", 0)
+    assert tracking.reach(row) >= 16 and row["steps"] < 200 and row["lowest_eigenvalue"] < -0.8
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Calls the task with tiny models, and returns its record."""
+    for name in TASKS.keys() - {"tracking"}:
+        monkeypatch.delitem(TASKS, name)
+
+    def call(*options):
+        main(["tracking", "--out", str(tmp_path), "--threads", "1", *TINY, *options])
+        return json.loads((tmp_path / "tracking.json").read_text(encoding="utf-8"))
+
+    return call
+
+
+def test_a_run_measures_each_cell_once(run, monkeypatch, tmp_path, capsys):
+    record = run("--steps", "2", "--problems", "parity", "A5", "--repeats", "1")
+    cells = [(row["problem"], row["architecture"]) for row in record["rows"]]
+    assert cells == list(itertools.product(("parity", "A5"), tracking.ARCHITECTURES))
+    assert all(len(row["by_position"]) == 2 and row["repeat"] == 0 and row["steps"] == 2 for row in record["rows"])
+    for row in record["rows"]:
+        assert (row["lowest_eigenvalue"] is not None) == ("goose" in row["architecture"])
+    with (tmp_path / "tracking.csv").open(encoding="utf-8", newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(record["rows"])
+    svg = (tmp_path / "tracking.svg").read_text(encoding="utf-8")
+    ElementTree.fromstring(svg)
+    labels = ("tokens so far", "right products (share)", "parity, 1 layer", "A5, 1 layer")
+    labels += tuple(figures.NAMES[name] for name in tracking.ARCHITECTURES)
+    assert all(f"<!-- {text} -->" in svg for text in labels)
+
+    more = run("--steps", "2", "--problems", "parity", "--architectures", "finch")["rows"][len(cells) :]
+    assert [(row["architecture"], row["repeat"]) for row in more] == [("finch", 1)]
+    monkeypatch.setattr(tracking, "train", None)
+    assert run("--steps", "2", "--problems", "A5", "--repeats", "1")["rows"][len(cells) :] == more
+    with pytest.raises(ValueError, match="was measured with steps = 2, not 3"):
+        run("--steps", "3")
+
+
+def made_record(**lines):
+    """Of parity with one layer and S3 with two: by architecture, the places that are right with either seed."""
+    rows = []
+    for (problem, layers), (architecture, places) in itertools.product((("S3", 2), ("parity", 1)), lines.items()):
+        for repeat, right in enumerate(places):
+            shares = [float(place < right) for place in range(16)]
+            row = {"problem": problem, "layers": layers, "architecture": architecture, "repeat": repeat}
+            lowest = {"goose": -0.4, "wide-goose": -0.9}.get(architecture)
+            rows.append({**row, "by_position": shares, "lowest_eigenvalue": lowest, "steps": 9, "parameters": 1234})
+    return {"rows": rows, "settings": {"train_length": 32, "length": 64}}
+
+
+def test_findings_table_and_figure_are_of_the_numbers():
+    record = made_record(finch=(2, 2), goose=(5, 16), transformer=(16, 16))
+    parity, s3, *compared, lowest = tracking.findings(record)
+    assert parity.startswith("parity, 1 layer: ") and s3.startswith("S3, 2 layers: ")
+    assert "Goose 20 and 64 (0% and 100%; 0% and 100%), Finch 8 (0%; 0%), Transformer (RoPE) 64 (100%; 100%)." in s3
+    assert parity.endswith("A guess is right in 50%.") and s3.endswith("A guess is right in 17%.")
+    assert compared == [
+        "Goose beside Finch: it follows the product farther in 2 of 2 tasks, and less far in 0.",
+        "Goose beside Transformer (RoPE): it follows the product farther in 0 of 2 tasks, and less far in 2.",
+    ]
+    assert lowest == "The lowest eigenvalue of a trained Goose is -0.400."
+    header, rows = tracking.table(record)
+    assert len(rows) == 12 and {len(row) for row in rows} == {len(header)}
+    assert rows[:3] == [
+        ["Goose", "parity", "1", "0", "20", "0.000", "0.000", "-0.400", "9", "1,234"],
+        ["Goose", "parity", "1", "1", "64", "1.000", "1.000", "-0.400", "9", "1,234"],
+        ["Finch", "parity", "1", "0", "8", "0.000", "0.000", "–", "9", "1,234"],
+    ]
+    figure = figures.draw(tracking, record)["tracking"]
+    assert [axes.get_title() for axes in figure.axes] == ["parity, 1 layer", "", "", "S3, 2 layers"]
+    goose = figure.axes[0].lines[0].get_xydata().tolist()
+    assert goose[3:6] == [[16, 1.0], [20, 1.0], [24, 0.5]] and len(goose) == 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--train-length", "1"), "--train-length must be at least 2, got 1"),
+        (("--length", "30"), "must be a multiple of 4 and at least --train-length .32., got 30"),
+        (("--length", "28"), "must be a multiple of 4 and at least --train-length .32., got 28"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        tracking.cells(parse(*options))
