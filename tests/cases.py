@@ -529,6 +529,7 @@ TRAINED = tuple(
     for name, base in {
         "eagle-abc": EAGLE,
         "finch-abc": FINCH,
+        "goose-abc": GOOSE,
         "avey-abc": AVEY,
         "raven-abc": RAVEN,
         "gecko-abc": GECKO,

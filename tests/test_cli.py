@@ -356,8 +356,8 @@ def test_info_without_a_state(capsys):
 def test_info_of_something_unknown(capsys):
     assert fails(capsys, 2, "info", "finch-9b") == (
         f"subquad info: error: 'finch-9b' is not a preset ({', '.join(subquad.PRESETS)}), not an embedded model "
-        "(avey-abc, avey-b-abc, eagle-abc, finch-abc, gecko-abc, raven-abc), not a directory and not a checkpoint "
-        "file."
+        "(avey-abc, avey-b-abc, eagle-abc, finch-abc, gecko-abc, goose-abc, raven-abc), not a directory and not a "
+        "checkpoint file."
     )
 
 

@@ -20,7 +20,7 @@ from abc_check import find_fault  # noqa: E402
 from abc_corpus import load_corpus  # noqa: E402
 
 
-CAUSAL = ["avey-abc", "eagle-abc", "finch-abc", "gecko-abc", "raven-abc"]
+CAUSAL = ["avey-abc", "eagle-abc", "finch-abc", "gecko-abc", "goose-abc", "raven-abc"]
 ZOO = sorted([*CAUSAL, "avey-b-abc"])
 HEADER = "X:1\nT:The Finch\nM:{}\nL:1/8\nK:{}\n"
 

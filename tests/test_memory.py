@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import subquad
 
 
-NAMES = ("avey-abc", "eagle-abc", "finch-abc", "gecko-abc", "raven-abc")
+NAMES = ("avey-abc", "eagle-abc", "finch-abc", "gecko-abc", "goose-abc", "raven-abc")
 
 
 def growth(name: str, settling: int, calls: int, longest: int) -> int:

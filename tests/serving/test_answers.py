@@ -6,7 +6,7 @@ from engine import TINY, VOCABULARY, engine, expected, make_requests, model_dire
 from subquad_vllm.states import StepMetadataBuilder
 
 
-EMBEDDED = ("eagle-abc", "finch-abc", "raven-abc", "gecko-abc")
+EMBEDDED = ("eagle-abc", "finch-abc", "goose-abc", "raven-abc", "gecko-abc")
 
 
 @pytest.mark.parametrize("name", [*EMBEDDED, *TINY])
@@ -20,7 +20,7 @@ def test_answers_of_many_requests(name, tmp_path):
         assert serve(llm, requests) == answers
 
 
-@pytest.mark.parametrize("name", ["eagle-abc", "finch-abc", "rwkv7", "raven-abc", "raven-window", "gecko-abc"])
+@pytest.mark.parametrize("name", ["eagle-abc", "finch-abc", "goose-abc", "raven-abc", "raven-window", "gecko-abc"])
 def test_answers_with_prefix_caching(name, tmp_path):
     """A second pass begins with the states after the beginnings of the first one's prompts."""
     model = model_directory(name, tmp_path)

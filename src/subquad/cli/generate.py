@@ -30,8 +30,8 @@ DESCRIPTION = f"""\
 Continue a text and print each token as soon as it is generated.
 
 Without arguments, {DEFAULT_MODEL} writes a tune in ABC notation. It is one of the small models that come with the
-package: eagle-abc, finch-abc, avey-abc, raven-abc and gecko-abc (`subquad info NAME` shows their sizes). --midi and
---score turn the tune into files, whatever model wrote it; they need `pip install "subquad[music]"`.
+package: eagle-abc, finch-abc, goose-abc, avey-abc, raven-abc and gecko-abc (`subquad info NAME` shows their sizes).
+--midi and --score turn the tune into files, whatever model wrote it; they need `pip install "subquad[music]"`.
 
 examples:
   subquad generate --seed 3
