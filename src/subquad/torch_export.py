@@ -144,11 +144,11 @@ def _solve_triangular(
     matrix: torch.Tensor, x: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> torch.Tensor:
     """`torch.linalg.solve_triangular` with ones on the diagonal, which ONNX does not have."""
-    assert left and unitriangular
+    assert unitriangular
     power = -(matrix.triu(1) if upper else matrix.tril(-1))
     # The inverse is the sum of all powers. Those from the number of rows on are zero.
     for _ in range((matrix.shape[-1] - 1).bit_length()):
-        x, power = x + power @ x, power @ power
+        x, power = x + (power @ x if left else x @ power), power @ power
     return x
 
 

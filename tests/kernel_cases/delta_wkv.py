@@ -120,6 +120,8 @@ EXAMPLES["the same keys"] = Example({"length": 70, "decay": "weak", "repeated": 
 EXAMPLES["the same keys, bfloat16"] = Example(
     {"length": 70, "decay": "weak", "repeated": True, "dtype": torch.bfloat16}, KERNELS, 1e-2
 )
+# A CPU computes few chunks together.
+EXAMPLES["one chunk at a time"] = Example({"length": 100}, EAGER, patches={"eager.VALUES": 1})
 EXAMPLES["padding"] = Example({"length": 40, "padding": (0, 1, 2, 17, 18, 39)})
 for length in (1, 17, 65):
     # The products are of numbers of 10 bits: in the interpreter, of 23.

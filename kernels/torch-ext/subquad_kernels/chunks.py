@@ -44,13 +44,17 @@ class ChunkLayout:
             tokens = [torch.arange(a, a + n) for a, n in zip(first, lengths, strict=True)]
             self._index = torch.cat(tokens).to(device)
 
-    def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
+    def chunks_of(self, x: torch.Tensor) -> torch.Tensor:
+        """As [`to_chunks`], in the memory of x if there are no gaps."""
         filled = sum(self.chunks) * self.chunk
         if self.packed:
             x = x.new_zeros(1, filled, *x.shape[2:]).index_copy_(1, self._index, x)
-        else:
+        elif filled != self.length:
             x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, filled - self.length))
-        return x.unflatten(1, (-1, self.chunk)).permute(0, 3, 1, 2, 4).contiguous()
+        return x.unflatten(1, (-1, self.chunk)).permute(0, 3, 1, 2, 4)
+
+    def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
+        return self.chunks_of(x).contiguous()
 
     def from_chunks(self, x: torch.Tensor) -> torch.Tensor:
         x = x.permute(0, 2, 3, 1, 4).flatten(1, 2)

@@ -8,6 +8,8 @@ reading means solving a triangular system of equations.
 
 Decays are taken from the middle of a chunk's decay, where they are exponentials of at most half of its logarithm: a
 chunk of 32 tokens has factors of at most 1.7e4 with the strongest decay of RWKV-7. The states are taken there, too.
+
+The code reads with kappa, without the minus, and subtracts what the first half steps read.
 """
 
 import torch
@@ -15,11 +17,14 @@ import torch.nn.functional as F
 
 from ..backend import cast, widest
 from ..chunks import ChunkLayout
+from ..documents import count_documents
 from ..state_pool import step_in_pool
 
 
 # Tokens of a chunk. The triangular systems of longer ones take more time than is gained.
 CHUNK = 32
+# Values, for each thread of a CPU, of a tensor of the chunks that are computed together: more would leave its cache.
+VALUES = 2**17
 
 
 def delta_wkv_step(
@@ -116,69 +121,78 @@ def delta_wkv_step_inplace(
     return out.to(out_dtype)
 
 
+def _minus(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """x - y @ z"""
+    return torch.baddbmm(x.flatten(0, 1), y.flatten(0, 1), z.flatten(0, 1), alpha=-1).view(x.shape)
+
+
 class _Chunks:
     """
-    What does not depend on the state, for all chunks at once: matrices (B, H, chunks, ...). Of 2 C rows the first C
-    are those of first half steps.
+    What does not depend on the state, for all chunks at once: matrices (B * H, chunks, ...). `reads` and `writes` are
+    the vectors of the first and of the second half steps, `scores[i][j]` what half steps i read of what was written in
+    half steps j.
     """
 
     def __init__(self, layout, r, k, v, log_w, kappa, a):
-        r, k, self.v, log_w, self.kappa, self.a = (layout.to_chunks(x) for x in (r, k, v, log_w, kappa, a))
-        at = log_w.cumsum(-2)
-        total = at[..., -1:, :]
-        self.half, self.lost = (total / 2).exp(), total.expm1()
-        at = at - total / 2
-        self.write_at, self.read_at, self.remove_at = (-at).exp(), at.exp(), (at - log_w).exp()
-        self.reads = torch.cat((-self.kappa * self.remove_at, r * self.read_at), dim=-2)
-        self.writes = torch.cat((self.a * self.kappa * self.write_at, k * self.write_at), dim=-2)
+        self.layout, size = layout, layout.chunk
+        r, k, v, log_w, self.kappa, self.a = (layout.chunks_of(x).flatten(0, 1) for x in (r, k, v, log_w, kappa, a))
+        self.v, log_w = v.contiguous(), log_w.contiguous()
+        # The decay from the middle of a chunk to its start, and to the end of each token.
+        token, end = torch.arange(size, device=v.device), torch.arange(size + 1, device=v.device)
+        decay = (torch.where(token < end[:, None], 0.5, -0.5).to(v.dtype) @ log_w).exp_()
+        self.remove_at, self.read_at, self.half = decay[..., :-1, :], decay[..., 1:, :], decay[..., -1:, :]
+        self.write_at, self.lost = self.read_at.reciprocal(), log_w.sum(-2, keepdim=True).expm1()
+        # A product is laid out in memory as its first factor.
+        self.reads = self.remove_at * self.kappa, self.read_at * r
+        self.writes = self.write_at * self.a * self.kappa, self.write_at * k
+        # A second half step also reads what is written at its own token.
+        self.scores = [[(x @ y.mT).tril_(i - 1) for y in self.writes] for i, x in enumerate(self.reads)]
+        identity = torch.eye(size, dtype=v.dtype, device=v.device)
+        matrix = identity + self.scores[0][0]
+        # torch would copy a matrix on the left.
+        self.solve = torch.linalg.solve_triangular(matrix, identity, upper=False, left=False, unitriangular=True)
 
-        # What each read gets of each write before it, and the second one also of the writes of its own token.
-        n = torch.arange(2 * layout.chunk, device=v.device)
-        token, second = n % layout.chunk, n >= layout.chunk
-        self.before = token < token[:, None]
-        self.now = second[:, None] & (token == token[:, None])
-        self.scores = (self.reads @ self.writes.mT).where(self.before | self.now, 0)
-
-        # What each read gets of the state that enters the chunk, and of the values.
-        removed, of_values = self.scores.split(layout.chunk, dim=-1)
-        first, second = torch.cat((self.reads, of_values), dim=-1).split(layout.chunk, dim=-2)
-        self.removed, read = removed.split(layout.chunk, dim=-2)
-        first = self.solve(first)
-        keys = r.shape[-1]
-        self.removing, self.removed_values = first.split((keys, layout.chunk), dim=-1)
-        self.reading, self.read_values = (second + read @ first).split((keys, layout.chunk), dim=-1)
-
-        # The state that leaves a chunk is the one that enters it, times `passing`, and `added`; both in the middle.
-        first, second = self.writes.split(layout.chunk, dim=-2)
-        self.passing = self.removing.mT @ first
-        self.added = self.v.mT @ second + (self.removed_values @ self.v).mT @ first
-
-    def solve(self, x, transposed=False):
-        """(I - removed)⁻¹ x"""
-        matrix = -self.removed.mT if transposed else -self.removed
-        return torch.linalg.solve_triangular(matrix, x, upper=transposed, unitriangular=True)
-
-    def enter(self, layout, passing, added, states, reverse=False):
+    def walk(self, values, states, reverse=False):
         """
-        The states that enter the chunks, (B, H, chunks, V, K), decayed to the middle, and those that leave the
-        sequences, in the order of time.
+        Passes the state through the chunks.
+
+        Args:
+            values: what the second half steps write, (B * H, chunks, C, V).
+            states: those before the sequences, (sequences, H, V, K).
+            reverse: from the last token to the first, which is the transpose: reads and writes change roles, and
+                values and states are gradients.
+
+        Returns:
+            what the first and the second half steps read, (B * H, chunks, C, V) each, a list of the states that enter
+            the chunks, decayed to the middle, (B * H, V, K), and those that leave the sequences.
         """
-        n, step = (passing.shape[2] - 1, -1) if reverse else (0, 1)
-        entering, leaving = [None] * passing.shape[2], [None] * len(layout.chunks)
-        halves, lost, passing, added = (x.unbind(2) for x in (self.half, self.lost, passing, added))
-        for sequence in range(len(layout.chunks))[::step]:
-            if states is None:
-                state = torch.zeros_like(added[0])
-            else:
-                state = layout.state_of(states, sequence)
-            for _ in range(layout.chunks[sequence]):
-                entering[n] = state * halves[n]
-                change = added[n] + entering[n] @ passing[n]
+        (first, second), (write_first, write_second), solve = self.reads, self.writes, self.solve
+        (_, across), (back, same) = self.scores
+        if reverse:
+            (first, second), (write_first, write_second), solve = self.writes, self.reads, solve.mT
+            across, back, same = back.mT, across.mT, same.mT
+        # What each half step reads of the state that enters the chunk, and of the values.
+        first, across = solve @ first, solve @ across
+        second, same = _minus(second, back, first), _minus(same, back, across)
+        removed, out = across @ values, same @ values
+
+        parts = self.half, self.lost, first, second, write_first, write_second, values, removed, out
+        each = list(zip(*(x.unbind(1) for x in parts), strict=True))
+        entering, leaving = [None] * len(each), [None] * len(self.layout.chunks)
+        n, step = (len(each) - 1, -1) if reverse else (0, 1)
+        for sequence in range(len(leaving))[::step]:
+            state = self.layout.state_of(states, sequence).flatten(0, 1)
+            for _ in range(self.layout.chunks[sequence]):
+                half, lost, first, second, write_first, write_second, value, removed_n, out_n = each[n]
+                entering[n] = state * half
+                removed_n.baddbmm_(first, entering[n].mT)
+                out_n.baddbmm_(second, entering[n].mT)
+                change = (value.mT @ write_second).baddbmm_(removed_n.mT, write_first, alpha=-1)
                 # A product with a decay near 1 would round off what is lost.
-                state = torch.addcmul(state, state, lost[n]).addcmul_(change, halves[n])
+                state = torch.addcmul(state, state, lost).addcmul_(change, half)
                 n += step
             leaving[sequence] = state
-        return torch.stack(entering, dim=2), torch.cat(leaving)
+        return removed, out, entering, torch.cat(leaving).view(states.shape)
 
 
 def delta_wkv_chunked(
@@ -194,12 +208,21 @@ def delta_wkv_chunked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes [`subquad_kernels.delta_wkv`] in the widest dtype of the inputs."""
     floats = r, k, v, log_w, kappa, a, initial_state
-    *inputs, initial_state = cast(widest(*floats), *floats)
-    layout = ChunkLayout(k.shape[1], cu_seqlens, k.device, CHUNK)
-    chunks = _Chunks(layout, *inputs)
-    entering, state = chunks.enter(layout, chunks.passing, chunks.added, initial_state)
-    out = chunks.reading @ entering.mT + chunks.read_values @ chunks.v
-    return layout.from_chunks(out).to(out_dtype), state
+    *inputs, state = cast(widest(*floats), *floats)
+    batch, length, heads, key_size = k.shape
+    if state is None:
+        state = inputs[2].new_zeros(count_documents(cu_seqlens, batch), heads, v.shape[-1], key_size)
+    out, span = torch.empty_like(v, dtype=out_dtype), length
+    if cu_seqlens is None and k.device.type == "cpu":
+        values_of_chunk = CHUNK * batch * heads * max(key_size, v.shape[-1])
+        span = CHUNK * max(VALUES * torch.get_num_threads() // values_of_chunk, 1)
+    for start in range(0, length, span):
+        parts = [x[:, start : start + span] for x in inputs]
+        layout = ChunkLayout(parts[0].shape[1], cu_seqlens, k.device, CHUNK)
+        chunks = _Chunks(layout, *parts)
+        _, read, _, state = chunks.walk(chunks.v, state)
+        out[:, start : start + span] = layout.from_chunks(read.unflatten(0, (batch, heads)))
+    return out, state
 
 
 def delta_wkv_chunked_backward(
@@ -223,37 +246,32 @@ def delta_wkv_chunked_backward(
     grad_out, grad_state, *inputs, initial_state = cast(widest(*floats), grad_out, grad_state, *floats)
     layout = ChunkLayout(k.shape[1], cu_seqlens, k.device, CHUNK)
     chunks = _Chunks(layout, *inputs)
-    entering, _ = chunks.enter(layout, chunks.passing, chunks.added, initial_state)
-    written = torch.cat((chunks.removing @ entering.mT + chunks.removed_values @ chunks.v, chunks.v), dim=-2)
-
+    states = torch.zeros_like(grad_state) if initial_state is None else initial_state
+    removed, _, entering, _ = chunks.walk(chunks.v, states)
     # The gradient of the state goes from the last chunk of each sequence to the first.
-    g = layout.to_chunks(grad_out)
-    leaving, grad_initial = chunks.enter(layout, chunks.passing.mT, g.mT @ chunks.reading, grad_state, reverse=True)
-    removed = chunks.scores.mT[..., : layout.chunk, layout.chunk :]
-    grad_read = chunks.solve(chunks.writes[..., : layout.chunk, :] @ leaving.mT + removed @ g, transposed=True)
-    grad_read = torch.cat((grad_read, g), dim=-2)
-    dv = chunks.writes[..., layout.chunk :, :] @ leaving.mT + chunks.scores.mT[..., layout.chunk :, :] @ grad_read
+    g = layout.chunks_of(grad_out).flatten(0, 1).contiguous()
+    grad_removed, dv, leaving, grad_initial = chunks.walk(g, grad_state, reverse=True)
+    entering, leaving = torch.stack(entering, 1), torch.stack(leaving, 1)
 
-    scores = grad_read @ written.mT
-    now, scores = scores.where(chunks.now, 0), scores.where(chunks.before, 0)
-    dreads = grad_read @ entering + scores @ chunks.writes
-    dwrites_near, dwrites_far = scores.mT @ chunks.reads, written @ leaving
+    reads, writes, written, grad_read = chunks.reads, chunks.writes, (-removed, chunks.v), (-grad_removed, g)
+    scores = [[(x @ y.mT).tril_(-1) for y in written] for x in grad_read]
+    now = [(g * x).sum(-1, keepdim=True) for x in written]  # of a second half step and the writes of its own token
+    removals, others = (
+        x @ entering + first @ writes[0] + second @ writes[1]
+        for x, (first, second) in zip(grad_read, scores, strict=True)
+    )
+    near = [first.mT @ reads[0] + second.mT @ reads[1] for first, second in zip(*scores, strict=True)]
+    far = [x @ leaving for x in written]
 
     # A decay is that of every read from its token on, less those of the writes from there on, and of what is written
     # before it and leaves the chunk. First half steps read before the decay of their token.
-    removals, others = (chunks.reads * dreads).split(layout.chunk, dim=-2)
-    of_near, of_far = (sum((chunks.writes * x).split(layout.chunk, dim=-2)) for x in (dwrites_near, dwrites_far))
-    dlog_w = (removals + others - of_near).flip(-2).cumsum(-2).flip(-2) - removals
+    of_removals, of_others = reads[0] * removals, reads[1] * others
+    of_near, of_far = (writes[0] * x + writes[1] * y for x, y in (near, far))
+    dlog_w = (of_removals + of_others - of_near).flip(-2).cumsum(-2).flip(-2) - of_removals
     dlog_w = dlog_w + F.pad(of_far.cumsum(-2)[..., :-1, :], (0, 0, 1, 0)) + (entering * leaving).sum(-2, keepdim=True)
 
-    dremovals, dr = (dreads + now @ chunks.writes).split(layout.chunk, dim=-2)
-    dwritten, dk = (dwrites_near + dwrites_far + now.mT @ chunks.reads).split(layout.chunk, dim=-2)
-    dremovals, dr, dwritten, dk = (
-        dremovals * chunks.remove_at,
-        dr * chunks.read_at,
-        dwritten * chunks.write_at,
-        dk * chunks.write_at,
-    )
-    dkappa, da = chunks.a * dwritten - dremovals, chunks.kappa * dwritten
-    grads = [layout.from_chunks(x) for x in (dr, dk, dv, dlog_w, dkappa, da)]
+    dr = (others + now[0] * writes[0] + now[1] * writes[1]) * chunks.read_at
+    dwritten, dk = ((x + y + z * reads[1]) * chunks.write_at for x, y, z in zip(near, far, now, strict=True))
+    dkappa, da = chunks.a * dwritten + removals * chunks.remove_at, chunks.kappa * dwritten
+    grads = [layout.from_chunks(x.unflatten(0, (k.shape[0], k.shape[2]))) for x in (dr, dk, dv, dlog_w, dkappa, da)]
     return grads if initial_state is None else [*grads, grad_initial]

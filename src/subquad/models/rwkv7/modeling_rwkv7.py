@@ -17,7 +17,7 @@ from ...base import RecurrentPreTrainedModel
 from ...cache import LayerState, RecurrentCache
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
-from ...layers import Linear, replaceable
+from ...layers import Linear, ReluSquared, replaceable
 from ...padding import Tokens, last_token
 from ...tensor_parallel import local_part, times_own_columns
 from .configuration_rwkv7 import Rwkv7Config
@@ -158,7 +158,7 @@ class Rwkv7ChannelMixing(nn.Module):
         x_k = token_shift(x, state=before, mu=self.x_k[0], starts=tokens.starts)[0]
         if state is not None:
             state.step("feed_forward_shift", last_token, x)
-        return self.value(F.relu(self.key(x_k)).square())
+        return self.value(ReluSquared.apply(self.key(x_k)))
 
 
 @use_kernelized_func([gated_delta_wkv, token_shift])
