@@ -258,9 +258,11 @@ def _shared_memory(device: torch.device) -> int:
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context that turns autocast off on the device of x."""
-    if x.device.type == "meta":  # has none. Asking torch.amp.is_autocast_available breaks graphs in torch 2.11
+    device = x.device.type
+    # The device meta has none. Asking torch.amp.is_autocast_available breaks graphs in torch 2.11.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+    return torch.autocast(device, enabled=False)
 
 
 def step_states(

@@ -151,11 +151,12 @@ def _run(r, k, v, log_w, u, initial_state, cu_seqlens, indices, *, inplace, out_
             if backend == "reference":
                 out, state = wkv_reference(r, k, v, log_w, u, before, cu_seqlens)
             else:
+                overwritten = before if inplace and before is initial_state else None
                 before = v.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1]) if before is None else before
-                out, state = wkv_step(*_token(r, k, v, log_w), u, before)
+                out, state = wkv_step(*_token(r, k, v, log_w), u, before, overwritten)
                 out = out.unsqueeze(1)
         out = out.to(out_dtype)
-    return out, initial_state.copy_(state) if inplace else state
+    return out, initial_state.copy_(state) if inplace and state is not initial_state else state
 
 
 def _step(
