@@ -49,7 +49,7 @@ def stated(name, what):
 def test_the_zoo_is_of_one_size_and_training():
     assert [path.name for path in sorted(EMBEDDED.iterdir())] == ZOO
     files = [path for path in EMBEDDED.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 12_000_000
+    assert sum(path.stat().st_size for path in files) <= 14_000_000
     assert all((EMBEDDED / name / "model.safetensors").stat().st_size <= 4_000_000 for name in ZOO)
     sizes = [int(re.search(r"([\d,]+) parameters", card_of(name))[1].replace(",", "")) for name in ZOO]
     assert max(sizes) <= 1.06 * min(sizes)

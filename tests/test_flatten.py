@@ -12,14 +12,14 @@ from subquad.models import REGISTRY
 
 # The maximum number of lines of Python in a repository, without those of its tokenizer.
 LIMITS = {
-    "rwkv5": 5250,
-    "rwkv6": 5700,
-    "rwkv7": 5350,
+    "rwkv5": 5400,
+    "rwkv6": 5850,
+    "rwkv7": 5550,
     "avey": 4850,
     "avey-b": 3500,
-    "raven": 6100,
+    "raven": 6150,
     "gecko": 8200,
-    "visual_rwkv": 6300,
+    "visual_rwkv": 6450,
 }
 each_architecture = pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
 
