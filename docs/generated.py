@@ -21,6 +21,7 @@ from examples.evaluation import TASKS, figures, report, runs  # noqa: E402
 RECORDS = {
     "benchmarks-models.md": "benchmarks/RESULTS.md",
     "benchmarks-operators.md": "kernels/benchmarks/RESULTS.md",
+    "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
 }
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)[^)]+\)")
