@@ -387,9 +387,13 @@ class Waits:
 
     @staticmethod
     def place() -> str:
-        """The line of the package that is running."""
-        lines = [frame for frame in traceback.extract_stack() if "/subquad" in frame.filename]
-        return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else ""
+        """The line of the package that is running; none if the loop of transformers' `generate` is."""
+        for frame in reversed(traceback.extract_stack()):
+            if "/subquad" in frame.filename:
+                return f"{frame.filename}:{frame.lineno}"
+            if "/transformers/generation/" in frame.filename:
+                break
+        return ""
 
     def noting_lists(self, name, method):
         def read(tensor, index, *args):
