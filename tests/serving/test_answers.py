@@ -1,15 +1,19 @@
 """Every request is answered as `generate` answers it alone, in float32 and greedily, whatever else is served."""
 
 import pytest
+import torch
 from engine import TINY, VOCABULARY, engine, expected, make_requests, model_directory, outputs, serve
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams, TokensPrompt
 
 from subquad_vllm.states import StepMetadataBuilder
 
 
 EMBEDDED = ("eagle-abc", "finch-abc", "goose-abc", "raven-abc", "gecko-abc")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in EMBEDDED]
 
 
-@pytest.mark.parametrize("name", [*EMBEDDED, *TINY])
+@pytest.mark.parametrize("name", [*TINY, *SLOW])
 def test_answers_of_many_requests(name, tmp_path):
     """With seven slots, prompts that are read in pieces, and slots that others have used."""
     model = model_directory(name, tmp_path)
@@ -20,7 +24,7 @@ def test_answers_of_many_requests(name, tmp_path):
         assert serve(llm, requests) == answers
 
 
-@pytest.mark.parametrize("name", ["eagle-abc", "finch-abc", "goose-abc", "raven-abc", "raven-window", "gecko-abc"])
+@pytest.mark.parametrize("name", ["rwkv5", "rwkv6", "rwkv7", "raven", "raven-window", "gecko", *SLOW])
 def test_answers_with_prefix_caching(name, tmp_path):
     """A second pass begins with the states after the beginnings of the first one's prompts."""
     model = model_directory(name, tmp_path)
@@ -40,6 +44,28 @@ def test_answers_of_a_compiled_step(name, tmp_path):
     requests = make_requests(8, VOCABULARY, longest=100, answer=16)
     with engine(model, enforce_eager=False) as llm:
         assert serve(llm, requests) == expected(model, requests)
+
+
+@pytest.mark.parametrize("name", ["rwkv5", "rwkv6", "rwkv7", "raven-window", "gecko"])
+def test_log_probabilities_in_bfloat16(name, tmp_path):
+    """Those of prompts, read in pieces, and of answers are close to the model's in float32."""
+    path = model_directory(name, tmp_path)
+    requests = make_requests(6, VOCABULARY, longest=150, answer=24)
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in requests]
+    options = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    with engine(path, dtype="bfloat16") as llm:
+        found = llm.generate(prompts, options, use_tqdm=False)
+    # Weights are rounded in both.
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float()
+    for output in found:
+        [answer] = output.outputs
+        text = torch.tensor([*output.prompt_token_ids, *answer.token_ids])
+        steps = [*output.prompt_logprobs[1:], *answer.logprobs]
+        own = [step[token].logprob for step, token in zip(steps, text[1:].tolist(), strict=True)]
+        with torch.no_grad():
+            logits = model(text[None]).logits[0, :-1].log_softmax(-1)
+        wanted = logits.gather(1, text[1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(own), wanted, atol=0.2, rtol=0)
 
 
 @pytest.mark.slow

@@ -24,6 +24,9 @@ import rwkv7_files
 import rwkv_files
 
 
+pytestmark = pytest.mark.xdist_group("plugin")
+
+
 def engine_config(model, **options):
     return EngineArgs(model=str(model), dtype="float32", enforce_eager=True, **options).create_engine_config()
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 import requests
 from engine import expected, make_requests
@@ -16,13 +17,14 @@ from engine import expected, make_requests
 import subquad
 
 
+pytestmark = pytest.mark.xdist_group("server")
 MODEL = subquad.embedded_model("finch-abc")
 GREEDY = {"model": "finch-abc", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    """A server with four slots."""
+def server(tmp_path_factory):
+    """A server with four slots: its address and its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -40,10 +42,15 @@ def url(tmp_path_factory):
         while not is_ready(base):
             assert process.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
             time.sleep(1)
-        yield base
+        yield base, process
     finally:
         process.terminate()
         process.wait(60)
+
+
+@pytest.fixture
+def url(server):
+    return server[0]
 
 
 def is_ready(base: str) -> bool:
@@ -59,7 +66,7 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(url):
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0)
 
@@ -150,32 +157,22 @@ def test_a_malformed_request_harms_no_other(url, client, wrong):
 def test_example(url, tmp_path):
     """The example asks a running server and prints a table."""
     example = Path(__file__).resolve().parents[2] / "examples" / "serving" / "clients.py"
-    command = [
-        sys.executable,
-        str(example),
-        "--url",
-        url,
-        "--clients",
-        "1",
-        "3",
-        "--max-tokens",
-        "6",
-        "--requests",
-        "1",
-    ]
+    options = ["--url", url, "--clients", "1", "3", "--max-tokens", "6", "--requests", "1"]
+    command = [sys.executable, str(example), *options]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     assert [line.split("|")[1].strip() for line in lines] == ["clients", "---:", "1", "3"]
     assert all(float(line.split("|")[2]) > 0 for line in lines[2:])
 
 
-def test_memory_does_not_grow(url, client):
-    """Hundreds of short requests leave nothing behind in the server."""
+def test_memory_does_not_grow(server, url, client):
+    """Hundreds of short requests leave nothing behind in the server's processes."""
+    process = psutil.Process(server[1].pid)
 
     def ask(number):
         client.completions.create(prompt=[3 + number % 50] * (number % 20 + 1), max_tokens=4, **GREEDY)
 
     def memory():
-        return metric(url, "process_resident_memory_bytes")
+        return sum(each.memory_full_info().uss for each in (process, *process.children(recursive=True)))
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(ask, range(200)))
