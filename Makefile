@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: demo test test-fast test-slow fuzz test-vllm test-vllm-slow lint bench gpu report docs kernels
+.PHONY: demo test test-fast test-thorough test-slow fuzz test-vllm test-vllm-slow lint bench gpu report docs kernels
 
 demo: $(VENV)/.installed
 	$(BIN)/subquad generate --seed 1
@@ -14,6 +14,10 @@ test: $(VENV)/.installed-dev
 
 test-fast: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m fast $(ARGS)
+
+# More cases of what `make test` checks, and what has to be compiled.
+test-thorough: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "thorough and not slow" $(ARGS)
 
 # Compiles the largest variants of every kernel for six GPUs, within tests/kernels/budgets.csv, and traces large tensors.
 test-slow: $(VENV)/.installed-dev

@@ -72,7 +72,7 @@ class Task:
 
 def tasks(out: Path) -> Iterator[Task]:
     pytest = ["-m", "pytest", str(ROOT / "tests" / "kernels"), "-n", str(os.cpu_count()), "--dist", "worksteal"]
-    pytest += ["-p", "no:cacheprovider", f"--rootdir={ROOT}", f"--junitxml={out / 'tests.xml'}"]
+    pytest += ["-p", "no:cacheprovider", f"--rootdir={ROOT}", f"--junitxml={out / 'tests.xml'}", "-m", "not slow"]
     yield Task("tests", "tests", 5, {"tests": pytest})
     limit, of_models = ["--minutes", "LIMIT"], ["read", "decode", "generate", "train"]
     smoke = [str(MODELS), "--quick", "--no-compile", *limit, "--parts", "check", *of_models]

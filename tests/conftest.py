@@ -2,6 +2,7 @@ import gc
 import importlib.util
 import os
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     from interpreter import repair
 
     repair()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks the cases that `quick_cases` does not name as thorough."""
+    for item in items:
+        quick = item.get_closest_marker("quick_cases")
+        if quick and not any(fnmatch(item.callspec.id, pattern) for pattern in quick.args):
+            item.add_marker("thorough")
 
 
 @pytest.fixture(autouse=True, scope="module")

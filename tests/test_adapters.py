@@ -126,6 +126,7 @@ for table in ("LORA_TARGET", "ADALORA_TARGET", "IA3_TARGET", "IA3_FEEDFORWARD", 
 """
 
 
+@pytest.mark.thorough
 def test_repositories_without_the_package_and_either_order_of_imports(tmp_path):
     """
     Where a repository brings its code and the package is missing, PEFT must be told what to adapt: every linear layer

@@ -84,6 +84,7 @@ def fla(peers, monkeypatch):
     monkeypatch.setattr(peers, "load_fla", lambda module, device: modules[module.rpartition(".")[2]])
 
 
+@pytest.mark.thorough
 def test_every_part_of_every_model_is_measured(models, run, fla, tmp_path, capsys):
     names = [*models.MODELS]
     parts = set(models.PARTS) - {"profile"}
@@ -124,6 +125,7 @@ def test_every_part_of_every_model_is_measured(models, run, fla, tmp_path, capsy
     assert "0 of 9 cases wrong" in printed and "latency as N^beta" in printed
 
 
+@pytest.mark.thorough
 def test_every_part_runs_on_a_gpu(models, run, fla):
     parts = set(models.PARTS) - {"check", "long"}  # which are the same on a CPU
     with fake_gpu():

@@ -573,6 +573,7 @@ def test_gradient_checkpointing_and_caches(case):
     assert model.eval()(**text, past_key_values=cache).past_key_values.get_seq_length() == 16
 
 
+@pytest.mark.quick_cases("padded-*", "packed-*-rwkv6")
 @each_text_model_case
 @pytest.mark.parametrize("backend", ["eager", triton])
 @pytest.mark.parametrize("way", ["rows", "padded", "packed"])
@@ -595,6 +596,7 @@ def test_backends_agree(case, backend, way, monkeypatch):
     assert_all_close(*results, **TOLERANCE)
 
 
+@pytest.mark.quick_cases("dynamic-*", "static-rwkv6")
 @each_text_case
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_of_every_backend(case, cache, monkeypatch):
@@ -626,6 +628,7 @@ def compile_model(model, backend):
     return torch.compile(model, fullgraph=True, backend=backend)
 
 
+@pytest.mark.quick_cases("rwkv6", "avey-b")
 @each(*BASE, *VISUAL, RAVEN_FULL, RAVEN_BOTH)
 def test_compiled_training(case, graphs):
     model = case.model(num_hidden_layers=max(2, case.layer_kinds)).train()
@@ -643,6 +646,7 @@ def test_compiled_training(case, graphs):
     assert_all_close(found, gradients(case, model), **TOLERANCE)
 
 
+@pytest.mark.quick_cases("rwkv6", "raven")
 @each(*GENERATING, RAVEN_FULL, RAVEN_BOTH)
 def test_compiled_decode_step(case, graphs):
     model, text = case.model(num_hidden_layers=case.layer_kinds), case.text(2, 10)

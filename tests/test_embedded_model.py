@@ -85,6 +85,7 @@ def test_masked_bytes_are_predicted_as_the_card_says(tunes):
     assert 100 * accuracy == pytest.approx(stated("avey-b-abc", "masked bytes predicted correctly"), abs=5)
 
 
+@pytest.mark.quick_cases("finch-abc", "goose-abc")
 @pytest.mark.parametrize("name", CAUSAL)
 def test_headers_become_tunes_as_often_as_the_card_says(name):
     share = stated(name, "headers continued to a valid tune") / 100

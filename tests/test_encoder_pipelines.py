@@ -510,6 +510,7 @@ def test_the_task_is_as_those_of_transformers(qa, tmp_path):
         pipeline("question-answering")
 
 
+@pytest.mark.thorough
 def test_the_task_is_known_after_any_order_of_imports():
     code = """
 import os, sys, torch, subquad

@@ -323,6 +323,7 @@ def test_published_sizes(monkeypatch):
     assert {name: arguments[name] for name in expected} == expected
 
 
+@pytest.mark.thorough
 def test_retrieval(corpus, encoder, tmp_path, capsys, monkeypatch):
     from sentence_transformers import SentenceTransformer
 

@@ -77,6 +77,7 @@ def test_forward_of_any_size(model_type):
 # Programs that generate.
 
 
+@pytest.mark.quick_cases("rwkv6", "avey")
 @each_causal
 @torch.no_grad()
 def test_programs_generate(model_type, tmp_path):
@@ -143,6 +144,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_inlined_programs_need_torch_alone(tmp_path):
     expected, ids = {"without operators": "fails"}, torch.arange(1, 11)[None]
@@ -193,6 +195,7 @@ def test_onnx(tmp_path):
     assert_onnx_reads(model, tmp_path, [(1, 1)] * 6)
 
 
+@pytest.mark.thorough
 @ONNX
 def test_onnx_of_goose(tmp_path):
     """The plain form of its recurrence solves equations, which ONNX cannot."""

@@ -164,6 +164,7 @@ for name in ("repository", "again", "saved"):
 """
 
 
+@pytest.mark.thorough
 def test_images_where_nothing_of_ours_is_installed(tmp_path, python_elsewhere):
     model, processor = save_visual(tmp_path / "source", "rwkv6")
     hub.export(tmp_path / "source", tmp_path / "repository")
@@ -181,6 +182,7 @@ def test_images_where_nothing_of_ours_is_installed(tmp_path, python_elsewhere):
     assert answers == [repr(here[0]["generated_text"])] * 3
 
 
+@pytest.mark.quick_cases("rwkv6", "avey-b")
 @each_model
 def test_installed_classes_load_a_repository(model_type, tmp_path):
     model, ids = saved(model_type, tmp_path / "source"), random_ids(2, 9)
@@ -278,6 +280,7 @@ def test_what_goes_along(tmp_path):
         assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == files
 
 
+@pytest.mark.quick_cases("rwkv6", "avey-b", "gecko")
 @each_model
 def test_saving_with_the_code(model_type, tmp_path):
     model = tiny_model(model_type)

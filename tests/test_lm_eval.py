@@ -53,6 +53,7 @@ def log_likelihood(model, ids, scored, width=0):
     return logits.gather(1, torch.tensor(ids[-scored:])[:, None]).sum().item()
 
 
+@pytest.mark.quick_cases("*-rwkv6", "*-avey", "*-raven")
 @each_causal
 @pytest.mark.parametrize("batch_size", [1, ROWS])
 def test_scores(model_type, batch_size, task_manager):
@@ -101,6 +102,7 @@ def test_scores(model_type, batch_size, task_manager):
         assert sample["filtered_resps"] == [text.split("\n\n")[0]]
 
 
+@pytest.mark.quick_cases("rwkv6", "avey")
 @each_causal
 def test_scores_with_states(model_type, task_manager, monkeypatch):
     """The model class of with_states.py gives the scores of the harness's own, and reads far fewer tokens."""

@@ -170,6 +170,7 @@ def elsewhere(path, *repo_ids, **environment):
     return load_file(path / "results.safetensors")
 
 
+@pytest.mark.thorough
 def test_what_was_pushed_loads_without_this_package(server, tmp_path, capsys):
     """By the command and by `push_to_hub`, to public and private repositories, in one file of weights and several."""
     ids, expected = random_ids(2, 20), {}

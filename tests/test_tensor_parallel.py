@@ -19,6 +19,8 @@ from transformers.distributed import DistributedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 
+pytestmark = pytest.mark.thorough
+
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tensor_parallel.py"
 WRITE = ["--max-new-tokens", "25"]
 PROCESSES = 2

@@ -223,6 +223,7 @@ def test_options_of_other_architectures(case, option, tmp_path):
 # --- tensors that do not fit ---
 
 
+@pytest.mark.quick_cases("*-missing", "*-one row", "*-dtype")
 @pytest.mark.parametrize("fault", ["missing", "dtype", *RESHAPED])
 @each_case
 def test_every_tensor_matters(case, fault, monkeypatch):

@@ -129,6 +129,7 @@ FLA = {
 }
 
 
+@pytest.mark.quick_cases("wkv", "token_shift")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_part_is_measured(name, modules, run, monkeypatch, tmp_path, capsys):
     if name in FLA:
@@ -171,6 +172,7 @@ def test_a_figure_is_drawn_at_once_and_from_a_record(modules, run, tmp_path):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.quick_cases("wkv", "token_shift")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_wrong_kernel_is_not_measured(name, modules, run, monkeypatch):
     changed(

@@ -74,6 +74,7 @@ def assert_within(found) -> None:
     assert not over
 
 
+@pytest.mark.thorough
 @TRITON
 def test_quick_kernels_are_within_their_budgets(tmp_path):
     found = compiled(tmp_path, "sm_120", "gfx942", "--without-models", "--operators", *QUICK)
@@ -137,6 +138,7 @@ def test_what_older_versions_of_triton_refuse_is_not_written():
                 assert not any(x.id == node.target.id and isinstance(x.ctx, ast.Store) for x in names), here
 
 
+@pytest.mark.thorough
 @TRITON
 def test_table_of_modelled_times(tmp_path):
     """One kernel reads and writes everything once, which takes as long as the floor."""

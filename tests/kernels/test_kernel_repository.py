@@ -200,6 +200,7 @@ for load, (model_type, logits) in expected.items():
 """
 
 
+@pytest.mark.thorough
 def test_models_take_operators_from_it(repository):
     pytest.importorskip("kernels.load")
     command = [sys.executable, "-c", USE_KERNELS, repository]

@@ -64,9 +64,9 @@ OPERATORS = [
 WITH_KERNELS = [operator for operator in OPERATORS if operator.kernels]
 
 
-def case(*values, backend=None, fast=False):
+def case(*values, backend=None, fast=False, thorough=False):
     """A parameter of a test: an operator, what it is called with, and with which backend."""
-    marks = [TRITON] * (backend == "triton") + [pytest.mark.fast] * fast
+    marks = [TRITON] * (backend == "triton") + [pytest.mark.fast] * fast + [pytest.mark.thorough] * thorough
     if backend:
         values = (*values, backend)
     return pytest.param(*values, marks=marks, id="-".join(str(getattr(x, "name", x)) for x in values))
@@ -109,7 +109,13 @@ def take_auto(monkeypatch, operator):
 @pytest.mark.parametrize(
     ("operator", "name", "backend"),
     [
-        case(operator, name, backend=backend, fast=backend == "eager" and name in operator.calls)
+        case(
+            operator,
+            name,
+            backend=backend,
+            fast=backend == "eager" and name in operator.calls,
+            thorough=backend == "triton" and name not in operator.calls,
+        )
         for operator in OPERATORS
         for name, example in operator.examples.items()
         for backend in example.backends
@@ -357,6 +363,7 @@ def test_autocast_changes_nothing(operator, backend):
             assert_results(operator, arguments, reference, wanted, 1e-5)
 
 
+@pytest.mark.thorough
 @each()
 def test_compiles_without_graph_breaks(operator, backend):
     torch.compiler.reset()
@@ -417,6 +424,7 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.quick_cases("*-eager")
 @calls()
 def test_registration(operator, name, backend, monkeypatch):
     """`torch.library.opcheck` of the operators that a call runs: forward, backward, for one token, in place."""

@@ -21,6 +21,7 @@ from tracing import corners, traced  # noqa: E402
 import subquad_kernels  # noqa: E402
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operator", WITH_KERNELS, ids=repr)
 def test_programs_and_threads_are_independent(operator, monkeypatch):
     """Every kind of call, and every way to divide its work."""

@@ -385,6 +385,7 @@ def test_one_packed_token_with_a_cache():
     torch.testing.assert_close(logits, model(ids).logits[:, 13:], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_compiled_calls_of_many_lengths():
     model = tiny_model("avey", n_blocks=1, k=2)
     torch.compiler.reset()

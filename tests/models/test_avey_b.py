@@ -379,6 +379,7 @@ def test_only_splits_with_tokens_are_computed():
     assert seen == [8 * (2 + 9 + 1)]
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_a_text_of_more_than_96k_tokens():
     model = tiny(d_embed=16, n_layers=2, chunk_size=256)
@@ -410,6 +411,7 @@ def test_compiled(variant, inputs):
     torch.testing.assert_close(compiled(ids, **options).logits, model(ids, **options).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_compiled_calls_of_many_lengths(monkeypatch):
     model, graphs = tiny().model, []
