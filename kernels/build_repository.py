@@ -1,6 +1,6 @@
 """
 Builds the Hub kernel repository of `build.toml`: a directory that `kernels.get_local_kernel` loads and that can be
-uploaded unchanged. Nothing is compiled, so the variants of all backends contain the same files.
+uploaded unchanged. Nothing is compiled here, so the variants of all backends contain the same files.
 """
 
 import argparse
@@ -27,7 +27,8 @@ def build(destination: Path) -> None:
     general = {name: json.loads(value) for name, value in settings["general"].items()}
     name = general["name"].replace("-", "_")
     source = HERE / "torch-ext" / name
-    files = {path.relative_to(source).as_posix(): path.read_bytes() for path in sorted(source.rglob("*.py"))}
+    paths = sorted(path for path in source.rglob("*") if path.suffix in (".c", ".py"))
+    files = {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
     hashes = {file: hashlib.sha256(content).digest() for file, content in files.items()}
     unique = hashlib.sha256(b"".join(file.encode() + value for file, value in hashes.items())).hexdigest()[:7]
 

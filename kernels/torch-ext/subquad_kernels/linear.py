@@ -7,6 +7,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from .native import MOST_ROWS, WORTHWHILE, library
 
 
 # Below this number of multiplications MKL is at least as fast as oneDNN.
@@ -67,24 +71,55 @@ def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
+def _fits_library(x: torch.Tensor, weight: torch.Tensor, inner: int, bias: torch.Tensor | None = None) -> bool:
+    """
+    Whether the library of `native.py` may read the memory of plain tensors: no mode or transformation of torch wants
+    to see the product, there are few rows, and what is read lies in one piece. `inner` is the dimension of the weight
+    that the product sums over.
+    """
+    return (
+        weight.dim() >= 2
+        and weight.numel() >= WORTHWHILE
+        and x.shape[-1] == weight.shape[inner]
+        and weight.is_cpu
+        and weight.is_contiguous()
+        and (bias is None or (bias.is_cpu and bias.is_contiguous() and _is_bias(x, weight, bias)))
+        and torch._C._get_tracing_state() is None
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and _get_current_dispatch_mode() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def _is_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> bool:
+    plain = type(bias) in (torch.Tensor, torch.nn.Parameter)
+    return plain and bias.dtype == x.dtype and bias.shape == weight.shape[:1]
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """
     `torch.nn.functional.linear`: x (..., in), weight (out, in), bias (out) to (..., out).
 
-    On a CPU and without gradients the product is computed by the fastest of torch's libraries:
+    On a CPU and without gradients the product is computed as fast as this machine can:
 
+    - up to eight rows by our own C library, which reads a weight as fast as memory gives it. The C compiler of the
+      machine makes it when the first product of some size is asked for. `SUBQUAD_NATIVE=0` turns it off;
     - in float32 with AVX-512, larger ones by oneDNN instead of torch's default, MKL. That is up to 2.2 times as fast
       on an AMD EPYC, where MKL seems not to use AVX-512;
-    - in bfloat16 and float16, few rows by torch's own dot products, which read a weight as fast as memory gives it,
-      and many rows by oneDNN if the CPU has instructions for the dtype. If not, the weight is converted to float32 in
-      tiles that the cache holds.
+    - in bfloat16 and float16, many rows by oneDNN if the CPU has instructions for the dtype. If not, the weight is
+      converted to float32 in tiles that the cache holds. Without a C compiler, few rows by torch's own dot products.
 
     Otherwise, and for weights that are not plain tensors (for example quantised ones), this is torch's own function.
     """
     if _is_plain(x, weight):
         work, width = x.numel() * weight.shape[0], x.shape[-1]
+        rows = x.numel() // width
+        if rows <= MOST_ROWS and weight.dim() == 2 and _fits_library(x, weight, 1, bias):
+            found = library()
+            if found and x.dtype in found.dtypes and (out := found.linear(x, weight, bias)) is not None:
+                return out
         if x.dtype != torch.float32:
-            few = x.numel() // width <= (1 if multiplies(x.dtype) else _FEW_ROWS)
+            few = rows <= (1 if multiplies(x.dtype) else _FEW_ROWS)
             if few and _ONEDNN is not None:
                 return _by_dot_products(x, weight, bias)
             if not (few or multiplies(x.dtype)) and work >= _CONVERTED:
@@ -98,13 +133,20 @@ def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """
     `x @ y`, x (..., n, k), y (..., k, m) to (..., n, m).
 
-    On a CPU without instructions for a 16-bit dtype, and without gradients, larger products are computed in float32:
-    torch would take about five times as long. For weights of layers, [`linear`] needs less memory.
+    On a CPU and without gradients, few rows are multiplied by the library that [`linear`] takes. On one without
+    instructions for a 16-bit dtype, larger products are computed in float32: torch would take about five times as
+    long. For weights of layers, [`linear`] needs less memory.
     """
     # Sizes are compared last: in a traced graph that would limit the shapes.
-    slow = x.dtype != torch.float32 and _is_plain(x, y) and not multiplies(x.dtype)
-    if slow and x.numel() * y.shape[-1] >= _CONVERTED:
-        return (x.float() @ y.float()).to(x.dtype)
+    if _is_plain(x, y):
+        # The matrix y is read again for every row.
+        rows = x.numel() // x.shape[-1] if y.dim() == 2 else x.shape[-2] if x.shape[:-2] == y.shape[:-2] else 0
+        if 0 < rows <= _FEW_ROWS and _fits_library(x, y, -2):
+            found = library()
+            if found and x.dtype in found.dtypes:
+                return found.matmul(x, y)
+        if x.dtype != torch.float32 and not multiplies(x.dtype) and x.numel() * y.shape[-1] >= _CONVERTED:
+            return (x.float() @ y.float()).to(x.dtype)
     return x @ y
 
 

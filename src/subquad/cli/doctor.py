@@ -115,6 +115,10 @@ def _check_packages(versions: dict[str, str], problems: list[str], notes: list[s
 def _check_devices(torch: Any, devices: dict[str, str], problems: list[str], notes: list[str]) -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     devices["cpu"] = f"{capability}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    from subquad_kernels.native import explain
+
+    library, why = explain()
+    notes.append(f"Products of few rows on the CPU: {'our own library' if library else 'those of torch'} ({why}).")
     if torch.version.cuda is None and torch.version.hip is None:
         if DRIVER.exists():
             notes.append("There is an NVIDIA GPU, but this torch is built without CUDA: everything runs on the CPU.")

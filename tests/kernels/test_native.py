@@ -1,0 +1,258 @@
+"""The C library for products of few rows: equal to float64, for every instruction set, and never in the way."""
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from subquad_kernels import linear, matmul, native
+
+
+AVAILABLE, REASON = native.explain()
+needs_library = pytest.mark.skipif(AVAILABLE is None, reason=f"no library: {REASON}")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module", params=["native", "x86-64-v3", pytest.param("x86-64", marks=pytest.mark.thorough)])
+def library(request, tmp_path_factory):
+    """Compiled for this CPU, for AVX2, and for the oldest of its kind, which cannot read float16."""
+    if request.param == "native":
+        return AVAILABLE
+    if platform.machine() != "x86_64" or (request.param == "x86-64-v3" and "AVX" not in capability()):
+        pytest.skip("of another kind of CPU")
+    path = tmp_path_factory.mktemp("library") / f"{request.param}.so"
+    source = str(native._SOURCE)
+    subprocess.run(
+        ["cc", *native._FLAGS, "-Werror", "-Wall", f"-march={request.param}", source, "-o", path], check=True
+    )
+    return native.Library(path)
+
+
+def capability():
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def random(*shape, dtype, offset=0):
+    """Numbers that begin `offset` elements after an address that the allocator gave."""
+    count = torch.Size(shape).numel()
+    return torch.randn(count + offset, dtype=dtype)[offset:].view(shape)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 7, 16, 63, 65, 200])
+def test_equals_float64(library, dtype, width):
+    if dtype not in library.dtypes:
+        pytest.skip("needs conversions of float16")
+    torch.manual_seed(width)
+    for rows in range(1, 9):
+        for outputs in (1, 63, 64, 129):
+            x = random(rows, width, dtype=dtype, offset=rows % 3)
+            weight, bias = (random(*shape, dtype=dtype, offset=1) for shape in ((outputs, width), (outputs,)))
+            for added in (bias, None):
+                exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
+                out = library.linear(x, weight, added)
+                assert (out - exact).abs().max() <= tolerance(dtype, x, weight)
+            y = random(2, width, outputs, dtype=dtype, offset=1)
+            out = library.matmul(x.expand(2, -1, -1), y)
+            assert (out - x.double() @ y.double()).abs().max() <= tolerance(dtype, x, y[0].T)
+
+
+def tolerance(dtype, x, weight):
+    """Of sums in float32 that are rounded to the dtype."""
+    largest = (x.double().abs() @ weight.double().abs().T).max() + 4
+    return largest * (2e-7 if dtype == torch.float32 else torch.finfo(dtype).eps / 2 + 2e-7)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_not_finite(library, dtype):
+    """They stay in their row and column, also in the part of a row that fills no vector. Rounding goes to infinity."""
+    if dtype not in library.dtypes:
+        pytest.skip("needs conversions of float16")
+    inf, nan = float("inf"), float("nan")
+    for position in (0, 40, 64):
+        x, weight = torch.ones(3, 65, dtype=dtype), torch.ones(70, 65, dtype=dtype)
+        x[1, position], weight[3, position], weight[67, position], weight[5, position] = inf, nan, -inf, 0
+        torch.testing.assert_close(library.linear(x, weight, None), F.linear(x, weight), equal_nan=True)
+        y = weight.T.contiguous()
+        torch.testing.assert_close(library.matmul(x, y), x @ y, equal_nan=True)
+    largest = torch.full((1, 65), torch.finfo(dtype).max, dtype=dtype)
+    assert library.linear(largest, torch.ones(1, 65, dtype=dtype), None).item() == inf
+    # Every number of 16 bits survives a product with one; subnormal ones too.
+    if dtype != torch.float32:
+        numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        out = library.linear(torch.ones(1, 1, dtype=dtype), numbers[:, None], None)[0]
+        torch.testing.assert_close(out, numbers, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_library
+def test_threads_compute_the_same(library):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(3, 130), torch.randn(2100, 130), torch.randn(2100)
+    assert weight.numel() > native._FOR_THREADS
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(library.linear(x, weight, bias))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the library was asked, which stays available."""
+    made = []
+
+    class Counting:
+        dtypes = dict.fromkeys(DTYPES, 0)
+
+        def linear(self, *tensors):
+            made.append("linear")
+            return F.linear(*tensors)
+
+        def matmul(self, x, y):
+            made.append("matmul")
+            return x @ y
+
+    monkeypatch.setattr(sys.modules["subquad_kernels.linear"], "library", Counting)
+    return made
+
+
+def test_what_takes_the_library(calls):
+    weight, x = torch.randn(256, 128), torch.randn(2, 4, 128)
+    with torch.no_grad():
+        linear(x, weight)
+        linear(x.transpose(0, 1), weight, torch.randn(256))
+        matmul(x[:, :1], torch.randn(128, 256))
+        matmul(torch.randn(5, 2, 32), torch.randn(5, 32, 256))
+        assert calls == ["linear", "linear", "matmul", "matmul"]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+def test_what_does_not(calls):
+    """Gradients, graphs, transformations, modes that watch products, many rows, small weights, views of weights."""
+    weight, x, bias = torch.randn(256, 128), torch.randn(4, 128), torch.randn(256)
+    expected = F.linear(x, weight)
+    linear(x, weight)
+    with torch.no_grad():
+        linear(torch.randn(9, 128), weight)
+        linear(x[:, :64], weight[:, :64])
+        linear(x, weight[:128])
+        linear(x, weight.double().float().T.contiguous().T)
+        linear(x.to("meta"), weight.to("meta"))
+        with pytest.raises(RuntimeError):
+            linear(x, weight, torch.randn(255))
+        with pytest.raises(RuntimeError):
+            linear(x[:, 1:], weight)
+        with pytest.raises(RuntimeError):
+            linear(x, weight, bias.double())
+        matmul(x, weight.T)
+        matmul(torch.randn(3, 1, 128), torch.randn(3, 2, 128, 64)[:, 0])
+        torch.testing.assert_close(torch.func.vmap(linear, (0, None))(x, weight), expected)
+        torch.testing.assert_close(torch.func.jvp(lambda x: linear(x, weight), (x,), (x,))[1], expected)
+        with forward_ad.dual_level():
+            out = linear(forward_ad.make_dual(x, x), weight)
+            torch.testing.assert_close(forward_ad.unpack_dual(out).tangent, expected)
+        traced = torch.jit.trace(lambda x: linear(x, weight), x, check_trace=False)
+        torch.testing.assert_close(traced(2 * x), 2 * expected)
+        torch.compile(linear, backend="eager", fullgraph=True)(x, weight)
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            linear(x, weight)
+        assert counter.get_total_flops() == 2 * x.numel() * 256
+    assert calls == []
+
+
+# --- how it is made ---
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """As in a process that has not asked for the library, with an empty cache, which this is the folder of."""
+    monkeypatch.setattr(native, "_found", None)
+    monkeypatch.setattr(native, "_kept", [])
+    monkeypatch.delenv("SUBQUAD_NATIVE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_PATIENCE", 1000)
+    return tmp_path / "cache" / "subquad"
+
+
+@needs_library
+def test_it_is_compiled_once_and_when_it_is_needed(fresh, monkeypatch):
+    compiled, run = [], native._run
+    monkeypatch.setattr(native, "_run", lambda command: compiled.append("-o" in command) or run(command))
+    x, weight = torch.randn(1, 128), torch.randn(256, 128)
+    with torch.no_grad():
+        linear(x, weight[:64])
+        assert native._found is None
+        torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+    with ThreadPoolExecutor(2) as threads:
+        assert all(found[0] for found in threads.map(lambda _: native.explain(), range(2)))
+    (file,) = fresh.iterdir()
+    assert file.name.startswith("products-") and file.suffix == ".so"
+    # Another process finds it, unless its CPU is another one.
+    native._found = None
+    assert native.library() and compiled == [False, True, False]
+    monkeypatch.setattr(native, "_cpu", lambda: "another")
+    native._found = None
+    assert native.library() and len(list(fresh.iterdir())) == 2
+
+
+@needs_library
+def test_a_cache_that_cannot_be_written(fresh, tmp_path, monkeypatch):
+    fresh.parent.write_text("a file")
+    monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path))
+    assert native.library()
+    (folder,) = native._kept
+    folder.cleanup()
+    assert list(tmp_path.iterdir()) == [fresh.parent]
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("exit 0", "no folder for it can be used: .*file too short"),
+        ("echo warning >&2; echo 'an error: no such thing' >&2; exit 3", "compiler failed with 3: an error: no such"),
+        ("exec sleep 60", "compiler took more than 0.2 seconds"),
+    ],
+)
+def test_a_compiler_that_does_not_work(script, why, fresh, tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\n{script}\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    run = native._run
+    monkeypatch.setattr(native, "_PATIENCE", 0.2 if "sleep" in script else 1000)
+    monkeypatch.setattr(native, "_run", lambda command: "1" if "--version" in command else run(command))
+    x, weight = torch.randn(1, 128), torch.randn(256, 128)
+    with torch.no_grad():
+        torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+    library, found = native.explain()
+    assert library is None and re.search(why, found), found
+    assert not list(fresh.iterdir())
+
+
+def test_it_can_be_turned_off(fresh, monkeypatch):
+    monkeypatch.setenv("SUBQUAD_NATIVE", "0")
+    assert native.explain() == (None, "SUBQUAD_NATIVE=0")
+
+
+def test_no_compiler(fresh, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert native.library() is None and "there is no C compiler" in native.explain()[1]
+
+
+def test_code_without_the_source(fresh, monkeypatch, tmp_path):
+    """As in a model repository, which has Python files only."""
+    monkeypatch.setattr(native, "_SOURCE", tmp_path / "products.c")
+    assert native.explain() == (None, "its source is not part of this copy of the code")
