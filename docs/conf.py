@@ -35,6 +35,7 @@ templates_path = ["_templates"]
 html_theme = "furo"
 html_title = "subquad"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["subquad.css"]
 html_extra_path = ["_generated/llms.txt"]
 html_theme_options = {"navigation_with_keys": True}

@@ -162,7 +162,8 @@ def svg(diagram: Diagram) -> str:
     parts.append(f'<path d="M{centre:.0f} {end + 4}V{end + GAP - 3}" class="arrow"/>')
     if diagram.residual:
         x, top = MARGIN + inner + 24, MARGIN + 6
-        parts.append(f'<path d="M{centre + 40:.0f} {top}H{x}V{end + 14}H{centre + 8:.0f}" class="arrow"/>')
+        start = centre if len(diagram.rows[0]) == 1 else centre + 40  # there is no arrow to begin at
+        parts.append(f'<path d="M{start:.0f} {top}H{x}V{end + 14}H{centre + 8:.0f}" class="arrow"/>')
         parts.append(_text(x + 14, (top + end) / 2, "+", "name"))
     return (
         f'<svg class="diagram" role="img" viewBox="0 0 {WIDTH} {height}" xmlns="http://www.w3.org/2000/svg">\n'

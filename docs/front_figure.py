@@ -25,7 +25,11 @@ LINES = {
     "finch": ("Finch", "#D55E00", 4),
     "eagle": ("Eagle", "#0072B2", -5),
 }
-PANELS = {"state_kibibytes": ("kept of the text, MiB", 1024), "milliseconds_per_token": ("one more token, ms", 1)}
+# By field: the title, how many of its units make that of the title, and the numbers beside the axis.
+PANELS = {
+    "state_kibibytes": ("kept of the text, MiB", 1024, (1, 10, 100)),
+    "milliseconds_per_token": ("one more token, ms", 1, (3, 5, 10, 20)),
+}
 
 
 def style(theme: str) -> dict:
@@ -67,7 +71,7 @@ def draw(record: dict, theme: str) -> Figure:
     """Memory and time for one more token by the length of the text, with the ink of a theme."""
     with rc_context(style(theme)):
         figure, panels = styled_axes(theme, 2, (8, 3))
-        for axes, (field, (title, unit)) in zip(panels, PANELS.items(), strict=True):
+        for axes, (field, (title, unit, ticks)) in zip(panels, PANELS.items(), strict=True):
             for architecture, (label, colour, above) in LINES.items():
                 rows = [row for row in record["rows"] if row["architecture"] == architecture]
                 x, y = [row["length"] for row in rows], [row[field] / unit for row in rows]
@@ -76,6 +80,7 @@ def draw(record: dict, theme: str) -> Figure:
                 axes.annotate(label, end, offset, textcoords="offset points", color=colour, va="center", fontsize=9)
             axes.set(xscale="log", yscale="log", title=title, xlabel="tokens of context")
             axes.set_xticks(x, [f"{length:,}" for length in x])
+            axes.set_yticks(ticks, [str(tick) for tick in ticks])
             axes.minorticks_off()
             axes.set_xlim(right=x[-1] * 2.6)
             axes.set_ylim(bottom=axes.get_ylim()[0] * 0.7)
