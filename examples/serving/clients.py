@@ -12,6 +12,7 @@ server that runs already.
 
 import argparse
 import contextlib
+import json
 import socket
 import statistics
 import subprocess
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from openai import OpenAI
@@ -40,6 +42,31 @@ class Answer:
     tokens: int
 
 
+@dataclass
+class Question:
+    """
+    What every client asks to be continued.
+
+    Attributes:
+        prompt: the text.
+        tokens: the length of the answer, which no special token ends.
+        of_transformers: whether `transformers serve` is asked. vLLM has other options.
+    """
+
+    prompt: str
+    tokens: int
+    of_transformers: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """What a request has besides the names of the model."""
+        if self.of_transformers:
+            sampling = {"do_sample": True, "min_new_tokens": self.tokens, "max_new_tokens": self.tokens}
+            more = {"generation_config": json.dumps(sampling)}
+        else:
+            more = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+        return {"prompt": self.prompt, "max_tokens": self.tokens, "temperature": 1, "stream": True, "extra_body": more}
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -54,21 +81,25 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def vllm_command(model: str, *options: str) -> list[str]:
+    """What starts vLLM's server."""
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
+
+
 @contextlib.contextmanager
-def server(model: str, options: list[str]) -> Iterator[str]:
-    """A server that runs until the end of the block; its address."""
+def server(command: list[str]) -> Iterator[tuple[str, subprocess.Popen]]:
+    """A server that runs until the end of the block: its address and its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port), *options])
+    process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)])
     url = f"http://127.0.0.1:{port}"
     try:
         while not is_ready(url):
             if process.poll() is not None:
                 raise SystemExit("The server ended before it was ready.")
             time.sleep(0.5)
-        yield url
+        yield url, process
     finally:
         process.terminate()
         process.wait()
@@ -81,28 +112,23 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def ask(client: OpenAI, model: str, arguments: argparse.Namespace) -> Answer:
+def ask(client: OpenAI, model: str, question: Question) -> Answer:
     """Streams an answer to its end."""
-    begin, first, tokens = time.perf_counter(), None, 0
-    options = {"ignore_eos": True, "return_token_ids": True}
-    stream = client.completions.create(
-        model=model, prompt=arguments.prompt, max_tokens=arguments.max_tokens, stream=True, extra_body=options
-    )
-    for part in stream:
-        for choice in part.choices:
-            tokens += len(choice.token_ids)
+    begin, first, usage = time.perf_counter(), None, None
+    for part in client.completions.create(model=model, **question.options()):
+        if part.choices:
             first = first or time.perf_counter() - begin
-    return Answer(first, time.perf_counter() - begin, tokens)
+        usage = part.usage or usage
+    return Answer(first, time.perf_counter() - begin, usage.completion_tokens)
 
 
-def measure(url: str, clients: int, arguments: argparse.Namespace) -> tuple[float, list[Answer]]:
-    """The tokens that all clients together get in a second, and their answers."""
+def measure(url: str, model: str, clients: int, requests: int, question: Question) -> tuple[float, list[Answer]]:
+    """The seconds that so many clients take, each of which has so many requests, and their answers."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=None)
-    model = client.models.list().data[0].id
     begin = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
-        answers = list(pool.map(lambda _: ask(client, model, arguments), range(clients * arguments.requests)))
-    return sum(answer.tokens for answer in answers) / (time.perf_counter() - begin), answers
+        answers = list(pool.map(lambda _: ask(client, model, question), range(clients * requests)))
+    return time.perf_counter() - begin, answers
 
 
 def draw(path: Path, clients: list[int], rates: list[float]) -> None:
@@ -123,19 +149,21 @@ def draw(path: Path, clients: list[int], rates: list[float]) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    model = str(subquad.embedded_model(arguments.model) or arguments.model)
-    running = server(model, arguments.options) if arguments.url is None else contextlib.nullcontext(arguments.url)
-    with running as url:
-        measure(url, 1, arguments)  # the first request takes longer
+    command = vllm_command(str(subquad.embedded_model(arguments.model) or arguments.model), *arguments.options)
+    running = server(command) if arguments.url is None else contextlib.nullcontext((arguments.url, None))
+    question = Question(arguments.prompt, arguments.max_tokens)
+    with running as (url, _):
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        measure(url, model, 1, 1, question)  # the first request takes longer
         print("| clients | tokens per second | first token, median | answer, median | answer, longest |")
         print("| ---: | ---: | ---: | ---: | ---: |", flush=True)
         rates = []
         for clients in arguments.clients:
-            rate, answers = measure(url, clients, arguments)
-            rates.append(rate)
+            seconds, answers = measure(url, model, clients, arguments.requests, question)
+            rates.append(sum(answer.tokens for answer in answers) / seconds)
             first, whole = ([getattr(a, name) for a in answers] for name in ("first", "whole"))
             times = (statistics.median(first), statistics.median(whole), max(whole))
-            print(f"| {clients} | {rate:.0f} | " + " | ".join(f"{t:.2f} s" for t in times) + " |", flush=True)
+            print(f"| {clients} | {rates[-1]:.0f} | " + " | ".join(f"{t:.2f} s" for t in times) + " |", flush=True)
     if arguments.figure is not None:
         draw(arguments.figure, arguments.clients, rates)
 

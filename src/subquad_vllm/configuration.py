@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.models.config import MambaModelConfig
+from vllm.platforms import current_platform
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
 from subquad.models import REGISTRY
@@ -16,6 +17,8 @@ from .served import REFUSED, hybrid_name
 # Tokens of a request, prompt and answer, if `--max-model-len` is not given. The states have no limit, but vLLM keeps a
 # buffer of this length for every request.
 DEFAULT_LENGTH = 32768
+# What was tested on a CPU. Most other methods fail late there, or leave the linear layers as they are.
+QUANTIZATION_ON_CPU = ("compressed-tensors",)
 
 
 def own_config(config: PreTrainedConfig, processes: int = 1) -> PreTrainedConfig:
@@ -90,6 +93,11 @@ class ServedConfig(MambaModelConfig):
         if model_config.original_max_model_len in (None, -1):
             trained = getattr(model_config.hf_config, "max_position_embeddings", None) or 0
             model_config.max_model_len = max(trained, DEFAULT_LENGTH)
+        in_file = getattr(model_config.hf_config, "quantization_config", None) or {}
+        method = model_config.quantization or in_file.get("quant_method")
+        if current_platform.is_cpu() and method not in (None, *QUANTIZATION_ON_CPU):
+            allowed = " or ".join(repr(name) for name in QUANTIZATION_ON_CPU)
+            raise ValueError(f"`quantization` must be {allowed} on a CPU, got {method!r}.")
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:

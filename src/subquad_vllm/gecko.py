@@ -6,6 +6,8 @@ and the others, padded at the right.
 import torch
 from transformers import PreTrainedConfig
 from vllm.compilation.decorators import ignore_torch_compile
+from vllm.config import CompilationMode, VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import IsAttentionFree
 
 from subquad.models.gecko.cache_gecko import GeckoCache
@@ -16,6 +18,7 @@ from .serving import ServedForCausalLM, part_of
 from .states import BlockStates, StateSizes, StepMetadata
 
 
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what comes under its own name
 # The tokens that a block keeps. A token changes one row of each.
 RINGS = ("keys", "values", "memory_keys")
 # What the model keeps after its blocks: names in the pool and in the cache. Every block has room for it, because vLLM
@@ -25,8 +28,15 @@ AFTER_BLOCKS = {"final_timenorm": "timenorm", "begins": "begins"}
 
 @ignore_torch_compile
 class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
+    """Its step is not compiled: how it is laid out depends on the lengths of the requests."""
+
     captured = False
     state_names = ("timenorm", "cema", "memory", "normalizer", "final_timenorm", "begins", *RINGS)
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if vllm_config.compilation_config.mode != CompilationMode.NONE:
+            logger.warning("Gecko runs uncompiled, whatever the settings of vLLM's compilation are.")
 
     @classmethod
     def state_sizes(cls, config: PreTrainedConfig, dtype: torch.dtype, processes: int) -> StateSizes:

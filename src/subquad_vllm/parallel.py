@@ -7,11 +7,19 @@ import re
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.utils.torch_utils import direct_register_custom_op
 
 
 # Style of a linear layer in a plan to vLLM's layer and its options.
@@ -29,9 +37,52 @@ def style_of(name: str, plan: dict[str, str]) -> str | None:
     return plan.get(name) or plan.get(re.sub(r"\.\d+\.", ".*.", name))
 
 
-def use_vllm_layers(
-    model: nn.Module, plan: dict[str, str], quant_config: QuantizationConfig | None, prefix: str, device: torch.device
-) -> None:
+class RoundedRowsMethod(UnquantizedLinearMethod):
+    """
+    The product of a linear layer on a CPU, for one of a few numbers of rows. oneDNN compiles code for each of them and
+    keeps it, so that without this the memory would grow whenever a step has a number of tokens that none had before.
+
+    Args:
+        name: of the layer among those that vLLM finds when a compiled step runs.
+        outputs: how many outputs it has in this process.
+    """
+
+    def __init__(self, name: str, outputs: int):
+        super().__init__()
+        self.name, self.outputs = name, outputs
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.vllm.subquad_linear(x, bias, self.outputs, self.name)
+        return multiply_rounded(layer, x, bias)
+
+
+def multiply_rounded(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (..., in) to (..., out), with rows of zeros beside those of x."""
+    rows = x.reshape(-1, x.shape[-1])
+    count = len(rows)
+    if size := round_up(count) - count:
+        rows = F.pad(rows, (0, 0, 0, size))
+    return layer.cpu_linear(rows, layer.weight, bias)[:count].view(*x.shape[:-1], -1)
+
+
+def round_up(count: int) -> int:
+    """The next of 1, ..., 8, and from there on of four numbers between two powers of two."""
+    step = max(1, (1 << (count - 1).bit_length()) // 8)
+    return -(-count // step) * step
+
+
+def multiply_in_graph(x: torch.Tensor, bias: torch.Tensor | None, outputs: int, name: str) -> torch.Tensor:
+    """As [`multiply_rounded`], of the layer of this name, which has so many outputs."""
+    return multiply_rounded(get_forward_context().no_compile_layers[name], x, bias).contiguous()
+
+
+direct_register_custom_op(
+    "subquad_linear", multiply_in_graph, fake_impl=lambda x, bias, outputs, name: x.new_empty(*x.shape[:-1], outputs)
+)
+
+
+def use_vllm_layers(model: nn.Module, plan: dict[str, str], vllm_config: VllmConfig, prefix: str) -> None:
     """
     Replaces the linear layers and embeddings of a model on the meta device by vLLM's, in place, and gives the other
     parameters memory: that of this process's part.
@@ -39,10 +90,11 @@ def use_vllm_layers(
     Args:
         model: the model.
         plan: names of modules and parameters in it, with the styles of transformers' tensor parallel plans.
-        quant_config: how vLLM quantises the linear layers.
+        vllm_config: vLLM's settings.
         prefix: what comes before the model's names in checkpoints.
-        device: where the parameters are.
     """
+    device = vllm_config.device_config.device
+    layers = vllm_config.compilation_config.static_forward_context
     for name, module in list(model.named_modules()):
         if type(module) is nn.Embedding:
             options = {"params_dtype": module.weight.dtype, "prefix": f"{prefix}.{name}"}
@@ -54,11 +106,15 @@ def use_vllm_layers(
                 module.out_features,
                 bias=module.bias is not None,
                 params_dtype=module.weight.dtype,
-                quant_config=quant_config,
+                quant_config=vllm_config.quant_config,
                 prefix=f"{prefix}.{name}",
                 return_bias=False,
                 **options,
             )
+            if device.type == "cpu" and type(new.quant_method) is UnquantizedLinearMethod:
+                layers[new.prefix] = new
+                outputs = getattr(new, "output_size_per_partition", new.output_size)
+                new.quant_method = RoundedRowsMethod(new.prefix, outputs)
         else:
             continue
         model.set_submodule(name, new)

@@ -83,7 +83,6 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
         self.ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["(?!)"]))
         for name, child in model.named_children():
             self.add_module(name, child)
-        device = vllm_config.device_config.device
         head = ParallelLMHead(
             config.vocab_size,
             config.hidden_size,
@@ -92,7 +91,7 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
         )
         self.set_submodule(self.head_name, head)
         base_prefix = maybe_prefix(prefix, self.base_name)
-        use_vllm_layers(self.base, config.base_model_tp_plan, vllm_config.quant_config, base_prefix, device)
+        use_vllm_layers(self.base, config.base_model_tp_plan, vllm_config, base_prefix)
         if config.tie_word_embeddings:
             self.set_submodule(self.head_name, head.tie_weights(self.base.get_input_embeddings()))
         self.logits_processor = LogitsProcessor(config.vocab_size)

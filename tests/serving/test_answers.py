@@ -37,7 +37,10 @@ def test_answers_with_prefix_caching(name, tmp_path):
     assert sum(output.num_cached_tokens for output in again) > 500
 
 
-@pytest.mark.parametrize("name", ["finch-abc", "rwkv5", "rwkv7", "raven", "raven-window", "gecko"])
+COMPILED = [pytest.param(name, marks=pytest.mark.slow) for name in ("rwkv5", "raven")]
+
+
+@pytest.mark.parametrize("name", ["finch-abc", "rwkv7", "raven-window", "gecko", *COMPILED])
 def test_answers_of_a_compiled_step(name, tmp_path):
     """vLLM compiles the step, except for Gecko's."""
     model = model_directory(name, tmp_path)

@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from engine import VOCABULARY, engine, expected, make_requests, model_directory, outputs, serve
-from safetensors.torch import save_file
-from transformers import AutoConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import EngineArgs
 
@@ -49,6 +50,7 @@ def test_refused_models(model_type, tmp_path):
     [
         ("speculative_config", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
         ("pipeline_parallel_size", {"pipeline_parallel_size": 2}),
+        ("quantization", {"quantization": "fp8"}),
     ],
 )
 def test_refused_settings(name, options):
@@ -110,6 +112,47 @@ def test_files_of_another_package(make, ranks, fields, tmp_path):
         assert serve(llm, requests) == expected(tmp_path, requests)
 
 
+@pytest.mark.parametrize("name", ["rwkv6", "raven"])
+def test_weights_of_eight_bits(name, tmp_path):
+    """Files of compressed-tensors with 8 bits for weights and activations answer nearly as those they were made of."""
+    path = model_directory(name, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tensors = load_file(path / "model.safetensors")
+    for layer, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and layer != model.lm_head_name:
+            scale = module.weight.detach().abs().amax(1, keepdim=True) / 127
+            tensors[f"{layer}.weight"] = (module.weight.detach() / scale).round().to(torch.int8)
+            tensors[f"{layer}.weight_scale"] = scale
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**bits, "strategy": "channel", "dynamic": False},
+        "input_activations": {**bits, "strategy": "token", "dynamic": True},
+    }
+    fields = json.loads((path / "config.json").read_text())
+    fields["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": [model.lm_head_name],
+        "config_groups": {"group_0": group},
+    }
+    (path / "config.json").write_text(json.dumps(fields))
+    prompt = make_requests(2, VOCABULARY, longest=100)[1][0]
+    options = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
+    with engine(path) as llm:
+        [output] = llm.generate([TokensPrompt(prompt_token_ids=prompt)], options, use_tqdm=False)
+    [answer] = output.outputs
+    text = torch.tensor([[*prompt, *answer.token_ids]])
+    with torch.no_grad():
+        logits = model(text).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    wanted = logits.gather(1, text[0, len(prompt) :, None])[:, 0]
+    own = [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    error = (torch.tensor(own) - wanted).abs().mean()
+    assert 1e-3 < error < 0.2  # not the weights of before, but close to them
+
+
 @pytest.fixture(scope="module")
 def finch():
     """An engine for finch-abc, whose four blocks of memory are not enough for all requests at once."""
@@ -139,9 +182,6 @@ def test_sampling(finch):
 
 def test_log_probabilities(finch):
     """Those of a prompt's tokens are the model's."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(subquad.embedded_model("finch-abc"), dtype=torch.float32)
     prompt = make_requests(2, VOCABULARY, longest=100)[1][0]
     options = SamplingParams(max_tokens=1, prompt_logprobs=0)

@@ -38,7 +38,7 @@ def server(tmp_path_factory):
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     base = f"http://127.0.0.1:{port}"
     try:
-        end = time.monotonic() + 300
+        end = time.monotonic() + 900
         while not is_ready(base):
             assert process.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
             time.sleep(1)
