@@ -15,18 +15,18 @@ token, and products of matrices can follow a group.
 
 Which groups they can follow depends on their eigenvalues. To swap two things is to multiply a direction of the state
 by -1. With the published formula, diag(w) - k (a * k)^T with a key k of length 1, decays w above 0.545 and rates a
-below 1, no eigenvalue is below w - 1 > -0.455. So what a swap turns around it also makes less than half as large, and
-after a few swaps nothing is left of it. "Goose, eigenvalues from -1" is a Goose whose rates are 1 + w times as large.
-All its eigenvalues are between -1 and 1, and it is otherwise the same: so the difference between the two is what the
-range of the eigenvalues means. "Unlocking State-Tracking in Linear RNNs" (arXiv:2411.12537) has this result for other
-models. The lowest eigenvalue of the trained models is part of the measurements.
+below 1, no eigenvalue is below w - 1 > -0.455. So what a swap turns around it also makes less than half as large:
+after ten swaps less than a thousandth of it is left. "Goose, eigenvalues from -1" is a Goose whose rates are 1 + w
+times as large. All its eigenvalues are between -1 and 1, and it is otherwise the same: so the difference between the
+two is what the range of the eigenvalues means. "Unlocking State-Tracking in Linear RNNs" (arXiv:2411.12537) has this
+result for other models. The lowest eigenvalue of the trained models is part of the measurements.
 
 The models read new rows at every step. All tokens are equally likely, and every product has a loss. Rows have two
-tokens at first and grow evenly to --train-length in the first half of the steps: with long rows from the beginning,
-models learn much later. Training ends when 99% of the products are right in rows of that length, or after the last
-step. The test rows are the same for all models; one pass over the longest length has the accuracy of every shorter
-one, because the models are causal. There is one model per layer count and seed. "Reach" is the number of tokens up to
-which at least 90% of the products are right.
+tokens at first and grow evenly to --train-length in the first half of the steps. Training ends when 99% of the
+products are right in rows of that length, or after the last step; with the default number of steps S3 is not learned
+to the end. The test rows are the same for all models; one pass over the longest length has the accuracy of every
+shorter one, because the models are causal. There is one model per layer count and seed. "Reach" is the number of
+tokens up to which at least 90% of the products are right.
 """
 
 from __future__ import annotations
@@ -68,7 +68,13 @@ BOUNDARY = 0  # the id that begins a row
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--problems", nargs="+", choices=GROUPS, default=list(GROUPS), help="groups to multiply in")
+    add(
+        "--problems",
+        nargs="+",
+        choices=GROUPS,
+        default=["parity", "S3"],
+        help="groups to multiply in; on a GPU also A5",
+    )
     add("--layers", type=int, nargs="+", default=[1, 2], help="numbers of layers; on a GPU also 4")
     add("--repeats", type=int, default=2, help="models of each kind, with the seeds --seed, --seed + 1, ...")
     add("--train-length", type=int, default=32, help="tokens of the longest training rows")
