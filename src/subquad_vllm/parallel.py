@@ -67,8 +67,8 @@ def multiply_rounded(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | Non
 
 
 def round_up(count: int) -> int:
-    """The next of 1, ..., 8, and from there on of four numbers between two powers of two."""
-    step = max(1, (1 << (count - 1).bit_length()) // 8)
+    """The next of 1, ..., 16, and from there on of eight numbers between two powers of two."""
+    step = max(1, (1 << (count - 1).bit_length()) // 16)
     return -(-count // step) * step
 
 

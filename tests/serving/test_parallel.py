@@ -20,8 +20,8 @@ def test_tensor_parallel(name, tmp_path):
 
 def test_products_have_few_numbers_of_rows(tmp_path, monkeypatch):
     """Code is compiled for each of them and kept, so the memory would grow with every new length of a step."""
-    assert len({parallel.round_up(count) for count in range(1, 8193)}) == 48
-    assert all(count <= parallel.round_up(count) <= 1.25 * count for count in range(1, 8193))
+    assert len({parallel.round_up(count) for count in range(1, 8193)}) == 88
+    assert all(count <= parallel.round_up(count) <= 1.125 * count for count in range(1, 8193))
     multiply, found = ops.onednn_mm, set()
 
     def watched(handler, x, bias):
