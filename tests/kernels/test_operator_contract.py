@@ -501,7 +501,7 @@ def test_a_token_takes_little_python(operator, name, monkeypatch):
         call()
         sys.setprofile(None)
     assert not any("subquad_kernels::" in event.key for event in profile.key_averages())
-    assert events.count("call") + events.count("c_call") < 200
+    assert events.count("call") + events.count("c_call") < 100
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=repr)

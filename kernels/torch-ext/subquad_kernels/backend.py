@@ -7,7 +7,7 @@ import inspect
 import os
 import subprocess
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -124,25 +124,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
     """
     if 0 in grid:
         return
-    name = kernel.fn.__name__
-    if grid[0] >= 2**31 or max(grid[1:], default=1) >= 2**16:
-        raise KernelError(f"{name} would need a grid of {grid} programs")
-    device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
-    # Newer versions of Triton fuse a product and a sum, as those before them did, only where they are told to.
-    options = {**constants, "num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
+    if grid[0] >= 2**31 or (len(grid) > 1 and max(grid[1:]) >= 2**16):
+        raise KernelError(f"{kernel.fn.__name__} would need a grid of {grid} programs")
+    device = first_tensor(arguments).device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, grid, *arguments, num_warps=num_warps, **constants)
     failed = _failed.get(kernel.fn)
-    if failed and (reason := failed.get(_variant(kernel, device, arguments, options))):
+    if failed and (reason := failed.get(_variant(kernel, device, arguments, num_warps, constants))):
         raise KernelError(reason)
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
-        try:
-            kernel[grid](*arguments, **options)
-        except Exception as error:
-            if not _says_that_it_cannot_run(error):
-                raise
-            reason = f"{name} failed on {device}: {type(error).__name__}: {error}"
-            _failed.setdefault(kernel.fn, {})[_variant(kernel, device, arguments, options)] = reason
-            raise KernelError(reason) from error
+    try:
+        # As `kernel[grid](...)`, which makes a function first. Newer versions of Triton fuse a product and a sum, as
+        # those before them did, only where they are told to.
+        options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
+        kernel.run(*arguments, grid=grid, warmup=False, **options, **constants)
+    except Exception as error:
+        if not _says_that_it_cannot_run(error):
+            raise
+        reason = f"{kernel.fn.__name__} failed on {device}: {type(error).__name__}: {error}"
+        _failed.setdefault(kernel.fn, {})[_variant(kernel, device, arguments, num_warps, constants)] = reason
+        raise KernelError(reason) from error
 
 
 def _says_that_it_cannot_run(error: Exception) -> bool:
@@ -154,7 +155,7 @@ def _says_that_it_cannot_run(error: Exception) -> bool:
     return isinstance(error, TritonError | RuntimeError | subprocess.CalledProcessError)
 
 
-def _variant(kernel: Any, device: torch.device, arguments: tuple, options: dict) -> tuple:
+def _variant(kernel: Any, device: torch.device, arguments: tuple, num_warps: int, constants: dict) -> tuple:
     """What Triton compiles a kernel for: dtypes, alignments, constants, and properties of numbers."""
     parameters = inspect.signature(kernel.fn).parameters.values()
     compiled = []
@@ -164,7 +165,7 @@ def _variant(kernel: Any, device: torch.device, arguments: tuple, options: dict)
         elif "constexpr" not in str(parameter.annotation):
             x = (x == 1, x % 16 == 0, x >= 2**31) if type(x) is int else type(x)
         compiled.append(x)
-    return device, *compiled, *options.items()
+    return device, *compiled, num_warps, *constants.items()
 
 
 def can_keep(x: torch.Tensor) -> bool:
@@ -210,9 +211,20 @@ def strided(x: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
     return x, *x.stride()[:3]
 
 
+def first_tensor(arguments: Iterable[Any]) -> torch.Tensor:
+    """The first tensor among the arguments."""
+    for x in arguments:
+        if isinstance(x, torch.Tensor):
+            return x
+    raise ValueError("there is no tensor")
+
+
 def of_widest(*tensors: torch.Tensor | None) -> torch.Tensor:
     """A float64 tensor if there is one, otherwise the first tensor."""
-    return next((x for x in tensors if x is not None and x.dtype == torch.float64), tensors[0])
+    for x in tensors:
+        if x is not None and x.dtype == torch.float64:
+            return x
+    return tensors[0]
 
 
 def widest(*tensors: torch.Tensor | None) -> torch.dtype:
@@ -222,7 +234,11 @@ def widest(*tensors: torch.Tensor | None) -> torch.dtype:
 
 def common_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """The smallest dtype that can hold all tensors."""
-    return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    dtype = tensors[0].dtype
+    for x in tensors:
+        if x.dtype != dtype:
+            dtype = torch.promote_types(dtype, x.dtype)
+    return dtype
 
 
 def cast(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:

@@ -20,16 +20,17 @@ def check_tensors(
     Checks that each tensor that is not None has its shape and `dtype` (a floating point type if None), and is on the
     device of `beside`, the argument called `first`.
     """
+    device = beside.device
     for name, (x, shape) in expected.items():
         if x is None:
             continue
         if x.shape != shape:
             raise ValueError(f"`{name}` must have shape {tuple(shape)}, got {tuple(x.shape)}.")
-        if not (x.is_floating_point() if dtype is None else x.dtype == dtype):
+        if not (x.dtype.is_floating_point if dtype is None else x.dtype == dtype):
             wanted = "floating point" if dtype is None else str(dtype).removeprefix("torch.")
             raise ValueError(f"`{name}` must be {wanted}, got {x.dtype}.")
-        if x.device != beside.device:
-            raise ValueError(f"`{name}` is on {x.device}, `{first}` on {beside.device}.")
+        if x.device != device:
+            raise ValueError(f"`{name}` is on {x.device}, `{first}` on {device}.")
 
 
 def check_flags(name: str, flags: torch.Tensor | None, shapes: list[tuple[int, int]], x: torch.Tensor) -> None:

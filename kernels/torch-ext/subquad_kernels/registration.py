@@ -1,5 +1,6 @@
 """Registers operators with `torch.library`, so that `torch.compile`, `torch.export` and autograd see through them."""
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.autograd import forward_ad
 
-from .backend import contiguous, dispatch, without_autocast
+from .backend import contiguous, dispatch, first_tensor, without_autocast
 
 
 # Another copy of this package in the same process registers its operators in a namespace of its own.
@@ -47,6 +48,7 @@ def custom_op(
     """
     written = [n for n, x in enumerate(inspect.signature(eager).parameters) if x in mutates_args]
     operator = name.rstrip("_")
+    triton = triton and functools.cache(triton)
     run_any = _choose(operator, eager, triton)
 
     def make(*arguments):
@@ -124,9 +126,9 @@ def _with_shortcut(
             return op(*arguments)
         if _needs_gradient(arguments):
             return (differentiable or op)(*arguments)
-        for n in written:
-            if not arguments[n].is_inference():  # autograd checks that nothing that it needs has been overwritten
-                torch.autograd.graph.increment_version(arguments[n])
+        changing = [arguments[n] for n in written if not arguments[n].is_inference()]
+        if changing:  # autograd checks that nothing that it needs has been overwritten
+            torch.autograd.graph.increment_version(changing)
         return run(*arguments)
 
     return call
@@ -159,11 +161,8 @@ def _needs_gradient(arguments: tuple) -> bool:
 def _choose(operator: str, eager: Callable, triton: Callable | None, first: int = 0) -> Callable:
     """The function that runs what [`dispatch`] chooses for the first tensor from argument `first` on."""
 
-    def example(inputs):
-        return next(x for x in inputs[first:] if isinstance(x, torch.Tensor))
-
     def run_eager(*inputs):
-        with without_autocast(example(inputs)):
+        with without_autocast(first_tensor(inputs[first:])):
             outputs = eager(*inputs)
         if isinstance(outputs, torch.Tensor):
             return outputs.contiguous()
@@ -171,7 +170,8 @@ def _choose(operator: str, eager: Callable, triton: Callable | None, first: int 
 
     def run(*arguments):
         *inputs, backend = arguments
-        return dispatch(operator, backend, example(inputs), lambda: triton()[0](*inputs), lambda: run_eager(*inputs))
+        x = first_tensor(inputs[first:])
+        return dispatch(operator, backend, x, lambda: triton()[0](*inputs), lambda: run_eager(*inputs))
 
     return run_eager if triton is None else run
 

@@ -67,21 +67,14 @@ def cema(
             if backend == "reference":
                 out, state = cema_reference(*floats, starts, real)
             else:
-                out, state = cema_step(floats[0][:, 0], *floats[1:], _token(starts), _token(real))
-                out = out.unsqueeze(1)
+                out, state = cema_step(*floats, starts, real)
         out = out.to(x.dtype)
     return out, initial_state.copy_(state) if inplace else state
 
 
 def _step(x, alpha, delta, theta, gamma, initial_state, starts, real, inplace, backend):
     states = step_states(initial_state, inplace, x, (x.shape[0], *gamma.shape))
-    out = _cema_step(x[:, 0], alpha, delta, theta, gamma, *states, _token(starts), _token(real), backend)
-    return out.unsqueeze(1), states[1]
-
-
-def _token(flags):
-    """The flags of the only token."""
-    return None if flags is None else flags[:, 0]
+    return _cema_step(x, alpha, delta, theta, gamma, *states, starts, real, backend), states[1]
 
 
 def _check(x, alpha, delta, theta, gamma, initial_state, starts, real, inplace):

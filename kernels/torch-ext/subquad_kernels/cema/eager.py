@@ -42,7 +42,7 @@ def cema_step(
     starts: torch.Tensor | None = None,
     real: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token: x (B, D), state (B, D, N, 2), starts and real (B). The results have the dtype of x."""
+    """One token: x (B, 1, D), state (B, D, N, 2), starts (B or 1, 1), real (B, 1). The results have the dtype of x."""
     a, d, share, angle = _rates(alpha, delta, theta)
     modulus, angle = 1 - a * d, angle * share
     if state is None:
@@ -52,8 +52,8 @@ def cema_step(
     if real is not None:
         x = x.masked_fill(~real.unsqueeze(-1), 0.0)
     (re, im), cos, sin = state.to(a.dtype).unbind(-1), modulus * angle.cos(), modulus * angle.sin()
-    after = torch.stack((cos * re - sin * im + a * x.unsqueeze(-1), cos * im + sin * re), dim=-1).to(x.dtype)
-    out = (after * torch.stack((gamma[..., 0], -gamma[..., 1]), dim=-1)).sum((-2, -1))
+    after = torch.stack((cos * re - sin * im + a * x.mT, cos * im + sin * re), dim=-1).to(x.dtype)
+    out = (after * torch.stack((gamma[..., 0], -gamma[..., 1]), dim=-1)).sum((-2, -1)).unsqueeze(1)
     if real is not None:
         after = torch.where(real.view(-1, 1, 1, 1), after, state)
         out = out.masked_fill(~real.unsqueeze(-1), 0.0)

@@ -653,11 +653,11 @@ def cema_triton_backward(grad_out, grad_state, x, alpha, delta, theta, gamma, in
 
 def cema_triton_step(x, alpha, delta, theta, gamma, state, new_state, starts, real):
     """
-    One token: x (B, D), starts (B or 1) and real (B), state (B, D, N, 2) in float32; if it is None, `new_state` holds
-    it. Writes the state after the token to `new_state`. Returns out (B, D).
+    One token: x (B, 1, D), starts (B or 1, 1) and real (B, 1), state (B, D, N, 2) in float32; if it is None,
+    `new_state` holds it. Writes the state after the token to `new_state`. Returns out (B, 1, D).
     """
     x, alpha, delta, theta, gamma, starts, real = contiguous(x, alpha, delta, theta, gamma, starts, real)
-    batch, width = x.shape
+    batch, _, width = x.shape
     out = torch.empty_like(x)
     tiles, rows = cdiv(width, 16), 8
     launch(

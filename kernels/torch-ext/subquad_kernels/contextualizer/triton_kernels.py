@@ -189,6 +189,11 @@ def _row_gradient_kernel(
     tl.store(pointers, sums.to(grad_x.dtype.element_ty), mask=mask)
 
 
+def _of(part, x):
+    """Some windows of x, which take no view if they are all."""
+    return x if part.stop - part.start == x.shape[0] else x[part]
+
+
 class _Plan:
     """How the work is divided, and the arguments that all kernels share."""
 
@@ -202,7 +207,9 @@ class _Plan:
         tile = self.constants["ROWS"]
         self.lead = -self.first % tile
         self.matrix = tile * cdiv(queries, tile), tile * cdiv(self.lead + self.context, tile)
-        self.v = v[self.first :].tril(self.first)
+        self.v = v[self.first :]
+        if queries > 1:  # the last row has nothing above the diagonal
+            self.v = self.v.tril(self.first)
         if self.matrix != self.v.shape:
             after = self.matrix[1] - self.lead - self.context
             self.v = F.pad(self.v, (self.lead, after, 0, self.matrix[0] - queries))
@@ -211,16 +218,16 @@ class _Plan:
         """Yields a few windows: their slice, all their rows, 1 / norm of these, and memory for matrices of each."""
         count = cdiv(self.windows * self.matrix[0] * self.matrix[1] * self.z.element_size(), BYTES * matrices)
         size = cdiv(self.windows, count) if count else 0
-        memory = self.z.new_empty(matrices, size, *self.matrix)
+        memory = [self.z.new_empty(size, *self.matrix) for _ in range(matrices)]
         for start in range(0, self.windows, size or 1):
             part = slice(start, min(start + size, self.windows))
-            x = self.z[part]
+            x = _of(part, self.z)
             if self.shared:
                 x = torch.cat((self.prefix.expand(x.shape[0], -1, -1), x), dim=1)
             scales = x.new_empty(x.shape[:2], dtype=torch.float32)
             numbers = (scales.numel(), *x.shape[1:], *x.stride()[:2], EPS, math.inf)
             launch(norm_kernel, (cdiv(scales.numel(), 16),), x, scales, *numbers, ROWS=16, BK=256)
-            yield part, x, scales, memory[:, : x.shape[0]]
+            yield part, x, scales, [_of(slice(0, x.shape[0]), matrix) for matrix in memory]
 
     def launch(self, kernel, programs, *arguments, **constants):
         launch(kernel, (programs,), *arguments, **{**self.constants, **constants})
@@ -249,7 +256,7 @@ def contextualizer_triton(z, v, gate, prefix, queries):
             *x.stride()[:2],
             KEYS=keys,
         )
-        plan.mix(x, weights, None if gate is None else gate[part], out[part])
+        plan.mix(x, weights, None if gate is None else _of(part, gate), _of(part, out))
     return out
 
 

@@ -126,8 +126,7 @@ def gated_delta_wkv(
     one_token = k.shape[1] == 1 and cu_seqlens is None
     if one_token and backend in ("auto", "triton") and not needs_gradient(*floats, gate, bonus, weight, bias):
         norm = {"gate": gate, "bonus": bonus, "weight": weight, "bias": bias, "eps": eps}
-        out, state = _step(*floats, indices, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
-        return out.flatten(-2), state
+        return _step(*floats, indices, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
     out, state = _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=widest(*floats), backend=backend)
     with without_autocast(k):
         return gated_norm(out, r, k, v, gate, bonus, weight, bias, eps), state
@@ -200,9 +199,9 @@ def _step(
     eps=0.0,
 ):
     states = step_states(initial_state, inplace or indices is not None, v, (k.shape[0], *v.shape[2:], k.shape[-1]))
-    token = (x[:, 0] for x in (r, k, v, log_w, kappa, a))
+    token = r, k, v, log_w, kappa, a
     out = _delta_wkv_step(*token, *states, indices, gate, bonus, weight, bias, eps, out_dtype, backend)
-    return out.unsqueeze(1), states[1]
+    return out, states[1]
 
 
 def _check(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, inplace):

@@ -108,16 +108,19 @@ def delta_wkv_step_inplace(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """
-    One token in float32, followed by [`gated_norm`] if there is a gate: see [`delta_wkv_step`]. The state after it is
-    written to `new_state`, which also holds the state before it if `state` is None. With `indices` it is a pool.
+    Sequences of one token in float32, followed by [`gated_norm`] if there is a gate: see [`delta_wkv_step`]. The state
+    after it is written to `new_state`, which also holds the state before it if `state` is None. With `indices` it is a
+    pool.
     """
+    token = (x[:, 0] for x in (r, k, v, log_w, kappa, a))
     if indices is None:
         before = new_state if state is None else state
-        out, _ = delta_wkv_step(*cast(torch.float32, r, k, v, log_w, kappa, a, before), new_state)
+        out, _ = delta_wkv_step(*cast(torch.float32, *token, before), new_state)
     else:
-        out = delta_wkv_step_in_pool(r, k, v, log_w, kappa, a, new_state, indices)
+        out = delta_wkv_step_in_pool(*token, new_state, indices)
+    out = out.unsqueeze(1)
     if gate is not None:
-        out = gated_norm(out, r, k, v, gate.flatten(1), bonus, weight, bias, eps).view(v.shape)
+        out = gated_norm(out, r, k, v, gate, bonus, weight, bias, eps)
     return out.to(out_dtype)
 
 

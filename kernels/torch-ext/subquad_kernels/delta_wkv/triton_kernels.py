@@ -660,15 +660,15 @@ def delta_wkv_triton_step(
     r, k, v, log_w, kappa, a, state, new_state, indices, gate, bonus, weight, bias, eps, out_dtype
 ):
     """
-    One token: r, k, log_w, kappa, a (B, H, K), v (B, H, V), state (B, H, V, K) in float32; if it is None, `new_state`
-    holds it, at `indices` (B) if there are any. Writes the state after the token to `new_state`. Returns out
-    (B, H, V), after the norm, the bonus and the gate if there are `gate` (B, 1, H * V), `bonus` (H, K), `weight` and
-    `bias` (H * V).
+    One token: r, k, log_w, kappa, a (B, 1, H, K), v (B, 1, H, V), state (B, H, V, K) in float32; if it is None,
+    `new_state` holds it, at `indices` (B) if there are any. Writes the state after the token to `new_state`. Returns
+    out (B, 1, H, V), or if there are `gate` (B, 1, H * V), `bonus` (H, K), `weight` and `bias` (H * V), out after the
+    norm, the bonus and the gate (B, 1, H * V).
     """
     r, k, v, log_w, kappa, a = contiguous(r, k, v, log_w, kappa, a)
     gate, bonus, weight, bias = contiguous(gate, bonus, weight, bias)
-    batch, heads, key_size = k.shape
-    out = torch.empty_like(v, dtype=out_dtype)
+    batch, _, heads, key_size = k.shape
+    out = torch.empty_like(v if gate is None else gate, dtype=out_dtype)
     state = new_state if state is None else state
     block_k, block_v = next_power_of_2(key_size), next_power_of_2(v.shape[-1])
     launch(

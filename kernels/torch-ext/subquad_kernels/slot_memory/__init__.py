@@ -104,8 +104,7 @@ def slot_memory_state(
 def _step(q, k, v, log_f, initial_state, inplace, backend):
     shape = k.shape[0], k.shape[2], log_f.shape[-1], k.shape[-1] + v.shape[-1]
     states = step_states(initial_state, inplace, v, shape)
-    out = _slot_memory_step(q[:, 0], k[:, 0], v[:, 0], log_f[:, 0], *states, backend)
-    return out.unsqueeze(1), states[1]
+    return _slot_memory_step(q, k, v, log_f, *states, backend), states[1]
 
 
 def _check(q, k, v, log_f, initial_state, cu_seqlens, indices=None):

@@ -29,17 +29,17 @@ def slot_memory_step_inplace(
     new_state: torch.Tensor,
 ) -> torch.Tensor:
     """
-    One token in float32: q, k (B, H, K), v (B, H, V), log_f (B, H, M), state (B, H, M, K + V). The state after it is
-    written to `new_state`, which also holds the state before it if `state` is None.
+    One token in float32: q, k (B, 1, H, K), v (B, 1, H, V), log_f (B, 1, H, M), state (B, H, M, K + V). The state
+    after it is written to `new_state`, which also holds the state before it if `state` is None.
     """
     dtype, state = v.dtype, new_state if state is None else state
-    q, k, v, log_f = cast(torch.float32, q, k, v, log_f)
+    q, k, v, log_f = cast(torch.float32, *(x[:, 0] for x in (q, k, v, log_f)))
     written = torch.cat((k, v), -1).unsqueeze(-2)
     # state + p (written - state): one pass over the state, in which a row keeps its exact value if p is 0.
     torch.lerp(state, written, -log_f.expm1().unsqueeze(-1), out=new_state)
     slot_keys, slot_values = new_state.split((k.shape[-1], v.shape[-1]), -1)
     z = q.unsqueeze(-2) @ slot_keys.mT
-    return (z.softmax(-1) @ slot_values).squeeze(-2).to(dtype)
+    return (z.softmax(-1) @ slot_values).transpose(1, 2).to(dtype)
 
 
 def _decays(log_f):

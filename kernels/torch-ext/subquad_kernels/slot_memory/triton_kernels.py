@@ -265,12 +265,12 @@ def slot_memory_triton_state(k, v, log_f, initial_state, cu_seqlens):
 
 def slot_memory_triton_step(q, k, v, log_f, state, new_state):
     """
-    One token: q, k (B, H, K), v (B, H, V), log_f (B, H, M), state (B, H, M, K + V) in float32. If the state is None,
-    `new_state` holds it, and only the slots that the token writes to are stored. Writes the state after the token to
-    `new_state`. Returns out (B, H, V) in the dtype of v.
+    One token: q, k (B, 1, H, K), v (B, 1, H, V), log_f (B, 1, H, M), state (B, H, M, K + V) in float32. If the state
+    is None, `new_state` holds it, and only the slots that the token writes to are stored. Writes the state after the
+    token to `new_state`. Returns out (B, 1, H, V) in the dtype of v.
     """
     q, k, v, log_f = contiguous(q, k, v, log_f)
-    heads, key_size = k.shape[0] * k.shape[1], k.shape[2]
+    heads, key_size = k.shape[0] * k.shape[2], k.shape[3]
     value_size, slots = v.shape[-1], log_f.shape[-1]
     before = new_state if state is None else state
     logits, out = torch.empty_like(log_f, dtype=torch.float32), torch.empty_like(v)

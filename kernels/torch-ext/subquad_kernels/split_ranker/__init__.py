@@ -51,7 +51,8 @@ def maxsim(
     """
     _check(queries, splits, number, first)
     backend = choose_backend("maxsim", backend, BACKENDS, queries)
-    queries, splits = queries.detach(), splits.detach()
+    if needs_gradient(queries, splits):
+        queries, splits = queries.detach(), splits.detach()
     if backend == "reference":
         return maxsim_reference(queries, splits, number, first).to(widest(queries))
     return _maxsim(queries, splits, number, first, backend)

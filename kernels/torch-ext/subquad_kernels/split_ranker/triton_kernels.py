@@ -188,7 +188,7 @@ def _several_kernel(
 
 def _rows(x):
     """x, or a copy if its rows are not contiguous."""
-    return x if x[:1].is_contiguous() else x.contiguous()
+    return x if x.is_contiguous() or x[:1].is_contiguous() else x.contiguous()
 
 
 def maxsim_triton(

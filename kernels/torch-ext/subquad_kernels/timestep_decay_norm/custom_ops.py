@@ -25,13 +25,9 @@ def _triton():
 
 
 def _triton_step():
-    from .triton_kernels import timestep_decay_norm_triton
+    from .triton_kernels import timestep_decay_norm_triton_step
 
-    def step(x, weight, bias, state, new_state, *others):
-        before = new_state if state is None else state
-        return timestep_decay_norm_triton(x, weight, bias, before, *others, 1, final=new_state)[0]
-
-    return (step,)
+    return (timestep_decay_norm_triton_step,)
 
 
 def _fake(x, weight, bias, initial_state, starts, real, groups, beta1, beta2, eps):

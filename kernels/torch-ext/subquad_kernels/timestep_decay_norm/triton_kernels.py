@@ -9,6 +9,8 @@ the gradient of the statistics, from the last strip to the first. A single strip
 A decay is kept as beta^n - 1, because the rounding of beta would show in a mean over ten thousand tokens.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -360,37 +362,34 @@ def _backward_kernel(
         _store_state(grad_initial, row, group, groups, m, v, tl.zeros_like(m))
 
 
+@functools.lru_cache
+def _divide(batch, length, strips, groups, size, strip, programs):
+    """The grid and the constants of the kernels, for a device that runs that many programs."""
+    tokens, block = min(strip, next_power_of_2(length)), next_power_of_2(size)
+    # Limits for the values of a tile, and of a scan, which has six tensors.
+    block_groups = min(next_power_of_2(groups), max(min(4096 // block, 512) // tokens, 1))
+    while block_groups > 1 and batch * strips * cdiv(groups, block_groups) < programs:
+        block_groups //= 2
+    num_warps = min(max(tokens * block_groups * block // 1024, 1), 8)
+    constants = {"TOKENS": tokens, "GROUPS": block_groups, "SIZE": block, "num_warps": num_warps}
+    return (batch * strips * cdiv(groups, block_groups),), constants
+
+
 class _Plan:
     """How the work is divided. `strip`: the number of tokens of a strip, as many as a program can hold."""
 
     def __init__(self, x, starts, real, groups, beta1, beta2, strip):
-        batch, self.length, width = x.shape
+        self.batch, self.length, width = x.shape
         self.groups, self.size = groups, width // groups
-        self.batch, self.starts, self.real = batch, starts, real
+        self.starts, self.real = starts, real
         self.starts_stride = 0 if starts is None or starts.shape[0] == 1 else self.length
         self.logs, self.gains = (log(beta1), log(beta2)), (1 - beta1, 1 - beta2)
         self.strips = cdiv(self.length, strip)
-        self.tokens = min(strip, next_power_of_2(self.length))
-        self.block = next_power_of_2(self.size)
-        # Limits for the values of a tile, and of a scan, which has six tensors.
-        self.block_groups = min(next_power_of_2(groups), max(min(4096 // self.block, 512) // self.tokens, 1))
-        while self.block_groups > 1 and self._programs() < multiprocessors(x):
-            self.block_groups //= 2
-        self.num_warps = min(max(self.tokens * self.block_groups * self.block // 1024, 1), 8)
-
-    def _programs(self):
-        return self.batch * self.strips * cdiv(self.groups, self.block_groups)
+        numbers = self.batch, self.length, self.strips, groups, self.size, strip
+        self.grid, self.constants = _divide(*numbers, multiprocessors(x))
 
     def launch(self, kernel, *arguments):
-        launch(
-            kernel,
-            (self._programs(),),
-            *arguments,
-            TOKENS=self.tokens,
-            GROUPS=self.block_groups,
-            SIZE=self.block,
-            num_warps=self.num_warps,
-        )
+        launch(kernel, self.grid, *arguments, **self.constants)
 
     @property
     def sizes(self):
@@ -414,19 +413,15 @@ class _Plan:
         )
 
 
-def timestep_decay_norm_triton(
-    x, weight, bias, initial_state, starts, real, groups, beta1, beta2, eps, strip, final=None
-):
+def timestep_decay_norm_triton(x, weight, bias, initial_state, starts, real, groups, beta1, beta2, eps, strip):
     """
     Computes [`subquad_kernels.timestep_decay_norm`]. Also returns the states that enter the strips but the first, in a
-    tensor (B, strips + 1, 3, groups) with room for two more. The last state is written to `final`, if it is given;
-    with a single strip it may be `initial_state`.
+    tensor (B, strips + 1, 3, groups) with room for two more.
     """
     x, weight, bias, initial_state, starts, real = contiguous(x, weight, bias, initial_state, starts, real)
     plan = _Plan(x, starts, real, groups, beta1, beta2, strip)
     out = torch.empty_like(x)
-    if final is None:
-        final = x.new_empty(x.shape[0], 3, groups, dtype=torch.float32)
+    final = x.new_empty(x.shape[0], 3, groups, dtype=torch.float32)
     entering = x.new_zeros(x.shape[0], plan.strips + 1, 3, groups, dtype=torch.float32)
     if plan.strips > 1:
         added = plan.added(x)
@@ -438,6 +433,20 @@ def timestep_decay_norm_triton(
         *(*plan.sizes, *plan.logs, *plan.gains, eps),
     )
     return out, final, entering
+
+
+def timestep_decay_norm_triton_step(x, weight, bias, state, new_state, starts, real, groups, beta1, beta2, eps):
+    """
+    One token: x (B, 1, D), state (B, 3, groups) in float32; if it is None, `new_state` holds it. Writes the state
+    after the token to `new_state`. Returns out (B, 1, D).
+    """
+    x, weight, bias, starts, real = contiguous(x, weight, bias, starts, real)
+    plan, out = _Plan(x, starts, real, groups, beta1, beta2, 1), torch.empty_like(x)
+    # There is one strip. The kernel reads nothing of the states that enter others, for which `new_state` stands.
+    states = new_state if state is None else state, new_state
+    numbers = *plan.sizes, *plan.logs, *plan.gains, eps
+    plan.launch(_forward_kernel, x, weight, bias, *states, starts, real, out, new_state, *numbers)
+    return out
 
 
 def timestep_decay_norm_triton_backward(

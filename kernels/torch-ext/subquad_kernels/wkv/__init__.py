@@ -8,7 +8,7 @@ from ..documents import count_documents
 from ..group_norm_gate import group_norm_gate
 from ..state_pool import check_indices, count_states, in_copies
 from .custom_ops import _wkv, _wkv_step
-from .eager import wkv_step, wkv_step_in_pool
+from .eager import only_token, wkv_step, wkv_step_in_pool
 from .masks import masks_for
 from .reference import wkv_reference
 
@@ -112,8 +112,7 @@ def gated_wkv(
     one_token = k.shape[1] == 1 and cu_seqlens is None
     if one_token and backend in ("auto", "triton") and not needs_gradient(*floats, gate, weight, bias):
         norm = {"gate": gate, "weight": weight, "bias": bias, "eps": eps}
-        out, state = _step(*floats, indices, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
-        return out.flatten(-2), state
+        return _step(*floats, indices, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
     out, state = _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=widest(*floats), backend=backend)
     return group_norm_gate(out, gate, weight, bias, eps, backend=backend), state
 
@@ -137,7 +136,7 @@ def _run(r, k, v, log_w, u, initial_state, cu_seqlens, indices, *, inplace, out_
         return _step(*floats, indices, inplace=inplace, out_dtype=out_dtype, backend=backend)
     if indices is not None and one_token and backend == "eager":
         with without_autocast(k):
-            out = wkv_step_in_pool(*_token(r, k, v, log_w), u, initial_state, indices)
+            out = wkv_step_in_pool(*only_token(r, k, v, log_w), u, initial_state, indices)
         return out.unsqueeze(1).to(out_dtype), initial_state
     if indices is not None:
         tokens, options = floats[:-1], {"inplace": False, "out_dtype": out_dtype, "backend": backend}
@@ -153,7 +152,7 @@ def _run(r, k, v, log_w, u, initial_state, cu_seqlens, indices, *, inplace, out_
             else:
                 overwritten = before if inplace and before is initial_state else None
                 before = v.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1]) if before is None else before
-                out, state = wkv_step(*_token(r, k, v, log_w), u, before, overwritten)
+                out, state = wkv_step(*only_token(r, k, v, log_w), u, before, overwritten)
                 out = out.unsqueeze(1)
         out = out.to(out_dtype)
     return out, initial_state.copy_(state) if inplace and state is not initial_state else state
@@ -177,13 +176,8 @@ def _step(
     eps=0.0,
 ):
     states = step_states(initial_state, inplace or indices is not None, v, (k.shape[0], *k.shape[2:], v.shape[-1]))
-    out = _wkv_step(*_token(r, k, v, log_w), u, *states, indices, gate, weight, bias, eps, out_dtype, backend)
-    return out.unsqueeze(1), states[1]
-
-
-def _token(r, k, v, log_w):
-    """The only token, without the time axis, which a static decay does not have."""
-    return r[:, 0], k[:, 0], v[:, 0], log_w if log_w.dim() == 2 else log_w[:, 0]
+    out = _wkv_step(r, k, v, log_w, u, *states, indices, gate, weight, bias, eps, out_dtype, backend)
+    return out, states[1]
 
 
 def _check(r, k, v, log_w, u, initial_state, cu_seqlens, indices, inplace):

@@ -13,6 +13,13 @@ from ..group_norm_gate.eager import group_norm_gate_eager
 from ..state_pool import step_in_pool
 
 
+def only_token(
+    r: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_w: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sequences of one token without the time axis, which a static decay does not have."""
+    return r[:, 0], k[:, 0], v[:, 0], log_w if log_w.dim() == 2 else log_w[:, 0]
+
+
 def wkv_step(
     r: torch.Tensor,
     k: torch.Tensor,
@@ -66,16 +73,19 @@ def wkv_step_inplace(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """
-    One token in float32, followed by the norm and the gate if there is one: see [`wkv_step`]. The state after it is
-    written to `new_state`, which also holds the state before it if `state` is None. With `indices` it is a pool.
+    Sequences of one token in float32, followed by the norm and the gate if there is one: see [`wkv_step`]. The state
+    after it is written to `new_state`, which also holds the state before it if `state` is None. With `indices` it is a
+    pool.
     """
+    token = only_token(r, k, v, log_w)
     if indices is None:
         before = new_state if state is None else state
-        out, _ = wkv_step(*cast(torch.float32, r, k, v, log_w, u, before), new_state)
+        out, _ = wkv_step(*cast(torch.float32, *token, u, before), new_state)
     else:
-        out = wkv_step_in_pool(r, k, v, log_w, u, new_state, indices)
+        out = wkv_step_in_pool(*token, u, new_state, indices)
+    out = out.unsqueeze(1)
     if gate is not None:
-        out = group_norm_gate_eager(out, gate, weight, bias, eps).view(v.shape)
+        out = group_norm_gate_eager(out, gate, weight, bias, eps)
     return out.to(out_dtype)
 
 

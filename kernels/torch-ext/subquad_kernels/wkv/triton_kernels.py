@@ -556,14 +556,14 @@ def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, 
 
 def wkv_triton_step(r, k, v, log_w, u, state, new_state, indices, gate, weight, bias, eps, out_dtype):
     """
-    One token: r, k (B, H, K), v (B, H, V), log_w (B, H, K) or (H, K), u (H, K), state (B, H, K, V) in float32; if it
-    is None, `new_state` holds it, at `indices` (B) if there are any. Writes the state after the token to
-    `new_state`. Returns out (B, H, V), after the norm and the gate if there are `gate` (B, 1, H * V), `weight` and
-    `bias` (H * V).
+    One token: r, k (B, 1, H, K), v (B, 1, H, V), log_w (B, 1, H, K) or (H, K), u (H, K), state (B, H, K, V) in
+    float32; if it is None, `new_state` holds it, at `indices` (B) if there are any. Writes the state after the token
+    to `new_state`. Returns out (B, 1, H, V), or if there are `gate` (B, 1, H * V), `weight` and `bias` (H * V), out
+    after the norm and the gate (B, 1, H * V).
     """
     r, k, v, log_w, u, gate, weight, bias = contiguous(r, k, v, log_w, u, gate, weight, bias)
-    batch, heads, key_size = k.shape
-    out = torch.empty_like(v, dtype=out_dtype)
+    batch, _, heads, key_size = k.shape
+    out = torch.empty_like(v if gate is None else gate, dtype=out_dtype)
     state = new_state if state is None else state
     launch(
         _decode_kernel,
