@@ -78,6 +78,15 @@ def test_gated(dtype, length, inplace, backend):
 
 
 @EACH
+def test_a_first_token_in_16_bits(backend):
+    inputs = make(2, 1, dtype=torch.bfloat16) | {"initial_state": None}
+    expected, state = delta_wkv(**inputs, backend="reference")
+    found, after = delta_wkv(**inputs, backend=backend)
+    assert (found.dtype, after.dtype) == (torch.bfloat16, torch.float32)
+    assert relative_error(found, expected.double()) < 8e-3 and relative_error(after, state.double()) < 1e-5
+
+
+@EACH
 @pytest.mark.parametrize("length", [1, 20])
 def test_gradients_of_the_gated_recurrence(length, backend):
     inputs = make(2, length)

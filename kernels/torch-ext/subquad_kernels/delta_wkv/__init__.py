@@ -172,7 +172,8 @@ def _run(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, *, inplac
                 out, state = delta_wkv_reference(*tokens, before, cu_seqlens)
             else:
                 overwritten = before if inplace and before is initial_state else None
-                before = v.new_zeros(k.shape[0], *v.shape[2:], k.shape[-1]) if before is None else before
+                if before is None:
+                    before = tokens[0].new_zeros(k.shape[0], *v.shape[2:], k.shape[-1])
                 out, state = delta_wkv_step(*(x[:, 0] for x in tokens), before, overwritten)
                 out = out.unsqueeze(1)
         out = out.to(out_dtype)
