@@ -58,7 +58,7 @@ def multiplies(dtype: torch.dtype) -> bool:
 def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a product is computed eagerly on a CPU, in one of three dtypes, and without gradients."""
     return (
-        x.device.type == "cpu"
+        x.is_cpu
         and x.dtype == weight.dtype
         and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and not torch.is_grad_enabled()

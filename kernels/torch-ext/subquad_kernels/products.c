@@ -125,8 +125,6 @@ INLINE void widen(int dtype, const void *x, ptrdiff_t rows, ptrdiff_t width, flo
 
 /* A thread takes so many outputs at a time. */
 #define PART 64
-/* Bytes between what is read and what is fetched from memory. */
-#define AHEAD 512
 
 /*
  * One row of the weight times ROWS rows of x; the sums are PART numbers apart. It reads the weight from its beginning
@@ -137,17 +135,14 @@ INLINE void dot_products(
 {
     floats sums[4][4] = {{{0}}};
     ptrdiff_t i = 0;
-    for (; i + STEPS * LANES <= width; i += STEPS * LANES) {
+    for (; i + STEPS * LANES <= width; i += STEPS * LANES)
 #pragma GCC unroll 4
         for (int s = 0; s < STEPS; s++) {
             floats w = load(dtype, weight, i + s * LANES);
-            if (s * LANES * size_of(dtype) % 64 == 0)
-                __builtin_prefetch(weight + (i + s * LANES) * size_of(dtype) + AHEAD);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++)
                 sums[r][s] += w * load(FLOAT32, x + r * padded, i + s * LANES);
         }
-    }
     for (; i < width; i += LANES) {
         floats w = i + LANES <= width ? load(dtype, weight, i) : load_part(dtype, weight, i, width - i);
 #pragma GCC unroll 4
