@@ -64,10 +64,10 @@ def gated_norm(
     gate (..., H * V).
     """
     r, k, v, bonus, weight, bias = cast(out.dtype, r, k, v, bonus, weight, bias)
-    normed = F.layer_norm(out, out.shape[-1:], eps=eps).flatten(-2)
-    normed = torch.addcmul(bias, normed, weight)
-    normed = normed + ((r * bonus * k).sum(-1, keepdim=True) * v).flatten(-2)
-    return normed.to(gate.dtype) * gate
+    normed = F.layer_norm(out, out.shape[-1:], eps=eps)
+    normed = torch.addcmul(bias.view(v.shape[-2:]), normed, weight.view(v.shape[-2:]))
+    normed = torch.addcmul(normed, (r * bonus * k).sum(-1, keepdim=True), v)
+    return normed.flatten(-2).to(gate.dtype) * gate
 
 
 def delta_wkv_step_in_pool(

@@ -111,12 +111,13 @@ class Rwkv7TimeMixing(nn.Module):
             v_first = v
         else:
             mix = torch.sigmoid(local_part(self.v0) + times_own_columns(matmul(x_v, self.v1), self.v2))
-            v = v + (v_first - v) * mix
+            v = torch.addcmul(v, v_first - v, mix)
 
         heads = (*x.shape[:2], -1, self.head_size)
         kappa = (k * local_part(self.k_k)).view(heads)
         kappa = F.normalize(wide(kappa), dim=-1, eps=1e-12).to(k.dtype)
-        k = k * (1 + (a - 1) * local_part(self.k_a))
+        k_a = local_part(self.k_a)
+        k = k * torch.addcmul(1 - k_a, a, k_a)  # k (1 + (a - 1) k_a)
         # Padding neither adds to the state nor removes from it nor decays it.
         k, kappa, log_w = tokens.erase(k.view(heads)), tokens.erase(kappa), tokens.erase(log_w.view(heads))
         v, a = v.view(heads), a.view(heads)
