@@ -10,6 +10,7 @@ are. In a program, it takes one argument:
     config = TorchAoConfig(Int8WeightOnlyConfig())  # from transformers, from torchao.quantization
     model = AutoModelForCausalLM.from_pretrained("my-raven", quantization_config=config)
 
+subquad-int8  8 bits per weight and per activation, embeddings and head too, for inference on a CPU (of this package).
 int8          8 bits per weight, a scale for each output of a layer (torchao). LoRA trains on it.
 int8-dynamic  the same, and 8 bits per activation, a scale for each token (torchao). For inference only: gradients do
               not pass through it.
@@ -43,6 +44,8 @@ from shared import model_directory, require
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 from transformers.utils import logging as transformers_logging
 
+import subquad
+
 
 require("torchao", extra="tools")
 
@@ -51,6 +54,7 @@ from torchao import quantization as ao  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")
 METHODS = {
+    "subquad-int8": lambda dtype, device: subquad.Int8Config(),
     "int8": lambda dtype, device: TorchAoConfig(ao.Int8WeightOnlyConfig()),
     "int8-dynamic": lambda dtype, device: TorchAoConfig(ao.Int8DynamicActivationInt8WeightConfig()),
     "int4": lambda dtype, device: TorchAoConfig(

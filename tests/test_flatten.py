@@ -16,7 +16,7 @@ LIMITS = {
     "rwkv6": 6100,
     "rwkv7": 5800,
     "avey": 5100,
-    "avey-b": 3750,
+    "avey-b": 3800,
     "raven": 6400,
     "gecko": 8450,
     "visual_rwkv": 6700,

@@ -11,7 +11,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 import subquad
+import subquad.int8
 from subquad.foreign_files import check_links
+from subquad.weight_files import check_finite
 
 from .checkpoint import Checkpoint, read_json
 from .errors import ConversionError, as_conversion_error
@@ -114,6 +116,7 @@ def convert(
     config: str | os.PathLike | None = None,
     tokenizer: str | os.PathLike = "auto",
     dtype: str = "keep",
+    quantize: str | None = None,
     head_size_divisor: int | None = None,
     vision_tower: str | os.PathLike | None = None,
     grid_size: int | None = None,
@@ -145,6 +148,8 @@ def convert(
         tokenizer: `auto`, `rwkv-world`, `bytes`, `none`, or a directory whose tokenizer files are copied. `auto`
             copies those of a Hub model, and otherwise goes by its type and the size of the vocabulary.
         dtype: `keep`, `float32`, `bfloat16` or `float16`, for every tensor, those of the decay included.
+        quantize: `int8` rounds the weights of linear layers and embeddings to 8 bits, see [`subquad.Int8Config`]. The
+            other tensors are float32 then, unless `dtype` says otherwise.
         head_size_divisor: sets that field of Eagle's or Finch's configuration. No tensor tells it; 8 by default.
         vision_tower: directory of the CLIP model whose vision tower a VisualRWKV was trained with, if the source has
             none; its files also tell how images are prepared.
@@ -159,6 +164,12 @@ def convert(
     vision_tower = None if vision_tower is None else Path(vision_tower)
     if dtype != "keep" and dtype not in OUTPUT_DTYPES:
         raise ConversionError(f"`dtype` must be one of keep, {', '.join(OUTPUT_DTYPES)}; got {dtype!r}.")
+    if quantize not in (None, "int8"):
+        raise ConversionError(f"`quantize` must be int8, got {quantize!r}.")
+    if quantize is not None and to != "directory":
+        raise ConversionError(f"`quantize` is for a directory of this package, not for {to}.")
+    if quantize is not None and dtype == "keep":
+        dtype = "float32"
     if head_size_divisor is not None and head_size_divisor < 1:
         raise ConversionError(f"`head_size_divisor` must be at least 1, got {head_size_divisor}.")
     shard_size = parse_size(SHARD_SIZE if max_shard_size is None else max_shard_size)
@@ -211,6 +222,8 @@ def convert(
         untold = [name for name in chosen.token_ids if told.get(name) is None and hasattr(text_class, name)]
         given = known.with_text_fields(given, {name: chosen.token_ids[name] for name in untold})
         model_config = _build_config(known, given, plan.sizes, dtype)
+        if quantize is not None:
+            outputs = _quantized(outputs, model_config)
         generation_config = None
         if to not in FILES and subquad.lm_auto_class(known.model_type) != "AutoModelForMaskedLM":
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
@@ -238,12 +251,33 @@ def convert(
             config=model_config,
             directory=written.directory,
             files=written.files,
-            parameters=sum(output.elements for output in outputs),
+            parameters=sum(output.elements for output in outputs if not output.name.endswith(subquad.int8.SCALE)),
             bytes=written.bytes,
-            dtype=written.dtype or dtype,
+            dtype=written.dtype or quantize or dtype,
             tokenizer=written.tokenizer,
             notes=notes + written.notes,
         )
+
+
+def _quantized(outputs: list[OutputTensor], config: PreTrainedConfig) -> list[OutputTensor]:
+    """The tensors of a model with 8-bit weights, which its configuration then tells."""
+    names = subquad.int8.quantized_weights(config)
+    config.quantization_config = subquad.Int8Config().to_dict()
+
+    def part(output: OutputTensor, number: int) -> torch.Tensor:
+        weight = output.fetch()
+        check_finite(output.name, weight)
+        return subquad.int8.quantize_rows(weight.reshape(output.shape))[number]
+
+    quantized = []
+    for output in outputs:
+        if output.name not in names:
+            quantized.append(output)
+            continue
+        scale = f"{output.name.removesuffix('weight')}{subquad.int8.SCALE}"
+        quantized.append(OutputTensor(output.name, output.shape, torch.int8, partial(part, output, 0)))
+        quantized.append(OutputTensor(scale, output.shape[:1], torch.float32, partial(part, output, 1)))
+    return quantized
 
 
 def _fetch(checkpoint: Checkpoint, tensor: PlannedTensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from subquad.weight_files import DTYPES, check_finite
 from .errors import ConversionError
 
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int8: "I8"}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 PIECE = 1 << 18  # elements that are cast and written at a time
 
@@ -160,6 +160,9 @@ def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _pieces(tensor: OutputTensor) -> Iterator[torch.Tensor]:
     """The tensor's elements in order and in its dtype, some at a time."""
     for stored in _flat(tensor.fetch().detach()):
+        if not tensor.dtype.is_floating_point:
+            yield stored
+            continue
         piece = stored.to(tensor.dtype)
         narrower = torch.finfo(tensor.dtype).max < torch.finfo(stored.dtype).max
         if narrower and not torch.equal(piece.isfinite(), stored.isfinite()):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .cache import RecurrentCache as RecurrentCache
     from .identity import identify as identify
     from .info import embedded_model as embedded_model
+    from .int8 import Int8Config as Int8Config
     from .models import *
     from .prefix_cache import PrefixCache as PrefixCache
     from .presets import PRESETS as PRESETS
@@ -38,6 +39,7 @@ PROCESSORS: dict[str, str] = {
 }
 # Public name to the module that defines it. They are imported when they are first used.
 _EXPORTS = {
+    "Int8Config": "subquad.int8",
     "PRESETS": "subquad.presets",
     "PrefixCache": "subquad.prefix_cache",
     "QuestionAnsweringPipeline": "subquad.question_answering",

@@ -163,6 +163,8 @@ class Architecture:
         processor: name of the class behind `AutoProcessor`, for models that read images.
         tunable_state: see [`TunableState`]; None if state tuning cannot train the state.
         onnx: the exported functions that ONNX can express: "prefill", "decode".
+        float_layers: the linear layers that stay in floating point if the others get 8-bit weights, as parts of their
+            names: routers, and what decides how fast a state decays.
         inspection: the module in the folder that shows what the memory holds after a text, for
             `subquad inspect-memory`; None if there is none.
     """
@@ -184,6 +186,7 @@ class Architecture:
     tunable_state: TunableState | None = None
     onnx: tuple[str, ...] = ()
     inspection: str | None = None
+    float_layers: tuple[str, ...] = ()
 
     @property
     def package(self) -> str:

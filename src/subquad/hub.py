@@ -22,7 +22,7 @@ from .models import REGISTRY
 
 
 if TYPE_CHECKING:
-    from transformers import ProcessorMixin
+    from transformers import PreTrainedConfig, ProcessorMixin
 
 logger = logging.get_logger(__name__)
 
@@ -33,6 +33,21 @@ def _write(path: Path, text: str) -> None:
 
 def _write_json(path: Path, fields: dict[str, Any]) -> None:
     _write(path, json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def check_portable(config: "PreTrainedConfig", name: str | os.PathLike) -> None:
+    """
+    Raises:
+        ValueError: if only this package can compute with the weights, which its code in a repository cannot.
+    """
+    method = getattr(config, "quantization_config", None) or {}
+    method = method if isinstance(method, dict) else method.to_dict()
+    if method.get("quant_method") == "subquad_int8":
+        raise ValueError(
+            f"{name} has weights in subquad_int8, which need the package subquad: there is no repository of them that "
+            "loads without it. Export the model that they were made from; `from_pretrained(..., "
+            "quantization_config=subquad.Int8Config())` rounds it while it loads."
+        )
 
 
 def add_model_code(directory: str | os.PathLike) -> None:
@@ -129,6 +144,7 @@ def export(
     if source.is_dir():
         check_links(source)
     config = check_model(source)
+    check_portable(config, source)
     weights = weights_of(source)
     size = 0 if link_weights else sum(path.stat().st_size for path in weights)
     with new_directory(destination, size) as partial:

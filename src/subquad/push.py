@@ -110,8 +110,10 @@ def save_model(
     `save_pretrained` of the models. It calls that of transformers, `save`, and adds the model's code if
     `self_contained`, or if the model was loaded from a directory with its code.
     """
-    from .hub import add_model_code
+    from .hub import add_model_code, check_portable
 
+    if self_contained:
+        check_portable(model.config, "the model")
     hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
     save(save_directory, is_main_process, state_dict, False, *args, **kwargs)
     if not is_main_process:

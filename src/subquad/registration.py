@@ -147,6 +147,15 @@ def _register_gguf(module: ModuleType) -> None:
         module.GGUF_CONFIG_ARCHS.setdefault(model_type, refuse)
 
 
+def _register_int8(module: ModuleType) -> None:
+    for table, name in (
+        ("AUTO_QUANTIZATION_CONFIG_MAPPING", "Int8Config"),
+        ("AUTO_QUANTIZER_MAPPING", "Int8Quantizer"),
+    ):
+        if not isinstance(getattr(module, table), LazyClasses):
+            setattr(module, table, LazyClasses(getattr(module, table), {"subquad_int8": f"subquad.int8.{name}"}))
+
+
 _AUTO = "transformers.models.auto."
 # Module of transformers or PEFT to what is registered each time that it is imported.
 _TABLES: dict[str, Callable[[ModuleType], None]] = {
@@ -155,6 +164,7 @@ _TABLES: dict[str, Callable[[ModuleType], None]] = {
     f"{_AUTO}modeling_auto": _register_models,
     f"{_AUTO}processing_auto": _register_processors,
     "transformers.integrations.gguf.gguf_config_mapping": _register_gguf,
+    "transformers.quantizers.auto": _register_int8,
     "transformers.pipelines": _register_pipelines,
     "peft.utils.constants": _register_adapters,
     "peft": _register_state_tuning,

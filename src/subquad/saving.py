@@ -89,6 +89,8 @@ class SavedPreTrainedModel(PreTrainedModel):
                 f"{path}: {name} has the shape {tuple(stored)}, but that of the configuration's model is "
                 f"{tuple(expected)}. `ignore_mismatched_sizes=True` initialises such weights."
             )
+        if hasattr(load_config.hf_quantizer, "check_loaded"):
+            load_config.hf_quantizer.check_loaded(model, loading_info.missing_keys)
         prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
         loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info, *args, **kwargs)
         body = sorted(name for name in loading_info.missing_keys if name.startswith(prefix))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from subquad_kernels import linear, matmul, native
+from subquad_kernels import int8_linear, linear, matmul, native
 
 
 AVAILABLE, REASON = native.explain()
@@ -69,6 +69,26 @@ def tolerance(dtype, x, weight):
     """Of sums in float32 that are rounded to the dtype."""
     largest = (x.double().abs() @ weight.double().abs().T).max() + 4
     return largest * (2e-7 if dtype == torch.float32 else torch.finfo(dtype).eps / 2 + 2e-7)
+
+
+@needs_library
+@pytest.mark.parametrize("width", [1, 7, 64, 65, 300])
+def test_8_bit_weights_give_what_torch_gives(library, width, monkeypatch):
+    """To the last bit, for any number of rows, and in rows that are zero, infinite or NaN."""
+    monkeypatch.setattr(sys.modules["subquad_kernels.int8_linear"], "_by_library", lambda *tensors: None)
+    largest = 127 if sys.modules["subquad_kernels.int8_linear"].adds_exactly() else 63
+    torch.manual_seed(width)
+    for rows in (1, 2, 3, 4, 9):
+        x = random(rows, width, dtype=torch.float32, offset=1) * 3
+        x[-1] = 2
+        if rows == 9:
+            x[0], x[1, 0], x[2, -1] = 0, torch.nan, -torch.inf
+        for outputs in (1, 66, 129):
+            weight = torch.randint(-127, 128, (outputs, width), dtype=torch.int8)
+            weight[0] = 127
+            scale = torch.rand(outputs)
+            out = library.int8_linear(x, weight, scale, largest)
+            torch.testing.assert_close(out, int8_linear(x, weight, scale), rtol=0, atol=0, equal_nan=True)
 
 
 @needs_library

@@ -7,6 +7,7 @@ from .contextualizer import contextualizer
 from .delta_wkv import delta_wkv, delta_wkv_state, gated_delta_wkv
 from .dynamic_mixing import dynamic_mixing
 from .group_norm_gate import group_norm_gate
+from .int8_linear import int8_linear, quantize_rows
 from .linear import linear, matmul
 from .slot_memory import slot_memory, slot_memory_state
 from .slot_routing import slot_routing
@@ -29,9 +30,11 @@ __all__ = [
     "gated_delta_wkv",
     "gated_wkv",
     "group_norm_gate",
+    "int8_linear",
     "linear",
     "matmul",
     "maxsim",
+    "quantize_rows",
     "slot_memory",
     "slot_memory_state",
     "slot_routing",

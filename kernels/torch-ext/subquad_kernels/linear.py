@@ -71,7 +71,7 @@ def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def _fits_library(x: torch.Tensor, weight: torch.Tensor, inner: int, bias: torch.Tensor | None = None) -> bool:
+def fits_library(x: torch.Tensor, weight: torch.Tensor, inner: int, bias: torch.Tensor | None = None) -> bool:
     """
     Whether the library of `native.py` may read the memory of plain tensors: no mode or transformation of torch wants
     to see the product, there are few rows, and what is read lies in one piece. `inner` is the dimension of the weight
@@ -114,7 +114,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if _is_plain(x, weight):
         work, width = x.numel() * weight.shape[0], x.shape[-1]
         rows = x.numel() // width
-        if rows <= MOST_ROWS and weight.dim() == 2 and _fits_library(x, weight, 1, bias):
+        if rows <= MOST_ROWS and weight.dim() == 2 and fits_library(x, weight, 1, bias):
             found = library()
             if found and x.dtype in found.dtypes and (out := found.linear(x, weight, bias)) is not None:
                 return out
@@ -141,7 +141,7 @@ def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if _is_plain(x, y):
         # The matrix y is read again for every row.
         rows = x.numel() // x.shape[-1] if y.dim() == 2 else x.shape[-2] if x.shape[:-2] == y.shape[:-2] else 0
-        if 0 < rows <= _FEW_ROWS and _fits_library(x, y, -2):
+        if 0 < rows <= _FEW_ROWS and fits_library(x, y, -2):
             found = library()
             if found and x.dtype in found.dtypes:
                 return found.matmul(x, y)

@@ -46,6 +46,8 @@ class Library:
         loaded = ctypes.CDLL(str(path))
         pointer, size = ctypes.c_void_p, ctypes.c_ssize_t
         self._linear, self._matmul = loaded.subquad_linear, loaded.subquad_matmul
+        self._int8_linear = loaded.subquad_int8_linear
+        self._int8_linear.argtypes = [*4 * [pointer], *3 * [size], ctypes.c_int, ctypes.c_uint, pointer]
         self._linear.argtypes = [ctypes.c_int, *4 * [pointer], *3 * [size], ctypes.c_uint, pointer]
         self._matmul.argtypes = [ctypes.c_int, *3 * [pointer], *4 * [size]]
         self._matmul.restype = None
@@ -67,6 +69,20 @@ class Library:
         failed = self._linear(
             self.dtypes[x.dtype], x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
             out.data_ptr(), x.numel() // width, outputs, width, threads, self._parallel,
+        )  # fmt: skip
+        return None if failed else out
+
+    def int8_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, largest: int
+    ) -> torch.Tensor | None:
+        """[`subquad_kernels.int8_linear`] of x in float32, rounded to integers up to `largest`, without a bias."""
+        outputs, width = weight.shape
+        threads = torch.get_num_threads() if weight.numel() >= _FOR_THREADS else 1
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], outputs))
+        failed = self._int8_linear(
+            x.data_ptr(), weight.data_ptr(), scale.data_ptr(), out.data_ptr(),
+            x.numel() // width, outputs, width, largest, threads, self._parallel,
         )  # fmt: skip
         return None if failed else out
 

@@ -27,6 +27,7 @@ when it is complete. docs/how-to/formats.md has a table of what comes in and wha
 examples:
   subquad convert RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth ./finch-1b6
   subquad convert model.pth ./small --head-size-divisor 1 --tokenizer none
+  subquad convert ./finch-1b6 ./finch-1b6-int8 --quantize int8
   subquad convert ./v5-Eagle-7B-HF ./eagle-7b --dtype bfloat16 --max-shard-size 2GB
   subquad convert visual.pth ./visual-3b --vision-tower ./clip-vit-large-patch14-336
   subquad convert ./finch-1b6 finch-1b6.pth --to pth
@@ -66,6 +67,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--dtype", choices=("keep", *DTYPES), default="keep", help="dtype of all tensors (default: keep)")
     add(
+        "--quantize",
+        choices=("int8",),
+        help="round the weights of linear layers and embeddings to 8 bits, for inference on a CPU; the other tensors "
+        "are float32, unless --dtype is given",
+    )
+    add(
         "--head-size-divisor",
         type=positive_int,
         metavar="N",
@@ -103,6 +110,7 @@ def run(args: Namespace) -> None:
         "to",
         "gguf_type",
         "dtype",
+        "quantize",
         "tokenizer",
         "max_shard_size",
         "head_size_divisor",
@@ -120,6 +128,7 @@ def run(args: Namespace) -> None:
             config=args.config,
             tokenizer=args.tokenizer,
             dtype=args.dtype,
+            quantize=args.quantize,
             head_size_divisor=args.head_size_divisor,
             vision_tower=args.vision_tower,
             grid_size=args.grid_size,

@@ -114,6 +114,7 @@ RAVEN = Architecture(
     ),
     onnx=("decode",),
     inspection="inspect_memory",
+    float_layers=("r_proj", "a_proj", "f_proj"),  # which slots are written, and how fast they forget
 )
 
 __all__ = ["RAVEN"]

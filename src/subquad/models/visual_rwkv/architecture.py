@@ -57,6 +57,7 @@ VISUAL_RWKV = Architecture(
         distributed="not tested",
         quantization="not tested",
     ),
+    float_layers=("vit", "proj"),  # the frozen tower, and the projection of what it sees
     presets={
         f"visual-{name}": {"text_config": {"model_type": model_type, **text.presets[name]}}
         for model_type, text in TEXT.items()

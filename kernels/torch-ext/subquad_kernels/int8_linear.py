@@ -1,0 +1,127 @@
+"""The product of a linear layer whose weights are 8-bit integers, on a CPU."""
+
+import functools
+
+import torch
+
+from .linear import fits_library
+from .native import library
+
+
+# The largest integer. -128 is left out, so that every number has a negative.
+LARGEST = 127
+# Numbers that are quantised at a time, which bounds the memory that is needed besides the result.
+_PIECE = 1 << 22
+# Up to this number of rows the library of `native.py` is faster than torch.
+_FEW_ROWS = 16
+# Rows of a weight in one call of `_by_columns`: oneDNN is several times slower for more.
+_ROWS = 2048
+
+
+def quantize_rows(x: torch.Tensor, largest: int = LARGEST) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Rounds every row to integers: `x` is about `integers * scale[:, None]`.
+
+    Args:
+        x: (rows, width), floating point.
+        largest: the largest absolute value of an integer, at most 127.
+
+    Returns:
+        int8 (rows, width); and the scale of each row in float32 (rows), which is the row's largest absolute value
+        divided by `largest`. It is NaN or infinite if the row has such a number.
+    """
+    integers = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    size = max(1, _PIECE // max(x.shape[1], 1))
+    for start in range(0, x.shape[0], size):
+        piece = slice(start, start + size)
+        integers[piece], scale[piece] = _quantize(x[piece], largest)
+    return integers, scale
+
+
+def _quantize(x: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.float()
+    if x.shape[1] == 0:
+        return x.to(torch.int8), x.new_zeros(x.shape[0])
+    scale = torch.linalg.vector_norm(x, float("inf"), dim=1) / largest
+    # The smallest normal number keeps zeros apart from 0 / 0. What no integer can hold is in the scale.
+    integers = (x / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_()
+    return integers.nan_to_num_(0, 0, 0).to(torch.int8), scale
+
+
+def int8_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """
+    `x @ (weight * scale[:, None]).T + bias`, with x rounded to 8 bits: every row of x gets a scale of its own, see
+    [`quantize_rows`]. The products and sums of the integers are exact. So the result of a row does not depend on the
+    other rows.
+
+    On x86 CPUs without VNNI, torch adds products in 16 bits. There the integers of x have 7 bits, so that no sum
+    overflows.
+
+    Args:
+        x: (..., in), floating point, on a CPU.
+        weight: int8 (out, in), none of them -128.
+        scale: float32 (out).
+        bias: (out), or None.
+
+    Returns:
+        (..., out), in the dtype of x. There is no gradient.
+    """
+    rows = x.detach().reshape(-1, x.shape[-1])
+    exact = adds_exactly()
+    largest = LARGEST if exact else LARGEST // 2
+    if rows.shape[0] <= _FEW_ROWS and (out := _by_library(rows, weight, scale, largest)) is not None:
+        out = out if bias is None else out + bias
+        return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    integers, row_scale = _quantize(rows, largest)
+    if not (rows.shape[0] and weight.numel()):
+        sums = rows.new_zeros(rows.shape[0], weight.shape[0], dtype=torch.int32)
+    elif rows.shape[1] == 1:  # `_int_mm` misreads such a weight
+        sums = integers.int() * weight.int().T
+    elif exact:
+        sums = torch._int_mm(integers, weight.T)
+    else:
+        sums = _by_columns(integers, weight)
+    out = sums * scale
+    out *= row_scale[:, None]
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def _by_library(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.Tensor | None:
+    """The same numbers, by the C library of `native.py`. None if it is not there, or may not read these tensors."""
+    if (
+        torch.compiler.is_compiling()
+        or not rows.numel()
+        or not (scale.is_contiguous() and fits_library(rows, weight, 1))
+    ):
+        return None
+    found = library()
+    return None if found is None else found.int8_linear(rows.float(), weight, scale, largest)
+
+
+def adds_exactly() -> bool:
+    """Whether torch's product of two matrices of 8-bit integers is exact, as on CPUs with VNNI and on ARM."""
+    return _try_sums()
+
+
+# `torch.compile` calls it instead of tracing it. (`torch.compiler.assume_constant_result` would import Dynamo.)
+adds_exactly._dynamo_marked_constant = True
+
+
+@functools.cache
+def _try_sums() -> bool:
+    x = torch.full((8, 64), LARGEST, dtype=torch.int8)
+    return all(bool((torch._int_mm(x, (sign * x).T) == sign * 64 * LARGEST**2).all()) for sign in (1, -1))
+
+
+def _by_columns(integers: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """
+    The product on CPUs that add in 16 bits. oneDNN makes the left matrix unsigned, by adding 128. The sum of two
+    products then fits in 16 bits if the numbers of the right one have 7 bits.
+    """
+    columns = integers.T
+    return torch.cat([torch._int_mm(part, columns).T for part in weight.split(_ROWS)], dim=1)

@@ -1,0 +1,262 @@
+"""
+Weights of 8 bits for inference on a CPU, as a quantisation method of transformers.
+
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=subquad.Int8Config())
+    model.save_pretrained("int8")  # loads again without the argument
+
+Every weight of a linear layer and of the embeddings takes one byte. Each output of a layer, and each token of the
+embeddings, has a float32 scale. The inputs of a layer are rounded to 8 bits as well, each token with a scale of its
+own. Everything else keeps its dtype: norms, decays, low ranks, the layers that an architecture names in
+`float_layers`, and heads that are no language model's.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from subquad_kernels import int8_linear, quantize_rows
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+METHOD = "subquad_int8"
+# How the scales of a `weight` are named in a module and in files.
+SCALE = "weight_scale"
+
+
+class Int8Config(QuantizationConfigMixin):
+    """
+    Asks `from_pretrained` for 8-bit weights.
+
+    Args:
+        modules_to_not_convert: names of layers that stay in floating point, or regular expressions, as in other
+            quantisation methods of transformers: the beginning of a name, or its end. Output and input embeddings that
+            are tied stay both if one of them does.
+
+    Raises:
+        ValueError: if it is not a list of strings.
+    """
+
+    def __init__(self, modules_to_not_convert: list[str] | None = None, **kwargs):
+        kwargs.pop("quant_method", None)
+        if kwargs:
+            raise ValueError(f"`quantization_config`: {METHOD} has no field {sorted(kwargs)[0]!r}.")
+        names = modules_to_not_convert
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise ValueError(f"`modules_to_not_convert` must be a list of strings, got {names!r}.")
+        self.quant_method = METHOD
+        self.modules_to_not_convert = names or []
+
+
+class _Inference(torch.autograd.Function):
+    """A function without a gradient, which says so if one is asked for."""
+
+    @staticmethod
+    def forward(ctx, run, x, *arguments):
+        return run(x, *arguments)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("int8 weights are for inference: no gradient passes through them.")
+
+
+class _Int8Layer(nn.Module):
+    """
+    Attributes:
+        weight: int8 (rows, width), a parameter without gradient.
+        weight_scale: float32 (rows), a buffer, which is float32 also if the model is cast.
+    """
+
+    def __init__(self, layer: nn.Linear | nn.Embedding, pre_quantized: bool, own_scale: bool):
+        super().__init__()
+        # A checkpoint's float weight is still to be rounded; the result takes its place.
+        dtype = torch.int8 if pre_quantized else layer.weight.dtype
+        weight = torch.empty(layer.weight.shape, dtype=dtype, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        scale = torch.empty(weight.shape[0], dtype=torch.float32, device="meta")
+        self.register_buffer(SCALE, scale, persistent=own_scale)
+
+    def _apply(self, fn, recurse=True):
+        """Moves and casts as other modules do; the scales stay float32."""
+        moved = fn(torch.empty(0, dtype=torch.int8, device=self.weight.device))
+        if moved.device.type not in ("cpu", "meta"):
+            raise ValueError(f"int8 weights are computed on a CPU only, and cannot be moved to {moved.device}.")
+        scale = self.weight_scale
+        super()._apply(fn, recurse)
+        if self.weight_scale.dtype != torch.float32:
+            self.weight_scale = scale.to(self.weight_scale.device)
+        return self
+
+
+class Int8Linear(_Int8Layer):
+    """A linear layer with 8-bit weights, see [`subquad_kernels.int8_linear`]."""
+
+    def __init__(self, layer: nn.Linear, pre_quantized: bool, own_scale: bool = True):
+        super().__init__(layer, pre_quantized, own_scale)
+        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _Inference.apply(int8_linear, x, self.weight, self.weight_scale, self.bias)
+        return int8_linear(x, self.weight, self.weight_scale, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Int8Embedding(_Int8Layer):
+    """Embeddings with 8-bit weights, and a scale for each token. The result has the dtype that was loaded."""
+
+    def __init__(self, layer: nn.Embedding, pre_quantized: bool, own_scale: bool = True):
+        super().__init__(layer, pre_quantized, own_scale)
+        self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
+        # Its dtype is that of the embeddings, also after the model is cast.
+        self.register_buffer("of_dtype", layer.weight.new_empty(0), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = nn.functional.embedding(ids, self.weight)
+        return (rows * self.weight_scale[ids].unsqueeze(-1)).to(self.of_dtype.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+def quantized_weights(config: "PreTrainedConfig") -> set[str]:
+    """The names of the weights that a language model of a configuration has in 8 bits."""
+    from .models import REGISTRY
+
+    with torch.device("meta"):
+        model = REGISTRY[config.model_type].lm_class(config)
+        Int8Quantizer(Int8Config())._process_model_before_weight_loading(model)
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, _Int8Layer)}
+
+
+def _make_quantize_op(quantizer: "Int8Quantizer"):
+    from transformers.core_model_loading import ConversionOps  # whose module imports the quantisers
+
+    class Quantize(ConversionOps):
+        """From a weight of a checkpoint to integers and scales."""
+
+        def convert(self, input_dict: dict[str, Any], full_layer_name: str, **kwargs) -> dict[str, torch.Tensor]:
+            (weight,) = input_dict.values()
+            weight = weight[0] if isinstance(weight, list) else weight
+            integers, scale = quantize_rows(weight)
+            if not scale.isfinite().all():
+                quantizer.not_finite.append(full_layer_name)  # transformers would only log an error
+            return {full_layer_name: integers, full_layer_name.removesuffix("weight") + SCALE: scale}
+
+    return Quantize()
+
+
+class Int8Quantizer(HfQuantizer):
+    """Loads a model with 8-bit weights, from a checkpoint in floating point or from one with such weights."""
+
+    quantization_config: Int8Config
+
+    def __init__(self, quantization_config: Int8Config, **kwargs):
+        super().__init__(quantization_config, **kwargs)
+        self.not_finite: list[str] = []
+
+    def validate_environment(self, *args, device_map: Any = None, **kwargs) -> None:
+        """
+        Raises:
+            ValueError: if the model, or a part of it, is not to be on the CPU.
+        """
+        places = device_map.values() if isinstance(device_map, dict) else [] if device_map is None else [device_map]
+        for place in places:
+            if str(place) not in ("cpu", "auto") or (str(place) == "auto" and torch.accelerator.is_available()):
+                raise ValueError(
+                    f"`device_map` must be left out or 'cpu', got {place!r}: the products of {METHOD} are computed on "
+                    "a CPU, and its weights stay in memory. On a GPU, torchao and bitsandbytes have such methods."
+                )
+
+    def _process_model_before_weight_loading(self, model: "PreTrainedModel", **kwargs) -> None:
+        from .models import REGISTRY
+
+        architecture = REGISTRY.get(model.config.model_type)
+        if architecture is None:
+            raise ValueError(f"`quantization_config`: {METHOD} is for models of this package, not {type(model)}.")
+        tied_head = model.get_output_embeddings() if model.all_tied_weights_keys else None
+        for name, module in self._chosen(model, set(architecture.float_layers)).items():
+            layer = Int8Embedding if isinstance(module, nn.Embedding) else Int8Linear
+            model.set_submodule(name, layer(module, self.pre_quantized, own_scale=module is not tied_head))
+
+    def _chosen(self, model: "PreTrainedModel", float_layers: set[str]) -> dict[str, nn.Module]:
+        """The layers to convert, by their names: linear layers of the body, and both kinds of embeddings."""
+        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        body = set(model.base_model.modules())
+        chosen = {
+            name: module
+            for name, module in model.named_modules()
+            if (isinstance(module, nn.Linear) and (module in body or module is head)) or module is embeddings
+            if not float_layers & set(name.split(".")) and self._may_convert(model, name)
+        }
+        tied = {name: module for name, module in model.named_modules() if module in (head, embeddings)}
+        if model.all_tied_weights_keys and not tied.keys() <= chosen.keys():
+            # In the configuration, so that a model without the head finds them in floating point too.
+            self.quantization_config.modules_to_not_convert += [name for name in tied if name in chosen]
+            chosen = {name: module for name, module in chosen.items() if name not in tied}
+        return chosen
+
+    def _may_convert(self, model: "PreTrainedModel", name: str) -> bool:
+        """Whether the user lets a layer be converted, whose name may be that in the model with or without a head."""
+        excluded, prefix = self.quantization_config.modules_to_not_convert, model.base_model_prefix + "."
+        names = (name, prefix + name) if model.base_model is model else (name, name.removeprefix(prefix))
+        return all(should_convert_module(each, excluded) for each in names)
+
+    def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs) -> None:
+        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        if isinstance(head, Int8Linear) and SCALE in head._non_persistent_buffers_set:
+            if head.weight is not embeddings.weight:
+                raise ValueError(
+                    "`tie_word_embeddings` is set, but the checkpoint has a head that differs from the embeddings: "
+                    f"{METHOD} needs `tie_word_embeddings=False` for it."
+                )
+            head.weight_scale = embeddings.weight_scale
+
+        # The code of a repository cannot compute with these weights: what is saved must not name it.
+        model.config.__dict__.pop("auto_map", None)
+        for name, module in model.named_modules():
+            if isinstance(module, _Int8Layer) and hasattr(module.weight, "device_mesh"):
+                raise ValueError(f"{name}: {METHOD} does not split weights between processes.")
+
+    def check_loaded(self, model: "PreTrainedModel", missing: set[str]) -> None:
+        """
+        Raises:
+            ValueError: if weights that are to be 8-bit are not in the checkpoint, because such weights cannot be
+                initialised, or are not finite.
+        """
+        if self.not_finite:
+            raise ValueError(f"{self.not_finite[0]} holds NaN or infinite numbers, which {METHOD} cannot.")
+        for name in sorted(missing - model.all_tied_weights_keys.keys()):
+            module, part = get_module_from_name(model, name)
+            if isinstance(module, _Int8Layer) and part in ("weight", SCALE):
+                raise ValueError(
+                    f"{name} of {type(model).__name__} is not in the checkpoint, and {METHOD} cannot initialise it."
+                )
+
+    def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs) -> bool:
+        module, name = get_module_from_name(model, param_name)
+        return not self.pre_quantized and isinstance(module, _Int8Layer) and name == "weight"
+
+    def get_quantize_ops(self):
+        return _make_quantize_op(self)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+__all__ = ["Int8Config", "Int8Embedding", "Int8Linear", "Int8Quantizer"]

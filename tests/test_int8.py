@@ -1,0 +1,195 @@
+"""8-bit weights of this package, on every architecture: what they stand for, files, and what is refused."""
+
+import copy
+import json
+
+import pytest
+import torch
+from cases import GREEDY, each_head, each_model, each_model_case, lm_class, model_class, random_ids, tiny_model
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.trainer import Trainer
+
+import subquad
+from subquad import cli
+from subquad.int8 import Int8Embedding, Int8Linear
+
+
+def load(model, path, excluded=None, **options):
+    """The model, saved and loaded in int8."""
+    model.save_pretrained(path)
+    return type(model).from_pretrained(path, quantization_config=subquad.Int8Config(excluded), **options)
+
+
+def int8_layers(model) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear | Int8Embedding)}
+
+
+@torch.no_grad()
+def in_float(quantized, source):
+    """The source, with the numbers that the 8-bit weights stand for."""
+    source = copy.deepcopy(source)
+    for name, module in int8_layers(quantized).items():
+        assert module.weight.dtype == torch.int8 and module.weight_scale.dtype == torch.float32
+        source.get_submodule(name).weight.copy_(module.weight * module.weight_scale[:, None])
+    return source
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@each_model_case
+def test_weights_and_files(case, tied, tmp_path):
+    """The matrices are rounded, all else is as it was, and a file gives the same model and the same file again."""
+    source = case.model(tie_word_embeddings=tied)
+    model = load(source, tmp_path / "source")
+    kept = set(subquad.models.REGISTRY[case.model_type].float_layers)
+    matrices = {name for name, module in source.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    left = {name for name in matrices if kept & set(name.split("."))}
+    assert int8_layers(model).keys() == matrices - left
+    rounded, before = in_float(model, source), dict(source.named_parameters())
+    for name, parameter in rounded.named_parameters():
+        assert (parameter - before[name]).abs().max() <= before[name].abs().max() / 250, name
+        if name.rpartition(".")[0] not in int8_layers(model) or name.endswith("bias"):
+            assert torch.equal(model.get_parameter(name), before[name]), name
+    text = case.text(2, 12)
+    logits, expected = model(**text).logits, rounded(**text).logits
+    assert (logits - expected).norm() / expected.norm() < 0.15  # the activations are rounded too
+    model.save_pretrained(tmp_path / "int8")
+    assert json.loads((tmp_path / "int8" / "config.json").read_text())["quantization_config"] == {
+        "quant_method": "subquad_int8",
+        "modules_to_not_convert": [],
+    }
+    again = type(model).from_pretrained(tmp_path / "int8")
+    assert torch.equal(again(**text).logits, logits)
+    again.save_pretrained(tmp_path / "again")
+    file = "model.safetensors"
+    assert (tmp_path / "int8" / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
+    assert again.num_parameters() == source.num_parameters()
+
+
+@each_model
+def test_bfloat16(model_type, tmp_path):
+    """The other weights have the dtype that is asked for, the scales stay float32, also if the model is cast."""
+    ids, model = random_ids(2, 9), load(tiny_model(model_type), tmp_path, dtype="bfloat16")
+    assert model.dtype == model(ids).logits.dtype == torch.bfloat16
+    cast = copy.deepcopy(model).to(torch.float32)
+    assert cast.dtype == cast(ids).logits.dtype == torch.float32
+    for name, layer in int8_layers(cast).items():
+        assert layer.weight.dtype == torch.int8
+        assert torch.equal(layer.weight_scale, model.get_submodule(name).weight_scale)
+
+
+@each_head
+def test_heads(model_type, auto_class, tmp_path):
+    """A head that is no language model's stays in floating point, and may be made anew."""
+    source = tiny_model(model_type)
+    source.save_pretrained(tmp_path)
+    config, with_head = subquad.Int8Config(), model_class(model_type, auto_class)
+    model = with_head.from_pretrained(tmp_path, quantization_config=config)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not name.startswith(model.base_model_prefix + "."):
+            kept = subquad.models.REGISTRY[model_type].float_layers
+            assert auto_class != lm_class(model_type) or set(name.split(".")) & set(kept)
+    model.save_pretrained(tmp_path / "int8")
+    again = with_head.from_pretrained(tmp_path / "int8")
+    ids = random_ids(1, 8)
+    for found, expected in zip(again(ids).to_tuple(), model(ids).to_tuple(), strict=True):
+        if isinstance(found, torch.Tensor):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.fast
+def test_excluded_layers(tmp_path):
+    source = tiny_model("rwkv6", tie_word_embeddings=True)
+    model = load(source, tmp_path / "a", [r".*\.receptance", "rwkv.blocks.1", "head"])
+    names = int8_layers(model)
+    assert names and not [name for name in names if name.endswith("receptance") or ".1." in name]
+    assert "head" not in names and "rwkv.embeddings" not in names  # the two are tied
+    model.save_pretrained(tmp_path / "b")
+    base = subquad.Rwkv6Model.from_pretrained(tmp_path / "b")
+    assert {f"rwkv.{name}" for name in int8_layers(base)} == set(names)
+    ids = random_ids(1, 8)
+    assert torch.equal(base(ids).last_hidden_state, model.rwkv(ids).last_hidden_state)
+    with pytest.raises(ValueError, match="`modules_to_not_convert` must be a list of strings, got 'head'"):
+        subquad.Int8Config("head")
+    with pytest.raises(ValueError, match="subquad_int8 has no field 'bits'"):
+        subquad.Int8Config(bits=4)
+
+
+@pytest.mark.fast
+def test_generation_and_compilation(tmp_path):
+    """A row of a batch writes what it writes alone, and a compiled model computes the same."""
+    model, ids = load(tiny_model("rwkv6"), tmp_path), random_ids(3, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    batch = model.generate(ids, attention_mask=mask, max_new_tokens=8, **GREEDY)
+    for row, start in enumerate((4, 0, 0)):
+        alone = model.generate(ids[row : row + 1, start:], max_new_tokens=8, **GREEDY)
+        assert torch.equal(batch[row : row + 1, start:], alone)
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+
+
+@pytest.mark.fast
+def test_what_is_refused(tmp_path):
+    source = tiny_model("rwkv6")
+    model, ids = load(source, tmp_path / "source"), random_ids(1, 6)
+    for place in ("cuda", {"": 0}, {"rwkv": "cpu", "head": "disk"}):
+        with pytest.raises(ValueError, match="`device_map` must be left out or 'cpu', got .*computed on a CPU"):
+            load(source, tmp_path / "source", device_map=place)
+    with pytest.raises(ValueError, match=r"int8 weights are computed on a CPU only, and cannot be moved to cuda"):
+        model._apply(lambda tensor: _Elsewhere(tensor))
+    with pytest.raises(RuntimeError, match="int8 weights are for inference: no gradient"):
+        model(ids, labels=ids).loss.backward()
+    with pytest.raises(ValueError, match="Target module Int8Linear.*is not supported"):
+        get_peft_model(model, LoraConfig())
+    with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
+        Trainer(model, TrainingArguments(tmp_path / "trainer", report_to=[]))
+    with pytest.raises(ValueError, match="has weights in subquad_int8, which need the package subquad"):
+        model.save_pretrained(tmp_path / "code", self_contained=True)
+    assert not (tmp_path / "code").exists()
+    model.save_pretrained(tmp_path / "int8")
+    with pytest.raises(ValueError, match="has weights in subquad_int8, which need the package subquad"):
+        subquad.hub.export(tmp_path / "int8", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    model.base_model.save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="head.weight of Rwkv6ForCausalLM is not in the checkpoint, and subquad_int8"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    fields = json.loads((tmp_path / "source" / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "subquad_int8"}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="weight_scale of Rwkv6ForCausalLM is not in the checkpoint"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    with torch.no_grad():
+        source.rwkv.blocks[0].attention.key.weight[0, 0] = torch.inf
+    with pytest.raises(Exception, match="NaN or infinite"):
+        load(source, tmp_path / "infinite")
+
+
+@pytest.mark.fast
+def test_command_line(tmp_path, capsys):
+    """`subquad convert --quantize int8` writes what loading in int8 and saving does; other commands read it."""
+    path, out = str(subquad.embedded_model("finch-abc")), str(tmp_path / "int8")
+    assert cli.main(["convert", path, out, "--quantize", "int8"]) == 0
+    assert "958,976 parameters" in (printed := capsys.readouterr().out) and " in int8, to" in printed
+    loaded = AutoModelForCausalLM.from_pretrained(path, quantization_config=subquad.Int8Config())
+    found, expected = AutoModelForCausalLM.from_pretrained(out).state_dict(), loaded.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert cli.main(["info", out, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "I8"
+    assert cli.main(["generate", "X:1", "--model", out, "--max-new-tokens", "4", "--greedy"]) == 0
+    assert capsys.readouterr().out.startswith("X:1")
+    for command in (["export", out, str(tmp_path / "out")], ["convert", out, str(tmp_path / "out")]):
+        assert cli.main(command) == 1
+        assert "int8" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert cli.main(["convert", path, str(tmp_path / "out.gguf"), "--to", "gguf", "--quantize", "int8"]) == 2
+    assert "--quantize is for a directory of this package, not for gguf" in capsys.readouterr().err
+
+
+class _Elsewhere:
+    """What a tensor becomes that is moved to a GPU."""
+
+    def __init__(self, tensor):
+        self.device = torch.device("cuda", 0)
