@@ -84,6 +84,7 @@ def both_caches(model, ids):
 # The compiled step.
 
 
+@pytest.mark.quick_cases("*-1")
 @each_with(
     "way",
     [(False, 1, 0), (True, 3, 4)],
@@ -105,6 +106,7 @@ def test_compiled_generation(case, way, graphs):
             assert len(graphs) == 1
 
 
+@pytest.mark.quick_cases("*-rwkv6", "7-eager-2-*")
 @each_text_case
 @pytest.mark.parametrize(
     ("chunk_size", "backend_name", "steps"), [(7, "eager", 2), pytest.param(None, "triton", 1, marks=TRITON)]
@@ -155,6 +157,7 @@ def test_nothing_is_left_on_the_cpu(case):
     assert devices == {"meta"}
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 def test_inductor(graphs):
     model, options = (
@@ -165,6 +168,7 @@ def test_inductor(graphs):
     assert torch.equal(model.generate(**options, **config), model.generate(**options))
 
 
+@pytest.mark.quick_cases("rwkv6", "gecko")
 @each_text_case
 def test_compiled_continuation(case, graphs):
     model, ids = case.model(num_hidden_layers=case.layer_kinds), random_ids(2, 6)
@@ -184,6 +188,7 @@ def test_compiled_continuation(case, graphs):
     assert cache.get_seq_length() == 25
 
 
+@pytest.mark.quick_cases("rwkv6", "raven")
 @each_text_case
 def test_compiled_chunks(case, graphs):
     model = case.model(num_hidden_layers=case.layer_kinds)

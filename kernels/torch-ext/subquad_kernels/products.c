@@ -367,8 +367,6 @@ INLINE void int8_dot_products(
 #pragma GCC unroll 4
         for (int k = 0; k < STEPS; k++) {
             numbers w = weights(weight + i + k * STEP);
-            if (k * STEP % 64 == 0)
-                __builtin_prefetch(weight + i + k * STEP + AHEAD);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++)
                 s[r][k] = add(s[r][k], w, integers(x + r * padded + i + k * STEP));
