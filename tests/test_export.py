@@ -44,6 +44,7 @@ def generate(prefill, decode, states, ids, mask, new_tokens):
 # The forward pass.
 
 
+@pytest.mark.quick_cases("rwkv6", "gecko", "avey-b")
 @each_model
 @torch.no_grad()
 def test_forward_of_any_size(model_type):
@@ -257,6 +258,7 @@ def test_exporter_of_transformers(model_type, dynamic):
     assert torch.equal(torch.cat(tokens, 1), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("format", "chunk"), [("pt2", 0), pytest.param("onnx", 2, marks=ONNX)])
 def test_example(format, chunk, tmp_path, capsys, monkeypatch):
     AutoTokenizer.from_pretrained(subquad.embedded_model("finch-abc")).save_pretrained(tmp_path / "model")

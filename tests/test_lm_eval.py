@@ -172,6 +172,7 @@ def test_texts_that_begin_as_documents(tmp_path):
     assert score == pytest.approx(log_likelihood(model, ids, len(answer)), abs=1e-3)
 
 
+@pytest.mark.thorough
 def test_commands(tmp_path, monkeypatch, capsys):
     """The two commands that examples/lm_eval/abc.yaml names, on the embedded model."""
     path = subquad.embedded_model("finch-abc")
