@@ -162,7 +162,7 @@ def svg(diagram: Diagram) -> str:
     parts.append(f'<path d="M{centre:.0f} {end + 4}V{end + GAP - 3}" class="arrow"/>')
     if diagram.residual:
         x, top = MARGIN + inner + 24, MARGIN + 6
-        start = centre if len(diagram.rows[0]) == 1 else centre + 40  # there is no arrow to begin at
+        start = centre if len(diagram.rows[0]) == 1 else centre + 40  # no arrow starts there
         parts.append(f'<path d="M{start:.0f} {top}H{x}V{end + 14}H{centre + 8:.0f}" class="arrow"/>')
         parts.append(_text(x + 14, (top + end) / 2, "+", "name"))
     return (

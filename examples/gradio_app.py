@@ -83,7 +83,7 @@ class Conversation:
         if turns == 0:
             return Session(model.new_cache())
         if turns not in self.sessions:
-            raise ValueError("The state of this conversation is no longer kept; clear the chat and begin anew.")
+            raise ValueError("The state of this conversation is no longer kept; clear the chat and start again.")
         return self.sessions[turns].copy()
 
     def keep(self, turns: int, session: Session) -> None:
@@ -127,7 +127,7 @@ class Demo:
         """Yields the prompt and its continuation so far, and a line about the state."""
         ids = self.tokenizer(prompt)["input_ids"]
         if not ids and self.tokenizer.bos_token_id is None:
-            raise ValueError("The text is empty, and the model has no token to begin a text with.")
+            raise ValueError("The text is empty, and the model has no BOS token.")
         session = Session(self.model.new_cache())
         yield from self._stream(session, ids or [self.tokenizer.bos_token_id], sampling, start=prompt)
 

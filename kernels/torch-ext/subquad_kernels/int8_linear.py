@@ -67,7 +67,7 @@ def int8_linear(
         bias: (out), or None.
 
     Returns:
-        (..., out), in the dtype of x. There is no gradient.
+        (..., out), in the dtype of x. It has no gradient.
     """
     rows = x.detach().reshape(-1, x.shape[-1])
     exact = adds_exactly()

@@ -36,7 +36,7 @@ _kept: list[tempfile.TemporaryDirectory] = []
 
 
 class Unavailable(Exception):
-    """Why there is no library, in words."""
+    """There is no library. The message says why."""
 
 
 class Library:
