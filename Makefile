@@ -57,6 +57,7 @@ report: $(VENV)/.installed-inspect
 docs: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx --fail-on-warning --keep-going -j auto docs build/docs $(ARGS)
 	$(BIN)/python docs/playground/build.py build/docs/playground
+	$(BIN)/python docs/links.py build/docs
 
 kernels:
 	rm -rf build/kernels

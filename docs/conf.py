@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import generated
+from sphinx import addnodes
 
 import subquad
 
@@ -76,6 +77,20 @@ def make_markup(app, what, name, obj, options, lines):
     lines[:] = out
 
 
+def add_anchors(app, doctree):
+    """
+    An object of `subquad.info` may be documented as `subquad.NAME`. The page of a module's source links back to all of
+    its objects in one of the two ways, so each of them has an anchor for both.
+    """
+    for signature in doctree.findall(addnodes.desc_signature):
+        name, module = signature.get("fullname"), signature.get("module")
+        defined_in = getattr(getattr(subquad, name, None), "__module__", module) if name and module else ""
+        if defined_in.startswith("subquad."):
+            anchors = {f"{each}.{name}" for each in ("subquad", defined_in)}
+            signature["ids"] += sorted(anchors.difference(signature["ids"]))
+
+
 def setup(app):
     app.connect("autodoc-process-docstring", make_markup, priority=400)
+    app.connect("doctree-read", add_anchors)
     generated.write(Path(app.srcdir) / "_generated")

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,20 @@ def test_blocks_have_a_language_and_links_a_target(page):
     for target, _ in LINK.findall(text):
         if target and not target.startswith(("http:", "https:", "mailto:")):
             assert (page.parent / target).exists(), target
+
+
+def test_dead_links_of_the_built_site_are_found(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/index.html").write_text("<p id=there><a href='#there'></a><a href='#gone'></a></p>")
+    links = ["a", "a/index.html#there", "a/#gone", "gone.html", "https://example.org/gone", "?q=1", "picture%20of.png"]
+    (tmp_path / "index.html").write_text("".join(f"<a href='{link}'></a>" for link in links))
+    (tmp_path / "picture of.png").touch()
+    result = subprocess.run([sys.executable, DOCS / "links.py", tmp_path], capture_output=True, text=True)
+    assert result.stdout.splitlines() == ["a/index.html: #gone", "index.html: a/#gone", "index.html: gone.html"]
+    assert result.returncode == 1
+    (tmp_path / "a/index.html").write_text("<p id=there></p>")
+    (tmp_path / "index.html").write_text("<a href='a#there'></a>")
+    assert subprocess.run([sys.executable, DOCS / "links.py", tmp_path]).returncode == 0
 
 
 @each([page for page in PAGES if runnable(page)])
