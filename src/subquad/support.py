@@ -32,6 +32,7 @@ TABLES: dict[str, dict[str, Callable[[Architecture], str]]] = {
         "left and right padding, packed documents (`cu_seqlens`, restarting `position_ids`), exact": _always,
         "training, gradient checkpointing, `torch.compile(fullgraph=True)`": _always,
         "float32, bfloat16, float16": _field("dtypes"),
+        "decoding on a CPU by a C library that is compiled at first use": _unless_encoder,
         'decoding step compiled into one graph on a GPU (`cache_implementation="static"`)': _unless_encoder,
     },
     "tools": {
@@ -45,6 +46,7 @@ TABLES: dict[str, dict[str, Callable[[Architecture], str]]] = {
         "`transformers serve`": _field("serving"),
         "lm-eval": _field("lm_eval"),
         "torchao, bitsandbytes": _field("quantization"),
+        "8 bits on a CPU (`Int8Config`, `subquad convert --quantize int8`)": _always,
         "`torch.export`; ONNX": _field("export"),
     },
 }
