@@ -53,6 +53,11 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path, help="directory of the page")
     out = parser.parse_args().out
     if shutil.which("npm") is None:
-        print("The playground was not built, because there is no npm.", file=sys.stderr)
+        reason = "The playground was not built, because there is no npm."
+        print(reason, file=sys.stderr)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "index.html").write_text(
+            f"<!doctype html>\n<title>Playground</title>\n<p>{reason}</p>\n", encoding="utf-8"
+        )
     else:
         build(out)
