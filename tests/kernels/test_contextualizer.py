@@ -79,3 +79,20 @@ def test_kernels_hold_the_weights_of_a_few_windows(monkeypatch):
         parts = triton_kernels.contextualizer_triton_backward(whole, *tensors)
     assert max(made.bytes) == 6 * 128 * 128 * 4
     assert all(relative_error(part, grad) < 1e-6 for part, grad in zip(parts, grads, strict=True))
+
+
+@TRITON
+@pytest.mark.parametrize("shared", [0, 1, 140])
+def test_one_query_copies_nothing(shared):
+    """In windows of several blocks of rows and of columns, with rows of z and of the prefix that are far apart."""
+    from subquad_kernels.contextualizer import triton_kernels
+
+    inputs = make(2, 200 - shared, 200, shared + 2 if shared else None, 1, 520, dtype=torch.bfloat16)
+    if shared:
+        inputs["prefix"] = inputs["prefix"].repeat(1, 2)[:, :520]
+    tensors = *(inputs[name] for name in ("z", "v", "gate")), inputs.get("prefix"), 1
+    with Made() as made:
+        out = triton_kernels.contextualizer_triton(*tensors)
+    assert sum(made.bytes) == 2 * (2 * 200 + 2 * 520)  # the weights and the results
+    double = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    assert relative_error(out, contextualizer(**double, backend="reference")) < 8e-3

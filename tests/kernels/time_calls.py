@@ -4,17 +4,20 @@ The microseconds of Python of ours in a call of one token of each operator, with
     PYTHONPATH=kernels/torch-ext python tests/kernels/time_calls.py
 
 The calls are those that the benchmarks measure on a GPU as steps, of one row of bfloat16, with tensors on the CPU and
-Triton as the backend. Launches do nothing from the `run` of Triton on. A time is the fastest of many runs of a hundred
-calls, in time of the CPU. It stands beside the same calls of `torch.add` with one number, and the number of launches.
+Triton as the backend; of a benchmark's own Python nothing is measured. Launches do nothing from the `run` of Triton
+on. A time is the fastest of many runs of a hundred calls, in time of the CPU. It stands beside the same calls
+of `torch.add` with one number, and the number of launches.
 """
 
+import contextlib
 import functools
 import importlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -48,6 +51,25 @@ def microseconds(*functions: Callable[[], Any]) -> list[float]:
     return [x / CALLS * 1e6 for x in times]
 
 
+@contextlib.contextmanager
+def recorded(module: ModuleType) -> Iterator[list[Callable[[], Any]]]:
+    """Notes the calls of operators that a benchmark makes, to make them again."""
+    made: list[Callable[[], Any]] = []
+
+    def note(function):
+        def call(*arguments, **named):
+            made.append(functools.partial(function, *arguments, **named))
+            return made[-1]()
+
+        return call
+
+    names = [name for name in subquad_kernels.__all__ if name in vars(module)]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(module, name, note(getattr(module, name))))
+        yield made
+
+
 def calls(operator: str) -> dict[str, Callable[[], Any]]:
     """Calls of the operator alone, by their names."""
     module, found = importlib.import_module(operator), {}
@@ -55,12 +77,9 @@ def calls(operator: str) -> dict[str, Callable[[], Any]]:
     for case in benchmark.cases_for(kind, "step cuda", dtype=torch.bfloat16):
         if case.batch > 1 or case.name in found:
             continue
-        inputs = case.inputs(benchmark.Random(0, "cpu"))
-        call = functools.partial(case.ours, "triton", case.inplace, **inputs)
-        if operator == "split_ranker":  # whose benchmark slices the queries, and changes the scores
-            queries = case.queries(inputs["splits"])
-            call = functools.partial(subquad_kernels.maxsim, queries, **inputs, backend="triton")
-        found[case.name] = call
+        with recorded(module) as made, mock.patch.object(JITFunction, "run"):
+            case.ours("triton", case.inplace, **case.inputs(benchmark.Random(0, "cpu")))
+        (found[case.name],) = made
     return found
 
 

@@ -114,9 +114,10 @@ def dispatch(operator: str, backend: str, x: torch.Tensor, triton: Callable[[], 
     return eager()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:
     """
-    Runs a Triton kernel on the device of its first tensor.
+    Runs a Triton kernel on the device of its first tensor. `num_warps`, 4 if it is missing, is among the constants:
+    Python compares each of them with each parameter that has a name.
 
     Raises:
         KernelError: if it does not compile, needs more registers, shared memory or programs than the device has, or
@@ -129,20 +130,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
     device = first_tensor(arguments).device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, grid, *arguments, num_warps=num_warps, **constants)
+            return launch(kernel, grid, *arguments, **constants)
+    constants.setdefault("num_warps", 4)
     failed = _failed.get(kernel.fn)
-    if failed and (reason := failed.get(_variant(kernel, device, arguments, num_warps, constants))):
+    if failed and (reason := failed.get(_variant(kernel, device, arguments, constants))):
         raise KernelError(reason)
     try:
         # As `kernel[grid](...)`, which makes a function first. Newer versions of Triton fuse a product and a sum, as
         # those before them did, only where they are told to.
-        options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
-        kernel.run(*arguments, grid=grid, warmup=False, **options, **constants)
+        kernel.run(*arguments, grid=grid, warmup=False, num_stages=1, enable_fp_fusion=True, **constants)
     except Exception as error:
         if not _says_that_it_cannot_run(error):
             raise
         reason = f"{kernel.fn.__name__} failed on {device}: {type(error).__name__}: {error}"
-        _failed.setdefault(kernel.fn, {})[_variant(kernel, device, arguments, num_warps, constants)] = reason
+        _failed.setdefault(kernel.fn, {})[_variant(kernel, device, arguments, constants)] = reason
         raise KernelError(reason) from error
 
 
@@ -155,7 +156,7 @@ def _says_that_it_cannot_run(error: Exception) -> bool:
     return isinstance(error, TritonError | RuntimeError | subprocess.CalledProcessError)
 
 
-def _variant(kernel: Any, device: torch.device, arguments: tuple, num_warps: int, constants: dict) -> tuple:
+def _variant(kernel: Any, device: torch.device, arguments: tuple, constants: dict) -> tuple:
     """What Triton compiles a kernel for: dtypes, alignments, constants, and properties of numbers."""
     parameters = inspect.signature(kernel.fn).parameters.values()
     compiled = []
@@ -165,7 +166,7 @@ def _variant(kernel: Any, device: torch.device, arguments: tuple, num_warps: int
         elif "constexpr" not in str(parameter.annotation):
             x = (x == 1, x % 16 == 0, x >= 2**31) if type(x) is int else type(x)
         compiled.append(x)
-    return device, *compiled, num_warps, *constants.items()
+    return device, *compiled, *constants.items()
 
 
 def can_keep(x: torch.Tensor) -> bool:
@@ -202,13 +203,16 @@ def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 def readable(x: torch.Tensor | None) -> torch.Tensor | None:
     """x, or a copy if the values of a row are not adjacent in memory."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+    return x if x is None or x.stride()[-1] == 1 else x.contiguous()
 
 
 def strided(x: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
     """A tensor (B, H, T, size) in a layout that kernels can read, and its strides but the last."""
-    x = readable(x)
-    return x, *x.stride()[:3]
+    strides = x.stride()
+    if strides[3] != 1:
+        x = x.contiguous()
+        strides = x.stride()
+    return x, *strides[:3]
 
 
 def first_tensor(arguments: Iterable[Any]) -> torch.Tensor:
@@ -221,8 +225,9 @@ def first_tensor(arguments: Iterable[Any]) -> torch.Tensor:
 
 def of_widest(*tensors: torch.Tensor | None) -> torch.Tensor:
     """A float64 tensor if there is one, otherwise the first tensor."""
+    double = torch.float64
     for x in tensors:
-        if x is not None and x.dtype == torch.float64:
+        if x is not None and x.dtype is double:
             return x
     return tensors[0]
 
@@ -236,7 +241,7 @@ def common_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """The smallest dtype that can hold all tensors."""
     dtype = tensors[0].dtype
     for x in tensors:
-        if x.dtype != dtype:
+        if x.dtype is not dtype:
             dtype = torch.promote_types(dtype, x.dtype)
     return dtype
 

@@ -108,8 +108,9 @@ def custom_op(
     return _with_shortcut(op, run, written, Differentiable.apply)
 
 
+# Types of arguments, and whether they are tensors.
 _TENSORS = torch.Tensor, torch.nn.Parameter
-_OPTIONS = type(None), bool, int, float, str, torch.dtype
+_IS_TENSOR = dict.fromkeys((type(None), bool, int, float, str, torch.dtype), False) | dict.fromkeys(_TENSORS, True)
 
 
 def _with_shortcut(
@@ -145,12 +146,9 @@ def _is_plain(arguments: tuple) -> bool:
     ):
         return False
     for x in arguments:
-        kind = type(x)
-        if kind in _TENSORS:
-            if x.is_meta or x.is_neg():  # kernels would not see a minus that torch has put off
-                return False
-        elif kind not in _OPTIONS:
-            return False
+        is_tensor = _IS_TENSOR.get(type(x))
+        if is_tensor is None or (is_tensor and (x.is_meta or x.is_neg())):
+            return False  # kernels would not see a minus that torch has put off
     return True
 
 
@@ -169,8 +167,8 @@ def _choose(operator: str, eager: Callable, triton: Callable | None, first: int 
         return None if outputs is None else tuple(contiguous(*outputs))
 
     def run(*arguments):
-        *inputs, backend = arguments
-        x = first_tensor(inputs[first:])
+        inputs, backend = arguments[:-1], arguments[-1]
+        x = first_tensor(inputs[first:] if first else inputs)
         return dispatch(operator, backend, x, lambda: triton()[0](*inputs), lambda: run_eager(*inputs))
 
     return run_eager if triton is None else run

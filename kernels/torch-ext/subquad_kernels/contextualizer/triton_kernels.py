@@ -27,6 +27,7 @@ import triton.language as tl
 from ..backend import cdiv, launch, multiprocessors, readable
 from ..tiles import add_rows, cells_of, load_tile, norm_kernel, product_constants, row_products, rows_at
 from .reference import EPS
+from .step_kernels import contextualizer_last_row
 
 
 BYTES = 1 << 25  # of the weights that exist at a time; twice as much in the backward pass, which needs more anyway
@@ -207,9 +208,7 @@ class _Plan:
         tile = self.constants["ROWS"]
         self.lead = -self.first % tile
         self.matrix = tile * cdiv(queries, tile), tile * cdiv(self.lead + self.context, tile)
-        self.v = v[self.first :]
-        if queries > 1:  # the last row has nothing above the diagonal
-            self.v = self.v.tril(self.first)
+        self.v = v[self.first :].tril(self.first)
         if self.matrix != self.v.shape:
             after = self.matrix[1] - self.lead - self.context
             self.v = F.pad(self.v, (self.lead, after, 0, self.matrix[0] - queries))
@@ -245,6 +244,8 @@ class _Plan:
 
 def contextualizer_triton(z, v, gate, prefix, queries):
     """Computes [`subquad_kernels.contextualizer`]."""
+    if queries == 1:
+        return contextualizer_last_row(z, v, gate, prefix)
     gate, out = readable(gate), z.new_empty(z.shape[0], queries, z.shape[2])
     plan = _Plan(z, v, prefix, queries)
     keys = plan.constants["ROWS"]

@@ -91,14 +91,15 @@ def working_memory(
 
 
 def _check(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size, inplace):
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4 or x.shape[2] == 0:
-            raise ValueError(f"`{name}` must be (batch, heads, length >= 1, size), got {tuple(x.shape)}.")
-    (batch, heads, length, key_size), value_size = q.shape, v.shape[-1]
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
+    for name, shape in shapes.items():
+        if len(shape) != 4 or shape[2] == 0:
+            raise ValueError(f"`{name}` must be (batch, heads, length >= 1, size), got {tuple(shape)}.")
+    (batch, heads, length, key_size), keys, value_size = shapes["q"], shapes["k"][2], shapes["v"][3]
     expected = {
-        "q": (q, q.shape),
-        "k": (k, (batch, heads, k.shape[2], key_size)),
-        "v": (v, (batch, heads, k.shape[2], value_size)),
+        "q": (q, shapes["q"]),
+        "k": (k, (batch, heads, keys, key_size)),
+        "v": (v, (batch, heads, keys, value_size)),
         "memory": (memory, (batch, heads, key_size, value_size)),
         "normalizer": (normalizer, (batch, heads, key_size)),
     }

@@ -34,9 +34,8 @@ def _prepare_step_kernel(
     KT,
     memory,
     normalizer,
-    log_sums,
+    normalizers,
     grams,
-    before,
     leaving,
     begins,
     reads,
@@ -57,7 +56,8 @@ def _prepare_step_kernel(
 ):
     """
     One token. Reads some columns of the memory, except in rows that read it after a chunk. Of a segment of a chunk
-    that leaves, computes for BF features what `_absorb_step_kernel` needs: G, and the log of the sum of exp(k).
+    that leaves, computes for BF features what `_absorb_step_kernel` needs: G, and the log of the sum of exp(k). After
+    those of all segments, `normalizers` (B, H, SEGMENTS + 1, K) holds the normalizer before the step.
     """
     COLUMNS: tl.constexpr = (V + BV - 1) // BV
     FEATURES: tl.constexpr = (K + BF - 1) // BF
@@ -93,12 +93,12 @@ def _prepare_step_kernel(
             top, total = highest, total * kept + tl.sum(over_tokens, 1)
             gram = gram * kept[:, None] + dot(over_tokens, over_features, DOT, PRECISION)
         if rows > 0:
-            here = cell * SEGMENTS + segment
-            _store(grams + here * (K * K), gram / total[:, None], fs, ks, K, K)
-            tl.store(log_sums + here * K + fs, top + tl.log(total), mask=fs < K)
+            _store(grams + (cell * SEGMENTS + segment) * (K * K), gram / total[:, None], fs, ks, K, K)
+            log_sums = normalizers + (cell * (SEGMENTS + 1) + segment) * K
+            tl.store(log_sums + fs, top + tl.log(total), mask=fs < K)
         if segment == 0:
             z = tl.load(normalizer + cell * K + fs, mask=fs < K, other=0.0)
-            tl.store(before + cell * K + fs, z, mask=fs < K)
+            tl.store(normalizers + (cell * (SEGMENTS + 1) + SEGMENTS) * K + fs, z, mask=fs < K)
 
 
 @triton.jit(do_not_specialize=[*STEP, "B"])
@@ -116,9 +116,8 @@ def _absorb_step_kernel(
     VT,
     memory,
     normalizer,
-    log_sums,
+    normalizers,
     grams,
-    before,
     leaving,
     begins,
     reads,
@@ -159,11 +158,11 @@ def _absorb_step_kernel(
             vs = tile * BV + tl.arange(0, BV)
             forgotten = tl.load(begins + row) >= 0
             segments = tl.cdiv(rows, SEGMENT)
-            of_segments = log_sums + cell * SEGMENTS * K
+            of_segments = normalizers + cell * (SEGMENTS + 1) * K
             log_sum = tl.load(of_segments + ks, mask=ks < K, other=0.0)
             for n in range(1, segments):
                 log_sum, _ = _absorbed(log_sum, tl.load(of_segments + n * K + ks, mask=ks < K, other=0.0), False)
-            z = tl.load(before + cell * K + ks, mask=ks < K, other=0.0)
+            z = tl.load(of_segments + SEGMENTS * K + ks, mask=ks < K, other=0.0)
             after, _ = _absorbed(z, log_sum, forgotten)
 
             here, kept = memory + cell * (K * V), tl.where(forgotten, 0, K)

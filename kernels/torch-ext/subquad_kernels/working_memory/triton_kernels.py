@@ -261,11 +261,13 @@ def _power(most: int) -> int:
 
 
 @functools.lru_cache
-def _divide_step(batch, heads, key_size, value_size, chunk_size, dtype, programs, shared):
+def _divide_step(batch, heads, key_size, value_size, chunk_size, dtypes, programs, shared):
     """
-    How a step is divided, for a device that runs that many programs with that much shared memory each: the number of
-    segments of a chunk and their length, and the grid and the constants of the two kernels.
+    How a step is divided, for a device that runs that many programs with that much shared memory each: the length of
+    the segments of a chunk and their number, whether their products are bfloat16, and the grid and the constants of
+    the two kernels.
     """
+    dtype = functools.reduce(torch.promote_types, dtypes)
     narrow, block = dtype == torch.bfloat16, block_size(key_size)
     sizes = {"K": key_size, "V": value_size, "BK": block, **operands(dtype)}
     most = _power(8192 // block)
@@ -281,7 +283,7 @@ def _divide_step(batch, heads, key_size, value_size, chunk_size, dtype, programs
     absorb["num_warps"] = 16 if block * columns > 16384 else _warps(block, narrow)
     absorb["STAGES"] = 3 if narrow and torch.version.hip is None else 1
     return (
-        (segment, segments),
+        *(segment, segments, narrow),
         (batch * heads * (cdiv(value_size, 32) + tiles * segments),),
         prepare,
         (min(batch * heads * cdiv(value_size, columns), programs),),
@@ -295,17 +297,18 @@ def working_memory_triton_step(q, k, v, memory, normalizer, leaving, begins, rea
     float32, in place and returns out (B, H, 1, V). The device decides which rows absorb a chunk. The last kernel
     changes both states, so that nothing has changed if one fails.
     """
-    (batch, heads, _, key_size), value_size = q.shape, v.shape[-1]
-    dtype, device = common_dtype(q, k, v), (multiprocessors(v), shared_memory(v))
-    segments, grid, constants, absorb_grid, absorb_constants = _divide_step(
-        batch, heads, key_size, value_size, chunk_size, dtype, *device
+    (batch, heads, _, key_size), (_, _, length, value_size) = q.shape, v.shape
+    dtypes, device = (q.dtype, k.dtype, v.dtype), (multiprocessors(v), shared_memory(v))
+    segment, segments, narrow, grid, constants, absorb_grid, absorb_constants = _divide_step(
+        batch, heads, key_size, value_size, chunk_size, dtypes, *device
     )
     out = v.new_empty(batch, heads, 1, value_size)
-    log_sums = normalizer.new_empty(batch, heads, segments[1], key_size)
-    grams = v.new_empty(*log_sums.shape, key_size, dtype=dtype if dtype == torch.bfloat16 else torch.float32)
-    tensors = memory, normalizer, log_sums, grams, torch.empty_like(normalizer)
+    normalizers = normalizer.new_empty(batch, heads, segments + 1, key_size)
+    # To name a dtype would take longer.
+    grams = (v if narrow else normalizer).new_empty(batch, heads, segments, key_size, key_size)
+    tensors = memory, normalizer, normalizers, grams
     tensors = *tensors, leaving.contiguous(), begins.contiguous(), reads.contiguous(), out
-    numbers = chunk_size, k.shape[2], *segments, heads
+    numbers = chunk_size, length, segment, segments, heads
     q, k, v = strided(q)[:3], strided(k), strided(v)
     launch(_prepare_step_kernel, grid, *q, *k, *tensors, *numbers, **constants)
     launch(_absorb_step_kernel, absorb_grid, *q, *k, *v, *tensors, batch, *numbers, **absorb_constants)
