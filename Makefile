@@ -40,7 +40,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 
 # Every script in a folder of benchmarks, but those that the others import.
-BENCHMARKS := $(filter-out %/measuring.py %/benchmark.py %/peers.py %/gpu.py, \
+BENCHMARKS := $(filter-out %/measuring.py %/benchmark.py %/peers.py %/llama_peer.py %/gpu.py, \
 	$(wildcard kernels/benchmarks/*.py benchmarks/*.py tokenizers/benchmarks/*.py))
 
 bench: $(VENV)/.installed-dev

@@ -44,6 +44,11 @@ def models():
 
 
 @pytest.fixture
+def cpu(models):
+    return importlib.import_module("cpu")
+
+
+@pytest.fixture
 def peers(models):
     return sys.modules["peers"]
 
@@ -252,3 +257,43 @@ def test_power_laws_and_targets(models):
     assert "avey-b all tokens, 8 x 128: 1.33 times as fast as ModernBERT, at least 1: met" in lines
     assert "avey-b all tokens, 8 x 32768: 2.00 times as fast as ModernBERT, at least 3.4: missed" in lines
     assert "avey-b all tokens, 8 x 128: no figure of plain, compiled" in lines
+
+
+def test_finch_is_measured_on_a_cpu(cpu, tmp_path, capsys):
+    names = ["subquad float32", "subquad bfloat16", "subquad int8", "rwkv fp32"]
+    cpu.main(["--quick", "--out", str(tmp_path), "--implementations", *names])
+    rows = json.loads((tmp_path / "cpu.json").read_text())["rows"]
+    whats = {row["what"] for row in rows if row["implementation"] == "subquad int8"}
+    calls = ("next token, 1 text", "next token, 8 texts", "next token, 32 texts", "prompt of 32")
+    assert whats == {"logits"} | {f"{what}, {clock}" for what in calls for clock in ("CPU", "wall")}
+    assert all(row["milliseconds"] > 0 for row in rows if row["part"] != "error")
+    errors = {row["implementation"]: float(row["note"].split()[1]) for row in rows if row["part"] == "error"}
+    assert list(errors) == names and errors["subquad float32"] == 0 < errors["rwkv fp32"] < 1e-4
+    assert 1e-3 < errors["subquad int8"] < 0.2
+    assert all(f"| {name} |" in capsys.readouterr().out for name in names[:1])
+
+
+def test_turns_begin_with_the_same_text(cpu):
+    read = []
+
+    def runner(name):
+        return cpu.Runner(lambda ids: read.append((name, tuple(ids.shape))), lambda: read.append((name, "new")))
+
+    cpu.take_turns({name: runner(name) for name in "ab"}, 2, 1, rounds=2, group=1, vocabulary=9)
+    first = [("new"), (2, cpu.BEFORE), (2, 1)]
+    assert [what for name, what in read if name == "a"] == [*first, (2, 1), (2, 1)]
+    assert "".join(name for name, _ in read) == "aaabbbabab"
+    read.clear()
+    cpu.take_turns({"a": runner("a")}, 1, 8, rounds=1, group=1, vocabulary=9)
+    assert [what for _, what in read] == ["new", (1, 8), "new", (1, 8)]
+
+
+def test_llama_cpp_is_left_out_where_it_cannot_be_compiled(cpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    cpu.main(["--quick", "--parts", "one", "--implementations", "subquad float32", "llama.cpp F32"])
+    printed = capsys.readouterr().out
+    assert "llama.cpp is left out: there are no compilers of C and C++" in printed
+    assert "| subquad float32 |" in printed and "| llama.cpp F32 |" not in printed

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import signal
 import statistics
 import sys
@@ -257,8 +258,34 @@ def versions(device: str) -> str:
     for name in ("triton", "transformers", "flash-linear-attention"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
-    found.append(f"{torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name())
+    found += [f"{torch.get_num_threads()} threads", cpu_name()] if device == "cpu" else [torch.cuda.get_device_name()]
     return ", ".join(found)
+
+
+# Instructions of x86 and ARM that products are faster with, and what they are called in /proc/cpuinfo.
+INSTRUCTIONS = {
+    **{"AVX2": "avx2", "AVX-512": "avx512f", "AVX-VNNI": "avx_vnni", "VNNI": "avx512_vnni", "BF16": "avx512_bf16"},
+    **{"FP16": "avx512_fp16", "AMX BF16": "amx_bf16", "AMX INT8": "amx_int8", "AMX FP16": "amx_fp16"},
+    **{"ARM dot products": "asimddp", "ARM I8MM": "i8mm", "ARM BF16": "bf16", "ARM FP16": "asimdhp", "SVE": "sve"},
+}
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The CPU, with those of its instructions that matter for products."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    name = fields.get("model name", platform.machine())
+    if "cpu family" in fields:
+        name += f" (family {fields['cpu family']}, model {fields.get('model')})"
+    return ": ".join(filter(None, (name, " ".join(known for known, flag in INSTRUCTIONS.items() if flag in flags))))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
