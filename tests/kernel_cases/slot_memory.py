@@ -110,7 +110,8 @@ EXAMPLES = {
             (65, "extreme", 3e-5),  # differences of sums of log decays, which are rounded where they are large
         )
     },
-    "weak": Example({"length": 40, "decay": "weak", "empty": True}),
+    # The gradient of the queries is a millionth of its terms, whose rounding differs from CPU to CPU.
+    "weak": Example({"length": 40, "decay": "weak", "empty": True}, tolerance=2e-5),
     "weak, one token": Example({"length": 1, "decay": "weak", "state": False}),
     **{
         f"no state{', documents' if documents else ''}, {length}": Example(
