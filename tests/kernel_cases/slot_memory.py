@@ -110,7 +110,7 @@ EXAMPLES = {
             (65, "extreme", 3e-5),  # differences of sums of log decays, which are rounded where they are large
         )
     },
-    # The gradient of the queries is a millionth of its terms, whose rounding differs from CPU to CPU.
+    # All slots get almost the same, so that the gradient of the queries is a difference of almost equal numbers.
     "weak": Example({"length": 40, "decay": "weak", "empty": True}, tolerance=2e-5),
     "weak, one token": Example({"length": 1, "decay": "weak", "state": False}),
     **{
