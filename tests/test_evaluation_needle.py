@@ -192,7 +192,7 @@ def test_every_architecture_trains_and_answers(run, tmp_path):
     record = run("--architectures", *needle.ARCHITECTURES, "--steps", "1")
     assert [row["architecture"] for row in record["rows"]] == [name for name in needle.ARCHITECTURES for _ in "12"]
     for name, labels in {
-        "needle_depth": ("length (tokens)", "passkey: depth (%)", "number: depth (%)", "right answers (share)"),
+        "needle_depth": ("tokens", "passkey: depth (%)", "number: depth (%)", "right answers (share)"),
         "needle_length": ("length (tokens)", "right answers (share)"),
     }.items():
         svg = (tmp_path / f"{name}.svg").read_text(encoding="utf-8")

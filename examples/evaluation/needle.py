@@ -277,7 +277,7 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
     for axes, variant in zip(grid[:, 0], VARIANTS, strict=True):
         axes.set_ylabel(f"{variant}: depth (%)")
     for axes in grid[-1]:
-        axes.set_xlabel("length (tokens)")
+        axes.set_xlabel("tokens")  # the columns are narrow
     maps.colorbar(image, ax=grid, label="right answers (share)")
 
     curves, grid = new_figure(1, len(VARIANTS), sharey=True)
