@@ -44,6 +44,11 @@ def models():
 
 
 @pytest.fixture
+def startup(models):
+    return importlib.import_module("startup")
+
+
+@pytest.fixture
 def cpu(models):
     return importlib.import_module("cpu")
 
@@ -297,3 +302,12 @@ def test_llama_cpp_is_left_out_where_it_cannot_be_compiled(cpu, tmp_path, monkey
     printed = capsys.readouterr().out
     assert "llama.cpp is left out: there are no compilers of C and C++" in printed
     assert "| subquad float32 |" in printed and "| llama.cpp F32 |" not in printed
+
+
+@pytest.mark.thorough
+def test_the_start_is_measured(startup, tmp_path):
+    startup.main(["--quick", "--out", str(tmp_path)])
+    rows = {row["what"]: row for row in json.loads((tmp_path / "startup.json").read_text())["rows"]}
+    assert rows["import torch"]["MiB"] < rows["subquad generate: ready"]["MiB"]
+    ready, first = (rows[f"subquad generate: {moment}"]["milliseconds"] for moment in ("ready", "first token"))
+    assert 0 < ready < first

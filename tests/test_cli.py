@@ -1,5 +1,6 @@
 """The command line: what it prints, what it refuses, and with which exit code."""
 
+import gc
 import io
 import json
 import os
@@ -26,6 +27,7 @@ from visual_cases import save_visual
 
 import subquad
 from subquad import cli
+from subquad.cli import start
 from subquad.cli.answers import character_streamer
 from subquad.cli.common import find_directory, find_model, load_reader
 from subquad.cli.generate import ABC_HEADER
@@ -529,6 +531,38 @@ def test_convert_heeds_the_size_of_a_shard(directory, tmp_path, capsys):
 
 
 # --- generate ---
+
+
+def test_a_plain_model_needs_no_optional_packages(directory, capsys):
+    code = f"""
+import gc, sys
+from subquad.cli import main
+sys.argv = ["subquad", "generate", "abc", "--model", {str(directory)!r}, "--seed", "3", "--max-new-tokens", "12"]
+assert main() == 0
+assert gc.isenabled()
+print([name for name in ("accelerate", "peft", "scipy", "sklearn", "torchao") if sys.modules.get(name)])
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = generate(capsys, "abc", "--model", directory, "--seed", 3, "--max-new-tokens", 12)
+    assert process.stdout == expected + "[]\n"
+
+
+def test_optional_packages_are_left_alone_where_they_may_be_needed(directory, tmp_path):
+    assert start.is_plain(directory) and not start.is_plain("owner/name")
+    config = json.loads((directory / "config.json").read_text())
+    for quantised, plain in (
+        (None, True),
+        ({"quant_method": "subquad_int8"}, True),
+        ({"quant_method": "torchao"}, False),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+        assert start.is_plain(tmp_path) is plain
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert not start.is_plain(tmp_path)
+    before = dict(sys.modules)
+    start.begin(SimpleNamespace(own_process=False), directory)
+    assert sys.modules == before and gc.isenabled()
 
 
 def test_generate_continues_the_prompt(directory, capsys):

@@ -33,11 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     Runs the command line.
 
+    Args:
+        argv: the arguments; by default those of the process, which then is the command's own.
+
     Returns:
         0; 1 if the command failed, or found something wrong; 2 if the arguments are wrong; 130 after Ctrl-C; 141 if
         the reader of the output closed it.
     """
     args = build_parser().parse_args(argv)
+    args.own_process = argv is None
     debug = args.debug or os.environ.get("SUBQUAD_DEBUG", "0") not in ("", "0")
     try:
         status = COMMANDS[args.command].run(args)

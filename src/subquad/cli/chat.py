@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..foreign_files import one_line, reading
+from . import start
 from .answers import ChatFormat, character_streamer
 from .arguments import add_dtype_and_device, add_sampling, positive_int, sampling_options
 from .common import (
@@ -322,8 +323,10 @@ def read_message(in_terminal: bool) -> str | None:
 def run(args: Namespace) -> None:
     sampling_options(args)  # its checks come first
     path = find_model(args.model)
+    start.begin(args, path)
     identity, saved = read_session(args.model, path, args.load, needed=True)
 
+    import torch
     import transformers
     from transformers.utils import logging
 
@@ -337,8 +340,9 @@ def run(args: Namespace) -> None:
     with reading(args.model, "the model"):
         model = getattr(transformers, auto_class).from_pretrained(path, dtype=args.dtype, trust_remote_code=False)
     if args.seed is not None:
-        transformers.set_seed(args.seed)
+        torch.manual_seed(args.seed)
     chat = Chat(args, model.to(device).eval(), reader, turns, identity)
+    start.ready(args)
     if saved is not None:
         chat.restore(saved)
     in_terminal = sys.stdin.isatty()

@@ -4,6 +4,7 @@ import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 
 from ..foreign_files import reading
+from . import start
 from .answers import ChatFormat, character_streamer
 from .arguments import add_dtype_and_device, add_sampling, positive_int, sampling_options
 from .common import (
@@ -108,6 +109,7 @@ def run(args: Namespace) -> None:
     if files:
         _check_music(args)
     path = find_model(args.model)
+    start.begin(args, path)
     for file in args.image:
         read_image("--image", file)
     chat = args.chat or bool(args.image)
@@ -123,6 +125,7 @@ def run(args: Namespace) -> None:
         check_new_file("--state-out", args.state_out, args.force)
     identity, saved = read_session(args.model, path, args.state_in, needed=args.state_out is not None)
 
+    import torch
     import transformers
     from transformers.utils import logging
 
@@ -155,13 +158,14 @@ def run(args: Namespace) -> None:
     with reading(args.model, "the model"):
         model = getattr(transformers, auto_class).from_pretrained(path, dtype=args.dtype, trust_remote_code=False)
     model = model.to(device).eval()
+    start.ready(args)
     session = Session(model.new_cache()) if saved is None else saved.restore(model)
     if args.image:
         if "pixel_values" not in inputs:
             raise UsageError(f"the processor of {args.model} does not read images; leave out --image.")
         options["pixel_values"] = inputs["pixel_values"].to(device)
     if args.seed is not None:
-        transformers.set_seed(args.seed)
+        torch.manual_seed(args.seed)
     if end:
         options |= {"stop_strings": [end], "tokenizer": tokenizer}
     known = session.unread
