@@ -167,6 +167,14 @@ class LayerState:
                 self.records[key] = Record(replay, {name: self.states.get(name) for name in states}, updates)
             if self.records[key].tokens > 2 * MAX_RECORDED:  # not at every token
                 self.records[key].keep(MAX_RECORDED)
+        self._replace(states)
+
+    def set(self, states: States) -> None:
+        """Sets states after the tokens of a call, of which nothing is recorded."""
+        self.records.clear()
+        self._replace(states)
+
+    def _replace(self, states: States) -> None:
         self.fresh = False
         for name, state in states.items():
             self.write(name, state)

@@ -20,6 +20,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from subquad_kernels import int8_linear, quantize_rows
 
+from .layers import PRODUCTS
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -107,6 +109,9 @@ class Int8Linear(_Int8Layer):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+PRODUCTS[Int8Linear] = {"weight": "weight", "scale": SCALE}
 
 
 class Int8Embedding(_Int8Layer):

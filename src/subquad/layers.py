@@ -20,7 +20,11 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-class ReluSquared(torch.autograd.Function):
+# Linear layers whose weights a C library reads: the names that it has for them, and their attributes.
+PRODUCTS: dict[type[nn.Module], dict[str, str]] = {Linear: {"weight": "weight"}}
+
+
+class _ReluSquared(torch.autograd.Function):
     """
     relu(x)² that keeps only its result for the backward pass: the gradient 2 relu(x) is twice its root. (In float16
     the squares of numbers below 2e-4 vanish, and so does their gradient.)
@@ -39,6 +43,14 @@ class ReluSquared(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
         (y,) = ctx.saved_tensors
         return grad * y.sqrt().mul_(2)
+
+
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)², of which only the result is kept for the backward pass."""
+    if torch.is_grad_enabled():
+        return _ReluSquared.apply(x)
+    y = torch.relu(x)
+    return y.mul_(y)
 
 
 def check_inputs(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from transformers import PreTrainedConfig
 
-from subquad_kernels import matmul
+from subquad_kernels import low_rank, matmul
 
 
 def divides_heads(config: PreTrainedConfig, *heads: int) -> bool:
@@ -56,7 +56,15 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def times_own_columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def low_rank_of_heads(
+    x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, *args, base: torch.Tensor | None = None, **kwargs
+) -> torch.Tensor:
+    """[`subquad_kernels.low_rank`]; if `up` and `base` are split by columns, only the columns of this process."""
+    base = None if base is None else local_part(base)
+    return low_rank(x, down, up, *args, base=base, multiply=_times_own_columns, **kwargs)
+
+
+def _times_own_columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight; if the weight is split by columns, only the columns of the product that this process has."""
     if not hasattr(weight, "to_local"):
         return matmul(x, weight)

@@ -30,7 +30,7 @@ def library(request, tmp_path_factory):
     if platform.machine() != "x86_64" or (request.param == "x86-64-v3" and "AVX" not in capability()):
         pytest.skip("of another kind of CPU")
     path = tmp_path_factory.mktemp("library") / f"{request.param}.so"
-    source = str(native._SOURCE)
+    source = str(native._SOURCES[0])
     subprocess.run(
         ["cc", *native._FLAGS, "-Werror", "-Wall", f"-march={request.param}", source, "-o", path], check=True
     )
@@ -226,7 +226,7 @@ def test_it_is_compiled_once_and_when_it_is_needed(fresh, monkeypatch):
     with ThreadPoolExecutor(2) as threads:
         assert all(found[0] for found in threads.map(lambda _: native.explain(), range(2)))
     (file,) = fresh.iterdir()
-    assert file.name.startswith("products-") and file.suffix == ".so"
+    assert file.name.startswith("steps-") and file.suffix == ".so"
     # Another process finds it, unless its CPU is another one.
     native._found = None
     assert native.library() and compiled == [False, True, False]
@@ -281,5 +281,5 @@ def test_no_compiler(fresh, monkeypatch):
 
 def test_code_without_the_source(fresh, monkeypatch, tmp_path):
     """As in a model repository, which has Python files only."""
-    monkeypatch.setattr(native, "_SOURCE", tmp_path / "products.c")
+    monkeypatch.setattr(native, "_SOURCES", (tmp_path / "steps.c",))
     assert native.explain() == (None, "its source is not part of this copy of the code")

@@ -13,7 +13,7 @@ from torch._dynamo import lookup_backend
 from transformers import AutoModel, AutoModelForCausalLM
 
 from subquad import AveyForCausalLM
-from subquad.layers import ReluSquared
+from subquad.layers import relu_squared
 from subquad.models.avey import layout_avey
 
 
@@ -311,7 +311,7 @@ def test_compiled_activation_writes_over_nothing():
 
     torch.compiler.reset()
     x = torch.linspace(-2, 2, 5, requires_grad=True)
-    torch.compile(lambda x: ReluSquared.apply(x), fullgraph=True, backend=backend)(x).sum().backward()
+    torch.compile(lambda x: relu_squared(x), fullgraph=True, backend=backend)(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.tensor([0.0, 0.0, 0.0, 2.0, 4.0]))
     forward = graphs[0].fwd_body_0.graph
     assert not [x for x in forward.nodes if x.op == "call_method" and x.target.endswith("_")]

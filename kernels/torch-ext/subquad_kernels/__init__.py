@@ -4,11 +4,12 @@ from . import layers as layers
 from .cema import cema
 from .chunk_attention import chunk_attention, chunk_attention_step
 from .contextualizer import contextualizer
-from .delta_wkv import delta_wkv, delta_wkv_state, gated_delta_wkv
+from .delta_wkv import delta_keys, delta_wkv, delta_wkv_state, gated_delta_wkv
 from .dynamic_mixing import dynamic_mixing
 from .group_norm_gate import group_norm_gate
 from .int8_linear import int8_linear, quantize_rows
 from .linear import linear, matmul
+from .low_rank import low_rank
 from .slot_memory import slot_memory, slot_memory_state
 from .slot_routing import slot_routing
 from .split_ranker import maxsim, split_ranker
@@ -24,6 +25,7 @@ __all__ = [
     "chunk_attention",
     "chunk_attention_step",
     "contextualizer",
+    "delta_keys",
     "delta_wkv",
     "delta_wkv_state",
     "dynamic_mixing",
@@ -32,6 +34,7 @@ __all__ = [
     "group_norm_gate",
     "int8_linear",
     "linear",
+    "low_rank",
     "matmul",
     "maxsim",
     "quantize_rows",

@@ -7,10 +7,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .native import MOST_ROWS, WORTHWHILE, library
+from .native import MOST_ROWS, WORTHWHILE, library, readable, watched
 
 
 # Below this number of multiplications MKL is at least as fast as oneDNN.
@@ -83,17 +81,9 @@ def fits_library(x: torch.Tensor, weight: torch.Tensor, inner: int, bias: torch.
         and x.shape[-1] == weight.shape[inner]
         and weight.is_cpu
         and weight.is_contiguous()
-        and (bias is None or (bias.is_cpu and bias.is_contiguous() and _is_bias(x, weight, bias)))
-        and torch._C._get_tracing_state() is None
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and _get_current_dispatch_mode() is None
-        and forward_ad._current_level < 0
+        and (bias is None or (bias.shape == weight.shape[:1] and readable(x.dtype, bias)))
+        and not watched()
     )
-
-
-def _is_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> bool:
-    plain = type(bias) in (torch.Tensor, torch.nn.Parameter)
-    return plain and bias.dtype == x.dtype and bias.shape == weight.shape[:1]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -143,8 +133,8 @@ def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // x.shape[-1] if y.dim() == 2 else x.shape[-2] if x.shape[:-2] == y.shape[:-2] else 0
         if 0 < rows <= _FEW_ROWS and fits_library(x, y, -2):
             found = library()
-            if found and x.dtype in found.dtypes:
-                return found.matmul(x, y)
+            if found and x.dtype in found.dtypes and (out := found.matmul(x, y)) is not None:
+                return out
         if x.dtype != torch.float32 and not multiplies(x.dtype) and x.numel() * y.shape[-1] >= _CONVERTED:
             return (x.float() @ y.float()).to(x.dtype)
     return x @ y

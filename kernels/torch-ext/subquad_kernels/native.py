@@ -1,6 +1,7 @@
 """
-Products of few rows on a CPU, by `products.c`: a library that the C compiler of this machine makes when the first
-product of a worthwhile size is asked for. Where that is not possible, `library` returns None.
+What a CPU computes for a few tokens, by `products.c`, `steps.c` and `block.c`: a library that the C compiler of this
+machine makes when the first computation of a worthwhile size is asked for. Where that is not possible, `library`
+returns None.
 """
 
 import contextlib
@@ -16,16 +17,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 # Up to this number of rows the library is asked; above, torch's libraries are faster.
 MOST_ROWS = 8
 # Weights with fewer elements take torch's products: the caches hold them, and tests of tiny models compile nothing.
 WORTHWHILE = 2**15
+# The same for the channels of what stands between products.
+WORTHWHILE_CHANNELS = 128
 # From this number of elements on all threads read a weight.
 _FOR_THREADS = 2**18
-_SOURCE = Path(__file__).with_name("products.c")
-_FLAGS = ("-std=gnu11", "-O2", "-shared", "-fPIC")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("block.c", "steps.c", "products.c", "vectors.h"))
+_FLAGS = ("-std=gnu11", "-O2", "-fno-math-errno", "-shared", "-fPIC")
+# The largest size of a head, and what divides it: the numbers of the widest vectors.
+_MOST, _LANES = 256, 16
 # Seconds after which a compiler is given up; it needs one or two.
 _PATIENCE = 120
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -39,8 +46,25 @@ class Unavailable(Exception):
     """There is no library. The message says why."""
 
 
+class _Step(ctypes.Structure):
+    """`struct step` of `steps.c`."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("dtype", "of_weights")),
+        *((name, ctypes.c_ssize_t) for name in ("rows", "heads", "keys", "values", "next")),
+        *((name, ctypes.c_void_p) for name in ("r", "k", "v", "kappa", "a", "gate", "log_w")),
+        ("static_decay", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("bonus", "weight", "bias")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("state", "new_state", "indices")),
+        ("states", ctypes.c_ssize_t),
+        ("apart", ctypes.c_ssize_t),
+        ("out", ctypes.c_void_p),
+    ]
+
+
 class Library:
-    """The functions of `products.c`, which read the memory of tensors: `linear.py` sees that they are what is said."""
+    """The functions of the library, which read the memory of tensors: their callers check what these are."""
 
     def __init__(self, path: Path):
         loaded = ctypes.CDLL(str(path))
@@ -50,10 +74,25 @@ class Library:
         self._int8_linear.argtypes = [*4 * [pointer], *3 * [size], ctypes.c_int, ctypes.c_uint, pointer]
         self._linear.argtypes = [ctypes.c_int, *4 * [pointer], *3 * [size], ctypes.c_uint, pointer]
         self._matmul.argtypes = [ctypes.c_int, *3 * [pointer], *4 * [size]]
-        self._matmul.restype = None
+        number = ctypes.c_int
+        self._low_rank = loaded.subquad_low_rank
+        self._low_rank.argtypes = [number, number, *5 * [pointer], *5 * [size], number, number, ctypes.c_float]
+        self._step, self._token_shift = loaded.subquad_step, loaded.subquad_token_shift
+        self._step.argtypes = [pointer, ctypes.c_uint, pointer]
+        self._token_shift.argtypes = [number, number, *5 * [pointer], *3 * [size]]
+        self._delta_keys = loaded.subquad_delta_keys
+        self._delta_keys.argtypes = [number, number, *6 * [pointer], *3 * [size]]
+        self._token_shift.restype = self._delta_keys.restype = None
         self.dtypes = {x: n for x, n in _DTYPES.items() if x != torch.float16 or loaded.subquad_has_float16()}
+        # One token of a block, by a structure of `block_step.py`.
+        self.wkv_block, self.delta_block = loaded.subquad_wkv_block, loaded.subquad_delta_block
         # Of the OpenMP that torch has loaded: threads of another one would disturb it.
         self._parallel = ctypes.cast(getattr(ctypes.CDLL(None), "GOMP_parallel", None), pointer)
+
+    @property
+    def parallel(self) -> int:
+        """The address of `GOMP_parallel`, 0 if there is none."""
+        return self._parallel.value or 0
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """
@@ -86,16 +125,145 @@ class Library:
         )  # fmt: skip
         return None if failed else out
 
-    def matmul(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """x (..., k) times y (k, m), or x (..., n, k) times y (..., k, m) of the same dimensions: (..., m)."""
+    def matmul(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
+        """
+        x (..., k) times y (k, m), or x (..., n, k) times y (..., k, m) of the same dimensions: (..., m). None if there
+        is no memory.
+        """
         width, outputs = y.shape[-2:]
         batches = y.numel() // (width * outputs)
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], outputs))
         rows = x.numel() // (width * batches)
         pointers = x.data_ptr(), y.data_ptr(), out.data_ptr()
-        self._matmul(self.dtypes[x.dtype], *pointers, batches, rows, width, outputs)
+        failed = self._matmul(self.dtypes[x.dtype], *pointers, batches, rows, width, outputs)
+        return None if failed else out
+
+    def low_rank(
+        self,
+        x: torch.Tensor,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        base: torch.Tensor | None,
+        inner: int,
+        outer: int,
+        scale: float,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """[`subquad_kernels.low_rank`]. None if there is no memory."""
+        groups, (rank, outputs) = up.shape[0] if up.dim() == 3 else 1, up.shape[-2:]
+        width = x.shape[-1]
+        out = x.new_empty((*up.shape[:-2], *x.shape[:-1], outputs), dtype=out_dtype)
+        failed = self._low_rank(
+            self.dtypes[x.dtype], self.dtypes[out_dtype], x.data_ptr(), down.data_ptr(), up.data_ptr(), _address(base),
+            out.data_ptr(), x.numel() // width, width, groups, rank, outputs, inner, outer, scale,
+        )  # fmt: skip
+        return None if failed else out
+
+    @staticmethod
+    def fits_head(size: int) -> bool:
+        """Whether a head may have so many keys or values."""
+        return size % _LANES == 0 and size <= _MOST
+
+    def step(
+        self,
+        r: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_w: torch.Tensor,
+        kappa: torch.Tensor | None,
+        a: torch.Tensor | None,
+        gate: torch.Tensor,
+        bonus: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        state: torch.Tensor | None,
+        new_state: torch.Tensor,
+        indices: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """
+        One token of [`subquad_kernels.gated_delta_wkv`], or without `kappa` of [`subquad_kernels.gated_wkv`], whose
+        new state goes to `new_state`. None if an index is outside the pool.
+        """
+        batch, _, heads, keys = k.shape
+        values = v.shape[-1]
+        out = torch.empty_like(gate)
+        p = _Step(
+            self.dtypes[v.dtype], self.dtypes[v.dtype], batch, heads, keys, values, 0,
+            r.data_ptr(), k.data_ptr(), v.data_ptr(),
+            _address(kappa), _address(a), gate.data_ptr(), log_w.data_ptr(), log_w.dim() == 2, bonus.data_ptr(),
+            weight.data_ptr(), bias.data_ptr(), eps, _address(state), new_state.data_ptr(), _address(indices),
+            new_state.shape[0], new_state.stride(0), out.data_ptr(),
+        )  # fmt: skip
+        threads = torch.get_num_threads() if batch * heads * keys * values >= _FOR_THREADS else 1
+        failed = self._step(ctypes.byref(p), threads, self._parallel)
+        return None if failed else out
+
+    def token_shift(
+        self, x: torch.Tensor, state: torch.Tensor | None, mu: torch.Tensor, offset: torch.Tensor | None
+    ) -> torch.Tensor:
+        """One token of [`subquad_kernels.token_shift`]."""
+        number, width = mu.shape
+        out = x.new_empty((number, *x.shape))
+        self._token_shift(
+            self.dtypes[x.dtype], self.dtypes[mu.dtype], x.data_ptr(), _address(state), mu.data_ptr(),
+            _address(offset), out.data_ptr(), number, x.shape[0], width,
+        )  # fmt: skip
         return out
+
+    def delta_keys(
+        self, k: torch.Tensor, a: torch.Tensor, scale: torch.Tensor, mix: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[`subquad_kernels.delta_keys`]."""
+        heads, size = k.shape[-2:]
+        removed, written = torch.empty_like(k), torch.empty_like(k)
+        tensors = k, a, scale, mix, removed, written
+        rows = k.numel() // (heads * size)
+        self._delta_keys(*2 * [self.dtypes[k.dtype]], *(x.data_ptr() for x in tensors), rows, heads, size)
+        return removed, written
+
+
+def _address(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def watched() -> bool:
+    """Whether torch must see what is computed: for a gradient or a graph, or because a mode or transformation asks."""
+    return (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _get_current_dispatch_mode() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def readable(dtype: torch.dtype, *tensors: torch.Tensor | None) -> bool:
+    """Whether those that are not None are plain tensors of a dtype, in one piece of the memory of the CPU."""
+    return all(
+        x is None
+        or (type(x) in (torch.Tensor, torch.nn.Parameter) and x.dtype == dtype and x.is_cpu and x.is_contiguous())
+        for x in tensors
+    )
+
+
+def library_for(channels: int, dtype: torch.dtype, *tensors: torch.Tensor | None) -> Library | None:
+    """The library, if it may read these tensors of a dtype, and rows of so many channels are worthwhile."""
+    if channels < WORTHWHILE_CHANNELS or watched() or not readable(dtype, *tensors):
+        return None
+    found = library()
+    return found if found and dtype in found.dtypes else None
+
+
+def library_for_heads(tensors: tuple[torch.Tensor | None, ...]) -> Library | None:
+    """[`library_for`] the channels of the last two dimensions, heads and their size, of the first of the tensors."""
+    heads, size = tensors[0].shape[-2:]
+    if not Library.fits_head(size):
+        return None
+    return library_for(heads * size, tensors[0].dtype, *tensors)
 
 
 def library() -> Library | None:
@@ -134,16 +302,17 @@ def _compile() -> tuple[Library, str]:
     machine = platform.machine()
     if os.name != "posix" or machine not in ("x86_64", "aarch64", "arm64"):
         raise Unavailable(f"it is not made for {platform.system()} on {machine}")
-    if not _SOURCE.is_file():
+    if not all(source.is_file() for source in _SOURCES):
         raise Unavailable("its source is not part of this copy of the code")
     names = (os.environ.get("CC", "").strip(), "cc", "gcc", "clang")
     compiler = next((found for name in names if name and (found := shutil.which(name))), None)
     if compiler is None:
         raise Unavailable("there is no C compiler: neither $CC nor cc, gcc or clang is there")
-    command = [compiler, *_FLAGS, "-march=native" if machine == "x86_64" else "-mcpu=native", str(_SOURCE), "-o"]
+    command = [compiler, *_FLAGS, "-march=native" if machine == "x86_64" else "-mcpu=native", str(_SOURCES[0]), "-o"]
     version = (_run([compiler, "--version"]).splitlines() or [""])[0]
     key = "\0".join((*command, version, machine, _cpu()))
-    name = f"products-{hashlib.sha256(key.encode() + _SOURCE.read_bytes()).hexdigest()[:24]}.so"
+    code = b"".join(source.read_bytes() for source in _SOURCES)
+    name = f"steps-{hashlib.sha256(key.encode() + code).hexdigest()[:24]}.so"
     reason = None
     for folder in _folders():
         try:

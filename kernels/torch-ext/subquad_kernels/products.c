@@ -1,119 +1,15 @@
 /*
  * Products of a few rows on a CPU, which take as long as reading the weight from memory. Sums are float32's, whatever
- * the dtype. Compiled by `native.py` for the CPU that it runs on; gcc and clang turn the vectors below into those of
- * the CPU.
+ * the dtype. Compiled by `native.py` for the CPU that it runs on.
  */
 
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
-#define INLINE static inline __attribute__((always_inline))
-
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
-
-/* As in native.py. */
-enum { FLOAT32, BFLOAT16, FLOAT16 };
-
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef float quads __attribute__((vector_size(16)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-
-#if defined(__aarch64__)
-typedef _Float16 numbers16 __attribute__((vector_size(2 * LANES)));
-#endif
-
-INLINE ptrdiff_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
-
-INLINE ptrdiff_t smaller(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-
-/* The vector that begins at that element, in float32. */
-INLINE floats load(int dtype, const void *from, ptrdiff_t at)
-{
-    floats out;
-    if (dtype == FLOAT32) {
-        memcpy(&out, (const char *)from + 4 * at, sizeof out);
-        return out;
-    }
-    halves bits;
-    memcpy(&bits, (const char *)from + 2 * at, sizeof bits);
-    if (dtype == BFLOAT16)
-#if LANES == 16
-        return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
-#elif defined(__AVX2__)
-        return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)bits), 16);
-#else
-        return (floats)(__builtin_convertvector(bits, words) << 16);
-#endif
-#if defined(__aarch64__)
-    return __builtin_convertvector((numbers16)bits, floats);
-#elif LANES == 16
-    return (floats)_mm512_cvtph_ps((__m256i)bits);
-#elif defined(__F16C__)
-    return (floats)_mm256_cvtph_ps((__m128i)bits);
-#else
-    return out = (floats){0}; /* native.py does not ask for it */
-#endif
-}
-
-/* The same of the last elements, and zeros. */
-INLINE floats load_part(int dtype, const void *from, ptrdiff_t at, ptrdiff_t count)
-{
-    char part[4 * LANES] = {0};
-    memcpy(part, (const char *)from + size_of(dtype) * at, size_of(dtype) * count);
-    return load(dtype, part, 0);
-}
-
-/* Writes the first elements, rounded to the nearest number of the dtype. */
-INLINE void store(int dtype, void *to, ptrdiff_t at, floats x, ptrdiff_t count)
-{
-    char *here = (char *)to + size_of(dtype) * at;
-    if (dtype == FLOAT32) {
-        memcpy(here, &x, 4 * count);
-        return;
-    }
-    halves bits;
-    if (dtype == BFLOAT16) {
-        words all = (words)x;
-        words rounded = (all + 0x7fff + ((all >> 16) & 1)) >> 16;
-        words nan = (words)(x != x);
-        bits = __builtin_convertvector((rounded & ~nan) | (((all >> 16) | 0x40) & nan), halves);
-    } else {
-#if defined(__aarch64__)
-        bits = (halves)__builtin_convertvector(x, numbers16);
-#elif LANES == 16
-        bits = (halves)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__F16C__)
-        bits = (halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
-#else
-        return;
-#endif
-    }
-    memcpy(here, &bits, 2 * count);
-}
-
-INLINE float sum_of(floats x)
-{
-    quads part[LANES / 4];
-    memcpy(part, &x, sizeof x);
-    for (int i = 1; i < LANES / 4; i++)
-        part[0] += part[i];
-    return (part[0][0] + part[0][1]) + (part[0][2] + part[0][3]);
-}
+/* The width of a row that consists of whole vectors. */
+INLINE ptrdiff_t padded_to(ptrdiff_t width) { return (width + LANES - 1) / LANES * LANES; }
 
 /* Copies rows in float32 to rows of whole vectors, padded with zeros. */
-INLINE void widen(int dtype, const void *x, ptrdiff_t rows, ptrdiff_t width, float *out, ptrdiff_t padded)
+static void widen(int dtype, const void *x, ptrdiff_t rows, ptrdiff_t width, float *out, ptrdiff_t padded)
 {
     for (ptrdiff_t row = 0; row < rows; row++)
         for (ptrdiff_t i = 0; i < padded; i += LANES) {
@@ -127,6 +23,12 @@ INLINE void widen(int dtype, const void *x, ptrdiff_t rows, ptrdiff_t width, flo
 #define PART 64
 
 /*
+ * Asks for the part of a weight that is read next. The CPU does so by itself, but not beyond a page of memory, and it
+ * begins anew with every weight.
+ */
+INLINE void ask_ahead(const void *here) { __builtin_prefetch((const char *)here + 2048, 0, 2); }
+
+/*
  * One row of the weight times ROWS rows of x; the sums are PART numbers apart. It reads the weight from its beginning
  * to its end, without leaps, which is what memory does fastest.
  */
@@ -138,6 +40,7 @@ INLINE void dot_products(
     for (; i + STEPS * LANES <= width; i += STEPS * LANES)
 #pragma GCC unroll 4
         for (int s = 0; s < STEPS; s++) {
+            ask_ahead(weight + (i + s * LANES) * size_of(dtype));
             floats w = load(dtype, weight, i + s * LANES);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++)
@@ -159,7 +62,7 @@ INLINE void dot_products(
 }
 
 struct product {
-    int dtype;
+    int dtype, out_dtype; /* of the weight and the bias, and of the result */
     ptrdiff_t rows, outputs, width, padded, next;
     const float *x;
     const char *weight, *bias;
@@ -179,7 +82,7 @@ INLINE void part(int dtype, int ROWS, const struct product *p, ptrdiff_t row, pt
             floats y = load(FLOAT32, sums + r * PART, o - from);
             if (p->bias)
                 y += count == LANES ? load(dtype, p->bias, o) : load_part(dtype, p->bias, o, count);
-            store(dtype, p->out, (row + r) * p->outputs + o, y, count);
+            store(p->out_dtype, p->out, (row + r) * p->outputs + o, y, count);
         }
 }
 
@@ -199,7 +102,7 @@ INLINE void parts(int dtype, struct product *p)
     }
 }
 
-static void work(void *data)
+static void product_work(void *data)
 {
     struct product *p = data;
     switch (p->dtype) {
@@ -209,9 +112,6 @@ static void work(void *data)
     }
 }
 
-/* GOMP_parallel of the OpenMP that torch has loaded: so both have the same threads. */
-typedef void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
-
 /*
  * out (rows, outputs) = x (rows, width) times weight (outputs, width), transposed, plus bias (outputs) or NULL. All of
  * one dtype, and contiguous. Returns 0, or 1 if there is no memory.
@@ -220,56 +120,167 @@ int subquad_linear(
     int dtype, const void *x, const void *weight, const void *bias, void *out, ptrdiff_t rows, ptrdiff_t outputs,
     ptrdiff_t width, unsigned threads, parallel run)
 {
-    ptrdiff_t padded = (width + LANES - 1) / LANES * LANES;
+    ptrdiff_t padded = padded_to(width);
     float *wide = malloc(sizeof *wide * rows * padded);
     if (!wide)
         return 1;
     widen(dtype, x, rows, width, wide, padded);
-    struct product p = {dtype, rows, outputs, width, padded, 0, wide, weight, bias, out};
+    struct product p = {dtype, dtype, rows, outputs, width, padded, 0, wide, weight, bias, out};
     if (threads > 1 && run)
-        run(work, &p, threads, 0);
+        run(product_work, &p, threads, 0);
     else
-        work(&p);
+        product_work(&p);
     free(wide);
     return 0;
 }
 
-INLINE void columns(
-    int dtype, const char *x, const char *y, char *out, ptrdiff_t rows, ptrdiff_t width, ptrdiff_t outputs)
+/*
+ * VECTORS vectors of the sums that begin at column `from`. Some of the rows of y that follow are asked for, because the
+ * CPU does not expect parts of rows.
+ */
+INLINE void some_columns(
+    int dtype, int VECTORS, const float *x, const char *y, ptrdiff_t width, ptrdiff_t outputs, ptrdiff_t from,
+    floats *sums)
 {
-    floats sums[16];
-    for (ptrdiff_t row = 0; row < rows; row++)
-        for (ptrdiff_t from = 0; from < outputs; from += 16 * LANES) {
-            ptrdiff_t count = smaller(16 * LANES, outputs - from), whole = count / LANES, rest = count % LANES;
-            for (int v = 0; v < 16; v++)
-                sums[v] = (floats){0};
-            for (ptrdiff_t k = 0; k < width; k++) {
-                floats factor = (floats){0} + load_part(dtype, x, row * width + k, 1)[0];
-                for (ptrdiff_t v = 0; v < whole; v++)
-                    sums[v] += factor * load(dtype, y, k * outputs + from + v * LANES);
-                if (rest)
-                    sums[whole] += factor * load_part(dtype, y, k * outputs + from + whole * LANES, rest);
-            }
-            for (ptrdiff_t v = 0; v * LANES < count; v++)
-                store(dtype, out, row * outputs + from + v * LANES, sums[v], smaller(LANES, count - v * LANES));
+    ptrdiff_t next = smaller(8, width);
+    for (int v = 0; v < VECTORS; v++)
+        sums[v] = all(0.f);
+    for (ptrdiff_t k = 0; k < width; k++) {
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+            __builtin_prefetch(y + ((k + next) * outputs + from + v * LANES) * size_of(dtype), 0, 2);
+            sums[v] += x[k] * load(dtype, y, k * outputs + from + v * LANES);
         }
+    }
+}
+
+INLINE void all_columns(int dtype, const float *x, const char *y, float *out, ptrdiff_t width, ptrdiff_t outputs)
+{
+    floats sums[8];
+    ptrdiff_t from = 0;
+    for (; from + 8 * LANES <= outputs; from += 8 * LANES) {
+        some_columns(dtype, 8, x, y, width, outputs, from, sums);
+        memcpy(out + from, sums, sizeof sums);
+    }
+    for (; from + 2 * LANES <= outputs; from += 2 * LANES) {
+        some_columns(dtype, 2, x, y, width, outputs, from, sums);
+        memcpy(out + from, sums, 2 * sizeof *sums);
+    }
+    for (; from < outputs; from += LANES) {
+        ptrdiff_t count = smaller(LANES, outputs - from);
+        floats sum = all(0.f);
+        for (ptrdiff_t k = 0; k < width; k++)
+            sum += x[k] * load_part(dtype, y, k * outputs + from, count);
+        store(FLOAT32, out, from, sum, count);
+    }
+}
+
+/* out (outputs) = x (width) times y (width, outputs), of which only y is not in float32. */
+static void columns(int dtype, const float *x, const void *y, float *out, ptrdiff_t width, ptrdiff_t outputs)
+{
+    switch (dtype) {
+    case FLOAT32: all_columns(FLOAT32, x, y, out, width, outputs); break;
+    case BFLOAT16: all_columns(BFLOAT16, x, y, out, width, outputs); break;
+    case FLOAT16: all_columns(FLOAT16, x, y, out, width, outputs); break;
+    }
+}
+
+/* Writes numbers in float32, of which there are `count`, in a dtype. */
+static void narrow(int dtype, const float *x, char *out, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; i += LANES) {
+        ptrdiff_t part = smaller(LANES, count - i);
+        store(dtype, out, i, part == LANES ? load(FLOAT32, x, i) : load_part(FLOAT32, x, i, part), part);
+    }
 }
 
 /*
  * out (batches, rows, outputs) = x (batches, rows, width) times y (batches, width, outputs). All of one dtype, and
- * contiguous.
+ * contiguous. Returns 0, or 1 if there is no memory.
  */
-void subquad_matmul(
+int subquad_matmul(
     int dtype, const char *x, const char *y, char *out, ptrdiff_t batches, ptrdiff_t rows, ptrdiff_t width,
     ptrdiff_t outputs)
 {
-    for (ptrdiff_t b = 0; b < batches; b++, x += rows * width * size_of(dtype), y += width * outputs * size_of(dtype),
-                   out += rows * outputs * size_of(dtype))
-        switch (dtype) {
-        case FLOAT32: columns(FLOAT32, x, y, out, rows, width, outputs); break;
-        case BFLOAT16: columns(BFLOAT16, x, y, out, rows, width, outputs); break;
-        case FLOAT16: columns(FLOAT16, x, y, out, rows, width, outputs); break;
+    float *wide = malloc(sizeof *wide * (padded_to(width) + outputs)), *sums = wide + padded_to(width);
+    if (!wide)
+        return 1;
+    for (ptrdiff_t b = 0; b < batches; b++, y += width * outputs * size_of(dtype))
+        for (ptrdiff_t row = 0; row < rows; row++) {
+            widen(dtype, x, 1, width, wide, padded_to(width));
+            columns(dtype, wide, y, sums, width, outputs);
+            narrow(dtype, sums, out, outputs);
+            x += width * size_of(dtype);
+            out += outputs * size_of(dtype);
         }
+    free(wide);
+    return 0;
+}
+
+/* As in low_rank.py. */
+enum { NOTHING, TANH, SIGMOID, EXP };
+
+static void activate(int function, float *x, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; i += LANES) {
+        ptrdiff_t part = smaller(LANES, count - i);
+        floats y = load_part(FLOAT32, x, i, part);
+        y = function == TANH ? tanh_of(y) : function == SIGMOID ? sigmoid_of(y) : function == EXP ? exp_of(y) : y;
+        store(FLOAT32, x, i, y, part);
+    }
+}
+
+struct low_rank {
+    int dtype, out_dtype, inner, outer;
+    float scale;
+    ptrdiff_t rows, width, groups, rank, outputs;
+    const char *x, *down, *up, *base;
+    char *out;
+};
+
+static void low_rank(int dtype, const struct low_rank *p, float *wide, float *low, float *sums)
+{
+    ptrdiff_t ranks = p->groups * p->rank, outputs = p->outputs;
+    for (ptrdiff_t row = 0; row < p->rows; row++) {
+        widen(dtype, p->x + row * p->width * size_of(dtype), 1, p->width, wide, padded_to(p->width));
+        columns(dtype, wide, p->down, low, p->width, ranks);
+        activate(p->inner, low, ranks);
+        for (ptrdiff_t g = 0; g < p->groups; g++) {
+            const char *up = p->up + g * p->rank * outputs * size_of(dtype);
+            columns(dtype, low + g * p->rank, up, sums, p->rank, outputs);
+            if (p->base)
+                for (ptrdiff_t i = 0; i < outputs; i += LANES) {
+                    ptrdiff_t part = smaller(LANES, outputs - i);
+                    store(FLOAT32, sums, i, load_part(FLOAT32, sums, i, part) + load_part(dtype, p->base, i, part),
+                          part);
+                }
+            activate(p->outer, sums, outputs);
+            for (ptrdiff_t i = 0; i < outputs; i++)
+                sums[i] *= p->scale;
+            narrow(p->out_dtype, sums, p->out + (g * p->rows + row) * outputs * size_of(p->out_dtype), outputs);
+        }
+    }
+}
+
+/*
+ * out (groups, rows, outputs), in out_dtype = scale * outer(base (outputs) + inner(x (rows, width) times down
+ * (width, groups * rank)) times up (groups, rank, outputs)). base may be NULL. The others are of one dtype, and
+ * contiguous. Returns 0, or 1 if there is no memory.
+ */
+int subquad_low_rank(
+    int dtype, int out_dtype, const void *x, const void *down, const void *up, const void *base, void *out,
+    ptrdiff_t rows, ptrdiff_t width, ptrdiff_t groups, ptrdiff_t rank, ptrdiff_t outputs, int inner, int outer,
+    float scale)
+{
+    ptrdiff_t padded = padded_to(width);
+    float *wide = malloc(sizeof *wide * (padded + groups * rank + outputs)), *low = wide + padded;
+    if (!wide)
+        return 1;
+    struct low_rank p = {dtype, out_dtype, inner, outer, scale, rows, width, groups, rank, outputs,
+                         x, down, up, base, out};
+    low_rank(dtype, &p, wide, low, low + groups * rank);
+    free(wide);
+    return 0;
 }
 
 /*
@@ -366,6 +377,7 @@ INLINE void int8_dot_products(
     for (; i + STEPS * STEP <= width; i += STEPS * STEP)
 #pragma GCC unroll 4
         for (int k = 0; k < STEPS; k++) {
+            ask_ahead(weight + i + k * STEP);
             numbers w = weights(weight + i + k * STEP);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++)

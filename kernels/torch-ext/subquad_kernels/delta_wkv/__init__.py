@@ -1,10 +1,13 @@
 """The recurrence of Goose (RWKV-7): a generalised delta rule."""
 
 import torch
+import torch.nn.functional as F
 
 from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
+from ..native import library_for_heads
+from ..one_token import step_by_library
 from ..state_pool import check_indices, count_states, in_copies
 from .custom_ops import _delta_wkv, _delta_wkv_step
 from .eager import delta_wkv_step, delta_wkv_step_in_pool, gated_norm
@@ -127,9 +130,43 @@ def gated_delta_wkv(
     if one_token and backend in ("auto", "triton") and not needs_gradient(*floats, gate, bonus, weight, bias):
         norm = {"gate": gate, "bonus": bonus, "weight": weight, "bias": bias, "eps": eps}
         return _step(*floats, indices, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
+    if one_token and backend == "eager":
+        token = r, k, v, log_w, kappa, a, gate, bonus, weight, bias, eps
+        if (done := step_by_library(*token, initial_state, indices, inplace)) is not None:
+            return done
     out, state = _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=widest(*floats), backend=backend)
     with without_autocast(k):
         return gated_norm(out, r, k, v, gate, bonus, weight, bias, eps), state
+
+
+def delta_keys(
+    k: torch.Tensor, a: torch.Tensor, k_k: torch.Tensor, k_a: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The two keys of [`delta_wkv`], of what is removed and of what is written, equations 5 to 7 of arXiv:2503.14456:
+
+        kappa = (k * k_k) / |k * k_k|,    k~ = k * (1 + (a - 1) * k_a)
+
+    The length is that of a head's channels, computed in float32 (float64 if k is).
+
+    Args:
+        k: (B, T, H, K).
+        a: in-context learning rate, (B, T, H, K).
+        k_k, k_a: (H, K).
+
+    Returns:
+        kappa and k~, both (B, T, H, K) in the dtype of k.
+
+    Raises:
+        ValueError: if a shape, a dtype or a device does not fit, before any work.
+    """
+    check_sequences(k=k)
+    check_tensors({"k": (k, k.shape), "a": (a, k.shape), "k_k": (k_k, k.shape[2:]), "k_a": (k_a, k.shape[2:])}, "k", k)
+    if k.shape[1] == 1 and (found := library_for_heads((k, a, k_k, k_a))):
+        return found.delta_keys(k, a, k_k, k_a)
+    kappa = k * k_k
+    kappa = F.normalize(kappa.to(torch.promote_types(k.dtype, torch.float32)), dim=-1, eps=1e-12).to(k.dtype)
+    return kappa, k * torch.addcmul(1 - k_a, a, k_a)
 
 
 def delta_wkv_state(

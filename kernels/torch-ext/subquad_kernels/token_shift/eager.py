@@ -2,6 +2,12 @@
 
 import torch
 
+from ..native import library_for, readable
+
+
+# Elements of a result from which on the threads of torch are faster.
+_MOST = 2**17
+
 
 def _previous(x, state, starts):
     if state is None:
@@ -10,6 +16,16 @@ def _previous(x, state, starts):
     if x.shape[1] > 1:
         previous = torch.cat((previous, x[:, :-1]), dim=1)
     return previous if starts is None else previous.masked_fill(starts.unsqueeze(-1), 0.0)
+
+
+def token_shift_by_library(
+    x: torch.Tensor, state: torch.Tensor | None, mu: torch.Tensor, offset: torch.Tensor | None
+) -> torch.Tensor | None:
+    """One token, without documents, by the C library of `native.py`. None if that cannot be."""
+    if x.numel() * mu.shape[0] > _MOST or mu.dtype not in (x.dtype, torch.float32) or not readable(mu.dtype, mu):
+        return None
+    found = library_for(x.shape[-1], x.dtype, x, state, offset)
+    return found.token_shift(x, state, mu, offset) if found else None
 
 
 def token_shift_eager(

@@ -13,7 +13,7 @@ from subquad_kernels import contextualizer, maxsim, split_ranker
 from ...base import RecurrentPreTrainedModel
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
-from ...layers import Linear, ReluSquared, chosen_states, replaceable
+from ...layers import Linear, chosen_states, relu_squared, replaceable
 from ...padding import Tokens
 from .cache_avey import AveyCache
 from .configuration_avey import AveyConfig
@@ -56,7 +56,7 @@ class AveyNeuralProcessor(nn.Module):
 
     def forward(self, x: torch.Tensor, windows: Windows, last: bool) -> torch.Tensor:
         """x (rows, d_embed); the last block puts out only the rows that are kept."""
-        tail, gate, head = ReluSquared.apply(self.enricher(x)).split(self.sizes, dim=-1)  # equation 1
+        tail, gate, head = relu_squared(self.enricher(x)).split(self.sizes, dim=-1)  # equation 1
         if last:
             gate, head = windows.keep(gate), windows.keep(head)
         mixed = self.contextualizer(tail, gate, windows, last)  # equation 2

@@ -17,7 +17,7 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import dynamic_mixing, matmul, maxsim, split_ranker, static_mixing
 
-from ...layers import Linear, ReluSquared, chosen_states, read_tokens, replaceable
+from ...layers import Linear, chosen_states, read_tokens, relu_squared, replaceable
 from ...saving import SavedPreTrainedModel
 from .configuration_avey_b import AveyBConfig
 from .layout_avey_b import Text, read_text
@@ -95,7 +95,7 @@ class AveyBLayer(GradientCheckpointingLayer):
         features, self.width = config.expansion_factor * config.d_embed, config.tail_size // 2
         self.norm = nn.RMSNorm(config.d_embed, eps=config.eps)
         self.enricher = Linear(config.d_embed, features)
-        self.activation = F.gelu if config.hidden_act == "gelu" else ReluSquared.apply
+        self.activation = F.gelu if config.hidden_act == "gelu" else relu_squared
         self.spatial_proj = None if dynamic else nn.Parameter(torch.empty(config.context_size, config.context_size))
         self.fuser = Linear(features - self.width, config.d_embed)
         # A scalar in files; a vector here, because FSDP cannot shard a tensor without dimensions.

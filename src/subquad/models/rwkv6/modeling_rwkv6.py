@@ -3,18 +3,21 @@ Finch (RWKV-6), section 4.2 of "Eagle and Finch: RWKV with Matrix-Valued States 
 with a token shift and a decay that depend on the data; all else is inherited.
 """
 
+import dataclasses
+
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from subquad_kernels import matmul
+from subquad_kernels import low_rank
 
-from ...tensor_parallel import local_part, times_own_columns
+from ...tensor_parallel import low_rank_of_heads
 from ..rwkv5.modeling_rwkv5 import (
     Rwkv5Block,
     Rwkv5ChannelMixing,
     Rwkv5ForCausalLM,
     Rwkv5ForSequenceClassification,
+    Rwkv5GatedRecurrence,
     Rwkv5Model,
     Rwkv5PreTrainedModel,
     Rwkv5TimeMixing,
@@ -49,9 +52,7 @@ class Rwkv6TimeMixing(Rwkv5TimeMixing):
     def mix(self, x: torch.Tensor, before: torch.Tensor | None, starts: torch.Tensor | None) -> list[torch.Tensor]:
         """Equations 14 and 15, ddlerp: the interpolation between a token and the one before depends on both."""
         lerp = token_shift(x, state=before, mu=self.time_maa_x[0], starts=starts)[0]
-        low = torch.tanh(matmul(lerp, self.time_maa_w1))
-        low = low.view(-1, 5, low.shape[-1] // 5).transpose(0, 1)
-        offset = matmul(low, self.time_maa_w2).view(5, *x.shape)
+        offset = low_rank(lerp, self.time_maa_w1, self.time_maa_w2, "tanh")
         mu = torch.cat((self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g))
         mixed = token_shift(x, state=before, mu=mu.squeeze(1), offset=offset, starts=starts)
         x_w, x_k, x_v, x_r, x_g = mixed.unbind()
@@ -59,9 +60,9 @@ class Rwkv6TimeMixing(Rwkv5TimeMixing):
 
     def log_decay(self, x: torch.Tensor) -> torch.Tensor:
         """Equations 17 and 18: log w, (batch, length, heads, head_size)."""
-        d = times_own_columns(torch.tanh(matmul(x, self.time_decay_w1)), self.time_decay_w2)
-        d = local_part(self.time_decay).float() + d
-        return -d.exp().unflatten(-1, (-1, self.head_size))
+        down, up = self.time_decay_w1, self.time_decay_w2
+        log_w = low_rank_of_heads(x, down, up, "tanh", base=self.time_decay, outer="exp", scale=-1, wide=True)
+        return log_w.unflatten(-1, (-1, self.head_size))
 
 
 class Rwkv6ChannelMixing(Rwkv5ChannelMixing):
@@ -78,6 +79,26 @@ class Rwkv6ChannelMixing(Rwkv5ChannelMixing):
 
 class Rwkv6Block(Rwkv5Block):
     time_mixing_class, channel_mixing_class = Rwkv6TimeMixing, Rwkv6ChannelMixing
+    one_call = dataclasses.replace(
+        Rwkv5Block.one_call,
+        classes={
+            "attention": Rwkv6TimeMixing,
+            "attention.ln_x": Rwkv5GatedRecurrence,
+            "feed_forward": Rwkv6ChannelMixing,
+        },
+        parameters={
+            **{f"mu_{letter}": f"attention.time_maa_{letter}" for letter in "xwkvrg"},
+            "shift.down": "attention.time_maa_w1",
+            "shift.up": "attention.time_maa_w2",
+            "decay.base": "attention.time_decay",
+            "decay.down": "attention.time_decay_w1",
+            "decay.up": "attention.time_decay_w2",
+            "bonus": "attention.time_faaaa",
+            "mu_ffn_key": "feed_forward.time_maa_k",
+            "mu_ffn_receptance": "feed_forward.time_maa_r",
+        },
+        of_token=False,
+    )
 
 
 class Rwkv6PreTrainedModel(Rwkv5PreTrainedModel):

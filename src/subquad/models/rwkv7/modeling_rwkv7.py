@@ -3,7 +3,6 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
@@ -11,15 +10,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
-from subquad_kernels import delta_wkv_state, gated_delta_wkv, matmul, token_shift
+from subquad_kernels import delta_keys, delta_wkv_state, gated_delta_wkv, token_shift
 
 from ...base import RecurrentPreTrainedModel
 from ...cache import LayerState, RecurrentCache
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
-from ...layers import Linear, ReluSquared, replaceable
+from ...layers import Linear, relu_squared, replaceable
+from ...one_call import OneCall
 from ...padding import Tokens, last_token
-from ...tensor_parallel import local_part, times_own_columns
+from ...tensor_parallel import local_part, low_rank_of_heads
 from .configuration_rwkv7 import Rwkv7Config
 from .loading_rwkv7 import FLASH_LINEAR_ATTENTION
 
@@ -33,11 +33,6 @@ def projection(inputs: int, outputs: int, gain: float) -> Linear:
     layer = Linear(inputs, outputs, bias=False)
     layer.gain = gain
     return layer
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """x in float32, or in float64 if it is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Rwkv7GatedRecurrence(nn.GroupNorm):
@@ -103,30 +98,28 @@ class Rwkv7TimeMixing(nn.Module):
 
         r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
         # The decay w lies between exp(-exp(-1/2)) = 0.545 and 1; a is how much of the old value is replaced.
-        d = wide(local_part(self.w0)) + times_own_columns(torch.tanh(matmul(x_w, self.w1)), self.w2)
-        log_w = -math.exp(-0.5) * torch.sigmoid(d)
-        a = torch.sigmoid(local_part(self.a0) + times_own_columns(matmul(x_a, self.a1), self.a2))
-        g = times_own_columns(torch.sigmoid(matmul(x_g, self.g1)), self.g2)
+        decay = {"base": self.w0, "outer": "sigmoid", "scale": -math.exp(-0.5), "wide": True}
+        log_w = low_rank_of_heads(x_w, self.w1, self.w2, "tanh", **decay)
+        a = low_rank_of_heads(x_a, self.a1, self.a2, base=self.a0, outer="sigmoid")
+        g = low_rank_of_heads(x_g, self.g1, self.g2, "sigmoid")
         if v_first is None:
             v_first = v
         else:
-            mix = torch.sigmoid(local_part(self.v0) + times_own_columns(matmul(x_v, self.v1), self.v2))
+            mix = low_rank_of_heads(x_v, self.v1, self.v2, base=self.v0, outer="sigmoid")
             v = torch.addcmul(v, v_first - v, mix)
 
         heads = (*x.shape[:2], -1, self.head_size)
-        kappa = (k * local_part(self.k_k)).view(heads)
-        kappa = F.normalize(wide(kappa), dim=-1, eps=1e-12).to(k.dtype)
-        k_a = local_part(self.k_a)
-        k = k * torch.addcmul(1 - k_a, a, k_a)  # k (1 + (a - 1) k_a)
+        r, k, v, a, log_w = r.view(heads), k.view(heads), v.view(heads), a.view(heads), log_w.view(heads)
+        k_k, k_a = local_part(self.k_k), local_part(self.k_a)
+        kappa, k = delta_keys(k, a, k_k.view(heads[2:]), k_a.view(heads[2:]))
         # Padding neither adds to the state nor removes from it nor decays it.
-        k, kappa, log_w = tokens.erase(k.view(heads)), tokens.erase(kappa), tokens.erase(log_w.view(heads))
-        v, a = v.view(heads), a.view(heads)
+        k, kappa, log_w = tokens.erase(k), tokens.erase(kappa), tokens.erase(log_w)
 
         out, after = self.ln_x(
             tokens,
             initial_state=state and state.get("wkv"),
             inplace=state is not None and state.can_overwrite("wkv"),
-            r=r.view(heads),
+            r=r,
             k=k,
             v=v,
             log_w=log_w,
@@ -159,11 +152,35 @@ class Rwkv7ChannelMixing(nn.Module):
         x_k = token_shift(x, state=before, mu=self.x_k[0], starts=tokens.starts)[0]
         if state is not None:
             state.step("feed_forward_shift", last_token, x)
-        return self.value(ReluSquared.apply(self.key(x_k)))
+        return self.value(relu_squared(self.key(x_k)))
 
 
 @use_kernelized_func([gated_delta_wkv, token_shift])
 class Rwkv7Block(GradientCheckpointingLayer):
+    one_call = OneCall(
+        kind="delta_wkv",
+        classes={"att": Rwkv7TimeMixing, "att.ln_x": Rwkv7GatedRecurrence, "ffn": Rwkv7ChannelMixing},
+        layers={
+            **{name: f"att.{name}" for name in ("receptance", "key", "value", "output")},
+            **{f"ffn_{name}": f"ffn.{name}" for name in ("key", "value")},
+        },
+        norms={"ln1": "ln1", "ln2": "ln2", "ln_x": "att.ln_x"},
+        parameters={
+            **{f"mu_{letter}": f"att.x_{letter}" for letter in "rwkvag"},
+            **{
+                f"{name}.{part}": f"att.{letter}{number}"
+                for name, letter in (("decay", "w"), ("rate", "a"), ("mix", "v"), ("gate", "g"))
+                for part, number in (("base", 0), ("down", 1), ("up", 2))
+                if name != "gate" or part != "base"
+            },
+            "k_k": "att.k_k",
+            "k_a": "att.k_a",
+            "bonus": "att.r_k",
+            "mu_ffn_key": "ffn.x_k",
+        },
+        optional=("mix.base", "mix.down", "mix.up"),
+    )
+
     def __init__(self, config: Rwkv7Config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
@@ -185,6 +202,8 @@ class Rwkv7Block(GradientCheckpointingLayer):
         state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if self.layer_idx == 0:
             x = self.ln0(x)
+        if (done := self.one_call(self, x, tokens, state, v_first)) is not None:
+            return done
         out, v_first = self.att(self.ln1(x), tokens, v_first, state)
         x = x + out
         return x + self.ffn(self.ln2(x), tokens, state), v_first

@@ -1,0 +1,317 @@
+/*
+ * One token of a whole block of RWKV on a CPU: token shifts, products, recurrence, norms and feed-forward network in one
+ * call. Only the weights are read in their own dtype, everything else is float32. Compiled by `native.py`.
+ */
+
+#include "steps.c"
+
+/* A weight (outputs, inputs), in a dtype or, with a scale for each output, in 8 bits. */
+struct matrix {
+    const void *weight;
+    const float *scale; /* NULL if it does not have 8 bits */
+    ptrdiff_t outputs, inputs;
+};
+
+/* Two weights through `rank` channels, and what is added. There are none if `up` is NULL; base may be NULL. */
+struct offset {
+    const void *down, *up, *base;
+    ptrdiff_t rank;
+};
+
+/* What the blocks have in common, and what is the same for every product. */
+struct block {
+    int dtype; /* of x, of the states of token shifts, and of the weights that do not have 8 bits */
+    int largest; /* to which 8-bit products round what they multiply */
+    unsigned threads;
+    parallel run;
+    ptrdiff_t rows, width, inner, heads, middle; /* middle is the width of the feed-forward network */
+    const void *x;
+    void *out;
+    /* The last normalised token before, NULL for zeros, and this one; of both token shifts. */
+    const void *before, *before_ffn;
+    void *after, *after_ffn;
+    const float *state; /* NULL for zeros */
+    float *new_state;
+    const void *ln1, *ln1_bias, *ln2, *ln2_bias, *ln_x, *ln_x_bias;
+    float eps, eps_x;
+    const void *bonus;
+};
+
+/* Numbers of float32 that a block computes with, one after another. */
+struct scratch {
+    float *next;
+};
+
+static float *take(struct scratch *s, ptrdiff_t count)
+{
+    float *taken = s->next;
+    s->next += padded_to(count);
+    return taken;
+}
+
+/* out (rows, outputs) = x (rows, inputs) times the weight, transposed. Returns 0, or 1 if there is no memory. */
+static int multiply(const struct block *b, const struct matrix *m, const float *x, float *out)
+{
+    unsigned threads = m->outputs * m->inputs >= 1 << 18 ? b->threads : 1;
+    if (m->scale)
+        return subquad_int8_linear(x, m->weight, m->scale, out, b->rows, m->outputs, m->inputs, b->largest, threads,
+                                   b->run);
+    struct product p = {b->dtype, FLOAT32, b->rows, m->outputs, m->inputs, m->inputs, 0, x, m->weight, NULL,
+                        (char *)out};
+    if (threads > 1)
+        b->run(product_work, &p, threads, 0);
+    else
+        product_work(&p);
+    return 0;
+}
+
+/* out (rows, outputs) = scale * outer(base + inner(x (rows, width) times down) times up), as in low_rank.py. */
+static void add_rank(
+    const struct block *b, const struct offset *o, const float *x, ptrdiff_t outputs, int inner, int outer,
+    float scale, float *low, float *out)
+{
+    for (ptrdiff_t row = 0; row < b->rows; row++, out += outputs) {
+        columns(b->dtype, x + row * b->width, o->down, low, b->width, o->rank);
+        activate(inner, low, o->rank);
+        columns(b->dtype, low, o->up, out, o->rank, outputs);
+        if (o->base)
+            for (ptrdiff_t i = 0; i < outputs; i += LANES)
+                store(FLOAT32, out, i, load(FLOAT32, out, i) + load(b->dtype, o->base, i), LANES);
+        activate(outer, out, outputs);
+        for (ptrdiff_t i = 0; i < outputs; i++)
+            out[i] *= scale;
+    }
+}
+
+/* LayerNorm of the rows of x; the result is also written to `kept`, in the dtype of the block. */
+static void normalise_rows(
+    const struct block *b, const float *x, const void *weight, const void *bias, float *out, char *kept)
+{
+    memcpy(out, x, b->rows * b->width * sizeof *out);
+    for (ptrdiff_t row = 0; row < b->rows; row++)
+        normalise(b->dtype, out + row * b->width, b->width, weight, bias, 0, b->eps);
+    narrow(b->dtype, out, kept, b->rows * b->width);
+}
+
+/*
+ * out (rows, width) = x + (before - x) * (mu (width) + offset (rows, width)), or with `of_token` 1 - mu in place of mu.
+ * offset may be NULL.
+ */
+static void shift(
+    const struct block *b, const float *x, const void *before, const void *mu, const float *offset,
+    int of_token, float *out)
+{
+    for (ptrdiff_t row = 0; row < b->rows; row++)
+        for (ptrdiff_t i = 0; i < b->width; i += LANES) {
+            ptrdiff_t at = row * b->width + i;
+            floats token = load(FLOAT32, x, at), delta = -token, m = load(b->dtype, mu, i);
+            if (before)
+                delta += load(b->dtype, before, at);
+            if (of_token)
+                m = 1.f - m;
+            if (offset)
+                m += load(FLOAT32, offset, at);
+            store(FLOAT32, out, at, token + delta * m, LANES);
+        }
+}
+
+static void add_to(float *x, const float *y, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; i += LANES)
+        store(FLOAT32, x, i, load(FLOAT32, x, i) + load(FLOAT32, y, i), LANES);
+}
+
+static void square_of_relu(float *x, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; i += LANES) {
+        floats y = load(FLOAT32, x, i);
+        y = where((words)(y < 0.f), all(0.f), y); /* NaN stays */
+        store(FLOAT32, x, i, y * y, LANES);
+    }
+}
+
+/* The recurrence, the norm of the heads and what follows, of a token in float32. */
+static void run_heads(const struct block *b, struct step *s)
+{
+    s->dtype = FLOAT32;
+    s->of_weights = b->dtype;
+    s->rows = b->rows;
+    s->heads = b->heads;
+    s->keys = s->values = b->inner / b->heads;
+    s->bonus = b->bonus;
+    s->weight = b->ln_x;
+    s->bias = b->ln_x_bias;
+    s->eps = b->eps_x;
+    s->state = b->state;
+    s->new_state = b->new_state;
+    s->apart = b->inner * s->keys;
+    subquad_step(s, b->rows * s->apart >= 1 << 18 ? b->threads : 1, b->run);
+}
+
+/* A block of Eagle (RWKV-5) or Finch (RWKV-6). */
+struct wkv_block {
+    struct block common;
+    /* Of receptance, key, value, gate and decay (which may be NULL); of_token if they weigh the token itself. */
+    const void *mu[5], *mu_x;
+    int of_token;
+    /* The shift has five maps, of decay, key, value, receptance and gate. A decay without maps is that of all tokens. */
+    struct offset shift, decay;
+    struct matrix receptance, key, value, gate, output;
+    const void *mu_ffn_key, *mu_ffn_receptance;
+    struct matrix ffn_key, ffn_receptance, ffn_value;
+};
+
+static int wkv_block(const struct wkv_block *p, struct scratch s)
+{
+    static const int map_of[5] = {3, 1, 2, 4, 0};
+    const struct block *b = &p->common;
+    int dtype = b->dtype;
+    ptrdiff_t size = b->rows * b->width, inner = b->rows * b->inner;
+    float *x = take(&s, size), *normed = take(&s, size), *mixed = take(&s, size), *low = take(&s, 5 * 256);
+    float *offsets = take(&s, 5 * size), *r = take(&s, inner), *k = take(&s, inner), *v = take(&s, inner);
+    float *g = take(&s, inner), *w = take(&s, inner), *out = take(&s, inner);
+    float *middle = take(&s, b->rows * b->middle);
+    const struct matrix *into[4] = {&p->receptance, &p->key, &p->value, &p->gate};
+    float *heads[4] = {r, k, v, g};
+
+    widen(dtype, b->x, 1, size, x, size);
+    normalise_rows(b, x, b->ln1, b->ln1_bias, normed, b->after);
+    if (p->shift.up) {
+        shift(b, normed, b->before, p->mu_x, NULL, p->of_token, mixed);
+        for (ptrdiff_t row = 0; row < b->rows; row++) {
+            columns(dtype, mixed + row * b->width, p->shift.down, low, b->width, 5 * p->shift.rank);
+            activate(TANH, low, 5 * p->shift.rank);
+            for (ptrdiff_t n = 0; n < 5; n++)
+                columns(dtype, low + n * p->shift.rank,
+                        (const char *)p->shift.up + n * p->shift.rank * b->width * size_of(dtype),
+                        offsets + n * size + row * b->width, p->shift.rank, b->width);
+        }
+    }
+    for (int n = 0; n < 4; n++) {
+        shift(b, normed, b->before, p->mu[n], p->shift.up ? offsets + map_of[n] * size : NULL, p->of_token,
+              mixed);
+        if (multiply(b, into[n], mixed, heads[n]))
+            return 1;
+    }
+    if (p->decay.up) {
+        shift(b, normed, b->before, p->mu[4], p->shift.up ? offsets : NULL, p->of_token, mixed);
+        add_rank(b, &p->decay, mixed, b->inner, TANH, EXP, -1.f, low, w);
+    } else
+        for (ptrdiff_t i = 0; i < b->inner; i += LANES)
+            store(FLOAT32, w, i, -exp_of(load(dtype, p->decay.base, i)), LANES);
+    struct step step = {.r = r, .k = k, .v = v, .gate = g, .log_w = w, .static_decay = !p->decay.up,
+                        .out = (char *)out};
+    run_heads(b, &step);
+    if (multiply(b, &p->output, out, mixed))
+        return 1;
+    add_to(x, mixed, size);
+
+    normalise_rows(b, x, b->ln2, b->ln2_bias, normed, b->after_ffn);
+    shift(b, normed, b->before_ffn, p->mu_ffn_key, NULL, p->of_token, mixed);
+    if (multiply(b, &p->ffn_key, mixed, middle))
+        return 1;
+    square_of_relu(middle, b->rows * b->middle);
+    float *gate = offsets, *values = offsets + size;
+    if (multiply(b, &p->ffn_value, middle, values))
+        return 1;
+    shift(b, normed, b->before_ffn, p->mu_ffn_receptance, NULL, p->of_token, mixed);
+    if (multiply(b, &p->ffn_receptance, mixed, gate))
+        return 1;
+    activate(SIGMOID, gate, size);
+    for (ptrdiff_t i = 0; i < size; i += LANES)
+        store(FLOAT32, x, i, load(FLOAT32, x, i) + load(FLOAT32, gate, i) * load(FLOAT32, values, i), LANES);
+    narrow(dtype, x, b->out, size);
+    return 0;
+}
+
+/* A block of Goose (RWKV-7). */
+struct delta_block {
+    struct block common;
+    const void *mu_r, *mu_w, *mu_k, *mu_v, *mu_a, *mu_g;
+    struct offset decay, rate, mix, gate; /* there is no mix in the first block */
+    const void *k_k, *k_a;
+    /* (rows, inner), in the dtype of the block: the values of the first block, which that block writes. */
+    void *v_first;
+    struct matrix receptance, key, value, output;
+    const void *mu_ffn_key;
+    struct matrix ffn_key, ffn_value;
+};
+
+static int delta_block(const struct delta_block *p, struct scratch s)
+{
+    const struct block *b = &p->common;
+    int dtype = b->dtype;
+    ptrdiff_t size = b->rows * b->width, inner = b->rows * b->inner;
+    float *x = take(&s, size), *normed = take(&s, size), *mixed = take(&s, size), *low = take(&s, 1024);
+    float *r = take(&s, inner), *k = take(&s, inner), *v = take(&s, inner), *g = take(&s, inner);
+    float *w = take(&s, inner), *a = take(&s, inner), *mix = take(&s, inner), *out = take(&s, inner);
+    float *middle = take(&s, b->rows * b->middle);
+
+    widen(dtype, b->x, 1, size, x, size);
+    normalise_rows(b, x, b->ln1, b->ln1_bias, normed, b->after);
+    shift(b, normed, b->before, p->mu_r, NULL, 0, mixed);
+    if (multiply(b, &p->receptance, mixed, r))
+        return 1;
+    shift(b, normed, b->before, p->mu_k, NULL, 0, mixed);
+    if (multiply(b, &p->key, mixed, k))
+        return 1;
+    shift(b, normed, b->before, p->mu_v, NULL, 0, mixed);
+    if (multiply(b, &p->value, mixed, v))
+        return 1;
+    if (p->mix.up) {
+        add_rank(b, &p->mix, mixed, b->inner, NOTHING, SIGMOID, 1.f, low, mix);
+        for (ptrdiff_t i = 0; i < inner; i += LANES) {
+            floats value = load(FLOAT32, v, i);
+            store(FLOAT32, v, i, value + (load(dtype, p->v_first, i) - value) * load(FLOAT32, mix, i), LANES);
+        }
+    } else
+        narrow(dtype, v, p->v_first, inner);
+    shift(b, normed, b->before, p->mu_w, NULL, 0, mixed);
+    add_rank(b, &p->decay, mixed, b->inner, TANH, SIGMOID, -0.60653066f, low, w); /* -exp(-1/2) */
+    shift(b, normed, b->before, p->mu_a, NULL, 0, mixed);
+    add_rank(b, &p->rate, mixed, b->inner, NOTHING, SIGMOID, 1.f, low, a);
+    shift(b, normed, b->before, p->mu_g, NULL, 0, mixed);
+    add_rank(b, &p->gate, mixed, b->inner, SIGMOID, NOTHING, 1.f, low, g);
+    float *kappa = mix;
+    subquad_delta_keys(FLOAT32, dtype, k, a, p->k_k, p->k_a, kappa, k, b->rows, b->heads, b->inner / b->heads);
+    struct step step = {.r = r, .k = k, .v = v, .kappa = kappa, .a = a, .gate = g, .log_w = w, .out = (char *)out};
+    run_heads(b, &step);
+    if (multiply(b, &p->output, out, mixed))
+        return 1;
+    add_to(x, mixed, size);
+
+    normalise_rows(b, x, b->ln2, b->ln2_bias, normed, b->after_ffn);
+    shift(b, normed, b->before_ffn, p->mu_ffn_key, NULL, 0, mixed);
+    if (multiply(b, &p->ffn_key, mixed, middle))
+        return 1;
+    square_of_relu(middle, b->rows * b->middle);
+    if (multiply(b, &p->ffn_value, middle, mixed))
+        return 1;
+    add_to(x, mixed, size);
+    narrow(dtype, x, b->out, size);
+    return 0;
+}
+
+/* Room for all that a block computes. */
+static struct scratch room(const struct block *b)
+{
+    ptrdiff_t numbers = b->rows * (9 * b->width + 8 * b->inner + b->middle) + 2048 + 32 * LANES;
+    return (struct scratch){malloc(numbers * sizeof(float))};
+}
+
+/* Both return 0, or 1 if there is no memory. */
+int subquad_wkv_block(const struct wkv_block *p)
+{
+    struct scratch s = room(&p->common);
+    int failed = s.next ? wkv_block(p, s) : 1;
+    free(s.next);
+    return failed;
+}
+
+int subquad_delta_block(const struct delta_block *p)
+{
+    struct scratch s = room(&p->common);
+    int failed = s.next ? delta_block(p, s) : 1;
+    free(s.next);
+    return failed;
+}

@@ -1,0 +1,74 @@
+"""Maps through a few channels, which make an offset of each token from the token itself."""
+
+from collections.abc import Callable
+
+import torch
+
+from .linear import matmul
+from .native import library_for
+
+
+# Their numbers are those of `products.c`.
+_FUNCTIONS = {None: 0, "tanh": 1, "sigmoid": 2, "exp": 3}
+# Up to this number of rows the library of `native.py` is faster than torch: it reads the weights again for every row.
+_FEW_ROWS = 4
+
+
+def low_rank(
+    x: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    inner: str | None = None,
+    *,
+    base: torch.Tensor | None = None,
+    outer: str | None = None,
+    scale: float = 1.0,
+    wide: bool = False,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = matmul,
+) -> torch.Tensor:
+    """
+    `scale * outer(base + inner(x @ down) @ up)`: what decays, learning rates, gates and interpolations of RWKV read
+    from a token, equations 14 and 17 of arXiv:2404.05892 and 3 of arXiv:2503.14456.
+
+    Args:
+        x: (..., in).
+        down: (in, rank), or (in, G * rank) for G maps.
+        up: (rank, out), or (G, rank, out).
+        inner, outer: `"tanh"`, `"sigmoid"`, `"exp"`, or None for none.
+        base: anything that is broadcast to (..., out), or None for zero.
+        scale: a number.
+        wide: whether the result is float32 (float64 if x is), and what is after the products is computed in it.
+            Otherwise it has the dtype of x.
+        multiply: the second product, [`matmul`] or one for weights that only it understands.
+
+    Returns:
+        (..., out), or (G, ..., out).
+
+    Raises:
+        ValueError: if a function has no such name.
+    """
+    for name, function in (("inner", inner), ("outer", outer)):
+        if function not in _FUNCTIONS:
+            known = ", ".join(map(repr, _FUNCTIONS))
+            raise ValueError(f"`{name}` must be one of {known}, got {function!r}.")
+    dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
+    if (
+        0 < x.numel() <= _FEW_ROWS * x.shape[-1]
+        and down.shape == (x.shape[-1], up.shape[:-1].numel())
+        and (base is None or base.numel() == up.shape[-1])
+        and (found := library_for(x.shape[-1], x.dtype, x, down, up, base))
+        and (out := found.low_rank(x, down, up, base, _FUNCTIONS[inner], _FUNCTIONS[outer], scale, dtype)) is not None
+    ):
+        return out
+    low = _apply(inner, matmul(x, down))
+    if up.dim() == 3:
+        low = low.view(-1, up.shape[0], up.shape[1]).transpose(0, 1)
+    out = multiply(low, up).to(dtype)
+    if up.dim() == 3:
+        out = out.view(up.shape[0], *x.shape[:-1], up.shape[-1])
+    out = _apply(outer, out if base is None else base.to(dtype) + out)
+    return out if scale == 1 else scale * out
+
+
+def _apply(function: str | None, x: torch.Tensor) -> torch.Tensor:
+    return x if function is None else getattr(torch, function)(x)

@@ -1,0 +1,277 @@
+"""Decoding on a CPU: a block in one call computes what its `forward` does, and only where nobody can tell."""
+
+import copy
+import functools
+import threading
+
+import pytest
+import torch
+
+from subquad import (
+    Int8Config,
+    Rwkv5Config,
+    Rwkv5ForCausalLM,
+    Rwkv6Config,
+    Rwkv6ForCausalLM,
+    Rwkv7Config,
+    Rwkv7ForCausalLM,
+    one_call,
+)
+from subquad_kernels import native
+from subquad_kernels.block_step import BlockStep
+
+
+MODELS = {
+    "eagle": (Rwkv5Config, Rwkv5ForCausalLM),
+    "finch": (Rwkv6Config, Rwkv6ForCausalLM),
+    "goose": (Rwkv7Config, Rwkv7ForCausalLM),
+}
+LAYERS = 2
+pytestmark = pytest.mark.skipif(
+    native.library() is None and "no C compiler" in native.explain()[1], reason="there is no C compiler"
+)
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return make(request.param)
+
+
+@functools.cache
+def _weights(name):
+    config_class, model_class = MODELS[name]
+    torch.manual_seed(0)
+    model = model_class(config_class(vocab_size=300, hidden_size=128, num_hidden_layers=LAYERS)).eval()
+    for x in model.parameters():  # some of which are zero at first
+        torch.nn.init.normal_(x, std=0.5 if x.shape[:-1].numel() < 4 else x.shape[-1] ** -0.5)
+    return model
+
+
+def make(name):
+    return copy.deepcopy(_weights(name))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The number of rows of every block that was one call."""
+    rows, run = [], BlockStep.__call__
+
+    def count(self, x, *args):
+        rows.append(x.shape[0])
+        return run(self, x, *args)
+
+    monkeypatch.setattr(BlockStep, "__call__", count)
+    return rows
+
+
+def read(model, ids, **options):
+    """The logits of every token, one call for each, and the cache."""
+    cache, logits = options.pop("past_key_values", None), []
+    with torch.no_grad():
+        for token in ids.split(1, dim=1):
+            out = model(token, past_key_values=cache, use_cache=True, **options)
+            cache = out.past_key_values
+            logits.append(out.logits)
+    return torch.cat(logits, dim=1), cache
+
+
+def plainly(function, *args, **kwargs):
+    """What the blocks' own `forward` gives."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_call, "WORTHWHILE_CHANNELS", 10**9)
+        return function(*args, **kwargs)
+
+
+def random_ids(*shape):
+    return torch.randint(1, 300, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equals_the_blocks(model, dtype, batch, calls):
+    model.to(dtype)
+    ids = random_ids(batch, 6)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    logits, cache = read(model, ids)
+    assert calls == 6 * LAYERS * [batch]
+    expected, states = plainly(read, model, ids)
+    assert len(calls) == 6 * LAYERS
+    scale = expected.abs().max()
+    torch.testing.assert_close(logits / scale, expected / scale, rtol=0, atol=tolerance)
+    for layer, other in zip(cache.layers, states.layers, strict=True):
+        assert layer.states.keys() == other.states.keys()
+        for name, x in layer.states.items():
+            assert x.dtype == other.states[name].dtype and x.shape == other.states[name].shape
+            torch.testing.assert_close(x.float(), other.states[name].float(), rtol=tolerance, atol=4 * tolerance)
+    with torch.no_grad():
+        whole = model(ids).logits
+    torch.testing.assert_close(logits / scale, whole / scale, rtol=0, atol=tolerance)
+
+
+def test_eight_bits(model, calls, tmp_path):
+    model.save_pretrained(tmp_path)
+    small = type(model).from_pretrained(tmp_path, quantization_config=Int8Config())
+    logits, _ = read(small, random_ids(2, 5))
+    assert len(calls) == 5 * LAYERS
+    expected, _ = plainly(read, small, random_ids(2, 5))
+    # A value that lies between two integers may be rounded to the other one.
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0.02 * expected.abs().max().item())
+
+
+def test_widths(calls):
+    """Numbers of channels of the heads, the feed-forward network and the low ranks that are unlike each other."""
+    torch.manual_seed(0)
+    finch = Rwkv6Config(vocab_size=300, hidden_size=160, num_hidden_layers=2, attention_hidden_size=192, head_size=96,
+                        intermediate_size=208, lora_rank_tokenshift=7, lora_rank_decay=19)  # fmt: skip
+    goose = Rwkv7Config(vocab_size=300, hidden_size=160, num_hidden_layers=2, head_dim=80, intermediate_size=208,
+                        decay_low_rank_dim=7, a_low_rank_dim=9, v_low_rank_dim=33, gate_low_rank_dim=50)  # fmt: skip
+    for model in (Rwkv6ForCausalLM(finch), Rwkv7ForCausalLM(goose)):
+        for x in model.parameters():
+            torch.nn.init.normal_(x, std=0.3)
+        logits, _ = read(model, random_ids(1, 4))
+        assert len(calls) == 8
+        expected, _ = plainly(read, model, random_ids(1, 4))
+        scale = expected.abs().max()
+        torch.testing.assert_close(logits / scale, expected / scale, rtol=0, atol=1e-5)
+        calls.clear()
+
+
+def test_padding_and_beams(model, calls):
+    ids, mask = random_ids(2, 7), torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    for decoding in ({}, {"num_beams": 3}, {"cache_implementation": "static"}):
+        calls.clear()
+        tokens = model.generate(ids, **options, **decoding)
+        assert calls, decoding
+        assert tokens.equal(plainly(model.generate, ids, **options, **decoding)), decoding
+
+
+def test_padding_of_one_token(model, calls):
+    """A row without a token in this call: its state stays."""
+    _, cache = read(model, random_ids(2, 3))
+    before = [layer.states["wkv"].clone() for layer in cache.layers]
+    calls.clear()
+    read(model, random_ids(2, 1), past_key_values=cache, attention_mask=torch.tensor([[1], [0]]))
+    assert not calls
+    for layer, state in zip(cache.layers, before, strict=True):
+        assert layer.states["wkv"][1].equal(state[1]) and not layer.states["wkv"][0].equal(state[0])
+
+
+def test_a_recorded_past(model, calls):
+    """Speculative decoding rolls back: the tokens' contributions must be kept."""
+    ids = random_ids(1, 6).repeat(1, 3)
+    tokens = model.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=12, do_sample=False)
+    assert not calls
+    assert tokens.equal(model.generate(ids, max_new_tokens=12, do_sample=False)) and calls
+
+
+def test_states_of_other_caches_stay(model):
+    """A copy of a cache does not change with the cache."""
+    _, cache = read(model, random_ids(1, 3))
+    kept = copy.deepcopy(cache)
+    states = [x.clone() for layer in kept.layers for x in layer.states.values()]
+    read(model, random_ids(1, 2), past_key_values=cache)
+    assert all(x.equal(y) for x, y in zip((x for y in kept.layers for x in y.states.values()), states, strict=True))
+
+
+def test_more_rows_than_it_is_made_for(model, calls):
+    logits, _ = read(model, random_ids(9, 2))
+    assert not calls
+    torch.testing.assert_close(logits[:8], read(model, random_ids(9, 2)[:8])[0], rtol=1e-4, atol=1e-4)
+    assert calls
+
+
+def test_gradients(model, calls):
+    _, cache = read(model, random_ids(1, 2))
+    calls.clear()
+    model(random_ids(1, 1), past_key_values=cache).logits.sum().backward()
+    assert not calls and model.get_output_embeddings().weight.grad is not None
+
+
+def test_nothing_is_passed_by(model, calls):
+    """Hooks, adapters and other layers are run, and given back their place afterwards."""
+    ids = random_ids(1, 2)
+    expected, _ = read(model, ids)
+    block = model.base_model.blocks[0]
+    mixing = getattr(block, "att", None) or block.attention
+    calls.clear()
+
+    seen = []
+    hook = mixing.key.register_forward_hook(lambda *_: seen.append(1))
+    read(model, ids)
+    assert len(seen) == 2 and len(calls) == 2 * (LAYERS - 1)
+    hook.remove()
+    assert read(model, ids)[0].equal(expected) and len(calls) == 2 * (2 * LAYERS - 1)
+
+    class Doubled(type(mixing.value)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    old, mixing.value = mixing.value, Doubled(*mixing.value.weight.T.shape, bias=False)
+    mixing.value.weight = old.weight
+    doubled, _ = read(model, ids)
+    assert not torch.allclose(doubled, expected)
+    assert torch.allclose(doubled, plainly(read, model, ids)[0], atol=1e-5 * doubled.abs().max())
+    mixing.value = old
+
+    mixing.key.forward = lambda x: torch.zeros(*x.shape[:-1], old.out_features)
+    assert not torch.allclose(read(model, ids)[0], expected)
+    del mixing.key.forward
+    assert read(model, ids)[0].equal(expected)
+
+
+def test_weights_that_change(model, calls):
+    ids = random_ids(1, 3)
+    first, _ = read(model, ids)
+    block = model.base_model.blocks[0]
+    mixing = getattr(block, "att", None) or block.attention
+    with torch.no_grad():
+        mixing.key.weight.mul_(2)  # where it is
+    inside = read(model, ids)[0]
+    assert not inside.equal(first) and torch.allclose(inside, plainly(read, model, ids)[0], atol=1e-4)
+    mixing.key.weight = torch.nn.Parameter(mixing.key.weight.detach() / 2)  # elsewhere
+    torch.testing.assert_close(read(model, ids)[0], first)
+    model.double()
+    calls.clear()
+    torch.testing.assert_close(read(model, ids)[0].float(), first, rtol=1e-4, atol=1e-4)
+    assert not calls  # the library does not compute in float64
+    torch.testing.assert_close(read(model.float(), ids)[0], first)
+    assert len(calls) == 3 * LAYERS
+    # A copy has its own addresses.
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.zero_()
+    torch.testing.assert_close(read(other, ids)[0], first)
+
+
+def test_threads(model):
+    """Several threads with caches of their own may run one model."""
+    texts = [random_ids(1, 30) + n for n in range(4)]
+    expected, found = [read(model, ids % 300)[0] for ids in texts], {}
+    threads = [
+        threading.Thread(target=lambda n=n, ids=ids: found.update({n: read(model, ids % 300)[0]}))
+        for n, ids in enumerate(texts)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[n].equal(x) for n, x in enumerate(expected))
+
+
+def test_refuses_parameters_that_do_not_fit(model, monkeypatch):
+    """What would be read beyond its end."""
+    made, init = [], BlockStep.__init__
+    monkeypatch.setattr(BlockStep, "__init__", lambda self, *args: made.append(args) or init(self, *args))
+    read(model, random_ids(1, 1))
+    kind, parameters, *numbers = made[-1]
+    assert len(parameters) > 20
+    for name, x in parameters.items():
+        with pytest.raises(ValueError, match=r"must|is \(|cannot be"):
+            BlockStep(kind, {**parameters, name: x[..., : x.shape[-1] // 2].contiguous()}, *numbers)
+        with pytest.raises(ValueError, match="must be|does not read"):
+            BlockStep(kind, {**parameters, name: x.double()}, *numbers)
+    with pytest.raises(ValueError, match="3 heads"):
+        BlockStep(kind, parameters, 3, *numbers[1:])
