@@ -48,7 +48,7 @@ class DeltaWkv(Case):
             {**CHECKED, "length": 1000},
             {**CHECKED, "batch": 1, "length": 1400, "documents": (0, 700, 701, 1400)},
             {**CHECKED, "batch": 1, "length": 600, "heads": 300, "size": 32},
-            *({**CHECKED, "length": 150, "size": size} for size in (128, 256)),
+            *({**CHECKED, "length": length, "size": size} for length in (150, 1100) for size in (128, 256)),
         ],
         "quick": [{"heads": 2, "size": 16, "length": 32}, {"heads": 2, "size": 16, "length": 64}],
         "cpu": [{"heads": 8, "length": length} for length in (64, 256, 1024, 4096)],

@@ -131,6 +131,13 @@ for key, value in [(1, 1), (3, 5), (8, 8), (16, 16), (64, 64), (100, 48), (128, 
     given = {"batch": 1, "length": 50, "heads": 1, "key": key, "value": value}
     EXAMPLES[f"keys of {key}, values of {value}"] = Example(given)
     EXAMPLES[f"keys of {key}, values of {value}, segments"] = Example(given, KERNELS, patches=SEGMENTS)
+# Of wide heads, `_pass_kernel` reads the state from memory.
+for key, value in [(128, 20), (200, 3), (256, 40)]:
+    given = {"batch": 1, "heads": 1, "key": key, "value": value}
+    for more in ({"length": 131}, {"documents": (33, 0, 70, 1)}, {"length": 97, "state": False}):
+        EXAMPLES[f"segments, keys of {key}, {more}"] = Example({**given, **more}, KERNELS, patches=SEGMENTS)
+    more = {"length": 99, "dtype": torch.bfloat16, "float32": ("log_w", "initial_state")}
+    EXAMPLES[f"segments, keys of {key}, bfloat16"] = Example({**given, **more}, KERNELS, 1e-2, SEGMENTS)
 for documents in PACKED:
     EXAMPLES[f"documents {documents}"] = Example({"documents": documents, "heads": 1})
     EXAMPLES[f"documents {documents}, segments"] = Example(

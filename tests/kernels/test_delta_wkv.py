@@ -10,7 +10,7 @@ from subquad_kernels import delta_wkv, delta_wkv_state, gated_delta_wkv
 
 @TRITON
 def test_schedules(monkeypatch):
-    """Few heads are cut into segments, but not wide ones."""
+    """Few heads are cut into segments, unless they are wider than any that is known."""
     from subquad_kernels.delta_wkv import triton_kernels
 
     launched = []
@@ -29,7 +29,11 @@ def test_schedules(monkeypatch):
     assert found == multiplied == output >= 500
     assert passed == 64 * 2
     assert programs(1, 300, 2) == [2 * 19, 2]
-    assert programs(1, 65536, 2, 128) == [2 * 4096, 2 * 2]
+    for size, tiles, passes in ((128, 2, 4), (256, 8, 8)):
+        chunks, found, multiplied, passed, output = programs(1, 65536, 2, size)
+        assert found == multiplied == output >= 500 and output % (2 * tiles) == 0
+        assert passed == 2 * passes
+    assert programs(1, 65536, 2, 512) == [2 * 4096, 2 * 32]
 
 
 def norm_inputs(inputs, heads=2, key=8, value=12):

@@ -11,6 +11,9 @@ from .backend import cdiv
 from .once import once
 
 
+# Arguments that depend on the length of the sequences. A kernel is not compiled again for special values of them.
+OF_LENGTH = ("T", "SEGMENT", "SEGMENTS", "SLOTS")
+
 # Dtype and precision of the products for each dtype of the inputs. Scores and states may overflow float16.
 _OPERANDS = {
     torch.bfloat16: (tl.bfloat16, "ieee"),
@@ -30,6 +33,19 @@ def operands(dtype: torch.dtype) -> dict:
 @triton.jit
 def dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr):
     return tl.dot(a.to(DOT), b.to(DOT), input_precision=PRECISION)
+
+
+@triton.jit
+def sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """mask @ x. The mask is exact in any dtype; an x that is not is split into two parts."""
+    if DOT == tl.bfloat16 and x.dtype != tl.bfloat16:
+        x = x.to(tl.float32)
+        head = x.to(tl.bfloat16).to(tl.float32)
+        return tl.dot(mask.to(DOT), head.to(DOT), dot(mask, x - head, DOT, PRECISION))
+    if DOT == tl.float32 and x.dtype == tl.float32 and PRECISION != "ieee":
+        head = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 keeps
+        return dot(mask, head, DOT, "tf32") + dot(mask, x - head, DOT, "tf32")
+    return dot(mask, x, DOT, PRECISION)
 
 
 @triton.jit

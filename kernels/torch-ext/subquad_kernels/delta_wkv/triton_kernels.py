@@ -22,24 +22,7 @@ import triton
 import triton.language as tl
 
 from ..backend import block_size, cdiv, common_dtype, contiguous, launch, multiprocessors, next_power_of_2
-from ..segments import Segments, dot, exp, expm1, operands, program, tokens
-
-
-# Arguments that depend on the length of the sequences. A kernel is not compiled again for special values of them.
-OF_LENGTH = ("T", "SEGMENT", "SEGMENTS", "SLOTS")
-
-
-@triton.jit
-def _sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """mask @ x. The mask is exact in any dtype; an x that is not is split into two parts."""
-    x = x.to(tl.float32)
-    if DOT == tl.bfloat16:
-        head = x.to(tl.bfloat16).to(tl.float32)
-        return dot(mask, head, DOT, PRECISION) + dot(mask, x - head, DOT, PRECISION)
-    if PRECISION != "ieee":
-        head = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 keeps
-        return dot(mask, head, DOT, "tf32") + dot(mask, x - head, DOT, "tf32")
-    return dot(mask, x, DOT, PRECISION)
+from ..segments import OF_LENGTH, Segments, dot, exp, expm1, operands, program, sum_where, tokens
 
 
 @triton.jit
@@ -50,7 +33,7 @@ def _decays(log_w, cells, there, C: tl.constexpr, DOT: tl.constexpr, PRECISION: 
     """
     ts = tl.arange(0, C)
     w = tl.load(log_w + cells, mask=there, other=0.0).to(tl.float32)
-    centred = _sum_where(tl.where(ts[None, :] <= ts[:, None], 0.5, -0.5), w, DOT, PRECISION)
+    centred = sum_where(tl.where(ts[None, :] <= ts[:, None], 0.5, -0.5), w, DOT, PRECISION)
     return w, centred, 0.5 * tl.sum(w, 0)
 
 
@@ -274,18 +257,21 @@ def _pass_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    BS: tl.constexpr,
     PRECISION: tl.constexpr,
     REVERSE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """
     Replaces what each segment adds by the state that enters it, and writes the state that leaves the last one. A
-    segment multiplies a state by `passing` (segments, H, K, K).
+    segment multiplies a state by `passing` (segments, H, K, K), of which BS rows are on chip at a time. If these are
+    not all, the columns of the state that they multiply come from memory.
     """
     tile, head, sequence = program(H, TILES)
     ks, vs = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     cells, in_state = vs[:, None] * K + ks[None, :], (vs < V)[:, None] & (ks < K)[None, :]
-    square, in_square = ks[:, None] * K + ks[None, :], (ks < K)[:, None] & (ks < K)[None, :]
+    ss = tl.arange(0, BS)
+    square, in_square = ss[:, None] * K + ks[None, :], (ss < K)[:, None] & (ks < K)[None, :]
     here = (sequence.to(tl.int64) * H + head) * (K * V)
     state = tl.zeros((BV, BK), tl.float32)
     if initial is not None:
@@ -299,11 +285,23 @@ def _pass_kernel(
         segment = first + n
         if REVERSE:
             segment = last - 1 - n
-        there = states + (segment * H + head) * (K * V) + cells
-        added = tl.load(there, mask=in_state, other=0.0)
-        factor = tl.load(passing + (segment * H + head) * (K * K) + square, mask=in_square, other=0.0)
-        tl.store(there, state, mask=in_state)
-        state = added + tl.dot(state, factor, input_precision=PRECISION)
+        there = states + (segment * H + head) * (K * V)
+        factors = passing + (segment * H + head) * (K * K) + square
+        added = tl.load(there + cells, mask=in_state, other=0.0)
+        if BS >= K:
+            factor = tl.load(factors, mask=in_square, other=0.0)
+            tl.store(there + cells, state, mask=in_state)
+            state = added + tl.dot(state, factor, input_precision=PRECISION)
+        else:
+            tl.store(there + cells, state, mask=in_state)
+            tl.debug_barrier()  # other threads have written what is read here
+            state = added
+            for start in range(0, K, BS):
+                here_too = (vs < V)[:, None] & (start + ss < K)[None, :]
+                columns = tl.load(there + vs[:, None] * K + start + ss[None, :], mask=here_too, other=0.0)
+                in_square = (start + ss < K)[:, None] & (ks < K)[None, :]
+                factor = tl.load(factors + start * K, mask=in_square, other=0.0)
+                state += tl.dot(columns, factor, input_precision=PRECISION)
     tl.store(final + here + cells, state, mask=in_state)
 
 
@@ -437,8 +435,8 @@ def _gradient_kernel(
         tl.store(da + keys, (removal * far_removal).to(da.dtype.element_ty), mask=in_keys)
 
         grad_w += half * half * grad_total[None, :]
-        grad_w += _sum_where(tl.where(columns >= rows, 1.0, 0.0), inside, DOT, PRECISION)
-        grad_w += _sum_where(tl.where(columns < rows, 1.0, 0.0), passing, DOT, PRECISION)
+        grad_w += sum_where(tl.where(columns >= rows, 1.0, 0.0), inside, DOT, PRECISION)
+        grad_w += sum_where(tl.where(columns < rows, 1.0, 0.0), passing, DOT, PRECISION)
         tl.store(dw + keys, grad_w.to(dw.dtype.element_ty), mask=in_keys)
 
 
@@ -504,8 +502,8 @@ def _decode_kernel(
 CHUNK = 16
 # The shortest segment that is worth the passes that compute the state that enters it.
 MIN_SEGMENT = 512
-# The largest head whose sequences are cut: the matrix by which a segment multiplies a state must fit on chip.
-MAX_CUT = 64
+# The largest head whose sequences are cut.
+MAX_CUT = 256
 
 
 class _Plan(Segments):
@@ -583,7 +581,7 @@ class _Plan(Segments):
         final = values.new_empty(self.sequences, *shape, dtype=torch.float32)
         self.walk(values, None, reverse=reverse, final=states)
         self.walk(None, None, reverse=reverse, final=passing)
-        block = min(block_size(self.value_size), 32)
+        block, block_k = min(block_size(self.value_size), 32), block_size(self.key_size)
         tiles = cdiv(self.value_size, block)
         launch(
             _pass_kernel,
@@ -591,8 +589,10 @@ class _Plan(Segments):
             *(states, passing, initial, final, self.firsts, self.per_sequence, self.heads, tiles),
             K=self.key_size,
             V=self.value_size,
-            BK=block_size(self.key_size),
+            BK=block_k,
             BV=block,
+            BS=block_k if block_k <= 64 else 32,
+            num_warps=4 if block_k <= 64 else 8,
             PRECISION="ieee" if torch.version.hip is not None else "tf32x3",
             REVERSE=reverse,
             PACKED=self.boundaries is not None,

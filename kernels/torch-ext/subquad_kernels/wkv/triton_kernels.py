@@ -32,24 +32,7 @@ from ..backend import (
     next_power_of_2,
     shared_memory,
 )
-from ..segments import Segments, dot, exp, expm1, operands, program, tokens
-
-
-# Arguments that depend on the length of the sequences. A kernel is not compiled again for special values of them.
-OF_LENGTH = ("T", "SEGMENT", "SEGMENTS", "SLOTS")
-
-
-@triton.jit
-def _sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """mask @ x. The mask is exact in any dtype; an x that is not is split into two parts."""
-    if DOT == tl.bfloat16 and x.dtype != tl.bfloat16:
-        x = x.to(tl.float32)
-        head = x.to(tl.bfloat16).to(tl.float32)
-        return tl.dot(mask.to(DOT), head.to(DOT), dot(mask, x - head, DOT, PRECISION))
-    if DOT == tl.float32 and x.dtype == tl.float32 and PRECISION != "ieee":
-        head = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 keeps
-        return dot(mask, head, DOT, "tf32") + dot(mask, x - head, DOT, "tf32")
-    return dot(mask, x, DOT, PRECISION)
+from ..segments import OF_LENGTH, Segments, dot, exp, expm1, operands, program, sum_where, tokens
 
 
 @triton.jit
@@ -145,11 +128,11 @@ def _chunk_kernel(
             for level in tl.static_range(LEVELS):
                 x = tl.where(_reads(ts, 1 << level, False)[:, None], r_chunk, k_chunk)
                 if level > 0:
-                    x *= exp(_sum_where(_to_boundary(rows, columns, 1 << level), w, DOT, PRECISION))
+                    x *= exp(sum_where(_to_boundary(rows, columns, 1 << level), w, DOT, PRECISION))
                 products = dot(x, tl.trans(x), DOT, PRECISION)
                 of_pairs += tl.where(_pairs(ts, 1 << level, False), products, 0.0)
-            past = exp(_sum_where(tl.where(columns < rows, 1.0, 0.0), w, DOT, PRECISION))
-            future = exp(_sum_where(tl.where(columns > rows, 1.0, 0.0), w, DOT, PRECISION))
+            past = exp(sum_where(tl.where(columns < rows, 1.0, 0.0), w, DOT, PRECISION))
+            future = exp(sum_where(tl.where(columns > rows, 1.0, 0.0), w, DOT, PRECISION))
             tl.store(reads + here + keys, (r_chunk * past).to(reads.dtype.element_ty), mask=in_keys)
             tl.store(writes + here + keys, (k_chunk * future).to(writes.dtype.element_ty), mask=in_keys)
             total = tl.sum(w.to(tl.float32), 0)
@@ -322,9 +305,9 @@ def _gradient_kernel(
         k_chunk = tl.load(k + (first * H + head) * K + keys, mask=in_keys, other=0.0).to(tl.float32)
         w = _load_decay(log_w, first, head, keys, in_keys, ks, H, K, STATIC)
         past, future = _mask(masks, PAST, rows, columns, C), _mask(masks, FUTURE, rows, columns, C)
-        grad_r *= exp(_sum_where(past, w, DOT, PRECISION))
-        grad_k *= exp(_sum_where(future, w, DOT, PRECISION))
-        grad_w = grad_total * exp(_sum_where(tl.full((C, C), 1.0, tl.float32), w, DOT, PRECISION))
+        grad_r *= exp(sum_where(past, w, DOT, PRECISION))
+        grad_k *= exp(sum_where(future, w, DOT, PRECISION))
+        grad_w = grad_total * exp(sum_where(tl.full((C, C), 1.0, tl.float32), w, DOT, PRECISION))
         grad_w += dot(future, r_chunk * grad_r, DOT, PRECISION) + dot(past, k_chunk * grad_k, DOT, PRECISION)
 
         grad_now = tl.where(rows == columns, grad_scores, 0.0)
@@ -339,7 +322,7 @@ def _gradient_kernel(
             x = tl.where(right, r_chunk, k_chunk)
             if level > 0:
                 mask = _mask(masks, TO_BOUNDARY + level - 1, rows, columns, C)
-                factor = exp(_sum_where(mask, w, DOT, PRECISION))
+                factor = exp(sum_where(mask, w, DOT, PRECISION))
                 x *= factor
             pairs = _pairs(ts, 1 << level, False) | _pairs(ts, 1 << level, True)
             grad_x = dot(tl.where(pairs, grad_scores, 0.0), x, DOT, PRECISION)
