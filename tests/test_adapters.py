@@ -215,6 +215,7 @@ def test_merging_is_exact(model_type, method):
     assert {name for name, module in merged.named_modules() if type(module) is Linear} == layers
 
 
+@pytest.mark.quick_cases("rwkv6-*", "*ForCausalLM", "avey-b-*")
 @each_head
 def test_files_of_an_adapter(model_type, auto_class, tmp_path):
     """What is trained beside an adapter is saved with it; every way to load it gives the same."""

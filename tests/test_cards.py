@@ -71,6 +71,13 @@ def examples(root) -> dict[str, str]:
     return found
 
 
+def words_and_numbers(text: str) -> tuple[list[str], list[float]]:
+    """What is between the decimal fractions of a text, and these."""
+    number = r"\d+\.\d+(?:e-?\d+)?"
+    return re.split(number, text), [float(found) for found in re.findall(number, text)]
+
+
+@pytest.mark.thorough
 def test_examples_run_as_printed_without_this_package(repositories, monkeypatch):
     codes = examples(repositories)
     environment = os.environ | {"HF_HOME": str(repositories / "cache"), "OMP_NUM_THREADS": "1"}
@@ -92,7 +99,11 @@ def test_examples_run_as_printed_without_this_package(repositories, monkeypatch)
         with contextlib.redirect_stdout(io.StringIO()) as out:
             scope = {}
             exec(compile(code, name, "exec"), scope)
-        assert printed[name] == out.getvalue()
+        # Some products are computed by another library, which rounds differently.
+        (words, numbers), (expected_words, expected) = (
+            words_and_numbers(text) for text in (printed[name], out.getvalue())
+        )
+        assert words == expected_words and numbers == pytest.approx(expected, abs=1e-4)
         assert bool(out.getvalue()) == ("without" not in name)
         model_type, auto_class = HEADS[name]
         model_class = getattr(subquad, subquad.ARCHITECTURES[model_type][2][auto_class])

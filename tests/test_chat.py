@@ -237,6 +237,7 @@ def ask(terminal, *messages):
     return answers
 
 
+@pytest.mark.thorough
 def test_a_session_in_a_terminal(finch, tmp_path):
     """Type, save, quit, load and go on: the text is that of a session without interruption."""
     state = tmp_path / "state"

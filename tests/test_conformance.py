@@ -52,6 +52,10 @@ from subquad import RecurrentCache
 from subquad_tokenizers import ByteTokenizer
 
 
+# The others of the family are alike.
+pytestmark = pytest.mark.quick_cases("*rwkv6", "rwkv7", "avey*", "raven*", "gecko*")
+
+
 def each_class(case, **fields):
     """The Auto class and a tiny model of every class of an architecture."""
     for auto_class in case.auto_classes:

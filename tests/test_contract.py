@@ -70,6 +70,9 @@ def texts(case, *lengths):
 SPLITS = [(82, 1), (1, 82), (1,) * 27 + (40,) + (1,) * 16, (64, 19), (17, 1, 1, 40, 24)]
 
 
+@pytest.mark.quick_cases(
+    "*rwkv*-[0134]", "avey-[0134]", "raven-[0134]", "gecko-[0134]", "raven-*-4", "gecko-*-4", "rwkv6-2", "gecko-2"
+)
 @each_with("pieces", SPLITS, (*GENERATING, *TRAINED_GENERATING), SPLITS[-1:], (*VARIANTS, *READERS))
 def test_any_split(case, pieces):
     model, text = case.model(), case.text(2, LENGTH)
@@ -88,6 +91,7 @@ def test_any_split(case, pieces):
 ROWS = [(7, 83, 1, 66), (5,)]
 
 
+@pytest.mark.quick_cases("*rwkv*", "*-avey-?", "*-raven-?", "*-gecko-?", "left-raven-*", "left-gecko-*")
 @pytest.mark.fast
 @each_with("lengths", ROWS, (*GENERATING, *TRAINED_GENERATING), ROWS[:1], (*VARIANTS, *READERS))
 @each_side
@@ -121,6 +125,9 @@ def test_padding_in_a_later_call(case, side):
             torch.testing.assert_close(out.logits[n][mask == 1], alone, **TOLERANCE)
 
 
+@pytest.mark.quick_cases(
+    "left-*rwkv?-?", "left-avey-?", "left-raven-?", "left-gecko-?", "right-rwkv6-?", "right-gecko-?"
+)
 @each_with("lengths", [(3, 70, 12), (5,)], (*GENERATING, *TRAINED_GENERATING), [(3, 70, 12)], VARIANTS)
 @each_side
 def test_padding_in_generate(case, side, lengths):
@@ -177,6 +184,7 @@ def test_sampling_follows_the_seed(case):
     assert outs[0] == outs[1] == outs[2] != outs[3]
 
 
+@pytest.mark.quick_cases("*rwkv?-?", "avey-?", "raven-?", "gecko-?")
 @each_with("options", BEAMS, (*GENERATING, *TRAINED_GENERATING), BEAMS[:1], VARIANTS)
 def test_beam_search(case, options):
     model, text = case.model(), case.text(2, 5)
@@ -184,6 +192,7 @@ def test_beam_search(case, options):
     assert torch.equal(model.generate(**text, **options), model.generate(**text, use_cache=False, **options))
 
 
+@pytest.mark.quick_cases("rwkv7", "avey", "raven", "gecko", "visual-rwkv6")
 @each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
 def test_assisted_decoding(case):
     model, text, options = case.model(), join(*[case.text(1, 6)] * 3), {"max_new_tokens": 16, **GREEDY}
@@ -250,6 +259,7 @@ def test_inputs_embeds(case):
     assert torch.equal(model.generate(ids, **embeds, max_new_tokens=6, **GREEDY), expected)
 
 
+@pytest.mark.quick_cases("left-rwkv?", "left-avey", "left-raven", "left-gecko", "right-rwkv6", "right-gecko")
 @each(*TEXT, *VARIANTS)
 @each_side
 def test_chunked_prefill(case, side):
@@ -277,6 +287,7 @@ def test_static_cache_is_the_same_cache(case):
 READS = [(9,), (1,), (70, 1, 5), (1, 1, 1, 1)]
 
 
+@pytest.mark.quick_cases("*rwkv?-[12]", "avey-[12]", "raven-?", "gecko-?", "raven-*-2", "gecko-*-2")
 @each_with("read", READS, (*GENERATING, *TRAINED_GENERATING), READS[2:3], VARIANTS)
 def test_crop(case, read):
     model, text = case.model(), case.text(2, 20 + sum(read))  # no image is among the last tokens
@@ -540,6 +551,7 @@ def test_gradients_of_packed_documents(case):
 # 6. Gradients.
 
 
+@pytest.mark.quick_cases("*-0", "rwkv6-triton", "raven-triton", "avey-b-triton")
 @each_with("backend", ["eager", triton], BASE, ["eager"], VISUAL)
 def test_gradient_checkpointing(case, backend, monkeypatch):
     monkeypatch.setenv("SUBQUAD_BACKEND", backend)
@@ -573,7 +585,9 @@ def test_gradient_checkpointing_and_caches(case):
     assert model.eval()(**text, past_key_values=cache).past_key_values.get_seq_length() == 16
 
 
-@pytest.mark.quick_cases("padded-*", "packed-*-rwkv6")
+@pytest.mark.quick_cases(
+    "padded-eager-*", "padded-triton-rwkv7", "padded-triton-raven", "padded-triton-avey*", "packed-eager-rwkv6"
+)
 @each_text_model_case
 @pytest.mark.parametrize("backend", ["eager", triton])
 @pytest.mark.parametrize("way", ["rows", "padded", "packed"])
@@ -596,7 +610,7 @@ def test_backends_agree(case, backend, way, monkeypatch):
     assert_all_close(*results, **TOLERANCE)
 
 
-@pytest.mark.quick_cases("dynamic-*", "static-rwkv6")
+@pytest.mark.quick_cases("dynamic-rwkv7", "dynamic-avey", "dynamic-raven")
 @each_text_case
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_of_every_backend(case, cache, monkeypatch):

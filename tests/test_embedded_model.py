@@ -59,6 +59,7 @@ def test_the_zoo_is_of_one_size_and_training():
     assert len(trainings) == 1
 
 
+@pytest.mark.quick_cases("finch-abc", "goose-abc")
 @pytest.mark.parametrize("name", CAUSAL)
 def test_loss_is_the_one_on_the_card(name, tunes):
     """Each tune by itself, with the byte that ends it."""

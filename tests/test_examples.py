@@ -153,6 +153,7 @@ def test_checker_refuses(text, fault):
     assert fault in (find_fault(text) or "")
 
 
+@pytest.mark.thorough
 def test_three_steps_give_a_directory_that_loads(tmp_path, capsys, monkeypatch):
     import torch
 

@@ -124,6 +124,7 @@ def run(python, directory, script, *arguments):
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_where_nothing_of_ours_is_installed(tmp_path, python_elsewhere):
     names = [*CAUSAL, *ENCODERS]
     ids, expected = random_ids(2, 20), {}

@@ -53,7 +53,7 @@ def log_likelihood(model, ids, scored, width=0):
     return logits.gather(1, torch.tensor(ids[-scored:])[:, None]).sum().item()
 
 
-@pytest.mark.quick_cases("*-rwkv6", "*-avey", "*-raven")
+@pytest.mark.quick_cases("*-rwkv6", "4-raven")
 @each_causal
 @pytest.mark.parametrize("batch_size", [1, ROWS])
 def test_scores(model_type, batch_size, task_manager):

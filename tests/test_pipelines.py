@@ -52,6 +52,7 @@ def texts(results):
     return [result["generated_text"] for (result,) in results]
 
 
+@pytest.mark.quick_cases("rwkv6", "rwkv7", "raven")
 @pytest.mark.fast
 @each_causal
 def test_text_generation(generator, model_type):
@@ -85,6 +86,7 @@ def test_streams(generator, model_type, capsys):
     assert "".join(pieces) == expected and len(pieces) > 1
 
 
+@pytest.mark.quick_cases("rwkv6", "avey")
 @each_causal
 def test_sampling(generator, model_type):
     pipe, model = generator(model_type)

@@ -99,6 +99,7 @@ def in_browser(url: str, expression: str, profile: Path) -> dict:
         browser.wait()
 
 
+@pytest.mark.thorough
 def test_a_tune_in_the_browser(site, tmp_path):
     found = in_browser(site, WRITE, tmp_path)
     assert found["status"] == "Done."

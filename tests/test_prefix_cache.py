@@ -38,6 +38,7 @@ def few_shot(case, questions, shared=50):
     return [torch.cat((case.ids(1, shared), case.ids(1, 9 + n, seed=n + 1)), 1) for n in range(questions)]
 
 
+@pytest.mark.quick_cases("rwkv?", "avey", "raven", "gecko")
 @pytest.mark.fast
 @each(*TEXT, *VARIANTS, *TRAINED_GENERATING)
 def test_answers_are_the_same(case):

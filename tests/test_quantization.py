@@ -82,6 +82,7 @@ def assert_near(found, expected, tolerance):
     assert (found - expected).norm() / expected.norm() < tolerance
 
 
+@pytest.mark.quick_cases("*-rwkv6", "*-raven", "*-avey-b", "int8-*")
 @each_model
 @pytest.mark.parametrize("method", METHODS)
 def test_quantized(model_type, method, tmp_path):
@@ -111,6 +112,7 @@ def test_quantized(model_type, method, tmp_path):
     assert torch.equal(again(ids).logits, logits)
 
 
+@pytest.mark.quick_cases("*-rwkv6-*", "int8-*ForCausalLM", "int8-avey-b-*", "nf4-raven-*ForCausalLM")
 @each_head
 @pytest.mark.parametrize("method", ["int8", "nf4"])
 def test_lora_on_quantized_weights(model_type, auto_class, method, tmp_path):

@@ -98,6 +98,12 @@ def run(code: str) -> subprocess.CompletedProcess:
     return result
 
 
+@pytest.mark.quick_cases(
+    "import subquad",
+    "import subquad; from transformers import GenerationMixin",
+    "from subquad import Rwkv6ForCausalLM",
+    "*AutoProcessor",
+)
 @pytest.mark.parametrize(
     "order",
     [

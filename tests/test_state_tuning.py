@@ -249,6 +249,7 @@ def test_models_without_such_a_state(model_type):
         get_peft_model(tiny_model(model_type), StateTuningConfig())
 
 
+@pytest.mark.thorough
 def test_adapters_load_where_nothing_else_is_imported():
     code = "import subquad, peft; print(peft.PEFT_TYPE_TO_CONFIG_MAPPING['STATE_TUNING'].__name__)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split()[-1] == "StateTuningConfig"
@@ -263,6 +264,7 @@ def test_wrong_targets():
 TUNE = "X:1\nT:Test {}\nM:6/8\nL:1/8\nK:G\nD|GAG GAB|ded dBG|BAB AFD|EFE E2D|\n"
 
 
+@pytest.mark.thorough
 def test_the_example(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
     example = importlib.import_module("state_tuning")

@@ -84,7 +84,7 @@ def both_caches(model, ids):
 # The compiled step.
 
 
-@pytest.mark.quick_cases("*-1")
+@pytest.mark.quick_cases("rwkv6-1", "avey-1", "gecko-1")
 @each_with(
     "way",
     [(False, 1, 0), (True, 3, 4)],
@@ -106,7 +106,7 @@ def test_compiled_generation(case, way, graphs):
             assert len(graphs) == 1
 
 
-@pytest.mark.quick_cases("*-rwkv6", "7-eager-2-*")
+@pytest.mark.quick_cases("*-rwkv6", "7-eager-2-raven")
 @each_text_case
 @pytest.mark.parametrize(
     ("chunk_size", "backend_name", "steps"), [(7, "eager", 2), pytest.param(None, "triton", 1, marks=TRITON)]
@@ -188,7 +188,7 @@ def test_compiled_continuation(case, graphs):
     assert cache.get_seq_length() == 25
 
 
-@pytest.mark.quick_cases("rwkv6", "raven")
+@pytest.mark.quick_cases("rwkv6")
 @each_text_case
 def test_compiled_chunks(case, graphs):
     model = case.model(num_hidden_layers=case.layer_kinds)
@@ -200,6 +200,7 @@ def test_compiled_chunks(case, graphs):
         assert len(graphs) == 3
 
 
+@pytest.mark.quick_cases("rwkv6", "gecko")
 @each_text_case
 def test_one_token(case, graphs):
     model, options = case.model(), {**prompts(case, 3, 4), **GREEDY, "max_new_tokens": 1}
@@ -329,6 +330,7 @@ def test_static_tensors_are_marked():
         assert all(x._dynamo_static_input_type == "unguarded" for x in tensors)
 
 
+@pytest.mark.quick_cases("avey")
 @each(AVEY, RAVEN_FULL, EAGLE)
 def test_a_shorter_text_needs_no_other_graph(case, graphs):
     model, compiled = case.model(num_hidden_layers=case.layer_kinds), compiling(graphs)

@@ -138,6 +138,7 @@ def test_groups_of_an_unknown_model():
 # Trainer.
 
 
+@pytest.mark.quick_cases("rwkv6", "raven", "avey-b")
 @each_model
 def test_trainer(model_type, tmp_path):
     """Learns; the seed decides the curve; a resumed run goes on with it; what saves memory leaves it as it is."""
@@ -375,6 +376,7 @@ def test_accelerate(model_type, tmp_path):
 # TRL.
 
 
+@pytest.mark.quick_cases("rwkv6", "gecko")
 @each_causal
 def test_trl(model_type, tmp_path):
     """Packed supervised fine-tuning, preferences, and rewards of what is generated in training."""

@@ -45,6 +45,7 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.fast
 def test_a_script_of_a_user(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -36,6 +36,7 @@ def found(waits: Waits) -> list:
     return [wait for wait in waits.found if "/subquad/" in wait[1]]
 
 
+@pytest.mark.quick_cases("whole-*", "*-rwkv6", "*-raven")
 @each(EAGLE, FINCH, RAVEN, GECKO, AVEY, *VISUAL)
 def test_reading_and_decoding(case, read):
     model, ids = case.model(**(GECKO_FIELDS if case is GECKO else {})), random_ids(2, 12).to(DEVICE)

@@ -507,6 +507,7 @@ MEASURE = dedent(
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of the process's memory")
 def test_memory_stays_below_a_shard(tmp_path):
     """Beyond the mapped source; embeddings and head have 32 MB each, so that holding a tensor would show."""

@@ -188,6 +188,7 @@ def test_in_place_is_seen_by_autograd(operator, backend):
             product.sum().backward()
 
 
+@pytest.mark.quick_cases("*-eager", "*-(1, 1, 3)-triton")
 @pytest.mark.parametrize(
     ("operator", "lengths", "backend"),
     [
@@ -336,6 +337,7 @@ def test_nothing_to_do(operator, backend):
         assert torch.equal(grad, torch.zeros_like(leaves[key]))
 
 
+@pytest.mark.quick_cases("*-eager", "wkv-triton", "slot_memory-triton")
 @each()
 def test_autocast_changes_nothing(operator, backend):
     """Whatever its dtype is. Those whose backward pass is always an operator may run it under autocast, too."""
@@ -424,7 +426,15 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.quick_cases("*-eager")
+@pytest.mark.quick_cases(
+    "*small-eager",
+    "chunk_attention-float32-eager",
+    "dynamic_mixing-margin, l1-eager",
+    "group_norm_gate-length 17-eager",
+    "slot_routing-one token-eager",
+    "timestep_decay_norm-all, 3-eager",
+    "token_shift-finch packed, 17-eager",
+)
 @calls()
 def test_registration(operator, name, backend, monkeypatch):
     """`torch.library.opcheck` of the operators that a call runs: forward, backward, for one token, in place."""

@@ -287,6 +287,7 @@ def test_recording_reads_tokens_one_by_one():
         torch.testing.assert_close(some[1], logits[1, -12:], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.quick_cases("True")
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_compiled_documents(use_cache):
     model, ids = tiny_model("avey"), random_ids(1, 40)

@@ -396,6 +396,7 @@ def test_a_text_of_more_than_96k_tokens():
         torch.testing.assert_close(found, expected[: len(found)], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.quick_cases("*-hub", "padded-*")
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ["hub", "all of the paper"])
 @pytest.mark.parametrize("inputs", ["rows", "padded", "packed"])

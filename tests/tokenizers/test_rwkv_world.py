@@ -266,6 +266,7 @@ def assert_same(tokenizer, other):
     assert other.model_max_length == tokenizer.model_max_length
 
 
+@pytest.mark.quick_cases("*-changed")
 @pytest.mark.parametrize("changed", [False, True], ids=["as made", "changed"])
 @pytest.mark.parametrize("saved_as", BOTH)
 def test_save_and_load(saved_as, changed, tmp_path, slow, fast):
