@@ -41,7 +41,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"))
 
 import llama_peer
-from measuring import Results, cpu_name, make_parser, relative_error, run_benchmark, settle
+from measuring import Results, cpu_name, make_parser, megabytes, relative_error, run_benchmark, settle
 from models import MODELS, config_of, from_config
 from peers import rwkv
 from torch import Tensor
@@ -74,11 +74,13 @@ class Runner:
     Attributes:
         read: reads the next tokens (B, T) of the texts; returns the logits (B, V) after the last.
         forget: lets the next tokens begin new texts.
+        megabytes: of the weights.
         most_rows: the most texts at a time.
     """
 
     read: Callable[[Tensor], Tensor]
     forget: Callable[[], None]
+    megabytes: float
     most_rows: int = max(MANY)
 
 
@@ -90,16 +92,17 @@ def run_ours(path: Path, **how: Any) -> Runner:
         kept["past_key_values"] = out.past_key_values
         return out.logits[:, -1].float()
 
-    return Runner(read, kept.clear)
+    return Runner(read, kept.clear, megabytes(model))
 
 
 def run_llama(path: Path, library: Any) -> Runner:
     model = llama_peer.Llama(library, path, max(MANY))
-    return Runner(model.read, model.forget)
+    return Runner(model.read, model.forget, path.stat().st_size / 1e6)
 
 
 def run_rwkv(path: Path) -> Runner | None:
-    peer = rwkv(AutoModelForCausalLM.from_pretrained(path, dtype="float32"))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    peer = rwkv(model)
     if peer is None:
         return None
     kept: list[Any] = [None]
@@ -108,7 +111,7 @@ def run_rwkv(path: Path) -> Runner | None:
         logits, kept[0] = peer.package.forward(ids[0].tolist(), kept[0])
         return logits[None]
 
-    return Runner(read, lambda: kept.__setitem__(0, None), most_rows=1)
+    return Runner(read, lambda: kept.__setitem__(0, None), megabytes(model), most_rows=1)
 
 
 def gguf_files(library: Any, path: Path, kinds: list[str]) -> dict[str, Path]:
@@ -202,10 +205,14 @@ def measure_runners(
     errors = errors_of(runners, config.vocab_size)
     rows: dict[str, list[str]] = {}
     for name, error in errors.items():
-        rows[name] = [name, f"{error:.1e}"]
+        rows[name] = [name, f"{runners[name].megabytes:,.0f}", f"{error:.1e}"]
         row = {"part": "error", "what": "logits", "implementation": name, "batch": 1, "length": BEFORE}
-        results.add(row | {"size": config.hidden_size, "note": f"error {error:.1e}"})
-    header = ["tokens for each second of CPU time (that passes)", "error"]
+        results.add(
+            row
+            | {"size": config.hidden_size, "MiB": runners[name].megabytes / 1.048576}
+            | {"note": f"error {error:.1e}"}
+        )
+    header = ["tokens for each second of CPU time (that passes)", "MB", "error"]
     # The number of texts and of tokens of each, the number of turns, and the calls of a turn.
     few = max(options.calls // 4, 1)
     jobs = {

@@ -44,6 +44,14 @@ def models():
 
 
 @pytest.fixture
+def quantised(models, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    yield importlib.import_module("quantised")
+    for name in {path.stem for path in (ROOT / "examples").glob("*.py")}:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
 def startup(models):
     return importlib.import_module("startup")
 
@@ -282,7 +290,7 @@ def test_turns_begin_with_the_same_text(cpu):
     read = []
 
     def runner(name):
-        return cpu.Runner(lambda ids: read.append((name, tuple(ids.shape))), lambda: read.append((name, "new")))
+        return cpu.Runner(lambda ids: read.append((name, tuple(ids.shape))), lambda: read.append((name, "new")), 1)
 
     cpu.take_turns({name: runner(name) for name in "ab"}, 2, 1, rounds=2, group=1, vocabulary=9)
     first = [("new"), (2, cpu.BEFORE), (2, 1)]
@@ -311,3 +319,15 @@ def test_the_start_is_measured(startup, tmp_path):
     assert rows["import torch"]["MiB"] < rows["subquad generate: ready"]["MiB"]
     ready, first = (rows[f"subquad generate: {moment}"]["milliseconds"] for moment in ("ready", "first token"))
     assert 0 < ready < first
+
+
+@pytest.mark.thorough
+def test_the_loss_of_int8_is_measured(quantised, tmp_path):
+    quantised.main(["--quick", "--models", "finch-abc", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "quantised.json").read_text())["rows"]
+    losses = {row["dtype"]: float(row["note"].split()[0]) for row in rows}
+    sizes = {row["dtype"]: float(row["note"].split()[-2]) for row in rows}
+    assert list(losses) == list(quantised.WAYS)
+    assert losses["int8"] != losses["int8, 7-bit inputs"] != losses["float32"]
+    assert all(abs(loss / losses["float32"] - 1) < 0.01 for loss in losses.values())
+    assert 2 * sizes["bfloat16"] == pytest.approx(sizes["float32"], rel=0.01) and sizes["int8"] < sizes["bfloat16"]

@@ -163,6 +163,11 @@ def size_of(*tensors: torch.Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
+def megabytes(model: torch.nn.Module) -> float:
+    """Of the parameters and buffers; those that are tied count once."""
+    return size_of(*{x.data_ptr(): x for x in (*model.parameters(), *model.buffers())}.values()) / 1e6
+
+
 def sets_beyond_cache(size: int, device: str) -> int:
     """How many inputs of `size` bytes to alternate between, so that none is still in the cache."""
     if device == "cpu":
