@@ -1,5 +1,5 @@
 """
-A Finch on a CPU: subquad in every dtype and in 8 bits, beside llama.cpp and the package rwkv.
+A Finch or a Goose on a CPU: subquad in every dtype and in 8 bits, beside llama.cpp and the package rwkv.
 
 All have the same random weights. llama.cpp reads the file that `subquad convert --to gguf` writes, and makes the other
 types from it itself. Its source comes from PyPI and is compiled once; where that is not possible, a line says why, and
@@ -18,6 +18,7 @@ of the first implementation after a prompt, divided by the norm of those.
 examples:
   python benchmarks/cpu.py --out build/bench
   python benchmarks/cpu.py --preset finch-1.6b --calls 10
+  python benchmarks/cpu.py --model goose --parts one
   python benchmarks/cpu.py --implementations "subquad int8" "llama.cpp Q8_0" --threads 2
 """
 
@@ -190,7 +191,7 @@ def errors_of(runners: dict[str, Runner], vocabulary: int) -> dict[str, float]:
 
 
 def measure(results: Results, options: argparse.Namespace) -> list[str]:
-    config = config_of(MODELS["finch"], options)
+    config = config_of(MODELS[options.model], options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(options.files or folder, "model")
         if not path.exists():
@@ -242,13 +243,14 @@ def measure_runners(
                         | {"tokens_per_second": rate}
                     )
     sizes = f"{config.num_hidden_layers} layers of {config.hidden_size}, {options.threads} threads"
-    lines = [f"Finch of {sizes}, {cpu_name()}"]
+    lines = [f"{options.model.title()} of {sizes}, {cpu_name()}"]
     return lines + [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows.values())]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, PARTS, minutes=30)
     add = parser.add_argument
+    add("--model", default="finch", choices=["finch", "goose"], help="default: finch")
     add("--preset", help="a published size, for example finch-1.6b (default: 12 layers of 768)")
     add("--implementations", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
     add("--files", type=Path, metavar="DIR", help="a folder that keeps the models' files, for another run")
