@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from subquad_kernels import int8_linear, linear, matmul, native
+from subquad_kernels import int8_linear, linear, matmul, native, quantize_rows
 
 
 AVAILABLE, REASON = native.explain()
@@ -82,7 +82,7 @@ def tolerance(dtype, x, weight):
 @pytest.mark.parametrize("width", [1, 7, 64, 65, 300])
 def test_8_bit_weights_give_what_torch_gives(library, width, monkeypatch):
     """To the last bit, for any number of rows, and in rows that are zero, infinite or NaN."""
-    monkeypatch.setattr(sys.modules["subquad_kernels.int8_linear"], "_by_library", lambda *tensors: None)
+    monkeypatch.setattr(sys.modules["subquad_kernels.int8_linear"], "_library_for", lambda *tensors: None)
     largest = 127 if sys.modules["subquad_kernels.int8_linear"].adds_exactly() else 63
     torch.manual_seed(width)
     for rows in (1, 2, 3, 4, 9):
@@ -96,6 +96,24 @@ def test_8_bit_weights_give_what_torch_gives(library, width, monkeypatch):
             scale = torch.rand(outputs)
             out = library.int8_linear(x, weight, scale, largest)
             torch.testing.assert_close(out, int8_linear(x, weight, scale), rtol=0, atol=0, equal_nan=True)
+
+
+@needs_library
+@pytest.mark.parametrize("width", [1, 7, 64, 65, 300])
+def test_what_stands_around_8_bit_products(library, width):
+    """Rounding many rows and scaling their sums, to the last bit as torch, also if a row is zero, infinite or NaN."""
+    torch.manual_seed(width)
+    x = random(37, width, dtype=torch.float32, offset=1) * torch.logspace(-30, 30, 37)[:, None]
+    x[0], x[1, 0], x[2, -1] = 0, torch.nan, -torch.inf
+    for largest in (127, 63):
+        found, expected = library.round_rows(x, largest), quantize_rows(x, largest)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    sums = torch.randint(-(2**31), 2**31 - 1, (37, width), dtype=torch.int32)
+    scale, row_scale = torch.rand(width), found[1]
+    expected = sums.float() * scale * row_scale[:, None]
+    out = library.scale_sums(sums, row_scale, scale)
+    assert out.data_ptr() == sums.data_ptr()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_library

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from .linear import fits_library
-from .native import library
+from .native import Library, library
 
 
 # The largest integer. -128 is left out, so that every number has a negative.
@@ -73,10 +73,11 @@ def int8_linear(
     rows = x.detach().reshape(-1, x.shape[-1])
     exact = adds_exactly()
     largest = LARGEST if exact else LARGEST // 2
-    if rows.shape[0] <= _FEW_ROWS and (out := _by_library(rows, weight, scale, largest)) is not None:
-        out = out if bias is None else out + bias
-        return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
-    integers, row_scale = _quantize(rows, largest)
+    found = _library_for(rows, weight, scale)
+    few = found is not None and rows.shape[0] <= _FEW_ROWS
+    if few and (out := found.int8_linear(rows.float(), weight, scale, largest)) is not None:
+        return _finished(out, bias, x)
+    integers, row_scale = found.round_rows(rows.float(), largest) if found else _quantize(rows, largest)
     if not (rows.shape[0] and weight.numel()):
         sums = rows.new_zeros(rows.shape[0], weight.shape[0], dtype=torch.int32)
     elif rows.shape[1] == 1:  # `_int_mm` misreads such a weight
@@ -85,24 +86,29 @@ def int8_linear(
         sums = torch._int_mm(integers, weight.T)
     else:
         sums = _by_columns(integers, weight)
+    if found and sums.is_contiguous():
+        return _finished(found.scale_sums(sums, row_scale, scale), bias, x)
     out = sums.float()  # torch is slow where the dtypes of factors differ
     out *= scale
     out *= row_scale[:, None]
-    if bias is not None:
-        out += bias
-    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    return _finished(out, bias, x)
 
 
-def _by_library(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.Tensor | None:
-    """The same numbers, by the C library of `native.py`. None if it is not there, or may not read these tensors."""
+def _finished(out: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """The rows of a product, plus the bias, in the dtype and the dimensions of x."""
+    out = out if bias is None else out + bias
+    return out.to(x.dtype).view(*x.shape[:-1], out.shape[-1])
+
+
+def _library_for(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> Library | None:
+    """The C library of `native.py`, which computes the same numbers. None if it may not read these tensors."""
     if (
         torch.compiler.is_compiling()
         or not rows.numel()
         or not (scale.is_contiguous() and fits_library(rows, weight, 1))
     ):
         return None
-    found = library()
-    return None if found is None else found.int8_linear(rows.float(), weight, scale, largest)
+    return library()
 
 
 def adds_exactly() -> bool:

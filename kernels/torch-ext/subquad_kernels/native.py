@@ -72,6 +72,10 @@ class Library:
         self._linear, self._matmul = loaded.subquad_linear, loaded.subquad_matmul
         self._int8_linear = loaded.subquad_int8_linear
         self._int8_linear.argtypes = [*4 * [pointer], *3 * [size], ctypes.c_int, ctypes.c_uint, pointer]
+        self._round_rows, self._scale_sums = loaded.subquad_round_rows, loaded.subquad_scale_sums
+        self._round_rows.argtypes = [*3 * [pointer], size, size, ctypes.c_int, ctypes.c_uint, pointer]
+        self._scale_sums.argtypes = [*3 * [pointer], size, size, ctypes.c_uint, pointer]
+        self._round_rows.restype = self._scale_sums.restype = None
         self._linear.argtypes = [ctypes.c_int, *4 * [pointer], *3 * [size], ctypes.c_uint, pointer]
         self._matmul.argtypes = [ctypes.c_int, *3 * [pointer], *4 * [size]]
         number = ctypes.c_int
@@ -124,6 +128,22 @@ class Library:
             x.numel() // width, outputs, width, largest, threads, self._parallel,
         )  # fmt: skip
         return None if failed else out
+
+    def round_rows(self, x: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[`subquad_kernels.quantize_rows`] of x in float32."""
+        x = x.contiguous()
+        integers, scale = x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[0])
+        threads = torch.get_num_threads() if x.numel() >= _FOR_THREADS else 1
+        pointers = x.data_ptr(), integers.data_ptr(), scale.data_ptr()
+        self._round_rows(*pointers, *x.shape, largest, threads, self._parallel)
+        return integers, scale
+
+    def scale_sums(self, sums: torch.Tensor, row_scale: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """sums, contiguous int32 (rows, outputs), times row_scale (rows) and scale (outputs), in their memory."""
+        threads = torch.get_num_threads() if sums.numel() >= _FOR_THREADS else 1
+        pointers = sums.data_ptr(), row_scale.data_ptr(), scale.data_ptr()
+        self._scale_sums(*pointers, *sums.shape, threads, self._parallel)
+        return sums.view(torch.float32)
 
     def matmul(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
         """

@@ -438,30 +438,50 @@ static void int8_work(void *data)
     }
 }
 
+/* The bits of the largest absolute value of a row; those of infinity and NaN are the largest. */
+INLINE uint32_t largest_bits(const float *x, ptrdiff_t width)
+{
+    words most = {0};
+    uint32_t bits = 0;
+    for (ptrdiff_t i = 0; i < width; i += LANES) {
+        floats part = i + LANES <= width ? load(FLOAT32, x, i) : load_part(FLOAT32, x, i, width - i);
+        words found = (words)part & 0x7fffffff, more = (words)(found > most);
+        most = (found & more) | (most & ~more);
+    }
+    for (int lane = 0; lane < LANES; lane++)
+        bits = most[lane] > bits ? most[lane] : bits;
+    return bits;
+}
+
+/* The scale of a row from these bits, and in `step` what its numbers are divided by. */
+INLINE float scale_of(uint32_t bits, int largest, float *step)
+{
+    float scale;
+    memcpy(&scale, &bits, sizeof bits);
+    scale /= largest;
+    *step = scale < 1.17549435e-38f ? 1.17549435e-38f : scale; /* the smallest normal number */
+    return scale;
+}
+
+/* Numbers divided by `step`, rounded as floats are where they are whole numbers: halves go to the even one. */
+INLINE words rounded_part(floats part, float step)
+{
+    return (words)(part / step + 12582912.f) - 0x4b400000;
+}
+
 /* Rounds a row of x to integers up to `largest`, padded with zeros. Returns their sum. */
 INLINE int32_t round_row(const float *x, ptrdiff_t width, ptrdiff_t padded, int largest, integer *out, float *scale)
 {
-    words most = {0}; /* the bits of absolute values have the order of the numbers; infinity and NaN are last */
-    ptrdiff_t i = 0;
-    for (; i < width; i += LANES) {
-        floats part = i + LANES <= width ? load(FLOAT32, x, i) : load_part(FLOAT32, x, i, width - i);
-        words bits = (words)part & 0x7fffffff, more = (words)(bits > most);
-        most = (bits & more) | (most & ~more);
-    }
-    uint32_t bits = 0;
-    for (int lane = 0; lane < LANES; lane++)
-        bits = most[lane] > bits ? most[lane] : bits;
-    memcpy(scale, &bits, sizeof bits);
-    *scale /= largest;
+    uint32_t bits = largest_bits(x, width);
+    float step;
+    *scale = scale_of(bits, largest, &step);
     memset(out, 0, padded * sizeof *out);
     if (bits >= 0x7f800000)
         return 0;
-    float step = *scale < 1.17549435e-38f ? 1.17549435e-38f : *scale; /* the smallest normal number */
     int32_t sum = 0;
-    for (i = 0; i < width; i += LANES) {
+    for (ptrdiff_t i = 0; i < width; i += LANES) {
         floats part = i + LANES <= width ? load(FLOAT32, x, i) : load_part(FLOAT32, x, i, width - i);
-        /* Where floats are whole numbers; halves go to the even one. */
-        words rounded = (words)(part / step + 12582912.f) - 0x4b400000;
+        words rounded = rounded_part(part, step);
         for (int lane = 0; lane < smaller(LANES, width - i); lane++) {
             out[i + lane] = (integer)rounded[lane];
             sum += (int32_t)rounded[lane];
@@ -496,6 +516,98 @@ int subquad_int8_linear(
     free(row_scale);
     free(offsets);
     return failed;
+}
+
+/* What stands before and behind a product of many rows that torch computes. */
+
+typedef int8_t bytes __attribute__((vector_size(LANES)));
+typedef int32_t whole __attribute__((vector_size(4 * LANES)));
+
+struct many_rows {
+    ptrdiff_t rows, width, next;
+    int largest;
+    const float *x, *scale;
+    int8_t *rounded;
+    float *row_scale;
+    void *sums; /* integers, and then float32 */
+};
+
+/* The next rows of a thread, in `from` and `to`. Returns 0 if there are none. */
+static int more_rows(struct many_rows *p, ptrdiff_t *from, ptrdiff_t *to)
+{
+    *from = __atomic_fetch_add(&p->next, 16, __ATOMIC_RELAXED);
+    *to = smaller(*from + 16, p->rows);
+    return *from < p->rows;
+}
+
+static void rounding_work(void *data)
+{
+    struct many_rows *p = data;
+    for (ptrdiff_t row, to; more_rows(p, &row, &to);)
+        for (; row < to; row++) {
+            const float *x = p->x + row * p->width;
+            int8_t *out = p->rounded + row * p->width;
+            uint32_t bits = largest_bits(x, p->width);
+            float step;
+            p->row_scale[row] = scale_of(bits, p->largest, &step);
+            for (ptrdiff_t i = 0; i < p->width; i += LANES) {
+                ptrdiff_t count = smaller(LANES, p->width - i);
+                floats part = count == LANES ? load(FLOAT32, x, i) : load_part(FLOAT32, x, i, count);
+                bytes found = {0};
+                if (bits < 0x7f800000)
+                    found = __builtin_convertvector((whole)rounded_part(part, step), bytes);
+                if (count == LANES)
+                    memcpy(out + i, &found, LANES);
+                else
+                    memcpy(out + i, &found, count);
+            }
+        }
+}
+
+/* Rounds rows of x (rows, width) to integers up to `largest`. */
+void subquad_round_rows(
+    const float *x, int8_t *rounded, float *row_scale, ptrdiff_t rows, ptrdiff_t width, int largest,
+    unsigned threads, parallel run)
+{
+    struct many_rows p = {rows, width, 0, largest, x, NULL, rounded, row_scale, NULL};
+    if (threads > 1 && run)
+        run(rounding_work, &p, threads, 0);
+    else
+        rounding_work(&p);
+}
+
+INLINE void scale_part(char *sums, floats scale, float row_scale, ptrdiff_t count)
+{
+    whole found = {0};
+    memcpy(&found, sums, count * sizeof(float));
+    floats out = __builtin_convertvector(found, floats) * scale * row_scale;
+    memcpy(sums, &out, count * sizeof(float));
+}
+
+static void scaling_work(void *data)
+{
+    struct many_rows *p = data;
+    for (ptrdiff_t row, to; more_rows(p, &row, &to);)
+        for (; row < to; row++) {
+            char *sums = (char *)p->sums + row * p->width * sizeof(float);
+            ptrdiff_t i = 0;
+            for (; i + LANES <= p->width; i += LANES)
+                scale_part(sums + i * sizeof(float), load(FLOAT32, p->scale, i), p->row_scale[row], LANES);
+            if (i < p->width)
+                scale_part(sums + i * sizeof(float), load_part(FLOAT32, p->scale, i, p->width - i),
+                           p->row_scale[row], p->width - i);
+        }
+}
+
+/* Multiplies integers, sums (rows, width), by the scales of the rows and scale (width): float32 takes their place. */
+void subquad_scale_sums(
+    void *sums, float *row_scale, const float *scale, ptrdiff_t rows, ptrdiff_t width, unsigned threads, parallel run)
+{
+    struct many_rows p = {rows, width, 0, 0, NULL, scale, NULL, row_scale, sums};
+    if (threads > 1 && run)
+        run(scaling_work, &p, threads, 0);
+    else
+        scaling_work(&p);
 }
 
 /* Whether the CPU converts float16 to float32. */
