@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 from subquad import (
     Int8Config,
@@ -17,6 +18,8 @@ from subquad import (
     Rwkv7ForCausalLM,
     one_call,
 )
+from subquad.cache import RecurrentCache
+from subquad.padding import Tokens
 from subquad_kernels import native
 from subquad_kernels.block_step import BlockStep
 
@@ -219,6 +222,132 @@ def test_nothing_is_passed_by(model, calls):
     assert not torch.allclose(read(model, ids)[0], expected)
     del mixing.key.forward
     assert read(model, ids)[0].equal(expected)
+
+
+def test_forwards_of_classes(model, calls, monkeypatch):
+    """Research code replaces the `forward` of a class; this is seen, also after the first token."""
+    ids = random_ids(1, 2)
+    read(model, ids)
+    block = model.base_model.blocks[0]
+    mixing = getattr(block, "att", None) or block.attention
+    for kind in (type(mixing), type(mixing.ln_x), type(mixing.key), torch.nn.LayerNorm):
+        calls.clear()
+        seen, forward = [], kind.forward
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                kind, "forward", lambda *args, f=forward, s=seen, **kwargs: s.append(1) or f(*args, **kwargs)
+            )
+            read(model, ids)
+        assert seen and not calls, kind
+    read(model, ids)
+    assert len(calls) == 2 * LAYERS
+
+
+def test_operators_that_are_replaced(model, calls):
+    """`use_kernels=True` gives an operator, which the package `kernels` has made a module, another `forward`."""
+    ids, operator = random_ids(1, 2), torch.nn.Identity()
+    for block in model.base_model.blocks:
+        block._kernel_funcs = {"token_shift": operator}  # as that package does
+    read(model, ids)
+    assert len(calls) == 2 * LAYERS
+    operator.forward = lambda x: x
+    read(model, ids)
+    assert len(calls) == 2 * LAYERS
+
+
+def test_parameters_that_are_computed(model, calls):
+    """torch's weight norm and pruning make a weight of others before every call."""
+    ids = random_ids(1, 2)
+    block = model.base_model.blocks[1]
+    mixing = getattr(block, "att", None) or block.attention
+    name = "v0" if hasattr(mixing, "v0") else "time_decay"
+    for module, parameter in ((mixing.key, "weight"), (block.ln2, "weight"), (mixing, name)):
+        first = read(model, ids)[0]
+        prune.random_unstructured(module, parameter, 0.5)
+        calls.clear()
+        pruned = read(model, ids)[0]
+        assert len(calls) == 2 * (LAYERS - 1) and not torch.allclose(pruned, first)
+        torch.testing.assert_close(pruned, plainly(read, model, ids)[0], rtol=1e-4, atol=1e-4)
+        prune.remove(module, parameter)
+        torch.testing.assert_close(read(model, ids)[0], pruned, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_set_later(model, calls):
+    """A bias of a layer, and the epsilon of a norm."""
+    ids = random_ids(1, 2)
+    block = model.base_model.blocks[0]
+    mixing = getattr(block, "att", None) or block.attention
+    first = read(model, ids)[0]
+    mixing.key.bias = torch.nn.Parameter(torch.ones(mixing.key.out_features))
+    biased = read(model, ids)[0]
+    torch.testing.assert_close(biased, plainly(read, model, ids)[0], rtol=1e-4, atol=1e-4)
+    mixing.key.bias = None
+    assert read(model, ids)[0].equal(first) and not biased.equal(first)
+    for norms in ([mixing.ln_x], [block.ln1, block.ln2]):
+        for norm in norms:
+            norm.eps += 1
+        calls.clear()
+        other = read(model, ids)[0]
+        assert len(calls) == 2 * LAYERS and not torch.allclose(other, first)
+        torch.testing.assert_close(other, plainly(read, model, ids)[0], rtol=1e-4, atol=1e-4)
+        for norm in norms:
+            norm.eps -= 1
+
+
+def test_states_that_do_not_fit(model):
+    """They are not read beyond their end: the error is that of the operators."""
+    for name in ("attention_shift", "feed_forward_shift", "wkv"):
+        _, cache = read(model, random_ids(2, 2))
+        states = cache.layers[1].states
+        states[name] = states[name][:1].clone()
+        with pytest.raises(ValueError, match="must have shape"):
+            read(model, random_ids(2, 1), past_key_values=cache)
+
+
+def test_without_the_first_block(calls):
+    """The first block of Goose that runs writes the values that others read, whether or not it could read some."""
+    model = make("goose")
+    blocks = model.base_model.blocks
+    model.base_model.blocks = blocks[1:]
+    found, _ = read(model, random_ids(2, 3))
+    expected, _ = plainly(read, model, random_ids(2, 3))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_modes(model, calls):
+    """Who watches torch's functions sees them. A default device does not watch."""
+
+    class Names(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            names.append(getattr(function, "__name__", ""))
+            return function(*args, **kwargs or {})
+
+    names = []
+    with Names():
+        read(model, random_ids(1, 1))
+    assert "layer_norm" in names and not calls
+    with torch.device("cpu"):
+        read(model, random_ids(1, 1))
+    assert len(calls) == LAYERS
+
+
+def test_a_traced_batch_of_any_size(model):
+    """The number of rows does not become a part of a graph, which would be made again for other numbers."""
+    graphs, block = [], model.base_model.blocks[0]
+
+    def backend(graph, inputs):
+        graphs.append(1)
+        return graph.forward
+
+    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
+    def run(x):
+        first = {"v_first": None} if model.config.model_type == "rwkv7" else {}
+        return block(x, tokens=Tokens(x.shape[0], 1, x.device), past_key_values=RecurrentCache(model.config), **first)
+
+    with torch.no_grad():
+        for rows in (4, 300, 8):  # few, and more than any part of a block has another way for
+            run(torch.randn(rows, 1, 128))
+    assert len(graphs) == 1
 
 
 def test_weights_that_change(model, calls):

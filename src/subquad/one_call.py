@@ -4,7 +4,8 @@ take longer to be called than to compute. This is done where nothing can tell th
 own `forward` is run.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,6 +42,12 @@ class OneCall:
     parameters: dict[str, str]
     of_token: bool = False
     optional: tuple[str, ...] = ()
+    # What the call stands for. Who gives a class another `forward` wants that to be run.
+    _forwards: list[tuple[type[nn.Module], Callable]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        kinds = (*self.classes.values(), *PRODUCTS, nn.LayerNorm)
+        object.__setattr__(self, "_forwards", [(kind, kind.forward) for kind in kinds])
 
     def __call__(
         self,
@@ -56,8 +63,10 @@ class OneCall:
         Returns:
             the output and `v_first`, see [`BlockStep`]; or None, and nothing is changed, if the block itself must run.
         """
+        # First of all whether a graph is traced: a question about the shape would become a part of it.
         if (
-            x.shape[1] != 1
+            watched()
+            or x.shape[1] != 1
             or x.shape[0] > MOST_ROWS
             or x.shape[-1] < WORTHWHILE_CHANNELS
             or state is None
@@ -67,7 +76,7 @@ class OneCall:
             or tokens.cu_seqlens is not None
             or torch_module._global_forward_hooks
             or torch_module._global_forward_pre_hooks
-            or watched()
+            or any(kind.forward is not forward for kind, forward in self._forwards)
         ):
             return None
         before, before_ffn, held = (state.get(name) for name in ("attention_shift", "feed_forward_shift", "wkv"))
@@ -91,8 +100,12 @@ class _Prepared:
     # The dictionary of a module, the name of a part of it, and that part: nobody has put another layer there since,
     # such as an adapter.
     modules: list[tuple[dict[str, nn.Module], str, nn.Module]]
-    # The dictionary of a module, the name of a parameter in it, and the parameter's type, dtype and address.
-    places: list[tuple[dict[str, torch.Tensor], str, type, torch.dtype, int]]
+    # The dictionary of a module, the name of a parameter in it, and the parameter's type, dtype, address and shape.
+    places: list[tuple[dict[str, torch.Tensor], str, type, torch.dtype, int, torch.Size]]
+    # The dictionary of a module, and the name of a parameter that it may have but does not.
+    absent: list[tuple[dict[str, torch.Tensor], str]]
+    # The norms, and what they add to the variance.
+    eps: list[tuple[nn.Module, float]]
     step: BlockStep
 
     def is_current(self) -> bool:
@@ -100,11 +113,20 @@ class _Prepared:
         for names, name, module in self.modules:
             if names.get(name) is not module or not _is_plain(module):
                 return False
-        for names, name, kind, dtype, address in self.places:
+        for names, name, kind, dtype, address, shape in self.places:
             x = names.get(name)
-            if type(x) is not kind or x.data_ptr() != address or x.dtype != dtype or not x.is_contiguous():
+            if (
+                type(x) is not kind
+                or x.data_ptr() != address
+                or x.dtype != dtype
+                or x.shape != shape
+                or not x.is_contiguous()
+            ):
                 return False
-        return True
+        for names, name in self.absent:
+            if names.get(name) is not None:
+                return False
+        return all(norm.eps == eps for norm, eps in self.eps)
 
 
 # By block. Not an attribute of it: addresses must not be copied or saved with a model.
@@ -117,61 +139,77 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _prepare(parts: OneCall, block: nn.Module) -> _Prepared | None:
+    """None if the block has other parts than those of the published model, or such that the library cannot read."""
     prepared = _prepared.get(block)
     if prepared is None or not prepared.is_current():
-        prepared = _make(parts, block)
-        if prepared is None:
+        try:
+            prepared = _prepared[block] = _make(parts, block)
+        except ValueError:
             _prepared.pop(block, None)
-        else:
-            _prepared[block] = prepared
+            return None
     return prepared
 
 
-def _make(parts: OneCall, block: nn.Module) -> _Prepared | None:
-    """None if the block has other parts than those of the published model, or such that the library cannot read."""
-    found, modules, places, tensors = {"": block}, [], [], {}
+def _make(parts: OneCall, block: nn.Module) -> _Prepared:
+    """
+    Raises:
+        ValueError: if the block has other parts than those of the published model, or such that the library cannot
+            read; the message says why.
+    """
+    found, modules, places, absent, tensors = {"": block}, [], [], [], {}
 
     def find(path: str) -> nn.Module:
         if path not in found:
             parent, _, name = path.rpartition(".")
             names = find(parent)._modules
+            if names.get(name) is None:
+                raise ValueError(f"There is no `{path}`.")
             found[path] = names[name]
             modules.append((names, name, names[name]))
         return found[path]
 
     def add(name: str, module: nn.Module, attribute: str) -> None:
         names = module._parameters if attribute in module._parameters else module._buffers
-        tensors[name] = x = names[attribute]
-        places.append((names, attribute, type(x), x.dtype, x.data_ptr()))
+        x = names.get(attribute)
+        if x is None:  # it may be computed before every call, as torch's weight norm and pruning do
+            raise ValueError(f"There is no parameter `{attribute}`.")
+        if not readable(x.dtype, x):
+            raise ValueError(f"`{attribute}` cannot be read.")
+        tensors[name] = x
+        places.append((names, attribute, type(x), x.dtype, x.data_ptr(), x.shape))
 
-    if any(type(find(path)) is not cls for path, cls in parts.classes.items()):
-        return None
+    for path, cls in parts.classes.items():
+        if type(find(path)) is not cls:
+            raise ValueError(f"`{path}` is a {type(find(path))}.")
     for name, path in parts.layers.items():
         layer = find(path)
         if type(layer) not in PRODUCTS or layer.bias is not None:
-            return None
+            raise ValueError(f"`{path}` is {layer}.")
         for part, attribute in PRODUCTS[type(layer)].items():
             add(f"{name}.{part}", layer, attribute)
+        absent.append((layer._parameters, "bias"))
     for name, path in parts.norms.items():
         norm = find(path)
-        if not (type(norm) is nn.LayerNorm or path in parts.classes) or norm.weight is None or norm.bias is None:
-            return None
+        if not (type(norm) is nn.LayerNorm or path in parts.classes):
+            raise ValueError(f"`{path}` is {norm}.")
         add(name, norm, "weight")
         add(f"{name}_bias", norm, "bias")
     for name, path in parts.parameters.items():
         path, _, attribute = path.rpartition(".")
         module = find(path)
-        if attribute in module._parameters:
+        if name in parts.optional and not hasattr(module, attribute):
+            absent.append((module._parameters, attribute))
+        else:
             add(name, module, attribute)
-        elif name not in parts.optional:
-            return None
-    if not all(readable(x.dtype, x) for x in tensors.values()) or not all(_is_plain(module) for *_, module in modules):
-        return None
+    if 0 < sum(name in tensors for name in parts.optional) < len(parts.optional):
+        raise ValueError(f"There must be all or none of {parts.optional}.")
+    # Operators that `use_kernels=True` may have replaced.
+    operators = getattr(block, "_kernel_funcs", {})
+    modules.extend((operators, name, part) for name, part in operators.items() if isinstance(part, nn.Module))
+    if not all(_is_plain(module) for *_, module in modules):
+        raise ValueError("Something else is called with a part of the block.")
     ln1, ln2, ln_x = (find(parts.norms[name]) for name in ("ln1", "ln2", "ln_x"))
     if ln1.eps != ln2.eps:
-        return None
-    try:
-        step = BlockStep(parts.kind, tensors, ln_x.num_groups, ln1.eps, ln_x.eps, parts.of_token)
-    except ValueError:
-        return None
-    return _Prepared(modules, places, step)
+        raise ValueError(f"The norms have {ln1.eps} and {ln2.eps}.")
+    step = BlockStep(parts.kind, tensors, ln_x.num_groups, ln1.eps, ln_x.eps, parts.of_token)
+    return _Prepared(modules, places, absent, [(norm, norm.eps) for norm in (ln1, ln2, ln_x)], step)

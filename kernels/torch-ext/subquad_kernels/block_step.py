@@ -110,6 +110,8 @@ class BlockStep:
         common.heads, common.eps, common.eps_x = heads, eps, eps_x
         common.run = found.parallel
         self.state_shape = heads, self.inner // heads, self.inner // heads
+        # Whether it reads the values of the first block of Goose.
+        self._mixes = "mix.up" in parameters
         if kind == "wkv":
             self._struct.of_token = of_token
 
@@ -177,11 +179,22 @@ class BlockStep:
 
         Returns:
             the output (B, 1, D); this token, normalised, for the next call's `before` and `before_ffn`; the new state;
-            and in Goose `v_first`. None if there is no memory.
+            and in Goose `v_first`. None, and nothing is changed, if the arguments do not fit each other or the block.
+            None also if there is no memory.
         """
+        rows, shift = x.shape[0], (x.shape[0], self.width)
+        if (
+            x.shape[1:] != (1, self.width)
+            or (before is not None and before.shape != shift)
+            or (before_ffn is not None and before_ffn.shape != shift)
+            or (state is not None and state.shape != (rows, *self.state_shape))
+            or (v_first is None) == self._mixes
+            or (v_first is not None and v_first.shape != (rows, 1, self.inner))
+        ):
+            return None
         # A copy, because other threads may call the same block.
         p = type(self._struct).from_buffer_copy(self._struct)
-        b, rows = p.common, x.shape[0]
+        b = p.common
         out, after, after_ffn = torch.empty_like(x), x.new_empty(rows, self.width), x.new_empty(rows, self.width)
         new_state = state
         if not inplace:

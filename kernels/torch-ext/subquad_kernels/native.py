@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
@@ -258,6 +260,8 @@ def watched() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or _get_current_dispatch_mode() is not None
         or forward_ad._current_level >= 0
+        # `torch.set_default_device` is also a mode.
+        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
     )
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..native import library_for, readable
+from ..native import library_for, readable, watched
 
 
 # Elements of a result from which on the threads of torch are faster.
@@ -22,7 +22,10 @@ def token_shift_by_library(
     x: torch.Tensor, state: torch.Tensor | None, mu: torch.Tensor, offset: torch.Tensor | None
 ) -> torch.Tensor | None:
     """One token, without documents, by the C library of `native.py`. None if that cannot be."""
-    if x.numel() * mu.shape[0] > _MOST or mu.dtype not in (x.dtype, torch.float32) or not readable(mu.dtype, mu):
+    # The sizes last, because a question about them would become a part of a traced graph.
+    if watched() or mu.dtype not in (x.dtype, torch.float32) or x.numel() * mu.shape[0] > _MOST:
+        return None
+    if not readable(mu.dtype, mu):
         return None
     found = library_for(x.shape[-1], x.dtype, x, state, offset)
     return found.token_shift(x, state, mu, offset) if found else None
