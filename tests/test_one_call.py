@@ -304,6 +304,14 @@ def test_states_that_do_not_fit(model):
             read(model, random_ids(2, 1), past_key_values=cache)
 
 
+def test_without_memory(model, monkeypatch):
+    """The block is not run again: its state may have been changed."""
+    _, cache = read(model, random_ids(1, 2))
+    monkeypatch.setattr(one_call._prepared[model.base_model.blocks[0]].step, "_run", lambda block: 1)
+    with pytest.raises(MemoryError, match="no memory"):
+        read(model, random_ids(1, 1), past_key_values=cache)
+
+
 def test_without_the_first_block(calls):
     """The first block of Goose that runs writes the values that others read, whether or not it could read some."""
     model = make("goose")

@@ -1,9 +1,13 @@
 /*
  * One token of a whole block of RWKV on a CPU: token shifts, products, recurrence, norms and feed-forward network in one
- * call. Only the weights are read in their own dtype, everything else is float32. Compiled by `native.py`.
+ * call. What comes in and goes out has the dtype of the weights, but for the state of the recurrence. Between them
+ * everything is float32. Compiled by `native.py`.
  */
 
 #include "steps.c"
+
+/* As in block_step.py. */
+#define MOST_RANKS 1024
 
 /* A weight (outputs, inputs), in a dtype or, with a scale for each output, in 8 bits. */
 struct matrix {
@@ -167,7 +171,7 @@ static int wkv_block(const struct wkv_block *p, struct scratch s)
     const struct block *b = &p->common;
     int dtype = b->dtype;
     ptrdiff_t size = b->rows * b->width, inner = b->rows * b->inner;
-    float *x = take(&s, size), *normed = take(&s, size), *mixed = take(&s, size), *low = take(&s, 5 * 256);
+    float *x = take(&s, size), *normed = take(&s, size), *mixed = take(&s, size), *low = take(&s, MOST_RANKS);
     float *offsets = take(&s, 5 * size), *r = take(&s, inner), *k = take(&s, inner), *v = take(&s, inner);
     float *g = take(&s, inner), *w = take(&s, inner), *out = take(&s, inner);
     float *middle = take(&s, b->rows * b->middle);
@@ -242,7 +246,7 @@ static int delta_block(const struct delta_block *p, struct scratch s)
     const struct block *b = &p->common;
     int dtype = b->dtype;
     ptrdiff_t size = b->rows * b->width, inner = b->rows * b->inner;
-    float *x = take(&s, size), *normed = take(&s, size), *mixed = take(&s, size), *low = take(&s, 1024);
+    float *x = take(&s, size), *normed = take(&s, size), *mixed = take(&s, size), *low = take(&s, MOST_RANKS);
     float *r = take(&s, inner), *k = take(&s, inner), *v = take(&s, inner), *g = take(&s, inner);
     float *w = take(&s, inner), *a = take(&s, inner), *mix = take(&s, inner), *out = take(&s, inner);
     float *middle = take(&s, b->rows * b->middle);
@@ -292,10 +296,10 @@ static int delta_block(const struct delta_block *p, struct scratch s)
     return 0;
 }
 
-/* Room for all that a block computes. */
+/* Room for all that a block computes. The sizes are multiples of LANES, so that nothing is added to them. */
 static struct scratch room(const struct block *b)
 {
-    ptrdiff_t numbers = b->rows * (9 * b->width + 8 * b->inner + b->middle) + 2048 + 32 * LANES;
+    ptrdiff_t numbers = b->rows * (9 * b->width + 8 * b->inner + b->middle) + MOST_RANKS;
     return (struct scratch){malloc(numbers * sizeof(float))};
 }
 

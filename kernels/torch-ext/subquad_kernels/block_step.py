@@ -9,7 +9,7 @@ from .native import Library, library
 
 
 _pointer, _size, _number = ctypes.c_size_t, ctypes.c_ssize_t, ctypes.c_int
-# The most channels between the two weights of all maps of a token shift, and of others: what `block.c` has room for.
+# The most channels between two weights, those of all maps of a token shift together: `block.c` has room for so many.
 _MOST_RANKS = 1024
 
 
@@ -180,7 +180,9 @@ class BlockStep:
         Returns:
             the output (B, 1, D); this token, normalised, for the next call's `before` and `before_ffn`; the new state;
             and in Goose `v_first`. None, and nothing is changed, if the arguments do not fit each other or the block.
-            None also if there is no memory.
+
+        Raises:
+            MemoryError: if there is no memory. The state may have been changed then.
         """
         rows, shift = x.shape[0], (x.shape[0], self.width)
         if (
@@ -213,5 +215,5 @@ class BlockStep:
                 v_first = x.new_empty(rows, 1, self.inner)
             p.v_first = v_first.data_ptr()
         if self._run(ctypes.byref(p)):
-            return None
+            raise MemoryError("There is no memory for a token of a block.")
         return out, after, after_ffn, new_state, v_first
