@@ -92,6 +92,8 @@ def random_ids(*shape):
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equals_the_blocks(model, dtype, batch, calls):
+    if dtype not in native.library().dtypes:
+        pytest.skip("needs conversions of float16")
     model.to(dtype)
     ids = random_ids(batch, 6)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
