@@ -154,7 +154,7 @@ def _make(parts: OneCall, block: nn.Module) -> _Prepared:
     """
     Raises:
         ValueError: if the block has other parts than those of the published model, or such that the library cannot
-            read; the message says why.
+            read; the message says why. (It may be asked for every token, so it is short.)
     """
     found, modules, places, absent, tensors = {"": block}, [], [], [], {}
 
@@ -180,18 +180,18 @@ def _make(parts: OneCall, block: nn.Module) -> _Prepared:
 
     for path, cls in parts.classes.items():
         if type(find(path)) is not cls:
-            raise ValueError(f"`{path}` is a {type(find(path))}.")
+            raise ValueError(f"`{path}` is a {type(find(path)).__name__}.")
     for name, path in parts.layers.items():
         layer = find(path)
         if type(layer) not in PRODUCTS or layer.bias is not None:
-            raise ValueError(f"`{path}` is {layer}.")
+            raise ValueError(f"`{path}` is a {type(layer).__name__}, or has a bias.")
         for part, attribute in PRODUCTS[type(layer)].items():
             add(f"{name}.{part}", layer, attribute)
         absent.append((layer._parameters, "bias"))
     for name, path in parts.norms.items():
         norm = find(path)
         if not (type(norm) is nn.LayerNorm or path in parts.classes):
-            raise ValueError(f"`{path}` is {norm}.")
+            raise ValueError(f"`{path}` is a {type(norm).__name__}.")
         add(name, norm, "weight")
         add(f"{name}_bias", norm, "bias")
     for name, path in parts.parameters.items():
