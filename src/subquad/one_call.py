@@ -66,12 +66,12 @@ class OneCall:
         # First of all whether a graph is traced: a question about the shape would become a part of it.
         if (
             watched()
+            or type(tokens) is not Tokens  # those of an engine come with a state of its own
             or x.shape[1] != 1
             or x.shape[0] > MOST_ROWS
             or x.shape[-1] < WORTHWHILE_CHANNELS
             or state is None
             or state.record_past
-            or type(tokens) is not Tokens
             or tokens.mask is not None
             or tokens.cu_seqlens is not None
             or torch_module._global_forward_hooks

@@ -15,6 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 import subquad
 from subquad import hub
 from subquad.models import REGISTRY
+from subquad_kernels import native
 from subquad_tokenizers import ByteTokenizer
 from subquad_vllm.configuration import DEFAULT_LENGTH
 from subquad_vllm.served import REFUSED, SERVED
@@ -163,6 +164,22 @@ def finch():
 def test_requests_wait_for_a_slot(finch):
     requests = make_requests(8, VOCABULARY, longest=100, answer=16)
     assert serve(finch, requests) == expected(subquad.embedded_model("finch-abc"), requests)
+
+
+@pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+def test_requests_that_decode_take_the_library(finch, monkeypatch):
+    """Each token of an answer but the first is one row of a call in each of four blocks."""
+    requests = make_requests(8, VOCABULARY, longest=100, answer=16)
+    rows, step = [], native.Library.step
+
+    def count(library, r, *rest):
+        out = step(library, r, *rest)
+        rows.append(0 if out is None else len(r))
+        return out
+
+    monkeypatch.setattr(native.Library, "step", count)
+    serve(finch, requests)
+    assert sum(rows) >= 4 * sum(new - 1 for _, new in requests)
 
 
 def test_sampling(finch):
