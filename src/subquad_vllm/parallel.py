@@ -4,6 +4,7 @@ the configuration, which transformers reads too, says how they are split.
 """
 
 import re
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -66,6 +67,13 @@ def multiply_rounded(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | Non
     return layer.cpu_linear(rows, layer.weight, bias)[:count].view(*x.shape[:-1], -1)
 
 
+def apply_to_rows(
+    apply: Callable[..., torch.Tensor], layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A quantised product of x (..., in), by a method of vLLM that may take (rows, in) only, as on CPUs with AMX."""
+    return apply(layer, x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
+
+
 def round_up(count: int) -> int:
     """The next of 1, ..., 16, and from there on of eight numbers between two powers of two."""
     step = max(1, (1 << (count - 1).bit_length()) // 16)
@@ -115,6 +123,8 @@ def use_vllm_layers(model: nn.Module, plan: dict[str, str], vllm_config: VllmCon
                 layers[new.prefix] = new
                 outputs = getattr(new, "output_size_per_partition", new.output_size)
                 new.quant_method = RoundedRowsMethod(new.prefix, outputs)
+            elif not isinstance(new.quant_method, UnquantizedLinearMethod):
+                new.quant_method.apply = partial(apply_to_rows, new.quant_method.apply)
         else:
             continue
         model.set_submodule(name, new)
