@@ -27,7 +27,7 @@ def build(destination: Path) -> None:
     general = {name: json.loads(value) for name, value in settings["general"].items()}
     name = general["name"].replace("-", "_")
     source = HERE / "torch-ext" / name
-    paths = sorted(path for path in source.rglob("*") if path.suffix in (".c", ".py"))
+    paths = sorted(path for path in source.rglob("*") if path.suffix in (".c", ".h", ".py"))
     files = {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
     hashes = {file: hashlib.sha256(content).digest() for file, content in files.items()}
     unique = hashlib.sha256(b"".join(file.encode() + value for file, value in hashes.items())).hexdigest()[:7]

@@ -35,7 +35,9 @@ assert all(module.__file__.startswith(sys.prefix) for module in (subquad, subqua
 """
 TINY_MODEL = """
 import torch, subquad
+from subquad_kernels import native
 from transformers import AutoModelForCausalLM
+assert all(source.is_file() for source in native._SOURCES), native._SOURCES
 model = AutoModelForCausalLM.from_config(subquad.Rwkv6Config(
     vocab_size=50, hidden_size=32, head_size=16, num_hidden_layers=2, intermediate_size=48
 ))
