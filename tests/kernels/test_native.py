@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 from subquad_kernels import int8_linear, linear, matmul, native, quantize_rows
 
@@ -212,7 +213,7 @@ def test_what_does_not(calls):
         traced = torch.jit.trace(lambda x: linear(x, weight), x, check_trace=False)
         torch.testing.assert_close(traced(2 * x), 2 * expected)
         torch.compile(linear, backend="eager", fullgraph=True)(x, weight)
-        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter:
             linear(x, weight)
         assert counter.get_total_flops() == 2 * x.numel() * 256
     assert calls == []
