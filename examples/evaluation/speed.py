@@ -276,6 +276,8 @@ def growth(record: dict[str, Any], what: str) -> list[str]:
     constant, changed = {}, {}
     for name, values in series(record, what).items():
         shortest, longest = min(values), max(values)
+        if not (values[longest] and values[shortest]):  # memory that is too small to be seen
+            continue
         ratio = values[longest] / values[shortest]
         if shortest == longest:
             continue
