@@ -7,6 +7,7 @@ from .contextualizer import contextualizer
 from .delta_wkv import delta_keys, delta_wkv, delta_wkv_state, gated_delta_wkv
 from .dynamic_mixing import dynamic_mixing
 from .group_norm_gate import group_norm_gate
+from .int4_linear import int4_linear, quantize_groups
 from .int8_linear import int8_linear, quantize_rows
 from .linear import linear, matmul
 from .low_rank import low_rank
@@ -32,11 +33,13 @@ __all__ = [
     "gated_delta_wkv",
     "gated_wkv",
     "group_norm_gate",
+    "int4_linear",
     "int8_linear",
     "linear",
     "low_rank",
     "matmul",
     "maxsim",
+    "quantize_groups",
     "quantize_rows",
     "slot_memory",
     "slot_memory_state",

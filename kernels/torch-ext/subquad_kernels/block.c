@@ -9,11 +9,11 @@
 /* As in block_step.py. */
 #define MOST_RANKS 1024
 
-/* A weight (outputs, inputs), in a dtype or, with a scale for each output, in 8 bits. */
+/* A weight (outputs, inputs), in a dtype or, with scales, in 8 or 4 bits as in integers.c. */
 struct matrix {
-    const void *weight;
-    const float *scale; /* NULL if it does not have 8 bits */
+    const void *weight, *scale;
     ptrdiff_t outputs, inputs;
+    int bits; /* 0 if it has no scales */
 };
 
 /* Two weights through `rank` channels, and what is added. There are none if `up` is NULL; base may be NULL. */
@@ -24,7 +24,7 @@ struct offset {
 
 /* What the blocks have in common, and what is the same for every product. */
 struct block {
-    int dtype; /* of x, of the states of token shifts, and of the weights that do not have 8 bits */
+    int dtype; /* of x, of the states of token shifts, and of the weights that are not integers */
     int largest; /* to which 8-bit products round what they multiply */
     unsigned threads;
     parallel run;
@@ -57,7 +57,9 @@ static float *take(struct scratch *s, ptrdiff_t count)
 static int multiply(const struct block *b, const struct matrix *m, const float *x, float *out)
 {
     unsigned threads = m->outputs * m->inputs >= 1 << 18 ? b->threads : 1;
-    if (m->scale)
+    if (m->bits == 4)
+        return subquad_int4_linear(x, m->weight, m->scale, out, b->rows, m->outputs, m->inputs, threads, b->run);
+    if (m->bits == 8)
         return subquad_int8_linear(x, m->weight, m->scale, out, b->rows, m->outputs, m->inputs, b->largest, threads,
                                    b->run);
     struct product p = {b->dtype, FLOAT32, b->rows, m->outputs, m->inputs, m->inputs, 0, x, m->weight, NULL,

@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from .int4_linear import GROUP, STRIP
 from .int8_linear import LARGEST, adds_exactly
 from .native import Library, library
 
@@ -18,7 +19,7 @@ def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = [*_fields(_pointer, "weight", "scale"), *_fields(_size, "outputs", "inputs")]
+    _fields_ = [*_fields(_pointer, "weight", "scale"), *_fields(_size, "outputs", "inputs"), ("bits", _number)]
 
 
 class _Offset(ctypes.Structure):
@@ -65,16 +66,25 @@ class _DeltaBlock(ctypes.Structure):
 _KINDS = {"wkv": _WkvBlock, "delta_wkv": _DeltaBlock}
 
 
+# Of matrices of integers.
+_BITS = {torch.int8: 8, torch.uint8: 4}
+
+
+def _shape(weight: torch.Tensor) -> tuple[int, int]:
+    """Outputs and inputs of a matrix."""
+    return (weight.shape[0] * STRIP, weight.shape[1] * GROUP) if weight.dim() == 3 else tuple(weight.shape)
+
+
 class BlockStep:
     """
     A block that is ready to be called with one token of a few rows: the addresses of its parameters.
 
     Args:
         kind: `"wkv"` for Eagle (RWKV-5) and Finch (RWKV-6), `"delta_wkv"` for Goose (RWKV-7).
-        parameters: by the names of `block.c`: the matrices (out, in) as `NAME.weight`, for int8 ones with a float32
-            `NAME.scale` (out); the low ranks as `NAME.down`, `NAME.up` and `NAME.base`; and vectors. All but int8
-            matrices and their scales have one dtype. They are not kept: who calls the block sees that they live, and
-            have not changed their places.
+        parameters: by the names of `block.c`: the matrices (out, in) as `NAME.weight`, those of integers with a
+            `NAME.scale`, as `int8_linear` and `int4_linear` have them; the low ranks as `NAME.down`, `NAME.up` and
+            `NAME.base`; and vectors. All but matrices of integers and their scales have one dtype. They are not kept:
+            who calls the block sees that they live, and have not changed their places.
         heads: number of heads.
         eps: of the two norms of the block's input.
         eps_x: of the norm of the heads.
@@ -99,7 +109,7 @@ class BlockStep:
         self._run = found.wkv_block if kind == "wkv" else found.delta_block
         self._struct = _KINDS[kind]()
         self.width, self.inner = parameters["ln1"].shape[0], parameters["ln_x"].shape[0]
-        self._sizes = {"": self.width, "inner": self.inner, "middle": parameters["ffn_key.weight"].shape[0]}
+        self._sizes = {"": self.width, "inner": self.inner, "middle": _shape(parameters["ffn_key.weight"])[0]}
         self.dtype = parameters["ln1"].dtype
         self._check_sizes(found, heads)
         for name, x in parameters.items():
@@ -127,15 +137,17 @@ class BlockStep:
         """Notes the address of a parameter."""
         group, _, part = name.rpartition(".")
         target = getattr(self._struct, group) if group else self._struct
-        wanted = torch.float32 if part == "scale" else self.dtype
-        if part == "weight" and x.dtype == torch.int8:
-            wanted = torch.int8
+        wanted = self.dtype
+        if part == "weight" and x.dtype in _BITS:
+            wanted, target.bits = x.dtype, _BITS[x.dtype]
+        elif part == "scale":
+            wanted = torch.bfloat16 if x.dim() == 3 else torch.float32
         if x.dtype != wanted or not x.is_cpu or not x.is_contiguous():
             raise ValueError(f"`{name}` must be contiguous, on the CPU and {wanted}.")
         if part == "weight":
-            target.outputs, target.inputs = x.shape
+            target.outputs, target.inputs = _shape(x)
             if (target.outputs, target.inputs) != self._matrix_shape(group):
-                raise ValueError(f"`{name}` must be {self._matrix_shape(group)}, got {tuple(x.shape)}.")
+                raise ValueError(f"`{name}` must be {self._matrix_shape(group)}, got {_shape(x)}.")
         elif part == "down":
             maps = 5 if group == "shift" else 1
             target.rank = x.shape[1] // maps
@@ -146,7 +158,10 @@ class BlockStep:
                 raise ValueError(f"`{name}` is {tuple(x.shape)}.")
         else:
             of_inner = part == "base" or name in ("ln_x", "ln_x_bias", "bonus", "k_k", "k_a")
-            size = self._matrix_shape(group)[0] if part == "scale" else self.inner if of_inner else self.width
+            size = self.inner if of_inner else self.width
+            if part == "scale":
+                outputs, inputs = self._matrix_shape(group)
+                size = outputs * inputs // GROUP if x.dim() == 3 else outputs
             if x.numel() != size:
                 raise ValueError(f"`{name}` must have {size} elements, got {tuple(x.shape)}.")
         setattr(target if group or hasattr(self._struct, part) else self._struct.common, part, x.data_ptr())

@@ -12,8 +12,6 @@ from .native import Library, library
 LARGEST = 127
 # Numbers that are quantised at a time, which bounds the memory that is needed besides the result.
 _PIECE = 1 << 22
-# Up to this number of rows the library of `native.py` is faster than torch.
-_FEW_ROWS = 16
 # Rows of a weight in one call of `_by_columns`: oneDNN is several times slower for more.
 _ROWS = 2048
 
@@ -46,7 +44,7 @@ def _quantize(x: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor
     # Ten times as fast as `torch.linalg.vector_norm` and `torch.aminmax`.
     scale = torch.maximum(x.amax(1), x.amin(1).neg()) / largest
     # The smallest normal number keeps zeros apart from 0 / 0. What no integer can hold is in the scale.
-    integers = (x / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_()
+    integers = (x * scale.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()[:, None]).round_()
     return integers.nan_to_num_(0, 0, 0).to(torch.int8), scale
 
 
@@ -74,7 +72,7 @@ def int8_linear(
     exact = adds_exactly()
     largest = LARGEST if exact else LARGEST // 2
     found = _library_for(rows, weight, scale)
-    few = found is not None and rows.shape[0] <= _FEW_ROWS
+    few = found is not None and rows.shape[0] <= found.int8_rows
     if few and (out := found.int8_linear(rows.float(), weight, scale, largest)) is not None:
         return _finished(out, bias, x)
     integers, row_scale = found.round_rows(rows.float(), largest) if found else _quantize(rows, largest)

@@ -77,13 +77,15 @@ def fits_library(x: torch.Tensor, weight: torch.Tensor, inner: int, bias: torch.
     """
     return (
         weight.dim() >= 2
-        and weight.numel() >= WORTHWHILE
         and x.shape[-1] == weight.shape[inner]
-        and weight.is_cpu
-        and weight.is_contiguous()
         and (bias is None or (bias.shape == weight.shape[:1] and readable(x.dtype, bias)))
-        and not watched()
+        and fits_memory(weight, weight.numel())
     )
+
+
+def fits_memory(weight: torch.Tensor, numbers: int) -> bool:
+    """Whether the library of `native.py` may read a weight, and whether so many numbers are worthwhile."""
+    return numbers >= WORTHWHILE and weight.is_cpu and weight.is_contiguous() and not watched()
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

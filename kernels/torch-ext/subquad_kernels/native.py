@@ -1,7 +1,7 @@
 """
-What a CPU computes for a few tokens, by `products.c`, `steps.c` and `block.c`: a library that the C compiler of this
-machine makes when the first computation of a worthwhile size is asked for. Where that is not possible, `library`
-returns None.
+What a CPU computes for a few tokens, and all products of integers: a library of the C files beside this one, which the
+C compiler of this machine makes when the first computation of a worthwhile size is asked for. Where that is not
+possible, `library` returns None.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ WORTHWHILE = 2**15
 WORTHWHILE_CHANNELS = 128
 # From this number of elements on all threads read a weight.
 _FOR_THREADS = 2**18
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("block.c", "steps.c", "products.c", "vectors.h"))
+_SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("block.c", "steps.c", "integers.c", "products.c", "vectors.h")
+)
 _FLAGS = ("-std=gnu11", "-O2", "-fno-math-errno", "-shared", "-fPIC")
 # The largest size of a head, and what divides it: the numbers of the widest vectors.
 _MOST, _LANES = 256, 16
@@ -74,6 +76,8 @@ class Library:
         self._linear, self._matmul = loaded.subquad_linear, loaded.subquad_matmul
         self._int8_linear = loaded.subquad_int8_linear
         self._int8_linear.argtypes = [*4 * [pointer], *3 * [size], ctypes.c_int, ctypes.c_uint, pointer]
+        self._int4_linear = loaded.subquad_int4_linear
+        self._int4_linear.argtypes = [*4 * [pointer], *3 * [size], ctypes.c_uint, pointer]
         self._round_rows, self._scale_sums = loaded.subquad_round_rows, loaded.subquad_scale_sums
         self._round_rows.argtypes = [*3 * [pointer], size, size, ctypes.c_int, ctypes.c_uint, pointer]
         self._scale_sums.argtypes = [*3 * [pointer], size, size, ctypes.c_uint, pointer]
@@ -89,6 +93,9 @@ class Library:
         self._delta_keys = loaded.subquad_delta_keys
         self._delta_keys.argtypes = [number, number, *6 * [pointer], *3 * [size]]
         self._token_shift.restype = self._delta_keys.restype = None
+        loaded.subquad_int8_rows.restype = size
+        # Up to this number of rows `int8_linear` is faster than torch.
+        self.int8_rows: int = loaded.subquad_int8_rows()
         self.dtypes = {x: n for x, n in _DTYPES.items() if x != torch.float16 or loaded.subquad_has_float16()}
         # One token of a block, by a structure of `block_step.py`.
         self.wkv_block, self.delta_block = loaded.subquad_wkv_block, loaded.subquad_delta_block
@@ -128,6 +135,19 @@ class Library:
         failed = self._int8_linear(
             x.data_ptr(), weight.data_ptr(), scale.data_ptr(), out.data_ptr(),
             x.numel() // width, outputs, width, largest, threads, self._parallel,
+        )  # fmt: skip
+        return None if failed else out
+
+    def int4_linear(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
+        """[`subquad_kernels.int4_linear`] of x in float32, without a bias. None if there is no memory."""
+        width = x.shape[-1]
+        outputs = 2 * weight.numel() // width
+        threads = torch.get_num_threads() if outputs * width >= _FOR_THREADS else 1
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], outputs))
+        failed = self._int4_linear(
+            x.data_ptr(), weight.data_ptr(), scale.data_ptr(), out.data_ptr(),
+            x.numel() // width, outputs, width, threads, self._parallel,
         )  # fmt: skip
         return None if failed else out
 

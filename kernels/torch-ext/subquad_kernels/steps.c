@@ -1,12 +1,12 @@
 /*
  * One token of the recurrences, and of what stands around them, on a CPU: for a few rows, where torch's functions take
- * longer to be called than to compute. Everything is computed in float32. It includes what it needs of `products.c`, so
- * that the compiler sees both. Compiled by `native.py`.
+ * longer to be called than to compute. Everything is computed in float32. It includes the products, so that the compiler
+ * sees both. Compiled by `native.py`.
  */
 
 #include <math.h>
 
-#include "products.c"
+#include "integers.c"
 
 /* The largest size of a head. */
 #define MOST 256

@@ -35,6 +35,13 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef _Float16 numbers16 __attribute__((vector_size(2 * LANES)));
 #endif
 
+/* The compiler does not see what comes out of it: so it does not contract a product and a sum. */
+#if defined(__aarch64__)
+#define OPAQUE(x) __asm__("" : "+w"(x))
+#else
+#define OPAQUE(x) __asm__("" : "+x"(x))
+#endif
+
 INLINE ptrdiff_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
 INLINE ptrdiff_t smaller(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }

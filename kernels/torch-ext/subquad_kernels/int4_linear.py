@@ -1,0 +1,129 @@
+"""The product of a linear layer whose weights are 4-bit integers in groups, on a CPU."""
+
+import torch
+import torch.nn.functional as F
+
+from .int8_linear import _finished, _quantize
+from .linear import fits_memory
+from .native import library
+
+
+# Inputs that share a scale, and outputs that lie together: the order that `integers.c` reads.
+GROUP, STRIP = 32, 16
+# Numbers that are rounded, or become floats, at a time.
+_PIECE = 1 << 22
+# Scales that are tried for a group, beside the one that lets its largest number become -8: smaller ones cut it off.
+_TRIED = (1.0, 0.92, 0.82)
+
+
+def fits_groups(outputs: int, inputs: int) -> bool:
+    """Whether a weight (outputs, inputs) may have 4 bits: multiples of 16 and of 32."""
+    return outputs > 0 and inputs > 0 and outputs % STRIP == 0 and inputs % GROUP == 0
+
+
+def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Rounds each group of 32 inputs of an output to integers from -8 to 7 with a scale of their own. Of some scales that
+    is chosen which leaves the smallest squared error.
+
+    Args:
+        weight: (outputs, inputs), floating point. outputs must be a multiple of 16, inputs of 32.
+
+    Returns:
+        uint8 (outputs / 16, inputs / 32, 256), two integers in a byte, see [`unpack_groups`]; and the scales in
+        bfloat16, (outputs / 16, inputs / 32, 16). A scale is NaN if the group has numbers that are not finite.
+
+    Raises:
+        ValueError: if the shape does not fit.
+    """
+    if weight.dim() != 2 or not fits_groups(*weight.shape):
+        raise ValueError(
+            f"`weight` must be (outputs, inputs), multiples of {STRIP} and {GROUP}, got {tuple(weight.shape)}."
+        )
+    outputs, inputs = weight.shape
+    shape = outputs // STRIP, inputs // GROUP
+    packed = torch.empty(*shape, GROUP * STRIP // 2, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(*shape, STRIP, dtype=torch.bfloat16, device=weight.device)
+    strips = max(1, _PIECE // (STRIP * inputs))
+    for start in range(0, shape[0], strips):
+        part = weight[start * STRIP : (start + strips) * STRIP].float()
+        integers, scale = _round_groups(part.view(-1, shape[1], GROUP))
+        # (strips, STRIP, groups, halves, 4, 4) to (strips, groups, halves, 4, STRIP, 4)
+        numbers = (integers + 8).to(torch.uint8).view(-1, STRIP, shape[1], 2, 4, 4).permute(0, 2, 3, 4, 1, 5)
+        packed[start : start + strips] = (numbers[:, :, 0] | numbers[:, :, 1] << 4).flatten(2)
+        scales[start : start + strips] = scale.view(-1, STRIP, shape[1]).transpose(1, 2)
+    return packed, scales
+
+
+def _round_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The integers of groups x (outputs, groups, GROUP) in float32, and the scales in bfloat16 (outputs, groups)."""
+    low, high = x.amin(-1), x.amax(-1)
+    # With its sign, so that the number which is largest in absolute value becomes -8.
+    largest = torch.where(-low >= high, low, high) / -8
+    best, integers, scale = torch.full_like(largest, -1), torch.zeros_like(x), torch.zeros_like(largest)
+    for factor in _TRIED:
+        tried = (x * (largest * factor).reciprocal().unsqueeze(-1)).round_().clamp_(-8, 7).nan_to_num_(0)
+        # The scale that is best for these integers, by least squares, and how much of the squares of x it explains.
+        product, squares = (x * tried).sum(-1), tried.square().sum(-1).clamp_min_(1)
+        found = product.square() / squares
+        better = found > best
+        best = torch.where(better, found, best)
+        integers = torch.where(better.unsqueeze(-1), tried, integers)
+        scale = torch.where(better, product / squares, scale)
+    return integers, scale.bfloat16().masked_fill(~torch.isfinite(x).all(-1), torch.nan)
+
+
+def unpack_groups(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """
+    The float32 weight (outputs, inputs) that packed integers and scales stand for.
+
+    Of each strip of 16 outputs and group of 32 inputs, byte (b, o, i) of (4, 16, 4) has in its low half the integer of
+    output o and of input 4 b + i of the group, in its high half that of input 16 + 4 b + i. 8 is added to each.
+    """
+    strips, groups, _ = weight.shape
+    bytes_ = weight.view(strips, groups, 4, STRIP, 4)
+    # (strips, groups, halves, 4, STRIP, 4) to (strips, STRIP, groups, halves, 4, 4)
+    integers = torch.stack((bytes_ & 15, bytes_ >> 4), dim=2).permute(0, 4, 1, 2, 3, 5).float() - 8
+    scale = scale.float().transpose(1, 2).unsqueeze(-1)
+    return (integers.reshape(strips, STRIP, groups, GROUP) * scale).view(strips * STRIP, groups * GROUP)
+
+
+def int4_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """
+    `x @ unpack_groups(weight, scale).T + bias`, with x rounded to 8 bits: every row of x gets a scale of its own, see
+    [`quantize_rows`]. The sums of a group's products are exact, those of the groups float32's. In the library of
+    `native.py` the result of a row does not depend on the other rows.
+
+    Args:
+        x: (..., in), floating point, on a CPU.
+        weight: uint8 (out / 16, in / 32, 256), two integers in a byte, see [`quantize_groups`].
+        scale: bfloat16 (out / 16, in / 32, 16).
+        bias: (out), or None.
+
+    Returns:
+        (..., out), in the dtype of x. It has no gradient.
+
+    Raises:
+        ValueError: if the widths of x and of the weight differ.
+    """
+    inputs = weight.shape[1] * GROUP
+    if x.shape[-1] != inputs:
+        raise ValueError(f"`x` must have {inputs} channels, as the weight has, got {tuple(x.shape)}.")
+    rows = x.detach().reshape(-1, x.shape[-1])
+    if (
+        rows.numel()
+        and not torch.compiler.is_compiling()
+        and scale.is_contiguous()
+        and fits_memory(weight, 2 * weight.numel())
+        and (found := library())
+        and (out := found.int4_linear(rows.float(), weight, scale)) is not None
+    ):
+        return _finished(out, bias, x)
+    integers, row_scale = _quantize(rows, 127)
+    integers = integers.float()
+    size = max(1, _PIECE // (STRIP * x.shape[-1]))
+    parts = zip(weight.split(size), scale.split(size), strict=True)
+    out = torch.cat([F.linear(integers, unpack_groups(*part)) for part in parts], dim=-1)
+    return _finished(out * row_scale[:, None], bias, x)
