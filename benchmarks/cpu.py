@@ -1,5 +1,5 @@
 """
-A Finch or a Goose on a CPU: subquad in every dtype and in 8 bits, beside llama.cpp and the package rwkv.
+A Finch or a Goose on a CPU: subquad in every dtype and in 8 and 4 bits, beside llama.cpp and the package rwkv.
 
 All have the same random weights. llama.cpp reads the file that `subquad convert --to gguf` writes, and makes the other
 types from it itself. Its source comes from PyPI and is compiled once; where that is not possible, a line says why, and
@@ -58,6 +58,7 @@ OURS = {
     "subquad bfloat16": {"dtype": "bfloat16"},
     "subquad float16": {"dtype": "float16"},
     "subquad int8": {"dtype": "float32", "quantization_config": subquad.Int8Config()},
+    "subquad int4": {"dtype": "float32", "quantization_config": subquad.Int4Config()},
 }
 LLAMA = {f"llama.cpp {kind}": kind for kind in llama_peer.TYPES}
 RWKV = "rwkv fp32"
@@ -262,7 +263,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.parts = options.parts or PARTS
     options.prompt = 32 if options.quick else 512
     options.calls = 1 if options.quick else options.calls
-    default = [name for name in NAMES if name != "llama.cpp Q4_0" and not (options.preset and name in LARGE)]
+    default = [name for name in NAMES if not (options.preset and name in LARGE)]
     options.implementations = options.implementations or default
     if options.ours:
         options.implementations = [name for name in options.implementations if name in OURS]

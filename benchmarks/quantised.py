@@ -1,5 +1,5 @@
 """
-What weights of 8 bits cost the embedded models: bits per byte on held-out tunes, beside float32 and bfloat16.
+What weights of 8 and of 4 bits cost the embedded models: bits per byte on held-out tunes, beside float32 and bfloat16.
 
 "7-bit inputs" is what CPUs without VNNI compute, whose products add in 16 bits. The tunes are those of the package
 music21. `python benchmarks/cpu.py --ours` measures the speed.
@@ -34,6 +34,7 @@ WAYS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantization_config": subquad.Int8Config()},
+    "int4": {"dtype": "float32", "quantization_config": subquad.Int4Config()},
     "int8, 7-bit inputs": {"dtype": "float32", "quantization_config": subquad.Int8Config()},
 }
 

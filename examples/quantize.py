@@ -11,6 +11,7 @@ are. In a program, it takes one argument:
     model = AutoModelForCausalLM.from_pretrained("my-raven", quantization_config=config)
 
 subquad-int8  8 bits per weight and per activation, embeddings and head too, for inference on a CPU (of this package).
+subquad-int4  4 bits per weight, a scale for 32 of them, and 8 bits for activations, embeddings and head; as above.
 int8          8 bits per weight, a scale for each output of a layer (torchao). LoRA trains on it.
 int8-dynamic  the same, and 8 bits per activation, a scale for each token (torchao). For inference only: gradients do
               not pass through it.
@@ -55,6 +56,7 @@ from torchao import quantization as ao  # noqa: E402
 DTYPES = ("float32", "bfloat16")
 METHODS = {
     "subquad-int8": lambda dtype, device: subquad.Int8Config(),
+    "subquad-int4": lambda dtype, device: subquad.Int4Config(),
     "int8": lambda dtype, device: TorchAoConfig(ao.Int8WeightOnlyConfig()),
     "int8-dynamic": lambda dtype, device: TorchAoConfig(ao.Int8DynamicActivationInt8WeightConfig()),
     "int4": lambda dtype, device: TorchAoConfig(

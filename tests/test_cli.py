@@ -553,6 +553,7 @@ def test_optional_packages_are_left_alone_where_they_may_be_needed(directory, tm
     for quantised, plain in (
         (None, True),
         ({"quant_method": "subquad_int8"}, True),
+        ({"quant_method": "subquad_int4"}, True),
         ({"quant_method": "torchao"}, False),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))

@@ -12,13 +12,13 @@ from subquad.models import REGISTRY
 
 # The maximum number of lines of Python in a repository, without those of its tokenizer.
 LIMITS = {
-    "rwkv5": 6400,
+    "rwkv5": 6450,
     "rwkv6": 7000,
-    "rwkv7": 6650,
+    "rwkv7": 6700,
     "avey": 5400,
-    "avey-b": 3950,
-    "raven": 6550,
-    "gecko": 8600,
+    "avey-b": 4000,
+    "raven": 6600,
+    "gecko": 8650,
     "visual_rwkv": 7600,
 }
 each_architecture = pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))

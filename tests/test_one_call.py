@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils import prune
 
 from subquad import (
+    Int4Config,
     Int8Config,
     Rwkv5Config,
     Rwkv5ForCausalLM,
@@ -113,9 +114,10 @@ def test_equals_the_blocks(model, dtype, batch, calls):
     torch.testing.assert_close(logits / scale, whole / scale, rtol=0, atol=tolerance)
 
 
-def test_eight_bits(model, calls, tmp_path):
+@pytest.mark.parametrize("method", [Int8Config, Int4Config])
+def test_integers(model, method, calls, tmp_path):
     model.save_pretrained(tmp_path)
-    small = type(model).from_pretrained(tmp_path, quantization_config=Int8Config())
+    small = type(model).from_pretrained(tmp_path, quantization_config=method())
     logits, _ = read(small, random_ids(2, 5))
     assert len(calls) == 5 * LAYERS
     expected, _ = plainly(read, small, random_ids(2, 5))

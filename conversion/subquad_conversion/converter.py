@@ -11,8 +11,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 import subquad
-import subquad.int8
+import subquad.quantized
 from subquad.foreign_files import check_links
+from subquad.quantization_methods import METHODS, SCALE
 from subquad.weight_files import check_finite
 
 from .checkpoint import Checkpoint, read_json
@@ -148,8 +149,9 @@ def convert(
         tokenizer: `auto`, `rwkv-world`, `bytes`, `none`, or a directory whose tokenizer files are copied. `auto`
             copies those of a Hub model, and otherwise goes by its type and the size of the vocabulary.
         dtype: `keep`, `float32`, `bfloat16` or `float16`, for every tensor, those of the decay included.
-        quantize: `int8` rounds the weights of linear layers and embeddings to 8 bits, see [`subquad.Int8Config`]. The
-            other tensors are float32 then, unless `dtype` says otherwise.
+        quantize: `int8` rounds the weights of linear layers and embeddings to 8 bits, see [`subquad.Int8Config`], and
+            `int4` those of linear layers to 4, see [`subquad.Int4Config`]. The other tensors are float32 then, unless
+            `dtype` says otherwise.
         head_size_divisor: sets that field of Eagle's or Finch's configuration. No tensor tells it; 8 by default.
         vision_tower: directory of the CLIP model whose vision tower a VisualRWKV was trained with, if the source has
             none; its files also tell how images are prepared.
@@ -164,8 +166,8 @@ def convert(
     vision_tower = None if vision_tower is None else Path(vision_tower)
     if dtype != "keep" and dtype not in OUTPUT_DTYPES:
         raise ConversionError(f"`dtype` must be one of keep, {', '.join(OUTPUT_DTYPES)}; got {dtype!r}.")
-    if quantize not in (None, "int8"):
-        raise ConversionError(f"`quantize` must be int8, got {quantize!r}.")
+    if quantize is not None and quantize not in METHODS:
+        raise ConversionError(f"`quantize` must be one of {', '.join(METHODS)}; got {quantize!r}.")
     if quantize is not None and to != "directory":
         raise ConversionError(f"`quantize` is for a directory of this package, not for {to}.")
     if quantize is not None and dtype == "keep":
@@ -222,8 +224,9 @@ def convert(
         untold = [name for name in chosen.token_ids if told.get(name) is None and hasattr(text_class, name)]
         given = known.with_text_fields(given, {name: chosen.token_ids[name] for name in untold})
         model_config = _build_config(known, given, plan.sizes, dtype)
+        parameters = sum(output.elements for output in outputs)
         if quantize is not None:
-            outputs = _quantized(outputs, model_config)
+            outputs = _quantized(outputs, model_config, quantize)
         generation_config = None
         if to not in FILES and subquad.lm_auto_class(known.model_type) != "AutoModelForMaskedLM":
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
@@ -251,7 +254,7 @@ def convert(
             config=model_config,
             directory=written.directory,
             files=written.files,
-            parameters=sum(output.elements for output in outputs if not output.name.endswith(subquad.int8.SCALE)),
+            parameters=parameters,
             bytes=written.bytes,
             dtype=written.dtype or quantize or dtype,
             tokenizer=written.tokenizer,
@@ -259,24 +262,25 @@ def convert(
         )
 
 
-def _quantized(outputs: list[OutputTensor], config: PreTrainedConfig) -> list[OutputTensor]:
-    """The tensors of a model with 8-bit weights, which its configuration then tells."""
-    names = subquad.int8.quantized_weights(config)
-    config.quantization_config = subquad.Int8Config().to_dict()
+def _quantized(outputs: list[OutputTensor], config: PreTrainedConfig, method: str) -> list[OutputTensor]:
+    """The tensors of a model whose weights are integers, which its configuration then tells."""
+    quantization = {"int8": subquad.Int8Config, "int4": subquad.Int4Config}[method]()
+    layers = subquad.quantized.quantized_layers(config, quantization)
+    config.quantization_config = quantization.to_dict()
 
     def part(output: OutputTensor, number: int) -> torch.Tensor:
         weight = output.fetch()
         check_finite(output.name, weight)
-        return subquad.int8.quantize_rows(weight.reshape(output.shape))[number]
+        return layers[output.name].quantize(weight.reshape(output.shape))[number]
 
     quantized = []
     for output in outputs:
-        if output.name not in names:
+        if output.name not in layers:
             quantized.append(output)
             continue
-        scale = f"{output.name.removesuffix('weight')}{subquad.int8.SCALE}"
-        quantized.append(OutputTensor(output.name, output.shape, torch.int8, partial(part, output, 0)))
-        quantized.append(OutputTensor(scale, output.shape[:1], torch.float32, partial(part, output, 1)))
+        names = output.name, f"{output.name.removesuffix('weight')}{SCALE}"
+        for number, (shape, dtype) in enumerate(layers[output.name].stored(*output.shape)):
+            quantized.append(OutputTensor(names[number], shape, dtype, partial(part, output, number)))
     return quantized
 
 

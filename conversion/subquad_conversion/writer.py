@@ -18,7 +18,7 @@ from subquad.weight_files import DTYPES, check_finite
 from .errors import ConversionError
 
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int8: "I8"}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int8: "I8", torch.uint8: "U8"}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 PIECE = 1 << 18  # elements that are cast and written at a time
 

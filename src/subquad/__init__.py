@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from .cache import RecurrentCache as RecurrentCache
     from .identity import identify as identify
     from .info import embedded_model as embedded_model
-    from .int8 import Int8Config as Int8Config
     from .models import *
     from .prefix_cache import PrefixCache as PrefixCache
     from .presets import PRESETS as PRESETS
     from .presets import preset_config as preset_config
+    from .quantized import Int4Config as Int4Config
+    from .quantized import Int8Config as Int8Config
     from .question_answering import QuestionAnsweringPipeline as QuestionAnsweringPipeline
     from .state_tuning import StateTuningConfig as StateTuningConfig
     from .time_states import load_time_states as load_time_states
@@ -39,7 +40,8 @@ PROCESSORS: dict[str, str] = {
 }
 # Public name to the module that defines it. They are imported when they are first used.
 _EXPORTS = {
-    "Int8Config": "subquad.int8",
+    "Int4Config": "subquad.quantized",
+    "Int8Config": "subquad.quantized",
     "PRESETS": "subquad.presets",
     "PrefixCache": "subquad.prefix_cache",
     "QuestionAnsweringPipeline": "subquad.question_answering",

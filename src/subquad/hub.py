@@ -19,6 +19,7 @@ from .flatten import repository_code
 from .foreign_files import check_links, listed, read_json, reading
 from .model_check import check_model, model_type_of, unknown_fields, weights_of
 from .models import REGISTRY
+from .quantization_methods import METHODS
 
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ def check_portable(config: "PreTrainedConfig", name: str | os.PathLike) -> None:
     """
     method = getattr(config, "quantization_config", None) or {}
     method = method if isinstance(method, dict) else method.to_dict()
-    if method.get("quant_method") == "subquad_int8":
+    if (own := method.get("quant_method")) in METHODS.values():
         raise ValueError(
-            f"{name} has weights in subquad_int8, which need the package subquad: there is no repository of them that "
-            "loads without it. Export the model that they were made from; `from_pretrained(..., "
-            "quantization_config=subquad.Int8Config())` rounds it while it loads."
+            f"{name} has weights in {own}, which need the package subquad: there is no repository of them that loads "
+            "without it. Export the model that they were made from; `from_pretrained(..., quantization_config=...)` "
+            "rounds it while it loads."
         )
 
 

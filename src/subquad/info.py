@@ -14,6 +14,7 @@ from .architecture import Costs
 from .foreign_files import naming
 from .models import REGISTRY
 from .presets import PRESETS, preset_config
+from .quantization_methods import METHODS, SCALE
 
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ BITS = {
     "F4": 4,
     "F6_E2M3": 6,
     "F6_E3M2": 6,
+    "I4": 4,  # as `Int4Config` has them; safetensors has no name for them
     "U8": 8,
     "I8": 8,
     "F8_E5M2": 8,
@@ -209,13 +211,18 @@ def _describe_directory(name: str, path: Path) -> ModelInfo:
         except ValueError as refusal:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(f"{path} has no usable config.json ({reason}). {refusal}") from refusal
+    quantised = getattr(config, "quantization_config", None) or {}
+    own = quantised.get("quant_method") in METHODS.values()
     counts: Counter = Counter()
     size = 0
     with open_checkpoint(path) as checkpoint:
-        for tensor in checkpoint.tensors.values():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            counts[dtype] += tensor.elements
-            size += tensor.elements * _bits(dtype) // 8
+        for tensor_name, tensor in checkpoint.tensors.items():
+            dtype, elements = str(tensor.dtype).removeprefix("torch."), tensor.elements
+            size += elements * _bits(dtype) // 8
+            if own and dtype == "U8":  # two weights
+                dtype, elements = "I4", 2 * elements
+            if not (own and tensor_name.endswith(SCALE)):
+                counts[dtype] += elements
         if hasattr(config, "set_sizes_from_shapes"):
             config.set_sizes_from_shapes({name: tensor.shape for name, tensor in checkpoint.tensors.items()})
     return _info(name, str(path), config, sum(counts.values()), counts.most_common(1)[0][0], size)

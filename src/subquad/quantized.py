@@ -1,15 +1,17 @@
 """
-Weights of 8 bits for inference on a CPU, as a quantisation method of transformers.
+Weights of 8 and of 4 bits for inference on a CPU, as quantisation methods of transformers.
 
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=subquad.Int8Config())
     model.save_pretrained("int8")  # loads again without the argument
 
-Every weight of a linear layer and of the embeddings takes one byte. Each output of a layer, and each token of the
-embeddings, has a float32 scale. The inputs of a layer are rounded to 8 bits as well, each token with a scale of its
-own. Everything else keeps its dtype: norms, decays, low ranks, the layers that an architecture names in
-`float_layers`, and heads that are no language model's.
+With 8 bits, every weight of a linear layer and of the embeddings takes one byte. Each output of a layer, and each
+token of the embeddings, has a float32 scale. With 4 bits ([`Int4Config`]), 32 inputs of an output of a linear layer
+have a bfloat16 scale, so that a weight takes 4.5 bits; both kinds of embeddings have 8 bits. The inputs of a layer are
+rounded to 8 bits as well, each token with a scale of its own. Everything else keeps its dtype: norms, decays, low
+ranks, the layers that an architecture names in `float_layers`, and heads that are no language model's.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +20,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from subquad_kernels import int8_linear, quantize_rows
+from subquad_kernels import int4_linear, int8_linear, quantize_groups, quantize_rows
+from subquad_kernels.int4_linear import GROUP, STRIP, fits_groups
 
 from .layers import PRODUCTS
+from .quantization_methods import METHODS, SCALE
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-METHOD = "subquad_int8"
-# How the scales of a `weight` are named in a module and in files.
-SCALE = "weight_scale"
 
 
 class Int8Config(QuantizationConfigMixin):
@@ -44,15 +44,32 @@ class Int8Config(QuantizationConfigMixin):
         ValueError: if it is not a list of strings.
     """
 
+    _method = METHODS["int8"]
+
     def __init__(self, modules_to_not_convert: list[str] | None = None, **kwargs):
         kwargs.pop("quant_method", None)
         if kwargs:
-            raise ValueError(f"`quantization_config`: {METHOD} has no field {sorted(kwargs)[0]!r}.")
+            raise ValueError(f"`quantization_config`: {self._method} has no field {sorted(kwargs)[0]!r}.")
         names = modules_to_not_convert
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise ValueError(f"`modules_to_not_convert` must be a list of strings, got {names!r}.")
-        self.quant_method = METHOD
+        self.quant_method = self._method
         self.modules_to_not_convert = names or []
+
+
+class Int4Config(Int8Config):
+    """
+    Asks `from_pretrained` for 4-bit weights of linear layers. Both kinds of embeddings have 8 bits, and so do layers
+    whose outputs are no multiple of 16 or whose inputs are none of 32.
+
+    Args:
+        modules_to_not_convert: as in [`Int8Config`].
+
+    Raises:
+        ValueError: if it is not a list of strings.
+    """
+
+    _method = METHODS["int4"]
 
 
 class _Inference(torch.autograd.Function):
@@ -64,39 +81,53 @@ class _Inference(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise RuntimeError("int8 weights are for inference: no gradient passes through them.")
+        raise RuntimeError("Weights of 8 and 4 bits are for inference: no gradient passes through them.")
 
 
-class _Int8Layer(nn.Module):
+class IntegerLayer(nn.Module):
     """
+    A layer whose weights are integers with scales.
+
     Attributes:
-        weight: int8 (rows, width), a parameter without gradient.
-        weight_scale: float32 (rows), a buffer, which is float32 also if the model is cast.
+        weight: int8 or uint8, a parameter without gradient.
+        weight_scale: a buffer, whose dtype stays the same also if the model is cast.
     """
 
-    def __init__(self, layer: nn.Linear | nn.Embedding, pre_quantized: bool, own_scale: bool):
+    # From a weight in floating point to integers and scales.
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = staticmethod(quantize_rows)
+
+    @staticmethod
+    def stored(
+        rows: int, width: int
+    ) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and dtype of the integers, and those of the scales, of a weight (rows, width)."""
+        return ((rows, width), torch.int8), ((rows,), torch.float32)
+
+    def __init__(self, layer: nn.Linear | nn.Embedding, pre_quantized: bool, own_scale: bool = True):
         super().__init__()
-        # A checkpoint's float weight is still to be rounded; the result takes its place.
-        dtype = torch.int8 if pre_quantized else layer.weight.dtype
-        weight = torch.empty(layer.weight.shape, dtype=dtype, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        scale = torch.empty(weight.shape[0], dtype=torch.float32, device="meta")
+        (shape, dtype), (scale_shape, scale_dtype) = self.stored(*layer.weight.shape)
+        if not pre_quantized:  # a checkpoint's float weight is still to be rounded; the result takes its place
+            shape, dtype = layer.weight.shape, layer.weight.dtype
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        scale = torch.empty(scale_shape, dtype=scale_dtype, device="meta")
         self.register_buffer(SCALE, scale, persistent=own_scale)
 
     def _apply(self, fn, recurse=True):
-        """Moves and casts as other modules do; the scales stay float32."""
+        """Moves and casts as other modules do; the scales keep their dtype."""
         moved = fn(torch.empty(0, dtype=torch.int8, device=self.weight.device))
         if moved.device.type not in ("cpu", "meta"):
-            raise ValueError(f"int8 weights are computed on a CPU only, and cannot be moved to {moved.device}.")
+            raise ValueError(f"{type(self).__name__} computes on a CPU only, and cannot be moved to {moved.device}.")
         scale = self.weight_scale
         super()._apply(fn, recurse)
-        if self.weight_scale.dtype != torch.float32:
+        if self.weight_scale.dtype != scale.dtype:
             self.weight_scale = scale.to(self.weight_scale.device)
         return self
 
 
-class Int8Linear(_Int8Layer):
+class Int8Linear(IntegerLayer):
     """A linear layer with 8-bit weights, see [`subquad_kernels.int8_linear`]."""
+
+    product = staticmethod(int8_linear)
 
     def __init__(self, layer: nn.Linear, pre_quantized: bool, own_scale: bool = True):
         super().__init__(layer, pre_quantized, own_scale)
@@ -104,17 +135,32 @@ class Int8Linear(_Int8Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
-            return _Inference.apply(int8_linear, x, self.weight, self.weight_scale, self.bias)
-        return int8_linear(x, self.weight, self.weight_scale, self.bias)
+            return _Inference.apply(self.product, x, self.weight, self.weight_scale, self.bias)
+        return self.product(x, self.weight, self.weight_scale, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-PRODUCTS[Int8Linear] = {"weight": "weight", "scale": SCALE}
+class Int4Linear(Int8Linear):
+    """A linear layer with 4-bit weights, see [`subquad_kernels.int4_linear`]."""
+
+    packed = True  # a byte of the weight has two numbers
+    quantize = staticmethod(quantize_groups)
+    product = staticmethod(int4_linear)
+
+    @staticmethod
+    def stored(
+        rows: int, width: int
+    ) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], torch.dtype]]:
+        blocks = rows // STRIP, width // GROUP
+        return ((*blocks, STRIP * GROUP // 2), torch.uint8), ((*blocks, STRIP), torch.bfloat16)
 
 
-class Int8Embedding(_Int8Layer):
+PRODUCTS.update({layer: {"weight": "weight", "scale": SCALE} for layer in (Int8Linear, Int4Linear)})
+
+
+class Int8Embedding(IntegerLayer):
     """Embeddings with 8-bit weights, and a scale for each token. The result has the dtype that was loaded."""
 
     def __init__(self, layer: nn.Embedding, pre_quantized: bool, own_scale: bool = True):
@@ -131,26 +177,30 @@ class Int8Embedding(_Int8Layer):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
-def quantized_weights(config: "PreTrainedConfig") -> set[str]:
-    """The names of the weights that a language model of a configuration has in 8 bits."""
+def quantized_layers(config: "PreTrainedConfig", quantization: Int8Config) -> dict[str, type[IntegerLayer]]:
+    """The names of the weights that a language model of a configuration has as integers, and whose they are."""
     from .models import REGISTRY
 
     with torch.device("meta"):
         model = REGISTRY[config.model_type].lm_class(config)
-        Int8Quantizer(Int8Config())._process_model_before_weight_loading(model)
-    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, _Int8Layer)}
+        IntegerQuantizer(quantization)._process_model_before_weight_loading(model)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, IntegerLayer)}
+    return {f"{name}.weight": type(module) for name, module in layers.items()}
 
 
-def _make_quantize_op(quantizer: "Int8Quantizer"):
+def _make_quantize_op(quantizer: "IntegerQuantizer"):
     from transformers.core_model_loading import ConversionOps  # whose module imports the quantisers
 
     class Quantize(ConversionOps):
         """From a weight of a checkpoint to integers and scales."""
 
-        def convert(self, input_dict: dict[str, Any], full_layer_name: str, **kwargs) -> dict[str, torch.Tensor]:
+        def convert(
+            self, input_dict: dict[str, Any], full_layer_name: str, model: "PreTrainedModel", **kwargs
+        ) -> dict[str, torch.Tensor]:
             (weight,) = input_dict.values()
             weight = weight[0] if isinstance(weight, list) else weight
-            integers, scale = quantize_rows(weight)
+            layer, _ = get_module_from_name(model, full_layer_name)
+            integers, scale = layer.quantize(weight)
             if not scale.isfinite().all():
                 quantizer.not_finite.append(full_layer_name)  # transformers would only log an error
             return {full_layer_name: integers, full_layer_name.removesuffix("weight") + SCALE: scale}
@@ -158,13 +208,14 @@ def _make_quantize_op(quantizer: "Int8Quantizer"):
     return Quantize()
 
 
-class Int8Quantizer(HfQuantizer):
-    """Loads a model with 8-bit weights, from a checkpoint in floating point or from one with such weights."""
+class IntegerQuantizer(HfQuantizer):
+    """Loads a model with weights of 8 or 4 bits, from a checkpoint in floating point or from one with such weights."""
 
     quantization_config: Int8Config
 
     def __init__(self, quantization_config: Int8Config, **kwargs):
         super().__init__(quantization_config, **kwargs)
+        self.method: str = quantization_config.quant_method
         self.not_finite: list[str] = []
 
     def validate_environment(self, *args, device_map: Any = None, **kwargs) -> None:
@@ -176,8 +227,8 @@ class Int8Quantizer(HfQuantizer):
         for place in places:
             if str(place) not in ("cpu", "auto") or (str(place) == "auto" and torch.accelerator.is_available()):
                 raise ValueError(
-                    f"`device_map` must be left out or 'cpu', got {place!r}: the products of {METHOD} are computed on "
-                    "a CPU, and its weights stay in memory. On a GPU, torchao and bitsandbytes have such methods."
+                    f"`device_map` must be left out or 'cpu', got {place!r}: products of {self.method} are computed "
+                    "on a CPU, and its weights stay in memory. On a GPU, torchao and bitsandbytes have such methods."
                 )
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **kwargs) -> None:
@@ -185,10 +236,15 @@ class Int8Quantizer(HfQuantizer):
 
         architecture = REGISTRY.get(model.config.model_type)
         if architecture is None:
-            raise ValueError(f"`quantization_config`: {METHOD} is for models of this package, not {type(model)}.")
-        tied_head = model.get_output_embeddings() if model.all_tied_weights_keys else None
+            raise ValueError(f"`quantization_config`: {self.method} is for models of this package, not {type(model)}.")
+        head = model.get_output_embeddings()
+        tied_head = head if model.all_tied_weights_keys else None
+        four = isinstance(self.quantization_config, Int4Config)
         for name, module in self._chosen(model, set(architecture.float_layers)).items():
-            layer = Int8Embedding if isinstance(module, nn.Embedding) else Int8Linear
+            if isinstance(module, nn.Embedding):
+                layer = Int8Embedding
+            else:
+                layer = Int4Linear if four and module is not head and fits_groups(*module.weight.shape) else Int8Linear
             model.set_submodule(name, layer(module, self.pre_quantized, own_scale=module is not tied_head))
 
     def _chosen(self, model: "PreTrainedModel", float_layers: set[str]) -> dict[str, nn.Module]:
@@ -220,15 +276,15 @@ class Int8Quantizer(HfQuantizer):
             if head.weight is not embeddings.weight:
                 raise ValueError(
                     "`tie_word_embeddings` is set, but the checkpoint has a head that differs from the embeddings: "
-                    f"{METHOD} needs `tie_word_embeddings=False` for it."
+                    f"{self.method} needs `tie_word_embeddings=False` for it."
                 )
             head.weight_scale = embeddings.weight_scale
 
         # The code of a repository cannot compute with these weights: what is saved must not name it.
         model.config.__dict__.pop("auto_map", None)
         for name, module in model.named_modules():
-            if isinstance(module, _Int8Layer) and hasattr(module.weight, "device_mesh"):
-                raise ValueError(f"{name}: {METHOD} does not split weights between processes.")
+            if isinstance(module, IntegerLayer) and hasattr(module.weight, "device_mesh"):
+                raise ValueError(f"{name}: {self.method} does not split weights between processes.")
 
     def check_loaded(self, model: "PreTrainedModel", missing: set[str]) -> None:
         """
@@ -237,17 +293,18 @@ class Int8Quantizer(HfQuantizer):
                 initialised, or are not finite.
         """
         if self.not_finite:
-            raise ValueError(f"{self.not_finite[0]} holds NaN or infinite numbers, which {METHOD} cannot.")
+            raise ValueError(f"{self.not_finite[0]} holds NaN or infinite numbers, which {self.method} cannot.")
         for name in sorted(missing - model.all_tied_weights_keys.keys()):
             module, part = get_module_from_name(model, name)
-            if isinstance(module, _Int8Layer) and part in ("weight", SCALE):
+            if isinstance(module, IntegerLayer) and part in ("weight", SCALE):
                 raise ValueError(
-                    f"{name} of {type(model).__name__} is not in the checkpoint, and {METHOD} cannot initialise it."
+                    f"{name} of {type(model).__name__} is not in the checkpoint, and {self.method} cannot initialise "
+                    "it."
                 )
 
     def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs) -> bool:
         module, name = get_module_from_name(model, param_name)
-        return not self.pre_quantized and isinstance(module, _Int8Layer) and name == "weight"
+        return not self.pre_quantized and isinstance(module, IntegerLayer) and name == "weight"
 
     def get_quantize_ops(self):
         return _make_quantize_op(self)
@@ -264,4 +321,4 @@ class Int8Quantizer(HfQuantizer):
         return True
 
 
-__all__ = ["Int8Config", "Int8Embedding", "Int8Linear", "Int8Quantizer"]
+__all__ = ["Int4Config", "Int4Linear", "Int8Config", "Int8Embedding", "Int8Linear", "IntegerQuantizer"]

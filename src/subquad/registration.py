@@ -15,6 +15,7 @@ from typing import Any
 
 from .foreign_files import GGUF
 from .models import REGISTRY
+from .quantization_methods import METHODS
 
 
 class LazyClasses(MutableMapping):
@@ -147,13 +148,15 @@ def _register_gguf(module: ModuleType) -> None:
         module.GGUF_CONFIG_ARCHS.setdefault(model_type, refuse)
 
 
-def _register_int8(module: ModuleType) -> None:
-    for table, name in (
-        ("AUTO_QUANTIZATION_CONFIG_MAPPING", "Int8Config"),
-        ("AUTO_QUANTIZER_MAPPING", "Int8Quantizer"),
-    ):
+def _register_quantisers(module: ModuleType) -> None:
+    classes = {
+        "AUTO_QUANTIZATION_CONFIG_MAPPING": {name: f"{kind.capitalize()}Config" for kind, name in METHODS.items()},
+        "AUTO_QUANTIZER_MAPPING": dict.fromkeys(METHODS.values(), "IntegerQuantizer"),
+    }
+    for table, ours in classes.items():
         if not isinstance(getattr(module, table), LazyClasses):
-            setattr(module, table, LazyClasses(getattr(module, table), {"subquad_int8": f"subquad.int8.{name}"}))
+            paths = {name: f"subquad.quantized.{kind}" for name, kind in ours.items()}
+            setattr(module, table, LazyClasses(getattr(module, table), paths))
 
 
 _AUTO = "transformers.models.auto."
@@ -164,7 +167,7 @@ _TABLES: dict[str, Callable[[ModuleType], None]] = {
     f"{_AUTO}modeling_auto": _register_models,
     f"{_AUTO}processing_auto": _register_processors,
     "transformers.integrations.gguf.gguf_config_mapping": _register_gguf,
-    "transformers.quantizers.auto": _register_int8,
+    "transformers.quantizers.auto": _register_quantisers,
     "transformers.pipelines": _register_pipelines,
     "peft.utils.constants": _register_adapters,
     "peft": _register_state_tuning,

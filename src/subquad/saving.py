@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -42,6 +43,13 @@ class SavedPreTrainedModel(PreTrainedModel):
                 if type(module) is Linear:
                     module.__class__ = nn.Linear
         super().post_init()
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """As in transformers. A byte that has two weights of 4 bits counts as two."""
+        packed = [module.weight for module in self.modules() if getattr(module, "packed", False)]
+        return super().num_parameters(only_trainable, exclude_embeddings) + sum(
+            weight.numel() for weight in packed if weight.dtype == torch.uint8 and not only_trainable
+        )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):

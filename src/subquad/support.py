@@ -46,7 +46,7 @@ TABLES: dict[str, dict[str, Callable[[Architecture], str]]] = {
         "`transformers serve`": _field("serving"),
         "lm-eval": _field("lm_eval"),
         "torchao, bitsandbytes": _field("quantization"),
-        "8 bits on a CPU (`Int8Config`, `subquad convert --quantize int8`)": _always,
+        "8 and 4 bits on a CPU (`Int8Config`, `Int4Config`, `subquad convert --quantize`)": _always,
         "`torch.export`; ONNX": _field("export"),
     },
 }

@@ -86,10 +86,10 @@ def test_8_bit_weights_give_what_torch_gives(library, width, monkeypatch):
     monkeypatch.setattr(sys.modules["subquad_kernels.int8_linear"], "_library_for", lambda *tensors: None)
     largest = 127 if sys.modules["subquad_kernels.int8_linear"].adds_exactly() else 63
     torch.manual_seed(width)
-    for rows in (1, 2, 3, 4, 9):
+    for rows in (1, 2, 3, 4, 5, 8, 9, 14):
         x = random(rows, width, dtype=torch.float32, offset=1) * 3
         x[-1] = 2
-        if rows == 9:
+        if rows >= 9:
             x[0], x[1, 0], x[2, -1] = 0, torch.nan, -torch.inf
         for outputs in (1, 66, 129):
             weight = torch.randint(-127, 128, (outputs, width), dtype=torch.int8)

@@ -4,6 +4,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from ..foreign_files import naming
+from ..quantization_methods import METHODS
 from .arguments import DTYPES, positive_int, size
 from .common import naming_options, signals_raise
 
@@ -68,9 +69,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--dtype", choices=("keep", *DTYPES), default="keep", help="dtype of all tensors (default: keep)")
     add(
         "--quantize",
-        choices=("int8",),
-        help="round the weights of linear layers and embeddings to 8 bits, for inference on a CPU; the other tensors "
-        "are float32, unless --dtype is given",
+        choices=tuple(METHODS),
+        help="round the weights of linear layers and embeddings to 8 bits, or those of linear layers to 4, for "
+        "inference on a CPU; the other tensors are float32, unless --dtype is given",
     )
     add(
         "--head-size-divisor",

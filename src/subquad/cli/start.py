@@ -7,13 +7,14 @@ from argparse import Namespace
 from pathlib import Path
 
 from ..foreign_files import read_json
+from ..quantization_methods import METHODS
 
 
 # transformers imports these packages if they are installed: for its quantisers, losses, assistants and adapters. A
 # plain model needs none of them.
 UNNEEDED = ("accelerate", "peft", "scipy", "sklearn", "torchao")
 # The methods of quantisation that need none of them either.
-OWN_METHODS = (None, "subquad_int8")
+OWN_METHODS = (None, *METHODS.values())
 
 
 def begin(args: Namespace, path: Path | str) -> None:
