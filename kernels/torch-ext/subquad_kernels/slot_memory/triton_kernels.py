@@ -269,7 +269,7 @@ def slot_memory_triton_step(q, k, v, log_f, state, new_state, indices):
     is None, `new_state` holds it, at `indices` (B) if there are any, and only the slots that the token writes to are
     stored. Writes the state after the token to `new_state`. Returns out (B, 1, H, V) in the dtype of v.
     """
-    q, k, v, log_f = contiguous(q, k, v, log_f)
+    q, k, v, log_f, indices = contiguous(q, k, v, log_f, indices)
     heads, key_size = k.shape[0] * k.shape[2], k.shape[3]
     where = indices, k.shape[2], new_state.stride(0)
     value_size, slots = v.shape[-1], log_f.shape[-1]
