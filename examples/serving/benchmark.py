@@ -5,8 +5,8 @@ Measures serving with vLLM. Each part writes a record, from which `docs/serving_
     python examples/serving/benchmark.py batches    # `vllm.LLM` beside `generate` for one left-padded batch
     python examples/serving/benchmark.py soak       # the memory of vLLM's server under thousands of requests
 
-The models are `finch-abc` and a Finch with random weights of 12 layers of width 512; --model takes others. Run it in
-an environment with vLLM (`make .venv-vllm/.installed`). The two sides of a comparison take turns in one run.
+The models are `finch-abc` and models with random weights of 12 layers of width 512; --model takes others. Run it in an
+environment with vLLM (`make .venv-vllm/.installed`). The two sides of a comparison take turns in one run.
 """
 
 import argparse
@@ -38,7 +38,20 @@ from subquad_tokenizers import ByteTokenizer
 
 
 RECORDS = Path(__file__).parent / "records"
-RANDOM = "finch-12x512"
+# Models with random weights, of 12 layers of width 512.
+RANDOM = {
+    "finch-12x512": {"model_type": "rwkv6", "hidden_size": 512, "num_hidden_layers": 12},
+    "raven-12x512": {"model_type": "raven", "hidden_size": 512, "num_hidden_layers": 12, "num_slots": 256},
+    "gecko-12x512": {
+        "model_type": "gecko",
+        "model_dim": 512,
+        "num_layers": 12,
+        "z_dim": 128,
+        "value_dim": 1024,
+        "ffn_hidden_dim": 1024,
+        "chunk_size": 512,
+    },
+}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -52,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("part", choices=PARTS)
-    add("--model", default="finch-abc", help=f"directory, embedded model or {RANDOM} (default: finch-abc)")
+    add("--model", default="finch-abc", help=f"directory, embedded model, {', '.join(RANDOM)} (default: finch-abc)")
     add("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="numbers of clients (default: 1 to 32)")
     add("--tokens", type=int, default=128, help="tokens of an answer (default: 128)")
     add("--rounds", type=int, default=3, help="how often batches are measured (default: 3)")
@@ -64,11 +77,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def find_model(name: str, folder: str) -> str:
     """The directory of a model; that with random weights is made in a folder."""
-    if name != RANDOM:
+    if name not in RANDOM:
         return str(subquad.embedded_model(name) or name)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 512, "num_hidden_layers": 12, "vocab_size": 512}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("rwkv6", **sizes))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**RANDOM[name], vocab_size=512))
     model.save_pretrained(folder)
     ByteTokenizer().save_pretrained(folder)
     return folder

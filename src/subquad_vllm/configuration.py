@@ -18,7 +18,7 @@ from .served import REFUSED, hybrid_name
 # buffer of this length for every request.
 DEFAULT_LENGTH = 32768
 # What was tested on a CPU. Most other methods fail late there, or leave the linear layers as they are.
-QUANTIZATION_ON_CPU = ("compressed-tensors",)
+QUANTIZATION_ON_CPU = ("compressed-tensors", "gptq", "awq")
 
 
 def own_config(config: PreTrainedConfig, processes: int = 1) -> PreTrainedConfig:
@@ -95,6 +95,12 @@ class ServedConfig(MambaModelConfig):
             model_config.max_model_len = max(trained, DEFAULT_LENGTH)
         in_file = getattr(model_config.hf_config, "quantization_config", None) or {}
         method = model_config.quantization or in_file.get("quant_method")
+        method = method and method.removeprefix("auto_")  # vLLM's names for the same
+        if method == "awq" and not in_file.get("modules_to_not_convert"):
+            raise ValueError(
+                "`modules_to_not_convert` must be in the `quantization_config` of a model of AWQ: the names of the "
+                "linear layers that are not quantised. Otherwise vLLM takes many others for such layers."
+            )
         if current_platform.is_cpu() and method not in (None, *QUANTIZATION_ON_CPU):
             allowed = " or ".join(repr(name) for name in QUANTIZATION_ON_CPU)
             raise ValueError(f"`quantization` must be {allowed} on a CPU, got {method!r}.")

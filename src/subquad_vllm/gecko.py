@@ -10,8 +10,9 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import IsAttentionFree
 
+from subquad.cache import LayerState
 from subquad.models.gecko.cache_gecko import GeckoCache
-from subquad.models.gecko.layout_gecko import find_bos, find_layout
+from subquad.models.gecko.layout_gecko import GeckoLayout, Rows, find_bos, find_layout
 from subquad.padding import Tokens
 
 from .serving import ServedForCausalLM, part_of
@@ -21,6 +22,9 @@ from .states import BlockStates, StateSizes, StepMetadata
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what comes under its own name
 # The tokens that a block keeps. A token changes one row of each.
 RINGS = ("keys", "values", "memory_keys")
+# The states of a block that a token changes as a whole. The others are read, and changed, where they are.
+COPIED = ("timenorm", "cema")
+MEMORY = ("memory", "normalizer")
 # What the model keeps after its blocks: names in the pool and in the cache. Every block has room for it, because vLLM
 # wants them alike; the first one's is used. It is small beside the rings.
 AFTER_BLOCKS = {"final_timenorm": "timenorm", "begins": "begins"}
@@ -31,7 +35,7 @@ class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
     """Its step is not compiled: how it is laid out depends on the lengths of the requests."""
 
     captured = False
-    state_names = ("timenorm", "cema", "memory", "normalizer", "final_timenorm", "begins", *RINGS)
+    state_names = (*COPIED, *MEMORY, *AFTER_BLOCKS, *RINGS)
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -69,8 +73,8 @@ class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
             tokens = Tokens(1, len(x), x.device)
             return self.run_batch(x.transpose(0, 1), tokens, None if bos is None else bos[None], None).transpose(0, 1)
         out = torch.empty_like(x)
-        for rows, index, mask in batches(step):
-            cache = SlotCache(config, self.states, step.slots[rows], positions[index[:, 0]])
+        for rows, most, index, mask in batches(step):
+            cache = SlotCache(config, self.states, step.slots[rows], positions[index[:, 0]], most, index.shape[1] == 1)
             read = Tokens(*index.shape, x.device, mask)
             y = self.run_batch(x[index, 0], read, None if bos is None else bos[index], cache)
             if mask is None:
@@ -84,6 +88,8 @@ class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
     ) -> torch.Tensor:
         """The output for a batch x, (batch, length, model_dim)."""
         layout = find_layout(self.config, x, tokens, bos, cache, training=False)
+        if cache is not None and cache.one_token:
+            layout = SlotLayout(**{**vars(layout), "slots": cache.slots})
         for i, block in enumerate(self.base.layers):
             if cache is not None:
                 cache.read(i)
@@ -96,88 +102,118 @@ class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
         return x
 
 
-def batches(step: StepMetadata) -> list[tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor | None]]:
+def batches(step: StepMetadata) -> list[tuple[torch.Tensor | slice, int, torch.Tensor, torch.Tensor | None]]:
     """
     The batches of a step: the requests with one token, then the others, those together that fill at least half of
-    their rows. Of each: which requests it has, the index of each of its tokens in the step (batch, length), and which
-    are real, or None if all are.
+    their rows, apart from those that begin. Of each: which requests it has, how many tokens these have read at most,
+    the index of each of its tokens in the step (batch, length), and which are real, or None if all are.
     """
     first, found = step.first, []
     if step.single:
-        rows = torch.arange(step.single, device=first.device)
-        found.append((rows, first[rows, None], None))
-    waiting = sorted(range(len(step.lengths)), key=step.lengths.__getitem__)
-    while waiting:
-        longest = step.lengths[waiting[-1]]
-        chosen = [i for i in waiting if 2 * step.lengths[i] > longest]
-        del waiting[len(waiting) - len(chosen) :]
-        rows = torch.tensor(chosen, device=first.device) + step.single
-        steps = torch.arange(longest, device=first.device)
-        lengths = step.bounds[rows + 1] - step.bounds[rows]
-        mask = None if step.lengths[chosen[0]] == longest else steps < lengths[:, None]
-        index = first[rows, None] + (steps if mask is None else steps.minimum(lengths[:, None] - 1))
-        found.append((rows, index, mask))
+        found.append((slice(step.single), max(step.before[: step.single]), first[: step.single, None], None))
+    for begins in (True, False):
+        waiting = [i for i, before in enumerate(step.before[step.single :]) if (before == 0) == begins]
+        waiting.sort(key=step.lengths.__getitem__)
+        while waiting:
+            longest = step.lengths[waiting[-1]]
+            chosen = [i for i in waiting if 2 * step.lengths[i] > longest]
+            del waiting[len(waiting) - len(chosen) :]
+            rows = torch.tensor(chosen, device=first.device) + step.single
+            steps, most = torch.arange(longest, device=first.device), max(step.before[step.single + i] for i in chosen)
+            lengths = step.bounds[rows + 1] - step.bounds[rows]
+            mask = None if step.lengths[chosen[0]] == longest else steps < lengths[:, None]
+            index = first[rows, None] + (steps if mask is None else steps.minimum(lengths[:, None] - 1))
+            found.append((rows, most, index, mask))
     return found
 
 
 class SlotCache(GeckoCache):
     """
-    The cache of a batch of requests, which is read from their slots and written back block by block.
+    The cache of a batch of requests. Their states are read from their slots and written back block by block, except
+    those that a single token reads where they are.
 
     Args:
         config: configuration of the model.
         blocks: the pools.
         slots: those of the requests, (batch).
         lengths: how many tokens each of these has read, (batch).
+        most: the largest of these numbers.
+        one_token: whether each request reads one token.
     """
 
-    is_initialized = True  # an empty slot is read as zeros, and these mean the same
-
     def __init__(
-        self, config: PreTrainedConfig, blocks: list[BlockStates], slots: torch.Tensor, lengths: torch.Tensor
+        self,
+        config: PreTrainedConfig,
+        blocks: list[BlockStates],
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        most: int,
+        one_token: bool,
     ):
         super().__init__(config)
-        self.pools, self.slots = [block.pools() for block in blocks], slots
+        self.pools, self.slots, self.most, self.one_token = [block.pools() for block in blocks], slots, most, one_token
         names = AFTER_BLOCKS if config.boundary_token_id is not None else ("final_timenorm",)
         states = {AFTER_BLOCKS[name]: self.pools[0][name].index_select(0, slots) for name in names}
         if "begins" in states:
             states["begins"] = states["begins"].long()
         self.after_blocks.states = {**states, "lengths": lengths}
-        self.row_of_single = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are states. An empty slot is read as zeros, and these mean the same as none."""
+        return self.one_token or self.most > 0
 
     def ring_size(self, tokens: int) -> int:
-        self.row_of_single = self.after_blocks.states["lengths"] % self.window if tokens == 1 else None
-        return self.window
+        """The number of rows of the rings that are in use once `tokens` more are read, rounded up."""
+        size = 64
+        while size < min(self.window, self.most + tokens):
+            size *= 2
+        return min(size, self.window)
 
     @property
     def held_tokens(self) -> int:
-        return self.window
+        return self.ring_size(0)
 
     def read(self, block: int) -> None:
         """Reads the states of a block."""
-        names = (name for name in GeckoForCausalLM.state_names if name not in AFTER_BLOCKS)
-        self.layers[block].states = {name: self.pools[block][name].index_select(0, self.slots) for name in names}
+        pools = self.pools[block]
+        if self.one_token:
+            rows = self.ring_size(1)
+            states = {name: pools[name].index_select(0, self.slots) for name in COPIED}
+            states |= {name: pools[name] for name in MEMORY} | {name: pools[name][:, :, :rows] for name in RINGS}
+        elif self.is_initialized:
+            rows = self.held_tokens
+            states = {name: pools[name].index_select(0, self.slots) for name in (*COPIED, *MEMORY)}
+            states |= {name: pools[name][:, :, :rows].index_select(0, self.slots) for name in RINGS}
+        else:
+            states = {}
+        self.layers[block].states = states
 
     def write(self, block: int) -> None:
         """Writes the states of a block back, and frees their memory."""
         for name, state in self.layers[block].states.items():
-            if name in RINGS and self.row_of_single is not None:
-                self.write_row(self.pools[block][name], state, self.row_of_single)
-            else:
-                self.write_state(self.pools[block][name], state)
+            if not self.one_token or name in COPIED:
+                self.write_state(self.pools[block][name], state, name in RINGS)
         self.layers[block].states = {}
 
-    def write_state(self, pool: torch.Tensor, state: torch.Tensor) -> None:
-        """Writes a state (batch, ...) to the slots of a pool."""
+    def write_state(self, pool: torch.Tensor, state: torch.Tensor, is_ring: bool = False) -> None:
+        """Writes a state (batch, ...) to the slots of a pool; of a ring the first rows."""
+        pool = pool[:, :, : state.shape[2]] if is_ring else pool
         pool.index_copy_(0, self.slots, state.to(pool.dtype))
-
-    def write_row(self, pool: torch.Tensor, state: torch.Tensor, row: torch.Tensor) -> None:
-        """The same, if of states (batch, heads, rows, size) one `row` (batch) has changed."""
-        heads = torch.arange(state.shape[1], device=row.device)
-        request = torch.arange(len(row), device=row.device)[:, None]
-        pool[self.slots[:, None], heads, row[:, None]] = state[request, heads, row[:, None]]
 
     def write_after_blocks(self) -> None:
         for name, own in AFTER_BLOCKS.items():
             if own in self.after_blocks.states:
                 self.write_state(self.pools[0][name], self.after_blocks.states[own])
+
+
+class SlotLayout(GeckoLayout):
+    """A single token of each request, which the rings in the slots hold once it is read."""
+
+    def keep(self, state: LayerState, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:
+        """Writes the rows of the tokens to the rings, and returns these. The memory is where it was."""
+        rings = {name: state.get(name) for name in rows}
+        place = self.position[:, 0] % (2 * self.chunk_size)
+        for name, x in rows.items():
+            rings[name].transpose(1, 2)[self.slots, place] = x[:, :, 0].to(rings[name].dtype)
+        return rings

@@ -39,6 +39,7 @@ class StepMetadata:
 
     Attributes:
         slots: each request's row in the pools, int64 (requests).
+        before: how many tokens each request has read before, on the host.
         single: how many requests read one token. They come first.
         lengths: how many tokens each of the others reads, on the host.
         bounds: where the tokens of each request begin and end in the flat sequence, (requests + 1).
@@ -47,6 +48,7 @@ class StepMetadata:
     """
 
     slots: torch.Tensor
+    before: list[int]
     single: int
     lengths: list[int]
     bounds: torch.Tensor
@@ -76,12 +78,14 @@ class StepMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
         slots = self.slots[: common.num_reqs].copy_(blocks[:, 0])
         lengths, bounds = common.query_start_loc_cpu.diff(), common.query_start_loc
         # Lengths after the step. On the host they are exact, because there is no speculative decoding.
-        begins = (common.seq_lens_cpu_upper_bound == lengths).nonzero()[:, 0]
+        before = common.seq_lens_cpu_upper_bound - lengths
+        begins = (before == 0).nonzero()[:, 0]
         if len(begins):
             self.clear(slots[begins.to(slots.device, non_blocking=True)])
         single, *_ = split_decodes_and_prefills(common, decode_threshold=1)
         return StepMetadata(
             slots=slots,
+            before=before.tolist(),
             single=single,
             lengths=lengths[single:].tolist(),
             bounds=bounds,

@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases.slot_memory import make as make_slot_memory
 from test_native import DTYPES, library, needs_library  # noqa: F401 (a fixture)
 
-from subquad_kernels import delta_keys, gated_delta_wkv, gated_wkv, low_rank, native, token_shift
+from subquad_kernels import delta_keys, gated_delta_wkv, gated_wkv, low_rank, native, slot_memory, token_shift
 
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
@@ -20,7 +21,8 @@ def used(library, monkeypatch):  # noqa: F811
     names, source = [], library
 
     class Counted:
-        dtypes, fits_head = source.dtypes, staticmethod(source.fits_head)
+        dtypes = source.dtypes
+        fits_head, fits_slots = staticmethod(source.fits_head), staticmethod(source.fits_slots)
 
         def __getattr__(self, name):
             names.append(name)
@@ -94,12 +96,57 @@ def test_sizes_that_it_does_not_take(sizes, used):
     assert not used
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_where_the_state_is(delta, used):
+SLOT_SIZES = [(1, 2, 64, 64, 64), (3, 2, 64, 128, 20), (2, 3, 48, 80, 1), (1, 1, 256, 256, 256), (2, 1, 16, 16, 1000)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SLOT_SIZES)
+@pytest.mark.parametrize("decay", ["routed", "dense", "window", "extreme", "none", "weak"])
+def test_slot_memory(dtype, sizes, decay, used):
+    tolerance, names = read_dtype(dtype), ("batch", "heads", "key", "value", "slots")
+    sizes = {**dict(zip(names, sizes, strict=True)), "length": 1, "decay": decay, "dtype": dtype}
+    inputs = make_slot_memory(**sizes, float32=("log_f", "initial_state"))
+    inputs = {name: x.cpu() for name, x in inputs.items()}
+    untouched = (inputs["log_f"][:, 0] == 0).unsqueeze(-1).expand_as(inputs["initial_state"])
+    # Of float16 the second one is too small, where tokens write next to nothing.
+    cases = (False,) if (dtype, decay) == (torch.float16, "weak") else (False, True)
+    for first in cases:
+        if first:
+            del inputs["initial_state"]
+        with torch.no_grad():
+            out, after = slot_memory(**inputs)
+        expected, state = slot_memory(**{name: x.double() for name, x in inputs.items()}, backend="reference")
+        assert (out.dtype, after.dtype) == (dtype, torch.float32)
+        close(out, expected, tolerance)
+        close(after, state, 1e-6)
+        before = torch.zeros_like(after) if first else inputs["initial_state"]
+        assert after[untouched].equal(before[untouched])
+    assert used == ["slot_step"] * len(cases)
+
+
+@pytest.mark.parametrize("change", [{"key": 24}, {"value": 24}, {"key": 272}, {"slots": 1025}])
+def test_slots_that_it_does_not_take(change, used):
+    inputs = make_slot_memory(**{"key": 16, "value": 16, "length": 1, **change})
+    inputs = {name: x.cpu() for name, x in inputs.items()}
+    with torch.no_grad():
+        out, _ = slot_memory(**inputs)
+    close(out, slot_memory(**{name: x.double() for name, x in inputs.items()}, backend="reference")[0], 1e-5)
+    assert not used
+
+
+def run_slot_memory(*state, **where):
+    tokens = make_slot_memory(batch=3, length=1, key=16, value=32, slots=24, state=False)
+    return slot_memory(**{name: x.cpu() for name, x in tokens.items()}, initial_state=state[0], **where)
+
+
+@pytest.mark.parametrize("operator", ["wkv", "delta_wkv", "slot_memory"])
+def test_where_the_state_is(operator, used):
     """New, in place, or in a pool."""
     torch.manual_seed(0)
     r, k, v, log_w, kappa, a, gate, u, weight, bias = heads_of(torch.float32, 3, 2, 32, 16)
-    if delta:
+    if operator == "slot_memory":
+        shape, run = (2, 24, 48), run_slot_memory
+    elif operator == "delta_wkv":
         shape, run = (2, 16, 32), lambda *state, **where: gated_delta_wkv(
             r, k, v, log_w, kappa, a, gate, u, weight, bias, 1e-5, *state, **where
         )  # fmt: skip
@@ -121,7 +168,7 @@ def test_where_the_state_is(delta, used):
         again, same = run(pool, indices=indices)
         assert same is pool and again.equal(out) and pool[indices].equal(after)
         assert pool[[1, 2]].equal(kept[[1, 2], 1]) and memory[:, 0].equal(kept[:, 0])
-        assert used == ["step"] * 3
+        assert used == ["slot_step" if operator == "slot_memory" else "step"] * 3
         for wrong in (5, -1):
             now = memory.clone()
             with pytest.raises(IndexError):
@@ -133,13 +180,15 @@ def test_threads(used, monkeypatch):
     monkeypatch.setattr(native, "_FOR_THREADS", 1)
     torch.manual_seed(0)
     tokens, state = heads_of(torch.float32, 7, 3, 64, 64), torch.randn(7, 3, 64, 64)
+    slots = {name: x.cpu() for name, x in make_slot_memory(batch=7, length=1, heads=3, key=16, value=16).items()}
     threads = torch.get_num_threads()
     with torch.no_grad():
-        expected = gated_delta_wkv(*tokens, 1e-5, state)
+        expected = *gated_delta_wkv(*tokens, 1e-5, state), *slot_memory(**slots)
         torch.set_num_threads(4)
-        found = gated_delta_wkv(*tokens, 1e-5, state)
+        found = *gated_delta_wkv(*tokens, 1e-5, state), *slot_memory(**slots)
         torch.set_num_threads(threads)
-    assert used == ["step"] * 2 and all(x.equal(y) for x, y in zip(found, expected, strict=True))
+    assert used == ["step", "slot_step"] * 2
+    assert all(x.equal(y) for x, y in zip(found, expected, strict=True))
 
 
 def test_what_torch_must_see(used):

@@ -151,7 +151,7 @@ def test_a_step_cuts_chunks_until_the_device_is_busy(monkeypatch):
         q, k, v = (torch.empty(batch, 4, *size, device="meta") for size in ((1, 256), (4096, 256), (4096, 2048)))
         rows = [torch.empty(batch, 1, dtype=torch.int64, device="meta") for _ in range(3)]
         states = torch.empty(batch, 4, 256, 2048, device="meta"), torch.empty(batch, 4, 256, device="meta")
-        triton_kernels.working_memory_triton_step(q, k, v, *states, *rows, 2048)
+        triton_kernels.working_memory_triton_step(q, k, v, *states, *rows, 2048, None)
         return grids
 
     # 64 programs read the columns of a head, 8 each prepare a segment of its chunk.
@@ -174,7 +174,7 @@ def test_few_rows_are_multiplied_by_four_warps(monkeypatch):
     grads = torch.zeros_like(inputs["q"]), inputs["memory"], inputs["normalizer"]
     triton_kernels.working_memory_triton_backward(*grads, **inputs)
     inputs = make(rows=STEPS[0], keys=70, key=64, value=64, chunk_size=64, dtype=torch.bfloat16, float32=STATES)
-    triton_kernels.working_memory_triton_step(**inputs)
+    triton_kernels.working_memory_triton_step(**inputs, indices=None)
     multiply = "product", "rows", "absorb", "absorb_gradient", "prepare_step", "absorb_step"
     for name in multiply:
         assert set(warps[getattr(triton_kernels, f"_{name}_kernel")]) == {4}

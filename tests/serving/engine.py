@@ -33,6 +33,7 @@ TINY = {
     "raven-attention": {**RAVEN, "attn": {**WINDOW, "window_size": None, "num_kv_heads": 1, "qkv_bias": True}},
     "raven-split": {**RAVEN, "attn": WINDOW, "use_output_gate": True},
     "gecko": GECKO,
+    "gecko-wide": {**GECKO, "chunk_size": 64},
     "gecko-one-document": {**GECKO, "document_boundaries": False, "num_rope_heads": 0, "share_emb": True},
 }
 

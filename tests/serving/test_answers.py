@@ -6,6 +6,7 @@ from engine import TINY, VOCABULARY, engine, expected, make_requests, model_dire
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams, TokensPrompt
 
+from subquad_kernels import state_pool
 from subquad_vllm.states import StepMetadataBuilder
 
 
@@ -35,6 +36,16 @@ def test_answers_with_prefix_caching(name, tmp_path):
         again = outputs(llm, requests)
     assert [list(output.outputs[0].token_ids) for output in again] == answers
     assert sum(output.num_cached_tokens for output in again) > 500
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "raven", "gecko-wide"])
+def test_answers_from_large_states(name, tmp_path, monkeypatch):
+    """Plain torch computes with one large state after the other, where it is."""
+    monkeypatch.setattr(state_pool, "LARGE", 1)
+    model = model_directory(name, tmp_path)
+    requests = make_requests(20, VOCABULARY)
+    with engine(model) as llm:
+        assert serve(llm, requests) == expected(model, requests)
 
 
 COMPILED = [pytest.param(name, marks=pytest.mark.slow) for name in ("rwkv5", "raven")]

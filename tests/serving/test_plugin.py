@@ -113,6 +113,41 @@ def test_files_of_another_package(make, ranks, fields, tmp_path):
         assert serve(llm, requests) == expected(tmp_path, requests)
 
 
+def quantised_layers(model):
+    """Linear layers of sizes that vLLM's products of 4 bits take on a CPU, and their names. The head is none."""
+    for name, module in model.named_modules():
+        is_layer = isinstance(module, torch.nn.Linear) and name != model.lm_head_name
+        if is_layer and module.in_features % 32 == module.out_features % 32 == 0:
+            yield name, module
+
+
+def save_quantised(path, tensors, **fields):
+    """Replaces the tensors of a directory, and says in its configuration what they are."""
+    tensors = {name: x.contiguous() for name, x in tensors.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": fields}))
+
+
+def served_answer(path):
+    """A text with an answer of a server in bfloat16, and the log probabilities of all tokens but the first."""
+    prompt = make_requests(2, VOCABULARY, longest=100)[1][0]
+    options = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    with engine(path, dtype="bfloat16") as llm:  # some of vLLM's products take no float32
+        [output] = llm.generate([TokensPrompt(prompt_token_ids=prompt)], options, use_tqdm=False)
+    [answer] = output.outputs
+    text, steps = [*prompt, *answer.token_ids], [*output.prompt_logprobs[1:], *answer.logprobs]
+    found = [step[token].logprob for step, token in zip(steps, text[1:], strict=True)]
+    return torch.tensor(text), torch.tensor(found)
+
+
+def mean_error(model, text, found):
+    """How far these log probabilities are from a model's, on average."""
+    with torch.no_grad():
+        logits = model(text[None]).logits[0, :-1].log_softmax(-1)
+    return (found - logits.gather(1, text[1:, None])[:, 0]).abs().mean()
+
+
 @pytest.mark.parametrize("name", ["rwkv6", "raven"])
 def test_weights_of_eight_bits(name, tmp_path):
     """Files of compressed-tensors with 8 bits for weights and activations answer nearly as those they were made of."""
@@ -124,34 +159,88 @@ def test_weights_of_eight_bits(name, tmp_path):
             scale = module.weight.detach().abs().amax(1, keepdim=True) / 127
             tensors[f"{layer}.weight"] = (module.weight.detach() / scale).round().to(torch.int8)
             tensors[f"{layer}.weight_scale"] = scale
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     bits = {"num_bits": 8, "type": "int", "symmetric": True}
     group = {
         "targets": ["Linear"],
         "weights": {**bits, "strategy": "channel", "dynamic": False},
         "input_activations": {**bits, "strategy": "token", "dynamic": True},
     }
-    fields = json.loads((path / "config.json").read_text())
-    fields["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": [model.lm_head_name],
-        "config_groups": {"group_0": group},
+    save_quantised(
+        path,
+        tensors,
+        quant_method="compressed-tensors",
+        format="int-quantized",
+        quantization_status="compressed",
+        ignore=[model.lm_head_name],
+        config_groups={"group_0": group},
+    )
+    assert 1e-3 < mean_error(model, *served_answer(path)) < 0.2  # not the weights of before, but close to them
+
+
+def pack(x, dim, order=range(8)):
+    """Numbers of 4 bits, eight along an axis in each int32, of which `order` names the lowest bits' first."""
+    parts = x.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, 8))[..., list(order)]
+    words = (parts << 4 * torch.arange(8)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32).movedim(-1, dim)
+
+
+def by_gptq(weight, group):
+    """The tensors of a weight (in, out) in files of GPTQ, with a scale for each group of inputs, and their values."""
+    groups = weight.unflatten(0, (-1, group))
+    scale = (groups.abs().amax(1, keepdim=True) / 7).half().float()
+    numbers = (groups / scale).round().add(8).clamp(0, 15)
+    tensors = {
+        "qweight": pack(numbers.flatten(0, 1), 0),
+        "qzeros": pack(torch.full_like(scale[:, 0], 7), 1),  # one less than what is taken away
+        "scales": scale[:, 0].half(),
+        "g_idx": torch.arange(len(weight), dtype=torch.int32) // group,
     }
-    (path / "config.json").write_text(json.dumps(fields))
-    prompt = make_requests(2, VOCABULARY, longest=100)[1][0]
-    options = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
-    with engine(path, dtype="bfloat16") as llm:  # on CPUs with AMX, vLLM's product takes no float32
-        [output] = llm.generate([TokensPrompt(prompt_token_ids=prompt)], options, use_tqdm=False)
-    [answer] = output.outputs
-    text = torch.tensor([[*prompt, *answer.token_ids]])
-    with torch.no_grad():
-        logits = model(text).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    wanted = logits.gather(1, text[0, len(prompt) :, None])[:, 0]
-    own = [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-    error = (torch.tensor(own) - wanted).abs().mean()
-    assert 1e-3 < error < 0.2  # not the weights of before, but close to them
+    return tensors, ((numbers - 8) * scale).flatten(0, 1)
+
+
+def by_awq(weight, group):
+    """The same in files of AWQ, with a zero for each group."""
+    groups, order = weight.unflatten(0, (-1, group)), (0, 2, 4, 6, 1, 3, 5, 7)
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    scale = ((high - low) / 15).half().float()
+    zero = (-low / scale).round().clamp(0, 15)
+    numbers = (groups / scale).round().add(zero).clamp(0, 15)
+    tensors = {
+        "qweight": pack(numbers.flatten(0, 1), 1, order),
+        "qzeros": pack(zero[:, 0], 1, order),
+        "scales": scale[:, 0].half(),
+    }
+    return tensors, ((numbers - zero) * scale).flatten(0, 1)
+
+
+FOUR_BITS = {
+    "gptq": (by_gptq, {"desc_act": False, "sym": True}),
+    "awq": (by_awq, {"zero_point": True, "version": "gemm", "modules_to_not_convert": ["head"]}),
+}
+
+
+@pytest.mark.parametrize(("name", "method"), [("rwkv6", "gptq"), ("raven", "gptq"), ("rwkv6", "awq")])
+def test_weights_of_four_bits(name, method, tmp_path):
+    """Files of GPTQ and AWQ answer as the weights that they stand for, not as those that they were made of."""
+    path = model_directory(name, tmp_path)
+    model, original = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2))
+    tensors, (convert, fields) = load_file(path / "model.safetensors"), FOUR_BITS[method]
+    for layer, module in quantised_layers(model):
+        own, weight = convert(module.weight.detach().T, 32)
+        del tensors[f"{layer}.weight"]
+        tensors |= {f"{layer}.{name}": x for name, x in own.items()}
+        module.weight.data = weight.T.contiguous()
+    save_quantised(path, tensors, quant_method=method, bits=4, group_size=32, **fields)
+    text, found = served_answer(path)
+    assert 4 * mean_error(model, text, found) < mean_error(original, text, found)
+
+
+def test_files_of_awq_that_name_no_layers(tmp_path):
+    """vLLM would take layers for not quantised whose block has a parameter of its own."""
+    path = model_directory("rwkv6", tmp_path)
+    save_quantised(path, load_file(path / "model.safetensors"), quant_method="awq", bits=4, group_size=32)
+    with pytest.raises(ValueError, match="`modules_to_not_convert`"):
+        engine_config(path)
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,8 @@ _SOURCES = tuple(
 _FLAGS = ("-std=gnu11", "-O2", "-fno-math-errno", "-shared", "-fPIC")
 # The largest size of a head, and what divides it: the numbers of the widest vectors.
 _MOST, _LANES = 256, 16
+# The most slots of one.
+_MOST_SLOTS = 1024
 # Seconds after which a compiler is given up; it needs one or two.
 _PATIENCE = 120
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -67,6 +69,19 @@ class _Step(ctypes.Structure):
     ]
 
 
+class _SlotStep(ctypes.Structure):
+    """`struct slot_step` of `steps.c`."""
+
+    _fields_ = [
+        ("dtype", ctypes.c_int),
+        *((name, ctypes.c_ssize_t) for name in ("rows", "heads", "slots", "keys", "values", "next")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "log_f", "state", "indices")),
+        ("states", ctypes.c_ssize_t),
+        ("apart", ctypes.c_ssize_t),
+        ("out", ctypes.c_void_p),
+    ]
+
+
 class Library:
     """The functions of the library, which read the memory of tensors: their callers check what these are."""
 
@@ -88,7 +103,8 @@ class Library:
         self._low_rank = loaded.subquad_low_rank
         self._low_rank.argtypes = [number, number, *5 * [pointer], *5 * [size], number, number, ctypes.c_float]
         self._step, self._token_shift = loaded.subquad_step, loaded.subquad_token_shift
-        self._step.argtypes = [pointer, ctypes.c_uint, pointer]
+        self._slot_step = loaded.subquad_slot_step
+        self._step.argtypes = self._slot_step.argtypes = [pointer, ctypes.c_uint, pointer]
         self._token_shift.argtypes = [number, number, *5 * [pointer], *3 * [size]]
         self._delta_keys = loaded.subquad_delta_keys
         self._delta_keys.argtypes = [number, number, *6 * [pointer], *3 * [size]]
@@ -240,6 +256,32 @@ class Library:
         )  # fmt: skip
         threads = torch.get_num_threads() if batch * heads * keys * values >= _FOR_THREADS else 1
         failed = self._step(ctypes.byref(p), threads, self._parallel)
+        return None if failed else out
+
+    @staticmethod
+    def fits_slots(slots: int) -> bool:
+        """Whether a head may have so many slots."""
+        return slots <= _MOST_SLOTS
+
+    def slot_step(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_f: torch.Tensor,
+        state: torch.Tensor,
+        indices: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """One token of [`subquad_kernels.slot_memory`], which changes the states. None if an index is outside."""
+        (batch, _, heads, keys), values, slots = k.shape, v.shape[-1], log_f.shape[-1]
+        out = torch.empty_like(v)
+        p = _SlotStep(
+            self.dtypes[v.dtype], batch, heads, slots, keys, values, 0,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), log_f.data_ptr(), state.data_ptr(), _address(indices),
+            state.shape[0], state.stride(0), out.data_ptr(),
+        )  # fmt: skip
+        threads = torch.get_num_threads() if batch * heads * slots * (keys + values) >= _FOR_THREADS else 1
+        failed = self._slot_step(ctypes.byref(p), threads, self._parallel)
         return None if failed else out
 
     def token_shift(

@@ -1,4 +1,4 @@
-"""One token of the recurrences of RWKV, by the C library of `native.py`."""
+"""One token of the recurrences, by the C library of `native.py`."""
 
 import torch
 
@@ -43,3 +43,32 @@ def step_by_library(
     token = r, k, v, log_w, kappa, a, gate, bonus, weight, bias, eps
     out = found.step(*token, initial_state, new_state, indices)
     return None if out is None else (out, new_state)
+
+
+def slot_step_by_library(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_f: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    inplace: bool,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """As [`step_by_library`], `slot_memory` of T = 1. It changes a copy of the states if it may not change them."""
+    pool = initial_state if indices is None else initial_state[:1]
+    found = library_for_heads((v, q, k))
+    if (
+        found is None
+        or not found.fits_head(k.shape[-1])
+        or not found.fits_slots(log_f.shape[-1])
+        or not readable(torch.float32, log_f, pool)
+        or not readable(torch.int64, indices)
+    ):
+        return None
+    state = initial_state
+    if initial_state is None:
+        state = v.new_zeros((*k.shape[:1], *log_f.shape[2:], k.shape[-1] + v.shape[-1]), dtype=torch.float32)
+    elif not inplace and indices is None:
+        state = initial_state.clone()
+    out = found.slot_step(q, k, v, log_f, state, indices)
+    return None if out is None else (out, state)

@@ -8,14 +8,21 @@
 
 #include "integers.c"
 
-/* The largest size of a head. */
+/* The largest size of a head, and the most slots of one. */
 #define MOST 256
+#define MOST_SLOTS 1024
 
 /* `count` numbers, a multiple of LANES, in float32. */
 static void read(int dtype, const void *from, ptrdiff_t at, ptrdiff_t count, float *to)
 {
     for (ptrdiff_t i = 0; i < count; i += LANES)
         store(FLOAT32, to, i, load(dtype, from, at + i), LANES);
+}
+
+/* So much of a row that is computed at a time. */
+INLINE floats load_some(int dtype, const void *from, ptrdiff_t at, ptrdiff_t count)
+{
+    return count == LANES ? load(dtype, from, at) : load_part(dtype, from, at, count);
 }
 
 INLINE float dot(const float *x, const float *y, ptrdiff_t count)
@@ -64,11 +71,25 @@ struct step {
     char *out;
 };
 
-/* The number of the first element of a head's state. */
+/* The number of the first element of a head's state, of so many elements, in a pool of them or one for each row. */
+INLINE ptrdiff_t place_of(ptrdiff_t n, ptrdiff_t heads, const int64_t *indices, ptrdiff_t apart, ptrdiff_t size)
+{
+    ptrdiff_t row = n / heads, head = n % heads;
+    return (indices ? indices[row] : row) * apart + head * size;
+}
+
+/* Whether some index is that of no state. */
+static int is_outside(const int64_t *indices, ptrdiff_t rows, ptrdiff_t states)
+{
+    for (ptrdiff_t row = 0; indices && row < rows; row++)
+        if (indices[row] < 0 || indices[row] >= states)
+            return 1;
+    return 0;
+}
+
 INLINE ptrdiff_t state_of(const struct step *p, ptrdiff_t n)
 {
-    ptrdiff_t row = n / p->heads, head = n % p->heads;
-    return (p->indices ? p->indices[row] : row) * p->apart + head * p->keys * p->values;
+    return place_of(n, p->heads, p->indices, p->apart, p->keys * p->values);
 }
 
 /*
@@ -185,9 +206,8 @@ static void heads_work(void *data)
  */
 int subquad_step(struct step *p, unsigned threads, parallel run)
 {
-    for (ptrdiff_t row = 0; p->indices && row < p->rows; row++)
-        if (p->indices[row] < 0 || p->indices[row] >= p->states)
-            return 1;
+    if (is_outside(p->indices, p->rows, p->states))
+        return 1;
     if (threads > 1 && run)
         run(heads_work, p, threads, 0);
     else
@@ -195,10 +215,90 @@ int subquad_step(struct step *p, unsigned threads, parallel run)
     return 0;
 }
 
-/* So much of a row that is computed at a time. */
-INLINE floats load_some(int dtype, const void *from, ptrdiff_t at, ptrdiff_t count)
+/* One token of the slot memory of several rows, as above. The states change in place. */
+struct slot_step {
+    int dtype; /* of q, k, v and out */
+    ptrdiff_t rows, heads, slots, keys, values, next;
+    const void *q, *k, *v; /* (rows, heads, keys) or (rows, heads, values) */
+    const float *log_f;    /* (rows, heads, slots) */
+    float *state;          /* (slots, keys + values) of each head */
+    const int64_t *indices;
+    ptrdiff_t states, apart;
+    char *out;
+};
+
+/* old + share (x - old), of `count` elements. It is x itself if the share is 1. */
+INLINE void write_slot(float *old, const float *x, float share, ptrdiff_t count)
 {
-    return count == LANES ? load(dtype, from, at) : load_part(dtype, from, at, count);
+    if (share == 1.f)
+        memcpy(old, x, count * sizeof *x);
+    else
+        for (ptrdiff_t i = 0; i < count; i += LANES) {
+            floats before = load(FLOAT32, old, i);
+            store(FLOAT32, old, i, before + share * (load(FLOAT32, x, i) - before), LANES);
+        }
+}
+
+/* Keys first, then values, so that each is read from memory once. A slot that the token does not write to stays. */
+static void slots_of_head(const struct slot_step *p, ptrdiff_t n)
+{
+    float q[MOST], k[MOST], v[MOST], out[MOST], share[MOST_SLOTS], score[MOST_SLOTS];
+    int dtype = p->dtype;
+    ptrdiff_t slots = p->slots, keys = p->keys, values = p->values, size = keys + values;
+    float *state = p->state + place_of(n, p->heads, p->indices, p->apart, slots * size);
+    read(dtype, p->q, n * keys, keys, q);
+    read(dtype, p->k, n * keys, keys, k);
+    read(dtype, p->v, n * values, values, v);
+    for (ptrdiff_t i = 0; i < slots; i += LANES) { /* 1 - exp(log_f), exact for small numbers */
+        ptrdiff_t count = smaller(LANES, slots - i);
+        floats x = load_some(FLOAT32, p->log_f, n * slots + i, count), fraction, power;
+        exponential(where((words)(x < -87.f), all(-87.f), x), &fraction, &power);
+        store(FLOAT32, share, i, -(fraction * power + (power - 1.f)), count);
+    }
+    float top = -INFINITY, total = 0.f;
+    for (ptrdiff_t slot = 0; slot < slots; slot++) {
+        float *row = state + slot * size;
+        if (share[slot] != 0.f)
+            write_slot(row, k, share[slot], keys);
+        score[slot] = dot(row, q, keys);
+        top = score[slot] > top ? score[slot] : top;
+    }
+    for (ptrdiff_t i = 0; i < slots; i += LANES) {
+        ptrdiff_t count = smaller(LANES, slots - i);
+        store(FLOAT32, score, i, exp_of(load_some(FLOAT32, score, i, count) - top), count);
+    }
+    for (ptrdiff_t i = 0; i < values; i += LANES)
+        store(FLOAT32, out, i, all(0.f), LANES);
+    for (ptrdiff_t slot = 0; slot < slots; slot++) {
+        float *row = state + slot * size + keys;
+        if (share[slot] != 0.f)
+            write_slot(row, v, share[slot], values);
+        total += score[slot];
+        for (ptrdiff_t i = 0; i < values; i += LANES)
+            store(FLOAT32, out, i, load(FLOAT32, out, i) + score[slot] * load(FLOAT32, row, i), LANES);
+    }
+    for (ptrdiff_t i = 0; i < values; i += LANES)
+        store(dtype, p->out, n * values + i, load(FLOAT32, out, i) / total, LANES);
+}
+
+static void slots_work(void *data)
+{
+    struct slot_step *p = data;
+    ptrdiff_t n;
+    while ((n = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < p->rows * p->heads)
+        slots_of_head(p, n);
+}
+
+/* Returns 0, or 1 if there is no state of an index. */
+int subquad_slot_step(struct slot_step *p, unsigned threads, parallel run)
+{
+    if (is_outside(p->indices, p->rows, p->states))
+        return 1;
+    if (threads > 1 && run)
+        run(slots_work, p, threads, 0);
+    else
+        slots_work(p);
+    return 0;
 }
 
 /*

@@ -4,6 +4,7 @@ import torch
 
 from ..backend import cast, choose_backend, of_widest, widest, without_autocast
 from ..checks import check_tensors, needs_gradient
+from ..state_pool import check_numbers
 from .custom_ops import _chunk_attention, _chunk_attention_step
 from .eager import chunk_attention_masked, chunk_attention_with_dropout
 from .reference import chunk_attention_reference
@@ -67,7 +68,13 @@ def chunk_attention(
 
 
 def chunk_attention_step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, backend: str = "auto"
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    indices: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """
     [`chunk_attention`] of a single token to keys in any order, for example those of a ring. Triton kernels read keys
@@ -78,6 +85,8 @@ def chunk_attention_step(
         k: key, (B, H, W, K).
         v: value, (B, H, W, V).
         mask: bool (B, W) or (1, W), True for the keys that the token sees, at least one.
+        indices: int64 (B). Then k (rings, H, W, K) and v (rings, H, W, V) are pools, and row n reads the keys and
+            values indices[n] of them. Nothing may need a gradient.
         backend: `"auto"`, `"triton"` (where nothing needs a gradient), `"eager"` or `"reference"` (both plain torch).
 
     Returns:
@@ -86,15 +95,17 @@ def chunk_attention_step(
     Raises:
         ValueError: if a shape or a dtype does not fit, before any work.
     """
-    _check_tensors(q, k, v)
+    _check_tensors(q, k, v, indices)
     if q.shape[2] != 1:
         raise ValueError(f"`q` must be of a single token, got {tuple(q.shape)}.")
+    if indices is not None and needs_gradient(q, k, v):
+        raise ValueError("`indices` has no backward pass: call it under no_grad.")
     _check_rows("mask", mask, torch.bool, q, k.shape[2])
     chosen = choose_backend("chunk_attention_step", backend, STEP_BACKENDS, of_widest(q, k, v))
     if chosen in ("eager", "reference") or needs_gradient(q, k, v):
         with without_autocast(v):
-            return chunk_attention_masked(q, k, v, mask)
-    return _chunk_attention_step(q, k, v, mask, chosen)
+            return chunk_attention_masked(q, k, v, mask, indices)
+    return _chunk_attention_step(q, k, v, mask, indices, chosen)
 
 
 def _check(q, k, v, first, chunk_size, aligned, dropout_p):
@@ -111,18 +122,20 @@ def _check(q, k, v, first, chunk_size, aligned, dropout_p):
         raise ValueError(f"`dropout_p` must be between 0 and 1, got {dropout_p}.")
 
 
-def _check_tensors(q, k, v):
+def _check_tensors(q, k, v, indices=None):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or x.shape[2] == 0:
             raise ValueError(f"`{name}` must be (batch, heads, length >= 1, size), got {tuple(x.shape)}.")
     batch, heads, _, key_size = q.shape
-    keys = k.shape[2]
+    rows, keys = batch if indices is None else k.shape[0], k.shape[2]
     expected = {
         "q": (q, q.shape),
-        "k": (k, (batch, heads, keys, key_size)),
-        "v": (v, (batch, heads, keys, v.shape[3])),
+        "k": (k, (rows, heads, keys, key_size)),
+        "v": (v, (rows, heads, keys, v.shape[3])),
     }
     check_tensors(expected, "q", q)
+    if indices is not None:
+        check_numbers(indices, batch, k, "k")
 
 
 def _check_rows(name, x, dtype, q, size):

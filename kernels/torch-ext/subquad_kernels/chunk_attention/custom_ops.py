@@ -21,5 +21,5 @@ _chunk_attention_step = custom_op(
     "chunk_attention_step",
     eager=chunk_attention_masked,
     triton=_triton_step,
-    fake=lambda q, k, v, mask: v.new_empty(*q.shape[:3], v.shape[3]),
+    fake=lambda q, k, v, mask, indices: v.new_empty(*q.shape[:3], v.shape[3]),
 )

@@ -14,6 +14,7 @@ import torch
 from ..backend import cast, contiguous, widest
 from ..linear import matmul
 from ..once import once
+from ..state_pool import numbers_in, prefers_single_states
 
 
 # Scores of the chunks that are computed together: a GPU needs many for large products, a CPU has to keep them near.
@@ -200,8 +201,23 @@ def chunk_attention_eager_backward(
     return [grad_q, grad_k, grad_v]
 
 
-def chunk_attention_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def chunk_attention_masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, indices: torch.Tensor | None
+) -> torch.Tensor:
     """Computes [`subquad_kernels.chunk_attention_step`]."""
+    if indices is not None and prefers_single_states(v):
+        mask = mask.expand(len(q), -1)
+        ends = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1)  # what follows is not read
+        rows = zip(q.split(1), mask.split(1), numbers_in(v, indices), ends.tolist(), strict=True)
+        return torch.cat(
+            [_masked(q, k[n : n + 1, :, :end], v[n : n + 1, :, :end], m[:, :end]) for q, m, n, end in rows]
+        )
+    if indices is not None:
+        k, v = k.index_select(0, indices), v.index_select(0, indices)
+    return _masked(q, k, v, mask)
+
+
+def _masked(q, k, v, mask):
     q, k = cast(v.dtype, q, k)
     scores = (k @ q.mT).mT  # k.mT would be copied if k is not contiguous
     return scores.masked_fill(~mask[:, None, None], -torch.inf).softmax(-1) @ v

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import cdiv, launch, next_power_of_2, strided
+from ..backend import cdiv, contiguous, launch, next_power_of_2, strided
 from ..segments import exp, program
 
 
@@ -25,6 +25,7 @@ def _scores_kernel(
     KB,
     KH,
     KT,
+    indices,
     mask,
     MASK_STRIDE,
     scores,
@@ -41,7 +42,10 @@ def _scores_kernel(
     token, ks = tile.to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BK)
     there = token < KEYS
     query = tl.load(q + row * QB + head * QH + ks, mask=ks < K, other=0.0).to(tl.float32)
-    place = k + row * KB + head * KH + token[:, None] * KT + ks[None, :]
+    number = row
+    if indices is not None:
+        number = tl.load(indices + row)
+    place = k + number * KB + head * KH + token[:, None] * KT + ks[None, :]
     key = tl.load(place, mask=there[:, None] & (ks < K)[None, :], other=0.0).to(tl.float32)
     seen = tl.load(mask + row * MASK_STRIDE + token, mask=there, other=0)
     score = tl.where(seen != 0, tl.sum(key * query[None, :], 1), -float("inf"))
@@ -55,6 +59,7 @@ def _values_kernel(
     VB,
     VH,
     VT,
+    indices,
     out,
     KEYS,
     H,
@@ -72,7 +77,10 @@ def _values_kernel(
     for start in range(0, KEYS, 2048):
         top = tl.maximum(top, tl.load(scores + start + many, mask=many < KEYS - start, other=-float("inf")))
     highest = tl.max(top, 0)
-    values = v + row * VB + head * VH + ts[:, None].to(tl.int64) * VT + vs[None, :]
+    number = row
+    if indices is not None:
+        number = tl.load(indices + row)
+    values = v + number * VB + head * VH + ts[:, None].to(tl.int64) * VT + vs[None, :]
     total, sums = tl.zeros((BT,), tl.float32), tl.zeros((BT, BV), tl.float32)
     for start in tl.range(0, KEYS, BT, num_stages=STAGES):
         there = ts < KEYS - start
@@ -100,16 +108,16 @@ def _divide(batch, heads, keys, key_size, value_size, bytes_of_value):
     return *scores, (batch * heads * cdiv(value_size, columns),), {"V": value_size, **values}
 
 
-def chunk_attention_triton_step(q, k, v, mask):
+def chunk_attention_triton_step(q, k, v, mask, indices):
     """Computes [`subquad_kernels.chunk_attention_step`]."""
-    (batch, heads, keys, key_size), value_size = k.shape, v.shape[-1]
+    batch, (_, heads, keys, key_size), value_size = q.shape[0], k.shape, v.shape[-1]
     grid, constants, values_grid, values_constants = _divide(
         batch, heads, keys, key_size, value_size, v.element_size()
     )
-    mask = mask.contiguous()
+    mask, indices = contiguous(mask, indices)
     scores = v.new_empty(batch, heads, keys, dtype=torch.float32)
-    tensors = *strided(q)[:3], *strided(k), mask, 0 if len(mask) == 1 else keys, scores
+    tensors = *strided(q)[:3], *strided(k), indices, mask, 0 if len(mask) == 1 else keys, scores
     launch(_scores_kernel, grid, *tensors, keys, heads, **constants)
     out = v.new_empty(batch, heads, 1, value_size)
-    launch(_values_kernel, values_grid, scores, *strided(v), out, keys, heads, **values_constants)
+    launch(_values_kernel, values_grid, scores, *strided(v), indices, out, keys, heads, **values_constants)
     return out

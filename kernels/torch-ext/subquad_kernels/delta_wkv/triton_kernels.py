@@ -666,7 +666,7 @@ def delta_wkv_triton_step(
     norm, the bonus and the gate (B, 1, H * V).
     """
     r, k, v, log_w, kappa, a = contiguous(r, k, v, log_w, kappa, a)
-    gate, bonus, weight, bias = contiguous(gate, bonus, weight, bias)
+    gate, bonus, weight, bias, indices = contiguous(gate, bonus, weight, bias, indices)
     batch, _, heads, key_size = k.shape
     out = torch.empty_like(v if gate is None else gate, dtype=out_dtype)
     state = new_state if state is None else state

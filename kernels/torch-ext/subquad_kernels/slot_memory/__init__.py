@@ -5,6 +5,7 @@ import torch
 from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
+from ..one_token import slot_step_by_library
 from ..state_pool import check_indices, count_states, in_copies
 from .custom_ops import _slot_memory, _slot_memory_state, _slot_memory_step
 from .reference import slot_memory_reference
@@ -65,23 +66,21 @@ def slot_memory(
         ValueError: if a shape or a dtype does not fit, before any work. (On a GPU an assertion on the device finds
             wrong values of `cu_seqlens`, so that nothing waits for the device.)
     """
-    _check(q, k, v, log_f, initial_state, cu_seqlens, indices)
-    if indices is not None:
-        options = {"cu_seqlens": cu_seqlens, "inplace": cu_seqlens is None, "backend": backend}
-        return in_copies(lambda states: slot_memory(q, k, v, log_f, states, **options), initial_state, indices)
-    if inplace:
-        check_inplace(initial_state, q, k, v, log_f)
+    _check(q, k, v, log_f, initial_state, cu_seqlens, indices, inplace)
     floats = q, k, v, log_f, initial_state
     x = of_widest(*floats)
     backend = choose_backend("slot_memory", backend, BACKENDS, x)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
-    one_token = k.shape[1] == 1 and cu_seqlens is None
+    one_token = k.shape[1] == 1 and cu_seqlens is None and x.dtype != torch.float64 and not needs_gradient(*floats)
+    if one_token and backend != "reference":
+        return _step(*floats, indices, inplace, backend)
+    if indices is not None:  # many tokens change nearly all slots
+        options = {"cu_seqlens": cu_seqlens, "backend": backend}
+        return in_copies(lambda states: slot_memory(q, k, v, log_f, states, **options), initial_state, indices)
     if backend == "reference":
         with without_autocast(k):
             out, state = slot_memory_reference(*cast(widest(x), *floats), cu_seqlens)
         out = out.to(v.dtype)
-    elif one_token and x.dtype != torch.float64 and not needs_gradient(*floats):
-        return _step(*floats, inplace, backend)
     else:
         out, state, _ = _slot_memory(*floats, cu_seqlens, backend)
     return out, initial_state.copy_(state) if inplace else state
@@ -101,13 +100,16 @@ def slot_memory_state(
     return _slot_memory_state(state, k, v, log_f, chosen)
 
 
-def _step(q, k, v, log_f, initial_state, inplace, backend):
+def _step(q, k, v, log_f, initial_state, indices, inplace, backend):
+    token = q, k, v, log_f
+    if backend == "eager" and (done := slot_step_by_library(*token, initial_state, indices, inplace)) is not None:
+        return done
     shape = k.shape[0], k.shape[2], log_f.shape[-1], k.shape[-1] + v.shape[-1]
-    states = step_states(initial_state, inplace, v, shape)
-    return _slot_memory_step(q, k, v, log_f, *states, backend), states[1]
+    states = step_states(initial_state, inplace or indices is not None, v, shape)
+    return _slot_memory_step(*token, *states, indices, backend), states[1]
 
 
-def _check(q, k, v, log_f, initial_state, cu_seqlens, indices=None):
+def _check(q, k, v, log_f, initial_state, cu_seqlens, indices=None, inplace=False):
     check_sequences(k=k, v=v, log_f=log_f)
     batch, length, heads, key_size = k.shape
     slots, value_size = log_f.shape[-1], v.shape[-1]
@@ -122,3 +124,5 @@ def _check(q, k, v, log_f, initial_state, cu_seqlens, indices=None):
     check_tensors(expected, "k", k)
     if indices is not None:
         check_indices(indices, documents, initial_state, q, k, v, log_f)
+    elif inplace:
+        check_inplace(initial_state, q, k, v, log_f)

@@ -14,6 +14,7 @@ import torch
 
 from ..backend import cast, widest
 from ..chunks import ChunkLayout, halves
+from ..state_pool import step_in_pool
 
 
 # Replaces -inf, which sums and products would turn into NaN. Its exponential is 0 too.
@@ -27,19 +28,28 @@ def slot_memory_step_inplace(
     log_f: torch.Tensor,
     state: torch.Tensor | None,
     new_state: torch.Tensor,
+    indices: torch.Tensor | None,
 ) -> torch.Tensor:
     """
     One token in float32: q, k (B, 1, H, K), v (B, 1, H, V), log_f (B, 1, H, M), state (B, H, M, K + V). The state
-    after it is written to `new_state`, which also holds the state before it if `state` is None.
+    after it is written to `new_state`, which also holds the state before it if `state` is None. With `indices` it is a
+    pool.
     """
-    dtype, state = v.dtype, new_state if state is None else state
-    q, k, v, log_f = cast(torch.float32, *(x[:, 0] for x in (q, k, v, log_f)))
+    token = cast(torch.float32, *(x[:, 0] for x in (q, k, v, log_f)))
+    if indices is None:
+        out = _step(new_state if state is None else state, new_state, *token)
+    else:
+        out = step_in_pool(lambda states, *rows: _step(states, states, *rows), new_state, indices, *token)
+    return out.transpose(1, 2).to(v.dtype)
+
+
+def _step(state, new_state, q, k, v, log_f):
     written = torch.cat((k, v), -1).unsqueeze(-2)
     # state + p (written - state): one pass over the state, in which a row keeps its exact value if p is 0.
     torch.lerp(state, written, -log_f.expm1().unsqueeze(-1), out=new_state)
     slot_keys, slot_values = new_state.split((k.shape[-1], v.shape[-1]), -1)
     z = q.unsqueeze(-2) @ slot_keys.mT
-    return (z.softmax(-1) @ slot_values).transpose(1, 2).to(dtype)
+    return z.softmax(-1) @ slot_values
 
 
 def _decays(log_f):

@@ -12,6 +12,15 @@ from ..segments import exp, expm1
 
 
 @triton.jit
+def _place(head, indices, H, stride, SIZE: tl.constexpr):
+    """Where the state of a head of some row begins. H is the number of heads of a row."""
+    row = head // H
+    if indices is not None:
+        row = tl.load(indices + row)
+    return row * stride + head % H * SIZE
+
+
+@triton.jit
 def _after(state, x, log, cells, mask):
     """A tile of the state (slots, features) after a token that writes x (features)."""
     old = tl.load(state + cells, mask=mask, other=0.0)
@@ -20,7 +29,19 @@ def _after(state, x, log, cells, mask):
 
 @triton.jit
 def _step_logits_kernel(
-    q, k, log_f, state, logits, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+    q,
+    k,
+    log_f,
+    state,
+    indices,
+    H,
+    stride,
+    logits,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    M: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
 ):
     """The logits of a tile of slots of one head."""
     TILES: tl.constexpr = (M + BM - 1) // BM
@@ -29,7 +50,7 @@ def _step_logits_kernel(
     query = tl.load(q + head * K + ks, mask=ks < K, other=0.0).to(tl.float32)
     key = tl.load(k + head * K + ks, mask=ks < K, other=0.0).to(tl.float32)
     log = tl.load(log_f + head * M + ms, mask=ms < M, other=0.0).to(tl.float32)
-    cells = head * (M * (K + V)) + ms[:, None] * (K + V) + ks[None, :]
+    cells = _place(head, indices, H, stride, M * (K + V)) + ms[:, None] * (K + V) + ks[None, :]
     keys = _after(state, key, log, cells, (ms < M)[:, None] & (ks < K)[None, :])
     tl.store(logits + head * M + ms, tl.sum(keys * query[None, :], 1), mask=ms < M)
 
@@ -42,6 +63,9 @@ def _step_kernel(
     logits,
     state,
     new_state,
+    indices,
+    H,
+    stride,
     out,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -63,6 +87,7 @@ def _step_kernel(
     x = tl.load(k + head * K + ks, mask=in_keys, other=0.0).to(tl.float32)
     x += tl.load(v + head * V + vs, mask=in_values, other=0.0).to(tl.float32)
     columns = tl.where(tile < KEY_TILES, tile * BF, K + (tile - KEY_TILES) * BF) + tl.arange(0, BF)
+    first = _place(head, indices, H, stride, M * (K + V))
     top = tl.full((1,), -float("inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     read = tl.zeros((BF,), tl.float32)
@@ -72,7 +97,7 @@ def _step_kernel(
         written = ms < M
         if INPLACE:
             written &= log != 0
-        cells = head * (M * (K + V)) + ms[:, None] * (K + V) + columns[None, :]
+        cells = first + ms[:, None] * (K + V) + columns[None, :]
         stored = written[:, None] & (in_keys | in_values)[None, :]
         after = _after(state, x, log, cells, stored | ((ms < M)[:, None] & in_values[None, :]))
         tl.store(new_state + cells, after, mask=stored)

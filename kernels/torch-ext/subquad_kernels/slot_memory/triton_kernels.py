@@ -263,23 +263,24 @@ def slot_memory_triton_state(k, v, log_f, initial_state, cu_seqlens):
     return plan.walk((writes, k, writes, v, decay), initial_state, store=False)[1]
 
 
-def slot_memory_triton_step(q, k, v, log_f, state, new_state):
+def slot_memory_triton_step(q, k, v, log_f, state, new_state, indices):
     """
     One token: q, k (B, 1, H, K), v (B, 1, H, V), log_f (B, 1, H, M), state (B, H, M, K + V) in float32. If the state
-    is None, `new_state` holds it, and only the slots that the token writes to are stored. Writes the state after the
-    token to `new_state`. Returns out (B, 1, H, V) in the dtype of v.
+    is None, `new_state` holds it, at `indices` (B) if there are any, and only the slots that the token writes to are
+    stored. Writes the state after the token to `new_state`. Returns out (B, 1, H, V) in the dtype of v.
     """
-    q, k, v, log_f = contiguous(q, k, v, log_f)
+    q, k, v, log_f, indices = contiguous(q, k, v, log_f, indices)
     heads, key_size = k.shape[0] * k.shape[2], k.shape[3]
+    where = indices, k.shape[2], new_state.stride(0)
     value_size, slots = v.shape[-1], log_f.shape[-1]
     before = new_state if state is None else state
     logits, out = torch.empty_like(log_f, dtype=torch.float32), torch.empty_like(v)
     sizes = {"K": key_size, "V": value_size, "M": slots}
     rows, key_block = 8, next_power_of_2(key_size)
     grid = (heads * cdiv(slots, rows),)
-    launch(_step_logits_kernel, grid, q, k, log_f, before, logits, **sizes, BM=rows, BK=key_block)
+    launch(_step_logits_kernel, grid, q, k, log_f, before, *where, logits, **sizes, BM=rows, BK=key_block)
     block, columns = min(next_power_of_2(slots), 256), 32  # a row of 128 bytes
     grid = (heads * (cdiv(key_size, columns) + cdiv(value_size, columns)),)
-    arguments = k, v, log_f, logits, before, new_state, out
+    arguments = k, v, log_f, logits, before, new_state, *where, out
     launch(_step_kernel, grid, *arguments, **sizes, BM=block, BF=columns, INPLACE=state is None)
     return out

@@ -544,7 +544,8 @@ def wkv_triton_step(r, k, v, log_w, u, state, new_state, indices, gate, weight, 
     to `new_state`. Returns out (B, 1, H, V), or if there are `gate` (B, 1, H * V), `weight` and `bias` (H * V), out
     after the norm and the gate (B, 1, H * V).
     """
-    r, k, v, log_w, u, gate, weight, bias = contiguous(r, k, v, log_w, u, gate, weight, bias)
+    r, k, v, log_w, u = contiguous(r, k, v, log_w, u)
+    gate, weight, bias, indices = contiguous(gate, weight, bias, indices)
     batch, _, heads, key_size = k.shape
     out = torch.empty_like(v if gate is None else gate, dtype=out_dtype)
     state = new_state if state is None else state

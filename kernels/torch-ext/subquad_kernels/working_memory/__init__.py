@@ -4,6 +4,7 @@ import torch
 
 from ..backend import cast, choose_backend, of_widest, widest, without_autocast
 from ..checks import check_tensors, needs_gradient
+from ..state_pool import check_indices, count_states
 from .custom_ops import _working_memory, _working_memory_step
 from .reference import working_memory_reference
 
@@ -22,6 +23,7 @@ def working_memory(
     reads: torch.Tensor,
     chunk_size: int,
     *,
+    indices: torch.Tensor | None = None,
     inplace: bool = False,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,6 +58,10 @@ def working_memory(
             read: out is 0. Apart from -1 the numbers of a row never fall, and the tokens with equal numbers are
             adjacent, at most C of them.
         chunk_size: C.
+        indices: int64 (B), for a decoding step: one token and N = 1. Then k, v, `memory` and `normalizer` are pools
+            (states, ...), and row n reads keys and values indices[n], and reads and changes the states of that
+            number. Both pools of states must be float32, contiguous but for the first stride, and are returned.
+            Nothing may need a gradient.
         inplace: write both states into `memory` and `normalizer` and return these. They must be float32 and
             contiguous, and nothing may need a gradient. Decoding, one token with N = 1, then copies no state.
         backend: `"auto"`, `"triton"`, `"eager"` (plain torch, all chunks at once) or `"reference"` (token by token).
@@ -67,41 +73,47 @@ def working_memory(
         ValueError: if a shape, a dtype or a device does not fit, before any work. (Assertions on the device find
             indices out of range, so that nothing waits for the device; those of a decoding step are not checked.)
     """
-    _check(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size, inplace)
-    floats, indices = (q, k, v, memory, normalizer), (leaving, begins, reads, chunk_size)
+    _check(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size, indices, inplace)
+    floats, chunks = (q, k, v, memory, normalizer), (leaving, begins, reads, chunk_size)
     x = of_widest(*floats)
     backend = choose_backend("working_memory", backend, BACKENDS, x)
+    one_token = q.shape[2] == 1 and leaving.shape[1] == 1 and x.dtype != torch.float64 and not needs_gradient(*floats)
+    if indices is not None and (backend == "reference" or not one_token):
+        taken = (y.index_select(0, indices) for y in floats[1:])
+        out, *states = working_memory(q, *taken, *chunks, backend=backend)
+        return out, *(pool.index_copy_(0, indices, y.float()) for pool, y in zip(floats[3:], states, strict=True))
     if backend == "reference":
         with without_autocast(v):
-            out, *states = working_memory_reference(*cast(widest(x), *floats), *indices)
+            out, *states = working_memory_reference(*cast(widest(x), *floats), *chunks)
         out = out.to(v.dtype)
-    elif q.shape[2] > 1 or leaving.shape[1] != 1 or x.dtype == torch.float64 or needs_gradient(*floats):
-        out, *states = _working_memory(*floats, *indices, backend)
+    elif not one_token:
+        out, *states = _working_memory(*floats, *chunks, backend)
     else:
         states = memory, normalizer
         if memory is None:
             shape = *q.shape[:2], q.shape[-1]
             states = [v.new_zeros(size, dtype=torch.float32) for size in ((*shape, v.shape[-1]), shape)]
-        elif not inplace:
+        elif not inplace and indices is None:
             states = [state.to(torch.float32, copy=True).contiguous() for state in states]
-        return _working_memory_step(q, k, v, *states, *indices, backend), *states
+        return _working_memory_step(q, k, v, *states, *chunks, indices, backend), *states
     if inplace:
         states = memory.copy_(states[0]), normalizer.copy_(states[1])
     return out, *states
 
 
-def _check(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size, inplace):
+def _check(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size, indices, inplace):
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
     for name, shape in shapes.items():
         if len(shape) != 4 or shape[2] == 0:
             raise ValueError(f"`{name}` must be (batch, heads, length >= 1, size), got {tuple(shape)}.")
     (batch, heads, length, key_size), keys, value_size = shapes["q"], shapes["k"][2], shapes["v"][3]
+    rows = batch if indices is None else count_states(memory, "memory")
     expected = {
         "q": (q, shapes["q"]),
-        "k": (k, (batch, heads, keys, key_size)),
-        "v": (v, (batch, heads, keys, value_size)),
-        "memory": (memory, (batch, heads, key_size, value_size)),
-        "normalizer": (normalizer, (batch, heads, key_size)),
+        "k": (k, (rows, heads, keys, key_size)),
+        "v": (v, (rows, heads, keys, value_size)),
+        "memory": (memory, (rows, heads, key_size, value_size)),
+        "normalizer": (normalizer, (rows, heads, key_size)),
     }
     check_tensors(expected, "q", q)
     if (memory is None) != (normalizer is None):
@@ -109,11 +121,16 @@ def _check(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size, inpl
     if leaving.dim() != 2:
         raise ValueError(f"`leaving` must be ({batch}, chunks), got {tuple(leaving.shape)}.")
     chunks = batch, leaving.shape[1]
-    indices = {"leaving": (leaving, chunks), "begins": (begins, chunks), "reads": (reads, (batch, length))}
-    check_tensors(indices, "q", q, dtype=torch.int64)
+    places = {"leaving": (leaving, chunks), "begins": (begins, chunks), "reads": (reads, (batch, length))}
+    check_tensors(places, "q", q, dtype=torch.int64)
     if chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}.")
-    if inplace:
+    if indices is not None:
+        if length != 1 or chunks[1] != 1:
+            raise ValueError(f"`indices` needs one token and one chunk, got {length} and {chunks[1]}.")
+        for name, state in (("memory", memory), ("normalizer", normalizer)):
+            check_indices(indices, batch, state, q, k, v, name=name)
+    elif inplace:
         for name, state in (("memory", memory), ("normalizer", normalizer)):
             if state is None or state.dtype != torch.float32 or not state.is_contiguous():
                 raise ValueError(f"`inplace` needs a float32, contiguous `{name}` to write the state to.")

@@ -11,6 +11,7 @@ import torch
 
 from ..backend import can_read_without_sync, widest
 from ..once import once
+from ..state_pool import numbers_in, prefers_single_states
 
 
 def assert_chunks(leaving, begins, reads, keys, chunk_size):
@@ -216,6 +217,19 @@ def working_memory_chunked_backward(
     return grads if memory is None else [*grads, dm, dz]
 
 
+def _read_pool(weights, memory, reads, indices):
+    """weights (B, H, 1, K) times the memory (B, H, K, V), or a pool. Rows that do not read may have any numbers."""
+    if indices is None:
+        return weights @ memory
+    if not prefers_single_states(memory):
+        return weights @ memory.index_select(0, indices)
+    out = weights.new_zeros(*weights.shape[:-1], memory.shape[-1])
+    for n, (index, read) in enumerate(zip(numbers_in(memory, indices), reads[:, 0].tolist(), strict=True)):
+        if read >= 0:
+            torch.matmul(weights[n], memory[index], out=out[n])
+    return out
+
+
 def working_memory_step(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -226,20 +240,23 @@ def working_memory_step(
     begins: torch.Tensor,
     reads: torch.Tensor,
     chunk_size: int,
+    indices: torch.Tensor | None,
 ) -> torch.Tensor:
     """
     One token and at most one chunk per row, q (B, H, 1, K), leaving, begins and reads (B, 1). The states, in float32,
-    are changed in place. Only rows that absorb a chunk compute for it, unless a graph is captured.
+    are changed in place. Only rows that absorb a chunk compute for it, unless a graph is captured. With `indices` (B)
+    the states, and k and v, are pools.
     """
     weights = q.float().softmax(-1)
-    out = weights @ memory
+    out = _read_pool(weights, memory, reads, indices)
     # Finding these rows is worth waiting for the device, but that is impossible while a graph is traced or captured.
     captured = leaving.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     captured = captured or torch.compiler.is_compiling()
     rows = slice(None) if captured else (leaving[:, 0] >= 0).nonzero()[:, 0]
     if captured or len(rows):
-        _, values, p, f, w = _chunks(k[rows], v[rows], leaving[rows], begins[rows], chunk_size, torch.float32)
+        states = rows if indices is None else indices[rows]
+        _, values, p, f, w = _chunks(k[states], v[states], leaving[rows], begins[rows], chunk_size, torch.float32)
         chunk = (x[:, :, 0] for x in (p.mT @ values, p.mT @ f, w, *_masks(leaving[rows], begins[rows])))
-        memory[rows], normalizer[rows], _ = _absorb(memory[rows], normalizer[rows], *chunk)
-        out = torch.where((reads == 1)[:, None, :, None], weights @ memory, out)
+        memory[states], normalizer[states], _ = _absorb(memory[states], normalizer[states], *chunk)
+        out = torch.where((reads == 1)[:, None, :, None], _read_pool(weights, memory, reads, indices), out)
     return out.masked_fill_((reads < 0)[:, None, :, None], 0.0).to(v.dtype)

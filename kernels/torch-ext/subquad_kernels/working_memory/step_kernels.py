@@ -16,6 +16,14 @@ STEP = ["C", "LENGTH", "SEGMENT", "SEGMENTS"]
 
 
 @triton.jit
+def _number(indices, row):
+    """Which states, and which keys and values, are those of a row."""
+    if indices is not None:
+        row = tl.load(indices + row)
+    return row
+
+
+@triton.jit
 def _read_weights(q, ks, K):
     """The softmax of a query over the features."""
     x = tl.load(q + ks, mask=ks < K, other=-float("inf")).to(tl.float32)
@@ -39,6 +47,9 @@ def _prepare_step_kernel(
     leaving,
     begins,
     reads,
+    indices,
+    MB,
+    ZB,
     out,
     C,
     LENGTH,
@@ -63,7 +74,8 @@ def _prepare_step_kernel(
     FEATURES: tl.constexpr = (K + BF - 1) // BF
     tile, head, row = program(H, COLUMNS + FEATURES * SEGMENTS)
     row, head = row.to(tl.int64), head.to(tl.int64)
-    cell = row * H + head
+    cell, number = row * H + head, _number(indices, row)
+    memory += number * MB + head * (K * V)
     ks = tl.arange(0, BK)
     absorbs = tl.load(leaving + row) >= 0
     if tile < COLUMNS:
@@ -71,7 +83,7 @@ def _prepare_step_kernel(
         if not (absorbs & (read > 0)):
             vs = tile * BV + tl.arange(0, BV)
             weights = _read_weights(q + row * QB + head * QH, ks, K)
-            y = tl.sum(weights[:, None] * _load(memory + cell * (K * V), ks, vs, tl.where(read >= 0, K, 0), V, V), 0)
+            y = tl.sum(weights[:, None] * _load(memory, ks, vs, tl.where(read >= 0, K, 0), V, V), 0)
             y = tl.where(read >= 0, y, 0.0)
             tl.store(out + cell * V + vs, y.to(out.dtype.element_ty), mask=vs < V)
     elif absorbs:
@@ -80,7 +92,7 @@ def _prepare_step_kernel(
         first += segment * SEGMENT
         rows = tl.minimum((stop - first).to(tl.int32), SEGMENT)
         ts, fs = tl.arange(0, BT), (tile - COLUMNS) % FEATURES * BF + tl.arange(0, BF)
-        k += row * KB + head * KH + first * KT
+        k += number * KB + head * KH + first * KT
         top, total = tl.full((BF,), LOWEST, tl.float32), tl.zeros((BF,), tl.float32)
         gram = tl.zeros((BF, BK), tl.float32)
         for start in range(0, rows, BT):
@@ -97,7 +109,7 @@ def _prepare_step_kernel(
             log_sums = normalizers + (cell * (SEGMENTS + 1) + segment) * K
             tl.store(log_sums + fs, top + tl.log(total), mask=fs < K)
         if segment == 0:
-            z = tl.load(normalizer + cell * K + fs, mask=fs < K, other=0.0)
+            z = tl.load(normalizer + number * ZB + head * K + fs, mask=fs < K, other=0.0)
             tl.store(normalizers + (cell * (SEGMENTS + 1) + SEGMENTS) * K + fs, z, mask=fs < K)
 
 
@@ -121,6 +133,9 @@ def _absorb_step_kernel(
     leaving,
     begins,
     reads,
+    indices,
+    MB,
+    ZB,
     out,
     B,
     C,
@@ -154,7 +169,7 @@ def _absorb_step_kernel(
         first, stop = _range(leaving, begins, row, C, LENGTH, False)
         rows = (stop - first).to(tl.int32)
         if rows > 0:
-            cell = row * H + head
+            cell, number = row * H + head, _number(indices, row)
             vs = tile * BV + tl.arange(0, BV)
             forgotten = tl.load(begins + row) >= 0
             segments = tl.cdiv(rows, SEGMENT)
@@ -165,7 +180,7 @@ def _absorb_step_kernel(
             z = tl.load(of_segments + SEGMENTS * K + ks, mask=ks < K, other=0.0)
             after, _ = _absorbed(z, log_sum, forgotten)
 
-            here, kept = memory + cell * (K * V), tl.where(forgotten, 0, K)
+            here, kept = memory + number * MB + head * (K * V), tl.where(forgotten, 0, K)
             m = exp(z - after)[:, None] * _load(here, ks, vs, kept, V, V)
             for n in range(0, tl.where(forgotten, 0, segments)):
                 share = exp(tl.load(of_segments + n * K + ks, mask=ks < K, other=0.0) - after)
@@ -173,8 +188,8 @@ def _absorb_step_kernel(
                 for start in range(0, K, BS):
                     part = -share[:, None] * _load(gram, ks, start + ss, K, K, K).to(tl.float32)
                     m += dot(part, _load(here, start + ss, vs, K, V, V), DOT, PRECISION)
-            keys = k + row * KB + head * KH + first * KT + ks[:, None]
-            values = v + row * VB + head * VH + first * VT
+            keys = k + number * KB + head * KH + first * KT + ks[:, None]
+            values = v + number * VB + head * VH + first * VT
             for start in tl.range(0, rows, BT, num_stages=STAGES):
                 there, ahead = (ts < rows - start)[None, :], tl.cast(start, tl.int64)
                 x = tl.load(keys + ahead * KT + ts[None, :] * KT, mask=there & (ks < K)[:, None], other=0.0)
@@ -185,4 +200,4 @@ def _absorb_step_kernel(
             if tl.load(reads + row) > 0:
                 y = tl.sum(_read_weights(q + row * QB + head * QH, ks, K)[:, None] * m, 0)
                 tl.store(out + cell * V + vs, y.to(out.dtype.element_ty), mask=vs < V)
-            tl.store(normalizer + cell * K + ks, after, mask=ks < tl.where(tile == 0, K, 0))
+            tl.store(normalizer + number * ZB + head * K + ks, after, mask=ks < tl.where(tile == 0, K, 0))

@@ -18,6 +18,7 @@ from ..backend import (
     block_size,
     cdiv,
     common_dtype,
+    contiguous,
     launch,
     multiprocessors,
     next_power_of_2,
@@ -291,11 +292,11 @@ def _divide_step(batch, heads, key_size, value_size, chunk_size, dtypes, program
     )
 
 
-def working_memory_triton_step(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
+def working_memory_triton_step(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size, indices):
     """
     One token and at most one chunk per row, q (B, H, 1, K), leaving, begins and reads (B, 1). Changes the states, in
-    float32, in place and returns out (B, H, 1, V). The device decides which rows absorb a chunk. The last kernel
-    changes both states, so that nothing has changed if one fails.
+    float32, in place and returns out (B, H, 1, V). With `indices` (B) the states, k and v are pools. The device
+    decides which rows absorb a chunk. The last kernel changes both states, so that nothing has changed if one fails.
     """
     (batch, heads, _, key_size), (_, _, length, value_size) = q.shape, v.shape
     dtypes, device = (q.dtype, k.dtype, v.dtype), (multiprocessors(v), shared_memory(v))
@@ -307,7 +308,7 @@ def working_memory_triton_step(q, k, v, memory, normalizer, leaving, begins, rea
     # To name a dtype would take longer.
     grams = (v if narrow else normalizer).new_empty(batch, heads, segments, key_size, key_size)
     tensors = memory, normalizer, normalizers, grams
-    tensors = *tensors, leaving.contiguous(), begins.contiguous(), reads.contiguous(), out
+    tensors = *tensors, *contiguous(leaving, begins, reads, indices), memory.stride(0), normalizer.stride(0), out
     numbers = chunk_size, length, segment, segments, heads
     q, k, v = strided(q)[:3], strided(k), strided(v)
     launch(_prepare_step_kernel, grid, *q, *k, *tensors, *numbers, **constants)

@@ -36,6 +36,8 @@ class GeckoLayout(TokenLayout):
         seen: see `mask` of [`subquad_kernels.chunk_attention_step`]: a single token reads the rings of a cache as they
             are. None if there are several tokens or no cache.
         leaving, begins, reads: see [`subquad_kernels.working_memory`].
+        slots: where a single token of each row finds its rings and its memory, if the states of the cache are pools
+            with those of many texts; see `indices` of the same operator.
         forgets: what `begins` is of the chunk that leaves attention at a token, (batch, length). It has no meaning at
             other tokens.
         ring: the number of tokens that the rings have room for after the call.
@@ -55,6 +57,7 @@ class GeckoLayout(TokenLayout):
     leaving: torch.Tensor | None = None
     begins: torch.Tensor | None = None
     reads: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
     forgets: torch.Tensor | None = None
     ring: int = 0
     shifts: torch.Tensor | None = None

@@ -162,13 +162,14 @@ class GeckoMega(nn.Module):
             begins=layout.begins,
             reads=layout.reads,
             chunk_size=self.config.chunk_size,
+            indices=layout.slots,
             inplace=layout.seen is not None and state.can_overwrite("memory"),
         )
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: GeckoLayout) -> torch.Tensor:
         """Section 3.2, equation 13: attention over a token's chunk up to the token, and the chunk before."""
         if layout.seen is not None:
-            return chunk_attention_step(q=q, k=k, v=v, mask=layout.seen)
+            return chunk_attention_step(q=q, k=k, v=v, mask=layout.seen, indices=layout.slots)
         return chunk_attention(
             q=q,
             k=k,
