@@ -79,10 +79,12 @@ def test_memory_does_not_grow_with_the_number_of_lengths():
         assert resident_memory() - before < 50e6
 
 
-@pytest.fixture(params=[True, False], ids=["instructions", "no instructions"])
+@pytest.fixture(params=["fast", "slow", ""], ids=["instructions", "slow instructions", "no instructions"])
 def instructions(request, monkeypatch):
-    """Whether the CPU is taken for one with instructions for 16-bit dtypes."""
-    monkeypatch.setattr(sys.modules["subquad_kernels.linear"], "multiplies", lambda dtype: request.param)
+    """The instructions that the CPU is taken to have for 16-bit dtypes."""
+    module = sys.modules["subquad_kernels.linear"]
+    monkeypatch.setattr(module, "multiplies", lambda dtype: bool(request.param))
+    monkeypatch.setattr(module, "multiplies_slowly", lambda dtype: request.param == "slow")
     return request.param
 
 
@@ -108,13 +110,17 @@ def test_16_bit_products(rows, dtype, onednn, instructions, monkeypatch):
     assert torch.backends.mkldnn.enabled
 
 
-def test_products_without_instructions_are_computed_in_float32(instructions):
-    weight, x = torch.randn(256, 128, dtype=torch.float16), torch.randn(64, 128, dtype=torch.float16)
+@pytest.mark.parametrize("rows", [64, 128])
+def test_products_without_fast_instructions_are_computed_in_float32(rows, instructions):
+    weight, x = torch.randn(256, 128, dtype=torch.float16), torch.randn(rows, 128, dtype=torch.float16)
     with torch.profiler.profile(record_shapes=True) as profile, torch.no_grad():
         linear(x, weight)
+    conversions = [event for event in profile.key_averages() if event.key == "aten::copy_"]
+    assert bool(conversions) == (not instructions or (instructions == "slow" and rows == 128))
+    with torch.profiler.profile(record_shapes=True) as profile, torch.no_grad():
         matmul(x, weight.T)
     conversions = [event for event in profile.key_averages() if event.key == "aten::copy_"]
-    assert bool(conversions) != instructions
+    assert bool(conversions) == (not instructions)
 
 
 def test_few_rows_do_not_turn_onednn_on(monkeypatch):

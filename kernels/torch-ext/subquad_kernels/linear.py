@@ -2,8 +2,10 @@
 
 import functools
 import math
+import platform
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,8 @@ _BLOCK = 4096
 _FEW_ROWS = 4
 # Below this number of multiplications a 16-bit product takes less time than the conversion of its weight begins with.
 _CONVERTED = 2**18
+# From this number of rows on the conversion of the weight takes less time than slow instructions lose.
+_MANY_ROWS = 96
 # A weight is converted to float32 in tiles of about this number of elements for each thread, which the caches hold.
 _TILE = 2**19
 # Held while oneDNN is off, so that one thread does not turn it on for another, or leave it off.
@@ -51,6 +55,20 @@ def multiplies(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16 and _ONEDNN is not None:  # `_is_mkldnn_bf16_supported` means AVX-512, of any kind
         return any(getattr(torch.cpu, f"_is_{x}_supported", bool)() for x in ("avx512_bf16", "amx_tile"))
     return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
+
+
+@functools.cache
+def multiplies_slowly(dtype: torch.dtype) -> bool:
+    """
+    Whether these instructions are slower than those of float32: AVX512_BF16 on an Intel CPU that has no AMX, or that
+    does not show it to a virtual machine. (Those of AMD are nearly twice as fast.)
+    """
+    if dtype != torch.bfloat16 or getattr(torch.cpu, "_is_amx_tile_supported", bool)():
+        return False
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "GenuineIntel" in platform.processor()
 
 
 def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -98,7 +116,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
       machine makes it when the first product of some size is asked for. `SUBQUAD_NATIVE=0` turns it off;
     - in float32 with AVX-512, larger ones by oneDNN instead of torch's default, MKL. That is up to 2.2 times as fast
       on an AMD EPYC, where MKL seems not to use AVX-512;
-    - in bfloat16 and float16, many rows by oneDNN if the CPU has instructions for the dtype. If not, the weight is
+    - in bfloat16 and float16, many rows by oneDNN if the CPU has fast instructions for the dtype. If not, the weight is
       converted to float32 in tiles that the cache holds. Without a C compiler, few rows by torch's own dot products.
 
     Otherwise, and for weights that are not plain tensors (for example quantised ones), this is torch's own function.
@@ -114,7 +132,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
             few = rows <= (1 if multiplies(x.dtype) else _FEW_ROWS)
             if few and _ONEDNN is not None:
                 return _by_dot_products(x, weight, bias)
-            if not (few or multiplies(x.dtype)) and work >= _CONVERTED:
+            native = multiplies(x.dtype) and not (rows >= _MANY_ROWS and multiplies_slowly(x.dtype))
+            if not (few or native) and work >= _CONVERTED:
                 return _in_float32(x.reshape(-1, width), weight, bias).view(*x.shape[:-1], -1)
         elif _ONEDNN is not None and work >= _WORTHWHILE and torch.backends.mkldnn.enabled:
             return _by_onednn(x.reshape(-1, width), weight, bias).view(*x.shape[:-1], -1)
