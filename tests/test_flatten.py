@@ -12,14 +12,14 @@ from subquad.models import REGISTRY
 
 # The maximum number of lines of Python in a repository, without those of its tokenizer.
 LIMITS = {
-    "rwkv5": 6450,
-    "rwkv6": 7000,
-    "rwkv7": 6700,
-    "avey": 5400,
-    "avey-b": 4000,
-    "raven": 6600,
-    "gecko": 8650,
-    "visual_rwkv": 7600,
+    "rwkv5": 6550,
+    "rwkv6": 7100,
+    "rwkv7": 6800,
+    "avey": 5500,
+    "avey-b": 4050,
+    "raven": 6850,
+    "gecko": 8850,
+    "visual_rwkv": 7700,
 }
 each_architecture = pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
 
@@ -57,7 +57,7 @@ def test_every_definition_is_used(architecture):
 @pytest.mark.fast
 @each_architecture
 def test_nothing_of_another_architecture(architecture):
-    built_on = {"rwkv6": {"rwkv5"}, "visual_rwkv": {"rwkv5", "rwkv6"}}.get(architecture.folder, set())
+    built_on = {"rwkv6": 7100{"rwkv5"}, "visual_rwkv": 7700{"rwkv5", "rwkv6"}}.get(architecture.folder, set())
     others = {other.folder for other in REGISTRY.values()} - {architecture.folder} - built_on
     for file in code_of(architecture):
         kind, _, folder = file.removesuffix(".py").partition("_")
