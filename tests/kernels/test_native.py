@@ -60,7 +60,7 @@ def test_equals_float64(library, dtype, width):
     if dtype not in library.dtypes:
         pytest.skip("needs conversions of float16")
     torch.manual_seed(width)
-    for rows in range(1, 9):
+    for rows in (*range(1, 9), *((9, 12, 21) if library.linear_rows > 8 else ())):
         for outputs in (1, 63, 64, 129):
             x = random(rows, width, dtype=dtype, offset=rows % 3)
             weight, bias = (random(*shape, dtype=dtype, offset=1) for shape in ((outputs, width), (outputs,)))
@@ -68,6 +68,8 @@ def test_equals_float64(library, dtype, width):
                 exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
                 out = library.linear(x, weight, added)
                 assert (out - exact).abs().max() <= tolerance(dtype, x, weight)
+            if rows > 8:
+                continue
             y = random(2, width, outputs, dtype=dtype, offset=1)
             out = library.matmul(x.expand(2, -1, -1), y)
             assert (out - x.double() @ y.double()).abs().max() <= tolerance(dtype, x, y[0].T)
@@ -127,7 +129,8 @@ def test_numbers_that_are_not_finite(library, dtype):
     for position in (0, 40, 64):
         x, weight = torch.ones(3, 65, dtype=dtype), torch.ones(70, 65, dtype=dtype)
         x[1, position], weight[3, position], weight[67, position], weight[5, position] = inf, nan, -inf, 0
-        torch.testing.assert_close(library.linear(x, weight, None), F.linear(x, weight), equal_nan=True)
+        for rows in (x, x.repeat(4, 1)) if library.linear_rows > 8 else (x,):
+            torch.testing.assert_close(library.linear(rows, weight, None), F.linear(rows, weight), equal_nan=True)
         y = weight.T.contiguous()
         torch.testing.assert_close(library.matmul(x, y), x @ y, equal_nan=True)
     largest = torch.full((1, 65), torch.finfo(dtype).max, dtype=dtype)
@@ -161,7 +164,7 @@ def calls(monkeypatch):
     made = []
 
     class Counting:
-        dtypes = dict.fromkeys(DTYPES, 0)
+        dtypes, linear_rows = dict.fromkeys(DTYPES, 0), 128
 
         def linear(self, *tensors):
             made.append("linear")
@@ -183,6 +186,16 @@ def test_what_takes_the_library(calls):
         matmul(x[:, :1], torch.randn(128, 256))
         matmul(torch.randn(5, 2, 32), torch.randn(5, 32, 256))
         assert calls == ["linear", "linear", "matmul", "matmul"]
+
+
+@pytest.mark.parametrize("lacking", ["multiplies", "multiplies_slowly"])
+def test_more_rows_without_fast_instructions(lacking, calls, monkeypatch):
+    monkeypatch.setattr(sys.modules["subquad_kernels.linear"], lacking, lambda dtype: lacking == "multiplies_slowly")
+    weight = torch.randn(256, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for rows, taken in ((9, 1), (128, 2), (129, 2)):
+            linear(torch.randn(rows, 128, dtype=torch.bfloat16), weight)
+            assert calls == ["linear"] * taken
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")

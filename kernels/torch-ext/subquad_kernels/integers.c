@@ -342,8 +342,6 @@ INLINE int32_t sum_of_row(const int8_t *x, ptrdiff_t count)
     return sum;
 }
 
-#define STRIP 16 /* outputs that are computed together, one in each lane of a vector or of several */
-
 /* Four numbers of x, as one of 32 bits. */
 INLINE int32_t four_of(const int8_t *x)
 {
@@ -359,30 +357,6 @@ INLINE int32_t four_of(const int8_t *x)
  * cache, two strips at a time.
  */
 #define STRIPS_FROM 5 /* rows */
-
-/* Transposes a matrix of 16 x 16 words of 32 bits. */
-INLINE void transpose(__m512i v[16])
-{
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; i += 2) {
-        a[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-        a[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int k = 0; k < 2; k++) {
-            b[i + 2 * k] = _mm512_unpacklo_epi64(a[i + k], a[i + k + 2]);
-            b[i + 2 * k + 1] = _mm512_unpackhi_epi64(a[i + k], a[i + k + 2]);
-        }
-    for (int c = 0; c < 4; c++) {
-        __m512i even = _mm512_shuffle_i32x4(b[c], b[c + 4], 0x88), odd = _mm512_shuffle_i32x4(b[c], b[c + 4], 0xdd);
-        __m512i even2 = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0x88);
-        __m512i odd2 = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0xdd);
-        v[c] = _mm512_shuffle_i32x4(even, even2, 0x88);
-        v[c + 4] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
-        v[c + 8] = _mm512_shuffle_i32x4(even, even2, 0xdd);
-        v[c + 12] = _mm512_shuffle_i32x4(odd, odd2, 0xdd);
-    }
-}
 
 /* Rows of a weight in the order of a strip; there are zeros for outputs that it does not have. */
 static void make_strip(const int8_t *weight, ptrdiff_t outputs, ptrdiff_t width, __m512i *strip)

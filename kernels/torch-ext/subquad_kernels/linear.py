@@ -116,24 +116,27 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
       machine makes it when the first product of some size is asked for. `SUBQUAD_NATIVE=0` turns it off;
     - in float32 with AVX-512, larger ones by oneDNN instead of torch's default, MKL. That is up to 2.2 times as fast
       on an AMD EPYC, where MKL seems not to use AVX-512;
-    - in bfloat16 and float16, many rows by oneDNN if the CPU has fast instructions for the dtype. If not, the weight is
-      converted to float32 in tiles that the cache holds. Without a C compiler, few rows by torch's own dot products.
+    - in bfloat16 and float16, many rows by oneDNN if the CPU has fast instructions for the dtype. If not, up to 128 rows
+      by that library (with AVX-512); for more the weight is converted to float32 in tiles that the cache holds. Without
+      a C compiler, few rows by torch's own dot products.
 
     Otherwise, and for weights that are not plain tensors (for example quantised ones), this is torch's own function.
     """
     if _is_plain(x, weight):
         work, width = x.numel() * weight.shape[0], x.shape[-1]
         rows = x.numel() // width
-        if rows <= MOST_ROWS and weight.dim() == 2 and fits_library(x, weight, 1, bias):
+        has, slow = x.dtype == torch.float32 or multiplies(x.dtype), multiplies_slowly(x.dtype)
+        if (rows <= MOST_ROWS or slow or not has) and weight.dim() == 2 and fits_library(x, weight, 1, bias):
             found = library()
-            if found and x.dtype in found.dtypes and (out := found.linear(x, weight, bias)) is not None:
+            may = found and x.dtype in found.dtypes and rows <= found.linear_rows
+            if may and (out := found.linear(x, weight, bias)) is not None:
                 return out
         if x.dtype != torch.float32:
-            few = rows <= (1 if multiplies(x.dtype) else _FEW_ROWS)
+            few = rows <= (1 if has else _FEW_ROWS)
             if few and _ONEDNN is not None:
                 return _by_dot_products(x, weight, bias)
-            native = multiplies(x.dtype) and not (rows >= _MANY_ROWS and multiplies_slowly(x.dtype))
-            if not (few or native) and work >= _CONVERTED:
+            convert = not has or (slow and rows >= _MANY_ROWS)
+            if convert and not few and work >= _CONVERTED:
                 return _in_float32(x.reshape(-1, width), weight, bias).view(*x.shape[:-1], -1)
         elif _ONEDNN is not None and work >= _WORTHWHILE and torch.backends.mkldnn.enabled:
             return _by_onednn(x.reshape(-1, width), weight, bias).view(*x.shape[:-1], -1)

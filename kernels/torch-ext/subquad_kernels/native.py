@@ -109,7 +109,9 @@ class Library:
         self._delta_keys = loaded.subquad_delta_keys
         self._delta_keys.argtypes = [number, number, *6 * [pointer], *3 * [size]]
         self._token_shift.restype = self._delta_keys.restype = None
-        loaded.subquad_int8_rows.restype = size
+        loaded.subquad_int8_rows.restype = loaded.subquad_linear_rows.restype = size
+        # Up to this number of rows `linear` is made for.
+        self.linear_rows: int = loaded.subquad_linear_rows()
         # Up to this number of rows `int8_linear` is faster than torch.
         self.int8_rows: int = loaded.subquad_int8_rows()
         self.dtypes = {x: n for x, n in _DTYPES.items() if x != torch.float16 or loaded.subquad_has_float16()}

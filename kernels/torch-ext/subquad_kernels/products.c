@@ -67,6 +67,7 @@ struct product {
     const float *x;
     const char *weight, *bias;
     char *out;
+    int failed;
 };
 
 /* Outputs `from` to `to`, at most PART, of ROWS rows. */
@@ -102,6 +103,136 @@ INLINE void parts(int dtype, struct product *p)
     }
 }
 
+#define STRIP 16 /* outputs that are computed together, one in each lane of a vector or of several */
+
+#if LANES == 16
+/*
+ * More rows than a few. A vector has a number of each of STRIP outputs, and is multiplied by one number of a row of x, so
+ * that no sums within a vector are needed. The weight is brought into this order in the cache, two strips at a time.
+ */
+#define MANY_FROM 9 /* rows */
+
+/* Transposes a matrix of 16 x 16 words of 32 bits. */
+INLINE void transpose(__m512i v[16])
+{
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int k = 0; k < 2; k++) {
+            b[i + 2 * k] = _mm512_unpacklo_epi64(a[i + k], a[i + k + 2]);
+            b[i + 2 * k + 1] = _mm512_unpackhi_epi64(a[i + k], a[i + k + 2]);
+        }
+    for (int c = 0; c < 4; c++) {
+        __m512i even = _mm512_shuffle_i32x4(b[c], b[c + 4], 0x88), odd = _mm512_shuffle_i32x4(b[c], b[c + 4], 0xdd);
+        __m512i even2 = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0x88);
+        __m512i odd2 = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0xdd);
+        v[c] = _mm512_shuffle_i32x4(even, even2, 0x88);
+        v[c + 4] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
+        v[c + 8] = _mm512_shuffle_i32x4(even, even2, 0xdd);
+        v[c + 12] = _mm512_shuffle_i32x4(odd, odd2, 0xdd);
+    }
+}
+
+/* Rows of a weight in the order of a strip, in float32; there are zeros for outputs that it does not have. */
+INLINE void make_float_strip(
+    int dtype, const char *weight, ptrdiff_t from, ptrdiff_t outputs, ptrdiff_t width, __m512i *strip)
+{
+    for (ptrdiff_t i = 0; i < width; i += LANES, strip += LANES) {
+        __m512i v[16];
+#pragma GCC unroll 16
+        for (int o = 0; o < 16; o++) {
+            ptrdiff_t at = (from + o) * width + i;
+            floats row = all(0.f);
+            if (from + o < outputs)
+                row = i + LANES <= width ? load(dtype, weight, at) : load_part(dtype, weight, at, width - i);
+            v[o] = (__m512i)row;
+        }
+        transpose(v);
+        for (int o = 0; o < 16; o++)
+            strip[o] = v[o];
+    }
+}
+
+/* ROWS rows of x times two strips, from an output on. */
+INLINE void two_float_strips(
+    int dtype, int ROWS, const struct product *p, ptrdiff_t row, ptrdiff_t from, const floats *strips)
+{
+    const float *x = p->x + row * p->padded;
+    floats s[2][8];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+        s[0][r] = s[1][r] = all(0.f);
+    for (ptrdiff_t k = 0; k < p->padded; k++) {
+        floats w = strips[k], w2 = strips[p->padded + k];
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            s[0][r] += w * x[r * p->padded + k];
+            s[1][r] += w2 * x[r * p->padded + k];
+        }
+    }
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; n++) {
+        ptrdiff_t o = from + n * STRIP, count = smaller(STRIP, p->outputs - o);
+        if (count <= 0)
+            return;
+        floats bias = p->bias ? load_part(dtype, p->bias, o, count) : all(0.f);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            if (count == STRIP)
+                store(p->out_dtype, p->out, (row + r) * p->outputs + o, s[n][r] + bias, STRIP);
+            else
+                store(p->out_dtype, p->out, (row + r) * p->outputs + o, s[n][r] + bias, count);
+        }
+    }
+}
+
+INLINE void float_strips(int dtype, struct product *p, __m512i *strips)
+{
+    for (;;) {
+        ptrdiff_t from = __atomic_fetch_add(&p->next, 2 * STRIP, __ATOMIC_RELAXED), row = 0;
+        if (from >= p->outputs)
+            return;
+        for (int n = 0; n < 2; n++)
+            make_float_strip(dtype, p->weight, from + n * STRIP, p->outputs, p->width, strips + n * p->padded);
+        for (; row + 8 <= p->rows; row += 8)
+            two_float_strips(dtype, 8, p, row, from, (const floats *)strips);
+        for (; row + 4 <= p->rows; row += 4)
+            two_float_strips(dtype, 4, p, row, from, (const floats *)strips);
+        for (; row < p->rows; row++)
+            two_float_strips(dtype, 1, p, row, from, (const floats *)strips);
+    }
+}
+
+static void float_strips_work(void *data)
+{
+    struct product *p = data;
+    __m512i *strips = aligned_alloc(64, 2 * STRIP * p->padded * sizeof(float));
+    if (!strips) {
+        __atomic_store_n(&p->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    switch (p->dtype) {
+    case FLOAT32: float_strips(FLOAT32, p, strips); break;
+    case BFLOAT16: float_strips(BFLOAT16, p, strips); break;
+    case FLOAT16: float_strips(FLOAT16, p, strips); break;
+    }
+    free(strips);
+}
+#endif
+
+/* The number of rows up to which [subquad_linear] is meant to be called. */
+ptrdiff_t subquad_linear_rows(void)
+{
+#ifdef MANY_FROM
+    return 128;
+#else
+    return 8;
+#endif
+}
+
 static void product_work(void *data)
 {
     struct product *p = data;
@@ -125,13 +256,18 @@ int subquad_linear(
     if (!wide)
         return 1;
     widen(dtype, x, rows, width, wide, padded);
-    struct product p = {dtype, dtype, rows, outputs, width, padded, 0, wide, weight, bias, out};
+    struct product p = {dtype, dtype, rows, outputs, width, padded, 0, wide, weight, bias, out, 0};
+    void (*work)(void *) = product_work;
+#ifdef MANY_FROM
+    if (rows >= MANY_FROM)
+        work = float_strips_work;
+#endif
     if (threads > 1 && run)
-        run(product_work, &p, threads, 0);
+        run(work, &p, threads, 0);
     else
-        product_work(&p);
+        work(&p);
     free(wide);
-    return 0;
+    return p.failed;
 }
 
 /*
