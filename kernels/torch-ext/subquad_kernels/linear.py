@@ -116,9 +116,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
       machine makes it when the first product of some size is asked for. `SUBQUAD_NATIVE=0` turns it off;
     - in float32 with AVX-512, larger ones by oneDNN instead of torch's default, MKL. That is up to 2.2 times as fast
       on an AMD EPYC, where MKL seems not to use AVX-512;
-    - in bfloat16 and float16, many rows by oneDNN if the CPU has fast instructions for the dtype. If not, up to 128 rows
-      by that library (with AVX-512); for more the weight is converted to float32 in tiles that the cache holds. Without
-      a C compiler, few rows by torch's own dot products.
+    - in bfloat16 and float16, many rows by oneDNN if the CPU has fast instructions for the dtype. If not, up to 128
+      rows by that library (with AVX-512); for more the weight is converted to float32 in tiles that the cache holds.
+      Without a C compiler, few rows by torch's own dot products.
 
     Otherwise, and for weights that are not plain tensors (for example quantised ones), this is torch's own function.
     """
