@@ -14,11 +14,13 @@ The passkey is among five sentences that repeat, the number among sentences that
 models of 150M to 7B parameters. Here models of about 0.13M learn only this task, from scratch, with a vocabulary of
 words and digits. They learn both variants together from rows that never repeat, with the needle anywhere; only the
 answer has a loss. The longest rows grow from --shortest to --train-length tokens as a model learns, because with long
-rows from the beginning it learns nothing for a long time.
+rows from the beginning it learns nothing for a long time. Where another recipe is better for an architecture, it has
+that one (recipes.py); the section on what was tried has the numbers.
 
 The test works like an application: `generate` reads a text and writes the digits one by one with the cache. The answer
-is right if every digit is. All architectures get the same texts. The weights are kept in OUT/needle-ARCHITECTURE, so a
-later run, for example with more --lengths, does not train again.
+is right if every digit is. All models get the same texts. The weights are kept in OUT/needle-ARCHITECTURE-RECIPE-SEED,
+so a later run, for example with more --lengths, does not train again. With several --seeds, the numbers are means,
+with the least and the greatest.
 
 A training row contains its answer, and Avey's ranker reads the whole last split, so it also learns to find the needle
 by its digits. In the test these are missing, and the accuracy is lower than in training, especially if the digits are
@@ -40,12 +42,17 @@ import torch.nn.functional as F
 from tqdm import trange
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .baselines import without
 from .figures import line_of, new_figure, short
 from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer
+from .recipes import Recipe, chosen, find
+from .spread import Spread, by, draw_spreads
 
 
 TITLE = "Needle in a haystack"
 ARCHITECTURES = CAUSAL
+SEEDS = (0,)
+SHARED = ("architecture", "recipe", "seed")  # cells that are the same in these have one training
 VARIANTS = ("passkey", "number")
 DEPTHS = range(0, 101, 10)  # in percent
 CALL = 32768  # tokens that are read in one call
@@ -60,6 +67,7 @@ PAPERS = {
 }
 OWN_RATES = {"transformer": "transformer_lr"}  # architecture to the option with its learning rate
 BOUNDARY = 0  # the id that begins a text
+TEST_SEED = 0  # that of the test's texts, the same for all models
 DIGITS = "0123456789"
 NEEDLES = {"passkey": "the pass key is", "number": "the special magic number for NOUN is"}
 SENTENCES = {
@@ -113,17 +121,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1e-3,
         help="largest learning rate of the transformer, which learns less at 3e-3",
     )
+    add("--weight-decay", type=float, default=0.1, help="weight decay of the matrices")
+    add(
+        "--answers",
+        choices=("whole", "digit", "mixed"),
+        default="whole",
+        help="what a training row ends with: the whole answer, or the digits before one, which alone has a loss; "
+        "mixed: one or the other",
+    )
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = "texts train_length shortest digits width layers window steps tokens lr transformer_lr"
+    names = (
+        "texts train_length shortest digits width layers window steps tokens lr transformer_lr weight_decay answers"
+    )
     return {name: getattr(arguments, name) for name in names.split()}
 
 
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [
-        {"architecture": architecture, "variant": variant, "length": length}
+        {
+            "architecture": architecture,
+            "recipe": chosen(architecture),
+            "seed": seed,
+            "variant": variant,
+            "length": length,
+        }
         for architecture in arguments.architectures
+        for seed in arguments.seeds
         for variant in VARIANTS
         for length in arguments.lengths
     ]
@@ -162,19 +187,23 @@ def make_text(variant: str, length: int, depth: float, digits: int, generator: r
     return [BOUNDARY, *(IDS[word] for word in text)]
 
 
-def train(arguments: argparse.Namespace, architecture: str) -> PreTrainedModel:
-    torch.manual_seed(arguments.seed)
+def train(arguments: argparse.Namespace, architecture: str, recipe: Recipe, seed: int) -> PreTrainedModel:
+    arguments = argparse.Namespace(**{**vars(arguments), **recipe.options})
+    torch.manual_seed(seed)
     ids = {"bos_token_id": BOUNDARY, "eos_token_id": None, "pad_token_id": None}
     lr = getattr(arguments, OWN_RATES.get(architecture, "lr"))
     sizes = {name: getattr(arguments, name) for name in ("width", "layers", "window")}
-    config = make_config(architecture, vocabulary=len(IDS) + 1, context=arguments.train_length, lr=lr, **sizes, **ids)
-    model = make_model(config).to(arguments.device).train()
-    optimizer = make_optimizer(model, lr, weight_decay=0.1)
+    others = {**ids, **recipe.config}
+    config = make_config(
+        architecture, vocabulary=len(IDS) + 1, context=arguments.train_length, lr=lr, **sizes, **others
+    )
+    model = without(recipe.without, make_model(config)).to(arguments.device).train()
+    optimizer = make_optimizer(model, lr, weight_decay=arguments.weight_decay)
     peaks = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, peaks, arguments.steps, pct_start=0.02, cycle_momentum=False
     )
-    generator = random.Random(f"{arguments.seed} training")
+    generator = random.Random(f"{seed} training")
     digits, longest, learned = arguments.digits, float(arguments.shortest), 0.0
     bar = trange(arguments.steps, desc=architecture, unit="step", leave=False)
     for _ in bar:
@@ -184,9 +213,12 @@ def train(arguments: argparse.Namespace, architecture: str) -> PreTrainedModel:
             for _ in range(max(arguments.tokens // length, 1))
         ]
         batch = torch.tensor(rows, device=arguments.device)
-        answers = batch[:, -digits:]
+        whole = arguments.answers == "whole" or (arguments.answers == "mixed" and generator.random() < 0.5)
+        end = length if whole else length - generator.randint(0, digits - 1)
+        read, answers = (batch, batch[:, -digits:]) if whole else (batch[:, : end - 1], batch[:, end - 1 : end])
         with torch.autocast(batch.device.type, torch.bfloat16):
-            logits = model(input_ids=batch, use_cache=False, logits_to_keep=digits + 1).logits[:, :-1].float()
+            logits = model(input_ids=read, use_cache=False, logits_to_keep=digits + 1).logits.float()
+        logits = logits[:, -digits - 1 : -1] if whole else logits[:, -1:]
         loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -200,25 +232,26 @@ def train(arguments: argparse.Namespace, architecture: str) -> PreTrainedModel:
     return model
 
 
-def obtain(arguments: argparse.Namespace, architecture: str) -> tuple[PreTrainedModel, float]:
-    """A trained model and the seconds of its training; that of an earlier run if its settings were the same."""
+def obtain(arguments: argparse.Namespace, architecture: str, name: str, seed: int) -> tuple[PreTrainedModel, float]:
+    """A model trained by a recipe, and the seconds of its training; that of an earlier run if nothing has changed."""
     models = vars(arguments).setdefault("models", {})  # those of this run
-    if architecture not in models:
-        directory = arguments.out / f"needle-{architecture}"
-        path, wanted = directory / "training.json", {**settings(arguments), "seed": arguments.seed}
+    key = f"{architecture}-{name}-{seed}"
+    if key not in models:
+        directory, recipe = arguments.out / f"needle-{key}", find(architecture, name)
+        path, wanted = directory / "training.json", {**settings(arguments), "recipe": [*recipe[1:]]}
         training = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if training.get("settings") != wanted or arguments.fresh:
             start = time.perf_counter()
-            model = train(arguments, architecture)
+            model = train(arguments, architecture, recipe, seed)
             training = {"settings": wanted, "seconds": round(time.perf_counter() - start, 1)}
-            new = directory.with_suffix(".new")
+            new = directory.with_name(directory.name + ".new")
             model.save_pretrained(new)
             (new / path.name).write_text(json.dumps(training), encoding="utf-8")
             shutil.rmtree(directory, ignore_errors=True)
             new.rename(directory)
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        models[architecture] = model.to(arguments.device), training["seconds"]
-    return models[architecture]
+        model = without(recipe.without, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+        models[key] = model.to(arguments.device), training["seconds"]
+    return models[key]
 
 
 def are_right(model: PreTrainedModel, texts: torch.Tensor, digits: int) -> torch.Tensor:
@@ -231,9 +264,11 @@ def are_right(model: PreTrainedModel, texts: torch.Tensor, digits: int) -> torch
     return torch.cat(right)
 
 
-def measure(arguments: argparse.Namespace, architecture: str, variant: str, length: int) -> dict[str, Any]:
-    model, seconds = obtain(arguments, architecture)
-    generator = random.Random(f"{arguments.seed} test {variant} {length}")
+def measure(
+    arguments: argparse.Namespace, architecture: str, recipe: str, seed: int, variant: str, length: int
+) -> dict[str, Any]:
+    model, seconds = obtain(arguments, architecture, recipe, seed)
+    generator = random.Random(f"{TEST_SEED} test {variant} {length}")
     texts = [
         make_text(variant, length, depth / 100, arguments.digits, generator)
         for depth in DEPTHS
@@ -249,10 +284,14 @@ def in_order(row: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def lines_of(record: dict[str, Any]) -> dict[str, dict[str, dict[int, dict[str, Any]]]]:
-    """The rows by architecture, variant and length, in this order."""
+    """The means over the seeds by architecture, variant and length, in this order, with the spread of the accuracy."""
     lines: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
-    for row in sorted(record["rows"], key=in_order):
-        lines.setdefault(row["architecture"], {}).setdefault(row["variant"], {})[row["length"]] = row
+    rows = by(sorted(record["rows"], key=in_order), "architecture", "variant", "length")
+    for (architecture, variant, length), alike in rows.items():
+        spread = Spread.of(row["accuracy"] for row in alike)
+        depths = zip(*(row["by_depth"] for row in alike), strict=True)
+        mean = {"accuracy": spread.mean, "spread": spread, "by_depth": [sum(depth) / len(alike) for depth in depths]}
+        lines.setdefault(architecture, {}).setdefault(variant, {})[length] = mean
     return lines
 
 
@@ -283,8 +322,8 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
     curves, grid = new_figure(1, len(VARIANTS), sharey=True)
     for axes, variant in zip(grid, VARIANTS, strict=True):
         for architecture, variants in lines.items():
-            points = {length: row["accuracy"] for length, row in variants.get(variant, {}).items()}
-            axes.plot(points.keys(), points.values(), **line_of(architecture))
+            points = {length: row["spread"] for length, row in variants.get(variant, {}).items()}
+            draw_spreads(axes, points, **line_of(architecture))
         axes.axvline(trained, color="#999999", linewidth=0.8, linestyle=":")
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, ticks)
@@ -295,12 +334,14 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    header = ["model", "variant", "length (tokens)", "right answers", "worst depth (%)", "right there"]
+    header = ["model", "variant", "length (tokens)", "seeds", "right answers", "worst depth (%)", "right there"]
     rows = []
-    for row in sorted(record["rows"], key=in_order):
-        worst = min(row["by_depth"])
-        what = [NAMES[row["architecture"]], row["variant"], f"{row['length']:,}"]
-        rows.append([*what, f"{row['accuracy']:.3f}", str(DEPTHS[row["by_depth"].index(worst)]), f"{worst:.3f}"])
+    for architecture, variants in lines_of(record).items():
+        for variant, lengths in variants.items():
+            for length, row in lengths.items():
+                worst = min(row["by_depth"])
+                what = [NAMES[architecture], variant, f"{length:,}", str(row["spread"].count), row["spread"].text()]
+                rows.append([*what, str(DEPTHS[row["by_depth"].index(worst)]), f"{worst:.3f}"])
     return header, rows
 
 
@@ -317,7 +358,7 @@ def reach_of(rows: dict[int, dict[str, Any]], trained: int) -> tuple[int, int]:
 
 def describe(architecture: str, variant: str, rows: dict[int, dict[str, Any]], trained: int) -> str:
     """All accuracies, and those in both halves of the text at the first length that is too long for the model."""
-    answers = ", ".join(f"{row['accuracy']:.1%} ({length:,})" for length, row in rows.items())
+    answers = ", ".join(f"{row['spread'].text('.1%')} at {length:,}" for length, row in rows.items())
     text = f"{NAMES[architecture]}, {variant}, right answers by length in tokens: {answers}."
     base, reach = reach_of(rows, trained)
     if beyond := [length for length in rows if length >= base and length > reach]:

@@ -1,0 +1,82 @@
+"""
+Recipes of the needle's training: what a training and a model have instead of the common settings.
+
+They are data. `RECIPES` has those that were tried, each with what it changes and why, and `CHOSEN` the one that the
+needle in a haystack uses. `python -m examples.evaluation trials` measures them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Recipe(NamedTuple):
+    """
+    Args:
+        why: what it changes, and the reason.
+        config: fields of the configuration.
+        options: options of `python -m examples.evaluation needle`, such as `{"weight_decay": 0.0}`.
+        without: the part of `baselines.PARTS` that the model does not have.
+    """
+
+    why: str
+    config: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    without: str = ""
+
+
+COMMON = "common"
+PLAIN = Recipe("the settings that all architectures have in common")
+SPARSE = {"topk": 4}
+NO_DECAY = {"weight_decay": 0.0}
+RECIPES: dict[str, dict[str, Recipe]] = {
+    "raven": {
+        COMMON: PLAIN,
+        "sparse": Recipe("a token is written to 4 of 32 slots, as few as in the paper, not to 16", SPARSE),
+        "no-decay": Recipe("no weight decay: the paper mentions none", options=NO_DECAY),
+        "sparse-no-decay": Recipe("4 of 32 slots and no weight decay", SPARSE, NO_DECAY),
+        "slots": Recipe("128 slots, of which 16 are written", {"num_slots": 128}),
+        "silent": Recipe("no noise in the router", {"add_gumbel_noise": False}),
+        "slow": Recipe("a third of the learning rate", options={"lr": 1e-3}),
+        "mlp": Recipe("a router of two layers", {"router_type": "mlp"}),
+        "long": Recipe("twice as many steps", options={"steps": 5000}),
+    },
+    "avey": {
+        COMMON: PLAIN,
+        "digit": Recipe(
+            "rows end before the digit to predict, so the ranker cannot see it", options={"answers": "digit"}
+        ),
+        "mixed": Recipe("half of the rows end before the digit to predict", options={"answers": "mixed"}),
+        "max": Recipe("scores are divided by the largest, as in the paper", {"score_normalization": "max"}),
+        "k8": Recipe("7 splits are retrieved, as in the paper, not 3", {"k": 8}),
+        "mixed-k8": Recipe("7 splits, and half of the rows end before the digit", {"k": 8}, {"answers": "mixed"}),
+        "long": Recipe("twice as many steps", options={"steps": 5000}),
+    },
+}
+CHOSEN: dict[str, str] = {}  # architecture to the recipe of its needle, if it is not the common one
+# Architecture to the name of a part, and the recipe of a model without it.
+ABLATIONS: dict[str, tuple[str, Recipe]] = {
+    "avey": ("ranker", Recipe("one split of 128 tokens, and no other is retrieved", {"k": 1, "chunk_size": 128})),
+    "raven": ("router", Recipe("every token is written to all slots", {"router": "gsa", "decay_type": "GLA"})),
+    "gecko": ("working memory", Recipe("nothing is read from the memory", without="working memory")),
+    "finch": ("changing decay", Recipe("the decays are parameters, as Eagle's", without="changing decay")),
+}
+WITHOUT = "without"  # the name of an ablation's recipe
+
+
+def chosen(architecture: str) -> str:
+    """The name of the recipe that an architecture's needle is trained with."""
+    return CHOSEN.get(architecture, COMMON)
+
+
+def find(architecture: str, name: str) -> Recipe:
+    """
+    Raises:
+        ValueError: if the architecture does not have a recipe of this name.
+    """
+    recipes = RECIPES.get(architecture, {COMMON: PLAIN})
+    if architecture in ABLATIONS:
+        recipes = {**recipes, WITHOUT: ABLATIONS[architecture][1]}
+    if name not in recipes:
+        raise ValueError(f"The recipes of {architecture} are {', '.join(recipes)}, got {name!r}.")
+    return recipes[name]
