@@ -49,8 +49,9 @@ def test_a_recipe_changes_what_it_says(architecture, name):
     parser.set_defaults(**trials.SMALLER)
     usual = vars(parser.parse_args([]))
     assert all(usual[option] != value for option, value in recipe.options.items())
-    assert recipe.why and (recipe == recipes.PLAIN) == (recipe[1:] == ({}, {}, ""))
-    make_model(config)
+    assert recipe.why and (recipe == recipes.PLAIN) == (recipe[1:] == recipes.PLAIN[1:])
+    names = [name for name, _ in make_model(config).named_parameters()]
+    assert all(any(name.endswith(f".{end}") for name in names) for end in recipe.start)
 
 
 def test_recipes_that_are_not_there_are_refused():
@@ -120,6 +121,16 @@ def test_rows_end_where_the_option_says(monkeypatch, answers, ends):
             assert text[: len(row)] == row
             cut.add(len(text) - len(row))
     assert cut == ends and next(rows, None) is None
+
+
+def test_parameters_begin_where_the_recipe_says():
+    parser = argparse.ArgumentParser()
+    needle.add_arguments(parser)
+    arguments = parser.parse_args([*TINY[:-2], "--steps", "1", "--lr", "1e-9"])
+    arguments.device = "cpu"
+    model = needle.train(arguments, "raven", recipes.Recipe("faster decays", start={"dt_bias": -1.0}), 0)
+    assert all(torch.allclose(layer.attn.dt_bias, torch.tensor(-1.0)) for layer in model.model.layers)
+    assert not any(torch.allclose(layer.attn.A_log, torch.tensor(-1.0)) for layer in model.model.layers)
 
 
 @pytest.fixture

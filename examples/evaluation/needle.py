@@ -198,6 +198,9 @@ def train(arguments: argparse.Namespace, architecture: str, recipe: Recipe, seed
         architecture, vocabulary=len(IDS) + 1, context=arguments.train_length, lr=lr, **sizes, **others
     )
     model = without(recipe.without, make_model(config)).to(arguments.device).train()
+    for name, parameter in model.named_parameters():
+        if (value := recipe.start.get(name.rpartition(".")[2])) is not None:
+            torch.nn.init.constant_(parameter, value)
     optimizer = make_optimizer(model, lr, weight_decay=arguments.weight_decay)
     peaks = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR(

@@ -17,17 +17,20 @@ class Recipe(NamedTuple):
         config: fields of the configuration.
         options: options of `python -m examples.evaluation needle`, such as `{"weight_decay": 0.0}`.
         without: the part of `baselines.PARTS` that the model does not have.
+        start: last part of parameters' names to the value that they begin with.
     """
 
     why: str
     config: dict[str, Any] = {}
     options: dict[str, Any] = {}
     without: str = ""
+    start: dict[str, float] = {}
 
 
 COMMON = "common"
 PLAIN = Recipe("the settings that all architectures have in common")
 SPARSE = {"topk": 4}
+UNTIED = {"tie_word_embeddings": False}
 NO_DECAY = {"weight_decay": 0.0}
 RECIPES: dict[str, dict[str, Recipe]] = {
     "raven": {
@@ -39,6 +42,11 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "silent": Recipe("no noise in the router", {"add_gumbel_noise": False}),
         "slow": Recipe("a third of the learning rate", options={"lr": 1e-3}),
         "mlp": Recipe("a router of two layers", {"router_type": "mlp"}),
+        "half-sparse": Recipe("a token is written to 8 of 32 slots", {"topk": 8}),
+        "brisk": Recipe("decays begin ten times as fast, so that slots fill up within a row", start={"dt_bias": -1.0}),
+        "brisk-slots": Recipe("faster decays, 128 slots", {"num_slots": 128}, start={"dt_bias": -1.0}),
+        "brisk-no-decay": Recipe("faster decays, no weight decay", {}, NO_DECAY, start={"dt_bias": -1.0}),
+        "fast": Recipe("three times the learning rate", options={"lr": 1e-2}),
         "long": Recipe("twice as many steps", options={"steps": 5000}),
     },
     "avey": {
@@ -47,10 +55,16 @@ RECIPES: dict[str, dict[str, Recipe]] = {
             "rows end before the digit to predict, so the ranker cannot see it", options={"answers": "digit"}
         ),
         "mixed": Recipe("half of the rows end before the digit to predict", options={"answers": "mixed"}),
+        "untied": Recipe("the head does not share the embeddings, which the ranker compares", UNTIED),
+        "untied-mixed": Recipe("both", UNTIED, {"answers": "mixed"}),
+        "untied-digit": Recipe("untied, and all rows end before the digit to predict", UNTIED, {"answers": "digit"}),
+        "untied-mixed-k8": Recipe(
+            "untied, mixed, and 7 splits are retrieved", UNTIED | {"k": 8}, {"answers": "mixed"}
+        ),
         "max": Recipe("scores are divided by the largest, as in the paper", {"score_normalization": "max"}),
         "k8": Recipe("7 splits are retrieved, as in the paper, not 3", {"k": 8}),
-        "mixed-k8": Recipe("7 splits, and half of the rows end before the digit", {"k": 8}, {"answers": "mixed"}),
         "long": Recipe("twice as many steps", options={"steps": 5000}),
+        "untied-mixed-long": Recipe("untied, mixed, twice as many steps", UNTIED, {"answers": "mixed", "steps": 5000}),
     },
 }
 CHOSEN: dict[str, str] = {}  # architecture to the recipe of its needle, if it is not the common one
