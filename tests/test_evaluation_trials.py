@@ -40,7 +40,7 @@ def small(architecture, width=64, **fields):
 )
 def test_a_recipe_changes_what_it_says(architecture, name):
     recipe = recipes.find(architecture, name)
-    plain, config = (make_config(architecture, vocabulary=20, **fields) for fields in ({}, recipe.config))
+    plain, config = (make_config(architecture, vocabulary=20, window=64, **fields) for fields in ({}, recipe.config))
     assert all(getattr(config, field) == value for field, value in recipe.config.items())
     differing = {field for field in plain.to_dict() if plain.to_dict()[field] != config.to_dict()[field]}
     assert set(recipe.config) <= differing <= {*recipe.config, "extended_len"}
@@ -97,7 +97,9 @@ def test_a_finch_without_its_changing_decay_has_the_same_decays_for_all_tokens()
     assert attention.time_decay.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize(("answers", "ends"), [("whole", {0}), ("digit", {1, 2}), ("mixed", {0, 1, 2})])
+@pytest.mark.parametrize(
+    ("answers", "ends"), [("whole", {0}), ("digit", {1, 2}), ("mixed", {0, 1, 2}), ("late", {0, 1, 2})]
+)
 def test_rows_end_where_the_option_says(monkeypatch, answers, ends):
     """Counted from the end of a text with two digits: nothing is read of the digits that have a loss."""
     made, read, make_text, make = [], [], needle.make_text, needle.make_model
@@ -114,13 +116,15 @@ def test_rows_end_where_the_option_says(monkeypatch, answers, ends):
     arguments = parser.parse_args([*TINY[:-2], "--answers", answers, "--steps", "20"])
     arguments.device = "cpu"
     needle.train(arguments, "transformer", recipes.PLAIN, 0)
-    rows, cut = iter(made), set()
+    rows, cut = iter(made), []
     for batch in read:
         for row in batch.tolist():
             text = next(rows)
             assert text[: len(row)] == row
-            cut.add(len(text) - len(row))
-    assert cut == ends and next(rows, None) is None
+            cut.append(len(text) - len(row))
+    assert set(cut) == ends and next(rows, None) is None
+    if answers == "late":
+        assert not any(cut[: len(cut) // 2]) and all(cut[-len(cut) // 2 :])
 
 
 def test_parameters_begin_where_the_recipe_says():

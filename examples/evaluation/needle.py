@@ -124,10 +124,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weight-decay", type=float, default=0.1, help="weight decay of the matrices")
     add(
         "--answers",
-        choices=("whole", "digit", "mixed"),
+        choices=("whole", "digit", "mixed", "late"),
         default="whole",
         help="what a training row ends with: the whole answer, or the digits before one, which alone has a loss; "
-        "mixed: one or the other",
+        "mixed: one or the other; late: digit in the second half of the training",
     )
 
 
@@ -187,6 +187,13 @@ def make_text(variant: str, length: int, depth: float, digits: int, generator: r
     return [BOUNDARY, *(IDS[word] for word in text)]
 
 
+def are_whole(answers: str, progress: float, generator: random.Random) -> bool:
+    """Whether the rows of a step of the training end with the whole answer. The progress is from 0 to 1."""
+    if answers == "mixed":
+        return generator.random() < 0.5
+    return answers == "whole" or (answers == "late" and progress < 0.5)
+
+
 def train(arguments: argparse.Namespace, architecture: str, recipe: Recipe, seed: int) -> PreTrainedModel:
     arguments = argparse.Namespace(**{**vars(arguments), **recipe.options})
     torch.manual_seed(seed)
@@ -209,14 +216,14 @@ def train(arguments: argparse.Namespace, architecture: str, recipe: Recipe, seed
     generator = random.Random(f"{seed} training")
     digits, longest, learned = arguments.digits, float(arguments.shortest), 0.0
     bar = trange(arguments.steps, desc=architecture, unit="step", leave=False)
-    for _ in bar:
+    for step in bar:
         length = generator.randint(arguments.shortest, int(longest))
         rows = [
             make_text(generator.choice(VARIANTS), length, generator.random(), digits, generator)
             for _ in range(max(arguments.tokens // length, 1))
         ]
         batch = torch.tensor(rows, device=arguments.device)
-        whole = arguments.answers == "whole" or (arguments.answers == "mixed" and generator.random() < 0.5)
+        whole = are_whole(arguments.answers, step / arguments.steps, generator)
         end = length if whole else length - generator.randint(0, digits - 1)
         read, answers = (batch, batch[:, -digits:]) if whole else (batch[:, : end - 1], batch[:, end - 1 : end])
         with torch.autocast(batch.device.type, torch.bfloat16):

@@ -57,14 +57,19 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "mixed": Recipe("half of the rows end before the digit to predict", options={"answers": "mixed"}),
         "untied": Recipe("the head does not share the embeddings, which the ranker compares", UNTIED),
         "untied-mixed": Recipe("both", UNTIED, {"answers": "mixed"}),
-        "untied-digit": Recipe("untied, and all rows end before the digit to predict", UNTIED, {"answers": "digit"}),
-        "untied-mixed-k8": Recipe(
-            "untied, mixed, and 7 splits are retrieved", UNTIED | {"k": 8}, {"answers": "mixed"}
+        "untied-late": Recipe("untied, and rows end before the digit in the second half", UNTIED, {"answers": "late"}),
+        "untied-max": Recipe("untied, scores are divided by the largest", UNTIED | {"score_normalization": "max"}),
+        "untied-k8": Recipe("untied, 7 splits are retrieved", UNTIED | {"k": 8}),
+        "untied-k8-late": Recipe(
+            "untied, 7 splits, rows end before the digit late", UNTIED | {"k": 8}, {"answers": "late"}
+        ),
+        "untied-wide": Recipe(
+            "untied, splits of 64 tokens, in which a needle is cut less often", UNTIED | {"chunk_size": 64}
         ),
         "max": Recipe("scores are divided by the largest, as in the paper", {"score_normalization": "max"}),
         "k8": Recipe("7 splits are retrieved, as in the paper, not 3", {"k": 8}),
         "long": Recipe("twice as many steps", options={"steps": 5000}),
-        "untied-mixed-long": Recipe("untied, mixed, twice as many steps", UNTIED, {"answers": "mixed", "steps": 5000}),
+        "untied-long": Recipe("untied, twice as many steps", UNTIED, {"steps": 5000}),
     },
 }
 CHOSEN: dict[str, str] = {}  # architecture to the recipe of its needle, if it is not the common one
