@@ -91,6 +91,17 @@ def test_a_text_without_room_is_refused():
         needle.make_text("number", 30, 0.5, 5, random.Random(0))
 
 
+@pytest.mark.parametrize("variant", needle.VARIANTS)
+def test_a_needle_is_cut_where_a_split_ends_in_it(variant):
+    words = len(needle.NEEDLES[variant].split()) + 3
+    text = needle.make_text(variant, 100, 0.4, 3, random.Random(0))
+    told = next(place for place, word in enumerate(read(text), start=1) if word.isdigit())
+    begin, end = told - words + 3, told + 2
+    for split in range(1, 100):
+        crossed = any(begin < boundary <= end for boundary in range(0, 100, split))
+        assert needle.is_cut(text, variant, 3, split) == crossed
+
+
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)

@@ -99,6 +99,7 @@ CLASSES = {
 TEXTS = [*DIGITS, "what ?", *NEEDLES.values(), *chain(*SENTENCES.values(), *CLASSES.values())]
 WORDS = sorted({word for text in TEXTS for word in text.split()} - {*CLASSES})
 IDS = {word: number for number, word in enumerate(WORDS, start=BOUNDARY + 1)}
+DIGIT_IDS = {IDS[digit] for digit in DIGITS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -284,9 +285,20 @@ def measure(
         for depth in DEPTHS
         for _ in range(arguments.texts)
     ]
-    right = are_right(model, torch.tensor(texts), arguments.digits).view(len(DEPTHS), -1).double()
-    accuracies = {"accuracy": right.mean().item(), "by_depth": right.mean(1).tolist()}
-    return {**accuracies, "parameters": model.num_parameters(), "training_seconds": seconds}
+    right = are_right(model, torch.tensor(texts), arguments.digits).double()
+    split = getattr(model.config, "chunk_size", arguments.window // 2)
+    cut = torch.tensor([is_cut(text, variant, arguments.digits, split) for text in texts])
+    by_depth = right.view(len(DEPTHS), -1).mean(1).tolist()
+    shares = {"accuracy": right.mean().item(), "by_depth": by_depth}
+    parts = {name: right[which].mean().item() for name, which in (("whole", ~cut), ("cut", cut)) if which.any()}
+    return {**shares, **parts, "parameters": model.num_parameters(), "training_seconds": seconds}
+
+
+def is_cut(text: list[int], variant: str, digits: int, split: int) -> bool:
+    """Whether the needle of a text, words and digits, lies in more than one split of so many tokens."""
+    first = next(place for place, token in enumerate(text) if token in DIGIT_IDS)
+    begin = first - len(NEEDLES[variant].split())
+    return begin // split != (first + digits - 1) // split
 
 
 def in_order(row: dict[str, Any]) -> tuple[int, int, int]:
@@ -301,6 +313,9 @@ def lines_of(record: dict[str, Any]) -> dict[str, dict[str, dict[int, dict[str, 
         spread = Spread.of(row["accuracy"] for row in alike)
         depths = zip(*(row["by_depth"] for row in alike), strict=True)
         mean = {"accuracy": spread.mean, "spread": spread, "by_depth": [sum(depth) / len(alike) for depth in depths]}
+        for part in ("whole", "cut"):  # older rows do not have them
+            if shares := [row[part] for row in alike if part in row]:
+                mean[part] = sum(shares) / len(shares)
         lines.setdefault(architecture, {}).setdefault(variant, {})[length] = mean
     return lines
 
@@ -375,6 +390,11 @@ def describe(architecture: str, variant: str, rows: dict[int, dict[str, Any]], t
         by_depth, half = rows[beyond[0]]["by_depth"], len(DEPTHS) // 2
         first, second = (sum(part) / half for part in (by_depth[:half], by_depth[-half:]))
         text += f" At {beyond[0]:,} {first:.1%} in the first half of the text, {second:.1%} in the second."
+    length, row = [*rows.items()][-1]
+    if "cut" in row and "whole" in row:
+        text += (
+            f" At {length:,} {row['cut']:.1%} if the needle crosses a boundary of splits, {row['whole']:.1%} if not."
+        )
     return text
 
 
