@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.evaluation import TASKS, figures, needle
+from examples.evaluation import TASKS, figures, needle, recipes
 from examples.evaluation.__main__ import main
 from examples.evaluation.models import make_config, make_model
 
@@ -291,3 +291,32 @@ def test_seeds_are_one_line_with_a_spread():
     assert axes.lines[0].get_xydata().tolist() == [[512, 0.75]]
     [bar] = axes.collections[0].get_segments()
     assert bar[:, 1].tolist() == [0.5, 1.0]
+
+
+def test_the_chosen_recipe_is_shown_and_others_are_said(monkeypatch):
+    common, other = made_record(raven={512: 0.5}), made_record(raven={512: 1.0})
+    for row in other["rows"]:
+        row["recipe"] = "sparse"
+        row |= {"cut": 0.25, "whole": 0.75}
+    both = {**common, "rows": [*other["rows"], *common["rows"]]}
+    monkeypatch.setattr(recipes, "CHOSEN", {})
+    assert needle.table(both)[1][0][3:5] == ["1", "0.500"]
+    told = (
+        "Raven with the recipe sparse, number: 100.0% at 512. Over all lengths 25.0% if the needle crosses a boundary"
+    )
+    assert any(line.startswith(told) for line in needle.findings(both))
+    monkeypatch.setattr(recipes, "CHOSEN", {"raven": "sparse"})
+    assert needle.table(both)[1][0][3:5] == ["1", "1.000"]
+    assert "Raven with the recipe common, passkey: 50.0% at 512." in needle.findings(both)
+    assert needle.table(common)[1][0][3:5] == ["1", "0.500"]
+    told = (
+        "Raven: the numbers are those of the recipe common. recipes.py chooses sparse since, which is not measured yet"
+    )
+    assert any(line.startswith(told) for line in needle.findings(common))
+    assert not any(line.startswith(told) for line in needle.findings(both))
+
+
+def test_recipes_are_measured_where_an_architecture_has_them(run):
+    record = run("--architectures", "raven", "finch", "--recipes", "common", "sparse", "--steps", "1")
+    measured = [(row["architecture"], row["recipe"]) for row in record["rows"][::2]]
+    assert measured == [("raven", "common"), ("raven", "sparse"), ("finch", "common")]

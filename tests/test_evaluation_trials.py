@@ -45,7 +45,7 @@ def test_a_recipe_changes_what_it_says(architecture, name):
     differing = {field for field in plain.to_dict() if plain.to_dict()[field] != config.to_dict()[field]}
     assert set(recipe.config) <= differing <= {*recipe.config, "extended_len"}
     parser = argparse.ArgumentParser()
-    needle.add_arguments(parser)
+    needle.add_settings(parser)
     parser.set_defaults(**trials.SMALLER)
     usual = vars(parser.parse_args([]))
     assert all(usual[option] != value for option, value in recipe.options.items())
@@ -112,7 +112,7 @@ def test_rows_end_where_the_option_says(monkeypatch, answers, ends):
 
     monkeypatch.setattr(needle, "make_model", spying)
     parser = argparse.ArgumentParser()
-    needle.add_arguments(parser)
+    needle.add_settings(parser)
     arguments = parser.parse_args([*TINY[:-2], "--answers", answers, "--steps", "20"])
     arguments.device = "cpu"
     needle.train(arguments, "transformer", recipes.PLAIN, 0)
@@ -129,7 +129,7 @@ def test_rows_end_where_the_option_says(monkeypatch, answers, ends):
 
 def test_parameters_begin_where_the_recipe_says():
     parser = argparse.ArgumentParser()
-    needle.add_arguments(parser)
+    needle.add_settings(parser)
     arguments = parser.parse_args([*TINY[:-2], "--steps", "1", "--lr", "1e-9"])
     arguments.device = "cpu"
     model = needle.train(arguments, "raven", recipes.Recipe("faster decays", start={"dt_bias": -1.0}), 0)
@@ -203,16 +203,17 @@ def test_findings_of_trials_are_of_the_numbers():
 def test_ablations_measure_pairs_and_go_on(run, monkeypatch, tmp_path):
     options = ("--lengths", "48", "--seeds", "0", "--recall-steps", "2", "--recall-length", "64")
     record = run("ablations", *options)
-    cells = [(row["architecture"], row["part"], row["length"]) for row in record["rows"]]
+    cells = [(row["architecture"], row["recipe"], row["length"]) for row in record["rows"]]
     assert cells == [
-        (architecture, part, 64 if architecture == "finch" else 48)
+        (architecture, recipe, 64 if architecture == "finch" else 48)
         for architecture in ("avey", "raven", "gecko", "finch")
-        for part in ("with", "without")
+        for recipe in (recipes.chosen(architecture), "without")
     ]
-    parameters = {cell[:2]: row["parameters"] for cell, row in zip(cells, record["rows"], strict=True)}
-    assert parameters["gecko", "with"] == parameters["gecko", "without"]
-    assert parameters["finch", "with"] == parameters["finch", "without"]
-    assert parameters["avey", "with"] == parameters["avey", "without"]  # the window is as long
+    # The parts of Gecko and Finch are switched off, and Avey's window is as long without the ranker.
+    parameters = {
+        name: {row["parameters"] for row in record["rows"] if row["architecture"] == name} for name, *_ in cells
+    }
+    assert {name: len(sizes) for name, sizes in parameters.items()} == {"avey": 1, "raven": 2, "gecko": 1, "finch": 1}
     assert json.loads((tmp_path / "needle-avey-without-0/config.json").read_text())["k"] == 1
     assert json.loads((tmp_path / "needle-raven-without-0/config.json").read_text())["router"] == "gsa"
     assert (tmp_path / "ablations.svg").exists()
@@ -221,28 +222,36 @@ def test_ablations_measure_pairs_and_go_on(run, monkeypatch, tmp_path):
     assert run("ablations", *options) == record
 
 
-def made_ablations(**pairs):
+def made_ablations(length=256, **pairs):
     rows = []
-    for architecture, parts in pairs.items():
-        for part, accuracies in zip(("with", "without"), parts, strict=True):
-            for seed, right in enumerate(accuracies):
-                row = {"architecture": architecture, "part": part, "seed": seed, "length": 256}
+    for architecture, accuracies in pairs.items():
+        for recipe, seeds in accuracies.items():
+            for seed, right in enumerate(seeds):
+                row = {"architecture": architecture, "recipe": recipe, "seed": seed, "length": length}
                 rows.append({**row, "accuracy": right, "parameters": 1234})
     return {"rows": rows, "settings": {}}
 
 
-def test_findings_of_ablations_are_of_the_numbers():
-    record = made_ablations(avey=((0.9, 0.8), (0.2, 0.3)), raven=((0.5,), (0.5, 0.6)), gecko=((0.1, 0.2), (0.3,)))
-    record["rows"].append({"architecture": "finch", "part": "with", "seed": 0, "length": 128, "accuracy": 1.0})
-    avey, raven, gecko, missing = ablations.findings(record)
+def test_findings_of_ablations_are_of_the_numbers(monkeypatch):
+    monkeypatch.setattr(recipes, "CHOSEN", {"raven": "sparse", "gecko": "slow"})
+    record = made_ablations(
+        avey={"common": (0.9, 0.8), "without": (0.2, 0.3)},
+        raven={"sparse": (0.5,), "without": (0.5, 0.6), "common": (0.9,)},
+        gecko={"without": (0.3,), "common": (0.2,)},
+        finch={"common": (1.0,)},
+    )
+    avey, raven, sparse, gecko, missing = ablations.findings(record)
     assert avey.startswith("Avey at 256 tokens: 85.0% (80.0%–90.0%) of the answers are right with the ranker, 25.0%")
     assert avey.endswith("the worst model with it is better than the best without it.")
-    assert raven.endswith("the difference is within the spread of the seeds.")
-    assert gecko.endswith("the best model with it is worse than the worst without it.")
-    assert missing == "Not measured yet: Finch."
+    assert raven.startswith("Raven at 256 tokens: 90.0% of") and raven.endswith("is better than the best without it.")
+    assert sparse.startswith("Raven (sparse) at 256 tokens: 50.0% of the answers are right with the router, 55.0% (")
+    assert sparse.endswith("the difference is within the spread of the seeds.")
+    assert gecko.endswith("the best model with it is worse than the worst without it, of one seed each.")
+    assert missing == "Not measured yet: Gecko, Finch."
     header, rows = ablations.table(record)
-    assert {len(row) for row in rows} == {len(header)} and [row[0] for row in rows] == ["Avey", "Raven", "Gecko"]
-    assert rows[1][4:] == ["1 and 2", "0.500", "0.550 (0.500–0.600)", "-5.0"]
+    assert {len(row) for row in rows} == {len(header)}
+    assert [row[0] for row in rows] == ["Avey", "Raven", "Raven (sparse)", "Gecko"]
+    assert rows[2][4:] == ["1 and 2", "0.500", "0.550 (0.500–0.600)", "-5.0"]
     [axes] = figures.draw(ablations, record)["ablations"].axes
-    assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.85, 0.25, 0.5, 0.55, 0.15, 0.3])
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.85, 0.25, 0.9, 0.55, 0.5, 0.55, 0.2, 0.3])
     assert figures.draw(ablations, {"rows": record["rows"][-1:], "settings": {}}) == {}

@@ -21,12 +21,12 @@ seeds, and over both variants of the needle. One pair:
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import mqar, needle, trials
 from .figures import line_of, new_figure
 from .models import NAMES
-from .recipes import ABLATIONS, WITHOUT, chosen
+from .recipes import ABLATIONS, COMMON, WITHOUT, chosen
 from .spread import Spread, by
 
 
@@ -34,11 +34,11 @@ TITLE = "Ablations"
 ARCHITECTURES = tuple(ABLATIONS)
 RECALL = ("finch",)  # the architectures that recall pairs; the others find needles
 SEEDS = (0, 1)
-SHARED = ("architecture", "part", "seed")
+SHARED = ("architecture", "recipe", "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    needle.add_arguments(parser)
+    needle.add_settings(parser)
     smaller = {**trials.SMALLER, "lengths": trials.SMALLER["lengths"][:2]}
     parser.set_defaults(**smaller)
     add = parser.add_argument
@@ -57,10 +57,10 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [
-        {"architecture": architecture, "part": part, "seed": seed, "length": length}
+        {"architecture": architecture, "recipe": recipe, "seed": seed, "length": length}
         for seed in arguments.seeds
         for architecture in arguments.architectures
-        for part in ("with", WITHOUT)
+        for recipe in (chosen(architecture), WITHOUT)
         for length in ([arguments.recall_length] if architecture in RECALL else arguments.lengths)
     ]
 
@@ -74,12 +74,11 @@ def recall_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
-def measure(arguments: argparse.Namespace, architecture: str, part: str, seed: int, length: int) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, architecture: str, recipe: str, seed: int, length: int) -> dict[str, Any]:
     if architecture in RECALL:
-        gone = ABLATIONS[architecture][1].without if part == WITHOUT else ""
+        gone = ABLATIONS[architecture][1].without if recipe == WITHOUT else ""
         row = mqar.measure(recall_arguments(arguments), architecture, length, arguments.recall_width, seed, gone)
-        return {"accuracy": row["accuracy"], "parameters": row["parameters"]}
-    recipe = WITHOUT if part == WITHOUT else chosen(architecture)
+        return {name: row[name] for name in ("accuracy", "steps", "parameters")}
     rows = {name: needle.measure(arguments, architecture, recipe, seed, name, length) for name in needle.VARIANTS}
     accuracies = {name: row["accuracy"] for name, row in rows.items()}
     return {
@@ -89,18 +88,38 @@ def measure(arguments: argparse.Namespace, architecture: str, part: str, seed: i
     }
 
 
-def pairs_of(record: dict[str, Any]) -> dict[tuple[str, int], dict[str, Spread]]:
-    """The accuracies with and without the part, by architecture and length; only where both were measured."""
-    rows = by(record["rows"], "architecture", "length", "part")
-    found = {}
-    for architecture in ARCHITECTURES:
-        for length in sorted({row["length"] for row in record["rows"]}):
-            both = {part: rows.get((architecture, length, part)) for part in ("with", WITHOUT)}
-            if all(both.values()):
-                found[architecture, length] = {
-                    part: Spread.of(row["accuracy"] for row in alike) for part, alike in both.items()
-                }
-    return found
+class Pair(NamedTuple):
+    """The accuracies of an architecture at a length, with a part, by a recipe, and without it."""
+
+    architecture: str
+    recipe: str
+    length: int
+    having: Spread
+    lacking: Spread
+
+    @property
+    def part(self) -> str:
+        return ABLATIONS[self.architecture][0]
+
+    @property
+    def name(self) -> str:
+        """The architecture, and the recipe if it is not the common one."""
+        name = NAMES[self.architecture]
+        return name if self.recipe == COMMON else f"{name} ({self.recipe})"
+
+
+def pairs_of(record: dict[str, Any]) -> list[Pair]:
+    """All pairs of which both were measured."""
+    spreads = {
+        cell: Spread.of(row["accuracy"] for row in rows)
+        for cell, rows in by(record["rows"], "architecture", "recipe", "length").items()
+    }
+    found = [
+        Pair(architecture, recipe, length, spread, spreads[architecture, WITHOUT, length])
+        for (architecture, recipe, length), spread in spreads.items()
+        if recipe != WITHOUT and (architecture, WITHOUT, length) in spreads
+    ]
+    return sorted(found, key=lambda pair: (ARCHITECTURES.index(pair.architecture), pair.recipe, pair.length))
 
 
 def draw(record: dict[str, Any]) -> dict[str, Any]:
@@ -108,15 +127,13 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
     if not pairs:
         return {}
     figure, axes = new_figure(height=1.4 + 0.4 * len(pairs))
-    for place, ((architecture, _), both) in enumerate(pairs.items()):
-        colour = line_of(architecture)["color"]
-        for shift, (part, spread) in zip((-0.18, 0.18), both.items(), strict=True):
+    for place, pair in enumerate(pairs):
+        colour = line_of(pair.architecture)["color"]
+        for shift, alpha, spread in ((-0.18, 1.0, pair.having), (0.18, 0.4, pair.lacking)):
             error = [[spread.mean - spread.least], [spread.greatest - spread.mean]]
-            style = {"height": 0.34, "color": colour, "alpha": 1.0 if part == "with" else 0.4, "capsize": 2.5}
+            style = {"height": 0.34, "color": colour, "alpha": alpha, "capsize": 2.5}
             axes.barh(place + shift, spread.mean, xerr=error, error_kw={"elinewidth": 1.0}, **style)
-    labels = [
-        f"{NAMES[architecture]}, {ABLATIONS[architecture][0]},\n{length:,} tokens" for architecture, length in pairs
-    ]
+    labels = [f"{pair.name}, {pair.part},\n{pair.length:,} tokens" for pair in pairs]
     axes.set_yticks(range(len(pairs)), labels)
     axes.invert_yaxis()
     axes.set(xlabel="right answers (share); pale: without the part", xlim=(0, 1.03))
@@ -126,30 +143,33 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
 def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     header = ["model", "part", "task", "length (tokens)", "seeds", "with", "without", "difference (points)"]
     rows = []
-    for (architecture, length), both in pairs_of(record).items():
-        task = mqar.TITLE if architecture in RECALL else needle.TITLE
-        having, lacking = both["with"], both[WITHOUT]
-        seeds = " and ".join(str(count) for count in dict.fromkeys((having.count, lacking.count)))
-        what = [NAMES[architecture], ABLATIONS[architecture][0], task, f"{length:,}", seeds]
-        rows.append([*what, having.text(), lacking.text(), f"{100 * (having.mean - lacking.mean):+.1f}"])
+    for pair in pairs_of(record):
+        task = mqar.TITLE if pair.architecture in RECALL else needle.TITLE
+        seeds = " and ".join(str(count) for count in dict.fromkeys((pair.having.count, pair.lacking.count)))
+        what = [pair.name, pair.part, task, f"{pair.length:,}", seeds]
+        difference = 100 * (pair.having.mean - pair.lacking.mean)
+        rows.append([*what, pair.having.text(), pair.lacking.text(), f"{difference:+.1f}"])
     return header, rows
 
 
+def verdict(having: Spread, lacking: Spread) -> str:
+    """Whether the spreads of the seeds are apart."""
+    if having.least > lacking.greatest:
+        text = "the worst model with it is better than the best without it"
+    elif having.greatest < lacking.least:
+        text = "the best model with it is worse than the worst without it"
+    else:
+        return "the difference is within the spread of the seeds"
+    return text + (", of one seed each" if having.count == lacking.count == 1 else "")
+
+
 def findings(record: dict[str, Any]) -> list[str]:
-    said = []
-    for (architecture, length), both in pairs_of(record).items():
-        having, lacking = both["with"], both[WITHOUT]
-        if having.least > lacking.greatest:
-            verdict = "the worst model with it is better than the best without it"
-        elif having.greatest < lacking.least:
-            verdict = "the best model with it is worse than the worst without it"
-        else:
-            verdict = "the difference is within the spread of the seeds"
-        said.append(
-            f"{NAMES[architecture]} at {length:,} tokens: {having.text('.1%')} of the answers are right with the "
-            f"{ABLATIONS[architecture][0]}, {lacking.text('.1%')} without it; {verdict}."
-        )
-    missing = [
-        NAMES[name] for name in ARCHITECTURES if name not in {architecture for architecture, _ in pairs_of(record)}
+    pairs = pairs_of(record)
+    said = [
+        f"{pair.name} at {pair.length:,} tokens: {pair.having.text('.1%')} of the answers are right with the "
+        f"{pair.part}, {pair.lacking.text('.1%')} without it; {verdict(pair.having, pair.lacking)}."
+        for pair in pairs
     ]
+    measured = {(pair.architecture, pair.recipe) for pair in pairs}
+    missing = [NAMES[name] for name in ARCHITECTURES if (name, chosen(name)) not in measured]
     return said + ([f"Not measured yet: {', '.join(missing)}."] if missing else [])

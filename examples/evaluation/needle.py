@@ -45,7 +45,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .baselines import without
 from .figures import line_of, new_figure, short
 from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer
-from .recipes import Recipe, chosen, find
+from .recipes import COMMON, Recipe, chosen, find, names_of_recipes, recipes_of
 from .spread import Spread, by, draw_spreads
 
 
@@ -103,6 +103,17 @@ DIGIT_IDS = {IDS[digit] for digit in DIGITS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        choices=names_of_recipes(),
+        help="recipes of the training, of those that an architecture has (default: the one that recipes.py chooses)",
+    )
+    add_settings(parser)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The options of texts, models and trainings."""
     add = parser.add_argument
     lengths = [512, 1024, 2048, 4096, 8192]
     add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the test texts; on a GPU up to 32768")
@@ -141,14 +152,10 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [
-        {
-            "architecture": architecture,
-            "recipe": chosen(architecture),
-            "seed": seed,
-            "variant": variant,
-            "length": length,
-        }
+        {"architecture": architecture, "recipe": name, "seed": seed, "variant": variant, "length": length}
         for architecture in arguments.architectures
+        for name in arguments.recipes or [chosen(architecture)]
+        if name in recipes_of(architecture)
         for seed in arguments.seeds
         for variant in VARIANTS
         for length in arguments.lengths
@@ -305,11 +312,53 @@ def in_order(row: dict[str, Any]) -> tuple[int, int, int]:
     return ARCHITECTURES.index(row["architecture"]), VARIANTS.index(row["variant"]), row["length"]
 
 
+def recipes_in(record: dict[str, Any]) -> dict[str, list[str]]:
+    """The recipes of each architecture, that of figures and table first: the chosen one if it was measured."""
+    found: dict[str, list[str]] = {}
+    for architecture, name in by(sorted(record["rows"], key=in_order), "architecture", "recipe"):
+        found.setdefault(architecture, []).append(name)
+    for architecture, names in found.items():
+        names.sort(key=lambda name: (name != chosen(architecture), name != COMMON))
+    return found
+
+
+def shown(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of one recipe for each architecture, in order."""
+    names = recipes_in(record)
+    return [row for row in sorted(record["rows"], key=in_order) if row["recipe"] == names[row["architecture"]][0]]
+
+
+def others(record: dict[str, Any]) -> list[str]:
+    """What is said of other recipes than those of figures and table."""
+    said = []
+    for architecture, (first, *rest) in recipes_in(record).items():
+        if first != chosen(architecture):
+            said.append(
+                f"{NAMES[architecture]}: the numbers are those of the recipe {first}. recipes.py chooses "
+                f"{chosen(architecture)} since, which is not measured yet with rows of "
+                f"{record['settings']['train_length']:,} tokens."
+            )
+        for name in rest:
+            rows = [row for row in record["rows"] if (row["architecture"], row["recipe"]) == (architecture, name)]
+            for variant, alike in zip(VARIANTS, (by(rows, "variant").get((v,), []) for v in VARIANTS), strict=True):
+                lengths = by(sorted(alike, key=lambda row: row["length"]), "length")
+                spreads = {length: Spread.of(row["accuracy"] for row in same) for (length,), same in lengths.items()}
+                answers = ", ".join(f"{spread.text('.1%')} at {length:,}" for length, spread in spreads.items())
+                text = f"{NAMES[architecture]} with the recipe {name}, {variant}: {answers}."
+                last = [row for row in alike if "cut" in row and "whole" in row]
+                if last:
+                    cut, whole = (sum(row[part] for row in last) / len(last) for part in ("cut", "whole"))
+                    text += (
+                        f" Over all lengths {cut:.1%} if the needle crosses a boundary of splits, {whole:.1%} if not."
+                    )
+                said.append(text)
+    return said
+
+
 def lines_of(record: dict[str, Any]) -> dict[str, dict[str, dict[int, dict[str, Any]]]]:
     """The means over the seeds by architecture, variant and length, in this order, with the spread of the accuracy."""
     lines: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
-    rows = by(sorted(record["rows"], key=in_order), "architecture", "variant", "length")
-    for (architecture, variant, length), alike in rows.items():
+    for (architecture, variant, length), alike in by(shown(record), "architecture", "variant", "length").items():
         spread = Spread.of(row["accuracy"] for row in alike)
         depths = zip(*(row["by_depth"] for row in alike), strict=True)
         mean = {"accuracy": spread.mean, "spread": spread, "by_depth": [sum(depth) / len(alike) for depth in depths]}
@@ -421,6 +470,7 @@ def findings(record: dict[str, Any]) -> list[str]:
         for architecture, variants in lines.items()
         for variant, rows in variants.items()
     ]
+    said += others(record)
     for variant in VARIANTS:
         rows = {name: variants[variant] for name, variants in lines.items() if variant in variants}
         longest = max((length for row in rows.values() for length in row), default=0)

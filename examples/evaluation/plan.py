@@ -30,7 +30,7 @@ from .spread import by
 
 UNKNOWN = 60.0  # seconds of a cell when no record has one of its task
 # Fields of a cell, those first that its time depends on most.
-FIELDS = ("architecture", "recipe", "without", "problem", "text", "length", "width", "layers", "context", "variant")
+FIELDS = ("architecture", "recipe", "problem", "text", "length", "width", "layers", "context", "variant")
 
 
 class Job(NamedTuple):

@@ -31,6 +31,7 @@ COMMON = "common"
 PLAIN = Recipe("the settings that all architectures have in common")
 SPARSE = {"topk": 4}
 UNTIED = {"tie_word_embeddings": False}
+QUICK = {"dt_bias": -1.0, "A_log": 1.4}
 NO_DECAY = {"weight_decay": 0.0}
 RECIPES: dict[str, dict[str, Recipe]] = {
     "raven": {
@@ -43,9 +44,12 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "slow": Recipe("a third of the learning rate", options={"lr": 1e-3}),
         "mlp": Recipe("a router of two layers", {"router_type": "mlp"}),
         "half-sparse": Recipe("a token is written to 8 of 32 slots", {"topk": 8}),
-        "brisk": Recipe("decays begin ten times as fast, so that slots fill up within a row", start={"dt_bias": -1.0}),
-        "brisk-slots": Recipe("faster decays, 128 slots", {"num_slots": 128}, start={"dt_bias": -1.0}),
-        "brisk-no-decay": Recipe("faster decays, no weight decay", {}, NO_DECAY, start={"dt_bias": -1.0}),
+        "brisk": Recipe(
+            "decays begin ten times as fast, so that slots fill up within a row; a head of small A is still slow",
+            start={"dt_bias": -1.0},
+        ),
+        "quick": Recipe("the same, and A begins at 4 in all heads", start=QUICK),
+        "brisk-long": Recipe("the same, and twice as many steps", {}, {"steps": 5000}, start=QUICK),
         "fast": Recipe("three times the learning rate", options={"lr": 1e-2}),
         "long": Recipe("twice as many steps", options={"steps": 5000}),
     },
@@ -72,7 +76,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "untied-long": Recipe("untied, twice as many steps", UNTIED, {"steps": 5000}),
     },
 }
-CHOSEN: dict[str, str] = {}  # architecture to the recipe of its needle, if it is not the common one
+CHOSEN = {"raven": "quick"}  # architecture to the recipe of its needle, if it is not the common one
 # Architecture to the name of a part, and the recipe of a model without it.
 ABLATIONS: dict[str, tuple[str, Recipe]] = {
     "avey": ("ranker", Recipe("one split of 128 tokens, and no other is retrieved", {"k": 1, "chunk_size": 128})),
@@ -88,12 +92,21 @@ def chosen(architecture: str) -> str:
     return CHOSEN.get(architecture, COMMON)
 
 
+def recipes_of(architecture: str) -> dict[str, Recipe]:
+    """The recipes that an architecture can be trained with."""
+    return RECIPES.get(architecture, {COMMON: PLAIN})
+
+
+def names_of_recipes() -> list[str]:
+    return list(dict.fromkeys(name for recipes in RECIPES.values() for name in recipes))
+
+
 def find(architecture: str, name: str) -> Recipe:
     """
     Raises:
         ValueError: if the architecture does not have a recipe of this name.
     """
-    recipes = RECIPES.get(architecture, {COMMON: PLAIN})
+    recipes = recipes_of(architecture)
     if architecture in ABLATIONS:
         recipes = {**recipes, WITHOUT: ABLATIONS[architecture][1]}
     if name not in recipes:

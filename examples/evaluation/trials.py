@@ -19,7 +19,7 @@ from typing import Any
 from . import needle
 from .figures import line_of, new_figure
 from .models import NAMES
-from .recipes import COMMON, RECIPES, chosen
+from .recipes import COMMON, RECIPES, chosen, names_of_recipes
 from .spread import Spread, by
 
 
@@ -32,9 +32,9 @@ SMALLER = {"train_length": 256, "tokens": 1024, "steps": 2500, "lengths": [256, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = list(dict.fromkeys(name for recipes in RECIPES.values() for name in recipes))
+    names = names_of_recipes()
     parser.add_argument("--recipes", nargs="+", choices=names, default=names, help="names of recipes")
-    needle.add_arguments(parser)
+    needle.add_settings(parser)
     parser.set_defaults(**SMALLER)
 
 
@@ -110,6 +110,19 @@ def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return [*header, "minutes of training", "parameters"], rows
 
 
+def boundaries(record: dict[str, Any], architecture: str) -> list[str]:
+    """How often answers are right if the needle crosses a boundary of Avey's splits, over lengths and variants."""
+    rows = [row for row in record["rows"] if row["architecture"] == architecture and "cut" in row and "whole" in row]
+    texts = []
+    for (name,), alike in by(rows, "recipe").items():
+        cut, whole = (sum(row[part] for row in alike) / len(alike) for part in ("cut", "whole"))
+        texts.append(f"{name} {cut:.1%} and {whole:.1%}")
+    if not texts:
+        return []
+    what = "right answers over all lengths, if the needle crosses a boundary of splits and if not"
+    return [f"{NAMES[architecture]}, {what}: {', '.join(texts)}."]
+
+
 def findings(record: dict[str, Any]) -> list[str]:
     said = []
     for architecture, recipes in results(record).items():
@@ -124,4 +137,5 @@ def findings(record: dict[str, Any]) -> list[str]:
         untried = [name for name in RECIPES[architecture] if name not in recipes]
         text = f"{NAMES[architecture]}'s needle in a haystack is trained with {chosen(architecture)}."
         said.append(text + (f" Not measured yet: {', '.join(untried)}." if untried else ""))
+        said += boundaries(record, architecture)
     return said
