@@ -5,7 +5,8 @@ The ranker of Avey (appendix K of "Don't Pay Attention"), the router of Raven (t
 writes to all slots), and the working memory of Gecko (section 3.3 of "Gecko") are tested by the needle in a haystack,
 in rows as long as those of the training and longer ones, with the smaller settings of the trials. The decay of Finch
 that depends on the data (section 4.2.2 of "Eagle and Finch") is tested by multi-query associative recall, where figure
-4 has Finch above Eagle. Both models of a pair have the same seed, rows and settings, and one switch between them:
+4 has Finch above Eagle. Both models of a pair have the same seed, rows and settings, those that are common to all
+architectures, and one switch between them:
 
   Avey    --k 1 --chunk-size 128: one split as long as the window, and no other is retrieved
   Raven   router "gsa", decay_type "GLA": every token is written to all slots
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 from . import mqar, needle, trials
 from .figures import line_of, new_figure
 from .models import NAMES
-from .recipes import ABLATIONS, COMMON, WITHOUT, chosen
+from .recipes import ABLATIONS, COMMON, WITHOUT
 from .spread import Spread, by
 
 
@@ -60,7 +61,7 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         {"architecture": architecture, "recipe": recipe, "seed": seed, "length": length}
         for seed in arguments.seeds
         for architecture in arguments.architectures
-        for recipe in (chosen(architecture), WITHOUT)
+        for recipe in (COMMON, WITHOUT)
         for length in ([arguments.recall_length] if architecture in RECALL else arguments.lengths)
     ]
 
@@ -89,10 +90,9 @@ def measure(arguments: argparse.Namespace, architecture: str, recipe: str, seed:
 
 
 class Pair(NamedTuple):
-    """The accuracies of an architecture at a length, with a part, by a recipe, and without it."""
+    """The accuracies of an architecture at a length, with a part and without it."""
 
     architecture: str
-    recipe: str
     length: int
     having: Spread
     lacking: Spread
@@ -103,9 +103,7 @@ class Pair(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The architecture, and the recipe if it is not the common one."""
-        name = NAMES[self.architecture]
-        return name if self.recipe == COMMON else f"{name} ({self.recipe})"
+        return NAMES[self.architecture]
 
 
 def pairs_of(record: dict[str, Any]) -> list[Pair]:
@@ -115,11 +113,11 @@ def pairs_of(record: dict[str, Any]) -> list[Pair]:
         for cell, rows in by(record["rows"], "architecture", "recipe", "length").items()
     }
     found = [
-        Pair(architecture, recipe, length, spread, spreads[architecture, WITHOUT, length])
+        Pair(architecture, length, spread, spreads[architecture, WITHOUT, length])
         for (architecture, recipe, length), spread in spreads.items()
-        if recipe != WITHOUT and (architecture, WITHOUT, length) in spreads
+        if recipe == COMMON and (architecture, WITHOUT, length) in spreads
     ]
-    return sorted(found, key=lambda pair: (ARCHITECTURES.index(pair.architecture), pair.recipe, pair.length))
+    return sorted(found, key=lambda pair: (ARCHITECTURES.index(pair.architecture), pair.length))
 
 
 def draw(record: dict[str, Any]) -> dict[str, Any]:
@@ -170,6 +168,6 @@ def findings(record: dict[str, Any]) -> list[str]:
         f"{pair.part}, {pair.lacking.text('.1%')} without it; {verdict(pair.having, pair.lacking)}."
         for pair in pairs
     ]
-    measured = {(pair.architecture, pair.recipe) for pair in pairs}
-    missing = [NAMES[name] for name in ARCHITECTURES if (name, chosen(name)) not in measured]
+    measured = {pair.architecture for pair in pairs}
+    missing = [NAMES[name] for name in ARCHITECTURES if name not in measured]
     return said + ([f"Not measured yet: {', '.join(missing)}."] if missing else [])

@@ -48,8 +48,8 @@ RECIPES: dict[str, dict[str, Recipe]] = {
             "decays begin ten times as fast, so that slots fill up within a row; a head of small A is still slow",
             start={"dt_bias": -1.0},
         ),
-        "quick": Recipe("the same, and A begins at 4 in all heads", start=QUICK),
-        "brisk-long": Recipe("the same, and twice as many steps", {}, {"steps": 5000}, start=QUICK),
+        "quick": Recipe("decays begin faster in all heads: dt_bias at -1, A at 4", start=QUICK),
+        "brisk-long": Recipe("quick, and twice as many steps", {}, {"steps": 5000}, start=QUICK),
         "fast": Recipe("three times the learning rate", options={"lr": 1e-2}),
         "long": Recipe("twice as many steps", options={"steps": 5000}),
     },
@@ -60,7 +60,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         ),
         "mixed": Recipe("half of the rows end before the digit to predict", options={"answers": "mixed"}),
         "untied": Recipe("the head does not share the embeddings, which the ranker compares", UNTIED),
-        "untied-mixed": Recipe("both", UNTIED, {"answers": "mixed"}),
+        "untied-mixed": Recipe("untied and mixed", UNTIED, {"answers": "mixed"}),
         "untied-late": Recipe("untied, and rows end before the digit in the second half", UNTIED, {"answers": "late"}),
         "untied-max": Recipe("untied, scores are divided by the largest", UNTIED | {"score_normalization": "max"}),
         "untied-k8": Recipe("untied, 7 splits are retrieved", UNTIED | {"k": 8}),
@@ -76,7 +76,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "untied-long": Recipe("untied, twice as many steps", UNTIED, {"steps": 5000}),
     },
 }
-CHOSEN = {"raven": "quick"}  # architecture to the recipe of its needle, if it is not the common one
+CHOSEN = {"raven": "brisk-long"}  # architecture to the recipe of its needle, if it is not the common one
 # Architecture to the name of a part, and the recipe of a model without it.
 ABLATIONS: dict[str, tuple[str, Recipe]] = {
     "avey": ("ranker", Recipe("one split of 128 tokens, and no other is retrieved", {"k": 1, "chunk_size": 128})),
