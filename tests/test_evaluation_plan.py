@@ -131,3 +131,6 @@ def test_estimates_are_of_the_rows_that_are_most_alike():
     assert plan.expected({"architecture": "finch", "length": 128, "width": 128}, rows) == 2.0
     assert plan.expected({"architecture": "goose", "length": 256}, rows) == 10.0
     assert plan.expected({"architecture": "goose"}, []) == plan.UNKNOWN
+    assert plan.together([{"architecture": "finch", "length": length} for length in (64, 256)], rows) == 4.0
+    kept = [{"architecture": "finch", "length": 64, "seconds": 1.0, "training_seconds": 50.0}]  # of an earlier run
+    assert plan.together([{"architecture": "finch", "length": 64}], kept) == 50.0

@@ -58,12 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
 
 
-def expected(cell: dict[str, Any], rows: list[dict[str, Any]]) -> float:
+def expected(cell: dict[str, Any], rows: list[dict[str, Any]], what: str = "seconds") -> float:
     """The mean seconds of the rows that are most like a cell, field by field."""
     for name in FIELDS:
         alike = [row for row in rows if name in cell and row.get(name) == cell[name]]
         rows = alike or rows
-    return sum(row["seconds"] for row in rows) / len(rows) if rows else UNKNOWN
+    return sum(row[what] for row in rows) / len(rows) if rows else UNKNOWN
+
+
+def together(cells: list[dict[str, Any]], rows: list[dict[str, Any]]) -> float:
+    """The seconds of cells that share a training, which an earlier run may have spared some of the rows."""
+    seconds, trained = sum(expected(cell, rows) for cell in cells), [row for row in rows if "training_seconds" in row]
+    return max(seconds, expected(cells[0], trained, "training_seconds")) if trained else seconds
 
 
 def jobs_of(tasks: dict[str, argparse.Namespace], measured: dict[str, list[dict[str, Any]]]) -> list[Job]:
@@ -84,7 +90,7 @@ def jobs_of(tasks: dict[str, argparse.Namespace], measured: dict[str, list[dict[
         seeds = list(getattr(arguments, "seeds", []))
         for group in by(left, *getattr(module, "SHARED", cells[0] if cells else ())).values():
             turn = seeds.index(group[0]["seed"]) if "seed" in group[0] else 0
-            jobs.append(Job(task, turn, group, sum(expected(cell, known) for cell in group)))
+            jobs.append(Job(task, turn, group, together(group, known)))
     return sorted(jobs, key=lambda job: (job.round, job.seconds))
 
 
