@@ -295,6 +295,8 @@ def test_seeds_are_one_cell_with_a_spread():
     assert [row[4:6] for row in rows if row[1] == "256"] == 18 * [["2", "0.600 (0.500–0.700)"]]
     assert [row[4:6] for row in rows if row[1] == "64"] == 18 * [["3", "0.500 (0.500–0.500)"]]
     covered = mqar.findings(record)[0]
+    assert covered.endswith("The command without options has 162 rows, of which 144 are measured.")
+    assert "without options" not in mqar.findings(make_record(lambda **cell: 0.5, seeds=(0, 1, 2)))[0]
     assert covered.startswith(
         "Measured: 54 of 54 cells, for 6 models, 3 lengths and 3 widths, 36 of them with 3 seeds"
     )

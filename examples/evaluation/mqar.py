@@ -24,6 +24,8 @@ and a transformer. The accuracy of guessing among the values of the row is one d
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ from .spread import Spread, by, draw_spreads
 TITLE = "Multi-query associative recall"
 ARCHITECTURES = ("finch", "eagle", "goose", "rwkv4", "linear-attention", "transformer")
 SEEDS = (0, 1, 2)
+WIDTHS, LENGTHS = (32, 64, 128), (64, 128, 256)  # the grid of the command without options
 ENOUGH = 0.99  # validation accuracy that ends a training
 NEAR, SAME = 0.95, 0.01  # accuracy that the findings call solved, and the largest difference that they ignore
 # What figure 4 shows: the model that is near 100% everywhere, and the memory that Eagle and Finch exceed everywhere.
@@ -49,8 +52,8 @@ BLANK, NOTHING = 0, -100  # the id between queries, and the target of tokens tha
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--widths", type=int, nargs="+", default=[32, 64, 128], help="widths of the models; on a GPU also 256 and 512")
-    add("--lengths", type=int, nargs="+", default=[64, 128, 256], help="tokens per row; on a GPU also 512")
+    add("--widths", type=int, nargs="+", default=list(WIDTHS), help="widths of the models; on a GPU also 256 and 512")
+    add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens per row; on a GPU also 512")
     add("--tokens-per-pair", type=int, default=8, help="number of tokens of a row for each pair")
     add("--words", type=int, default=32, help="number of keys, and of values; on a GPU 4096 as in Zoology")
     add(
@@ -269,10 +272,17 @@ def coverage(record: dict[str, Any]) -> str:
     lengths, widths = ({cell[axis] for rows in lines.values() for cell in rows} for axis in (0, 1))
     counts = [cell["spread"].count for rows in lines.values() for cell in rows.values()]
     most = max(counts)
+    axes = ARCHITECTURES, LENGTHS, WIDTHS, SEEDS
+    names = ("architecture", "length", "width", "seed")
+    there = {tuple(row[name] for name in names) for row in record["rows"]} & {*itertools.product(*axes)}
+    whole = math.prod(map(len, axes))
+    missing = f" The command without options has {whole} rows, of which {len(there)} are measured."
     return (
         f"Measured: {len(counts)} of {len(lines) * len(lengths) * len(widths)} cells, for {len(lines)} models, "
         f"{len(lengths)} lengths and {len(widths)} widths, {counts.count(most)} of them with {most} "
         f"seed{'s' if most > 1 else ''}, the most that a cell has. Accuracies are means over the seeds."
+        + missing
+        * (len(there) < whole)
     )
 
 
