@@ -98,7 +98,8 @@ def evaluation() -> tuple[str, dict[str, str]]:
             lines += [f"![Figure of {name}; the table below has the numbers.](evaluation-{name}.svg)", ""]
         lines += [":::{dropdown} All numbers", markdown_table(*module.table(record)), ":::", ""]
         lines += ["Measured by", "", "```text", record["command"], "```", ""]
-        lines += [f"on {record['date']} ({record['hardware']}, seed {record['seed']}).".replace("\n", ", "), ""]
+        lines += [f"on {record['date']} ({record['hardware']}, {runs.seeds_of(record)}).".replace("\n", ", "), ""]
+        lines += [f"The cell that took longest took {report.longest(record)}", ""]
     return "\n".join(lines), pictures
 
 

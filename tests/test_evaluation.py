@@ -133,7 +133,7 @@ def test_what_was_measured_otherwise_is_not_mixed(calls, tmp_path):
         squares(tmp_path, "--seed", "3")
     assert json.loads((tmp_path / "squares.json").read_text()) == before and len(calls) == 2
     fresh = squares(tmp_path, "--seed", "3", "--lengths", "2", "--fresh")
-    assert [row["square"] for row in fresh["rows"]] == [7, 7] and fresh["seed"] == 3
+    assert [row["square"] for row in fresh["rows"]] == [7, 7] and fresh["settings"]["seed"] == 3
     assert fresh["command"] == f"python -m examples.evaluation squares --out {tmp_path} --seed 3 --lengths 2"
 
 
@@ -152,7 +152,7 @@ def test_a_record_names_all_machines_and_commands_that_measured_it(calls, tmp_pa
 
 
 def record_of(out):
-    return runs.Record("killed", {}, command="python", seed=0, out=out)
+    return runs.Record("killed", {}, command="python", out=out)
 
 
 def measure_and_die(out):
@@ -245,7 +245,7 @@ def test_the_report_has_what_was_measured_and_how_to_measure_the_rest(calls, tmp
     assert "<p>Squares of lengths, as <code>length**2</code> has them.</p>\n<details>" in page
     assert '<p>A second paragraph:</p>\n<pre tabindex="0">1 &amp; 4\n2</pre>\n</details>' in page
     assert page.count("<img") == 1 and 'alt="Figure squares: square (tokens²), length (tokens).' in page
-    assert "<dt>seed</dt><dd>0</dd>" in page and "<dd>the one that comes with the repository</dd>" in page
+    assert "<dt>seeds</dt><dd>0</dd>" in page and "<dd>the one that comes with the repository</dd>" in page
     assert all(f"<dt>{name}</dt><dd>{escape(shipped[name])}</dd>" in page for name in ("hardware", "date"))
     assert f">{escape(shipped['command'])}</pre>" in page and f"torch {torch.__version__}" in page
     assert '<tr><td>eagle</td><td class="number">3</td><td class="number">9</td><td>word' in page
@@ -277,7 +277,7 @@ def page(tmp_path_factory):
     task.findings = lambda record: [HOSTILE, "a" * 200]
     row = {"architecture": HOSTILE, "length": 1, "square": 1, "seconds": 1.0}
     record = {"command": f"python {HOSTILE}", "hardware": "b" * 200, "settings": {"c": "c" * 200}, "rows": [row] * 60}
-    record |= {"task": "squares", "seed": 0, "versions": {"torch": HOSTILE}, "date": HOSTILE}
+    record |= {"task": "squares", "versions": {"torch": HOSTILE}, "date": HOSTILE}
     runs.write_atomically(out / "squares.json", json.dumps(record))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "examples.evaluation.squares", task)

@@ -28,7 +28,7 @@ def run(monkeypatch):
         monkeypatch.delitem(TASKS, name)
 
     def call(out, *options):
-        main(["mqar", "--out", str(out), "--threads", "1", *TINY, *options])
+        main(["mqar", "--out", str(out), "--threads", "1", "--seeds", "0", *TINY, *options])
         return json.loads((out / "mqar.json").read_text(encoding="utf-8"))
 
     return call
@@ -215,8 +215,8 @@ def test_a_training_grows_its_rows_and_ends_when_they_are_right(monkeypatch):
     monkeypatch.setattr(mqar, "make_rows", spy)
     monkeypatch.setattr(mqar, "accuracy_of", lambda *args: next(accuracies))
     options = ("--steps", "24", "--tokens", "64", "--validate-every", "6", "--test-rows", "9")
-    arguments = argparse.Namespace(**vars(parse(*TINY, *options)), seed=5, device="cpu")
-    result = mqar.train(arguments, "transformer", 16, 32, 1e-3)
+    arguments = argparse.Namespace(**vars(parse(*TINY, *options)), device="cpu")
+    result = mqar.train(arguments, "transformer", 16, 32, 1e-3, seed=5)
     assert result["validation"] == 0.992 and result["accuracy"] == 0.9 and result["steps"] == 18
     (*held_out, first), *learnt, (*tested, last) = made
     assert held_out == tested == [9, 16, 4] and len({first, last, *(row[3] for row in learnt)}) == 3
@@ -226,31 +226,35 @@ def test_a_training_grows_its_rows_and_ends_when_they_are_right(monkeypatch):
 def test_the_learning_rate_is_the_one_that_validates_best(monkeypatch):
     validations = {0.1: 0.3, 0.2: 0.6, 0.3: 0.5, 0.4: 0.995, 0.5: 1.0}
 
-    def train(arguments, architecture, length, width, lr):
+    def train(arguments, architecture, length, width, lr, seed, part):
         tried.append(lr)
         return {"accuracy": 1 - validations[lr], "validation": validations[lr], "lr": lr}
 
     monkeypatch.setattr(mqar, "train", train)
     for lrs, best, count in ((("0.1", "0.2", "0.3"), 0.2, 3), (("0.1", "0.4", "0.5"), 0.4, 2)):
         tried = []
-        row = mqar.measure(parse("--lrs", *lrs), "finch", length=64, width=32)
+        row = mqar.measure(parse("--lrs", *lrs), "finch", length=64, width=32, seed=0)
         assert row["lr"] == best and len(tried) == count and row["pairs"] == 8
 
 
-def make_record(accuracy):
-    """A record in which `accuracy(architecture, length, width)` was measured."""
-    cells = mqar.cells(argparse.Namespace(**vars(parse()), architectures=mqar.ARCHITECTURES))
+def make_record(accuracy, seeds=(0,)):
+    """A record in which `accuracy(architecture, length, width, seed)` was measured."""
+    cells = mqar.cells(argparse.Namespace(**vars(parse()), architectures=mqar.ARCHITECTURES, seeds=seeds))
     more = {"steps": 800, "lr": 1e-3, "parameters": 33_000}
     return {"rows": [{**cell, "pairs": cell["length"] // 8, "accuracy": accuracy(**cell), **more} for cell in cells]}
 
 
 def test_findings_follow_the_numbers():
-    def as_the_paper(architecture, length, width):
+    def as_the_paper(architecture, length, width, seed):
         return {"finch": 0.999, "eagle": 1 - 0.16 * length / 256 * 32 / width, "rwkv4": 8 / length}.get(
             architecture, 0.5
         )
 
-    finch, eagle, _, rwkv4, *_, longer, wider = said = mqar.findings(make_record(as_the_paper))
+    covered, *said = mqar.findings(make_record(as_the_paper))
+    finch, eagle, _, rwkv4, *_, longer, wider = said
+    assert covered.startswith(
+        "Measured: 54 of 54 cells, for 6 models, 3 lengths and 3 widths, 54 of them with 1 seed,"
+    )
     against, against_eagle = said[6], said[8]
     assert finch.startswith("Finch predicts at least 95% of the values in 9 of 9 cells, 99.9% in the worst")
     assert finch.endswith("near 100% everywhere: so here.")
@@ -261,7 +265,7 @@ def test_findings_follow_the_numbers():
     assert "higher in 0, lower in 6, and within 0.01 in 12 of 18 lines" in longer and longer.endswith(": so here.")
     assert wider.endswith(": so here.")
 
-    backwards = mqar.findings(make_record(lambda architecture, length, width: length / 8 / width))
+    backwards = mqar.findings(make_record(lambda architecture, length, width, seed: length / 8 / width))[1:]
     assert [line.endswith("not so here.") or "not so here in every cell." in line for line in backwards] == [
         *(True, False, False, False, False, False),
         *(True, False, True, False, True, True),
@@ -269,16 +273,36 @@ def test_findings_follow_the_numbers():
 
 
 def test_table_and_figure_have_every_row_that_there_is():
-    record = make_record(lambda architecture, length, width: width / 128 if architecture == "rwkv4" else 1.0)
+    record = make_record(lambda architecture, length, width, seed: width / 128 if architecture == "rwkv4" else 1.0)
     header, rows = mqar.table(record)
     assert len(rows) == 54 and all(len(row) == len(header) for row in rows)
-    assert ["RWKV-4 memory", "128", "16", "64", "0.500", "800", "0.001", "33,000"] in rows
+    assert ["RWKV-4 memory", "128", "16", "64", "1", "0.500", "800", "0.001", "33,000"] in rows
     record["rows"] = [row for row in record["rows"] if row["architecture"] == "rwkv4" and row["length"] > 64][:-1]
     figure = figures.draw(mqar, record)["mqar"]
     assert [axes.get_title() for axes in figure.axes] == ["128 tokens, 16 pairs", "256 tokens, 32 pairs"]
     assert [list(axes.lines[0].get_xdata()) for axes in figure.axes] == [[32, 64, 128], [32, 64]]
     assert list(figure.axes[1].lines[0].get_ydata()) == [0.25, 0.5]
-    assert len(mqar.table(record)[1]) == 5 and len(mqar.findings(record)) == 3
+    assert len(mqar.table(record)[1]) == 5 and len(mqar.findings(record)) == 4
+
+
+def test_seeds_are_one_cell_with_a_spread():
+    """Two of three seeds of the longest rows, as a run that was not finished leaves them."""
+    record = make_record(lambda seed, length, **cell: 0.5 + 0.1 * seed * (length == 256), seeds=(0, 1, 2))
+    record["rows"] = [row for row in record["rows"] if (row["seed"], row["length"]) != (1, 256)]
+    assert [row["seed"] for row in record["rows"]] == sorted(row["seed"] for row in record["rows"])
+    header, rows = mqar.table(record)
+    assert len(rows) == 54 and len(header) == len(rows[0])
+    assert [row[4:6] for row in rows if row[1] == "256"] == 18 * [["2", "0.600 (0.500–0.700)"]]
+    assert [row[4:6] for row in rows if row[1] == "64"] == 18 * [["3", "0.500 (0.500–0.500)"]]
+    covered = mqar.findings(record)[0]
+    assert covered.endswith("The command without options has 162 rows, of which 144 are measured.")
+    assert "without options" not in mqar.findings(make_record(lambda **cell: 0.5, seeds=(0, 1, 2)))[0]
+    assert covered.startswith(
+        "Measured: 54 of 54 cells, for 6 models, 3 lengths and 3 widths, 36 of them with 3 seeds"
+    )
+    axes = figures.draw(mqar, record)["mqar"].axes[2]
+    bars = axes.collections[0].get_segments()
+    assert [bar[:, 1].tolist() for bar in bars] == 3 * [pytest.approx([0.5, 0.7])]
 
 
 @pytest.mark.parametrize(
@@ -292,4 +316,4 @@ def test_table_and_figure_have_every_row_that_there_is():
 )
 def test_sizes_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        mqar.cells(argparse.Namespace(**vars(parse(*options)), architectures=["finch"]))
+        mqar.cells(argparse.Namespace(**vars(parse(*options)), architectures=["finch"], seeds=[0]))

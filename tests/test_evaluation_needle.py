@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.evaluation import TASKS, figures, needle
+from examples.evaluation import TASKS, figures, needle, recipes
 from examples.evaluation.__main__ import main
 from examples.evaluation.models import make_config, make_model
 
@@ -91,6 +91,17 @@ def test_a_text_without_room_is_refused():
         needle.make_text("number", 30, 0.5, 5, random.Random(0))
 
 
+@pytest.mark.parametrize("variant", needle.VARIANTS)
+def test_a_needle_is_cut_where_a_split_ends_in_it(variant):
+    words = len(needle.NEEDLES[variant].split()) + 3
+    text = needle.make_text(variant, 100, 0.4, 3, random.Random(0))
+    told = next(place for place, word in enumerate(read(text), start=1) if word.isdigit())
+    begin, end = told - words + 3, told + 2
+    for split in range(1, 100):
+        crossed = any(begin < boundary <= end for boundary in range(0, 100, split))
+        assert needle.is_cut(text, variant, 3, split) == crossed
+
+
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
@@ -146,13 +157,15 @@ def without_times(record):
     return [{name: value for name, value in row.items() if "seconds" not in name} for row in record["rows"]]
 
 
-def weights_of(tmp_path, architecture="finch"):
-    return (tmp_path / f"needle-{architecture}" / "model.safetensors").read_bytes()
+def weights_of(tmp_path, seed=0):
+    return (tmp_path / f"needle-finch-common-{seed}" / "model.safetensors").read_bytes()
 
 
 def test_runs_go_on_and_repeat(run, monkeypatch, tmp_path):
     trained, train = [], needle.train
-    monkeypatch.setattr(needle, "train", lambda arguments, name: trained.append(name) or train(arguments, name))
+    monkeypatch.setattr(
+        needle, "train", lambda arguments, name, *which: trained.append(name) or train(arguments, name, *which)
+    )
     first = run()
     assert [(row["variant"], row["length"], len(row["by_depth"])) for row in first["rows"]] == [
         ("passkey", 48, 11),
@@ -169,8 +182,8 @@ def test_runs_go_on_and_repeat(run, monkeypatch, tmp_path):
     assert rows == [{name: str(value) for name, value in row.items()} for row in more["rows"]]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         [
-            "needle-finch",
-            "needle-transformer",
+            "needle-finch-common-0",
+            "needle-transformer-common-0",
             *(f"needle{end}" for end in ("_depth.svg", "_length.svg", ".csv", ".json")),
         ]
     )
@@ -180,11 +193,11 @@ def test_runs_go_on_and_repeat(run, monkeypatch, tmp_path):
     assert trained == 2 * ["finch", "transformer"] and weights_of(tmp_path) == weights
     for row in without_times(again):  # in another order
         assert row in without_times(more)
+    both = run("--seeds", "0", "1")["rows"]
+    assert trained[4:] == ["finch"] and weights_of(tmp_path, 1) != weights == weights_of(tmp_path)
+    assert [row["seed"] for row in both] == 8 * [0] + 2 * [1]
     (tmp_path / "needle.json").unlink()
-    run("--seed", "1")
-    assert trained[4:] == ["finch"] and weights_of(tmp_path) != weights
-    (tmp_path / "needle.json").unlink()
-    run("--seed", "1", "--lr", "1e-3")
+    run("--seeds", "1", "--lr", "1e-3")
     assert trained[5:] == ["finch"]
 
 
@@ -201,14 +214,20 @@ def test_every_architecture_trains_and_answers(run, tmp_path):
         assert all(names) and "seed 0" in svg and record["hardware"] in svg
 
 
-def made_record(**accuracies):
+def made_record(seed=0, **accuracies):
     """Of both variants: accuracies by length, all answers right in the second half of a text first."""
     rows = []
     for architecture, by_length in accuracies.items():
         for variant, (length, accuracy) in itertools.product(needle.VARIANTS, by_length.items()):
             by_depth = [min(max(11 * accuracy - (10 - tenth), 0.0), 1.0) for tenth in range(11)]
-            row = {"architecture": architecture, "variant": variant, "length": length, "accuracy": accuracy}
-            rows.append({**row, "by_depth": by_depth})
+            row = {
+                "architecture": architecture,
+                "recipe": "common",
+                "seed": seed,
+                "variant": variant,
+                "length": length,
+            }
+            rows.append({**row, "accuracy": accuracy, "by_depth": by_depth})
     return {"rows": rows, "settings": {"train_length": 512, "window": 64}}
 
 
@@ -221,9 +240,9 @@ def test_findings_are_of_the_numbers():
         transformer={512: 1.0, 1024: 0.2},
     )
     said = needle.findings(record)
-    finch = "Finch, passkey, right answers by length in tokens: 100.0% (512), 54.5% (1,024). At 1,024 "
+    finch = "Finch, passkey, right answers by length in tokens: 100.0% at 512, 54.5% at 1,024. At 1,024 "
     assert any(line.startswith(finch) for line in said)
-    assert any(line.endswith("80.0% (512), 73.0% (1,024), 90.0% (65,536).") for line in said)
+    assert any(line.endswith("80.0% at 512, 73.0% at 1,024, 90.0% at 65,536.") for line in said)
     assert "passkey at 65,536 tokens, 128 times the training's: Avey 90.0%." in said
     compared = {line.split()[0]: line.split("). ")[1] for line in said if "in the papers" in line}
     kept = "Here it keeps at least 90% of its accuracy at 512 tokens up to "
@@ -260,4 +279,44 @@ def test_figures_and_table_are_of_the_cells_that_there_are():
     assert finch.get_xydata().tolist() == [[2048, 0.25]] and raven.get_xydata().tolist() == [[512, 1.0], [8192, 0.5]]
     header, rows = needle.table(record)
     assert len(rows) == 5 and {len(row) for row in rows} == {len(header)}
-    assert rows[3] == ["Raven", "passkey", "8,192", "0.500", "0", "0.000"]
+    assert rows[3] == ["Raven", "passkey", "8,192", "1", "0.500", "0", "0.000"]
+
+
+def test_seeds_are_one_line_with_a_spread():
+    first, second = (made_record(seed, raven={512: right}) for seed, right in enumerate((1.0, 0.5)))
+    record = {**first, "rows": [*first["rows"], *second["rows"]]}
+    assert needle.table(record)[1][0] == ["Raven", "passkey", "512", "2", "0.750 (0.500–1.000)", "0", "0.500"]
+    assert any(line.endswith("by length in tokens: 75.0% (50.0%–100.0%) at 512.") for line in needle.findings(record))
+    axes = figures.draw(needle, record)["needle_length"].axes[0]
+    assert axes.lines[0].get_xydata().tolist() == [[512, 0.75]]
+    [bar] = axes.collections[0].get_segments()
+    assert bar[:, 1].tolist() == [0.5, 1.0]
+
+
+def test_the_chosen_recipe_is_shown_and_others_are_said(monkeypatch):
+    common, other = made_record(raven={512: 0.5}), made_record(raven={512: 1.0})
+    for row in other["rows"]:
+        row["recipe"] = "sparse"
+        row |= {"cut": 0.25, "whole": 0.75}
+    both = {**common, "rows": [*other["rows"], *common["rows"]]}
+    monkeypatch.setattr(recipes, "CHOSEN", {})
+    assert needle.table(both)[1][0][3:5] == ["1", "0.500"]
+    told = (
+        "Raven with the recipe sparse, number: 100.0% at 512. Over all lengths 25.0% if the needle crosses a boundary"
+    )
+    assert any(line.startswith(told) for line in needle.findings(both))
+    monkeypatch.setattr(recipes, "CHOSEN", {"raven": "sparse"})
+    assert needle.table(both)[1][0][3:5] == ["1", "1.000"]
+    assert "Raven with the recipe common, passkey: 50.0% at 512." in needle.findings(both)
+    assert needle.table(common)[1][0][3:5] == ["1", "0.500"]
+    told = (
+        "Raven: the numbers are those of the recipe common. recipes.py chooses sparse since, which is not measured yet"
+    )
+    assert any(line.startswith(told) for line in needle.findings(common))
+    assert not any(line.startswith(told) for line in needle.findings(both))
+
+
+def test_recipes_are_measured_where_an_architecture_has_them(run):
+    record = run("--architectures", "raven", "finch", "--recipes", "common", "sparse", "--steps", "1")
+    measured = [(row["architecture"], row["recipe"]) for row in record["rows"][::2]]
+    assert measured == [("raven", "common"), ("raven", "sparse"), ("finch", "common")]

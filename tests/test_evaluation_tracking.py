@@ -120,7 +120,7 @@ def test_shares_are_of_the_products_at_each_place():
 def parse(*options):
     parser = argparse.ArgumentParser()
     tracking.add_arguments(parser)
-    return argparse.Namespace(**vars(parser.parse_args(options)), seed=0, device="cpu", architectures=["finch"])
+    return argparse.Namespace(**vars(parser.parse_args(options)), seeds=[0], device="cpu", architectures=["finch"])
 
 
 @pytest.mark.parametrize(("enough", "steps"), [(2.0, 12), (-1.0, 7)])
@@ -159,10 +159,10 @@ def run(monkeypatch, tmp_path):
 
 
 def test_a_run_measures_each_cell_once(run, monkeypatch, tmp_path, capsys):
-    record = run("--steps", "2", "--problems", "parity", "A5", "--repeats", "1")
+    record = run("--steps", "2", "--problems", "parity", "A5", "--seeds", "0")
     cells = [(row["problem"], row["architecture"]) for row in record["rows"]]
     assert cells == list(itertools.product(("parity", "A5"), tracking.ARCHITECTURES))
-    assert all(len(row["by_position"]) == 2 and row["repeat"] == 0 and row["steps"] == 2 for row in record["rows"])
+    assert all(len(row["by_position"]) == 2 and row["seed"] == 0 and row["steps"] == 2 for row in record["rows"])
     for row in record["rows"]:
         assert (row["lowest_eigenvalue"] is not None) == ("goose" in row["architecture"])
     with (tmp_path / "tracking.csv").open(encoding="utf-8", newline="") as file:
@@ -174,9 +174,9 @@ def test_a_run_measures_each_cell_once(run, monkeypatch, tmp_path, capsys):
     assert all(f"<!-- {text} -->" in svg for text in labels)
 
     more = run("--steps", "2", "--problems", "parity", "--architectures", "finch")["rows"][len(cells) :]
-    assert [(row["architecture"], row["repeat"]) for row in more] == [("finch", 1)]
+    assert [(row["architecture"], row["seed"]) for row in more] == [("finch", 1)]
     monkeypatch.setattr(tracking, "train", None)
-    assert run("--steps", "2", "--problems", "A5", "--repeats", "1")["rows"][len(cells) :] == more
+    assert run("--steps", "2", "--problems", "A5", "--seeds", "0")["rows"][len(cells) :] == more
     with pytest.raises(ValueError, match="was measured with steps = 2, not 3"):
         run("--steps", "3")
 
@@ -185,9 +185,9 @@ def made_record(**lines):
     """Of parity with one layer and S3 with two: by architecture, the places that are right with either seed."""
     rows = []
     for (problem, layers), (architecture, places) in itertools.product((("S3", 2), ("parity", 1)), lines.items()):
-        for repeat, right in enumerate(places):
+        for seed, right in enumerate(places):
             shares = [float(place < right) for place in range(16)]
-            row = {"problem": problem, "layers": layers, "architecture": architecture, "repeat": repeat}
+            row = {"problem": problem, "layers": layers, "architecture": architecture, "seed": seed}
             lowest = {"goose": -0.4, "wide-goose": -0.9}.get(architecture)
             rows.append({**row, "by_position": shares, "lowest_eigenvalue": lowest, "steps": 9, "parameters": 1234})
     return {"rows": rows, "settings": {"train_length": 32, "length": 64}}

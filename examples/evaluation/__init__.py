@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 TASKS = {
     "mqar": "multi-query associative recall, by width and length",
     "needle": "a passkey or a number in a text many times as long as those of the training, by depth and length",
+    "trials": "the needle with other recipes of the training: what was tried",
+    "ablations": "every model with and without the part that its paper leads with",
     "positions": "loss by position in ABC tunes, and in one text of many tunes",
     "tracking": "products in groups (parity, S3, A5), in rows longer than those of the training",
     "speed": "speed and memory of reading and of writing, by length",

@@ -1,4 +1,4 @@
-"""The entry point: one command per task, and the report."""
+"""The entry point: one command per task, all of them within a budget, and the report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import importlib
 import shlex
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from help_formatter import HelpFormatter
@@ -17,7 +19,8 @@ from . import TASKS
 
 require("matplotlib", "music21", extra="evaluation")
 
-from . import figures  # noqa: E402
+from . import figures, plan  # noqa: E402
+from .report import write_report  # noqa: E402
 from .runs import Record  # noqa: E402
 
 
@@ -46,10 +49,26 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             help="directory of TASK.json, TASK.csv and figures; an earlier run is continued",
         )
         add("--fresh", action="store_true", help="discard the measurements of an earlier run")
-        add("--seed", type=int, default=0, help="seed of weights, data and order")
+        if seeds := getattr(module, "SEEDS", None):
+            add(
+                "--seeds",
+                type=int,
+                nargs="+",
+                default=list(seeds),
+                help="seeds of weights, data and order: a row each",
+            )
+        else:
+            add("--seed", type=int, default=0, help="seed of weights, data and order")
         add("--device", default="cpu", help="device of the models, such as cuda")
         add("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
         module.add_arguments(command)
+    command = commands.add_parser(
+        "all",
+        help="all tasks, as far as a budget of hours goes, and the report",
+        formatter_class=HelpFormatter,
+        description=plan.__doc__,
+    )
+    plan.add_arguments(command)
     command = commands.add_parser(
         "report",
         help="one HTML page of all measurements",
@@ -60,29 +79,62 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    if arguments.task == "report":
-        from .report import write_report
-
-        print(write_report(arguments.out))
-        return
-    torch.set_num_threads(arguments.threads)
-    module = arguments.module
-    command = ["python", "-m", "examples.evaluation", *(sys.argv[1:] if argv is None else argv)]
-    record = Record(
+def record_of(arguments: argparse.Namespace, command: list[str]) -> Record:
+    """The record of a task, with what an earlier run has measured."""
+    settings = arguments.module.settings(arguments)
+    if not hasattr(arguments.module, "SEEDS"):
+        settings = {"seed": arguments.seed, **settings}
+    command = ["python", "-m", "examples.evaluation", *command]
+    return Record(
         arguments.task,
-        module.settings(arguments),
+        settings,
         command=shlex.join(word for word in command if word != "--fresh"),
-        seed=arguments.seed,
         out=arguments.out,
         device=arguments.device,
         fresh=arguments.fresh,
     )
-    record.measure(module.cells(arguments), lambda **cell: module.measure(arguments, **cell))
+
+
+def measure(arguments: argparse.Namespace, record: Record, cells: list[dict[str, Any]]) -> None:
+    """Measures the cells that the record does not have, and draws the figures of all."""
+    module = arguments.module
+    record.measure(cells, lambda **cell: module.measure(arguments, **cell))
     for name, figure in figures.draw(module, record.content).items():
         figures.save(figure, record.content, arguments.out / f"{name}.svg")
-    print("\n".join(module.findings(record.content)))
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
+    """The tasks within the budget, most informative cells first, and the report."""
+    common = ["--threads", str(arguments.threads), "--device", arguments.device]
+    tasks = {name: parse_arguments([name, *common, "--out", str(arguments.out)]) for name in arguments.tasks}
+    records = {name: record_of(task, [name, *common]) for name, task in tasks.items()}
+    seconds = 3600 * arguments.budget
+    jobs = plan.jobs_of(tasks, {name: record.rows for name, record in records.items()})
+    taken, left = plan.fitting(jobs, seconds)
+    print(plan.described(taken, left, arguments.budget))
+    if arguments.dry_run:
+        return
+    start = time.perf_counter()
+    for job in taken:
+        if time.perf_counter() - start + job.seconds > seconds:
+            print(f"The budget ends before {job}. The same command goes on from there.")
+            break
+        measure(tasks[job.task], records[job.task], job.cells)
+    print(write_report(arguments.out))
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    torch.set_num_threads(getattr(arguments, "threads", torch.get_num_threads()))
+    if arguments.task == "report":
+        print(write_report(arguments.out))
+        return
+    if arguments.task == "all":
+        measure_all(arguments)
+        return
+    record = record_of(arguments, sys.argv[1:] if argv is None else argv)
+    measure(arguments, record, arguments.module.cells(arguments))
+    print("\n".join(arguments.module.findings(record.content)))
     print(f"{record.path} and the files next to it have the numbers and figures.")
 
 

@@ -6,10 +6,14 @@ arXiv:2404.05892), and Goose with a memory that may turn around what it holds.
 removes more of what the state held. Embeddings, token shift, projections, channel mixing and norms stay, with the same
 initial weights, so only the memory differs. The baselines can be trained and can read whole texts. They cannot
 generate, because they do not keep a state.
+
+`without` takes a part from a model, if no field of the configuration does. Such a model can do all that it could.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,4 +147,43 @@ def make_baseline(name: str, config: PreTrainedConfig) -> PreTrainedModel:
     model = Rwkv5ForCausalLM(config)
     for layer, block in enumerate(model.rwkv.blocks):
         block.attention = MIXINGS[name](block.attention, depth=layer / max(config.num_hidden_layers - 1, 1))
+    return model
+
+
+def remember_nothing(remember: Callable[..., tuple], *inputs: Any) -> tuple:
+    """What Gecko's working memory holds for each token, as zeros, and its states."""
+    out, *states = remember(*inputs)
+    return torch.zeros_like(out), *states
+
+
+def drop_memory(model: PreTrainedModel) -> None:
+    """A Gecko reads nothing from its working memory, so that it sees no farther than its attention and CEMA."""
+    for layer in model.model.layers:
+        layer.mega.remember = partial(remember_nothing, layer.mega.remember)
+
+
+def fix_decay(model: PreTrainedModel) -> None:
+    """A Finch's decays are parameters, as Eagle's are: nothing is added that depends on the data (section 4.2.2)."""
+    for block in model.rwkv.blocks:
+        for weight in (block.attention.time_decay_w1, block.attention.time_decay_w2):
+            weight.requires_grad_(False)
+        with torch.no_grad():
+            block.attention.time_decay_w2.zero_()
+
+
+# Parts that no field of the configuration switches off.
+PARTS: dict[str, Callable[[PreTrainedModel], None]] = {"working memory": drop_memory, "changing decay": fix_decay}
+
+
+def without(part: str, model: PreTrainedModel) -> PreTrainedModel:
+    """
+    The model, altered in place, without a part of `PARTS`; with all parts if `part` is empty.
+
+    Raises:
+        ValueError: if there is no such part.
+    """
+    if part and part not in PARTS:
+        raise ValueError(f"`part` must be one of {', '.join(PARTS)}, got {part!r}.")
+    if part:
+        PARTS[part](model)
     return model

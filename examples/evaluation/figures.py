@@ -13,7 +13,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from . import baselines, models
-from .runs import write_atomically
+from .runs import seeds_of, write_atomically
 
 
 NAMES = models.NAMES | baselines.NAMES
@@ -79,14 +79,14 @@ def short(length: int) -> str:
 
 
 def caption(record: dict[str, Any]) -> str:
-    """The text below every figure: command, seed, hardware, versions and date."""
+    """The text below every figure: command, seeds, hardware, versions and date."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    rest = f"seed {record['seed']}; {record['hardware']}; {versions}; {record['date']}"
+    rest = f"{seeds_of(record)}; {record['hardware']}; {versions}; {record['date']}"
     return record["command"] + "\n" + rest.replace("\n", " and ")
 
 
 def to_svg(figure: Figure, record: dict[str, Any]) -> str:
-    """The figure with its command, seed and hardware below it."""
+    """The figure with its command, seeds and hardware below it."""
     with rc_context(STYLE):
         columns = int(figure.get_figwidth() * 17)
         wrap = textwrap.TextWrapper(columns, break_on_hyphens=False).wrap

@@ -143,7 +143,7 @@ def make_config(
     context: int = 1024,
     window: int = 128,
     lr: float = 3e-3,
-    **ids: int,
+    **others: Any,
 ) -> PreTrainedConfig:
     """
     Args:
@@ -155,7 +155,7 @@ def make_config(
         context: number of tokens of a training row.
         window: number of tokens that attention sees: a chunk of Gecko, two splits of Avey and Avey-B.
         lr: learning rate of the training, which is also the scale of the initial embeddings of Eagle and Finch.
-        ids: `bos_token_id` and so on.
+        others: fields of the configuration, which replace those of the small model: `bos_token_id`, `topk` and so on.
 
     Raises:
         ValueError: if `width` is not a multiple of 32, or `architecture` is not one of `NAMES`.
@@ -165,7 +165,7 @@ def make_config(
     if architecture not in CONFIGS:
         raise ValueError(f"`architecture` must be one of {', '.join(NAMES)}, got {architecture!r}.")
     config_class, fields = CONFIGS[architecture](Size(width, layers, context, window, lr))
-    return config_class(vocab_size=vocabulary, **ids, **fields)
+    return config_class(vocab_size=vocabulary, **{**fields, **others})
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:

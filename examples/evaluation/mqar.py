@@ -13,6 +13,9 @@ ones, up to the length of the test; without that, transformers learn the task mu
 values of the validation rows are right, or after the last step. Several learning rates are tried, and the one with the
 best validation accuracy counts. The test rows are yet other rows, the same for all models.
 
+Every cell has several seeds, of weights and rows. The numbers are means, with the least and the greatest. A call
+measures the first seed of all cells before the second.
+
 Zoology trains models of width 64 to 512 on 64 to 512 tokens of 8,192 words. Here all three are smaller, so that a CPU
 is enough. Eagle, Finch and Goose are compared with an Eagle with the memory of RWKV-4, an Eagle with linear attention,
 and a transformer. The accuracy of guessing among the values of the row is one divided by the number of pairs.
@@ -21,6 +24,8 @@ and a transformer. The accuracy of guessing among the values of the row is one d
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 from typing import Any
 
 import torch
@@ -28,13 +33,16 @@ import torch.nn.functional as F
 from tqdm import trange
 from transformers import PreTrainedModel
 
-from .baselines import BASES, MIXINGS, make_baseline
+from .baselines import BASES, MIXINGS, make_baseline, without
 from .figures import NAMES, line_of, new_figure
 from .models import make_config, make_model, make_optimizer
+from .spread import Spread, by, draw_spreads
 
 
 TITLE = "Multi-query associative recall"
 ARCHITECTURES = ("finch", "eagle", "goose", "rwkv4", "linear-attention", "transformer")
+SEEDS = (0, 1, 2)
+WIDTHS, LENGTHS = (32, 64, 128), (64, 128, 256)  # the grid of the command without options
 ENOUGH = 0.99  # validation accuracy that ends a training
 NEAR, SAME = 0.95, 0.01  # accuracy that the findings call solved, and the largest difference that they ignore
 # What figure 4 shows: the model that is near 100% everywhere, and the memory that Eagle and Finch exceed everywhere.
@@ -44,8 +52,8 @@ BLANK, NOTHING = 0, -100  # the id between queries, and the target of tokens tha
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--widths", type=int, nargs="+", default=[32, 64, 128], help="widths of the models; on a GPU also 256 and 512")
-    add("--lengths", type=int, nargs="+", default=[64, 128, 256], help="tokens per row; on a GPU also 512")
+    add("--widths", type=int, nargs="+", default=list(WIDTHS), help="widths of the models; on a GPU also 256 and 512")
+    add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens per row; on a GPU also 512")
     add("--tokens-per-pair", type=int, default=8, help="number of tokens of a row for each pair")
     add("--words", type=int, default=32, help="number of keys, and of values; on a GPU 4096 as in Zoology")
     add(
@@ -74,7 +82,8 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 f"--words, and {arguments.tokens}, --tokens of a step; got {length}."
             )
     return [
-        {"architecture": architecture, "length": length, "width": width}
+        {"architecture": architecture, "length": length, "width": width, "seed": seed}
+        for seed in arguments.seeds
         for architecture in arguments.architectures
         for length in arguments.lengths
         for width in arguments.widths
@@ -138,17 +147,19 @@ def accuracy_of(model: PreTrainedModel, ids: torch.Tensor, targets: torch.Tensor
     return torch.cat(right).float().mean().item()
 
 
-def train(arguments: argparse.Namespace, architecture: str, length: int, width: int, lr: float) -> dict[str, Any]:
-    """Validation and test accuracy of one training, and the number of steps."""
-    torch.manual_seed(arguments.seed)
-    model = make(architecture, arguments, length, width, lr).to(arguments.device)
+def train(
+    arguments: argparse.Namespace, architecture: str, length: int, width: int, lr: float, seed: int, part: str = ""
+) -> dict[str, Any]:
+    """Validation and test accuracy of one training, perhaps without a part of the model, and the number of steps."""
+    torch.manual_seed(seed)
+    model = without(part, make(architecture, arguments, length, width, lr)).to(arguments.device)
     optimizer = make_optimizer(model, lr, weight_decay=0.0)
     # The learning rate rises in the first tenth of the steps and falls in the second half.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(10 * (step + 1) / arguments.steps, 1.0, 2 - 2 * step / arguments.steps)
     )
     # Training, validation and test have different seeds.
-    learn, validate, test = (torch.Generator().manual_seed(3 * arguments.seed + part) for part in range(3))
+    learn, validate, test = (torch.Generator().manual_seed(3 * seed + place) for place in range(3))
 
     def rows(number: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = length // arguments.tokens_per_pair
@@ -186,10 +197,12 @@ def train(arguments: argparse.Namespace, architecture: str, length: int, width: 
     }
 
 
-def measure(arguments: argparse.Namespace, architecture: str, length: int, width: int) -> dict[str, Any]:
+def measure(
+    arguments: argparse.Namespace, architecture: str, length: int, width: int, seed: int, part: str = ""
+) -> dict[str, Any]:
     tried = []
     for lr in arguments.lrs:
-        tried.append(train(arguments, architecture, length, width, lr))
+        tried.append(train(arguments, architecture, length, width, lr, seed, part))
         if tried[-1]["validation"] >= ENOUGH:
             break
     best = max(tried, key=lambda result: result["validation"])
@@ -197,11 +210,13 @@ def measure(arguments: argparse.Namespace, architecture: str, length: int, width
 
 
 def lines_of(record: dict[str, Any]) -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
-    """Rows by architecture, length and width, in this order."""
-    rows = sorted(record["rows"], key=lambda row: (row["length"], row["width"]))
+    """Means over the seeds by architecture, length and width, in this order, with the spread of the accuracy."""
+    rows = sorted(record["rows"], key=lambda row: (row["length"], row["width"], row["seed"]))
     lines: dict[str, dict] = {name: {} for name in ARCHITECTURES}
-    for row in rows:
-        lines[row["architecture"]][row["length"], row["width"]] = row
+    for (architecture, *cell), alike in by(rows, "architecture", "length", "width").items():
+        spread = Spread.of(row["accuracy"] for row in alike)
+        same = {name: alike[0][name] for name in ("pairs", "parameters")}
+        lines[architecture][tuple(cell)] = {**same, "accuracy": spread.mean, "spread": spread, "rows": alike}
     return {name: line for name, line in lines.items() if line}
 
 
@@ -211,8 +226,8 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
     figure, grid = new_figure(1, len(pairs), sharey=True, squeeze=False)
     for axes, (length, number) in zip(grid[0], pairs.items(), strict=True):
         for architecture, rows in lines_of(record).items():
-            points = {width: row["accuracy"] for (tokens, width), row in rows.items() if tokens == length}
-            axes.plot(points.keys(), points.values(), **line_of(architecture))
+            points = {width: row["spread"] for (tokens, width), row in rows.items() if tokens == length}
+            draw_spreads(axes, points, **line_of(architecture))
         axes.axhline(1 / number, color="#999999", linewidth=0.8, linestyle=":", label="guess among the row's values")
         axes.set_xscale("log", base=2)
         axes.set_xticks(widths, map(str, widths))
@@ -223,16 +238,17 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    header = ["model", "length (tokens)", "pairs", "width", "right answers", "steps", "learning rate", "parameters"]
-    return header, [
+    header = ["model", "length (tokens)", "pairs", "width", "seeds", "right answers", "steps", "learning rates"]
+    return [*header, "parameters"], [
         [
             NAMES[architecture],
-            *(str(row[name]) for name in ("length", "pairs", "width")),
-            f"{row['accuracy']:.3f}",
-            *(f"{row['steps']:,}", f"{row['lr']:g}", f"{row['parameters']:,}"),
+            *(str(length), str(cell["pairs"]), str(width), str(cell["spread"].count), cell["spread"].text()),
+            f"{sum(row['steps'] for row in cell['rows']) / len(cell['rows']):,.0f}",
+            " and ".join(f"{lr:g}" for lr in sorted({row["lr"] for row in cell["rows"]})),
+            f"{cell['parameters']:,}",
         ]
         for architecture, rows in lines_of(record).items()
-        for row in rows.values()
+        for (length, width), cell in rows.items()
     ]
 
 
@@ -250,8 +266,28 @@ def ends(rows: dict[tuple[int, int], dict[str, Any]], axis: int) -> list[float]:
     return [line[-1] - line[0] for line in lines.values() if len(line) > 1]
 
 
+def coverage(record: dict[str, Any]) -> str:
+    """How many cells of the grid there are, and how many of them have several seeds."""
+    lines = lines_of(record)
+    lengths, widths = ({cell[axis] for rows in lines.values() for cell in rows} for axis in (0, 1))
+    counts = [cell["spread"].count for rows in lines.values() for cell in rows.values()]
+    most = max(counts)
+    axes = ARCHITECTURES, LENGTHS, WIDTHS, SEEDS
+    names = ("architecture", "length", "width", "seed")
+    there = {tuple(row[name] for name in names) for row in record["rows"]} & {*itertools.product(*axes)}
+    whole = math.prod(map(len, axes))
+    missing = f" The command without options has {whole} rows, of which {len(there)} are measured."
+    return (
+        f"Measured: {len(counts)} of {len(lines) * len(lengths) * len(widths)} cells, for {len(lines)} models, "
+        f"{len(lengths)} lengths and {len(widths)} widths, {counts.count(most)} of them with {most} "
+        f"seed{'s' if most > 1 else ''}, the most that a cell has. Accuracies are means over the seeds."
+        + missing
+        * (len(there) < whole)
+    )
+
+
 def findings(record: dict[str, Any]) -> list[str]:
-    lines, said = lines_of(record), []
+    lines, said = lines_of(record), [coverage(record)]
     for architecture, rows in lines.items():
         near = sum(row["accuracy"] >= NEAR for row in rows.values())
         guesses = sum(row["accuracy"] < 1.5 / row["pairs"] for row in rows.values())

@@ -14,11 +14,13 @@ The passkey is among five sentences that repeat, the number among sentences that
 models of 150M to 7B parameters. Here models of about 0.13M learn only this task, from scratch, with a vocabulary of
 words and digits. They learn both variants together from rows that never repeat, with the needle anywhere; only the
 answer has a loss. The longest rows grow from --shortest to --train-length tokens as a model learns, because with long
-rows from the beginning it learns nothing for a long time.
+rows from the beginning it learns nothing for a long time. Where another recipe is better for an architecture, it has
+that one (recipes.py); the section on what was tried has the numbers.
 
 The test works like an application: `generate` reads a text and writes the digits one by one with the cache. The answer
-is right if every digit is. All architectures get the same texts. The weights are kept in OUT/needle-ARCHITECTURE, so a
-later run, for example with more --lengths, does not train again.
+is right if every digit is. All models get the same texts. The weights are kept in OUT/needle-ARCHITECTURE-RECIPE-SEED,
+so a later run, for example with more --lengths, does not train again. With several --seeds, the numbers are means,
+with the least and the greatest.
 
 A training row contains its answer, and Avey's ranker reads the whole last split, so it also learns to find the needle
 by its digits. In the test these are missing, and the accuracy is lower than in training, especially if the digits are
@@ -40,12 +42,17 @@ import torch.nn.functional as F
 from tqdm import trange
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .baselines import without
 from .figures import line_of, new_figure, short
 from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer
+from .recipes import COMMON, Recipe, chosen, find, names_of_recipes, recipes_of
+from .spread import Spread, by, draw_spreads
 
 
 TITLE = "Needle in a haystack"
 ARCHITECTURES = CAUSAL
+SEEDS = (0,)
+SHARED = ("architecture", "recipe", "seed")  # cells that are the same in these have one training
 VARIANTS = ("passkey", "number")
 DEPTHS = range(0, 101, 10)  # in percent
 CALL = 32768  # tokens that are read in one call
@@ -60,6 +67,7 @@ PAPERS = {
 }
 OWN_RATES = {"transformer": "transformer_lr"}  # architecture to the option with its learning rate
 BOUNDARY = 0  # the id that begins a text
+TEST_SEED = 0  # that of the test's texts, the same for all models
 DIGITS = "0123456789"
 NEEDLES = {"passkey": "the pass key is", "number": "the special magic number for NOUN is"}
 SENTENCES = {
@@ -91,9 +99,21 @@ CLASSES = {
 TEXTS = [*DIGITS, "what ?", *NEEDLES.values(), *chain(*SENTENCES.values(), *CLASSES.values())]
 WORDS = sorted({word for text in TEXTS for word in text.split()} - {*CLASSES})
 IDS = {word: number for number, word in enumerate(WORDS, start=BOUNDARY + 1)}
+DIGIT_IDS = {IDS[digit] for digit in DIGITS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        choices=names_of_recipes(),
+        help="recipes of the training, of those that an architecture has (default: the one that recipes.py chooses)",
+    )
+    add_settings(parser)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The options of texts, models and trainings."""
     add = parser.add_argument
     lengths = [512, 1024, 2048, 4096, 8192]
     add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the test texts; on a GPU up to 32768")
@@ -113,17 +133,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1e-3,
         help="largest learning rate of the transformer, which learns less at 3e-3",
     )
+    add("--weight-decay", type=float, default=0.1, help="weight decay of the matrices")
+    add(
+        "--answers",
+        choices=("whole", "digit", "mixed", "late"),
+        default="whole",
+        help="what a training row ends with: the whole answer, or the digits before one, which alone has a loss; "
+        "mixed: one or the other; late: digit in the second half of the training",
+    )
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = "texts train_length shortest digits width layers window steps tokens lr transformer_lr"
+    names = (
+        "texts train_length shortest digits width layers window steps tokens lr transformer_lr weight_decay answers"
+    )
     return {name: getattr(arguments, name) for name in names.split()}
 
 
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [
-        {"architecture": architecture, "variant": variant, "length": length}
+        {"architecture": architecture, "recipe": name, "seed": seed, "variant": variant, "length": length}
         for architecture in arguments.architectures
+        for name in arguments.recipes or [chosen(architecture)]
+        if name in recipes_of(architecture)
+        for seed in arguments.seeds
         for variant in VARIANTS
         for length in arguments.lengths
     ]
@@ -162,31 +195,48 @@ def make_text(variant: str, length: int, depth: float, digits: int, generator: r
     return [BOUNDARY, *(IDS[word] for word in text)]
 
 
-def train(arguments: argparse.Namespace, architecture: str) -> PreTrainedModel:
-    torch.manual_seed(arguments.seed)
+def are_whole(answers: str, progress: float, generator: random.Random) -> bool:
+    """Whether the rows of a step of the training end with the whole answer. The progress is from 0 to 1."""
+    if answers == "mixed":
+        return generator.random() < 0.5
+    return answers == "whole" or (answers == "late" and progress < 0.5)
+
+
+def train(arguments: argparse.Namespace, architecture: str, recipe: Recipe, seed: int) -> PreTrainedModel:
+    arguments = argparse.Namespace(**{**vars(arguments), **recipe.options})
+    torch.manual_seed(seed)
     ids = {"bos_token_id": BOUNDARY, "eos_token_id": None, "pad_token_id": None}
     lr = getattr(arguments, OWN_RATES.get(architecture, "lr"))
     sizes = {name: getattr(arguments, name) for name in ("width", "layers", "window")}
-    config = make_config(architecture, vocabulary=len(IDS) + 1, context=arguments.train_length, lr=lr, **sizes, **ids)
-    model = make_model(config).to(arguments.device).train()
-    optimizer = make_optimizer(model, lr, weight_decay=0.1)
+    others = {**ids, **recipe.config}
+    config = make_config(
+        architecture, vocabulary=len(IDS) + 1, context=arguments.train_length, lr=lr, **sizes, **others
+    )
+    model = without(recipe.without, make_model(config)).to(arguments.device).train()
+    for name, parameter in model.named_parameters():
+        if (value := recipe.start.get(name.rpartition(".")[2])) is not None:
+            torch.nn.init.constant_(parameter, value)
+    optimizer = make_optimizer(model, lr, weight_decay=arguments.weight_decay)
     peaks = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, peaks, arguments.steps, pct_start=0.02, cycle_momentum=False
     )
-    generator = random.Random(f"{arguments.seed} training")
+    generator = random.Random(f"{seed} training")
     digits, longest, learned = arguments.digits, float(arguments.shortest), 0.0
     bar = trange(arguments.steps, desc=architecture, unit="step", leave=False)
-    for _ in bar:
+    for step in bar:
         length = generator.randint(arguments.shortest, int(longest))
         rows = [
             make_text(generator.choice(VARIANTS), length, generator.random(), digits, generator)
             for _ in range(max(arguments.tokens // length, 1))
         ]
         batch = torch.tensor(rows, device=arguments.device)
-        answers = batch[:, -digits:]
+        whole = are_whole(arguments.answers, step / arguments.steps, generator)
+        end = length if whole else length - generator.randint(0, digits - 1)
+        read, answers = (batch, batch[:, -digits:]) if whole else (batch[:, : end - 1], batch[:, end - 1 : end])
         with torch.autocast(batch.device.type, torch.bfloat16):
-            logits = model(input_ids=batch, use_cache=False, logits_to_keep=digits + 1).logits[:, :-1].float()
+            logits = model(input_ids=read, use_cache=False, logits_to_keep=digits + 1).logits.float()
+        logits = logits[:, -digits - 1 : -1] if whole else logits[:, -1:]
         loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -200,25 +250,26 @@ def train(arguments: argparse.Namespace, architecture: str) -> PreTrainedModel:
     return model
 
 
-def obtain(arguments: argparse.Namespace, architecture: str) -> tuple[PreTrainedModel, float]:
-    """A trained model and the seconds of its training; that of an earlier run if its settings were the same."""
+def obtain(arguments: argparse.Namespace, architecture: str, name: str, seed: int) -> tuple[PreTrainedModel, float]:
+    """A model trained by a recipe, and the seconds of its training; that of an earlier run if nothing has changed."""
     models = vars(arguments).setdefault("models", {})  # those of this run
-    if architecture not in models:
-        directory = arguments.out / f"needle-{architecture}"
-        path, wanted = directory / "training.json", {**settings(arguments), "seed": arguments.seed}
+    key = f"{architecture}-{name}-{seed}"
+    if key not in models:
+        directory, recipe = arguments.out / f"needle-{key}", find(architecture, name)
+        path, wanted = directory / "training.json", {**settings(arguments), "recipe": [*recipe[1:]]}
         training = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if training.get("settings") != wanted or arguments.fresh:
             start = time.perf_counter()
-            model = train(arguments, architecture)
+            model = train(arguments, architecture, recipe, seed)
             training = {"settings": wanted, "seconds": round(time.perf_counter() - start, 1)}
-            new = directory.with_suffix(".new")
+            new = directory.with_name(directory.name + ".new")
             model.save_pretrained(new)
             (new / path.name).write_text(json.dumps(training), encoding="utf-8")
             shutil.rmtree(directory, ignore_errors=True)
             new.rename(directory)
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        models[architecture] = model.to(arguments.device), training["seconds"]
-    return models[architecture]
+        model = without(recipe.without, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+        models[key] = model.to(arguments.device), training["seconds"]
+    return models[key]
 
 
 def are_right(model: PreTrainedModel, texts: torch.Tensor, digits: int) -> torch.Tensor:
@@ -231,28 +282,90 @@ def are_right(model: PreTrainedModel, texts: torch.Tensor, digits: int) -> torch
     return torch.cat(right)
 
 
-def measure(arguments: argparse.Namespace, architecture: str, variant: str, length: int) -> dict[str, Any]:
-    model, seconds = obtain(arguments, architecture)
-    generator = random.Random(f"{arguments.seed} test {variant} {length}")
+def measure(
+    arguments: argparse.Namespace, architecture: str, recipe: str, seed: int, variant: str, length: int
+) -> dict[str, Any]:
+    model, seconds = obtain(arguments, architecture, recipe, seed)
+    generator = random.Random(f"{TEST_SEED} test {variant} {length}")
     texts = [
         make_text(variant, length, depth / 100, arguments.digits, generator)
         for depth in DEPTHS
         for _ in range(arguments.texts)
     ]
-    right = are_right(model, torch.tensor(texts), arguments.digits).view(len(DEPTHS), -1).double()
-    accuracies = {"accuracy": right.mean().item(), "by_depth": right.mean(1).tolist()}
-    return {**accuracies, "parameters": model.num_parameters(), "training_seconds": seconds}
+    right = are_right(model, torch.tensor(texts), arguments.digits).double()
+    split = getattr(model.config, "chunk_size", arguments.window // 2)
+    cut = torch.tensor([is_cut(text, variant, arguments.digits, split) for text in texts])
+    by_depth = right.view(len(DEPTHS), -1).mean(1).tolist()
+    shares = {"accuracy": right.mean().item(), "by_depth": by_depth}
+    parts = {name: right[which].mean().item() for name, which in (("whole", ~cut), ("cut", cut)) if which.any()}
+    return {**shares, **parts, "parameters": model.num_parameters(), "training_seconds": seconds}
+
+
+def is_cut(text: list[int], variant: str, digits: int, split: int) -> bool:
+    """Whether the needle of a text, words and digits, lies in more than one split of so many tokens."""
+    first = next(place for place, token in enumerate(text) if token in DIGIT_IDS)
+    begin = first - len(NEEDLES[variant].split())
+    return begin // split != (first + digits - 1) // split
 
 
 def in_order(row: dict[str, Any]) -> tuple[int, int, int]:
     return ARCHITECTURES.index(row["architecture"]), VARIANTS.index(row["variant"]), row["length"]
 
 
+def recipes_in(record: dict[str, Any]) -> dict[str, list[str]]:
+    """The recipes of each architecture, that of figures and table first: the chosen one if it was measured."""
+    found: dict[str, list[str]] = {}
+    for architecture, name in by(sorted(record["rows"], key=in_order), "architecture", "recipe"):
+        found.setdefault(architecture, []).append(name)
+    for architecture, names in found.items():
+        names.sort(key=lambda name: (name != chosen(architecture), name != COMMON))
+    return found
+
+
+def shown(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of one recipe for each architecture, in order."""
+    names = recipes_in(record)
+    return [row for row in sorted(record["rows"], key=in_order) if row["recipe"] == names[row["architecture"]][0]]
+
+
+def others(record: dict[str, Any]) -> list[str]:
+    """What is said of other recipes than those of figures and table."""
+    said = []
+    for architecture, (first, *rest) in recipes_in(record).items():
+        if first != chosen(architecture):
+            said.append(
+                f"{NAMES[architecture]}: the numbers are those of the recipe {first}. recipes.py chooses "
+                f"{chosen(architecture)} since, which is not measured yet with rows of "
+                f"{record['settings']['train_length']:,} tokens."
+            )
+        for name in rest:
+            rows = [row for row in record["rows"] if (row["architecture"], row["recipe"]) == (architecture, name)]
+            for variant, alike in zip(VARIANTS, (by(rows, "variant").get((v,), []) for v in VARIANTS), strict=True):
+                lengths = by(sorted(alike, key=lambda row: row["length"]), "length")
+                spreads = {length: Spread.of(row["accuracy"] for row in same) for (length,), same in lengths.items()}
+                answers = ", ".join(f"{spread.text('.1%')} at {length:,}" for length, spread in spreads.items())
+                text = f"{NAMES[architecture]} with the recipe {name}, {variant}: {answers}."
+                last = [row for row in alike if "cut" in row and "whole" in row]
+                if last:
+                    cut, whole = (sum(row[part] for row in last) / len(last) for part in ("cut", "whole"))
+                    text += (
+                        f" Over all lengths {cut:.1%} if the needle crosses a boundary of splits, {whole:.1%} if not."
+                    )
+                said.append(text)
+    return said
+
+
 def lines_of(record: dict[str, Any]) -> dict[str, dict[str, dict[int, dict[str, Any]]]]:
-    """The rows by architecture, variant and length, in this order."""
+    """The means over the seeds by architecture, variant and length, in this order, with the spread of the accuracy."""
     lines: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
-    for row in sorted(record["rows"], key=in_order):
-        lines.setdefault(row["architecture"], {}).setdefault(row["variant"], {})[row["length"]] = row
+    for (architecture, variant, length), alike in by(shown(record), "architecture", "variant", "length").items():
+        spread = Spread.of(row["accuracy"] for row in alike)
+        depths = zip(*(row["by_depth"] for row in alike), strict=True)
+        mean = {"accuracy": spread.mean, "spread": spread, "by_depth": [sum(depth) / len(alike) for depth in depths]}
+        for part in ("whole", "cut"):  # older rows do not have them
+            if shares := [row[part] for row in alike if part in row]:
+                mean[part] = sum(shares) / len(shares)
+        lines.setdefault(architecture, {}).setdefault(variant, {})[length] = mean
     return lines
 
 
@@ -283,8 +396,8 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
     curves, grid = new_figure(1, len(VARIANTS), sharey=True)
     for axes, variant in zip(grid, VARIANTS, strict=True):
         for architecture, variants in lines.items():
-            points = {length: row["accuracy"] for length, row in variants.get(variant, {}).items()}
-            axes.plot(points.keys(), points.values(), **line_of(architecture))
+            points = {length: row["spread"] for length, row in variants.get(variant, {}).items()}
+            draw_spreads(axes, points, **line_of(architecture))
         axes.axvline(trained, color="#999999", linewidth=0.8, linestyle=":")
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, ticks)
@@ -295,12 +408,14 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    header = ["model", "variant", "length (tokens)", "right answers", "worst depth (%)", "right there"]
+    header = ["model", "variant", "length (tokens)", "seeds", "right answers", "worst depth (%)", "right there"]
     rows = []
-    for row in sorted(record["rows"], key=in_order):
-        worst = min(row["by_depth"])
-        what = [NAMES[row["architecture"]], row["variant"], f"{row['length']:,}"]
-        rows.append([*what, f"{row['accuracy']:.3f}", str(DEPTHS[row["by_depth"].index(worst)]), f"{worst:.3f}"])
+    for architecture, variants in lines_of(record).items():
+        for variant, lengths in variants.items():
+            for length, row in lengths.items():
+                worst = min(row["by_depth"])
+                what = [NAMES[architecture], variant, f"{length:,}", str(row["spread"].count), row["spread"].text()]
+                rows.append([*what, str(DEPTHS[row["by_depth"].index(worst)]), f"{worst:.3f}"])
     return header, rows
 
 
@@ -317,13 +432,18 @@ def reach_of(rows: dict[int, dict[str, Any]], trained: int) -> tuple[int, int]:
 
 def describe(architecture: str, variant: str, rows: dict[int, dict[str, Any]], trained: int) -> str:
     """All accuracies, and those in both halves of the text at the first length that is too long for the model."""
-    answers = ", ".join(f"{row['accuracy']:.1%} ({length:,})" for length, row in rows.items())
+    answers = ", ".join(f"{row['spread'].text('.1%')} at {length:,}" for length, row in rows.items())
     text = f"{NAMES[architecture]}, {variant}, right answers by length in tokens: {answers}."
     base, reach = reach_of(rows, trained)
     if beyond := [length for length in rows if length >= base and length > reach]:
         by_depth, half = rows[beyond[0]]["by_depth"], len(DEPTHS) // 2
         first, second = (sum(part) / half for part in (by_depth[:half], by_depth[-half:]))
         text += f" At {beyond[0]:,} {first:.1%} in the first half of the text, {second:.1%} in the second."
+    length, row = [*rows.items()][-1]
+    if "cut" in row and "whole" in row:
+        text += (
+            f" At {length:,} {row['cut']:.1%} if the needle crosses a boundary of splits, {row['whole']:.1%} if not."
+        )
     return text
 
 
@@ -350,6 +470,7 @@ def findings(record: dict[str, Any]) -> list[str]:
         for architecture, variants in lines.items()
         for variant, rows in variants.items()
     ]
+    said += others(record)
     for variant in VARIANTS:
         rows = {name: variants[variant] for name, variants in lines.items() if variant in variants}
         longest = max((length for row in rows.values() for length in row), default=0)

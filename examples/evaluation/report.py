@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import importlib
 import inspect
 import re
+import shlex
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -17,14 +19,14 @@ from matplotlib.figure import Figure
 from subquad.info import EMBEDDED, describe
 
 from . import TASKS, figures
-from .runs import read_record, write_atomically
+from .runs import read_record, seeds_of, write_atomically
 
 
 # The latest run of every task, which is part of the repository.
 RESULTS = Path(__file__).parent / "results"
 ABOUT = """
 Small models of all architectures of subquad, compared by `python -m examples.evaluation`. Every section has the
-command, seed and hardware of its numbers. Such small models show how the architectures differ, not how good large
+command, seeds and hardware of its numbers. Such small models show how the architectures differ, not how good large
 models are.
 """
 ABOUT_ZOO = """
@@ -32,6 +34,17 @@ The models that come with the package, trained on the same rows of folk tunes in
 `examples/train_abc.py` (avey-b-abc at twice the learning rate), as their cards describe them.
 `subquad generate --model finch-abc` writes a tune.
 """
+# The option that chooses cells by a field.
+OPTIONS = {
+    "architecture": "--architectures",
+    "recipe": "--recipes",
+    "problem": "--problems",
+    "length": "--lengths",
+    "width": "--widths",
+    "layers": "--layers",
+    "context": "--contexts",
+    "seed": "--seeds",
+}
 # Whatever a record contains, the page must not load or run anything.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 NUMBER = re.compile(r"[-−+]?[\d.]|[-–—]?$")  # also a missing one
@@ -135,15 +148,35 @@ def embedded_models() -> tuple[list[str], list[list[str]]]:
     return ["model", *labels], rows
 
 
+def cell_command(task: str, row: dict[str, Any]) -> str:
+    """The command that measures one row, or all rows that share its training."""
+    module = importlib.import_module(f".{task}", __package__)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--architectures")
+    parser.add_argument("--seeds" if hasattr(module, "SEEDS") else "--seed")
+    module.add_arguments(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    chosen = {name: row.get(name) for name in getattr(module, "SHARED", row) if OPTIONS.get(name) in known}
+    words = [word for name, value in chosen.items() if value is not None for word in (OPTIONS[name], str(value))]
+    return shlex.join(["python", "-m", "examples.evaluation", task, *words])
+
+
+def longest(record: dict[str, Any]) -> str:
+    """How long the row that took longest took, and its command."""
+    row = max(record["rows"], key=lambda row: row["seconds"])
+    return f"{row['seconds'] / 60:.1f} minutes: `{cell_command(record['task'], row)}`."
+
+
 def facts(record: dict[str, Any], origin: str) -> str:
-    """The seed, hardware, versions and settings of the numbers, and the command that repeats them."""
+    """The seeds, hardware, versions and settings of the numbers, and the command that repeats them."""
     minutes = sum(row["seconds"] for row in record["rows"]) / 60
     parts = {
-        "seed": record["seed"],
+        "seeds": seeds_of(record).split(" ", 1)[1],
         "hardware": record["hardware"],
         "versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
         "date": record["date"],
         "time": f"{minutes:.1f} minutes, {len(record['rows'])} cells",
+        "longest cell": longest(record).replace("`", ""),
         "record": origin,
         "settings": ", ".join(f"{name} = {value}" for name, value in record["settings"].items()),
     }

@@ -56,7 +56,6 @@ class Record:
         task: name of the task.
         settings: everything else that the numbers depend on, as JSON values.
         command: the command that repeats the task.
-        seed: seed of weights, data and order.
         out: directory of the files, created if it does not exist.
         device: device of the models.
         fresh: whether to discard the measurements of an earlier run.
@@ -71,7 +70,6 @@ class Record:
         settings: dict[str, Any],
         *,
         command: str,
-        seed: int,
         out: Path,
         device: str = "cpu",
         fresh: bool = False,
@@ -85,7 +83,6 @@ class Record:
         }
         self.content = {
             "task": task,
-            "seed": seed,
             **self.call,
             "versions": dict(self.versions),
             "settings": json.loads(json.dumps(settings)),  # as they are after reading the file
@@ -93,7 +90,7 @@ class Record:
         }
         if self.path.exists() and not fresh:
             earlier = read_record(self.path)
-            mine, theirs = ({**record["settings"], "seed": record["seed"]} for record in (self.content, earlier))
+            mine, theirs = self.content["settings"], earlier["settings"]
             for name in sorted({*mine, *theirs}):
                 if mine.get(name) != theirs.get(name):
                     raise ValueError(
@@ -144,3 +141,9 @@ class Record:
 
 def read_record(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def seeds_of(record: dict[str, Any]) -> str:
+    """The seeds of a record as a text: those of its rows, or the one of its settings."""
+    seeds = sorted({row["seed"] for row in record["rows"] if "seed" in row}) or [record["settings"].get("seed", 0)]
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"

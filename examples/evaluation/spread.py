@@ -1,0 +1,52 @@
+"""Mean and spread of what was measured with several seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+
+class Spread(NamedTuple):
+    """Mean, least and greatest of some values, and their number."""
+
+    mean: float
+    least: float
+    greatest: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """
+        Raises:
+            ValueError: if there are no values.
+        """
+        values = list(values)
+        if not values:
+            raise ValueError("A spread needs at least one value.")
+        return cls(sum(values) / len(values), min(values), max(values), len(values))
+
+    def text(self, style: str = ".3f") -> str:
+        """The mean, and with several values the least and the greatest in brackets."""
+        mean, least, greatest = (format(value, style) for value in self[:3])
+        return mean if self.count == 1 else f"{mean} ({least}–{greatest})"
+
+
+def by(rows: Iterable[dict[str, Any]], *names: str) -> dict[tuple, list[dict[str, Any]]]:
+    """The rows of the same cell, which differ in their seeds, by the values of some fields."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
+
+
+def draw_spreads(axes: Any, points: dict[Any, Spread], **line: Any) -> None:
+    """A line through the means, with a bar from the least value to the greatest where there are several."""
+    means = [spread.mean for spread in points.values()]
+    axes.plot(points.keys(), means, **line)
+    several = {x: spread for x, spread in points.items() if spread.count > 1}
+    if several:
+        below = [spread.mean - spread.least for spread in several.values()]
+        above = [spread.greatest - spread.mean for spread in several.values()]
+        means = [spread.mean for spread in several.values()]
+        style = {"fmt": "none", "ecolor": line["color"], "elinewidth": 1.0, "capsize": 2.5}
+        axes.errorbar([*several], means, yerr=[below, above], **style)
