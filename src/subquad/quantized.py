@@ -21,7 +21,8 @@ from transformers.quantizers.quantizers_utils import get_module_from_name, shoul
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from subquad_kernels import int4_linear, int8_linear, quantize_groups, quantize_rows
-from subquad_kernels.int4_linear import GROUP, STRIP, fits_groups
+from subquad_kernels.int4_linear import fits_groups
+from subquad_kernels.native import GROUP, STRIP
 
 from .layers import PRODUCTS
 from .quantization_methods import METHODS, SCALE

@@ -4,9 +4,8 @@ import ctypes
 
 import torch
 
-from .int4_linear import GROUP, STRIP
 from .int8_linear import LARGEST, adds_exactly
-from .native import Library, library
+from .native import GROUP, STRIP, Library, library
 
 
 _pointer, _size, _number = ctypes.c_size_t, ctypes.c_ssize_t, ctypes.c_int

@@ -5,11 +5,9 @@ import torch.nn.functional as F
 
 from .int8_linear import _finished, _quantize
 from .linear import fits_memory
-from .native import library
+from .native import GROUP, STRIP, library
 
 
-# Inputs that share a scale, and outputs that lie together: the order that `integers.c` reads.
-GROUP, STRIP = 32, 16
 # Numbers that are rounded, or become floats, at a time.
 _PIECE = 1 << 22
 # Scales that are tried for a group, beside the one that lets its largest number become -8: smaller ones cut it off.

@@ -39,6 +39,8 @@ _FLAGS = ("-std=gnu11", "-O2", "-fno-math-errno", "-shared", "-fPIC")
 _MOST, _LANES = 256, 16
 # The most slots of one.
 _MOST_SLOTS = 1024
+# Of weights of 4 bits: inputs that share a scale, and outputs that lie together.
+GROUP, STRIP = 32, 16
 # Seconds after which a compiler is given up; it needs one or two.
 _PATIENCE = 120
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
