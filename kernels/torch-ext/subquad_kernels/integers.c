@@ -270,10 +270,7 @@ static void rounding_work(void *data)
 
 static void round_rows(struct many_rows p, unsigned threads, parallel run)
 {
-    if (threads > 1 && run)
-        run(rounding_work, &p, threads, 0);
-    else
-        rounding_work(&p);
+    on_threads(rounding_work, &p, threads, run);
 }
 
 /* Rounds rows of x (rows, width) to integers up to `largest`. */
@@ -312,10 +309,7 @@ void subquad_scale_sums(
     void *sums, float *row_scale, const float *scale, ptrdiff_t rows, ptrdiff_t width, unsigned threads, parallel run)
 {
     struct many_rows p = {rows, width, width, 0, 0, NULL, scale, NULL, row_scale, sums};
-    if (threads > 1 && run)
-        run(scaling_work, &p, threads, 0);
-    else
-        scaling_work(&p);
+    on_threads(scaling_work, &p, threads, run);
 }
 
 /* The sums of GROUP integers at a time, of which there are `count` groups. */
@@ -481,10 +475,7 @@ int subquad_int8_linear(
         if (rows >= STRIPS_FROM)
             work = strips_work;
 #endif
-        if (threads > 1 && run)
-            run(work, &p, threads, 0);
-        else
-            work(&p);
+        on_threads(work, &p, threads, run);
     }
     free(rounded);
     free(wide);
@@ -652,10 +643,7 @@ int subquad_int4_linear(
         for (ptrdiff_t i = 0; i < rows * groups; i++)
             offsets[i] *= -8;
         struct int4_product p = {rows, outputs, width, 0, rounded, offsets, row_scale, weight, scale, out};
-        if (threads > 1 && run)
-            run(int4_work, &p, threads, 0);
-        else
-            int4_work(&p);
+        on_threads(int4_work, &p, threads, run);
     }
     free(rounded);
     free(row_scale);

@@ -262,10 +262,7 @@ int subquad_linear(
     if (rows >= MANY_FROM)
         work = float_strips_work;
 #endif
-    if (threads > 1 && run)
-        run(work, &p, threads, 0);
-    else
-        work(&p);
+    on_threads(work, &p, threads, run);
     free(wide);
     return p.failed;
 }

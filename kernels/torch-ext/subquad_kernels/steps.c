@@ -208,10 +208,7 @@ int subquad_step(struct step *p, unsigned threads, parallel run)
 {
     if (is_outside(p->indices, p->rows, p->states))
         return 1;
-    if (threads > 1 && run)
-        run(heads_work, p, threads, 0);
-    else
-        heads_work(p);
+    on_threads(heads_work, p, threads, run);
     return 0;
 }
 
@@ -294,10 +291,7 @@ int subquad_slot_step(struct slot_step *p, unsigned threads, parallel run)
 {
     if (is_outside(p->indices, p->rows, p->states))
         return 1;
-    if (threads > 1 && run)
-        run(slots_work, p, threads, 0);
-    else
-        slots_work(p);
+    on_threads(slots_work, p, threads, run);
     return 0;
 }
 

@@ -167,3 +167,12 @@ INLINE floats tanh_of(floats x)
 
 /* GOMP_parallel of the OpenMP that torch has loaded: so both have the same threads. */
 typedef void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+
+/* Lets each of so many threads do a work, or this one if there is one or no OpenMP. */
+INLINE void on_threads(void (*work)(void *), void *data, unsigned threads, parallel run)
+{
+    if (threads > 1 && run)
+        run(work, data, threads, 0);
+    else
+        work(data);
+}
