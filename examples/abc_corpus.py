@@ -183,27 +183,62 @@ def read_folder(folder: str) -> list[str]:
 
 _LETTERS = "CDEFGAB"
 _FIFTHS = "FCGDAEB"
-# The usual keys of fiddle tunes by mode, and how many sharps fewer than major the mode has.
+# How many sharps fewer than major each mode has.
+_FEWER_SHARPS = {"lyd": -1, "": 0, "mix": 1, "dor": 2, "m": 3, "phr": 4, "loc": 5}
+# The usual keys of fiddle tunes by mode.
 _KEYS = {
-    "": (("C", "D", "F", "G", "A", "Bb"), 0),
-    "mix": (("A", "D", "E", "G"), 1),
-    "dor": (("A", "D", "E", "G"), 2),
-    "m": (("A", "B", "D", "E", "G"), 3),
+    "": ("C", "D", "F", "G", "A", "Bb"),
+    "mix": ("A", "D", "E", "G"),
+    "dor": ("A", "D", "E", "G"),
+    "m": ("A", "B", "D", "E", "G"),
 }
 _LOWEST, _HIGHEST = -3, 16  # G, to e', counted in steps from middle C
 _ACCIDENTALS = {"_": -1, "=": 0, "^": 1}
 _NOTE = re.compile(r"([_^=]?)([A-Ga-g])([,']*)")
+# A bar line; or the accidentals of a note, its letter, octave marks, length and tie.
+_BAR_OR_NOTE = re.compile(r"\||([_^=]{0,2})([A-Ga-g])([,']*)[0-9/]*(-?)")
 
 
 def _signature(tonic: str, mode: str) -> dict[str, int]:
     """The accidental of each letter in a key signature: 1 is a sharp, -1 a flat."""
-    sharps = _FIFTHS.index(tonic[0]) - 1 + 7 * tonic.count("#") - 7 * tonic.count("b") - _KEYS[mode][1]
+    sharps = _FIFTHS.index(tonic[0]) - 1 + 7 * tonic.count("#") - 7 * tonic.count("b") - _FEWER_SHARPS[mode]
     return {x: (i < sharps) - (6 - i < -sharps) for i, x in enumerate(_FIFTHS)}
 
 
 def _step(letter: str, marks: str) -> int:
     """The position of a note on the staff, counted in lines and spaces from middle C."""
     return _LETTERS.index(letter.upper()) + 7 * (letter.islower() + marks.count("'") - marks.count(","))
+
+
+def _parts(tune: str) -> tuple[str, str, str, str]:
+    """The tune up to its key, the tonic, the mode, and the music after the key with the end of line before it."""
+    header, key, body = re.fullmatch(r"(.*?\nK:)(.*?)(\n.*)", tune, re.DOTALL).groups()
+    return header, *re.fullmatch(r"([A-G][#b]?)(.*)", key).groups(), body
+
+
+def alterations(tune: str) -> dict[int, int]:
+    """
+    How each note of a tune of this corpus sounds: the index of its letter to 0 (natural), 1 (sharp), -1 (flat), or
+    twice as much. By the standard (ABC 2.1, sections 4.2 and 11.3) an accidental is valid for its letter in all
+    octaves up to the end of the bar, and a note that is tied over the bar line keeps it.
+    """
+    _, tonic, mode, body = _parts(tune)
+    start, key = len(tune) - len(body), _signature(tonic, mode)
+    found: dict[int, int] = {}
+    bar: dict[str, int] = {}
+    tied: dict[int, int] = {}  # the note before, if it has a tie
+    for match in _BAR_OR_NOTE.finditer(body):
+        accidentals, letter, marks, tie = match.groups()
+        if letter is None:
+            bar = {}
+            continue
+        step = _step(letter, marks)
+        if accidentals:
+            bar[letter.upper()] = sum(_ACCIDENTALS[sign] for sign in accidentals)
+        sound = bar.get(letter.upper(), tied.get(step, key[letter.upper()]))
+        found[start + match.start(2)] = sound
+        tied = {step: sound} if tie else {}
+    return found
 
 
 def passages(tune: str, length: int = 24) -> set[tuple[int, ...]]:
@@ -218,12 +253,11 @@ def transpose(tune: str, generator: random.Random) -> str:
     The tune, transposed to a random usual key of its mode that keeps it within the range of the fiddle and does not
     need double accidentals. If there is no such key, the tune is not changed.
     """
-    header, key, body = re.fullmatch(r"(.*?\nK:)(.*?)(\n.*)", tune, re.DOTALL).groups()
-    tonic, mode = re.fullmatch(r"([A-G][#b]?)(.*)", key).groups()
+    header, tonic, mode, body = _parts(tune)
     if mode not in _KEYS or "__" in body or "^^" in body:
         return tune
     before = _signature(tonic, mode)
-    for target in generator.sample(_KEYS[mode][0], len(_KEYS[mode][0])):
+    for target in generator.sample(_KEYS[mode], len(_KEYS[mode])):
         shift = (_LETTERS.index(target[0]) - _LETTERS.index(tonic[0]) + 3) % 7 - 3
         after = _signature(target, mode)
         notes = []

@@ -24,6 +24,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 
@@ -91,10 +92,12 @@ def pack(tunes: list[str], context: int, generator: random.Random) -> torch.Tens
     open_rows: list[list[int]] = []
     full_rows: list[list[int]] = []
     for tune in generator.sample(tunes, len(tunes)):
-        ids = [*transpose(tune, generator).encode("ascii"), BOUNDARY]
+        moved = transpose(tune, generator)
+        # In another octave notes have marks, with which a long tune may not fit.
+        ids = [*(moved if len(moved) < context else tune).encode("ascii"), BOUNDARY]
         row = next((row for row in open_rows if len(row) + len(ids) <= context), None)
         if row is None:
-            row = [BOUNDARY] * generator.randrange(2)
+            row = [BOUNDARY] * min(generator.randrange(2), context - len(ids))
             open_rows.append(row)
         row += ids
         if len(open_rows) > 16:  # a short window keeps the order random
@@ -110,10 +113,12 @@ def schedule(step: int, steps: int, warmup: int, lowest: float) -> float:
     return rise * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def losses_of(model: PreTrainedModel, rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def predict(
+    model: PreTrainedModel, rows: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Cross entropies in nats of the bytes of the rows, without -1. A causal model predicts each byte from those before
-    it; an encoder predicts the bytes that `generator` masks from all others.
+    Logits (bytes, vocabulary) and ids (bytes) of the bytes of the rows that are predicted, without -1. A causal model
+    predicts each byte from those before it; an encoder predicts the bytes that `generator` masks from all others.
     """
     ids, there = rows.clamp(min=BOUNDARY), rows >= 0
     encoder = is_encoder(model.config)
@@ -123,12 +128,23 @@ def losses_of(model: PreTrainedModel, rows: torch.Tensor, generator: torch.Gener
     if encoder:
         hidden = there & (torch.rand(rows.shape, generator=generator) < MASKED)
         ids = ids.masked_fill(hidden, MASK)
-        logits, targets = model(input_ids=ids, attention_mask=mask).logits[hidden], rows[hidden]
-    else:
-        there = there[:, 1:]
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        logits, targets = logits[:, :-1][there], rows[:, 1:][there]
+        return model(input_ids=ids, attention_mask=mask).logits[hidden], rows[hidden]
+    there = there[:, 1:]
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return logits[:, :-1][there], rows[:, 1:][there]
+
+
+def losses_of(model: PreTrainedModel, rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Cross entropies in nats of the bytes that [`predict`] predicts."""
+    logits, targets = predict(model, rows, generator)
     return F.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def single_tunes(tunes: list[str], rows: int = 16) -> Iterator[torch.Tensor]:
+    """Batches of ids, (rows, length): a tune a row with the boundary at its end, by length, and -1 after it."""
+    ids = sorted((torch.tensor([*tune.encode("ascii"), BOUNDARY]) for tune in tunes), key=len)
+    for start in range(0, len(ids), rows):
+        yield torch.nn.utils.rnn.pad_sequence(ids[start : start + rows], batch_first=True, padding_value=-1)
 
 
 @torch.no_grad()
@@ -138,12 +154,8 @@ def bits_per_byte(model: PreTrainedModel, tunes: list[str], rows: int = 16) -> f
     """
     was_training = model.training
     model.eval()
-    ids = sorted((torch.tensor([*tune.encode("ascii"), BOUNDARY]) for tune in tunes), key=len)
     generator = torch.Generator().manual_seed(0)  # the same masks every time
-    losses = []
-    for start in range(0, len(ids), rows):
-        batch = torch.nn.utils.rnn.pad_sequence(ids[start : start + rows], batch_first=True, padding_value=-1)
-        losses.append(losses_of(model, batch, generator))
+    losses = [losses_of(model, batch, generator) for batch in single_tunes(tunes, rows)]
     model.train(was_training)
     return torch.cat(losses).mean().item() / math.log(2)
 

@@ -16,15 +16,16 @@ from . import baselines, models
 from .runs import seeds_of, write_atomically
 
 
-NAMES = models.NAMES | baselines.NAMES
-# Okabe and Ito's palette, which colour-blind readers can distinguish, with a dark red of Tol's, and markers for prints
+NAMES = models.NAMES | models.PEERS | baselines.NAMES
+# Okabe and Ito's palette, which colour-blind readers can distinguish, with three of Tol's, and markers for prints
 # in grey. The baselines are grey.
 HUES = (
     *("#0072B2", "#D55E00", "#882255", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"),
+    *("#332288", "#999933"),
     *("#6e6e6e", "#a8a8a8", "#8c8c8c"),
 )
 COLOURS = dict(zip(NAMES, HUES, strict=True))
-MARKERS = dict(zip(NAMES, "os<^Dv*xPX>", strict=True))
+MARKERS = dict(zip(NAMES, "os<^Dv*xhpPX>", strict=True))
 STYLE = {
     "font.family": "sans-serif",
     "font.size": 9,

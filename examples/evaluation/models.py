@@ -6,7 +6,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    LlamaConfig,
+    ModernBertConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from subquad import AveyBConfig, AveyConfig, GeckoConfig, RavenConfig, Rwkv5Config, Rwkv6Config, Rwkv7Config
 from subquad.models import REGISTRY
@@ -24,6 +32,7 @@ NAMES = {
     "transformer": "Transformer (RoPE)",
 }
 ENCODERS = ("avey-b",)
+PEERS = {"bert": "BERT", "modernbert": "ModernBERT"}  # what `encoders` has beside Avey-B, by model type
 CAUSAL = tuple(name for name in NAMES if name not in ENCODERS)
 
 
@@ -122,6 +131,33 @@ def _transformer(size: Size):
     }
 
 
+def _bert(size: Size):
+    # As published: norms after each sum, GELU, and a feed-forward four times as wide. Dropout helps if a text is read
+    # many times, which it is not here.
+    return BertConfig, {
+        **size.layered,
+        "num_attention_heads": size.width // 32,
+        "intermediate_size": 4 * size.width,
+        "max_position_embeddings": size.context,
+        "type_vocab_size": 1,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+
+def _modernbert(size: Size):
+    # As published, every third layer from the first on is global, and the others see an eighth of a training row.
+    return ModernBertConfig, {
+        **size.layered,
+        "num_attention_heads": size.width // 32,
+        "intermediate_size": 13 * size.width // 4,
+        "max_position_embeddings": size.context,
+        "local_attention": size.window // 2,
+        "cls_token_id": None,
+        "sep_token_id": None,
+    }
+
+
 CONFIGS: dict[str, Callable[[Size], tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     "eagle": _eagle,
     "finch": _finch,
@@ -131,6 +167,8 @@ CONFIGS: dict[str, Callable[[Size], tuple[type[PreTrainedConfig], dict[str, Any]
     "gecko": _gecko,
     "avey-b": _avey_b,
     "transformer": _transformer,
+    "bert": _bert,
+    "modernbert": _modernbert,
 }
 
 
@@ -147,23 +185,24 @@ def make_config(
 ) -> PreTrainedConfig:
     """
     Args:
-        architecture: a name of `NAMES`; `"transformer"` is a Llama.
+        architecture: a name of `NAMES`, of which `"transformer"` is a Llama, or of `PEERS`.
         vocabulary: number of token ids.
         width: width of the model, a multiple of 32.
         layers: number of layers, each with token and channel mixing. Avey and Avey-B, whose layers are smaller, get
             more of them, so that the number of parameters is about the same.
         context: number of tokens of a training row.
-        window: number of tokens that attention sees: a chunk of Gecko, two splits of Avey and Avey-B.
+        window: number of tokens that attention sees: a chunk of Gecko, two splits of Avey and Avey-B, twice the
+            local attention of ModernBERT.
         lr: learning rate of the training, which is also the scale of the initial embeddings of Eagle and Finch.
         others: fields of the configuration, which replace those of the small model: `bos_token_id`, `topk` and so on.
 
     Raises:
-        ValueError: if `width` is not a multiple of 32, or `architecture` is not one of `NAMES`.
+        ValueError: if `width` is not a multiple of 32, or `architecture` is not one of `NAMES` and `PEERS`.
     """
     if width % 32:
         raise ValueError(f"`width` must be a multiple of 32, got {width}.")
     if architecture not in CONFIGS:
-        raise ValueError(f"`architecture` must be one of {', '.join(NAMES)}, got {architecture!r}.")
+        raise ValueError(f"`architecture` must be one of {', '.join(CONFIGS)}, got {architecture!r}.")
     config_class, fields = CONFIGS[architecture](Size(width, layers, context, window, lr))
     return config_class(vocab_size=vocabulary, **{**fields, **others})
 
@@ -171,7 +210,12 @@ def make_config(
 def is_encoder(config: PreTrainedConfig) -> bool:
     """Whether a model of this configuration predicts masked tokens and does not generate text."""
     architecture = REGISTRY.get(config.model_type)
-    return architecture is not None and architecture.is_encoder
+    return config.model_type in PEERS if architecture is None else architecture.is_encoder
+
+
+def most_tokens(config: PreTrainedConfig) -> int | None:
+    """The number of tokens that a model can read, if its positions are a table, as BERT's are; None if any number."""
+    return config.max_position_embeddings if isinstance(config, BertConfig) else None
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -180,13 +224,21 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
     return auto.from_config(config)
 
 
+# Adam's settings in the papers of the transformers: GPT-3, BERT (section A.2), ModernBERT (table 4).
+ADAM: dict[str, dict[str, Any]] = {
+    "llama": {"betas": (0.9, 0.95)},
+    "bert": {"betas": (0.9, 0.999), "eps": 1e-6},
+    "modernbert": {"betas": (0.9, 0.98), "eps": 1e-6},
+}
+
+
 def make_optimizer(model: PreTrainedModel, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW with the groups of `subquad.optimizer`, or for the transformer with those of GPT-3."""
+    """AdamW with the groups of `subquad.optimizer`; a transformer's matrices and embeddings decay."""
     if model.config.model_type in REGISTRY:
         groups = parameter_groups(model, lr, weight_decay)
     else:
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        groups = [{"lr": lr, "betas": (0.9, 0.95), **group} for group in groups]
+        groups = [{"lr": lr, **ADAM[model.config.model_type], **group} for group in groups]
     return torch.optim.AdamW(groups, fused=True)

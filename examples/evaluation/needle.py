@@ -30,10 +30,7 @@ in another split than the words before them.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shutil
-import time
 from itertools import chain, takewhile
 from typing import Any
 
@@ -46,6 +43,7 @@ from .baselines import without
 from .figures import line_of, new_figure, short
 from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer
 from .recipes import COMMON, Recipe, chosen, find, names_of_recipes, recipes_of
+from .runs import keep_model
 from .spread import Spread, by, draw_spreads
 
 
@@ -256,19 +254,10 @@ def obtain(arguments: argparse.Namespace, architecture: str, name: str, seed: in
     key = f"{architecture}-{name}-{seed}"
     if key not in models:
         directory, recipe = arguments.out / f"needle-{key}", find(architecture, name)
-        path, wanted = directory / "training.json", {**settings(arguments), "recipe": [*recipe[1:]]}
-        training = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if training.get("settings") != wanted or arguments.fresh:
-            start = time.perf_counter()
-            model = train(arguments, architecture, recipe, seed)
-            training = {"settings": wanted, "seconds": round(time.perf_counter() - start, 1)}
-            new = directory.with_name(directory.name + ".new")
-            model.save_pretrained(new)
-            (new / path.name).write_text(json.dumps(training), encoding="utf-8")
-            shutil.rmtree(directory, ignore_errors=True)
-            new.rename(directory)
+        wanted = {**settings(arguments), "recipe": [*recipe[1:]]}
+        seconds = keep_model(directory, wanted, lambda: train(arguments, architecture, recipe, seed), arguments.fresh)
         model = without(recipe.without, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
-        models[key] = model.to(arguments.device), training["seconds"]
+        models[key] = model.to(arguments.device), seconds
     return models[key]
 
 
@@ -286,19 +275,25 @@ def measure(
     arguments: argparse.Namespace, architecture: str, recipe: str, seed: int, variant: str, length: int
 ) -> dict[str, Any]:
     model, seconds = obtain(arguments, architecture, recipe, seed)
-    generator = random.Random(f"{TEST_SEED} test {variant} {length}")
-    texts = [
-        make_text(variant, length, depth / 100, arguments.digits, generator)
-        for depth in DEPTHS
-        for _ in range(arguments.texts)
-    ]
-    right = are_right(model, torch.tensor(texts), arguments.digits).double()
+    texts = texts_of_test(variant, length, arguments.texts, arguments.digits)
+    right = are_right(model, torch.tensor(texts), arguments.digits)
     split = getattr(model.config, "chunk_size", arguments.window // 2)
-    cut = torch.tensor([is_cut(text, variant, arguments.digits, split) for text in texts])
-    by_depth = right.view(len(DEPTHS), -1).mean(1).tolist()
-    shares = {"accuracy": right.mean().item(), "by_depth": by_depth}
+    shares = shares_of(right, texts, variant, arguments.digits, split)
+    return {**shares, "parameters": model.num_parameters(), "training_seconds": seconds}
+
+
+def texts_of_test(variant: str, length: int, number: int, digits: int) -> list[list[int]]:
+    """The texts of the test, so many for each depth, the same for all models."""
+    generator = random.Random(f"{TEST_SEED} test {variant} {length}")
+    return [make_text(variant, length, depth / 100, digits, generator) for depth in DEPTHS for _ in range(number)]
+
+
+def shares_of(right: torch.Tensor, texts: list[list[int]], variant: str, digits: int, split: int) -> dict[str, Any]:
+    """The shares of right answers, (texts) bool: of all, by depth, and and of needles that are cut or whole."""
+    right, cut = right.double(), torch.tensor([is_cut(text, variant, digits, split) for text in texts])
+    shares = {"accuracy": right.mean().item(), "by_depth": right.view(len(DEPTHS), -1).mean(1).tolist()}
     parts = {name: right[which].mean().item() for name, which in (("whole", ~cut), ("cut", cut)) if which.any()}
-    return {**shares, **parts, "parameters": model.num_parameters(), "training_seconds": seconds}
+    return {**shares, **parts}
 
 
 def is_cut(text: list[int], variant: str, digits: int, split: int) -> bool:

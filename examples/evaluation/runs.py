@@ -8,6 +8,7 @@ import io
 import json
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -141,6 +142,33 @@ class Record:
 
 def read_record(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def keep_model(directory: Path, settings: dict[str, Any], train: Callable[[], Any], fresh: bool = False) -> float:
+    """
+    Trains a model and saves it, if the directory does not have one that was trained with these settings.
+
+    Args:
+        directory: where the model is kept, with the file `training.json`.
+        settings: what the model depends on, as JSON values.
+        train: called without arguments, returns a model of transformers.
+        fresh: whether to train in any case.
+
+    Returns:
+        the seconds of the training, also if it was an earlier one.
+    """
+    path = directory / "training.json"
+    training = read_record(path) if path.exists() else {}
+    if training.get("settings") != json.loads(json.dumps(settings)) or fresh:
+        start = time.perf_counter()
+        model = train()
+        training = {"settings": settings, "seconds": round(time.perf_counter() - start, 1)}
+        new = directory.with_name(directory.name + ".new")
+        model.save_pretrained(new)
+        (new / path.name).write_text(json.dumps(training), encoding="utf-8")
+        shutil.rmtree(directory, ignore_errors=True)
+        new.rename(directory)
+    return training["seconds"]
 
 
 def seeds_of(record: dict[str, Any]) -> str:

@@ -1,0 +1,364 @@
+"""
+Encoders: Avey-B beside BERT and ModernBERT of the same width, depth and about the same size, all from scratch.
+
+"Avey-B" (section 5 and table 2) compares encoders that are trained on masked language modelling and then fine-tuned,
+and has Avey-B above BERT in all tasks, most clearly where tokens are classified and where texts are retrieved.
+Appendix M has needles in texts of up to 96k tokens, 48 times as long as those of the training. Three comparisons are
+like these, as small as one core can train them in minutes:
+
+  masked     Masked language modelling of folk tunes in ABC. A fifth of the bytes is masked, as in the paper. Numbers:
+             bits per masked byte, and the share of masked bytes that are predicted right, in the held-out tunes.
+  tokens     Classification of every byte, fine-tuned from the model of `masked`: not a note, or a note that sounds
+             natural, sharp or flat. The letter of a note is not enough: the key is in the header, which may be
+             hundreds of bytes before it, and accidentals are valid up to the end of their bar. Numbers: the mean of
+             the three F1 scores of notes, and the share of notes that are right. A guess that knows no key gives
+             every letter its most frequent label.
+  retrieval  The number in a haystack of `needle`, in one call: mask tokens are in the place of the answer, and the
+             answer is right if every digit is. Models learn it from scratch from rows that never repeat, whose length
+             grows to --train-length as a model learns, and are also tested with longer texts. In the paper the
+             answer is a span of the text.
+
+All models read the same rows with the same masks for the same number of steps, without dropout, and the learning rate
+rises in the first tenth of the steps, as in appendix B. The largest learning rate and Adam's settings are those of
+each architecture. Only the lengths of retrieval's rows depend on how fast a model learns. A split of Avey-B has an
+eighth of a training row, as in the paper (256 of 2,048 tokens), and so has ModernBERT's local attention. Its layers
+are two for each of the transformers', because they are half as large.
+
+BERT has a table of positions, one for each token of its training rows, and cannot read longer ones. ModernBERT can,
+because its positions are rotary. Avey-B has no positions beyond a split. A needle is short in a split of the paper; in
+splits of 32 tokens a boundary often cuts it, so retrieval also has the accuracies of needles that are cut and whole.
+
+The weights are kept in OUT/encoders-ARCHITECTURE-PROBLEM-SEED, so `tokens` does not train the model of `masked` again.
+
+    python -m examples.evaluation encoders --problems masked tokens --architectures avey-b bert --seeds 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from abc_corpus import alterations, transpose
+from tqdm import trange
+from transformers import AutoModelForMaskedLM, AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
+
+from . import needle
+from .figures import NAMES, line_of, new_figure, short
+from .models import ENCODERS, PEERS, make_config, make_model, make_optimizer, most_tokens
+from .positions import corpus
+from .runs import keep_model
+from .spread import Spread, by, draw_spreads
+
+
+TITLE = "Encoders"
+ARCHITECTURES = (*ENCODERS, *PEERS)
+MINE = "avey-b"
+PROBLEMS = ("masked", "tokens", "retrieval")
+SEEDS = (0, 1)
+SHARED = ("problem", "architecture", "seed")  # cells that are the same in these have one training
+OWN_RATES = {"bert": "bert_lr", "modernbert": "modernbert_lr"}  # architecture to the option with its learning rate
+VARIANT = "number"  # of the needle's texts
+WARMUP = 0.1  # share of the steps in which the learning rate rises
+TEST_SEED = 0  # that of the test's masks and keys, the same for all models
+LABELS = ("not a note", "natural", "sharp", "flat")
+IGNORED = -100  # the label of what is no byte of a tune
+BOUNDARY, MASK, BYTES = 0, 1, 128  # ids of the tunes, as in train_abc.py, and their number
+NEEDLE_MASK = len(needle.IDS) + 1  # the id after those of the words
+# What is measured, by problem: the field of a row, its name, its format, and whether more of it is better.
+MEASURES = {
+    "masked": (("bits", "bits per masked byte", ".3f", False), ("accuracy", "masked bytes right", ".1%", True)),
+    "tokens": (("f1", "mean F1 of notes", ".3f", True), ("accuracy", "notes right", ".1%", True)),
+    "retrieval": (("accuracy", "right answers", ".1%", True),),
+}
+# What table 2 of the paper has for the base sizes of Avey-B and each peer; it has no losses of masked tokens.
+PAPER = {
+    "tokens": ("token classification, F1", {"avey-b": 93.59, "bert": 89.82, "modernbert": 92.78}),
+    "retrieval": ("information retrieval, NDCG@10", {"avey-b": 78.53, "bert": 73.08, "modernbert": 72.54}),
+}
+# Table 15, base size: accuracies at 1k and at 96k tokens, and how many times as long as the training's rows that is.
+PAPER_NEEDLE = (78.29, 71.86, 48)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), help="what to measure")
+    add("--width", type=int, default=64, help="width of the models")
+    add("--layers", type=int, default=4, help="layers of the transformers; Avey-B has twice as many, half as large")
+    add("--context", type=int, default=512, help="bytes of a row of packed tunes; longer tunes are left out")
+    add("--rows", type=int, default=8, help="rows per step of tunes")
+    add("--steps", type=int, default=1500, help="training steps of masked language modelling")
+    add("--tuning-steps", type=int, default=300, help="training steps of the classification of tokens")
+    add("--train-length", type=int, default=256, help="tokens of the longest training rows of retrieval")
+    add("--shortest", type=int, default=40, help="tokens of the shortest training rows of retrieval")
+    add("--lengths", type=int, nargs="+", default=[256, 1024, 4096], help="tokens of the test texts of retrieval")
+    add("--texts", type=int, default=16, help="test texts of retrieval per length and depth")
+    add("--digits", type=int, default=5, help="digits of the needle, all different")
+    add("--tokens", type=int, default=2048, help="tokens per step of retrieval")
+    add("--retrieval-steps", type=int, default=3000, help="training steps of retrieval")
+    add("--lr", type=float, default=3e-3, help="largest learning rate of Avey-B")
+    add("--bert-lr", type=float, default=1e-3, help="largest learning rate of BERT")
+    add("--modernbert-lr", type=float, default=3e-3, help="largest learning rate of ModernBERT")
+    add("--weight-decay", type=float, default=0.01, help="weight decay of the matrices, as in all three papers")
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = "width layers context rows steps tuning_steps train_length shortest texts digits tokens retrieval_steps"
+    names += " lr bert_lr modernbert_lr weight_decay"
+    chosen = {name: getattr(arguments, name) for name in names.split()}
+    return {**chosen, "music21": importlib.metadata.version("music21")}
+
+
+def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        {"problem": problem, "architecture": architecture, "seed": seed, "length": length}
+        for seed in arguments.seeds
+        for problem in arguments.problems
+        for architecture in arguments.architectures
+        for length in (arguments.lengths if problem == "retrieval" else [None])
+    ]
+
+
+def config_of(arguments: argparse.Namespace, problem: str, architecture: str) -> PreTrainedConfig:
+    retrieval = problem == "retrieval"
+    length = arguments.train_length if retrieval else arguments.context
+    return make_config(
+        architecture,
+        vocabulary=NEEDLE_MASK + 1 if retrieval else BYTES,
+        width=arguments.width,
+        layers=arguments.layers,
+        context=length,
+        window=length // 4,
+        bos_token_id=BOUNDARY,
+        eos_token_id=None,
+        pad_token_id=None,
+        num_labels=len(LABELS),
+    )
+
+
+def tunes_of(arguments: argparse.Namespace, held_out: bool = False) -> list[str]:
+    """The tunes for training, or the held-out ones, that fit in a row with the boundary at their end."""
+    tunes = corpus().validation if held_out else corpus().train
+    return [tune for tune in tunes if len(tune) < arguments.context]
+
+
+def batches_of(arguments: argparse.Namespace, seed: int) -> Iterator[torch.Tensor]:
+    """Rows of packed tunes, (rows, context), -1 where a row is empty: epoch after epoch, in other keys every time."""
+    from train_abc import pack
+
+    tunes = tunes_of(arguments)
+    for epoch in itertools.count():
+        yield from pack(tunes, arguments.context, random.Random(f"{seed} {epoch}")).split(arguments.rows)
+
+
+def precision(arguments: argparse.Namespace) -> torch.autocast:
+    return torch.autocast(torch.device(arguments.device).type, torch.bfloat16)
+
+
+def masked_losses(arguments: argparse.Namespace, model: PreTrainedModel, seed: int) -> Iterator[torch.Tensor]:
+    """The losses of the steps of masked language modelling."""
+    from train_abc import losses_of
+
+    for step, rows in enumerate(batches_of(arguments, seed)):
+        generator = torch.Generator().manual_seed(seed * 2**32 + step)
+        with precision(arguments):
+            loss = losses_of(model, rows, generator).mean()
+        yield loss
+
+
+def labels_of(row: list[int]) -> list[int]:
+    """The label of each byte of a row of tunes, which boundaries separate; `IGNORED` where there is no tune."""
+    labels: list[int] = []
+    for tune in bytes(max(token, BOUNDARY) for token in row).split(bytes([BOUNDARY])):
+        sounds = alterations(tune.decode("ascii")) if tune else {}
+        kinds = {0: LABELS.index("natural"), 1: LABELS.index("sharp"), -1: LABELS.index("flat")}
+        labels += [kinds[(sounds[i] > 0) - (sounds[i] < 0)] if i in sounds else 0 for i in range(len(tune))]
+        labels.append(IGNORED)  # the boundary after it
+    return labels[:-1]
+
+
+def classify(model: PreTrainedModel, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (rows, length, labels) of the bytes of the rows, and their labels (rows, length)."""
+    labels = torch.tensor([labels_of(row) for row in rows.tolist()], device=model.device)
+    rows = rows.to(model.device)
+    logits = model(input_ids=rows.clamp(min=BOUNDARY), attention_mask=(rows >= 0).long()).logits
+    return logits.float(), labels
+
+
+def tuning_losses(arguments: argparse.Namespace, model: PreTrainedModel, seed: int) -> Iterator[torch.Tensor]:
+    """The losses of the steps of the classification of tokens."""
+    for rows in batches_of(arguments, seed):
+        with precision(arguments):
+            logits, labels = classify(model, rows)
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        yield loss
+
+
+def answers_of(model: PreTrainedModel, texts: torch.Tensor, digits: int) -> torch.Tensor:
+    """Logits (texts, digits, vocabulary) of the last digits of each text (texts, length), which the model cannot see."""
+    hidden = texts.clone()
+    hidden[:, -digits:] = NEEDLE_MASK
+    return model(input_ids=hidden).logits[:, -digits:].float()
+
+
+def retrieval_losses(arguments: argparse.Namespace, model: PreTrainedModel, seed: int) -> Iterator[torch.Tensor]:
+    """The losses of the steps of retrieval. Rows become longer where the model finds most numbers."""
+    generator = random.Random(f"{seed} training")
+    digits, longest, learned = arguments.digits, float(arguments.shortest), 0.0
+    while True:
+        length = generator.randint(arguments.shortest, int(longest))
+        rows = [
+            needle.make_text(VARIANT, length, generator.random(), digits, generator)
+            for _ in range(max(arguments.tokens // length, 1))
+        ]
+        texts = torch.tensor(rows, device=arguments.device)
+        with precision(arguments):
+            logits = answers_of(model, texts, digits)
+        answers = texts[:, -digits:]
+        learned = 0.9 * learned + 0.1 * (logits.argmax(-1) == answers).all(1).float().mean().item()
+        if learned > needle.LEARNED:
+            longest = min(1.02 * longest, arguments.train_length)
+        yield F.cross_entropy(logits.flatten(0, 1), answers.flatten())
+
+
+# Problem to the option with its number of steps, and to the losses of these.
+TRAININGS: dict[str, tuple[str, Callable[..., Iterator[torch.Tensor]]]] = {
+    "masked": ("steps", masked_losses),
+    "tokens": ("tuning_steps", tuning_losses),
+    "retrieval": ("retrieval_steps", retrieval_losses),
+}
+
+
+def train(arguments: argparse.Namespace, problem: str, architecture: str, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config, (steps, losses_of) = config_of(arguments, problem, architecture), TRAININGS[problem]
+    if problem == "tokens":
+        base, _ = obtain(arguments, "masked", architecture, seed)
+        model = AutoModelForTokenClassification.from_config(config)
+        model.base_model.load_state_dict(base.base_model.state_dict())
+    else:
+        model = make_model(config)
+    model.to(arguments.device).train()
+    lr, steps = getattr(arguments, OWN_RATES.get(architecture, "lr")), getattr(arguments, steps)
+    optimizer = make_optimizer(model, lr, weight_decay=arguments.weight_decay)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, peaks, total_steps=steps, pct_start=WARMUP, cycle_momentum=False
+    )
+    losses = losses_of(arguments, model, seed)
+    bar = trange(steps, desc=f"{architecture} {problem}", unit="step", leave=False)
+    for _, loss in zip(bar, losses, strict=False):
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
+    return model
+
+
+def obtain(
+    arguments: argparse.Namespace, problem: str, architecture: str, seed: int
+) -> tuple[PreTrainedModel, float]:
+    """A trained model, and the seconds of its training; that of an earlier run if nothing has changed."""
+    models = vars(arguments).setdefault("models", {})  # those of this run
+    key = f"{architecture}-{problem}-{seed}"
+    if key not in models:
+        directory = arguments.out / f"encoders-{key}"
+        new = partial(train, arguments, problem, architecture, seed)
+        seconds = keep_model(directory, settings(arguments), new, arguments.fresh)
+        auto = AutoModelForTokenClassification if problem == "tokens" else AutoModelForMaskedLM
+        model = auto.from_pretrained(directory, dtype=torch.float32).to(arguments.device).eval()
+        models[key] = model, seconds
+    return models[key]
+
+
+def test_masked(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[str, float]:
+    """Bits per masked byte of the held-out tunes, each read alone, and the share of masked bytes that are right."""
+    from train_abc import predict, single_tunes
+
+    generator = torch.Generator().manual_seed(TEST_SEED)
+    parts = [predict(model, batch, generator) for batch in single_tunes(tunes_of(arguments, held_out=True))]
+    logits, targets = (torch.cat(part) for part in zip(*parts, strict=True))
+    bits = F.cross_entropy(logits.float(), targets).item() / math.log(2)
+    return {"bits": bits, "accuracy": (logits.argmax(-1) == targets).float().mean().item()}
+
+
+def scores(found: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """
+    Mean of the F1 scores of the labels of notes, of those that occur, and the share of notes that have the right one.
+    """
+    notes, f1 = labels > 0, []
+    for label in range(1, len(LABELS)):
+        said, true = found == label, labels == label
+        if true.any():
+            f1.append(2 * (said & true).sum().item() / (said.sum() + true.sum()).item())
+    return {"f1": sum(f1) / len(f1), "accuracy": (found == labels)[notes].float().mean().item()}
+
+
+def guesses(tunes: list[str]) -> dict[int, int]:
+    """The most frequent label of each letter of a note in any octave, by byte, and without any key."""
+    counts: dict[str, Counter] = {}
+    for tune in tunes:
+        row = tune.encode("ascii")
+        for byte, label in zip(row, labels_of([*row]), strict=True):
+            if label > 0:
+                counts.setdefault(chr(byte).upper(), Counter())[label] += 1
+    most = {letter: count.most_common(1)[0][0] for letter, count in counts.items()}
+    return {ord(case): label for letter, label in most.items() for case in (letter, letter.lower())}
+
+
+def test_tokens(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[str, float]:
+    """The scores of the held-out tunes in random keys, each read alone, and those of the guess."""
+    from train_abc import single_tunes
+
+    generator = random.Random(f"{TEST_SEED} keys")
+    tunes = [transpose(tune, generator) for tune in tunes_of(arguments, held_out=True)]
+    label = guesses([transpose(tune, generator) for tune in tunes_of(arguments)])
+    found, guessed, right = [], [], []
+    for rows in single_tunes(tunes):
+        logits, labels = classify(model, rows)
+        there = labels >= 0
+        found.append(logits.argmax(-1)[there])
+        right.append(labels[there])
+        # The guess knows what is a note.
+        there = there.cpu()
+        guessed.append(torch.tensor([label.get(byte, 0) for byte in rows[there].tolist()]) * (labels.cpu()[there] > 0))
+    found, guessed, right = (torch.cat(part).cpu() for part in (found, guessed, right))
+    guess = {f"guess_{name}": score for name, score in scores(guessed, right).items()}
+    return {**scores(found, right), **guess}
+
+
+def test_retrieval(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -> dict[str, Any]:
+    """The shares of right answers at a length, as those of the needle in a haystack."""
+    texts = needle.texts_of_test(VARIANT, length, arguments.texts, arguments.digits)
+    right = []
+    for batch in torch.tensor(texts).split(max(needle.CALL // length, 1)):
+        found = answers_of(model, batch.to(model.device), arguments.digits).argmax(-1)
+        right.append((found.cpu() == batch[:, -arguments.digits :]).all(1))
+    return needle.shares_of(torch.cat(right), texts, VARIANT, arguments.digits, arguments.train_length // 8)
+
+
+@torch.no_grad()
+def measure(
+    arguments: argparse.Namespace, problem: str, architecture: str, seed: int, length: int | None
+) -> dict[str, Any]:
+    with torch.enable_grad():
+        model, seconds = obtain(arguments, problem, architecture, seed)
+    numbers = {"parameters": model.num_parameters(), "training_seconds": seconds}
+    if problem == "masked":
+        return {**test_masked(arguments, model), **numbers}
+    if problem == "tokens":
+        return {**test_tokens(arguments, model), **numbers}
+    most = most_tokens(model.config)
+    if most is not None and length > most:
+        return {"accuracy": None, "by_depth": None, **numbers, "note": f"cannot read more than {most:,} tokens"}
+    return {**test_retrieval(arguments, model, length), **numbers}
