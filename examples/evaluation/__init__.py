@@ -17,5 +17,6 @@ TASKS = {
     "ablations": "every model with and without the part that its paper leads with",
     "positions": "loss by position in ABC tunes, and in one text of many tunes",
     "tracking": "products in groups (parity, S3, A5), in rows longer than those of the training",
+    "encoders": "Avey-B beside BERT and ModernBERT: masked tokens, labels of tokens, retrieval",
     "speed": "speed and memory of reading and of writing, by length",
 }

@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=1500, help="training steps of masked language modelling")
     add("--tuning-steps", type=int, default=300, help="training steps of the classification of tokens")
     add("--train-length", type=int, default=256, help="tokens of the longest training rows of retrieval")
-    add("--shortest", type=int, default=40, help="tokens of the shortest training rows of retrieval")
+    add("--shortest", type=int, default=64, help="tokens of the shortest training rows of retrieval")
     add("--lengths", type=int, nargs="+", default=[256, 1024, 4096], help="tokens of the test texts of retrieval")
     add("--texts", type=int, default=16, help="test texts of retrieval per length and depth")
     add("--digits", type=int, default=5, help="digits of the needle, all different")
@@ -117,7 +117,21 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**chosen, "music21": importlib.metadata.version("music21")}
 
 
+def split_of(arguments: argparse.Namespace) -> int:
+    """The tokens of Avey-B's splits in retrieval."""
+    return arguments.train_length // 8
+
+
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    split = split_of(arguments)
+    for name in ("train_length", "shortest", "context"):
+        if (value := getattr(arguments, name)) < split or value % 8:
+            option = name.replace("_", "-")
+            raise ValueError(
+                f"--{option} must be a multiple of 8 and at least a split of {split} tokens, got {value}."
+            )
+    if wrong := [length for length in arguments.lengths if length % split]:
+        raise ValueError(f"--lengths must be multiples of a split, of {split} tokens, got {wrong[0]}.")
     return [
         {"problem": problem, "architecture": architecture, "seed": seed, "length": length}
         for seed in arguments.seeds
@@ -203,7 +217,7 @@ def tuning_losses(arguments: argparse.Namespace, model: PreTrainedModel, seed: i
 
 
 def answers_of(model: PreTrainedModel, texts: torch.Tensor, digits: int) -> torch.Tensor:
-    """Logits (texts, digits, vocabulary) of the last digits of each text (texts, length), which the model cannot see."""
+    """Logits (texts, digits, vocabulary) of the last digits of each text (texts, length), which are hidden."""
     hidden = texts.clone()
     hidden[:, -digits:] = NEEDLE_MASK
     return model(input_ids=hidden).logits[:, -digits:].float()
@@ -213,8 +227,9 @@ def retrieval_losses(arguments: argparse.Namespace, model: PreTrainedModel, seed
     """The losses of the steps of retrieval. Rows become longer where the model finds most numbers."""
     generator = random.Random(f"{seed} training")
     digits, longest, learned = arguments.digits, float(arguments.shortest), 0.0
+    split = split_of(arguments)
     while True:
-        length = generator.randint(arguments.shortest, int(longest))
+        length = split * generator.randint(arguments.shortest // split, int(longest) // split)
         rows = [
             needle.make_text(VARIANT, length, generator.random(), digits, generator)
             for _ in range(max(arguments.tokens // length, 1))
@@ -265,9 +280,7 @@ def train(arguments: argparse.Namespace, problem: str, architecture: str, seed: 
     return model
 
 
-def obtain(
-    arguments: argparse.Namespace, problem: str, architecture: str, seed: int
-) -> tuple[PreTrainedModel, float]:
+def obtain(arguments: argparse.Namespace, problem: str, architecture: str, seed: int) -> tuple[PreTrainedModel, float]:
     """A trained model, and the seconds of its training; that of an earlier run if nothing has changed."""
     models = vars(arguments).setdefault("models", {})  # those of this run
     key = f"{architecture}-{problem}-{seed}"
@@ -281,7 +294,7 @@ def obtain(
     return models[key]
 
 
-def test_masked(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[str, float]:
+def measure_masked(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[str, float]:
     """Bits per masked byte of the held-out tunes, each read alone, and the share of masked bytes that are right."""
     from train_abc import predict, single_tunes
 
@@ -316,7 +329,7 @@ def guesses(tunes: list[str]) -> dict[int, int]:
     return {ord(case): label for letter, label in most.items() for case in (letter, letter.lower())}
 
 
-def test_tokens(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[str, float]:
+def measure_tokens(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[str, float]:
     """The scores of the held-out tunes in random keys, each read alone, and those of the guess."""
     from train_abc import single_tunes
 
@@ -337,14 +350,14 @@ def test_tokens(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[s
     return {**scores(found, right), **guess}
 
 
-def test_retrieval(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -> dict[str, Any]:
+def measure_retrieval(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -> dict[str, Any]:
     """The shares of right answers at a length, as those of the needle in a haystack."""
     texts = needle.texts_of_test(VARIANT, length, arguments.texts, arguments.digits)
     right = []
     for batch in torch.tensor(texts).split(max(needle.CALL // length, 1)):
         found = answers_of(model, batch.to(model.device), arguments.digits).argmax(-1)
         right.append((found.cpu() == batch[:, -arguments.digits :]).all(1))
-    return needle.shares_of(torch.cat(right), texts, VARIANT, arguments.digits, arguments.train_length // 8)
+    return needle.shares_of(torch.cat(right), texts, VARIANT, arguments.digits, split_of(arguments))
 
 
 @torch.no_grad()
@@ -355,10 +368,169 @@ def measure(
         model, seconds = obtain(arguments, problem, architecture, seed)
     numbers = {"parameters": model.num_parameters(), "training_seconds": seconds}
     if problem == "masked":
-        return {**test_masked(arguments, model), **numbers}
+        return {**measure_masked(arguments, model), **numbers}
     if problem == "tokens":
-        return {**test_tokens(arguments, model), **numbers}
+        return {**measure_tokens(arguments, model), **numbers}
     most = most_tokens(model.config)
     if most is not None and length > most:
         return {"accuracy": None, "by_depth": None, **numbers, "note": f"cannot read more than {most:,} tokens"}
-    return {**test_retrieval(arguments, model, length), **numbers}
+    return {**measure_retrieval(arguments, model, length), **numbers}
+
+
+def in_order(row: dict[str, Any]) -> tuple[int, int, int]:
+    return PROBLEMS.index(row["problem"]), row["length"] or 0, ARCHITECTURES.index(row["architecture"])
+
+
+def groups_of(record: dict[str, Any]) -> dict[tuple[str, int | None], dict[str, list[dict[str, Any]]]]:
+    """The rows of all seeds by problem and length, and then by architecture, all in order."""
+    groups: dict[tuple[str, int | None], dict[str, list[dict[str, Any]]]] = {}
+    rows = by(sorted(record["rows"], key=in_order), "problem", "length", "architecture")
+    for (problem, length, architecture), alike in rows.items():
+        groups.setdefault((problem, length), {})[architecture] = alike
+    return groups
+
+
+def spread_of(rows: list[dict[str, Any]], field: str) -> Spread | None:
+    """The spread of a field over the seeds; None if no row has a number there, as where a model cannot read a text."""
+    values = [row[field] for row in rows if row.get(field) is not None]
+    return Spread.of(values) if values else None
+
+
+def spreads_of(models: dict[str, list[dict[str, Any]]], field: str) -> dict[str, Spread]:
+    """The spreads of a field by architecture, of those that have one."""
+    spreads = {architecture: spread_of(rows, field) for architecture, rows in models.items()}
+    return {architecture: spread for architecture, spread in spreads.items() if spread is not None}
+
+
+def draw(record: dict[str, Any]) -> dict[str, Any]:
+    groups, trained = groups_of(record), record["settings"]["train_length"]
+    figure, grid = new_figure(1, 3, height=3.2)
+    for axes, problem, field, label in zip(
+        grid, PROBLEMS, ("accuracy", "f1"), ("masked bytes right (share)", "mean F1 of notes"), strict=False
+    ):
+        models = groups.get((problem, None), {})
+        spreads = spreads_of(models, field)
+        for place, (architecture, spread) in enumerate(spreads.items()):
+            error = [[spread.mean - spread.least], [spread.greatest - spread.mean]]
+            style = {"color": line_of(architecture)["color"], "capsize": 2.5}
+            axes.bar(place, spread.mean, yerr=error, error_kw={"elinewidth": 1.0}, **style)
+        for guess in list(spreads_of(models, "guess_f1").values())[:1]:
+            axes.axhline(guess.mean, color="#999999", linewidth=0.8, linestyle=":")
+        axes.set_xticks(range(len(spreads)), [NAMES[name] for name in spreads], rotation=30)
+        axes.set(title=problem, ylabel=label, ylim=(0, 1))
+    axes = grid[-1]
+    lengths = sorted({length for problem, length in groups if problem == "retrieval"})
+    for architecture in ARCHITECTURES:
+        found = {length: spreads_of(groups["retrieval", length], "accuracy").get(architecture) for length in lengths}
+        if points := {length: spread for length, spread in found.items() if spread is not None}:
+            draw_spreads(axes, points, **line_of(architecture))
+    axes.axvline(trained, color="#999999", linewidth=0.8, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [short(length) for length in lengths])
+    axes.set(title="retrieval", xlabel="length (tokens)", ylabel="right answers (share)", ylim=(-0.03, 1.03))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return {"encoders": figure}
+
+
+def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    header = ["problem", "length (tokens)", "measured", "model", "seeds", "value", "parameters"]
+    rows = []
+    for (problem, length), models in groups_of(record).items():
+        parts = [("whole", "right, needle in one split", ".1%"), ("cut", "right, needle cut", ".1%")]
+        for field, what, style in [*(measure[:3] for measure in MEASURES[problem]), *parts]:
+            for architecture, alike in models.items():
+                spread = spread_of(alike, field)
+                if spread is None and field not in alike[0]:
+                    continue
+                said = "cannot read" if spread is None else spread.text(style)
+                where = [problem, "–" if length is None else f"{length:,}", what]
+                seeds, parameters = str(len(alike)), f"{alike[0]['parameters']:,}"
+                rows.append([*where, NAMES[architecture], seeds, said, parameters])
+        for field, what, style, _ in MEASURES[problem] if problem == "tokens" else ():
+            guess = spread_of([row for alike in models.values() for row in alike], f"guess_{field}")
+            rows.append([problem, "–", what, "guess without key", "–", format(guess.mean, style), "–"])
+    return header, rows
+
+
+def verdict(mine: Spread, other: Spread, more: bool) -> str:
+    """Whether a model is better or worse than another with every seed; `more` says whether more is better."""
+    if mine.least <= other.greatest and other.least <= mine.greatest:
+        return "not apart"
+    return "better" if (mine.mean > other.mean) == more else "worse"
+
+
+VERDICTS = {
+    "better": "the worst {mine} is better than the best {other}",
+    "worse": "the best {mine} is worse than the worst {other}",
+    "not apart": "{mine} and {other} differ by no more than their seeds do",
+}
+
+
+def compare(problem: str, models: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Avey-B beside each peer in the first measure of a problem, and whether the paper has the same order."""
+    field, what, _, more = MEASURES[problem][0]
+    spreads, said = spreads_of(models, field), []
+    for peer in PEERS:
+        if not {MINE, peer} <= spreads.keys():
+            continue
+        found = verdict(spreads[MINE], spreads[peer], more)
+        seeds = ", of one seed each" if max(spreads[name].count for name in (MINE, peer)) == 1 else ""
+        text = f"{problem}, {what}: {VERDICTS[found].format(mine=NAMES[MINE], other=NAMES[peer])}{seeds}."
+        if problem in PAPER:
+            name, claims = PAPER[problem]
+            alike = {"better": "It is so here.", "worse": "Here it is the other way round."}
+            text += (
+                f" In the paper Avey-B is better in {name}: {claims[MINE]} beside {claims[peer]} (table 2, base). "
+                + alike.get(found, "Here it is undecided.")
+            )
+        said.append(text)
+    return said
+
+
+def kept(architecture: str, lines: dict[int, Spread], trained: int) -> str:
+    """How much of its accuracy at the length of the training a model keeps in the longest texts."""
+    name, last = NAMES[architecture], max(lines)
+    if lines[trained].mean < needle.LEARNED:
+        return f"{name} has not learned retrieval: {lines[trained].text('.1%')} at {trained:,} tokens."
+    times, share = last / trained, lines[last].mean / lines[trained].mean
+    return f"{name} keeps {share:.0%} of its accuracy at {trained:,} tokens in texts {times:g} times as long."
+
+
+def findings(record: dict[str, Any]) -> list[str]:
+    groups, trained, said = groups_of(record), record["settings"]["train_length"], []
+    for (problem, length), models in groups.items():
+        for field, what, style, _ in MEASURES[problem]:
+            at = "" if length is None else f" at {length:,} tokens"
+            numbers = [f"{NAMES[name]} {spread.text(style)}" for name, spread in spreads_of(models, field).items()]
+            if guess := spread_of([row for rows in models.values() for row in rows], f"guess_{field}"):
+                numbers.append(f"a guess that knows no key {format(guess.mean, style)}")
+            if numbers:
+                said.append(f"{problem}, {what}{at}: {', '.join(numbers)}.")
+        if length in (None, trained):
+            said += compare(problem, models)
+    lines: dict[str, dict[int, Spread]] = {}
+    for (problem, length), models in groups.items():
+        for architecture, spread in spreads_of(models, "accuracy").items() if problem == "retrieval" else ():
+            lines.setdefault(architecture, {})[length] = spread
+    for architecture, line in lines.items():
+        if trained in line and max(line) > trained:
+            said.append(kept(architecture, line, trained))
+    if MINE in lines and trained in lines[MINE]:
+        first, last, times = PAPER_NEEDLE
+        said.append(
+            f"In the paper's needle (table 15, base) Avey-B keeps {last / first:.0%} of its accuracy in texts {times} "
+            f"times as long as the training's rows: {last} of {first}."
+        )
+    for (problem, length), models in groups.items():
+        parts = {part: spreads_of({MINE: models.get(MINE, [])}, part).get(MINE) for part in ("cut", "whole")}
+        if problem == "retrieval" and all(parts.values()):
+            said.append(
+                f"{NAMES[MINE]} at {length:,} tokens: {parts['cut'].mean:.1%} if the needle crosses a boundary of "
+                f"splits, {parts['whole'].mean:.1%} if not."
+            )
+    notes = {(row["architecture"], row["note"]) for row in record["rows"] if row.get("note")}
+    said += [f"{NAMES[architecture]} {note}." for architecture, note in sorted(notes)]
+    missing = [f"{problem} of {NAMES[name]}" for problem in PROBLEMS for name in ARCHITECTURES]
+    measured = {f"{row['problem']} of {NAMES[row['architecture']]}" for row in record["rows"]}
+    missing = [name for name in missing if name not in measured]
+    return said + ([f"Not measured yet: {', '.join(missing)}."] if missing else [])

@@ -1,0 +1,359 @@
+"""Encoders, in examples/evaluation: labels of notes, rows and masks, BERT's positions, and runs of a few steps."""
+
+import argparse
+import csv
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from abc_corpus import Corpus, alterations, transpose
+from examples.evaluation import TASKS, encoders, figures, models, needle
+from examples.evaluation.__main__ import main
+
+
+HEADER = "X:1\nT:Cabbage and Beef\nM:4/4\nL:1/8\nK:"
+TINY = "--width 32 --layers 2 --context 128 --rows 2 --steps 2 --tuning-steps 2 --train-length 64 --lengths 64 128"
+TINY += " --shortest 48 --texts 1 --digits 3 --tokens 128 --retrieval-steps 2"
+SIGNS = {2: "^^", 1: "^", 0: "=", -1: "_", -2: "__"}
+
+
+@pytest.mark.parametrize(
+    ("key", "music", "sounds"),
+    [
+        ("C", "CDEF GABc|", "========"),
+        ("D", "CDEF GABc|", "^==^===^"),
+        ("A", "f'g,|", "^^"),
+        ("Bb", "bea|", "__="),
+        ("Eb", "bea|", "___"),
+        ("F#m", "fcgd|", "^^^="),
+        ("Gm", "bef|", "__="),
+        # Modes: D dorian has no accidental, E phrygian neither, F lydian neither, B locrian neither.
+        ("Ddor", "cfb|", "==="),
+        ("Ephr", "cfb|", "==="),
+        ("Flyd", "cfb|", "==="),
+        ("Bloc", "cfb|", "==="),
+        ("Amix", "fcg|", "^^="),
+        # Accidentals are valid up to the end of the bar, in all octaves, and replace the key.
+        ("G", "f=fF|f|", "^==^"),
+        ("C", "^cc,C|c_B B|]", "^^^=__"),
+        ("C", "^c=c c:|c|:^f f:|\n|:f|", "^===^^="),
+        ("C", "^c\nc|\nc|1^d d|2d|", "^^=^^="),
+        ("C", "^^c __d d|", ["^^", "__", "__"]),
+        # A note that is tied over the bar line keeps its accidental, and no note after it.
+        ("C", "^c2-|c c|", "^^="),
+        ("C", "^c/2-|d c|", "^=="),
+        ("C", "^c-|C c|", "^=="),
+        ("D", "=c>-|c|c|", "=^^"),
+        ("C", "z2 (3^ABc [^ceg] c z|", "^==^==^"),
+    ],
+)
+def test_notes_sound_as_key_and_accidentals_say(key, music, sounds):
+    tune = f"{HEADER}{key}\n{music}\n"
+    found = alterations(tune)
+    start = len(tune) - len(music) - 1
+    letters = [start + place for place, letter in enumerate(music) if letter.lower() in "abcdefg"]
+    assert [*found] == letters and [SIGNS[sound] for sound in found.values()] == [*sounds]
+
+
+def test_labels_are_those_of_each_byte_of_a_row():
+    tunes = [f"{HEADER}G\nfg|_b=f|]\n", f"{HEADER}F\nB^c|]\n"]
+    row = [0, *tunes[0].encode(), 0, *tunes[1].encode(), 0, -1, -1]
+    labels = encoders.labels_of(row)
+    assert len(labels) == len(row)
+    named = [(chr(byte), encoders.LABELS[label]) for byte, label in zip(row, labels, strict=True) if label > 0]
+    kinds = ["sharp", "natural", "flat", "natural", "flat", "sharp"]
+    assert named == list(zip("fgbfBc", kinds, strict=True))  # no letter of a title
+    ignored = [byte for byte, label in zip(row, labels, strict=True) if label == encoders.IGNORED]
+    assert ignored == [0, 0, 0, -1, -1] and labels.count(0) == len(row) - 11
+    assert encoders.guesses(tunes) == {
+        ord(letter): encoders.LABELS.index(label)
+        for pair, label in (("fF", "sharp"), ("gG", "natural"), ("bB", "flat"), ("cC", "sharp"))
+        for letter in pair
+    }
+
+
+def test_transposed_notes_sound_alike():
+    """A tune in another key has as many semitones between its notes."""
+    generator = random.Random(0)
+    tune = f"{HEADER}D\nDFAd ^GBfe|=c2 cA G-|G ^AB2 d4|]\n"
+    semitones = dict(zip("CDEFGAB", (0, 2, 4, 5, 7, 9, 11), strict=True))
+
+    def pitches(tune):
+        return [(semitones[tune[place].upper()] + sound) % 12 for place, sound in alterations(tune).items()]
+
+    before, keys = pitches(tune), set()
+    for _ in range(20):
+        moved = transpose(tune, generator)
+        keys.add(moved.split("\nK:")[1][:2])
+        after = pitches(moved)
+        assert {(b - a - after[0] + before[0]) % 12 for a, b in zip(before, after, strict=True)} == {0}
+    assert len(keys) > 3
+
+
+def test_scores_are_of_notes():
+    labels = torch.tensor([0, 0, 1, 1, 2, 2, 3])
+    found = torch.tensor([0, 1, 1, 1, 2, 1, 0])
+    numbers = encoders.scores(found, labels)
+    assert numbers["accuracy"] == pytest.approx(3 / 5)
+    assert numbers["f1"] == pytest.approx((2 * 2 / (4 + 2) + 2 * 1 / (1 + 2) + 0) / 3)
+    assert encoders.scores(labels, labels) == {"f1": 1.0, "accuracy": 1.0}
+
+
+@pytest.fixture
+def tunes(monkeypatch):
+    """A small corpus: two tunes are held out, and one of each part is too long for a row."""
+    generator = random.Random(1)
+
+    def tune(key, bars):
+        music = "|".join("".join(generator.choice("CDEFGABcdefg") for _ in range(8)) for _ in range(bars))
+        return f"{HEADER}{key}\n{music}|]\n"
+
+    keys = ["G", "D", "F", "Bb", "Am", "Edor", "C", "A"]
+    parts = Corpus([tune(key, 3) for key in keys] + [tune("G", 12)], [tune("D", 4), tune("F", 2), tune("G", 12)], {})
+    monkeypatch.setattr(encoders, "corpus", lambda: parts)
+    return parts
+
+
+def parse(tmp_path, *options):
+    parser = argparse.ArgumentParser()
+    encoders.add_arguments(parser)
+    arguments = parser.parse_args([*TINY.split(), *options])
+    return argparse.Namespace(**vars(arguments), device="cpu", out=tmp_path, fresh=False)
+
+
+class Spy(torch.nn.Module):
+    """A model that keeps what it is called with, and whose outputs are zero."""
+
+    def __init__(self, architecture, arguments, outputs):
+        super().__init__()
+        self.config, self.device = encoders.config_of(arguments, "masked", architecture), torch.device("cpu")
+        self.outputs, self.calls = torch.nn.Parameter(torch.zeros(outputs)), []
+
+    def forward(self, input_ids, attention_mask=None):
+        self.calls.append((input_ids, attention_mask))
+        return SimpleNamespace(logits=self.outputs.expand(*input_ids.shape, -1))
+
+
+@pytest.mark.parametrize("problem", ["masked", "tokens"])
+def test_all_models_read_the_same_rows_with_the_same_masks(tunes, tmp_path, problem):
+    arguments, calls = parse(tmp_path), []
+    for architecture in encoders.ARCHITECTURES:
+        model = Spy(architecture, arguments, 4 if problem == "tokens" else encoders.BYTES)
+        losses = encoders.TRAININGS[problem][1](arguments, model, 3)
+        assert all(next(losses).isfinite() for _ in range(6))
+        calls.append(model.calls)
+    for same in zip(*calls, strict=True):
+        (ids, mask), *others = same
+        assert ids.shape == (2, 128) and mask.shape == ids.shape
+        assert all(torch.equal(ids, other) and torch.equal(mask, there) for other, there in others)
+        assert (ids[mask == 0] == encoders.BOUNDARY).all()
+        hidden = (ids == encoders.MASK)[mask == 1].float().mean()
+        assert (0.1 < hidden < 0.3) if problem == "masked" else hidden == 0
+    assert not torch.equal(calls[0][0][0], calls[0][1][0])
+    assert len(encoders.tunes_of(arguments)) == 8 and len(encoders.tunes_of(arguments, held_out=True)) == 2
+
+
+def test_a_model_of_retrieval_does_not_see_the_answer(tmp_path):
+    arguments, shown = parse(tmp_path, "--digits", "3"), []
+
+    def model(input_ids):
+        shown.append(input_ids)
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, encoders.NEEDLE_MASK + 1))
+
+    model.device = "cpu"
+    numbers = encoders.measure_retrieval(arguments, model, 64)
+    texts = torch.tensor(needle.texts_of_test("number", 64, 1, 3))
+    assert torch.cat(shown)[:, :-3].equal(texts[:, :-3]) and (torch.cat(shown)[:, -3:] == encoders.NEEDLE_MASK).all()
+    assert numbers["accuracy"] == 0 and len(numbers["by_depth"]) == 11 and texts.max() < encoders.NEEDLE_MASK
+
+    def knowing(input_ids):
+        """Finds the needle by its digits."""
+        answers = [[token for token in row if token in needle.DIGIT_IDS] for row in input_ids.tolist()]
+        logits = F.one_hot(torch.tensor(answers), encoders.NEEDLE_MASK + 1).float()
+        logits[0, 2] = 0  # one digit of one text is wrong
+        return SimpleNamespace(logits=F.pad(logits, (0, 0, input_ids.shape[1] - 3, 0)))
+
+    knowing.device = "cpu"
+    assert encoders.measure_retrieval(arguments, knowing, 64)["accuracy"] == pytest.approx(10 / 11)
+
+
+def test_rows_of_retrieval_grow_as_a_model_learns(tmp_path, monkeypatch):
+    arguments, lengths = parse(tmp_path), []
+    for learned in (-1.0, 1.0):
+        monkeypatch.setattr(needle, "LEARNED", learned)
+        model = Spy("bert", arguments, encoders.NEEDLE_MASK + 1)
+        losses = encoders.retrieval_losses(arguments, model, 0)
+        for _ in range(40):
+            next(losses)
+        lengths.append([ids.shape[1] for ids, _ in model.calls])
+    assert 48 < max(lengths[0]) <= 64 and set(lengths[1]) == {48}
+
+
+def test_peers_are_of_the_size_of_avey_b():
+    for problem in ("masked", "retrieval"):
+        parser = argparse.ArgumentParser()
+        encoders.add_arguments(parser)
+        arguments = parser.parse_args([])
+        sizes = {
+            name: models.make_model(encoders.config_of(arguments, problem, name)).num_parameters()
+            for name in encoders.ARCHITECTURES
+        }
+        assert max(sizes.values()) < 1.2 * min(sizes.values())
+
+
+@torch.no_grad()
+def test_only_bert_has_a_longest_text(tmp_path):
+    arguments = parse(tmp_path)
+    for name in encoders.ARCHITECTURES:
+        config = encoders.config_of(arguments, "retrieval", name)
+        model, most = models.make_model(config).eval(), models.most_tokens(config)
+        assert models.is_encoder(config) and most == (64 if name == "bert" else None)
+        assert model(input_ids=torch.ones(1, most or 1024, dtype=torch.long)).logits.isfinite().all()
+        if most:
+            with pytest.raises((IndexError, RuntimeError, ValueError)):
+                model(input_ids=torch.ones(1, most + 1, dtype=torch.long))
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, tunes):
+    """Calls the task with tiny models, and returns its record."""
+    for name in TASKS.keys() - {"encoders"}:
+        monkeypatch.delitem(TASKS, name)
+
+    def call(*options):
+        main(["encoders", "--out", str(tmp_path), "--threads", "1", *TINY.split(), *options])
+        return json.loads((tmp_path / "encoders.json").read_text(encoding="utf-8"))
+
+    return call
+
+
+def test_a_run_measures_each_cell_once(run, monkeypatch, tmp_path, capsys):
+    trained, train = [], encoders.train
+    monkeypatch.setattr(encoders, "train", lambda arguments, *which: trained.append(which) or train(arguments, *which))
+    record = run("--seeds", "0")
+    cells = [(row["problem"], row["architecture"], row["length"]) for row in record["rows"]]
+    names = encoders.ARCHITECTURES
+    expected = [(problem, name, None) for problem in ("masked", "tokens") for name in names]
+    assert cells == expected + [("retrieval", name, length) for name in names for length in (64, 128)]
+    # One training for both lengths, and the model of `masked` is not trained again for `tokens`.
+    assert trained == [(problem, name, 0) for problem in encoders.PROBLEMS for name in names]
+    for row in record["rows"]:
+        if row["problem"] == "tokens":
+            assert all(0 <= row[name] <= 1 for name in ("f1", "accuracy", "guess_f1", "guess_accuracy"))
+        elif (row["architecture"], row["length"]) == ("bert", 128):
+            assert row["accuracy"] is None and row["note"] == "cannot read more than 64 tokens"
+        else:
+            assert 0 <= row["accuracy"] <= 1 and (row["problem"] == "retrieval") == ("by_depth" in row)
+        assert row["problem"] != "masked" or 1 < row["bits"] < 20
+    said = capsys.readouterr().out
+    assert "BERT cannot read more than 64 tokens." in said and "a guess that knows no key" in said
+    svg = (tmp_path / "encoders.svg").read_text(encoding="utf-8")
+    ElementTree.fromstring(svg)
+    labels = ("masked", "tokens", "retrieval", "right answers (share)", "Avey-B", "BERT", "ModernBERT")
+    assert all(f"<!-- {text} -->" in svg for text in labels)
+    with (tmp_path / "encoders.csv").open(encoding="utf-8", newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(record["rows"])
+
+    monkeypatch.setattr(encoders, "measure_masked", None)
+    assert run("--seeds", "0") == record and len(trained) == 9
+    # A longer text needs no training, and another seed does.
+    more = run("--seeds", "0", "--problems", "retrieval", "--lengths", "256", "--architectures", "avey-b")
+    assert len(trained) == 9 and more["rows"][-1]["length"] == 256
+    run("--seeds", "1", "--problems", "tokens", "--architectures", "bert")
+    assert trained[9:] == [("tokens", "bert", 1), ("masked", "bert", 1)]
+    with pytest.raises(ValueError, match="was measured with steps = 2, not 3"):
+        run("--steps", "3")
+
+
+def test_a_model_learns_labels(tunes, tmp_path):
+    """From the model of `masked`, whose weights it begins with, and better than without training."""
+    options = ("--steps", "1", "--tuning-steps", "60", "--lr", "1e-2", "--rows", "4")
+    arguments = parse(tmp_path, *options)
+    row = encoders.measure(arguments, "tokens", "avey-b", 0, None)
+    before = encoders.measure(parse(tmp_path / "new", "--tuning-steps", "1"), "tokens", "avey-b", 0, None)
+    assert row["accuracy"] > 0.6 and row["accuracy"] > before["accuracy"] + 0.1
+
+
+def made_record(**accuracies):
+    """Of all problems, two seeds each: an architecture's accuracies, which the longer texts halve."""
+    rows = []
+    for problem, (architecture, seeds) in itertools.product(encoders.PROBLEMS, accuracies.items()):
+        for (seed, right), length in itertools.product(
+            enumerate(seeds), (256, 1024) if problem == "retrieval" else (None,)
+        ):
+            row = {"problem": problem, "architecture": architecture, "seed": seed, "length": length}
+            row |= {"accuracy": right / (2 if length == 1024 else 1), "parameters": 1234}
+            row |= {"bits": 2 - right} if problem == "masked" else {}
+            if problem == "tokens":
+                row |= {"f1": right, "guess_f1": 0.25, "guess_accuracy": 0.75}
+            if problem == "retrieval":
+                row |= {"cut": right / 4, "whole": right}
+            if (architecture, length) == ("bert", 1024):
+                row |= {"accuracy": None, "note": "cannot read more than 256 tokens"}
+                del row["cut"], row["whole"]
+            rows.append(row)
+    return {"rows": rows, "settings": {"train_length": 256}}
+
+
+def test_findings_table_and_figure_are_of_the_numbers():
+    record = made_record(**{"avey-b": (0.8, 0.9), "bert": (0.5, 0.6), "modernbert": (0.85, 1.0)})
+    said = encoders.findings(record)
+    assert (
+        "masked, bits per masked byte: Avey-B 1.150 (1.100–1.200), BERT 1.450 (1.400–1.500), "
+        "ModernBERT 1.075 (1.000–1.150)." in said
+    )
+    assert "masked, bits per masked byte: the worst Avey-B is better than the best BERT." in said
+    assert "masked, bits per masked byte: Avey-B and ModernBERT differ by no more than their seeds do." in said
+    assert any(
+        line.startswith("tokens, notes right: ") and line.endswith("a guess that knows no key 75.0%.") for line in said
+    )
+    assert (
+        "tokens, mean F1 of notes: the worst Avey-B is better than the best BERT. In the paper Avey-B is better in "
+        "token classification, F1: 93.59 beside 89.82 (table 2, base). It is so here." in said
+    )
+    assert "retrieval, right answers at 1,024 tokens: Avey-B 42.5% (40.0%–45.0%), ModernBERT 46.2% " in "".join(said)
+    assert "Avey-B keeps 50% of its accuracy at 256 tokens in texts 4 times as long." in said
+    assert "Avey-B at 1,024 tokens: 21.2% if the needle crosses a boundary of splits, 85.0% if not." in said
+    assert said.count("BERT cannot read more than 256 tokens.") == 1
+    assert not any("BERT keeps" in line and "Modern" not in line for line in said)
+
+    header, rows = encoders.table(record)
+    assert {len(row) for row in rows} == {len(header)}
+    assert ["masked", "–", "masked bytes right", "BERT", "2", "55.0% (50.0%–60.0%)", "1,234"] in rows
+    assert ["retrieval", "1,024", "right answers", "BERT", "2", "cannot read", "1,234"] in rows
+    assert ["tokens", "–", "notes right", "guess without key", "–", "75.0%", "–"] in rows
+    masked, tokens, retrieval = figures.draw(encoders, record)["encoders"].axes
+    assert [bar.get_height() for bar in masked.patches] == pytest.approx([0.85, 0.55, 0.925])
+    assert len(tokens.patches) == 3 and tokens.lines[-1].get_ydata()[0] == 0.25
+    lengths = {line.get_label(): line.get_xdata().tolist() for line in retrieval.lines[:3]}
+    assert [lengths[name] for name in ("Avey-B", "BERT", "ModernBERT")] == [[256, 1024], [256], [256, 1024]]
+
+
+def test_findings_say_where_the_paper_is_not_confirmed():
+    record = made_record(**{"avey-b": (0.4,), "bert": (0.6,)})
+    said = encoders.findings(record)
+    assert any(
+        line.startswith("tokens, mean F1 of notes: the best Avey-B is worse than the worst BERT, of one seed each. ")
+        and line.endswith("Here it is the other way round.")
+        for line in said
+    )
+    assert "Avey-B has not learned retrieval: 40.0% at 256 tokens." in said
+    assert said[-1] == "Not measured yet: masked of ModernBERT, tokens of ModernBERT, retrieval of ModernBERT."
+    record["rows"] = [row for row in record["rows"] if row["problem"] == "masked"]
+    assert any(
+        "Not measured yet: tokens of Avey-B" in line.replace("masked of ModernBERT, ", "")
+        for line in encoders.findings(record)
+    )
+    encoders.table(record)
+    figures.draw(encoders, record)
