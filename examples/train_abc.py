@@ -126,7 +126,7 @@ def predict(
     # without one.
     mask = there.long() if encoder or not model.training else None
     if encoder:
-        hidden = there & (torch.rand(rows.shape, generator=generator) < MASKED)
+        hidden = there & (torch.rand(rows.shape, generator=generator).to(rows.device) < MASKED)
         ids = ids.masked_fill(hidden, MASK)
         return model(input_ids=ids, attention_mask=mask).logits[hidden], rows[hidden]
     there = there[:, 1:]

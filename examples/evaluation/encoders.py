@@ -9,8 +9,8 @@ like these, as small as one core can train them in minutes:
   masked     Masked language modelling of folk tunes in ABC. A fifth of the bytes is masked, as in the paper. Numbers:
              bits per masked byte, and the share of masked bytes that are predicted right, in the held-out tunes.
   tokens     Classification of every byte, fine-tuned from the model of `masked`: not a note, or a note that sounds
-             natural, sharp or flat. The letter of a note is not enough: the key is in the header, which may be
-             hundreds of bytes before it, and accidentals are valid up to the end of their bar. Numbers: the mean of
+             natural, sharp or flat. The letter of a note is not enough: the key is in the header, up to 200 bytes
+             before it, and accidentals are valid up to the end of their bar. Numbers: the mean of
              the three F1 scores of notes, and the share of notes that are right. A guess that knows no key gives
              every letter its most frequent label.
   retrieval  The number in a haystack of `needle`, in one call: mask tokens are in the place of the answer, and the
@@ -95,9 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), help="what to measure")
     add("--width", type=int, default=64, help="width of the models")
     add("--layers", type=int, default=4, help="layers of the transformers; Avey-B has twice as many, half as large")
-    add("--context", type=int, default=512, help="bytes of a row of packed tunes; longer tunes are left out")
-    add("--rows", type=int, default=4, help="rows per step of tunes")
-    add("--steps", type=int, default=2000, help="training steps of masked language modelling")
+    add("--context", type=int, default=256, help="bytes of a row of packed tunes; longer tunes are left out")
+    add("--rows", type=int, default=8, help="rows per step of tunes")
+    add("--steps", type=int, default=2500, help="training steps of masked language modelling")
     add("--tuning-steps", type=int, default=500, help="training steps of the classification of tokens")
     add("--train-length", type=int, default=256, help="tokens of the longest training rows of retrieval")
     add("--shortest", type=int, default=64, help="tokens of the shortest training rows of retrieval")
@@ -182,7 +182,7 @@ def masked_losses(arguments: argparse.Namespace, model: PreTrainedModel, seed: i
     for step, rows in enumerate(batches_of(arguments, seed)):
         generator = torch.Generator().manual_seed(seed * 2**32 + step)
         with precision(arguments):
-            loss = losses_of(model, rows, generator).mean()
+            loss = losses_of(model, rows.to(model.device), generator).mean()
         yield loss
 
 
@@ -295,7 +295,8 @@ def obtain(arguments: argparse.Namespace, problem: str, architecture: str, seed:
 def measure_masked(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[str, float]:
     """Bits per masked byte of the held-out tunes, each read alone, and the share of masked bytes that are right."""
     generator = torch.Generator().manual_seed(TEST_SEED)
-    parts = [predict(model, batch, generator) for batch in single_tunes(tunes_of(arguments, held_out=True))]
+    batches = single_tunes(tunes_of(arguments, held_out=True))
+    parts = [predict(model, batch.to(model.device), generator) for batch in batches]
     logits, targets = (torch.cat(part) for part in zip(*parts, strict=True))
     bits = F.cross_entropy(logits.float(), targets).item() / math.log(2)
     return {"bits": bits, "accuracy": (logits.argmax(-1) == targets).float().mean().item()}

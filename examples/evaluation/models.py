@@ -140,6 +140,7 @@ def _bert(size: Size):
         "intermediate_size": 4 * size.width,
         "max_position_embeddings": size.context,
         "type_vocab_size": 1,
+        "initializer_range": 0.02 * (768 / size.width) ** 0.5,
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }
