@@ -109,7 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=float, default=3e-3, help="largest learning rate of Avey-B")
     add("--bert-lr", type=float, default=1e-3, help="largest learning rate of BERT")
     add("--modernbert-lr", type=float, default=3e-3, help="largest learning rate of ModernBERT")
-    add("--weight-decay", type=float, default=0.01, help="weight decay of the matrices, as in all three papers")
+    add(
+        "--weight-decay",
+        type=float,
+        default=0.01,
+        help="weight decay of the matrices, as in the papers of Avey-B and BERT",
+    )
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
