@@ -133,7 +133,7 @@ def _transformer(size: Size):
 
 def _bert(size: Size):
     # As published: norms after each sum, GELU, and a feed-forward four times as wide. Initial weights are 0.02 at a
-    # width of 768, and larger where fewer are summed. There is no dropout, because rows are hardly read twice here.
+    # width of 768, and larger where fewer are summed. No model here has dropout.
     return BertConfig, {
         **size.layered,
         "num_attention_heads": size.width // 32,
