@@ -289,7 +289,7 @@ def texts_of_test(variant: str, length: int, number: int, digits: int) -> list[l
 
 
 def shares_of(right: torch.Tensor, texts: list[list[int]], variant: str, digits: int, split: int) -> dict[str, Any]:
-    """The shares of right answers, (texts) bool: of all, by depth, and and of needles that are cut or whole."""
+    """The shares of right answers, (texts) bool: of all, by depth, and of needles that are cut or whole."""
     right, cut = right.double(), torch.tensor([is_cut(text, variant, digits, split) for text in texts])
     shares = {"accuracy": right.mean().item(), "by_depth": right.view(len(DEPTHS), -1).mean(1).tolist()}
     parts = {name: right[which].mean().item() for name, which in (("whole", ~cut), ("cut", cut)) if which.any()}
