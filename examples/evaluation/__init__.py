@@ -16,6 +16,7 @@ TASKS = {
     "trials": "the needle with other recipes of the training: what was tried",
     "ablations": "every model with and without the part that its paper leads with",
     "positions": "loss by position in ABC tunes, and in one text of many tunes",
+    "pairs": "loss by position where pairs repeat: is what lies beyond attention used?",
     "tracking": "products in groups (parity, S3, A5), in rows longer than those of the training",
     "encoders": "Avey-B beside BERT and ModernBERT: masked tokens, labels of tokens, retrieval",
     "speed": "speed and memory of reading and of writing, by length",

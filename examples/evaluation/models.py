@@ -243,3 +243,10 @@ def make_optimizer(model: PreTrainedModel, lr: float, weight_decay: float) -> to
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         groups = [{"lr": lr, **ADAM[model.config.model_type], **group} for group in groups]
     return torch.optim.AdamW(groups, fused=True)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """The learning rate rises in the first tenth of the steps, and falls to zero in the second half."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(10 * (step + 1) / steps, 1.0, 2 - 2 * step / steps)
+    )

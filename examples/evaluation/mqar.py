@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 from .baselines import BASES, MIXINGS, make_baseline, without
 from .figures import NAMES, line_of, new_figure
-from .models import make_config, make_model, make_optimizer
+from .models import make_config, make_model, make_optimizer, make_schedule
 from .spread import Spread, by, draw_spreads
 
 
@@ -154,10 +154,7 @@ def train(
     torch.manual_seed(seed)
     model = without(part, make(architecture, arguments, length, width, lr)).to(arguments.device)
     optimizer = make_optimizer(model, lr, weight_decay=0.0)
-    # The learning rate rises in the first tenth of the steps and falls in the second half.
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(10 * (step + 1) / arguments.steps, 1.0, 2 - 2 * step / arguments.steps)
-    )
+    schedule = make_schedule(optimizer, arguments.steps)
     # Training, validation and test have different seeds.
     learn, validate, test = (torch.Generator().manual_seed(3 * seed + place) for place in range(3))
 

@@ -46,7 +46,7 @@ from subquad.models.rwkv7.modeling_rwkv7 import Rwkv7GatedRecurrence
 
 from .baselines import BASES, make_baseline
 from .figures import NAMES, line_of, new_figure, short
-from .models import make_config, make_model, make_optimizer
+from .models import make_config, make_model, make_optimizer, make_schedule
 
 
 TITLE = "State tracking"
@@ -145,10 +145,7 @@ def train(arguments: argparse.Namespace, problem: str, layers: int, architecture
     lr = getattr(arguments, OWN_RATES.get(architecture, "lr"))
     model = make(arguments, problem, layers, architecture, lr).to(arguments.device).train()
     optimizer = make_optimizer(model, lr, weight_decay=0.0)
-    # The learning rate rises in the first tenth of the steps and falls in the second half.
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(10 * (step + 1) / arguments.steps, 1.0, 2 - 2 * step / arguments.steps)
-    )
+    schedule = make_schedule(optimizer, arguments.steps)
     generator = torch.Generator().manual_seed(2 * seed)  # that of the test is odd
     accuracy = 0.0
     bar = trange(1, arguments.steps + 1, desc=f"{architecture} {problem}", unit="step", leave=False)
