@@ -200,8 +200,13 @@ def are_whole(answers: str, progress: float, generator: random.Random) -> bool:
     return answers == "whole" or (answers == "late" and progress < 0.5)
 
 
+def with_options(arguments: argparse.Namespace, recipe: Recipe) -> argparse.Namespace:
+    """The arguments with the options of a recipe."""
+    return argparse.Namespace(**{**vars(arguments), **recipe.options})
+
+
 def train(arguments: argparse.Namespace, architecture: str, recipe: Recipe, seed: int) -> PreTrainedModel:
-    arguments = argparse.Namespace(**{**vars(arguments), **recipe.options})
+    arguments = with_options(arguments, recipe)
     torch.manual_seed(seed)
     ids = {"bos_token_id": BOUNDARY, "eos_token_id": None, "pad_token_id": None}
     lr = getattr(arguments, OWN_RATES.get(architecture, "lr"))
@@ -275,10 +280,11 @@ def measure(
     arguments: argparse.Namespace, architecture: str, recipe: str, seed: int, variant: str, length: int
 ) -> dict[str, Any]:
     model, seconds = obtain(arguments, architecture, recipe, seed)
-    texts = texts_of_test(variant, length, arguments.texts, arguments.digits)
-    right = are_right(model, torch.tensor(texts), arguments.digits)
+    digits = with_options(arguments, find(architecture, recipe)).digits
+    texts = texts_of_test(variant, length, arguments.texts, digits)
+    right = are_right(model, torch.tensor(texts), digits)
     split = getattr(model.config, "chunk_size", arguments.window // 2)
-    shares = shares_of(right, texts, variant, arguments.digits, split)
+    shares = shares_of(right, texts, variant, digits, split)
     return {**shares, "parameters": model.num_parameters(), "training_seconds": seconds}
 
 
