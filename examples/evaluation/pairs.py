@@ -121,7 +121,7 @@ def new_keys(ids: torch.Tensor, window: int | None = None) -> torch.Tensor:
         last: dict[int, int] = {}
         new = []
         for place, key in enumerate(row):
-            new.append(place - last.get(key, -math.inf) > pairs)
+            new.append(key not in last or place - last[key] > pairs)
             last[key] = place
         found.append(new)
     return torch.tensor(found)
@@ -172,21 +172,29 @@ def parts_of(values: torch.Tensor) -> list[torch.Tensor]:
     return [values[:, start // 2 : end // 2] for start, end in ranges(2 * values.shape[1])]
 
 
+def test_rows(settings: dict[str, Any]) -> torch.Tensor:
+    """The ids of the test's rows, (rows, length), which are the same for all models."""
+    generator = torch.Generator().manual_seed(TEST_SEED)
+    return make_rows(settings["test_rows"], settings["length"], settings["keys"], settings["keys"], generator)
+
+
+def least(settings: dict[str, Any], window: int | None = None) -> list[float]:
+    """The least possible bits a value for each range of the test's rows, if the last `window` tokens are seen."""
+    bits = math.log2(settings["keys"])
+    return [part.double().mean().item() * bits for part in parts_of(new_keys(test_rows(settings), window))]
+
+
 @torch.no_grad()
 def measure(arguments: argparse.Namespace, architecture: str, part: str, seed: int) -> dict[str, Any]:
     with torch.enable_grad():
         model = train(arguments, architecture, part, seed)
-    generator = torch.Generator().manual_seed(TEST_SEED)
-    ids = make_rows(arguments.test_rows, arguments.length, arguments.keys, arguments.keys, generator)
+    ids = test_rows(settings(arguments))
     batches = ids.split(max(CALL // arguments.length, 1))
-    bits = torch.cat([losses_of(model, batch.to(model.device)).cpu() for batch in batches]) / math.log(2)
-    limits = {"least": new_keys(ids), "least_in_window": new_keys(ids, 2 * arguments.window)}
-    means = {name: [part.mean().item() for part in parts_of(values)] for name, values in {"bits": bits}.items()}
-    for name, new in limits.items():
-        means[name] = [part.double().mean().item() * math.log2(arguments.keys) for part in parts_of(new)]
-    # Rows are independent, so their means give the error of the mean.
-    errors = [2 * part.mean(1).std().item() / math.sqrt(len(ids)) for part in parts_of(bits)]
-    return {**means, "error": errors, "parameters": model.num_parameters()}
+    parts = parts_of(torch.cat([losses_of(model, batch.to(model.device)).cpu() for batch in batches]) / math.log(2))
+    # Rows are independent, so their means give the error of the mean: two standard errors.
+    errors = [2 * part.mean(1).std().item() / math.sqrt(len(ids)) for part in parts]
+    bits = [part.mean().item() for part in parts]
+    return {"bits": bits, "error": errors, "parameters": model.num_parameters()}
 
 
 def in_order(row: dict[str, Any]) -> tuple[int, str, int]:
@@ -207,7 +215,8 @@ def lines_of(record: dict[str, Any]) -> dict[tuple[str, str], list[Spread]]:
 
 
 def draw(record: dict[str, Any]) -> dict[str, Any]:
-    found, row = record["settings"], record["rows"][0]
+    found = record["settings"]
+    window = 2 * found["window"]
     ends = [end for _, end in ranges(found["length"])]
     figure, axes = new_figure(height=4.2)
     for (architecture, part), spreads in lines_of(record).items():
@@ -215,9 +224,9 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
         axes.plot(ends, [spread.mean for spread in spreads], **style, linestyle="--" if part else "-")
         below, above = [spread.least for spread in spreads], [spread.greatest for spread in spreads]
         axes.fill_between(ends, below, above, color=style["color"], alpha=0.15, linewidth=0)
-    what = {"least": "least possible", "least_in_window": f"least possible from the last {2 * found['window']} tokens"}
-    for name, line in zip(what, (":", "-."), strict=True):
-        axes.plot(ends, row[name], color="#777777", linestyle=line, linewidth=1.0, label=what[name])
+    limits = (("least possible", None, ":"), (f"least possible from the last {window} tokens", window, "-."))
+    for label, seen, line in limits:
+        axes.plot(ends, least(found, seen), color="#777777", linestyle=line, linewidth=1.0, label=label)
     axes.axvline(found["train_length"], color="#999999", linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_xticks(ends, [*map(short, ends)])
@@ -234,20 +243,21 @@ def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         for cell, spreads in lines_of(record).items()
     ]
     window = 2 * record["settings"]["window"]
-    for name, what in (("least", "least possible"), ("least_in_window", f"least from the last {window} tokens")):
-        rows.append([what, "–", *(f"{bits:.3f}" for bits in record["rows"][0][name])])
+    for what, seen in (("least possible", None), (f"least from the last {window} tokens", window)):
+        rows.append([what, "–", *(f"{bits:.3f}" for bits in least(record["settings"], seen))])
     return ["model", "seeds", *columns], rows
 
 
 def findings(record: dict[str, Any]) -> list[str]:
-    found, lines, first = record["settings"], lines_of(record), record["rows"][0]
+    found, lines = record["settings"], lines_of(record)
     places = ranges(found["length"])
     trained = next(place for place, (_, end) in enumerate(places) if end == found["train_length"])
     window = 2 * found["window"]
     (start, end), last = places[trained], places[-1]
+    everything, near = least(found)[trained], least(found, window)[trained]
     said = [
-        f"The least possible loss of values is {first['least'][trained]:.3f} bits at {start:,} to {end:,} tokens, and "
-        f"{first['least_in_window'][trained]:.3f} for a predictor that sees the last {window} tokens."
+        f"The least possible loss of values at {start:,} to {end:,} tokens is {everything:.3f} bits. It is {near:.3f} "
+        f"bits for a predictor that sees the last {window} tokens."
     ]
     errors = by(record["rows"], "architecture", "part")
     for cell, spreads in lines.items():
@@ -256,7 +266,7 @@ def findings(record: dict[str, Any]) -> list[str]:
         more = spreads[-1].mean - spreads[trained].mean
         error = max(row["error"][place] for row in errors[cell] for place in (trained, -1))
         verdict = "stays" if abs(more) <= max(error, SMALL) else "rises" if more > 0 else "falls"
-        below = spreads[trained].greatest < first["least_in_window"][trained] - error
+        below = spreads[trained].greatest < near - error
         text += f": it {verdict}. " + (
             f"It is below what the last {window} tokens allow, so the model uses earlier ones."
             if below
@@ -267,11 +277,11 @@ def findings(record: dict[str, Any]) -> list[str]:
         spreads = lines.get((architecture, ""))
         if spreads is None or end <= window:
             continue
-        least = next(place for place, (_, end) in enumerate(places) if end == window)
-        falls = spreads[trained].mean < spreads[least].mean - SMALL
+        before = max((place for place, (_, end) in enumerate(places) if end <= window), default=0)
+        falls = spreads[trained].mean < spreads[before].mean - SMALL
         said.append(
             f"In figure 4 the loss of {NAMES[architecture]} falls with the context, beyond what its attention sees. "
-            f"Here it goes from {spreads[least].text()} bits at {places[least][0]} to {window} tokens to "
+            f"Here it goes from {spreads[before].text()} bits at {places[before][0]} to {places[before][1]} tokens to "
             f"{spreads[trained].text()} at {start:,} to {end:,}: {'so here' if falls else 'not so here'}."
         )
     missing = [NAMES[name] for name in ARCHITECTURES if (name, "") not in lines]

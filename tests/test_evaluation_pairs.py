@@ -1,0 +1,108 @@
+"""Pairs that repeat, in examples/evaluation: the rows, the least possible losses, and a run of a few steps."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.evaluation import figures, pairs
+from examples.evaluation.__main__ import main
+
+
+TINY = ["--keys", "8", "--train-length", "64", "--length", "128", "--window", "16", "--width", "32", "--layers", "1"]
+TINY += ["--steps", "3", "--tokens", "64", "--test-rows", "4", "--threads", "1"]
+
+
+def test_every_key_has_one_value():
+    ids = pairs.make_rows(16, 400, 32, 4, torch.Generator().manual_seed(0))
+    counts, values_of_key_1 = set(), set()
+    for row in ids.tolist():
+        values: dict[int, int] = {}
+        for key, value in zip(row[::2], row[1::2], strict=True):
+            assert 1 <= key <= 32 < value <= 64
+            assert values.setdefault(key, value) == value
+        counts.add(len(values))
+        values_of_key_1.add(values.get(1))
+    assert min(counts) >= 4 and max(counts) <= 32 and len(counts) > 5
+    assert len(values_of_key_1) > 3  # new in each row
+    full = pairs.make_rows(4, 4000, 32, 32, torch.Generator().manual_seed(0))
+    assert all(len(set(row[::2])) == 32 for row in full.tolist())
+
+
+def test_a_key_is_new_until_its_value_is_seen():
+    ids = torch.tensor([[1, 11, 2, 12, 1, 11, 1, 11, 2, 12, 3, 13]])
+    assert pairs.new_keys(ids).tolist() == [[True, True, False, False, False, True]]
+    # A key and the two tokens before it; and the four tokens before it; a half pair does not help.
+    assert pairs.new_keys(ids, 3).tolist() == [[True, True, True, False, True, True]]
+    assert pairs.new_keys(ids, 4).tolist() == pairs.new_keys(ids, 3).tolist()
+    assert pairs.new_keys(ids, 5).tolist() == [[True, True, False, False, True, True]]
+    assert pairs.new_keys(ids, 7).tolist() == pairs.new_keys(ids).tolist()
+
+
+@pytest.mark.parametrize("window", [None, 9, 40])
+def test_no_predictor_of_a_window_is_below_its_limit(window):
+    """A predictor that knows every value that it has seen, and nothing else, has exactly the least possible loss."""
+    ids = pairs.make_rows(8, 256, 16, 16, torch.Generator().manual_seed(1))
+
+    def model(input_ids, use_cache):
+        logits = torch.zeros(*input_ids.shape, 33)
+        logits[..., :17] = -torch.inf
+        for row, text in enumerate(input_ids.tolist()):
+            for place in range(0, len(text), 2):
+                first = 0 if window is None else max(place + 1 - window, 0)
+                for seen in range(first, place):
+                    if text[seen] == text[place]:
+                        logits[row, place] = -torch.inf
+                        logits[row, place, text[seen + 1]] = 0.0
+        return type("Output", (), {"logits": logits})
+
+    losses = pairs.losses_of(model, ids)
+    torch.testing.assert_close(losses, math.log(16) * pairs.new_keys(ids, window).float())
+
+
+def test_ranges_end_at_powers_of_2():
+    assert pairs.ranges(32) == [(0, 32)]
+    assert pairs.ranges(256) == [(0, 32), (32, 64), (64, 128), (128, 256)]
+    parts = pairs.parts_of(torch.arange(128).expand(2, -1))
+    assert [part.shape[1] for part in parts] == [16, 16, 32, 64] and torch.cat(parts, 1)[0].tolist() == [*range(128)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--length", "96"], "--length must be 32 times a power of 2, got 96"),
+        (["--train-length", "16"], "--train-length must be 32 times a power of 2, got 16"),
+        (["--keys", "3"], "--keys must be at least 4, got 3"),
+        (["--tokens", "32"], "--tokens must be at least --train-length"),
+    ],
+)
+def test_a_wrong_option_is_an_error(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        main(["pairs", *TINY, *options, "--out", str(tmp_path)])
+    assert not (tmp_path / "pairs.json").exists()
+
+
+def test_a_run_measures_gecko_with_and_without_its_memory(tmp_path, capsys):
+    command = ["pairs", *TINY, "--architectures", "gecko", "finch", "--out", str(tmp_path)]
+    main(command)
+    record = json.loads((tmp_path / "pairs.json").read_text(encoding="utf-8"))
+    cells = [(row["architecture"], row["part"]) for row in record["rows"]]
+    assert sorted(cells) == [("finch", ""), ("gecko", ""), ("gecko", "working memory")]
+    for row in record["rows"]:
+        assert len(row["bits"]) == len(row["error"]) == 3 and min(row["bits"]) > 0
+    everything, near = pairs.least(record["settings"]), pairs.least(record["settings"], 32)
+    assert everything[0] > everything[1] > everything[2] and near[2] > 0.2 + everything[2]
+    out = capsys.readouterr().out
+    assert "Gecko without working memory" in out and "In figure 4" in out and "Not measured yet: Eagle" in out
+    header, rows = pairs.table(record)
+    assert len(rows) == 5 and all(len(row) == len(header) for row in rows)
+    (figure,) = figures.draw(pairs, record).values()
+    assert "least possible from the last 32 tokens" in [text.get_text() for text in figure.legends[0].get_texts()]
+    main(command)
+    assert json.loads((tmp_path / "pairs.json").read_text(encoding="utf-8"))["rows"] == record["rows"]
