@@ -72,7 +72,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
             "untied, splits of 64 tokens, in which a needle is cut less often", UNTIED | {"chunk_size": 64}
         ),
         "untied-short": Recipe(
-            "untied, and an answer of 1 digit: a boundary of splits parts it from its words in 3% of the texts, not 16%",
+            "untied, and an answer of 1 digit, which a boundary of splits parts from its words in 3%, not 16%",
             UNTIED,
             {"digits": 1},
         ),
