@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from abc_check import find_fault
 from abc_corpus import FOLDERS, MAX_BYTES, load_corpus, transpose
 from evaluation.models import ENCODERS, NAMES, is_encoder, make_config, make_model, make_optimizer
+from evaluation.recipes import COMMON, begin, names_of_recipes, recipes_of
 from evaluation.runs import hardware
 from help_formatter import HelpFormatter
 from tqdm import tqdm
@@ -56,6 +57,12 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         required=True,
         help="directory for the model; checkpoint and samples go next to it",
+    )
+    add(
+        "--recipe",
+        choices=names_of_recipes(),
+        default=COMMON,
+        help="what the model has instead of the common settings, of the recipes in examples/evaluation/recipes.py",
     )
     add("--steps", type=int, default=3000, help="steps to train for")
     add("--resume", action="store_true", help="continue from the checkpoint of the output directory")
@@ -81,6 +88,14 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.context <= MAX_BYTES:
         parser.error(f"--context must be more than {MAX_BYTES}, the bytes of the longest tune")
+    recipes = recipes_of(arguments.architecture)
+    if arguments.recipe not in recipes:
+        known = ", ".join(recipes)
+        parser.error(f"--recipe: the recipes of {arguments.architecture} are {known}, got {arguments.recipe!r}")
+    recipe = recipes[arguments.recipe]
+    if recipe.options:
+        options = ", ".join(f"{name} = {value}" for name, value in recipe.options.items())
+        parser.error(f"--recipe {arguments.recipe} is for needles: it has the options {options}")
     return arguments
 
 
@@ -276,6 +291,7 @@ def main() -> None:
     encoder = arguments.architecture in ENCODERS
     tokenizer = ByteTokenizer(mask_token=chr(MASK)) if encoder else ByteTokenizer()
     ids = {"bos_token_id": BOUNDARY, "eos_token_id": BOUNDARY, "pad_token_id": BOUNDARY}
+    recipe = recipes_of(arguments.architecture)[arguments.recipe]
     config = make_config(
         arguments.architecture,
         vocabulary=128,
@@ -285,8 +301,10 @@ def main() -> None:
         lr=arguments.lr,
         **ids,
         **({"mask_token_id": MASK} if encoder else {}),
+        **recipe.config,
     )
     model = make_model(config)
+    begin(model, recipe)
     sizes = [f"{len(tunes):,} tunes ({sum(map(len, tunes)):,} bytes)" for tunes in corpus[:2]]
     print(f"{model.num_parameters():,} parameters; {sizes[0]} to train on, {sizes[1]} to validate on")
     report = train(arguments, model, corpus)

@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .baselines import without
 from .figures import line_of, new_figure, short
 from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer
-from .recipes import COMMON, Recipe, chosen, find, names_of_recipes, recipes_of
+from .recipes import COMMON, Recipe, begin, chosen, find, names_of_recipes, recipes_of
 from .runs import keep_model
 from .spread import Spread, by, draw_spreads
 
@@ -216,9 +216,7 @@ def train(arguments: argparse.Namespace, architecture: str, recipe: Recipe, seed
         architecture, vocabulary=len(IDS) + 1, context=arguments.train_length, lr=lr, **sizes, **others
     )
     model = without(recipe.without, make_model(config)).to(arguments.device).train()
-    for name, parameter in model.named_parameters():
-        if (value := recipe.start.get(name.rpartition(".")[2])) is not None:
-            torch.nn.init.constant_(parameter, value)
+    begin(model, recipe)
     optimizer = make_optimizer(model, lr, weight_decay=arguments.weight_decay)
     peaks = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR(

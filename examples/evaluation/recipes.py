@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+from transformers import PreTrainedModel
+
 
 class Recipe(NamedTuple):
     """
@@ -105,6 +108,13 @@ def recipes_of(architecture: str) -> dict[str, Recipe]:
 
 def names_of_recipes() -> list[str]:
     return list(dict.fromkeys(name for recipes in RECIPES.values() for name in recipes))
+
+
+def begin(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Gives parameters of a new model the values that they begin with in a recipe."""
+    for name, parameter in model.named_parameters():
+        if (value := recipe.start.get(name.rpartition(".")[2])) is not None:
+            torch.nn.init.constant_(parameter, value)
 
 
 def find(architecture: str, name: str) -> Recipe:
