@@ -137,6 +137,18 @@ def test_parameters_begin_where_the_recipe_says():
     assert not any(torch.allclose(layer.attn.A_log, torch.tensor(-1.0)) for layer in model.model.layers)
 
 
+@torch.no_grad()
+def test_the_texts_of_the_test_are_those_of_the_recipe(monkeypatch):
+    parser = argparse.ArgumentParser()
+    needle.add_settings(parser)
+    arguments = parser.parse_args(TINY[:-2])
+    arguments.device, arguments.models = "cpu", {"avey-untied-short-0": (small("avey"), 1.0)}
+    asked = []
+    monkeypatch.setattr(needle, "are_right", lambda _, texts, digits: asked.append(digits) or torch.ones(len(texts)))
+    row = needle.measure(arguments, "avey", "untied-short", 0, "passkey", 64)
+    assert asked == [1] and arguments.digits == 2 and row["accuracy"] == 1.0
+
+
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Calls a task with tiny models, and returns its record."""

@@ -153,6 +153,19 @@ def test_checker_refuses(text, fault):
     assert fault in (find_fault(text) or "")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("finch --recipe quick", "the recipes of finch are common, got 'quick'"),
+        ("raven --recipe brisk-long", "--recipe brisk-long is for needles: it has the options steps = 5000"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used_is_refused(words, message, tmp_path, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        run_example("train_abc", capsys, monkeypatch, *words.split(), "--output", tmp_path / "new")
+    assert message in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 @pytest.mark.thorough
 def test_three_steps_give_a_directory_that_loads(tmp_path, capsys, monkeypatch):
     import torch
