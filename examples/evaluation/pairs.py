@@ -10,13 +10,16 @@ So here the farthest parts of a text matter as much as the nearest:
 
 Keys are drawn at random, again and again. The first value of a key cannot be known, and every later one can. So the
 least possible loss at a position is the share of keys that are new there, times the bits of a value. It falls as the
-text goes on. A predictor that sees only the last tokens forgets keys, and its least possible loss soon stays the same.
-Both limits are exact. If the loss of a model is below the second one, the model remembers what lies farther back.
+text goes on. Gecko's attention sees a chunk of --window tokens and the chunk before it. What only sees these has
+forgotten some of the keys, and its least possible loss soon stays the same. Both limits are exact. If the loss of a
+model is below the second one, the model remembers what lies farther back.
 
-Gecko's attention sees at most two chunks, of --window tokens each. So Gecko is measured with and without its working
-memory. Its moving average (CEMA) also reaches farther than attention. Training rows have 4 to --keys keys, and grow
-from 16 tokens to --train-length. Test rows have --keys keys and --length tokens, several times as many as those of the
-training, and are the same for all models. Only values have a loss.
+So Gecko is measured with and without its working memory. Other parts reach farther back than attention too: its moving
+average (CEMA), its normalization over time, and the second layer, which sees what the first one saw.
+
+Training rows grow from 16 tokens to --train-length, and the number of their keys grows with them, to --keys. Test rows
+have --keys keys and --length tokens, several times as many as those of the training, and are the same for all models.
+Only values have a loss.
 """
 
 from __future__ import annotations
@@ -42,9 +45,9 @@ ARCHITECTURES = CAUSAL
 SEEDS = (0,)
 OWN_RATES = {"transformer": "transformer_lr"}  # architecture to the option with its learning rate
 ABLATED = ("gecko",)  # architectures that are also measured without the part of `ABLATIONS`
-FEWEST = 4  # keys of a training row
-SHORTEST = 16  # tokens of the first training rows
-GROWTH = 0.6  # share of the steps in which rows become longer
+SHORTEST, FEWEST = 16, 4  # tokens and keys of the first training rows
+TOKENS_PER_KEY = 8  # of longer training rows
+GROWTH = 0.5  # share of the steps in which rows become longer
 FIRST = 32  # tokens of the first range of positions; each later one ends at twice as many
 CALL = 16384  # tokens that are read in one call
 TEST_SEED = 1  # that of the test rows, the same for all models
@@ -53,13 +56,13 @@ SMALL = 0.02  # a difference in bits that is ignored
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--keys", type=int, default=64, help="keys of a row, and values that they may have")
-    add("--train-length", type=int, default=512, help="tokens of the longest training rows")
-    add("--length", type=int, default=4096, help=f"tokens of the test rows, {FIRST} times a power of 2")
+    add("--keys", type=int, default=32, help="keys of a row, and values that they may have")
+    add("--train-length", type=int, default=256, help="tokens of the longest training rows")
+    add("--length", type=int, default=2048, help=f"tokens of the test rows, {FIRST} times a power of 2")
     add("--width", type=int, default=64, help="width of the models")
     add("--layers", type=int, default=2, help="layers of the models")
-    add("--window", type=int, default=64, help="tokens of a chunk of Gecko, or of two splits of Avey")
-    add("--steps", type=int, default=2000, help="training steps")
+    add("--window", type=int, default=32, help="tokens of a chunk of Gecko, or of two splits of Avey")
+    add("--steps", type=int, default=2500, help="training steps")
     add("--tokens", type=int, default=1024, help="tokens per step")
     add("--test-rows", type=int, default=32, help="rows of the test")
     add("--lr", type=float, default=3e-3, help="largest learning rate")
@@ -90,38 +93,35 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def make_rows(rows: int, length: int, most: int, fewest: int, generator: torch.Generator) -> torch.Tensor:
+def make_rows(rows: int, length: int, keys: int, most: int, generator: torch.Generator) -> torch.Tensor:
     """
     Args:
         rows: number of rows.
         length: tokens per row, an even number: keys and values in turn.
+        keys: keys that a row may have, other ones in each row, at most `most`.
         most: keys have the ids 1 to `most`, values the ids `most` + 1 to 2 * `most`.
-        fewest: a row has `fewest` to `most` keys. Their number is drawn so that its logarithm is uniform.
 
     Returns:
         ids (rows, length).
     """
-    shares = torch.rand(rows, 1, generator=generator)
-    numbers = (fewest * (most / fewest) ** shares).round().long()
-    keys = torch.rand(rows, most, generator=generator).argsort(-1)
+    names = torch.rand(rows, most, generator=generator).argsort(-1)
     values = torch.randint(most, (rows, most), generator=generator)
-    drawn = (torch.rand(rows, length // 2, generator=generator) * numbers).long()
-    return torch.stack((1 + keys.gather(1, drawn), 1 + most + values.gather(1, drawn)), dim=-1).flatten(1)
+    drawn = torch.randint(keys, (rows, length // 2), generator=generator)
+    return torch.stack((1 + names.gather(1, drawn), 1 + most + values.gather(1, drawn)), dim=-1).flatten(1)
 
 
-def new_keys(ids: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def new_keys(ids: torch.Tensor, chunk: int | None = None) -> torch.Tensor:
     """
-    Whether the key before each value of ids (rows, length) has no value among the last `window` tokens, up to that
-    key itself; with None, among all tokens before: bool (rows, length / 2).
+    Whether the key before each value of ids (rows, length) is new: bool (rows, length / 2). With a number of tokens of
+    a chunk, it is also new if it has no value in its own chunk or in the chunk before it.
     """
-    keys = ids[:, ::2].tolist()
-    pairs = math.inf if window is None else (window - 1) // 2  # whole pairs before the key
     found = []
-    for row in keys:
+    for row in ids[:, ::2].tolist():
         last: dict[int, int] = {}
         new = []
         for place, key in enumerate(row):
-            new.append(key not in last or place - last[key] > pairs)
+            seen = 0 if chunk is None else (2 * place // chunk - 1) * chunk  # the first token that is seen
+            new.append(key not in last or 2 * last[key] < seen)
             last[key] = place
         found.append(new)
     return torch.tensor(found)
@@ -149,7 +149,8 @@ def train(arguments: argparse.Namespace, architecture: str, part: str, seed: int
     for step in bar:
         grown = min(step / (GROWTH * arguments.steps), 1.0)
         length = int(SHORTEST * (arguments.train_length / SHORTEST) ** grown) // 2 * 2
-        rows = make_rows(arguments.tokens // length, length, arguments.keys, FEWEST, generator).to(arguments.device)
+        keys = min(max(length // TOKENS_PER_KEY, FEWEST), arguments.keys)
+        rows = make_rows(arguments.tokens // length, length, keys, arguments.keys, generator).to(arguments.device)
         with torch.autocast(rows.device.type, torch.bfloat16):
             loss = losses_of(model, rows).mean()
         loss.backward()
@@ -178,10 +179,10 @@ def test_rows(settings: dict[str, Any]) -> torch.Tensor:
     return make_rows(settings["test_rows"], settings["length"], settings["keys"], settings["keys"], generator)
 
 
-def least(settings: dict[str, Any], window: int | None = None) -> list[float]:
-    """The least possible bits a value for each range of the test's rows, if the last `window` tokens are seen."""
+def least(settings: dict[str, Any], chunk: int | None = None) -> list[float]:
+    """The least possible bits a value for each range of the test's rows; from two chunks of tokens if one is given."""
     bits = math.log2(settings["keys"])
-    return [part.double().mean().item() * bits for part in parts_of(new_keys(test_rows(settings), window))]
+    return [part.double().mean().item() * bits for part in parts_of(new_keys(test_rows(settings), chunk))]
 
 
 @torch.no_grad()
@@ -214,9 +215,14 @@ def lines_of(record: dict[str, Any]) -> dict[tuple[str, str], list[Spread]]:
     }
 
 
+def limits_of(settings: dict[str, Any]) -> dict[str, list[float]]:
+    """The least possible bits a value for each range, from all tokens and from two chunks, by the names of both."""
+    two = f"least possible from two chunks of {settings['window']}"
+    return {"least possible": least(settings), two: least(settings, settings["window"])}
+
+
 def draw(record: dict[str, Any]) -> dict[str, Any]:
     found = record["settings"]
-    window = 2 * found["window"]
     ends = [end for _, end in ranges(found["length"])]
     figure, axes = new_figure(height=4.2)
     for (architecture, part), spreads in lines_of(record).items():
@@ -224,9 +230,8 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
         axes.plot(ends, [spread.mean for spread in spreads], **style, linestyle="--" if part else "-")
         below, above = [spread.least for spread in spreads], [spread.greatest for spread in spreads]
         axes.fill_between(ends, below, above, color=style["color"], alpha=0.15, linewidth=0)
-    limits = (("least possible", None, ":"), (f"least possible from the last {window} tokens", window, "-."))
-    for label, seen, line in limits:
-        axes.plot(ends, least(found, seen), color="#777777", linestyle=line, linewidth=1.0, label=label)
+    for (label, limit), line in zip(limits_of(found).items(), (":", "-."), strict=True):
+        axes.plot(ends, limit, color="#777777", linestyle=line, linewidth=1.0, label=label)
     axes.axvline(found["train_length"], color="#999999", linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_xticks(ends, [*map(short, ends)])
@@ -242,9 +247,8 @@ def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         [name_of(*cell), str(len(counts[cell])), *(spread.text() for spread in spreads)]
         for cell, spreads in lines_of(record).items()
     ]
-    window = 2 * record["settings"]["window"]
-    for what, seen in (("least possible", None), (f"least from the last {window} tokens", window)):
-        rows.append([what, "–", *(f"{bits:.3f}" for bits in least(record["settings"], seen))])
+    for label, limit in limits_of(record["settings"]).items():
+        rows.append([label, "–", *(f"{bits:.3f}" for bits in limit)])
     return ["model", "seeds", *columns], rows
 
 
@@ -252,37 +256,37 @@ def findings(record: dict[str, Any]) -> list[str]:
     found, lines = record["settings"], lines_of(record)
     places = ranges(found["length"])
     trained = next(place for place, (_, end) in enumerate(places) if end == found["train_length"])
-    window = 2 * found["window"]
     (start, end), last = places[trained], places[-1]
-    everything, near = least(found)[trained], least(found, window)[trained]
+    everything, near = (limit[trained] for limit in limits_of(found).values())
+    chunks = f"two chunks of {found['window']} tokens"
     said = [
         f"The least possible loss of values at {start:,} to {end:,} tokens is {everything:.3f} bits. It is {near:.3f} "
-        f"bits for a predictor that sees the last {window} tokens."
+        f"bits for what sees {chunks}."
     ]
-    errors = by(record["rows"], "architecture", "part")
+    measured = by(record["rows"], "architecture", "part")
     for cell, spreads in lines.items():
         text = f"{name_of(*cell)}: {spreads[trained].text()} bits at {start:,} to {end:,} tokens, the last that "
         text += f"training had, {spreads[-1].text()} at {last[0]:,} to {last[1]:,}"
         more = spreads[-1].mean - spreads[trained].mean
-        error = max(row["error"][place] for row in errors[cell] for place in (trained, -1))
+        error = max(row["error"][place] for row in measured[cell] for place in (trained, -1))
         verdict = "stays" if abs(more) <= max(error, SMALL) else "rises" if more > 0 else "falls"
         below = spreads[trained].greatest < near - error
         text += f": it {verdict}. " + (
-            f"It is below what the last {window} tokens allow, so the model uses earlier ones."
+            f"It is below what {chunks} allow, so the model uses earlier ones."
             if below
-            else f"It is not below what the last {window} tokens allow."
+            else f"It is not below what {chunks} allow."
         )
         said.append(text)
+    attended = max((place for place, (_, end) in enumerate(places) if end <= 2 * found["window"]), default=0)
     for architecture in ABLATED:
         spreads = lines.get((architecture, ""))
-        if spreads is None or end <= window:
+        if spreads is None or attended >= trained:
             continue
-        before = max((place for place, (_, end) in enumerate(places) if end <= window), default=0)
-        falls = spreads[trained].mean < spreads[before].mean - SMALL
+        falls = spreads[trained].mean < spreads[attended].mean - SMALL
         said.append(
             f"In figure 4 the loss of {NAMES[architecture]} falls with the context, beyond what its attention sees. "
-            f"Here it goes from {spreads[before].text()} bits at {places[before][0]} to {places[before][1]} tokens to "
-            f"{spreads[trained].text()} at {start:,} to {end:,}: {'so here' if falls else 'not so here'}."
+            f"Here it goes from {spreads[attended].text()} bits at {places[attended][0]} to {places[attended][1]} "
+            f"tokens to {spreads[trained].text()} at {start:,} to {end:,}: {'so here' if falls else 'not so here'}."
         )
     missing = [NAMES[name] for name in ARCHITECTURES if (name, "") not in lines]
     return said + ([f"Not measured yet: {', '.join(missing)}."] if missing else [])
