@@ -79,6 +79,11 @@ RECIPES: dict[str, dict[str, Recipe]] = {
             UNTIED,
             {"digits": 1},
         ),
+        "untied-short-wide": Recipe(
+            "untied-short, splits of 64 tokens as in the paper, rows of 512 tokens, twice as many steps",
+            UNTIED | {"chunk_size": 64},
+            {"digits": 1, "train_length": 512, "steps": 5000},
+        ),
         "max": Recipe("scores are divided by the largest, as in the paper", {"score_normalization": "max"}),
         "k8": Recipe("7 splits are retrieved, as in the paper, not 3", {"k": 8}),
         "long": Recipe("twice as many steps", options={"steps": 5000}),
