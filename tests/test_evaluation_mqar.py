@@ -18,7 +18,19 @@ from examples.evaluation.__main__ import main
 from examples.evaluation.models import make_config, make_model
 
 
-TINY = ("--words", "4", "--tokens-per-pair", "4", "--lengths", "8", "--widths", "32", "--test-rows", "16")
+TINY = (
+    "--words",
+    "4",
+    "--tokens-per-pair",
+    "4",
+    "--lengths",
+    "8",
+    "--widths",
+    "32",
+    "--test-rows",
+    "16",
+    "--fewer-words",
+)
 
 
 @pytest.fixture
@@ -233,15 +245,20 @@ def test_the_learning_rate_is_the_one_that_validates_best(monkeypatch):
     monkeypatch.setattr(mqar, "train", train)
     for lrs, best, count in ((("0.1", "0.2", "0.3"), 0.2, 3), (("0.1", "0.4", "0.5"), 0.4, 2)):
         tried = []
-        row = mqar.measure(parse("--lrs", *lrs), "finch", length=64, width=32, seed=0)
+        row = mqar.measure(parse("--lrs", *lrs), "finch", length=64, width=32, words=32, seed=0)
         assert row["lr"] == best and len(tried) == count and row["pairs"] == 8
 
 
 def make_record(accuracy, seeds=(0,)):
-    """A record in which `accuracy(architecture, length, width, seed)` was measured."""
+    """A record in which `accuracy(architecture, length, width, seed)` was measured, with all keys and no fewer."""
     cells = mqar.cells(argparse.Namespace(**vars(parse()), architectures=mqar.ARCHITECTURES, seeds=seeds))
     more = {"steps": 800, "lr": 1e-3, "parameters": 33_000}
-    return {"rows": [{**cell, "pairs": cell["length"] // 8, "accuracy": accuracy(**cell), **more} for cell in cells]}
+    rows = []
+    for cell in cells:
+        words = cell.pop("words")
+        row = {**cell, "words": words, "pairs": cell["length"] // 8, "accuracy": accuracy(**cell), **more}
+        rows += [row] * (words == 32)
+    return {"settings": {"words": 32}, "rows": rows}
 
 
 def test_findings_follow_the_numbers():
@@ -285,6 +302,21 @@ def test_table_and_figure_have_every_row_that_there_is():
     assert len(mqar.table(record)[1]) == 5 and len(mqar.findings(record)) == 4
 
 
+def test_fewer_keys_are_told_apart_from_the_grid():
+    options = argparse.Namespace(**vars(parse()), architectures=["finch", "rwkv4"], seeds=[0])
+    fewer = [cell for cell in mqar.cells(options) if cell["words"] != 32]
+    assert fewer == [
+        {"architecture": "rwkv4", "length": 64, "width": 128, "words": words, "seed": 0} for words in (8, 16)
+    ]
+    record = make_record(lambda **cell: 0.125)
+    more = {"pairs": 8, "steps": 100, "lr": 1e-3, "parameters": 33_000}
+    record["rows"] += [{**cell, **more, "accuracy": 8 / cell["words"]} for cell in fewer]
+    assert len(mqar.table(record)[1]) == 54
+    told = "RWKV-4 memory by number of keys, of which a row of 64 tokens has 8, at width 128: "
+    assert told + "100.0% with 8, 50.0% with 16, 12.5% with 32." in mqar.findings(record)
+    assert mqar.findings(record)[0] == mqar.findings(make_record(lambda **cell: 0.125))[0]
+
+
 def test_seeds_are_one_cell_with_a_spread():
     """Two of three seeds of the longest rows, as a run that was not finished leaves them."""
     record = make_record(lambda seed, length, **cell: 0.5 + 0.1 * seed * (length == 256), seeds=(0, 1, 2))
@@ -312,8 +344,10 @@ def test_seeds_are_one_cell_with_a_spread():
         (("--lengths", "64", "15"), "at least 16, for two pairs.* got 15"),
         (("--lengths", "264"), "at most 256, for as many pairs as --words.* got 264"),
         (("--tokens", "128"), "and 128, --tokens of a step; got 256"),
+        (("--fewer-words", "4"), "--fewer-words must be at least 8, for the pairs of 64 tokens.* got 4"),
+        (("--fewer-words", "32"), "less than --words .32., got 32"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        mqar.cells(argparse.Namespace(**vars(parse(*options)), architectures=["finch"], seeds=[0]))
+        mqar.cells(argparse.Namespace(**vars(parse(*options)), architectures=["rwkv4"], seeds=[0]))

@@ -78,7 +78,8 @@ def recall_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
 def measure(arguments: argparse.Namespace, architecture: str, recipe: str, seed: int, length: int) -> dict[str, Any]:
     if architecture in RECALL:
         gone = ABLATIONS[architecture][1].without if recipe == WITHOUT else ""
-        row = mqar.measure(recall_arguments(arguments), architecture, length, arguments.recall_width, seed, gone)
+        options, width = recall_arguments(arguments), arguments.recall_width
+        row = mqar.measure(options, architecture, length, width, options.words, seed, gone)
         return {name: row[name] for name in ("accuracy", "steps", "parameters")}
     rows = {name: needle.measure(arguments, architecture, recipe, seed, name, length) for name in needle.VARIANTS}
     accuracies = {name: row["accuracy"] for name, row in rows.items()}

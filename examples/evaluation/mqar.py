@@ -13,6 +13,9 @@ ones, up to the length of the test; without that, transformers learn the task mu
 values of the validation rows are right, or after the last step. Several learning rates are tried, and the one with the
 best validation accuracy counts. The test rows are yet other rows, the same for all models.
 
+The memory of RWKV-4 has two numbers per channel, so it needs channels of its own for every key. Where it fails, fewer
+keys tell whether it is too small: it is also trained with --fewer-words, at the first length and the last width.
+
 Every cell has several seeds, of weights and rows. The numbers are means, with the least and the greatest. A call
 measures the first seed of all cells before the second.
 
@@ -46,6 +49,7 @@ WIDTHS, LENGTHS = (32, 64, 128), (64, 128, 256)  # the grid of the command witho
 ENOUGH = 0.99  # validation accuracy that ends a training
 NEAR, SAME = 0.95, 0.01  # accuracy that the findings call solved, and the largest difference that they ignore
 # What figure 4 shows: the model that is near 100% everywhere, and the memory that Eagle and Finch exceed everywhere.
+SMALL = ("rwkv4",)  # memories of a few numbers per channel
 PERFECT, EXCEEDED = ("finch",), {"rwkv4": "RWKV-4"}
 BLANK, NOTHING = 0, -100  # the id between queries, and the target of tokens that are not queries
 
@@ -56,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens per row; on a GPU also 512")
     add("--tokens-per-pair", type=int, default=8, help="number of tokens of a row for each pair")
     add("--words", type=int, default=32, help="number of keys, and of values; on a GPU 4096 as in Zoology")
+    add(
+        "--fewer-words",
+        type=int,
+        nargs="*",
+        default=[8, 16],
+        help=f"numbers of keys with which {', '.join(SMALL)} is also trained",
+    )
     add(
         "--power", type=float, default=0.01, help="gap g between pairs and query is drawn with weight g ** (power - 1)"
     )
@@ -81,13 +92,18 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 f"--lengths must be at least {shortest}, for two pairs, and at most {longest}, for as many pairs as "
                 f"--words, and {arguments.tokens}, --tokens of a step; got {length}."
             )
-    return [
-        {"architecture": architecture, "length": length, "width": width, "seed": seed}
-        for seed in arguments.seeds
-        for architecture in arguments.architectures
-        for length in arguments.lengths
-        for width in arguments.widths
-    ]
+    small = [architecture for architecture in arguments.architectures if architecture in SMALL]
+    length, width = arguments.lengths[0], arguments.widths[-1]
+    for words in arguments.fewer_words if small else ():
+        if not length <= words * arguments.tokens_per_pair < longest:
+            raise ValueError(
+                f"--fewer-words must be at least {math.ceil(length / arguments.tokens_per_pair)}, for the pairs of "
+                f"{length} tokens, and less than --words ({arguments.words}), got {words}."
+            )
+    sizes = (arguments.architectures, arguments.lengths, arguments.widths, [arguments.words])
+    grid, fewer = itertools.product(*sizes), itertools.product(small, [length], [width], arguments.fewer_words)
+    cells = [dict(zip(("architecture", "length", "width", "words"), cell, strict=True)) for cell in (*grid, *fewer)]
+    return [{**cell, "seed": seed} for seed in arguments.seeds for cell in cells]
 
 
 def make_rows(
@@ -195,8 +211,9 @@ def train(
 
 
 def measure(
-    arguments: argparse.Namespace, architecture: str, length: int, width: int, seed: int, part: str = ""
+    arguments: argparse.Namespace, architecture: str, length: int, width: int, words: int, seed: int, part: str = ""
 ) -> dict[str, Any]:
+    arguments = argparse.Namespace(**{**vars(arguments), "words": words})
     tried = []
     for lr in arguments.lrs:
         tried.append(train(arguments, architecture, length, width, lr, seed, part))
@@ -206,9 +223,14 @@ def measure(
     return {"pairs": length // arguments.tokens_per_pair, **best}
 
 
+def grid_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the grid of lengths and widths, which have all keys."""
+    return [row for row in record["rows"] if row["words"] == record["settings"]["words"]]
+
+
 def lines_of(record: dict[str, Any]) -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
     """Means over the seeds by architecture, length and width, in this order, with the spread of the accuracy."""
-    rows = sorted(record["rows"], key=lambda row: (row["length"], row["width"], row["seed"]))
+    rows = sorted(grid_of(record), key=lambda row: (row["length"], row["width"], row["seed"]))
     lines: dict[str, dict] = {name: {} for name in ARCHITECTURES}
     for (architecture, *cell), alike in by(rows, "architecture", "length", "width").items():
         spread = Spread.of(row["accuracy"] for row in alike)
@@ -218,8 +240,9 @@ def lines_of(record: dict[str, Any]) -> dict[str, dict[tuple[int, int], dict[str
 
 
 def draw(record: dict[str, Any]) -> dict[str, Any]:
-    pairs = {row["length"]: row["pairs"] for row in sorted(record["rows"], key=lambda row: row["length"])}
-    widths = sorted({row["width"] for row in record["rows"]})
+    shown = sorted(grid_of(record), key=lambda row: row["length"])
+    pairs = {row["length"]: row["pairs"] for row in shown}
+    widths = sorted({row["width"] for row in shown})
     figure, grid = new_figure(1, len(pairs), sharey=True, squeeze=False)
     for axes, (length, number) in zip(grid[0], pairs.items(), strict=True):
         for architecture, rows in lines_of(record).items():
@@ -271,7 +294,7 @@ def coverage(record: dict[str, Any]) -> str:
     most = max(counts)
     axes = ARCHITECTURES, LENGTHS, WIDTHS, SEEDS
     names = ("architecture", "length", "width", "seed")
-    there = {tuple(row[name] for name in names) for row in record["rows"]} & {*itertools.product(*axes)}
+    there = {tuple(row[name] for name in names) for row in grid_of(record)} & {*itertools.product(*axes)}
     whole = math.prod(map(len, axes))
     missing = f" The command without options has {whole} rows, of which {len(there)} are measured."
     return (
@@ -281,6 +304,23 @@ def coverage(record: dict[str, Any]) -> str:
         + missing
         * (len(there) < whole)
     )
+
+
+def with_fewer_words(record: dict[str, Any], lines: dict[str, dict[tuple[int, int], dict[str, Any]]]) -> list[str]:
+    """The accuracies of the small memories by number of keys."""
+    said = []
+    fewer = [row for row in record["rows"] if row["words"] != record["settings"]["words"]]
+    rows = sorted(fewer, key=lambda row: row["words"])
+    for (architecture, length, width), alike in by(rows, "architecture", "length", "width").items():
+        spreads = {words: Spread.of(row["accuracy"] for row in same) for (words,), same in by(alike, "words").items()}
+        if usual := lines.get(architecture, {}).get((length, width)):
+            spreads[record["settings"]["words"]] = usual["spread"]
+        shares = ", ".join(f"{spread.text('.1%')} with {words}" for words, spread in spreads.items())
+        said.append(
+            f"{NAMES[architecture]} by number of keys, of which a row of {length} tokens has "
+            f"{alike[0]['pairs']}, at width {width}: {shares}."
+        )
+    return said
 
 
 def findings(record: dict[str, Any]) -> list[str]:
@@ -296,6 +336,7 @@ def findings(record: dict[str, Any]) -> list[str]:
             sentence += " In figure 4 it is near 100% everywhere: "
             sentence += "so here." if near == len(rows) else "not so here."
         said.append(sentence)
+    said += with_fewer_words(record, lines)
     for newer in ("finch", "eagle"):
         for older in MIXINGS:
             cells = lines.get(newer, {}).keys() & lines.get(older, {}).keys()
