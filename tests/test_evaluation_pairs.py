@@ -88,17 +88,17 @@ def test_a_wrong_option_is_an_error(options, message, tmp_path):
 
 
 def test_a_run_measures_gecko_with_and_without_its_memory(tmp_path, capsys):
-    command = ["pairs", *TINY, "--architectures", "gecko", "finch", "--out", str(tmp_path)]
+    command = ["pairs", *TINY, "--architectures", "gecko", "eagle", "--out", str(tmp_path)]
     main(command)
     record = json.loads((tmp_path / "pairs.json").read_text(encoding="utf-8"))
     cells = [(row["architecture"], row["part"]) for row in record["rows"]]
-    assert sorted(cells) == [("finch", ""), ("gecko", ""), ("gecko", "working memory")]
+    assert sorted(cells) == [("eagle", ""), ("gecko", ""), ("gecko", "working memory")]
     for row in record["rows"]:
         assert len(row["bits"]) == len(row["error"]) == 3 and min(row["bits"]) > 0
     everything, near = pairs.least(record["settings"]), pairs.least(record["settings"], 16)
     assert everything[0] > everything[1] > everything[2] and near[2] > everything[2]
     out = capsys.readouterr().out
-    assert "Gecko without working memory" in out and "In figure 4" in out and "Not measured yet: Eagle" in out
+    assert "Gecko without working memory" in out and "In figure 4" in out and "Not measured yet: Finch" in out
     header, rows = pairs.table(record)
     assert len(rows) == 5 and all(len(row) == len(header) for row in rows)
     (figure,) = figures.draw(pairs, record).values()

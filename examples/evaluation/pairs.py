@@ -89,7 +89,7 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         {"architecture": architecture, "part": part, "seed": seed}
         for seed in arguments.seeds
         for architecture in arguments.architectures
-        for part in ("", ABLATIONS[architecture][1].without)[: 1 + (architecture in ABLATED)]
+        for part in ("", *((ABLATIONS[architecture][1].without,) if architecture in ABLATED else ()))
     ]
 
 
