@@ -29,7 +29,6 @@ TINY = (
     "32",
     "--test-rows",
     "16",
-    "--fewer-words",
 )
 
 
@@ -308,6 +307,10 @@ def test_fewer_keys_are_told_apart_from_the_grid():
     assert fewer == [
         {"architecture": "rwkv4", "length": 64, "width": 128, "words": words, "seed": 0} for words in (8, 16)
     ]
+    assert {cell["words"] for cell in mqar.cells(argparse.Namespace(**{**vars(options), "lengths": [128]}))} == {
+        16,
+        32,
+    }
     record = make_record(lambda **cell: 0.125)
     more = {"pairs": 8, "steps": 100, "lr": 1e-3, "parameters": 33_000}
     record["rows"] += [{**cell, **more, "accuracy": 8 / cell["words"]} for cell in fewer]

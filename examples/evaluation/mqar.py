@@ -49,6 +49,7 @@ WIDTHS, LENGTHS = (32, 64, 128), (64, 128, 256)  # the grid of the command witho
 ENOUGH = 0.99  # validation accuracy that ends a training
 NEAR, SAME = 0.95, 0.01  # accuracy that the findings call solved, and the largest difference that they ignore
 # What figure 4 shows: the model that is near 100% everywhere, and the memory that Eagle and Finch exceed everywhere.
+FEWER = (8, 16)  # keys
 SMALL = ("rwkv4",)  # memories of a few numbers per channel
 PERFECT, EXCEEDED = ("finch",), {"rwkv4": "RWKV-4"}
 BLANK, NOTHING = 0, -100  # the id between queries, and the target of tokens that are not queries
@@ -64,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fewer-words",
         type=int,
         nargs="*",
-        default=[8, 16],
-        help=f"numbers of keys with which {', '.join(SMALL)} is also trained",
+        help=f"numbers of keys with which {', '.join(SMALL)} is also trained (default: of {' and '.join(map(str, FEWER))} "
+        "those that are enough for the first length)",
     )
     add(
         "--power", type=float, default=0.01, help="gap g between pairs and query is drawn with weight g ** (power - 1)"
@@ -94,14 +95,17 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             )
     small = [architecture for architecture in arguments.architectures if architecture in SMALL]
     length, width = arguments.lengths[0], arguments.widths[-1]
-    for words in arguments.fewer_words if small else ():
-        if not length <= words * arguments.tokens_per_pair < longest:
-            raise ValueError(
-                f"--fewer-words must be at least {math.ceil(length / arguments.tokens_per_pair)}, for the pairs of "
-                f"{length} tokens, and less than --words ({arguments.words}), got {words}."
-            )
+    least = math.ceil(length / arguments.tokens_per_pair)
+    fewer_words = arguments.fewer_words
+    if fewer_words is None:
+        fewer_words = [words for words in FEWER if least <= words < arguments.words]
+    if wrong := [words for words in fewer_words if not least <= words < arguments.words]:
+        raise ValueError(
+            f"--fewer-words must be at least {least}, for the pairs of {length} tokens, and less than --words "
+            f"({arguments.words}), got {wrong[0]}."
+        )
     sizes = (arguments.architectures, arguments.lengths, arguments.widths, [arguments.words])
-    grid, fewer = itertools.product(*sizes), itertools.product(small, [length], [width], arguments.fewer_words)
+    grid, fewer = itertools.product(*sizes), itertools.product(small, [length], [width], fewer_words)
     cells = [dict(zip(("architecture", "length", "width", "words"), cell, strict=True)) for cell in (*grid, *fewer)]
     return [{**cell, "seed": seed} for seed in arguments.seeds for cell in cells]
 
