@@ -301,6 +301,11 @@ def test_table_and_figure_have_every_row_that_there_is():
     assert len(mqar.table(record)[1]) == 5 and len(mqar.findings(record)) == 4
 
 
+def test_fewer_keys_need_a_small_memory():
+    with pytest.raises(ValueError, match="--fewer-words is for rwkv4, which is not one of --architectures"):
+        mqar.cells(argparse.Namespace(**vars(parse("--fewer-words", "16")), architectures=["finch"], seeds=[0]))
+
+
 def test_fewer_keys_are_told_apart_from_the_grid():
     options = argparse.Namespace(**vars(parse()), architectures=["finch", "rwkv4"], seeds=[0])
     fewer = [cell for cell in mqar.cells(options) if cell["words"] != 32]

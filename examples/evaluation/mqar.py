@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fewer-words",
         type=int,
         nargs="*",
-        help=f"numbers of keys with which {', '.join(SMALL)} is also trained (default: of {' and '.join(map(str, FEWER))} "
-        "those that are enough for the first length)",
+        help=f"numbers of keys with which {', '.join(SMALL)} is also trained (default: those of "
+        f"{' and '.join(map(str, FEWER))} that are enough for the first length)",
     )
     add(
         "--power", type=float, default=0.01, help="gap g between pairs and query is drawn with weight g ** (power - 1)"
@@ -97,6 +97,8 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     length, width = arguments.lengths[0], arguments.widths[-1]
     least = math.ceil(length / arguments.tokens_per_pair)
     fewer_words = arguments.fewer_words
+    if fewer_words and not small:
+        raise ValueError(f"--fewer-words is for {', '.join(SMALL)}, which is not one of --architectures.")
     if fewer_words is None:
         fewer_words = [words for words in FEWER if least <= words < arguments.words]
     if wrong := [words for words in fewer_words if not least <= words < arguments.words]:
