@@ -126,6 +126,11 @@ def test_numbers_are_those_of_plain_calls(models, monkeypatch):
     assert measured["header_bytes"] == pytest.approx(sum(sizes) / len(tunes))
     assert measured["counts"] == [len(bits[n]) for n in range(len(bits))]
     assert measured["by_position"] == pytest.approx([sum(bits[n]) / len(bits[n]) for n in range(len(bits))], abs=1e-4)
+    # Two tunes: the standard error of two samples is half of their difference.
+    first, second = (positions.in_tunes(model, [tune])["by_position"] for tune in tunes)
+    both = min(len(first), len(second))
+    apart = [abs(a - b) for a, b in zip(first[:both], second[:both], strict=True)]
+    assert measured["errors"] == pytest.approx(apart + [0.0] * (len(bits) - both), abs=1e-4)
 
 
 def test_runs_go_on_and_repeat(run, models, tmp_path, capsys):

@@ -143,10 +143,11 @@ def bits_of(model: PreTrainedModel, ids: torch.Tensor, first: int) -> torch.Tens
 def in_tunes(model: PreTrainedModel, tunes: list[str]) -> dict[str, Any]:
     """
     Bits per byte of the tunes, each read alone with the boundary at its end; the first byte, always an X, is not
-    predicted. Also those of the headers and of the music, those of every bin of positions, and the number of bytes in
-    each bin.
+    predicted. Also those of the headers and of the music, those of every bin of positions, the number of bytes in each
+    bin, and twice the standard error of each bin, of which every tune has one sample.
     """
     sums, counts = torch.zeros(2, max(map(len, tunes)) // BIN + 1)
+    samples: list[list[float]] = [[] for _ in sums]
     totals = {"header": [0.0, 0], "music": [0.0, 0]}
     for tune in tqdm(sorted(tunes, key=len), leave=False, unit="tune"):
         ids = torch.tensor([[*tune.encode("ascii"), BOUNDARY]])
@@ -154,6 +155,8 @@ def in_tunes(model: PreTrainedModel, tunes: list[str]) -> dict[str, Any]:
         bins = torch.arange(1, ids.shape[1]) // BIN
         sums.index_add_(0, bins, bits)
         counts.index_add_(0, bins, torch.ones_like(bits))
+        for place in bins.unique().tolist():
+            samples[place].append(bits[bins == place].mean().item())
         header = tune.index("\n", tune.index("\nK:") + 1)  # the last byte of the line with the key
         for name, part in (("header", bits[:header]), ("music", bits[header:])):
             totals[name][0] += part.sum().item()
@@ -164,6 +167,7 @@ def in_tunes(model: PreTrainedModel, tunes: list[str]) -> dict[str, Any]:
         "header_bytes": totals["header"][1] / len(tunes) + 1,
         "by_position": (sums / counts.clamp(min=1)).tolist(),
         "counts": [int(count) for count in counts],
+        "errors": [two_errors(values) for values in samples],
     }
 
 
@@ -220,19 +224,24 @@ def name_of(architecture: str, boundaries: bool | None) -> str:
     return NAMES[architecture] + (" (documents joined)" if boundaries is False else "")
 
 
+def two_errors(values: list[float]) -> float:
+    """Twice the standard error of the mean; 0 for less than two values."""
+    return 2 * torch.tensor(values).std().item() / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
 def change(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
     """The difference in bits per byte to another row, and twice its standard error."""
-    differences = torch.tensor(row["parts"]) - torch.tensor(base["parts"])
-    return row["bits"] - base["bits"], 2 * differences.std().item() / math.sqrt(len(differences))
+    differences = [mine - other for mine, other in zip(row["parts"], base["parts"], strict=True)]
+    return row["bits"] - base["bits"], two_errors(differences)
 
 
 def base_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     return next((row for row in rows if row["context"] == TRAINED), None)
 
 
-def smoothed(row: dict[str, Any]) -> tuple[list[float], list[float]]:
+def smoothed(row: dict[str, Any], field: str = "by_position") -> tuple[list[float], list[float]]:
     """The positions that enough tunes have, and a Gaussian average of the bins around each."""
-    bits, counts = torch.tensor(row["by_position"]), torch.tensor(row["counts"])
+    bits, counts = torch.tensor(row[field]), torch.tensor(row["counts"])
     middles = torch.arange(len(bits)) * BIN + (BIN - 1) / 2
     weights = torch.exp(-0.5 * ((middles[:, None] - middles) / SMOOTHING) ** 2) * counts
     kept = counts >= FEWEST * BIN
@@ -246,7 +255,12 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
         figure, axes = new_figure()
         for architecture, row in tunes.items():
             line = {**line_of(architecture), "marker": ""}
-            axes.plot(*smoothed(row), **line)
+            places, bits = smoothed(row)
+            axes.plot(places, bits, **line)
+            if "errors" in row:  # older rows do not have them
+                bits, errors = torch.tensor(bits), torch.tensor(smoothed(row, "errors")[1])
+                style = {"color": line["color"], "alpha": 0.12, "linewidth": 0}
+                axes.fill_between(places, bits - errors, bits + errors, **style)
         header = next(iter(tunes.values()))["header_bytes"]
         axes.axvspan(0, header, color="#eeeeee", zorder=0)
         axes.text(1, 0.02, "mean header", transform=axes.get_xaxis_transform(), fontsize=7)
@@ -263,7 +277,7 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
             style = {**line_of(architecture), "label": name_of(architecture, boundaries)}
             style["linestyle"] = "--" if boundaries is False else "-"
             contexts = [row["context"] for row in rows]
-            left.plot(contexts, [row["bits"] for row in rows], **style)
+            left.errorbar(contexts, [row["bits"] for row in rows], [two_errors(row["parts"]) for row in rows], **style)
             if base := base_of(rows):
                 more, errors = zip(*(change(row, base) for row in rows), strict=True)
                 right.errorbar(contexts, more, errors, **style)
