@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.evaluation import TASKS, speed
+from examples.evaluation import TASKS, figures, speed
 from examples.evaluation.__main__ import main
 from examples.evaluation.models import NAMES
 
@@ -54,6 +54,8 @@ def test_cells_are_measured_once_in_processes_of_their_own(run, tmp_path):
     ]
     for row in first["rows"]:
         assert row["tokens_per_second"] > 0 and row["parameters"] > 1000 and "note" not in row
+        low, high = row["tokens_per_second_quartiles"]
+        assert 0 < low <= row["tokens_per_second"] <= high
         assert ("milliseconds_per_token" in row) == ("state_kibibytes" in row) == (row["architecture"] == "finch")
     assert run(*options) == first
     with (tmp_path / "speed.csv").open(encoding="utf-8", newline="") as file:
@@ -177,3 +179,17 @@ def test_findings_are_of_the_numbers():
     assert speed.findings(record)[-1] == "Not measured to the end: Transformer (RoPE) at 1,024: out of memory."
     assert not any("beside" in line for line in speed.findings(record))
     assert math.isclose(speed.exponent({n: 3 * n**1.5 for n in (10, 20, 70)}), 1.5, rel_tol=1e-5)
+
+
+def test_a_median_has_quartiles():
+    assert speed.middle("x", [4.0, 1.0, 3.0, 2.0, 5.0]) == {"x": 3.0, "x_quartiles": [2.0, 4.0]}
+    assert speed.middle("x", [7.0]) == {"x": 7.0, "x_quartiles": [7.0, 7.0]}
+    rows = [
+        {"architecture": "finch", "length": length, "parameters": 1, **speed.middle("tokens_per_second", [10.0, 30.0])}
+        for length in (256, 512)
+    ]
+    _, (line, _) = speed.table({"rows": rows})
+    assert "20 (15–25)" in line
+    (figure,) = figures.draw(speed, {"rows": rows}).values()
+    (bars,) = figure.axes[0].collections
+    assert [bar[:, 1].tolist() for bar in bars.get_segments()] == 2 * [pytest.approx([15.0, 25.0])]

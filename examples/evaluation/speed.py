@@ -22,9 +22,10 @@ the --window. State is the size of the cache after reading, including room for m
 
 Every cell runs in a process of its own, so that the memory of earlier cells does not count. It reads the text once to
 measure the additional peak memory, state included. Then it reads for --seconds, at least three times, and writes.
-Times are medians. Memory is the resident set of the process on a CPU (Linux only), and the memory allocated by torch
-on a GPU, where events measure the time. A cell that takes longer than --limit after its model is made is stopped. This
-is recorded, and so is running out of memory.
+Times are medians, and the bars of the figure go from the first quartile to the third. Memory is measured once: it is
+the resident set of the process on a CPU (Linux only), and the memory allocated by torch on a GPU, where events measure
+the time. A cell that takes longer than --limit after its model is made is stopped. This is recorded, and so is running
+out of memory.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import itertools
 import math
 import multiprocessing
 import signal
+import statistics
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -50,7 +52,7 @@ from .models import NAMES, is_encoder, make_config, make_model
 # Time and memory are measured as in the benchmarks of the operators.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "kernels" / "benchmarks"))
 
-from measuring import extra_mebibytes, median_milliseconds, resident_mebibytes, size_of, timings
+from measuring import extra_mebibytes, repeated_milliseconds, resident_mebibytes, size_of, timings
 
 
 TITLE = "Speed and memory"
@@ -110,6 +112,12 @@ def state_kibibytes(cache: Any) -> float:
     return sum(size_of(*tensors) for tensors in states) / 1024
 
 
+def middle(what: str, values: list[float]) -> dict[str, Any]:
+    """The median of repeated measurements, and their quartiles."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * values
+    return {what: median, f"{what}_quartiles": [low, high]}
+
+
 @torch.no_grad()
 def measure_here(
     architecture: str, length: int, seed: int, plan: dict[str, Any], ready: Callable[[], None]
@@ -149,8 +157,8 @@ def measure_here(
     if device.type == "cuda":
         read()  # kernels are compiled and tuned
     measured = {"parameters": model.num_parameters(), "peak_mebibytes": peak_mebibytes(read, device)}
-    milliseconds = median_milliseconds(read, device.type, plan["seconds"], most=50, warm_up=False)
-    measured["tokens_per_second"] = 1e3 * length / milliseconds
+    times = repeated_milliseconds(read, device.type, plan["seconds"], most=50, warm_up=False)
+    measured |= middle("tokens_per_second", [1e3 * length / milliseconds for milliseconds in times])
     if encoder:
         return measured
     cache = read().past_key_values
@@ -159,8 +167,7 @@ def measure_here(
     def write():
         model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
 
-    times = sorted(timings(write, device.type, plan["tokens"]))
-    return {**measured, "milliseconds_per_token": times[len(times) // 2]}
+    return measured | middle("milliseconds_per_token", timings(write, device.type, plan["tokens"]))
 
 
 def serve(sender: Connection, *cell: Any) -> None:
@@ -201,9 +208,9 @@ def measure(arguments: argparse.Namespace, architecture: str, length: int) -> di
         process.join()
 
 
-def series(record: dict[str, Any], what: str) -> dict[str, dict[int, float]]:
-    """A measured value by architecture and length."""
-    result: dict[str, dict[int, float]] = {}
+def series(record: dict[str, Any], what: str) -> dict[str, dict[int, Any]]:
+    """A measured value, or its quartiles, by architecture and length."""
+    result: dict[str, dict[int, Any]] = {}
     for row in sorted(record["rows"], key=lambda row: (ARCHITECTURES.index(row["architecture"]), row["length"])):
         if row.get(what) is not None:
             result.setdefault(row["architecture"], {})[row["length"]] = row[what]
@@ -214,8 +221,14 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
     figure, panels = new_figure(2, 2, height=6.0)
     lengths = sorted({row["length"] for row in record["rows"]})
     for (what, (title, unit)), axes in zip(MEASURES.items(), panels.flat, strict=True):
+        quartiles = series(record, f"{what}_quartiles")
         for architecture, values in series(record, what).items():
             axes.plot(values.keys(), values.values(), **line_of(architecture))
+            ranges = {x: quartiles.get(architecture, {}).get(x, [y, y]) for x, y in values.items()}
+            errors = [[values[x] - low for x, (low, _) in ranges.items()]]
+            errors.append([high - values[x] for x, (_, high) in ranges.items()])
+            style = {"fmt": "none", "ecolor": line_of(architecture)["color"], "elinewidth": 1.0, "capsize": 2.0}
+            axes.errorbar([*values], [*values.values()], yerr=errors, **style)
         axes.set(title=title, ylabel=unit, yscale="log", xlabel="length of the text (tokens)")
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [*map(short, lengths)], fontsize=8)
@@ -228,11 +241,17 @@ def written(number: float | None) -> str:
     return "–" if number is None else f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
+def with_quartiles(row: dict[str, Any], what: str) -> str:
+    """A number of a row, and in brackets its quartiles if it has some."""
+    quartiles = row.get(f"{what}_quartiles")
+    return written(row.get(what)) + (f" ({'–'.join(map(written, quartiles))})" if quartiles else "")
+
+
 def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     header = ["model", "parameters", "length", *(f"{title}: {unit}" for title, unit in MEASURES.values()), "note"]
     rows = []
     for row in sorted(record["rows"], key=lambda row: (ARCHITECTURES.index(row["architecture"]), row["length"])):
-        numbers = [written(row.get(what)) for what in MEASURES]
+        numbers = [with_quartiles(row, what) for what in MEASURES]
         parameters = f"{row['parameters']:,}" if row.get("parameters") else "–"
         rows.append([NAMES[row["architecture"]], parameters, f"{row['length']:,}", *numbers, row.get("note") or ""])
     return header, rows

@@ -72,22 +72,27 @@ def timings(function: Callable[[], Any], device: str, calls: int) -> list[float]
     return [start.elapsed_time(stop) for start, stop in events]
 
 
-def median_milliseconds(
+def repeated_milliseconds(
     function: Callable[[], Any],
     device: str = "cpu",
     seconds: float = 0.5,
     least: int = 3,
     most: int = 200,
     warm_up: bool = True,
-) -> float:
-    """The median of as many calls as fit into `seconds`, from `least` to `most`. The first two do not count."""
+) -> list[float]:
+    """The times of as many calls as fit into `seconds`, from `least` to `most`. The first two do not count."""
     if not warm_up:
         times = timings(function, device, 1)
         calls = min(max(int(seconds * 1e3 / times[0]), least), most) - 1
-        return statistics.median(times + timings(function, device, calls) if calls > 0 else times)
+        return times + timings(function, device, calls) if calls > 0 else times
     function()
     estimate = timings(function, device, 1)[0]
-    return statistics.median(timings(function, device, min(max(int(seconds * 1e3 / estimate), least), most)))
+    return timings(function, device, min(max(int(seconds * 1e3 / estimate), least), most))
+
+
+def median_milliseconds(*arguments: Any, **named: Any) -> float:
+    """The median of [`repeated_milliseconds`], which has the same arguments."""
+    return statistics.median(repeated_milliseconds(*arguments, **named))
 
 
 def wall_milliseconds(function: Callable[[], Any], device: str) -> float:
