@@ -137,12 +137,31 @@ def test_parameters_begin_where_the_recipe_says():
     assert not any(torch.allclose(layer.attn.A_log, torch.tensor(-1.0)) for layer in model.model.layers)
 
 
+def reader(**fields):
+    """A small Avey with the needle's vocabulary."""
+    return make_model(
+        make_config("avey", vocabulary=len(needle.IDS) + 1, width=64, layers=1, window=64, **fields)
+    ).eval()
+
+
+@torch.no_grad()
+def test_what_the_ranker_retrieves():
+    """One split is retrieved, that which is most like the question: the needle's if the question repeats it."""
+    model = reader(k=2)
+    words, digit = [needle.IDS[word] for word in ("rain", "cold", "moon", "pale")], needle.IDS["7"]
+    needle_split, other = [*words, digit] + 27 * [words[0]], 32 * [needle.IDS["river"]]
+    asks = [needle_split[:-4], other[:-4]]  # the question is like the needle's split, or like the other one
+    texts = torch.tensor([[*needle_split, *other, *ask, digit] for ask in asks] + [[*other, *other, *asks[0], digit]])
+    assert needle.are_retrieved(model, texts, 1).tolist() == [True, False, True]
+    assert needle.are_retrieved(small("raven"), texts, 1) is None
+
+
 @torch.no_grad()
 def test_the_texts_of_the_test_are_those_of_the_recipe(monkeypatch):
     parser = argparse.ArgumentParser()
     needle.add_settings(parser)
     arguments = parser.parse_args(TINY[:-2])
-    arguments.device, arguments.models = "cpu", {"avey-untied-short-0": (small("avey"), 1.0)}
+    arguments.device, arguments.models = "cpu", {"avey-untied-short-0": (reader(), 1.0)}
     asked = []
     monkeypatch.setattr(needle, "are_right", lambda _, texts, digits: asked.append(digits) or torch.ones(len(texts)))
     row = needle.measure(arguments, "avey", "untied-short", 0, "passkey", 64)

@@ -39,6 +39,9 @@ import torch.nn.functional as F
 from tqdm import trange
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from subquad import AveyConfig
+from subquad_kernels import split_ranker
+
 from .baselines import without
 from .figures import line_of, new_figure, short
 from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer
@@ -274,6 +277,25 @@ def are_right(model: PreTrainedModel, texts: torch.Tensor, digits: int) -> torch
     return torch.cat(right)
 
 
+@torch.no_grad()
+def are_retrieved(model: PreTrainedModel, texts: torch.Tensor, digits: int) -> torch.Tensor | None:
+    """
+    Whether Avey sees the first digit of the needle when it begins to write the last digits of each text (texts,
+    length): bool (texts). The ranker has retrieved the digit's split, or it is the last one. None for other models.
+    """
+    if not isinstance(model.config, AveyConfig):
+        return None
+    size, read = model.config.chunk_size, texts[:, :-digits].to(model.device)
+    x = F.pad(model.get_input_embeddings()(read), (0, 0, 0, -read.shape[1] % size)).unflatten(1, (-1, size))
+    last = torch.full((len(x), 1), x.shape[1] - 1, device=x.device)
+    index, _, _ = split_ranker(
+        x[:, -1:], x, k=model.config.k, number=last, normalization=model.config.score_normalization
+    )
+    digit = torch.isin(read, torch.tensor([*DIGIT_IDS], device=x.device)).int().argmax(1, keepdim=True)
+    seen = torch.cat((index[:, 0], last), dim=1)
+    return (seen == digit // size).any(1).cpu()
+
+
 def measure(
     arguments: argparse.Namespace, architecture: str, recipe: str, seed: int, variant: str, length: int
 ) -> dict[str, Any]:
@@ -283,6 +305,11 @@ def measure(
     right = are_right(model, torch.tensor(texts), digits)
     split = getattr(model.config, "chunk_size", arguments.window // 2)
     shares = shares_of(right, texts, variant, digits, split)
+    retrieved = are_retrieved(model, torch.tensor(texts), digits)
+    if retrieved is not None:
+        shares["retrieved"] = retrieved.double().mean().item()
+        parts = {"right_if_retrieved": right[retrieved], "right_if_not": right[~retrieved]}
+        shares |= {name: part.double().mean().item() for name, part in parts.items() if len(part)}
     return {**shares, "parameters": model.num_parameters(), "training_seconds": seconds}
 
 

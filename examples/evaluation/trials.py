@@ -134,6 +134,21 @@ def boundaries(record: dict[str, Any], architecture: str) -> list[str]:
     return [f"{NAMES[architecture]}, {what}: {', '.join(texts)}."]
 
 
+def retrievals(record: dict[str, Any], architecture: str) -> list[str]:
+    """How often the ranker retrieves the split with the first digit, and how often answers are right if it does."""
+    rows = [row for row in record["rows"] if row["architecture"] == architecture and "retrieved" in row]
+    said = []
+    for (name, variant), alike in by(rows, "recipe", "variant").items():
+        parts = ("retrieved", "right_if_retrieved", "right_if_not")
+        values = [[row[part] for row in alike if part in row] for part in parts]
+        found, right, wrong = (f"{sum(value) / len(value):.1%}" if value else "–" for value in values)
+        said.append(f"{name} with the {variant} {found} ({right} and {wrong})")
+    if not said:
+        return []
+    what = "texts in which the ranker retrieves the split with the first digit, and in brackets right answers"
+    return [f"{NAMES[architecture]}, {what} in these texts and in the others, over all lengths: {', '.join(said)}."]
+
+
 def findings(record: dict[str, Any]) -> list[str]:
     said = []
     for architecture, recipes in results(record).items():
@@ -148,5 +163,5 @@ def findings(record: dict[str, Any]) -> list[str]:
         untried = [name for name in RECIPES[architecture] if name not in recipes]
         text = f"recipes.py chooses {chosen(architecture)} for {NAMES[architecture]}'s needle in a haystack."
         said.append(text + (f" Not measured yet: {', '.join(untried)}." if untried else ""))
-        said += boundaries(record, architecture)
+        said += boundaries(record, architecture) + retrievals(record, architecture)
     return said
