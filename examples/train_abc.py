@@ -99,6 +99,12 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def transposed(tune: str, context: int, generator: random.Random) -> str:
+    """The tune in a random key, or in its own if it would then be too long for a row of `context` bytes."""
+    moved = transpose(tune, generator)
+    return moved if len(moved) < context else tune  # notes in another octave have marks
+
+
 def pack(tunes: list[str], context: int, generator: random.Random) -> torch.Tensor:
     """
     The rows of an epoch, (rows, context): whole tunes in random order and keys, each followed by the boundary, and -1
@@ -107,9 +113,7 @@ def pack(tunes: list[str], context: int, generator: random.Random) -> torch.Tens
     open_rows: list[list[int]] = []
     full_rows: list[list[int]] = []
     for tune in generator.sample(tunes, len(tunes)):
-        moved = transpose(tune, generator)
-        # In another octave notes have marks, with which a long tune may not fit.
-        ids = [*(moved if len(moved) < context else tune).encode("ascii"), BOUNDARY]
+        ids = [*transposed(tune, context, generator).encode("ascii"), BOUNDARY]
         row = next((row for row in open_rows if len(row) + len(ids) <= context), None)
         if row is None:
             row = [BOUNDARY] * min(generator.randrange(2), context - len(ids))

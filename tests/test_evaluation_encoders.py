@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.evaluation import TASKS, encoders, figures, models, needle  # isort: skip; it finds the other examples
 from abc_corpus import Corpus, alterations, transpose
 from examples.evaluation.__main__ import main
-from train_abc import MASK
+from train_abc import MASK, transposed
 
 
 HEADER = "X:1\nT:Cabbage and Beef\nM:4/4\nL:1/8\nK:"
@@ -82,6 +82,17 @@ def test_labels_are_those_of_each_byte_of_a_row():
         for pair, label in (("fF", "sharp"), ("gG", "natural"), ("bB", "flat"), ("cC", "sharp"))
         for letter in pair
     }
+
+
+def test_a_tune_in_another_key_still_fits_in_its_row():
+    high = "X:1\nT:High\nM:4/4\nL:1/8\nK:G\n" + "gage dege|" * 6 + "\n"
+    lengths = set()
+    for seed in range(20):
+        moved = transpose(high, random.Random(seed))
+        kept = transposed(high, len(high) + 1, random.Random(seed))
+        assert kept == (moved if len(moved) <= len(high) else high)
+        lengths.add(len(moved) > len(high))
+    assert lengths == {True, False}
 
 
 def test_transposed_notes_sound_alike():

@@ -48,9 +48,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from abc_corpus import alterations, transpose
+from abc_corpus import alterations
 from tqdm import trange
-from train_abc import BOUNDARY, losses_of, pack, predict, single_tunes
+from train_abc import BOUNDARY, losses_of, pack, predict, single_tunes, transposed
 from transformers import AutoModelForMaskedLM, AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
 
 from . import needle
@@ -334,8 +334,11 @@ def guesses(tunes: list[str]) -> dict[int, int]:
 def measure_tokens(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[str, float]:
     """The scores of the held-out tunes in random keys, each read alone, and those of the guess."""
     generator = random.Random(f"{TEST_SEED} keys")
-    tunes = [transpose(tune, generator) for tune in tunes_of(arguments, held_out=True)]
-    label = guesses([transpose(tune, generator) for tune in tunes_of(arguments)])
+    tunes, trained = (
+        [transposed(tune, arguments.context, generator) for tune in tunes_of(arguments, held_out)]
+        for held_out in (True, False)
+    )
+    label = guesses(trained)
     found, guessed, right = [], [], []
     for rows in single_tunes(tunes):
         logits, labels = classify(model, rows)
