@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from abc_check import find_fault
 from abc_corpus import FOLDERS, MAX_BYTES, load_corpus, transpose
+from evaluation.baselines import without
 from evaluation.models import ENCODERS, NAMES, is_encoder, make_config, make_model, make_optimizer
 from evaluation.recipes import COMMON, begin, names_of_recipes, recipes_of
 from evaluation.runs import hardware
@@ -213,6 +214,8 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
         if not checkpoint.exists():
             raise SystemExit(f"--resume: {checkpoint} does not exist")
         state = torch.load(checkpoint, weights_only=True)
+        if (recipe := state.get("recipe", COMMON)) != arguments.recipe:
+            raise SystemExit(f"--resume: {checkpoint} has the recipe {recipe}, not {arguments.recipe}")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         at = state["at"]
@@ -227,6 +230,10 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
         # The order only depends on seed and epoch, so a resumed run reads the remaining rows of the epoch.
         rows = pack(corpus.train, arguments.context, random.Random(f"{arguments.seed} {at['epoch']}"))
         return rows[: len(rows) // arguments.batch_size * arguments.batch_size].split(arguments.batch_size)
+
+    def state_of():
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return {**states, "at": at, "recipe": arguments.recipe}
 
     batches = epoch_of_batches()
     while at["step"] < arguments.steps:
@@ -259,15 +266,14 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
                 epoch = at["epoch"] + at["batch"] / len(batches)
                 bar.write(f"step {at['step']}, epoch {epoch:.2f}: {bits:.4f} bits/byte")
             if at["step"] % arguments.checkpoint_every == 0:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "at": at}
-                save_atomically(state, checkpoint)
+                save_atomically(state_of(), checkpoint)
             if at["step"] >= arguments.steps:
                 break
         else:
             at["epoch"], at["batch"] = at["epoch"] + 1, 0
             batches = epoch_of_batches()
     bar.close()
-    save_atomically({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "at": at}, checkpoint)
+    save_atomically(state_of(), checkpoint)
     return {**at, "epochs": at["epoch"] + at["batch"] / len(batches)}
 
 
@@ -307,7 +313,7 @@ def main() -> None:
         **({"mask_token_id": MASK} if encoder else {}),
         **recipe.config,
     )
-    model = make_model(config)
+    model = without(recipe.without, make_model(config))
     begin(model, recipe)
     sizes = [f"{len(tunes):,} tunes ({sum(map(len, tunes)):,} bytes)" for tunes in corpus[:2]]
     print(f"{model.num_parameters():,} parameters; {sizes[0]} to train on, {sizes[1]} to validate on")

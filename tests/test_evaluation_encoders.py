@@ -332,7 +332,7 @@ def test_findings_table_and_figure_are_of_the_numbers():
     )
     assert (
         "tokens, mean F1 of notes: the worst Avey-B is better than the best BERT. In the paper Avey-B is better in "
-        "token classification, F1: 93.59 beside 89.82 (table 2, base). It is so here." in said
+        "token classification, F1: 93.59 beside 89.82 (table 2, base). Here it is better too." in said
     )
     assert "retrieval, right answers at 1,024 tokens: Avey-B 42.5% (40.0%–45.0%), ModernBERT 46.2% " in "".join(said)
     assert "Avey-B keeps 50% of its accuracy at 256 tokens in texts 4 times as long." in said
@@ -363,9 +363,9 @@ def test_findings_say_where_the_paper_is_not_confirmed():
     assert "Avey-B has not learned retrieval: 40.0% at 256 tokens." in said
     assert said[-1] == "Not measured yet: masked of ModernBERT, tokens of ModernBERT, retrieval of ModernBERT."
     record["rows"] = [row for row in record["rows"] if row["problem"] == "masked"]
-    assert any(
-        "Not measured yet: tokens of Avey-B" in line.replace("masked of ModernBERT, ", "")
-        for line in encoders.findings(record)
+    assert encoders.findings(record)[-1] == (
+        "Not measured yet: masked of ModernBERT, tokens of Avey-B, tokens of BERT, tokens of ModernBERT, retrieval of "
+        "Avey-B, retrieval of BERT, retrieval of ModernBERT."
     )
     encoders.table(record)
     figures.draw(encoders, record)

@@ -18,18 +18,7 @@ from examples.evaluation.__main__ import main
 from examples.evaluation.models import make_config, make_model
 
 
-TINY = (
-    "--words",
-    "4",
-    "--tokens-per-pair",
-    "4",
-    "--lengths",
-    "8",
-    "--widths",
-    "32",
-    "--test-rows",
-    "16",
-)
+TINY = ("--words", "4", "--tokens-per-pair", "4", "--lengths", "8", "--widths", "32", "--test-rows", "16")
 
 
 @pytest.fixture
@@ -251,12 +240,9 @@ def test_the_learning_rate_is_the_one_that_validates_best(monkeypatch):
 def make_record(accuracy, seeds=(0,)):
     """A record in which `accuracy(architecture, length, width, seed)` was measured, with all keys and no fewer."""
     cells = mqar.cells(argparse.Namespace(**vars(parse()), architectures=mqar.ARCHITECTURES, seeds=seeds))
-    more = {"steps": 800, "lr": 1e-3, "parameters": 33_000}
-    rows = []
-    for cell in cells:
-        words = cell.pop("words")
-        row = {**cell, "words": words, "pairs": cell["length"] // 8, "accuracy": accuracy(**cell), **more}
-        rows += [row] * (words == 32)
+    more = {"words": 32, "steps": 800, "lr": 1e-3, "parameters": 33_000}
+    grid = [{name: value for name, value in cell.items() if name != "words"} for cell in cells if cell["words"] == 32]
+    rows = [{**cell, **more, "pairs": cell["length"] // 8, "accuracy": accuracy(**cell)} for cell in grid]
     return {"settings": {"words": 32}, "rows": rows}
 
 
@@ -335,7 +321,7 @@ def test_seeds_are_one_cell_with_a_spread():
     assert [row[4:6] for row in rows if row[1] == "256"] == 18 * [["2", "0.600 (0.500–0.700)"]]
     assert [row[4:6] for row in rows if row[1] == "64"] == 18 * [["3", "0.500 (0.500–0.500)"]]
     covered = mqar.findings(record)[0]
-    assert covered.endswith("The command without options has 162 rows, of which 144 are measured.")
+    assert covered.endswith("The grid of the command without options has 162 rows, of which 144 are measured.")
     assert "without options" not in mqar.findings(make_record(lambda **cell: 0.5, seeds=(0, 1, 2)))[0]
     assert covered.startswith(
         "Measured: 54 of 54 cells, for 6 models, 3 lengths and 3 widths, 36 of them with 3 seeds"

@@ -192,4 +192,5 @@ def test_a_median_has_quartiles():
     assert "20 (15–25)" in line
     (figure,) = figures.draw(speed, {"rows": rows}).values()
     (bars,) = figure.axes[0].collections
+    assert not figure.axes[2].collections  # memory is measured once
     assert [bar[:, 1].tolist() for bar in bars.get_segments()] == 2 * [pytest.approx([15.0, 25.0])]

@@ -28,7 +28,7 @@ from . import mqar, needle, trials
 from .figures import line_of, new_figure
 from .models import NAMES
 from .recipes import ABLATIONS, COMMON, WITHOUT
-from .spread import Spread, by
+from .spread import Spread, bars_of, by
 
 
 TITLE = "Ablations"
@@ -129,9 +129,8 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
     for place, pair in enumerate(pairs):
         colour = line_of(pair.architecture)["color"]
         for shift, alpha, spread in ((-0.18, 1.0, pair.having), (0.18, 0.4, pair.lacking)):
-            error = [[spread.mean - spread.least], [spread.greatest - spread.mean]]
             style = {"height": 0.34, "color": colour, "alpha": alpha, "capsize": 2.5}
-            axes.barh(place + shift, spread.mean, xerr=error, error_kw={"elinewidth": 1.0}, **style)
+            axes.barh(place + shift, spread.mean, xerr=bars_of([spread]), error_kw={"elinewidth": 1.0}, **style)
     labels = [f"{pair.name}, {pair.part},\n{pair.length:,} tokens" for pair in pairs]
     axes.set_yticks(range(len(pairs)), labels)
     axes.invert_yaxis()

@@ -10,9 +10,10 @@ like these, as small as one core can train them in minutes:
              bits per masked byte, and the share of masked bytes that are predicted right, in the held-out tunes.
   tokens     Classification of every byte, fine-tuned from the model of `masked`: not a note, or a note that sounds
              natural, sharp or flat. The letter of a note is not enough: the key is in the header, up to 200 bytes
-             before it, and accidentals are valid up to the end of their bar. Numbers: the mean of
-             the three F1 scores of notes, and the share of notes that are right. A guess that knows no key gives
-             every letter its most frequent label.
+             before it, and accidentals are valid up to the end of their bar. Avey-B sees the header if its
+             ranker retrieves the split with it. Numbers: the mean of the three F1 scores of notes, and the share of
+             notes that are right. A guess that knows which bytes are notes, but not the key, gives every letter its
+             most frequent label.
   retrieval  The number in a haystack of `needle`, in one call: mask tokens are in the place of the answer, and the
              answer is right if every digit is. Models learn it from scratch from rows that never repeat, whose length
              grows to --train-length as a model learns, and are also tested with longer texts. In the paper the
@@ -55,10 +56,10 @@ from transformers import AutoModelForMaskedLM, AutoModelForTokenClassification, 
 
 from . import needle
 from .figures import NAMES, line_of, new_figure, short
-from .models import ENCODERS, PEERS, make_config, make_model, make_optimizer, most_tokens
+from .models import ENCODERS, PEERS, make_config, make_model, make_optimizer, most_tokens, take_step
 from .positions import corpus
 from .runs import keep_model
-from .spread import Spread, by, draw_spreads
+from .spread import Spread, bars_of, by, draw_spreads
 
 
 TITLE = "Encoders"
@@ -131,12 +132,14 @@ def split_of(arguments: argparse.Namespace) -> int:
 
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     split = split_of(arguments)
-    for name in ("train_length", "shortest", "context"):
-        if (value := getattr(arguments, name)) < split or value % 8:
-            option = name.replace("_", "-")
-            raise ValueError(
-                f"--{option} must be a multiple of 8 and at least a split of {split} tokens, got {value}."
-            )
+    for name in ("train_length", "context"):
+        if (value := getattr(arguments, name)) < 8 or value % 8:
+            raise ValueError(f"--{name.replace('_', '-')} must be a multiple of 8, got {value}.")
+    if arguments.shortest % split or not split <= arguments.shortest <= arguments.train_length:
+        raise ValueError(
+            f"--shortest must be a multiple of a split, of {split} tokens, and at most --train-length "
+            f"({arguments.train_length}), got {arguments.shortest}."
+        )
     if wrong := [length for length in arguments.lengths if length % split]:
         raise ValueError(f"--lengths must be multiples of a split, of {split} tokens, got {wrong[0]}.")
     return [
@@ -274,11 +277,7 @@ def train(arguments: argparse.Namespace, problem: str, architecture: str, seed: 
     losses = losses_of_steps(arguments, model, seed)
     bar = trange(steps, desc=f"{architecture} {problem}", unit="step", leave=False)
     for _, loss in zip(bar, losses, strict=False):
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
+        take_step(loss, model, optimizer, schedule)
         bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
     return model
 
@@ -414,9 +413,8 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
         models = groups.get((problem, None), {})
         spreads = spreads_of(models, field)
         for place, (architecture, spread) in enumerate(spreads.items()):
-            error = [[spread.mean - spread.least], [spread.greatest - spread.mean]]
             style = {"color": line_of(architecture)["color"], "capsize": 2.5}
-            axes.bar(place, spread.mean, yerr=error, error_kw={"elinewidth": 1.0}, **style)
+            axes.bar(place, spread.mean, yerr=bars_of([spread]), error_kw={"elinewidth": 1.0}, **style)
         for guess in list(spreads_of(models, "guess_f1").values())[:1]:
             axes.axhline(guess.mean, color="#999999", linewidth=0.8, linestyle=":")
         axes.set_xticks(range(len(spreads)), [NAMES[name] for name in spreads], rotation=30)
@@ -481,7 +479,7 @@ def compare(problem: str, models: dict[str, list[dict[str, Any]]]) -> list[str]:
         text = f"{problem}, {what}: {VERDICTS[found].format(mine=NAMES[MINE], other=NAMES[peer])}{seeds}."
         if problem in PAPER:
             name, claims = PAPER[problem]
-            alike = {"better": "It is so here.", "worse": "Here it is the other way round."}
+            alike = {"better": "Here it is better too.", "worse": "Here it is the other way round."}
             text += (
                 f" In the paper Avey-B is better in {name}: {claims[MINE]} beside {claims[peer]} (table 2, base). "
                 + alike.get(found, "Here it is undecided.")

@@ -132,8 +132,9 @@ def _transformer(size: Size):
 
 
 def _bert(size: Size):
-    # As published: norms after each sum, GELU, and a feed-forward four times as wide. Initial weights are 0.02 at a
-    # width of 768, and larger where fewer are summed. No model here has dropout.
+    # As published: norms after each sum, GELU, and a feed-forward four times as wide. The standard deviation of the
+    # initial weights is the published 0.02 at a width of 768, and proportional to 1 / sqrt(width). No model here has
+    # dropout.
     return BertConfig, {
         **size.layered,
         "num_attention_heads": size.width // 32,
@@ -147,7 +148,7 @@ def _bert(size: Size):
 
 
 def _modernbert(size: Size):
-    # As published, every third layer from the first on is global, and the others see an eighth of a training row.
+    # Every third layer from the first on is global, as published. The others see an eighth of a training row.
     return ModernBertConfig, {
         **size.layered,
         "num_attention_heads": size.width // 32,
@@ -243,6 +244,20 @@ def make_optimizer(model: PreTrainedModel, lr: float, weight_decay: float) -> to
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         groups = [{"lr": lr, **ADAM[model.config.model_type], **group} for group in groups]
     return torch.optim.AdamW(groups, fused=True)
+
+
+def take_step(
+    loss: torch.Tensor,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+) -> None:
+    """One step of a training, with a gradient whose norm is at most 1."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:

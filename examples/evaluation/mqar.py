@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 
 from .baselines import BASES, MIXINGS, make_baseline, without
 from .figures import NAMES, line_of, new_figure
-from .models import make_config, make_model, make_optimizer, make_schedule
+from .models import make_config, make_model, make_optimizer, make_schedule, take_step
 from .spread import Spread, by, draw_spreads
 
 
@@ -195,11 +195,7 @@ def train(
         known = min(1 + 2 * len(lengths) * (step - 1) // arguments.steps, len(lengths))
         now = lengths[step % known]
         loss = F.cross_entropy(*predict(model, *rows(arguments.tokens // now, now, learn)))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
+        take_step(loss, model, optimizer, schedule)
         if step % arguments.validate_every == 0 or step == arguments.steps:
             accuracy = accuracy_of(model, *validation, arguments.tokens // length)
             bar.set_postfix_str(f"{accuracy:.3f}")
@@ -302,7 +298,7 @@ def coverage(record: dict[str, Any]) -> str:
     names = ("architecture", "length", "width", "seed")
     there = {tuple(row[name] for name in names) for row in grid_of(record)} & {*itertools.product(*axes)}
     whole = math.prod(map(len, axes))
-    missing = f" The command without options has {whole} rows, of which {len(there)} are measured."
+    missing = f" The grid of the command without options has {whole} rows, of which {len(there)} are measured."
     return (
         f"Measured: {len(counts)} of {len(lines) * len(lengths) * len(widths)} cells, for {len(lines)} models, "
         f"{len(lengths)} lengths and {len(widths)} widths, {counts.count(most)} of them with {most} "

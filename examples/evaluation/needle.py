@@ -44,7 +44,7 @@ from subquad_kernels import split_ranker
 
 from .baselines import without
 from .figures import line_of, new_figure, short
-from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer
+from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer, take_step
 from .recipes import COMMON, Recipe, begin, chosen, find, names_of_recipes, recipes_of
 from .runs import keep_model
 from .spread import Spread, by, draw_spreads
@@ -242,11 +242,7 @@ def train(arguments: argparse.Namespace, architecture: str, recipe: Recipe, seed
             logits = model(input_ids=read, use_cache=False, logits_to_keep=digits + 1).logits.float()
         logits = logits[:, -digits - 1 : -1] if whole else logits[:, -1:]
         loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
+        take_step(loss, model, optimizer, schedule)
         learned = 0.9 * learned + 0.1 * (logits.argmax(-1) == answers).all(1).float().mean().item()
         if learned > LEARNED:
             longest = min(1.02 * longest, arguments.train_length)
@@ -285,22 +281,26 @@ def are_retrieved(model: PreTrainedModel, texts: torch.Tensor, digits: int) -> t
     """
     if not isinstance(model.config, AveyConfig):
         return None
-    size, read = model.config.chunk_size, texts[:, :-digits].to(model.device)
-    x = F.pad(model.get_input_embeddings()(read), (0, 0, 0, -read.shape[1] % size)).unflatten(1, (-1, size))
-    last = torch.full((len(x), 1), x.shape[1] - 1, device=x.device)
-    index, _, _ = split_ranker(
-        x[:, -1:], x, k=model.config.k, number=last, normalization=model.config.score_normalization
-    )
-    digit = torch.isin(read, torch.tensor([*DIGIT_IDS], device=x.device)).int().argmax(1, keepdim=True)
-    seen = torch.cat((index[:, 0], last), dim=1)
-    return (seen == digit // size).any(1).cpu()
+    size, found = model.config.chunk_size, []
+    for batch in texts.split(max(CALL // texts.shape[1], 1)):
+        read = batch[:, :-digits].to(model.device)
+        x = F.pad(model.get_input_embeddings()(read), (0, 0, 0, -read.shape[1] % size)).unflatten(1, (-1, size))
+        last = torch.full((len(x), 1), x.shape[1] - 1, device=x.device)
+        index, _, _ = split_ranker(
+            x[:, -1:], x, k=model.config.k, number=last, normalization=model.config.score_normalization
+        )
+        digit = torch.isin(read, torch.tensor([*DIGIT_IDS], device=x.device)).int().argmax(1, keepdim=True)
+        seen = torch.cat((index[:, 0], last), dim=1)
+        found.append((seen == digit // size).any(1).cpu())
+    return torch.cat(found)
 
 
 def measure(
     arguments: argparse.Namespace, architecture: str, recipe: str, seed: int, variant: str, length: int
 ) -> dict[str, Any]:
     model, seconds = obtain(arguments, architecture, recipe, seed)
-    digits = with_options(arguments, find(architecture, recipe)).digits
+    arguments = with_options(arguments, find(architecture, recipe))
+    digits = arguments.digits
     texts = texts_of_test(variant, length, arguments.texts, digits)
     right = are_right(model, torch.tensor(texts), digits)
     split = getattr(model.config, "chunk_size", arguments.window // 2)

@@ -10,16 +10,16 @@ So here the farthest parts of a text matter as much as the nearest:
 
 Keys are drawn at random, again and again. The first value of a key cannot be known, and every later one can. So the
 least possible loss at a position is the share of keys that are new there, times the bits of a value. It falls as the
-text goes on. Gecko's attention sees a chunk of --window tokens and the chunk before it. What only sees these has
-forgotten some of the keys, and its least possible loss soon stays the same. Both limits are exact. If the loss of a
-model is below the second one, the model remembers what lies farther back.
+text goes on. Gecko's attention sees a chunk of --window tokens and the chunk before it. A model that sees only these
+two does not know the keys that lie farther back, so its least possible loss soon stops falling. Both limits are
+computed from the test rows. If the loss of a model is below the second one, the model uses what lies farther back.
 
 So Gecko is measured with and without its working memory. Other parts reach farther back than attention too: its moving
 average (CEMA), its normalization over time, and the second layer, which sees what the first one saw.
 
 Training rows grow from 16 tokens to --train-length, and the number of their keys grows with them, to --keys. Test rows
-have --keys keys and --length tokens, several times as many as those of the training, and are the same for all models.
-Only values have a loss.
+have --keys keys too. They have --length tokens, several times as many, and are the same for all models. Only values
+have a loss.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 from .baselines import without
 from .figures import line_of, new_figure, short
-from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer, make_schedule
+from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer, make_schedule, take_step
 from .recipes import ABLATIONS
 from .spread import Spread, by
 
@@ -79,8 +79,19 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         value = getattr(arguments, name)
         if value < FIRST or value % FIRST or (value // FIRST) & (value // FIRST - 1):
             raise ValueError(f"--{name.replace('_', '-')} must be {FIRST} times a power of 2, got {value}.")
-    if arguments.keys < FEWEST:
-        raise ValueError(f"--keys must be at least {FEWEST}, got {arguments.keys}.")
+    if arguments.length < arguments.train_length:
+        raise ValueError(
+            f"--length must be at least --train-length ({arguments.train_length}), got {arguments.length}."
+        )
+    if not FEWEST <= arguments.keys <= arguments.train_length // TOKENS_PER_KEY:
+        raise ValueError(
+            f"--keys must be from {FEWEST} to {arguments.train_length // TOKENS_PER_KEY}, an eighth of "
+            f"--train-length, got {arguments.keys}."
+        )
+    if arguments.test_rows < 2:
+        raise ValueError(f"--test-rows must be at least 2, for the error of a mean, got {arguments.test_rows}.")
+    if arguments.window < 2 or arguments.window % 2:
+        raise ValueError(f"--window must be an even number, at least 2, got {arguments.window}.")
     if arguments.tokens < arguments.train_length:
         raise ValueError(
             f"--tokens must be at least --train-length ({arguments.train_length}), got {arguments.tokens}."
@@ -153,11 +164,7 @@ def train(arguments: argparse.Namespace, architecture: str, part: str, seed: int
         rows = make_rows(arguments.tokens // length, length, keys, arguments.keys, generator).to(arguments.device)
         with torch.autocast(rows.device.type, torch.bfloat16):
             loss = losses_of(model, rows).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
+        take_step(loss, model, optimizer, schedule)
         bar.set_postfix_str(f"{length} tokens, {loss.item() / math.log(2):.2f} bits", refresh=False)
     return model.eval()
 
@@ -272,7 +279,7 @@ def findings(record: dict[str, Any]) -> list[str]:
         verdict = "stays" if abs(more) <= max(error, SMALL) else "rises" if more > 0 else "falls"
         below = spreads[trained].greatest < near - error
         text += f": it {verdict}. " + (
-            f"It is below what {chunks} allow, so the model uses earlier ones."
+            f"It is below what {chunks} allow, so the model uses tokens before them."
             if below
             else f"It is not below what {chunks} allow."
         )

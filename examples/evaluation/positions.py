@@ -23,6 +23,9 @@ not trained for: then the loss is higher, and the question of figure 4 is whethe
 Avey reads a window in one call, like the code of its authors. What a split retrieves depends on all of its tokens, so
 earlier bytes of a split have a little information about later ones.
 
+Bands and bars are two standard errors: over the tunes, each read alone, and over the parts of the long text. The bands
+of the smoothed lines are upper bounds.
+
 All models are measured in float32. The transformer is not part of the package; these commands make and measure it:
 
     python examples/train_abc.py transformer --output transformer-abc

@@ -53,7 +53,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
             start={"dt_bias": -1.0},
         ),
         "quick": Recipe("decays begin faster in all heads: dt_bias at -1, A at 4", start=QUICK),
-        "brisk-long": Recipe("quick, and twice as many steps", {}, {"steps": 5000}, start=QUICK),
+        "brisk-long": Recipe("quick, and 5,000 steps, twice as many", {}, {"steps": 5000}, start=QUICK),
         "fast": Recipe("three times the learning rate", options={"lr": 1e-2}),
         "long": Recipe("twice as many steps", options={"steps": 5000}),
     },

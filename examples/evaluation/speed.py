@@ -224,11 +224,11 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
         quartiles = series(record, f"{what}_quartiles")
         for architecture, values in series(record, what).items():
             axes.plot(values.keys(), values.values(), **line_of(architecture))
-            ranges = {x: quartiles.get(architecture, {}).get(x, [y, y]) for x, y in values.items()}
-            errors = [[values[x] - low for x, (low, _) in ranges.items()]]
-            errors.append([high - values[x] for x, (_, high) in ranges.items()])
-            style = {"fmt": "none", "ecolor": line_of(architecture)["color"], "elinewidth": 1.0, "capsize": 2.0}
-            axes.errorbar([*values], [*values.values()], yerr=errors, **style)
+            if ranges := quartiles.get(architecture):
+                errors = [[values[x] - low for x, (low, _) in ranges.items()]]
+                errors.append([high - values[x] for x, (_, high) in ranges.items()])
+                style = {"fmt": "none", "ecolor": line_of(architecture)["color"], "elinewidth": 1.0, "capsize": 2.0}
+                axes.errorbar([*ranges], [values[x] for x in ranges], yerr=errors, **style)
         axes.set(title=title, ylabel=unit, yscale="log", xlabel="length of the text (tokens)")
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [*map(short, lengths)], fontsize=8)

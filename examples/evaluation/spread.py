@@ -39,14 +39,18 @@ def by(rows: Iterable[dict[str, Any]], *names: str) -> dict[tuple, list[dict[str
     return groups
 
 
+def bars_of(spreads: Iterable[Spread]) -> list[list[float]]:
+    """How far the least and the greatest values are from the means: the errors of matplotlib's bars."""
+    spreads = list(spreads)
+    return [[each.mean - each.least for each in spreads], [each.greatest - each.mean for each in spreads]]
+
+
 def draw_spreads(axes: Any, points: dict[Any, Spread], **line: Any) -> None:
     """A line through the means, with a bar from the least value to the greatest where there are several."""
     means = [spread.mean for spread in points.values()]
     axes.plot(points.keys(), means, **line)
     several = {x: spread for x, spread in points.items() if spread.count > 1}
     if several:
-        below = [spread.mean - spread.least for spread in several.values()]
-        above = [spread.greatest - spread.mean for spread in several.values()]
         means = [spread.mean for spread in several.values()]
         style = {"fmt": "none", "ecolor": line["color"], "elinewidth": 1.0, "capsize": 2.5}
-        axes.errorbar([*several], means, yerr=[below, above], **style)
+        axes.errorbar([*several], means, yerr=bars_of(several.values()), **style)

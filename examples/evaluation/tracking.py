@@ -46,7 +46,7 @@ from subquad.models.rwkv7.modeling_rwkv7 import Rwkv7GatedRecurrence
 
 from .baselines import BASES, make_baseline
 from .figures import NAMES, line_of, new_figure, short
-from .models import make_config, make_model, make_optimizer, make_schedule
+from .models import make_config, make_model, make_optimizer, make_schedule, take_step
 
 
 TITLE = "State tracking"
@@ -155,11 +155,7 @@ def train(arguments: argparse.Namespace, problem: str, layers: int, architecture
         ids, products = (x.to(model.device) for x in make_rows(problem, arguments.rows, length, generator))
         logits = model(input_ids=ids, use_cache=False).logits[:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), products.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
+        take_step(loss, model, optimizer, schedule)
         accuracy = 0.9 * accuracy + 0.1 * (logits.argmax(-1) == products).float().mean().item()
         bar.set_postfix_str(f"{length} tokens, {accuracy:.3f} right", refresh=False)
         if length == arguments.train_length and accuracy >= ENOUGH:
