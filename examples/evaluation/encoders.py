@@ -406,9 +406,9 @@ def spreads_of(models: dict[str, list[dict[str, Any]]], field: str) -> dict[str,
 
 def draw(record: dict[str, Any]) -> dict[str, Any]:
     groups, trained = groups_of(record), record["settings"]["train_length"]
-    figure, grid = new_figure(1, 3, height=3.2)
+    figure, grid = new_figure(1, 3, height=3.8)
     for axes, problem, field, label in zip(
-        grid, PROBLEMS, ("accuracy", "f1"), ("masked bytes right (share)", "mean F1 of notes"), strict=False
+        grid, PROBLEMS, ("accuracy", "f1"), ("right bytes (share)", "mean F1 of notes"), strict=False
     ):
         models = groups.get((problem, None), {})
         spreads = spreads_of(models, field)
@@ -418,7 +418,7 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
         for guess in list(spreads_of(models, "guess_f1").values())[:1]:
             axes.axhline(guess.mean, color="#999999", linewidth=0.8, linestyle=":")
         axes.set_xticks(range(len(spreads)), [NAMES[name] for name in spreads], rotation=30)
-        axes.set(title=problem, ylabel=label, ylim=(0, 1))
+        axes.set(title=problem, ylabel=label, ylim=(0, 1.03))
     axes = grid[-1]
     lengths = sorted({length for problem, length in groups if problem == "retrieval"})
     for architecture in ARCHITECTURES:

@@ -93,6 +93,8 @@ def to_svg(figure: Figure, record: dict[str, Any]) -> str:
         columns = int(figure.get_figwidth() * 17)
         wrap = textwrap.TextWrapper(columns, break_on_hyphens=False).wrap
         lines = [line for part in caption(record).split("\n") for line in wrap(part)]
+        # Figures have room for a short caption. A line of a longer one is a tenth of an inch high.
+        figure.set_figheight(figure.get_figheight() + 0.1 * max(len(lines) - 3, 0))
         figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6, color="#555555", parse_math=False)
         text = io.StringIO()
         metadata = {"Date": None, "Creator": None, "Description": caption(record)}
