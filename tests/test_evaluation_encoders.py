@@ -39,7 +39,7 @@ SIGNS = {2: "^^", 1: "^", 0: "=", -1: "_", -2: "__"}
         ("Eb", "bea|", "___"),
         ("F#m", "fcgd|", "^^^="),
         ("Gm", "bef|", "__="),
-        # Modes: D dorian has no accidental, E phrygian neither, F lydian neither, B locrian neither.
+        # D dorian, E phrygian, F lydian and B locrian have no accidentals.
         ("Ddor", "cfb|", "==="),
         ("Ephr", "cfb|", "==="),
         ("Flyd", "cfb|", "==="),

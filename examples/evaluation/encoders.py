@@ -26,9 +26,9 @@ row, as in the paper (256 of 2,048 tokens), and so has ModernBERT's local attent
 as those of the transformers, so it has twice as many.
 
 BERT has a table of positions, one for each token of its training rows, and cannot read longer texts. ModernBERT can,
-because its positions are rotary. Avey-B has no positions beyond a split. A needle is short in a split of 256 tokens,
-and long in one of 32. So the number has two digits, and retrieval also has the accuracies of needles that a boundary
-of splits cuts, and of whole ones. A guess of two digits is right in 1 of 90 texts.
+because its positions are rotary. Avey-B knows positions only within a split. A needle takes a small part of a split of
+256 tokens, and a large part of one of 32. So the number has two digits, and retrieval also has the accuracies of
+needles that a boundary of splits cuts, and of whole ones. A guess of two digits is right in 1 of 90 texts.
 
 The weights are kept in OUT/encoders-ARCHITECTURE-PROBLEM-SEED, so `tokens` does not train the model of `masked` again.
 
@@ -56,7 +56,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForTokenClassification, 
 
 from . import needle
 from .figures import NAMES, line_of, new_figure, short
-from .models import ENCODERS, PEERS, make_config, make_model, make_optimizer, most_tokens, take_step
+from .models import ENCODERS, PEERS, make_config, make_cycle, make_model, make_optimizer, most_tokens, take_step
 from .positions import corpus
 from .runs import keep_model
 from .spread import Spread, bars_of, by, draw_spreads
@@ -73,7 +73,7 @@ VARIANT = "number"  # of the needle's texts
 WARMUP = 0.1  # share of the steps in which the learning rate rises
 TEST_SEED = 0  # that of the test's masks and keys, the same for all models
 LABELS = ("not a note", "natural", "sharp", "flat")
-IGNORED = -100  # the label of what is no byte of a tune
+IGNORED = -100  # the label of boundaries and of empty places, which have no loss
 BYTES = 128  # number of ids of tunes
 NEEDLE_MASK = len(needle.IDS) + 1  # the id after those of the words
 # What is measured, by problem: the field of a row, its name, its format, and whether more of it is better.
@@ -82,7 +82,7 @@ MEASURES = {
     "tokens": (("f1", "mean F1 of notes", ".3f", True), ("accuracy", "notes right", ".1%", True)),
     "retrieval": (("accuracy", "right answers", ".1%", True),),
 }
-# What table 2 of the paper has for the base sizes of Avey-B and each peer; it has no losses of masked tokens.
+# Table 2 of the paper, base sizes of Avey-B and of each peer. The table has no losses of masked tokens.
 PAPER = {
     "tokens": ("token classification, F1", {"avey-b": 93.59, "bert": 89.82, "modernbert": 92.78}),
     "retrieval": ("information retrieval, NDCG@10", {"avey-b": 78.53, "bert": 73.08, "modernbert": 72.54}),
@@ -195,7 +195,7 @@ def masked_losses(arguments: argparse.Namespace, model: PreTrainedModel, seed: i
 
 
 def labels_of(row: list[int]) -> list[int]:
-    """The label of each byte of a row of tunes, which boundaries separate; `IGNORED` where there is no tune."""
+    """The label of each byte of a row of tunes. Boundaries and empty places have the label `IGNORED`."""
     labels: list[int] = []
     for tune in bytes(max(token, BOUNDARY) for token in row).split(bytes([BOUNDARY])):
         sounds = alterations(tune.decode("ascii")) if tune else {}
@@ -270,10 +270,7 @@ def train(arguments: argparse.Namespace, problem: str, architecture: str, seed: 
     model.to(arguments.device).train()
     lr, steps = getattr(arguments, OWN_RATES.get(architecture, "lr")), getattr(arguments, steps)
     optimizer = make_optimizer(model, lr, weight_decay=arguments.weight_decay)
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, peaks, total_steps=steps, pct_start=WARMUP, cycle_momentum=False
-    )
+    schedule = make_cycle(optimizer, steps, rise=WARMUP)
     losses = losses_of_steps(arguments, model, seed)
     bar = trange(steps, desc=f"{architecture} {problem}", unit="step", leave=False)
     for _, loss in zip(bar, losses, strict=False):

@@ -260,6 +260,12 @@ def take_step(
     optimizer.zero_grad(set_to_none=True)
 
 
+def make_cycle(optimizer: torch.optim.Optimizer, steps: int, rise: float) -> torch.optim.lr_scheduler.LRScheduler:
+    """The learning rates rise to those of the optimizer in a share of the steps, and fall along a cosine."""
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, peaks, steps, pct_start=rise, cycle_momentum=False)
+
+
 def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
     """The learning rate rises in the first tenth of the steps, and falls to zero in the second half."""
     return torch.optim.lr_scheduler.LambdaLR(

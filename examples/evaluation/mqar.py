@@ -48,9 +48,8 @@ SEEDS = (0, 1, 2)
 WIDTHS, LENGTHS = (32, 64, 128), (64, 128, 256)  # the grid of the command without options
 ENOUGH = 0.99  # validation accuracy that ends a training
 NEAR, SAME = 0.95, 0.01  # accuracy that the findings call solved, and the largest difference that they ignore
+SMALL, FEWER = ("rwkv4",), (8, 16)  # memories of a few numbers per channel; keys that they are also trained with
 # What figure 4 shows: the model that is near 100% everywhere, and the memory that Eagle and Finch exceed everywhere.
-FEWER = (8, 16)  # keys
-SMALL = ("rwkv4",)  # memories of a few numbers per channel
 PERFECT, EXCEEDED = ("finch",), {"rwkv4": "RWKV-4"}
 BLANK, NOTHING = 0, -100  # the id between queries, and the target of tokens that are not queries
 

@@ -44,7 +44,7 @@ from subquad_kernels import split_ranker
 
 from .baselines import without
 from .figures import line_of, new_figure, short
-from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer, take_step
+from .models import CAUSAL, NAMES, make_config, make_cycle, make_model, make_optimizer, take_step
 from .recipes import COMMON, Recipe, begin, chosen, find, names_of_recipes, recipes_of
 from .runs import keep_model
 from .spread import Spread, by, draw_spreads
@@ -221,10 +221,7 @@ def train(arguments: argparse.Namespace, architecture: str, recipe: Recipe, seed
     model = without(recipe.without, make_model(config)).to(arguments.device).train()
     begin(model, recipe)
     optimizer = make_optimizer(model, lr, weight_decay=arguments.weight_decay)
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, peaks, arguments.steps, pct_start=0.02, cycle_momentum=False
-    )
+    schedule = make_cycle(optimizer, arguments.steps, rise=0.02)
     generator = random.Random(f"{seed} training")
     digits, longest, learned = arguments.digits, float(arguments.shortest), 0.0
     bar = trange(arguments.steps, desc=architecture, unit="step", leave=False)

@@ -37,7 +37,7 @@ from .baselines import without
 from .figures import line_of, new_figure, short
 from .models import CAUSAL, NAMES, make_config, make_model, make_optimizer, make_schedule, take_step
 from .recipes import ABLATIONS
-from .spread import Spread, by
+from .spread import Spread, by, two_errors
 
 
 TITLE = "Pairs that repeat"
@@ -123,8 +123,8 @@ def make_rows(rows: int, length: int, keys: int, most: int, generator: torch.Gen
 
 def new_keys(ids: torch.Tensor, chunk: int | None = None) -> torch.Tensor:
     """
-    Whether the key before each value of ids (rows, length) is new: bool (rows, length / 2). With a number of tokens of
-    a chunk, it is also new if it has no value in its own chunk or in the chunk before it.
+    Whether the key before each value of ids (rows, length) is new: bool (rows, length / 2). With `chunk`, the tokens
+    of a chunk, only the key's own chunk and the chunk before it count.
     """
     found = []
     for row in ids[:, ::2].tolist():
@@ -147,8 +147,7 @@ def losses_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 def train(arguments: argparse.Namespace, architecture: str, part: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     lr = getattr(arguments, OWN_RATES.get(architecture, "lr"))
-    names = ("width", "layers", "window")
-    sizes = {name: getattr(arguments, name) for name in names}
+    sizes = {name: getattr(arguments, name) for name in ("width", "layers", "window")}
     ids = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
     vocabulary, context = 2 * arguments.keys + 1, arguments.train_length
     config = make_config(architecture, vocabulary=vocabulary, context=context, lr=lr, **sizes, **ids)
@@ -199,8 +198,7 @@ def measure(arguments: argparse.Namespace, architecture: str, part: str, seed: i
     ids = test_rows(settings(arguments))
     batches = ids.split(max(CALL // arguments.length, 1))
     parts = parts_of(torch.cat([losses_of(model, batch.to(model.device)).cpu() for batch in batches]) / math.log(2))
-    # Rows are independent, so their means give the error of the mean: two standard errors.
-    errors = [2 * part.mean(1).std().item() / math.sqrt(len(ids)) for part in parts]
+    errors = [two_errors(part.mean(1).tolist()) for part in parts]  # rows are independent
     bits = [part.mean().item() for part in parts]
     return {"bits": bits, "error": errors, "parameters": model.num_parameters()}
 

@@ -53,6 +53,7 @@ import subquad
 
 from .figures import line_of, new_figure, short
 from .models import CAUSAL, NAMES
+from .spread import two_errors
 
 
 TITLE = "Loss by position"
@@ -225,11 +226,6 @@ def tunes_of(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def name_of(architecture: str, boundaries: bool | None) -> str:
     return NAMES[architecture] + (" (documents joined)" if boundaries is False else "")
-
-
-def two_errors(values: list[float]) -> float:
-    """Twice the standard error of the mean; 0 for less than two values."""
-    return 2 * torch.tensor(values).std().item() / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def change(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -37,6 +38,12 @@ def by(rows: Iterable[dict[str, Any]], *names: str) -> dict[tuple, list[dict[str
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
     return groups
+
+
+def two_errors(values: Iterable[float]) -> float:
+    """Twice the standard error of the mean; 0 for less than two values."""
+    values = list(values)
+    return 2 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def bars_of(spreads: Iterable[Spread]) -> list[list[float]]:
