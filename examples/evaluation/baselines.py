@@ -34,41 +34,32 @@ BASES = {
 }  # baseline to the architecture it alters
 
 
-def before(span: int, top: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values `span` tokens before each token; an empty sum before the beginning."""
-    pad = (0, 0, 0, 0, span, 0)
-    return F.pad(top[:, :-span], pad, value=-torch.inf), F.pad(sums[:, :-span], pad)
-
-
-def join(top, sums, earlier_top, earlier_sums, log_decay) -> tuple[torch.Tensor, torch.Tensor]:
-    """`exp(top) sums + exp(log_decay + earlier_top) earlier_sums`, again as an exponent and its factor."""
-    earlier_top = log_decay + earlier_top
-    joint = torch.maximum(top, earlier_top).detach()  # no exp exceeds 1, and the product does not depend on it
-    return joint, (top - joint).exp() * sums + (earlier_top - joint).exp() * earlier_sums
-
-
 def decayed_average(k: torch.Tensor, v: torch.Tensor, log_w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """
     Equation 2, for keys of any size, in float32 (in float64 if k is float64):
 
         wkv_t = (sum_{i<t} e^{(t-1-i) log_w + k_i} v_i + e^{u + k_t} v_t) / (the same with 1 instead of v)
 
-    The sums over the last 2, 4, 8, ... tokens are computed from those over half as many, for all tokens in parallel.
+    Both sums are divided by the largest e^{(t-1-i) log_w + k_i} so far, so that no exponential exceeds 1.
 
     Args:
         k, v: (batch, length, width).
         log_w, u: logarithm of the decay, at most 0, and bonus of the current token, (width).
     """
-    k = k.to(torch.promote_types(k.dtype, torch.float32)).unsqueeze(-2)
+    k = k.to(torch.promote_types(k.dtype, torch.float32))
     added = torch.stack((v.to(k.dtype), torch.ones_like(v, dtype=k.dtype)), dim=-2)
-    top = k.detach()
-    sums = (k - top).exp() * added
-    span = 1
-    while span < k.shape[1]:
-        top, sums = join(top, sums, *before(span, top, sums), span * log_w)
-        span *= 2
-    _, sums = join(k + u, added, *before(1, top, sums), 0.0)
-    numerator, denominator = sums.unbind(-2)
+    with torch.no_grad():  # the quotient does not depend on the largest exponents
+        largest = [torch.full_like(k[:, 0], -torch.inf)]
+        for k_t in k.unbind(1):
+            largest.append(torch.maximum(log_w + largest[-1], k_t))
+        earlier, later = torch.stack(largest[:-1], dim=1), torch.stack(largest[1:], dim=1)
+        top = torch.maximum(earlier, u + k)
+    kept, written = (log_w + earlier - later).exp().unsqueeze(-2), (k - later).exp().unsqueeze(-2) * added
+    sums = [torch.zeros_like(added[:, 0])]
+    for kept_t, written_t in zip(kept.unbind(1), written.unbind(1), strict=True):
+        sums.append(torch.addcmul(written_t, kept_t, sums[-1]))
+    before = (earlier - top).exp().unsqueeze(-2) * torch.stack(sums[:-1], dim=1)
+    numerator, denominator = (before + (u + k - top).exp().unsqueeze(-2) * added).unbind(-2)
     return numerator / denominator
 
 
