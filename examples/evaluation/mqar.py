@@ -297,14 +297,14 @@ def coverage(record: dict[str, Any]) -> str:
     names = ("architecture", "length", "width", "seed")
     there = {tuple(row[name] for name in names) for row in grid_of(record)} & {*itertools.product(*axes)}
     whole = math.prod(map(len, axes))
-    missing = f" The grid of the command without options has {whole} rows, of which {len(there)} are measured."
-    return (
+    said = (
         f"Measured: {len(counts)} of {len(lines) * len(lengths) * len(widths)} cells, for {len(lines)} models, "
         f"{len(lengths)} lengths and {len(widths)} widths, {counts.count(most)} of them with {most} "
         f"seed{'s' if most > 1 else ''}, the most that a cell has. Accuracies are means over the seeds."
-        + missing
-        * (len(there) < whole)
     )
+    if len(there) < whole:
+        said += f" The grid of the command without options has {whole} rows, of which {len(there)} are measured."
+    return said
 
 
 def with_fewer_words(record: dict[str, Any], lines: dict[str, dict[tuple[int, int], dict[str, Any]]]) -> list[str]:
