@@ -597,6 +597,59 @@ def test_documents_that_begin_with_the_boundary(cls, tmp_path):
         assert tokenizer.apply_chat_template(chat, return_dict=False)[0] != 0
 
 
+@pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("cls", BOTH)
+def test_what_is_added_to_a_text_is_saved(cls, bos, eos, tmp_path):
+    """Both classes add the same, and read it from each other's files."""
+    tokenizer = cls(add_bos_token=bos, add_eos_token=eos)
+    tokenizer.save_pretrained(tmp_path)
+    one, two = cls()("one").input_ids, cls()("two").input_ids
+    begin, end = [0] * bos, [0] * eos
+    for other in (
+        tokenizer,
+        *(each.from_pretrained(tmp_path) for each in BOTH),
+        AutoTokenizer.from_pretrained(tmp_path),
+    ):
+        assert (other.add_bos_token, other.add_eos_token) == (bos, eos)
+        assert other("one").input_ids == [*begin, *one, *end]
+        pair = other("one", "two", return_special_tokens_mask=True)
+        assert pair.input_ids == [*begin, *one, *end, *begin, *two, *end]
+        assert pair.special_tokens_mask == [int(index == 0) for index in pair.input_ids]
+    changed = cls.from_pretrained(tmp_path)
+    changed.add_bos_token, changed.add_eos_token = not bos, not eos
+    assert changed("one").input_ids == [*([0] * (not bos)), *one, *([0] * (not eos))]
+    changed.save_pretrained(tmp_path / "changed")
+    for each in BOTH:
+        assert each.from_pretrained(tmp_path / "changed")("one").input_ids == changed("one").input_ids
+        assert each.from_pretrained(tmp_path, add_bos_token=False, add_eos_token=False)("one").input_ids == one
+
+
+@pytest.mark.parametrize("flags", [{"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}])
+def test_added_tokens_that_take_spaces(flags, tmp_path):
+    texts = ("a <m> b", "<m>", "a<m>b", "  <m>  <m> ", "\n<m>\n", "a <n> <m>")
+    found = []
+    for cls in BOTH:
+        tokenizer = cls()
+        tokenizer.add_tokens([AddedToken("<m>", **flags), "<n>"])
+        tokenizer.save_pretrained(tmp_path / cls.__name__)
+        found += [
+            [each(text).input_ids for text in texts]
+            for each in (tokenizer, cls.from_pretrained(tmp_path / cls.__name__))
+        ]
+    assert found[0] == found[1] == found[2] == found[3]
+    assert (
+        tokenizer.decode(found[0][0]) == f"a{'' if 'lstrip' in flags else ' '}<m>{'' if 'rstrip' in flags else ' '}b"
+    )
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_added_tokens_that_are_single_words(cls):
+    tokenizer = cls()
+    tokenizer.add_tokens([AddedToken("<m>", single_word=True)])
+    index = tokenizer.convert_tokens_to_ids("<m>")
+    assert [index in tokenizer(text).input_ids for text in ("a <m> b", "<m>", "a<m>b")] == [True, True, False]
+
+
 # Streams
 
 

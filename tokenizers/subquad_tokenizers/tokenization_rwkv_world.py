@@ -122,6 +122,32 @@ def _add_response_template(options: dict, chat_template: str | None, end: str | 
         options.setdefault("response_template", _response_template(end))
 
 
+def _pattern(bos: bool, eos: bool) -> str:
+    """The name that transformers has for what is added to a text."""
+    return "_".join(name for name, added in (("bos", bos), ("eos", eos)) if added) or "none"
+
+
+def _read_pattern(options: dict) -> dict[str, bool]:
+    """
+    The options `add_bos_token` and `add_eos_token` among the arguments of a tokenizer. transformers does not save
+    them, so they are also saved as a pattern, which is removed from the arguments.
+    """
+    pattern = options.pop("special_tokens_pattern", None) or "none"
+    saved = {} if pattern == "none" else {f"add_{name}_token": name in pattern for name in ("bos", "eos")}
+    return saved | {name: bool(options[name]) for name in ("add_bos_token", "add_eos_token") if name in options}
+
+
+def _in_raw_text(token: str | AddedToken) -> str | AddedToken:
+    """
+    The token, looked for before normalization if it depends on the text around it. The normalizer writes a space as
+    `Ġ`, which is a letter.
+    """
+    if isinstance(token, str) or not (token.lstrip or token.rstrip or token.single_word):
+        return token
+    flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "special")}
+    return AddedToken(token.content, normalized=False, **flags)
+
+
 def _find_vocabulary(vocab_file: str | None, name_or_path: str | None) -> str:
     if vocab_file is not None:
         return vocab_file
@@ -141,7 +167,8 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
 
     It is the faster of the two for ids (see [`GreedyEncoder`]) and encodes any bytes. It has no offsets. Use
     [`RwkvWorldTokenizerFast`] for these, and to encode a batch on several cores. Both give the same ids and text, also
-    with added tokens, except for added tokens with `lstrip`, `rstrip` or `single_word`.
+    with added tokens. Only for added tokens with `single_word` the rules differ: here a space or nothing must be on
+    both sides, and there no letter, digit or underscore.
 
     The ids 1 to 65529 are the tokens. Id 0 is the boundary between documents, written `<|endoftext|>`: it is the BOS,
     EOS and padding token. So `vocab_size` is 65530. Published models have 65536 embeddings: the first added tokens get
@@ -155,7 +182,8 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
         vocab_file: path of the vocabulary; that of the World models if None.
         bos_token: the token that begins a document. It is put before a text only with `add_bos_token=True`, as the
             authors of Goose do in their evaluations.
-        eos_token: the token that ends a document. In a chat, a turn ends with a blank line: the token `ĊĊ`, id 261.
+        eos_token: the token that ends a document. It is put after a text only with `add_eos_token=True`. In a chat, a
+            turn ends with a blank line: the token `ĊĊ`, id 261.
         pad_token: the padding token. By default it has the same id as `eos_token`, so a collator that removes padding
             from the loss by its id also removes the end of documents. If that matters, use one of the unused ids.
         unk_token: never needed, because every byte is a token.
@@ -198,15 +226,55 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
             boundary, bos_token=bos_token, eos_token=eos_token, pad_token=pad_token, unk_token=unk_token
         )
         _add_response_template(kwargs, chat_template, special["eos_token"])
-        if kwargs.get("add_bos_token"):
-            kwargs["special_tokens_pattern"] = "bos"
+        added = _read_pattern(kwargs)
+        pattern = _pattern(added.get("add_bos_token", False), added.get("add_eos_token", False))
         kwargs["backend"] = "custom"
         kwargs.setdefault("clean_up_tokenization_spaces", False)
         super().__init__(
             chat_template=chat_template,
+            special_tokens_pattern=pattern,
             **special,
             **kwargs,
         )
+        self.init_kwargs["special_tokens_pattern"] = pattern  # what is in here is saved, as it is then
+
+    @property
+    def add_bos_token(self) -> bool:
+        """Whether `bos_token` is put before a text."""
+        return "bos" in self.special_tokens_pattern
+
+    @add_bos_token.setter
+    def add_bos_token(self, value: bool):
+        self.special_tokens_pattern = _pattern(value, self.add_eos_token)
+
+    @property
+    def add_eos_token(self) -> bool:
+        """Whether `eos_token` is put after a text."""
+        return "eos" in self.special_tokens_pattern
+
+    @add_eos_token.setter
+    def add_eos_token(self, value: bool):
+        self.special_tokens_pattern = _pattern(self.add_bos_token, value)
+
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        """The ids of one text or two, each with its BOS and EOS token if these are added."""
+        begin, end = [self.bos_token_id] * self.add_bos_token, [self.eos_token_id] * self.add_eos_token
+        if None in (*begin, *end):
+            raise ValueError("`add_bos_token` needs a `bos_token`, and `add_eos_token` an `eos_token`; one is None.")
+        texts = [token_ids_0] if token_ids_1 is None else [token_ids_0, token_ids_1]
+        return [index for text in texts for index in (*begin, *text, *end)]
+
+    def get_special_tokens_mask(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None, already_has_special_tokens: bool = False
+    ) -> list[int]:
+        """1 for the BOS and EOS tokens of [`build_inputs_with_special_tokens`], and 0 for the tokens of the texts."""
+        if already_has_special_tokens:
+            return super().get_special_tokens_mask(token_ids_0, token_ids_1, already_has_special_tokens=True)
+        begin, end = [1] * self.add_bos_token, [1] * self.add_eos_token
+        texts = [token_ids_0] if token_ids_1 is None else [token_ids_0, token_ids_1]
+        return [flag for text in texts for flag in (*begin, *[0] * len(text), *end)]
 
     @property
     def vocab_size(self) -> int:
@@ -333,6 +401,7 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
             boundary, bos_token=bos_token, eos_token=eos_token, pad_token=pad_token, unk_token=unk_token
         )
         _add_response_template(kwargs, chat_template, special["eos_token"])
+        kwargs |= _read_pattern(kwargs)
         kwargs["backend"] = "tokenizers"
         kwargs.setdefault("clean_up_tokenization_spaces", False)
         super().__init__(
@@ -345,6 +414,15 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
         if any(token.content == BLANK_LINE for token in added.values()):  # only a whole `tokenizer.json` brings it
             self._tokenizer = _build_backend(_tokens_of(self._tokenizer), added[0].content)
             self._tokenizer.add_tokens([token for token in added.values() if token.content != BLANK_LINE])
+        self.init_kwargs["special_tokens_pattern"] = None  # saved as the property has it then
+
+    @property
+    def special_tokens_pattern(self) -> str:
+        """What is added to a text, by which [`RwkvWorldTokenizer`] knows it."""
+        return _pattern(self.add_bos_token, self.add_eos_token)
+
+    def _add_tokens(self, new_tokens, special_tokens: bool = False) -> int:
+        return super()._add_tokens([_in_raw_text(token) for token in new_tokens], special_tokens)
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs):
