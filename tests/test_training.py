@@ -51,6 +51,29 @@ each_trained = pytest.mark.parametrize(
 )
 
 
+@each_model
+def test_gradients_of_functions(model_type):
+    """`torch.func.grad`, and one gradient per text with `vmap`, are those of `backward`."""
+    model, ids = tiny_model(model_type).eval(), random_ids(2, 9)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights, ids):
+        return torch.func.functional_call(model, weights, kwargs={"input_ids": ids, "labels": ids}).loss
+
+    def expected(ids):
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+        }
+
+    close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
+    close(torch.func.grad(loss)(weights, ids), expected(ids))
+    each = torch.func.vmap(torch.func.grad(lambda weights, row: loss(weights, row[None])), (None, 0))(weights, ids)
+    for n in range(2):
+        close({name: grad[n] for name, grad in each.items()}, expected(ids[n : n + 1]))
+
+
 def new_model(model_type, **fields):
     """A model as it is before its training."""
     torch.manual_seed(0)

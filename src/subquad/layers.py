@@ -30,13 +30,17 @@ class _ReluSquared(torch.autograd.Function):
     the squares of numbers below 2e-4 vanish, and so does their gradient.)
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+    def forward(x: torch.Tensor) -> torch.Tensor:
         y = x.relu()
         # Dynamo of torch 2.11 loses the gradient of what a traced forward pass has written over.
-        y = y.square() if torch.compiler.is_compiling() else y.square_()
-        ctx.save_for_backward(y)
-        return y
+        return y.square() if torch.compiler.is_compiling() else y.square_()
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(output)
 
     @staticmethod
     @once_differentiable

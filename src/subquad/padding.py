@@ -14,10 +14,12 @@ import torch
 
 def can_read_values(x: torch.Tensor) -> bool:
     """
-    Whether Python may branch on the values of a tensor. It may not while a graph is traced or captured, and a tensor
-    on the meta device has no values.
+    Whether Python may branch on the values of a tensor. It may not while a graph is traced or captured, or under the
+    transformations of `torch.func`, and a tensor on the meta device has no values.
     """
     if torch.compiler.is_compiling() or x.device.type == "meta":
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 

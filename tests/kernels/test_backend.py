@@ -7,11 +7,12 @@ import warnings
 import pytest
 import torch
 from kernel_cases import DEVICE, TRITON
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subquad_kernels import backend
+from subquad_kernels import backend, wkv
 from subquad_kernels.backend import without_autocast
 from subquad_kernels.registration import custom_op
 from subquad_kernels.token_shift.custom_ops import _token_shift
@@ -178,6 +179,19 @@ def test_the_dispatcher_sees_transforms_and_traces():
     assert name in str(make_fx(call)(x[0]).graph)
     assert name in str(torch.export.export(Call(call), (x[0],), strict=False).graph)
     assert name.replace(".", "::") in str(torch.jit.trace(call, x[0], check_trace=False).graph)
+
+
+@pytest.mark.fast
+def test_forward_mode_is_an_error():
+    """Where torch would return tangents of zeros."""
+    k, decay = torch.randn(1, 5, 2, 4), torch.full((2, 4), -0.5)
+    bonus = torch.ones(2, 4)
+    with pytest.raises(NotImplementedError, match="`wkv` has no forward-mode derivative"):
+        torch.func.jvp(lambda k: wkv(k, k, k, decay, bonus)[0], (k,), (k,))
+    with forward_ad.dual_level():
+        torch.testing.assert_close(wkv(k, k, k, decay, bonus), wkv(k.clone(), k, k, decay, bonus))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            wkv(forward_ad.make_dual(k, k), k, k, decay, bonus)
 
 
 class Call(torch.nn.Module):

@@ -79,9 +79,11 @@ def custom_op(
 
     backward = _define(f"{name}_backward", run_backward, eager_backward, triton)
     backward.register_fake(lambda *arguments: [x.new_empty(x.shape) for x in given(arguments)])
-    call_backward = _with_shortcut(backward, run_backward, [])
+    backward.register_vmap(functools.partial(_by_row, backward))
+    transformed_backward = _transformed(backward, setup_context=lambda ctx, inputs, output: None)
+    call_backward = _with_shortcut(backward, run_backward, [], transformed=transformed_backward)
 
-    def setup_context(ctx, inputs, output):
+    def keep(ctx, inputs, output):
         kept = output[outputs - saved :] if saved else ()
         ctx.mark_non_differentiable(*kept)
         ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in (*kept, *inputs)))
@@ -94,18 +96,43 @@ def custom_op(
         inputs = enumerate(arguments[saved:])
         return tuple(next(found) if n < gradients and x is not None else None for n, x in inputs)
 
-    op.register_autograd(differentiate, setup_context=setup_context)
+    op.register_autograd(differentiate, setup_context=keep)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):  # setup_context as a method of its own would take longer
             output = run(*arguments)
-            setup_context(ctx, arguments, output)
+            keep(ctx, arguments, output)
             return output
 
         backward = staticmethod(differentiate)
 
-    return _with_shortcut(op, run, written, Differentiable.apply)
+    transformed = _transformed(op, setup_context=keep, backward=differentiate)
+    return _with_shortcut(op, run, written, Differentiable.apply, transformed)
+
+
+def _transformed(op: Callable, **methods: Callable) -> Callable:
+    """
+    `op` for the transformations of `torch.func`. They need an autograd function whose forward method has no context,
+    and the ones that torch makes for custom operators are not like this.
+    """
+
+    def forward(*arguments):
+        results = op(*arguments)
+        return tuple(results) if isinstance(results, list) else results
+
+    fields = {name: staticmethod(method) for name, method in {"forward": forward, **methods}.items()}
+    return type(op._name, (torch.autograd.Function,), {"generate_vmap_rule": True, **fields}).apply
+
+
+def _by_row(op: Callable, info, in_dims: tuple[int | None, ...], *arguments) -> tuple[list[torch.Tensor], list[int]]:
+    """`op`, which returns a list of tensors, for each row of a batch: for those torch has no way of its own."""
+    rows = []
+    for n in range(info.batch_size):
+        pairs = zip(arguments, in_dims, strict=True)
+        rows.append(op(*(x if dim is None else x.select(dim, n) for x, dim in pairs)))
+    results = [torch.stack(parts) for parts in zip(*rows, strict=True)]
+    return results, [0] * len(results)
 
 
 # Types of arguments, and whether they are tensors.
@@ -114,16 +141,29 @@ _IS_TENSOR = dict.fromkeys((type(None), bool, int, float, str, torch.dtype), Fal
 
 
 def _with_shortcut(
-    op: Callable, run: Callable, written: list[int], differentiable: Callable | None = None
+    op: Callable,
+    run: Callable,
+    written: list[int],
+    differentiable: Callable | None = None,
+    transformed: Callable | None = None,
 ) -> Callable:
     """
     The function that calls `op`, or its implementation `run` where nobody can tell the difference, because the
     bookkeeping of a custom operator takes longer than the kernel of a single token. `written` are the arguments that
-    it writes to. For a call with gradients the implementation is `differentiable`, if there is one.
+    it writes to. For a call with gradients the implementation is `differentiable`, and under the transformations of
+    `torch.func` it is `transformed`, if there is one.
     """
 
     def call(*arguments):
-        if torch.compiler.is_compiling() or not _is_plain(arguments):
+        if torch.compiler.is_compiling():
+            return op(*arguments)
+        if not _is_plain(arguments):
+            if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
+                raise NotImplementedError(  # torch's custom operators drop tangents without an error
+                    f"`{op._name}` has no forward-mode derivative. Reverse mode works, as in `torch.func.vjp`."
+                )
+            if transformed is not None and torch._C._functorch.peek_interpreter_stack() is not None:
+                return transformed(*arguments)
             return op(*arguments)
         if _needs_gradient(arguments):
             return (differentiable or op)(*arguments)
@@ -150,6 +190,10 @@ def _is_plain(arguments: tuple) -> bool:
         if is_tensor is None or (is_tensor and (x.is_meta or x.is_neg())):
             return False  # kernels would not see a minus that torch has put off
     return True
+
+
+def _has_tangent(x) -> bool:
+    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _needs_gradient(arguments: tuple) -> bool:
