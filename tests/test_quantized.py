@@ -210,9 +210,9 @@ def test_command_line(method, tmp_path, capsys):
     assert described["weight_bytes"] == sum(x.nbytes for x in expected.values())
     assert cli.main(["generate", "X:1", "--model", out, "--max-new-tokens", "4", "--greedy"]) == 0
     assert capsys.readouterr().out.startswith("X:1")
-    for command in (["export", out, str(tmp_path / "out")], ["convert", out, str(tmp_path / "out")]):
-        assert cli.main(command) == 1
-        assert name in capsys.readouterr().err and not (tmp_path / "out").exists()
+    for command, said in (("export", name), ("convert", f"{out} is quantised already")):
+        assert cli.main([command, out, str(tmp_path / "out")]) == 1
+        assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert cli.main(["convert", path, str(tmp_path / "out.gguf"), "--to", "gguf", "--quantize", name]) == 2
     assert "--quantize is for a directory of this package, not for gguf" in capsys.readouterr().err
 

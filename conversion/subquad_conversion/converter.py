@@ -183,6 +183,8 @@ def convert(
         known = find_format(checkpoint)
         target = None if to == "directory" else find_target(known.model_type, to)
         given = checkpoint.settings
+        if given.get("quantization_config"):
+            raise ConversionError(f"{source} is quantised already. Convert the checkpoint that it was made from.")
         if config is not None:
             given = read_json(Path(config))
             if given.get("model_type", known.model_type) not in (known.model_type, *known.config_types):

@@ -285,6 +285,23 @@ def test_gradients_under_padding(variant, batch):
         torch.testing.assert_close(x, x_expected, atol=1e-8, rtol=1e-8)
 
 
+def test_an_answer_in_padding_is_an_error():
+    model = tiny(auto_class="AutoModelForQuestionAnswering")
+    ids, mask = padded([random_ids(n, seed=n) for n in (13, 30)], "left")
+    first = torch.tensor([17, 0])
+    outside = torch.tensor([17, 31])  # the second one is ignored, as by the models of transformers
+    for positions in (first, outside, first[:, None]):
+        assert model(ids, mask, start_positions=positions, end_positions=first).loss < 10
+    wrong = torch.tensor([16, 0])
+    for positions in (
+        {"start_positions": wrong, "end_positions": first},
+        {"start_positions": first, "end_positions": wrong},
+    ):
+        name = next(name for name, x in positions.items() if x is wrong)
+        with pytest.raises(ValueError, match=f"`{name}` of row 0 is 16, which is padding"):
+            model(ids, mask, **positions)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("auto_class", HEADS)
 def test_heads_under_padding(auto_class, side):

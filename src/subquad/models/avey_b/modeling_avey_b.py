@@ -18,6 +18,7 @@ from transformers.utils import can_return_tuple
 from subquad_kernels import dynamic_mixing, matmul, maxsim, split_ranker, static_mixing
 
 from ...layers import Linear, chosen_states, read_tokens, relu_squared, replaceable
+from ...padding import can_read_values
 from ...saving import SavedPreTrainedModel
 from .configuration_avey_b import AveyBConfig
 from .layout_avey_b import Text, read_text
@@ -359,6 +360,22 @@ class AveyBForTokenClassification(AveyBPreTrainedModel):
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
+def _check_answers(padding: torch.Tensor, **positions: torch.Tensor | None) -> None:
+    """Raises a ValueError if a position (batch) is one of padding (batch, length), whose logits say nothing."""
+    for name, found in positions.items():
+        if found is None or not can_read_values(found):
+            continue
+        index = found.to(padding.device).reshape(-1, 1).clamp_min(0)  # as the loss does
+        there = index < padding.shape[1]
+        wrong = padding.gather(1, index * there) & there
+        if wrong.any():
+            row = wrong.int().argmax().item()
+            raise ValueError(
+                f"`{name}` of row {row} is {index[row].item()}, which is padding. An answer, or the token that means "
+                "that there is none, must be in the text."
+            )
+
+
 class AveyBForQuestionAnswering(AveyBPreTrainedModel):
     """Avey-B with a head that finds where in a passage an answer begins and ends."""
 
@@ -381,12 +398,16 @@ class AveyBForQuestionAnswering(AveyBPreTrainedModel):
     ) -> QuestionAnsweringModelOutput:
         """
         Args:
-            start_positions, end_positions: (batch) the first and the last token of the answer. `position_ids` have no
-                influence. Other arguments: see [`AveyBModel`].
+            start_positions, end_positions: (batch) the first and the last token of the answer. If there is none, both
+                are that of a token outside the passage, such as CLS. Positions after the end are ignored.
+                `position_ids` have no influence. Other arguments: see [`AveyBModel`].
 
         Returns:
             loss if both positions are given; start_logits and end_logits (batch, length), for padding the lowest
             number of their dtype; hidden_states.
+
+        Raises:
+            ValueError: if a position is that of padding.
         """
         if kwargs.get("cu_seqlens") is not None or kwargs.get("cu_seq_lens_q") is not None:
             raise ValueError("`cu_seqlens`: an answer is looked for in one text per row, not in packed documents.")
@@ -395,6 +416,7 @@ class AveyBForQuestionAnswering(AveyBPreTrainedModel):
         if attention_mask is not None:
             padding = (attention_mask[:, -logits.shape[1] :] == 0)[..., None].to(logits.device)
             logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+            _check_answers(padding[..., 0], start_positions=start_positions, end_positions=end_positions)
         start_logits, end_logits = logits.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
