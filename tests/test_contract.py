@@ -660,6 +660,30 @@ def test_compiled_training(case, graphs):
     assert_all_close(found, gradients(case, model), **TOLERANCE)
 
 
+@pytest.mark.quick_cases("rwkv6", "gecko")
+@each(*BASE, RAVEN_FULL, RAVEN_BOTH)
+def test_compiled_packed_documents(case, graphs):
+    """Positions that restart are read between two graphs, and are an error where there must be one."""
+    model = case.model(num_hidden_layers=case.layer_kinds)
+    torch.set_default_device(None)
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def grads(call, ids, positions):
+        model.zero_grad()
+        call(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
+        return gradients(case, model)
+
+    for lengths in ((5, 1, 9), (15,), (3, 4, 6, 2)):
+        ids = case.ids(1, 15, seed=len(lengths))
+        positions = torch.cat([torch.arange(n, device=DEVICE) for n in lengths])[None]
+        expected = grads(model, ids, positions)
+        assert_all_close(grads(compiled, ids, positions), expected, **TOLERANCE)
+    with pytest.raises(Exception, match="a graph cannot read where: pass `cu_seqlens` instead"):
+        torch.compile(model, backend="eager", fullgraph=True)(input_ids=ids, position_ids=positions)
+    with pytest.raises(ValueError, match="compiled models read packed documents in one"):
+        compiled(input_ids=case.ids(2, 15), position_ids=positions)
+
+
 @pytest.mark.quick_cases("rwkv6", "raven")
 @each(*GENERATING, RAVEN_FULL, RAVEN_BOTH)
 def test_compiled_decode_step(case, graphs):

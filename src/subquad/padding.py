@@ -60,6 +60,26 @@ def last_token(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return x[:, -1].clone()
 
 
+def is_compiled() -> bool:
+    """Whether `torch.compile` traces this, which may leave a function out of its graphs. An export may not."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
+@torch.compiler.disable(
+    reason="`position_ids` may mark packed documents, and a graph cannot read where: pass `cu_seqlens` instead"
+)
+def read_boundaries(restarts: torch.Tensor) -> torch.Tensor | None:
+    """`cu_seqlens` of one row, restarts (1, length - 1); None if nothing restarts."""
+    if not restarts.any():
+        return None
+    if restarts.shape[0] > 1:
+        raise ValueError(
+            "`position_ids` restart inside a row of several: compiled models read packed documents in one."
+        )
+    begins = restarts[0].nonzero().flatten() + 1
+    return torch.nn.functional.pad(torch.nn.functional.pad(begins, (1, 0)), (0, 1), value=restarts.shape[1] + 1)
+
+
 class Tokens:
     """
     Which tokens of a call are real, and where documents begin among them.
@@ -68,8 +88,9 @@ class Tokens:
         batch, length, device: the shape and the device of the call's tokens.
         attention_mask: (batch, at least `length`), 0 for padding. The last `length` columns are read; those before
             belong to the tokens of earlier calls. Padding may be before or after the tokens of a row.
-        position_ids: (batch or 1, length). A position that does not follow the one before begins a new document. They
-            are not read while the model is traced (pass `cu_seqlens` then).
+        position_ids: (batch or 1, length). A position that does not follow the one before begins a new document. Under
+            `torch.compile` they are read between two graphs, so `fullgraph=True` needs `cu_seqlens` instead. They
+            are not read while the model is exported or captured (pass `cu_seqlens` then).
         cu_seqlens: (documents + 1), the boundaries 0, ..., length of documents packed into one row. The first document
             of a call continues the cache.
         input_ids: (batch, length), checked against `vocab_size`.
@@ -110,6 +131,9 @@ class Tokens:
             cu_seqlens = self._find_boundaries(cu_seqlens, device)
         elif position_ids is not None and length > 1:
             restarts = self._find_restarts(position_ids, mask, device)
+            if not can_read_values(restarts):
+                cu_seqlens = read_boundaries(restarts) if is_compiled() else None
+                restarts = None
 
         ids = None
         if input_ids is not None and should_check(input_ids):
@@ -218,8 +242,6 @@ class Tokens:
         if shape not in ((1, self.length), (self.batch, self.length)):
             raise ValueError(f"`position_ids` must be ({self.batch}, {self.length}), got {shape}.")
         position_ids = position_ids.to(device)
-        if not can_read_values(position_ids):
-            return None
         restarts = (position_ids[:, 1:] != position_ids[:, :-1] + 1).expand(self.batch, -1)
         # The positions of padding mean nothing.
         return restarts if mask is None else restarts & mask[:, 1:] & mask[:, :-1]
