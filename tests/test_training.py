@@ -72,6 +72,8 @@ def test_gradients_of_functions(model_type):
     each = torch.func.vmap(torch.func.grad(lambda weights, row: loss(weights, row[None])), (None, 0))(weights, ids)
     for n in range(2):
         close({name: grad[n] for name, grad in each.items()}, expected(ids[n : n + 1]))
+    with pytest.raises(ValueError, match="`position_ids` cannot be read under `torch.func`"):
+        torch.func.vmap(lambda row: model(row[None], position_ids=torch.arange(9)[None]).logits)(ids)
 
 
 def new_model(model_type, **fields):

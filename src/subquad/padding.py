@@ -17,11 +17,14 @@ def can_read_values(x: torch.Tensor) -> bool:
     Whether Python may branch on the values of a tensor. It may not while a graph is traced or captured, or under the
     transformations of `torch.func`, and a tensor on the meta device has no values.
     """
-    if torch.compiler.is_compiling() or x.device.type == "meta":
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or x.device.type == "meta" or is_transformed():
         return False
     return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def is_transformed() -> bool:
+    """Whether a transformation of `torch.func` runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def should_check(x: torch.Tensor) -> bool:
@@ -90,7 +93,7 @@ class Tokens:
             belong to the tokens of earlier calls. Padding may be before or after the tokens of a row.
         position_ids: (batch or 1, length). A position that does not follow the one before begins a new document. Under
             `torch.compile` they are read between two graphs, so `fullgraph=True` needs `cu_seqlens` instead. They
-            are not read while the model is exported or captured (pass `cu_seqlens` then).
+            are an error under `torch.func`, and are not read while the model is exported or captured.
         cu_seqlens: (documents + 1), the boundaries 0, ..., length of documents packed into one row. The first document
             of a call continues the cache.
         input_ids: (batch, length), checked against `vocab_size`.
@@ -132,6 +135,10 @@ class Tokens:
         elif position_ids is not None and length > 1:
             restarts = self._find_restarts(position_ids, mask, device)
             if not can_read_values(restarts):
+                if not torch.compiler.is_compiling() and is_transformed():
+                    raise ValueError(
+                        "`position_ids` cannot be read under `torch.func`: pass `cu_seqlens` for packed documents."
+                    )
                 cu_seqlens = read_boundaries(restarts) if is_compiled() else None
                 restarts = None
 
