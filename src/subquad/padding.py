@@ -63,11 +63,6 @@ def last_token(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return x[:, -1].clone()
 
 
-def is_compiled() -> bool:
-    """Whether `torch.compile` traces this, which may leave a function out of its graphs. An export may not."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-
-
 @torch.compiler.disable(
     reason="`position_ids` may mark packed documents, and a graph cannot read where: pass `cu_seqlens` instead"
 )
@@ -80,7 +75,7 @@ def read_boundaries(restarts: torch.Tensor) -> torch.Tensor | None:
             "`position_ids` restart inside a row of several: compiled models read packed documents in one."
         )
     begins = restarts[0].nonzero().flatten() + 1
-    return torch.nn.functional.pad(torch.nn.functional.pad(begins, (1, 0)), (0, 1), value=restarts.shape[1] + 1)
+    return torch.cat((begins.new_zeros(1), begins, begins.new_tensor([restarts.shape[1] + 1])))
 
 
 class Tokens:
@@ -135,11 +130,13 @@ class Tokens:
         elif position_ids is not None and length > 1:
             restarts = self._find_restarts(position_ids, mask, device)
             if not can_read_values(restarts):
-                if not torch.compiler.is_compiling() and is_transformed():
+                if torch.compiler.is_compiling():
+                    # `torch.compile` may leave a function out of its graphs. An export may not.
+                    cu_seqlens = None if torch.compiler.is_exporting() else read_boundaries(restarts)
+                elif is_transformed():
                     raise ValueError(
                         "`position_ids` cannot be read under `torch.func`: pass `cu_seqlens` for packed documents."
                     )
-                cu_seqlens = read_boundaries(restarts) if is_compiled() else None
                 restarts = None
 
         ids = None
