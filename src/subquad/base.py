@@ -61,6 +61,9 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         use_cache, past_key_values = self._without_cache_if_checkpointing(use_cache, past_key_values)
+        if past_key_values is not None and torch.compiler.is_compiling():
+            # `generate` compiles its steps to one graph each. Their positions only count the tokens.
+            position_ids = None
         x, tokens = read_tokens(
             self.config,
             self.get_input_embeddings(),

@@ -88,7 +88,8 @@ class Tokens:
             belong to the tokens of earlier calls. Padding may be before or after the tokens of a row.
         position_ids: (batch or 1, length). A position that does not follow the one before begins a new document. Under
             `torch.compile` they are read between two graphs, so `fullgraph=True` needs `cu_seqlens` instead. They
-            are an error under `torch.func`, and are not read while the model is exported or captured.
+            are an error under `torch.func`, and are not read while the model is exported or captured, or compiled
+            with a cache to continue.
         cu_seqlens: (documents + 1), the boundaries 0, ..., length of documents packed into one row. The first document
             of a call continues the cache.
         input_ids: (batch, length), checked against `vocab_size`.
