@@ -137,6 +137,11 @@ def _read_pattern(options: dict) -> dict[str, bool]:
     return saved | {name: bool(options[name]) for name in ("add_bos_token", "add_eos_token") if name in options}
 
 
+def _surround(begin: list[int], end: list[int], *texts: list[int] | None) -> list[int]:
+    """The texts that are not None in a row, each between `begin` and `end`."""
+    return [index for text in texts if text is not None for index in (*begin, *text, *end)]
+
+
 def _in_raw_text(token: str | AddedToken) -> str | AddedToken:
     """
     The token, looked for before normalization if it depends on the text around it. The normalizer writes a space as
@@ -263,8 +268,7 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
         begin, end = [self.bos_token_id] * self.add_bos_token, [self.eos_token_id] * self.add_eos_token
         if None in (*begin, *end):
             raise ValueError("`add_bos_token` needs a `bos_token`, and `add_eos_token` an `eos_token`; one is None.")
-        texts = [token_ids_0] if token_ids_1 is None else [token_ids_0, token_ids_1]
-        return [index for text in texts for index in (*begin, *text, *end)]
+        return _surround(begin, end, token_ids_0, token_ids_1)
 
     def get_special_tokens_mask(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None, already_has_special_tokens: bool = False
@@ -272,9 +276,8 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
         """1 for the BOS and EOS tokens of [`build_inputs_with_special_tokens`], and 0 for the tokens of the texts."""
         if already_has_special_tokens:
             return super().get_special_tokens_mask(token_ids_0, token_ids_1, already_has_special_tokens=True)
-        begin, end = [1] * self.add_bos_token, [1] * self.add_eos_token
-        texts = [token_ids_0] if token_ids_1 is None else [token_ids_0, token_ids_1]
-        return [flag for text in texts for flag in (*begin, *[0] * len(text), *end)]
+        zeros = (None if ids is None else [0] * len(ids) for ids in (token_ids_0, token_ids_1))
+        return _surround([1] * self.add_bos_token, [1] * self.add_eos_token, *zeros)
 
     @property
     def vocab_size(self) -> int:
