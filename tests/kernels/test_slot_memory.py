@@ -4,7 +4,17 @@ import inspect
 
 import pytest
 import torch
-from kernel_cases import DEVICE, EACH, PLAIN, TRITON, assert_results, expected, relative_error, triton
+from kernel_cases import (
+    DEVICE,
+    EACH,
+    PLAIN,
+    TRITON,
+    assert_like_reference,
+    assert_results,
+    expected,
+    relative_error,
+    triton,
+)
 from kernel_cases.slot_memory import OPERATOR, make
 
 from subquad_kernels import slot_memory, slot_memory_state
@@ -45,6 +55,28 @@ def test_slots_not_written_keep_their_bits(length, backend):
         slot_memory_state(before, inputs["k"], inputs["v"], inputs["log_f"], backend=backend)[:, :, kept],
         before[:, :, kept],
     )
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU blocks have one token, as finding their size would wait for it")
+@pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("documents", [None, (3, 0, 66, 1)])
+def test_sizes_of_blocks_in_plain_torch(block, documents, monkeypatch):
+    """The decays of each size of the smallest blocks come close to the limit, and pass it in blocks twice as long."""
+    eager = OPERATOR.module("eager")
+    found = []
+
+    def noting(log_f, decays):
+        found.append(decays.block)
+        return writes(log_f, decays)
+
+    writes = eager._Writes
+    monkeypatch.setattr(eager, "_Writes", noting)
+    inputs = make(2, 130, heads=1, decay="dense", documents=documents)
+    inputs["log_f"] = inputs["log_f"].clamp_min(-0.1) * 0.1
+    inputs["log_f"][:, 1::7, :, 3:5] = 0.95 * eager.LIMIT / block
+    inputs["log_f"][:, :, :, 7] = 0.95 * eager.LIMIT / block
+    assert_like_reference(OPERATOR, inputs, "eager")
+    assert found == [block, block]
 
 
 @EVERY

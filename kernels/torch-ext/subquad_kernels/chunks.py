@@ -6,7 +6,8 @@ every token of the left one in one matrix product, after the reads have been dec
 their token and the writes from their token to the boundary. The blocks then merge, and blocks twice as long follow.
 
 Every factor is the exponential of a sum of log decays, never of a difference. So none exceeds 1 and none suffers
-cancellation, whatever the decays. The price is log2(chunk) products over blocks instead of one over chunks.
+cancellation, whatever the decays. The price is log2(chunk) products over blocks instead of one over chunks. (The slot
+memory begins with longer blocks than one token where its decays are small enough for one product.)
 """
 
 import itertools

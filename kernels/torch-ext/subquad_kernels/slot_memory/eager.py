@@ -6,19 +6,25 @@ q and finds the logits of the slots, the second reads the values of the slots wi
 
 The token pairs of a chunk are covered by halving, see chunks.py. A token also reads what it writes itself: its read is
 decayed from the start of its block up to and including its own decay, its write from there to the end of its block.
+
+Halving begins with blocks of several tokens if no slot decays by more than exp(LIMIT) in any of them. In such a block
+the decay between two tokens is the product of a factor of each, and all pairs are one product. Models that forget slowly
+have blocks as long as a chunk. Blocks have a single token if slots are replaced or decay very fast, and on a GPU, where
+choosing their size would wait for the decays.
 """
 
 from collections.abc import Iterator
 
 import torch
 
-from ..backend import cast, widest
+from ..backend import can_read_without_sync, cast, widest
 from ..chunks import ChunkLayout, halves
 from ..state_pool import step_in_pool
 
 
 # Replaces -inf, which sums and products would turn into NaN. Its exponential is 0 too.
 LOG_ZERO = -1e4
+LIMIT = -8.0  # the larger a sum of log decays is, the more is rounded off
 
 
 def slot_memory_step_inplace(
@@ -52,24 +58,55 @@ def _step(state, new_state, q, k, v, log_f):
     return z.softmax(-1) @ slot_values
 
 
-def _decays(log_f):
-    """The decay of every block of 1, 2, 4, ... C tokens, (..., C / block, M) each."""
-    totals = [log_f]
-    while totals[-1].shape[-2] > 1:
-        totals.append(totals[-1].unflatten(-2, (-1, 2)).sum(-2))
-    return [total.exp() for total in totals]
+class _Decays:
+    """
+    The decays of the tokens and blocks of chunks, from log_f (..., C, M).
 
+    Attributes:
+        block: the number of tokens of the smallest blocks, a power of 2. All pairs of their tokens are one product.
+        totals: the decays of whole blocks of `block`, 2 `block`, ... C tokens, (..., C / size, M) each.
+        first: the decay of the first token of each block, (..., C / `block`, 1, M).
+        rise: the decay from the first token of a block to each of its tokens, (..., C / `block`, `block`, M). Times
+            `first` it is the decay from the start of the block up to and including the token.
+        fall: 1 / `rise`. Times `rise` of a later token it is the decay between the two.
+        last: `rise` of the last token. Times `fall` it is the decay from a token to the end of the block.
+    """
 
-def _pairs(decays):
-    """Yields (level, size, decay of left blocks, decay of right blocks) for each block size below that of a chunk."""
-    for level, decay in enumerate(decays[:-1]):
-        left, right = decay.unflatten(-2, (-1, 2)).unsqueeze(-2).unbind(-3)
-        yield level, 1 << level, left, right
+    def __init__(self, log_f: torch.Tensor):
+        sums = [log_f]
+        while sums[-1].shape[-2] > 1:
+            sums.append(sums[-1].unflatten(-2, (-1, 2)).sum(-2))
+        level = len(sums) - 1 if can_read_without_sync(log_f) else 0
+        while level and not sums[level].amin() >= LIMIT:  # also if it is NaN
+            level -= 1
+        self.block = 1 << level
+        self.totals = [total.exp() for total in sums[level:]]
+        blocks = log_f.unflatten(-2, (-1, self.block))
+        self.first = blocks[..., :1, :].exp()
+        rise = torch.zeros_like(blocks)
+        torch.cumsum(blocks[..., 1:, :], -2, out=rise[..., 1:, :])
+        self.rise = rise.exp_()
+        self.fall = self.rise.reciprocal()
+        self.last = self.rise[..., -1:, :]
 
+    def pairs(self) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """(level, size, decay of left blocks, decay of right blocks) for each size of blocks below that of a chunk."""
+        for level, total in enumerate(self.totals[:-1]):
+            left, right = total.unflatten(-2, (-1, 2)).unsqueeze(-2).unbind(-3)
+            yield level, self.block << level, left, right
 
-def _pairs_down(decays):
-    """As [`_pairs`], the largest blocks first."""
-    return reversed(list(_pairs(decays)))
+    def pairs_down(self) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """As [`pairs`], the largest blocks first."""
+        return reversed(list(self.pairs()))
+
+    def in_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """The tokens of each of the smallest blocks: (..., C, D) -> (..., C / block, block, D)."""
+        return x.unflatten(-2, (-1, self.block))
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """The pairs of tokens of each of the smallest blocks: (..., C, C) -> (..., C / block, block, block)."""
+        x = x.unflatten(-1, (-1, self.block)).unflatten(-3, (-1, self.block))
+        return x.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _between(x, block):
@@ -78,52 +115,73 @@ def _between(x, block):
     return x[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def _diagonal(x):
-    return x.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+class _Writes:
+    """
+    p = 1 - exp(log_f), how much tokens write to the slots.
+
+    Attributes:
+        falling: p times `fall`, in blocks.
+        levels: p of left blocks, decayed to the end of the block, for each size.
+        chunk: p, decayed to the end of the chunk.
+    """
+
+    def __init__(self, log_f: torch.Tensor, decays: _Decays):
+        self.falling = decays.in_blocks(-log_f.expm1()) * decays.fall
+        self.levels, self.chunk = [], (self.falling * decays.last).flatten(-3, -2)
+        for _, block, _, right in decays.pairs():
+            left = halves(self.chunk, block)[0]
+            self.levels.append(left.clone())
+            left.mul_(right)
 
 
-def _writes(p, decays):
-    """p of left blocks, decayed to the end of the block, for each size; p decayed to the end of the chunk."""
-    levels, p = [], p.clone()
-    for _, block, _, right in _pairs(decays):
-        p_left = halves(p, block)[0]
-        levels.append(p_left.clone())
-        p_left.mul_(right)
-    return levels, p
+class _Reads:
+    """
+    x, with which tokens read.
+
+    Attributes:
+        rising: x times `rise`, in blocks.
+        levels: x of right blocks, decayed from the start of the block, for each size.
+        chunk: x, decayed from the start of the chunk.
+    """
+
+    def __init__(self, x: torch.Tensor, decays: _Decays):
+        self.rising = decays.in_blocks(x) * decays.rise
+        self.levels, self.chunk = [], (self.rising * decays.first).flatten(-3, -2)
+        for _, block, left, _ in decays.pairs():
+            right = halves(self.chunk, block)[1]
+            self.levels.append(right.clone())
+            right.mul_(left)
 
 
-def _reads(x, decays):
-    """x of right blocks, decayed from the start of the block, for each size; x decayed from the start of the chunk."""
-    levels, x = [], x * decays[0]
-    for _, block, left, _ in _pairs(decays):
-        x_right = halves(x, block)[1]
-        levels.append(x_right.clone())
-        x_right.mul_(left)
-    return levels, x
-
-
-def _read(found, scores, p, writes, decays):
+def _read(found, scores, writes, decays):
     """
     For each token and slot the sum of what the tokens up to it wrote, weighted by `scores` (..., C, C). Overwrites
     `found`, what a token reads from the state that enters its chunk.
     """
-    for level, block, left, _ in _pairs_down(decays):
-        halves(found, block)[1].mul_(left).add_(_between(scores, block) @ writes[level])
-    return found.mul_(decays[0]).addcmul_(_diagonal(scores), p)
+    for level, block, left, _ in decays.pairs_down():
+        halves(found, block)[1].mul_(left).add_(_between(scores, block) @ writes.levels[level])
+    found = decays.in_blocks(found).mul_(decays.first)
+    found += decays.own(scores).tril() @ writes.falling
+    return found.mul_(decays.rise).flatten(-3, -2)
 
 
-def _weights(x, p, reads, writes, decays):
-    """Weight of the write of one token (column) in the read with x of another (row), over all slots: (..., C, C)."""
-    weights = torch.diag_embed((x * p).sum(-1))
-    for level, block, _, _ in _pairs(decays):
-        _between(weights, block).copy_(reads[level] @ writes[level].mT)
+def _weights(reads, writes, decays):
+    """Weight of the write of one token (column) in the read of another (row), over all slots: (..., C, C)."""
+    own = (reads.rising @ writes.falling.mT).tril_()
+    if len(decays.totals) == 1:  # a block is a whole chunk
+        return own.squeeze(-3)
+    weights = own.new_zeros(*reads.chunk.shape[:-1], reads.chunk.shape[-2])
+    decays.own(weights).copy_(own)
+    for level, block, _, _ in decays.pairs():
+        _between(weights, block).copy_(reads.levels[level] @ writes.levels[level].mT)
     return weights
 
 
 def _prepare(tensors, log_f, cu_seqlens):
     layout = ChunkLayout(log_f.shape[1], cu_seqlens, log_f.device)
     *tensors, log_f = (layout.to_chunks(x) for x in (*tensors, log_f.clamp_min(LOG_ZERO)))
-    return layout, tensors, -log_f.expm1(), _decays(log_f)
+    decays = _Decays(log_f)
+    return layout, tensors, log_f, decays, _Writes(log_f, decays)
 
 
 def _enter(layout, decay, p, written, initial_state, leaving) -> Iterator[torch.Tensor]:
@@ -150,9 +208,9 @@ def slot_state_chunked(
 ) -> torch.Tensor:
     """The state after the tokens k, v, log_f."""
     k, v, log_f, state = cast(widest(k, v, log_f, state), k, v, log_f, state)
-    layout, (written,), p, decays = _prepare((torch.cat((k, v), -1),), log_f, None)
+    layout, (written,), _, decays, writes = _prepare((torch.cat((k, v), -1),), log_f, None)
     leaving = []
-    for _ in _enter(layout, decays[-1].mT, _writes(p, decays)[1], written, state, leaving):
+    for _ in _enter(layout, decays.totals[-1].mT, writes.chunk, written, state, leaving):
         pass
     return leaving[0]
 
@@ -171,33 +229,31 @@ def slot_memory_chunked(
     """
     out_dtype, floats = v.dtype, (q, k, v, log_f, initial_state)
     q, k, v, log_f, initial_state = cast(widest(*floats), *floats)
-    layout, (q, k, v), p, decays = _prepare((q, k, v), log_f, cu_seqlens)
-    writes, p_chunk = _writes(p, decays)
+    layout, (q, k, v), _, decays, writes = _prepare((q, k, v), log_f, cu_seqlens)
     keys, values = _split(initial_state, k, v)
 
     def through_state(x, written, state, transposed):
         # Chunk by chunk, so that the states do not all exist at once.
         leaving, found = [], []
-        for n, entering in enumerate(_enter(layout, decays[-1].mT, p_chunk, written, state, leaving)):
+        for n, entering in enumerate(_enter(layout, decays.totals[-1].mT, writes.chunk, written, state, leaving)):
             found.append(x[:, :, n] @ (entering.mT if transposed else entering))
         return torch.stack(found, 2), torch.cat(leaving)
 
     found, keys = through_state(q, k, keys, True)
-    z = _read(found, q @ k.mT, p, writes, decays)
-    s = z.softmax(-1)
-    reads, s_chunk = _reads(s, decays)
-    out, values = through_state(s_chunk, v, values, False)
-    out += _weights(s, p, reads, writes, decays) @ v
+    z = _read(found, q @ k.mT, writes, decays)
+    reads = _Reads(z.softmax(-1), decays)
+    out, values = through_state(reads.chunk, v, values, False)
+    out += _weights(reads, writes, decays) @ v
     return layout.from_chunks(out).to(out_dtype), torch.cat((keys, values), -1), layout.from_chunks(z)
 
 
-def _form_backward(layout, a, b, x, p, decays, writes, p_chunk, initial_state, grad_state):
+def _form_backward(layout, a, b, x, writes, decays, initial_state, grad_state):
     """
     Both passes are sums over the tokens τ <= t of a_t · b_τ times the sum over slots of x_t p_τ and the decays between
     τ and t. Returns the gradients of a, b, x, p, the log decays (except through p) and the initial state.
     """
-    (reads, x_chunk), scores, decay = _reads(x, decays), a @ b.mT, decays[-1].mT
-    states = list(_enter(layout, decay, p_chunk, b, initial_state, []))
+    reads, scores, decay = _Reads(x, decays), a @ b.mT, decays.totals[-1].mT
+    states = list(_enter(layout, decay, writes.chunk, b, initial_state, []))
     n = len(states)
     da, db, dx, dp, dtotal = ([None] * n for _ in range(5))
     # The gradient of the state goes from the last chunk of each sequence to the first.
@@ -206,30 +262,43 @@ def _form_backward(layout, a, b, x, p, decays, writes, p_chunk, initial_state, g
         grad = layout.state_of(grad_state, sequence)
         for _ in range(layout.chunks[sequence]):
             n -= 1
-            state, reading = states.pop(), x_chunk[:, :, n]
+            state, reading = states.pop(), reads.chunk[:, :, n]
             da[n], dx[n] = reading @ state, a[:, :, n] @ state.mT
-            db[n], dp[n] = p_chunk[:, :, n] @ grad, b[:, :, n] @ grad.mT
+            db[n], dp[n] = writes.chunk[:, :, n] @ grad, b[:, :, n] @ grad.mT
             dtotal[n] = (state * grad).sum(-1)
             grad = torch.addcmul(reading.mT @ a[:, :, n], decay[:, :, n], grad)
         grad_initial[sequence] = grad
     da, db, dx, dp, dtotal = (torch.stack(chunks, 2) for chunks in (da, db, dx, dp, dtotal))
-    dtotal = dtotal.unsqueeze(-2) * decays[-1]
+    dtotal = dtotal.unsqueeze(-2) * decays.totals[-1]
 
-    weights = _weights(x, p, reads, writes, decays)
+    weights = _weights(reads, writes, decays)
     da += weights @ b
     db += weights.mT @ a
     # dx is decayed from the start of a block, dp to its end; dtotal is the gradient of the block's summed log decay.
-    for level, block, left, right in _pairs_down(decays):
+    for level, block, left, right in decays.pairs_down():
         x_right, p_left, between = halves(dx, block)[1], halves(dp, block)[0], _between(scores, block)
-        dleft = left * (x_right * reads[level]).sum(-2, keepdim=True)
-        dright = right * (p_left * writes[level]).sum(-2, keepdim=True)
+        dleft = left * (x_right * reads.levels[level]).sum(-2, keepdim=True)
+        dright = right * (p_left * writes.levels[level]).sum(-2, keepdim=True)
         dtotal = (dtotal[..., None, None, :] + torch.stack((dleft, dright), -3)).flatten(-4, -2)
-        x_right.mul_(left).add_(between @ writes[level])
-        p_left.mul_(right).add_(between.mT @ reads[level])
-    dx *= decays[0]
-    dtotal.addcmul_(dx, x)
-    own = _diagonal(scores)
-    return da, db, dx.addcmul_(own, p), dp.addcmul_(own, x), dtotal, torch.cat(grad_initial)
+        x_right.mul_(left).add_(between @ writes.levels[level])
+        p_left.mul_(right).add_(between.mT @ reads.levels[level])
+
+    # Inside the smallest blocks, first through the decays of whole blocks, then through those between two tokens.
+    x, p, own = reads.rising, writes.falling, decays.own(scores).tril()
+    dx, dp = (decays.in_blocks(y) for y in (dx, dp))
+    dx *= decays.first
+    dp *= decays.last
+    dfirst, dlast = (x * dx).sum(-2), (p * dp).sum(-2)
+    dx += own @ p
+    dp += own.mT @ x
+    # The gradient of the log decay between the first token and each one. Sums of it are those of the tokens' own.
+    dlog = (x * dx).addcmul_(p, dp, value=-1)
+    dlog[..., -1, :] += dlast
+    dlog = dlog.flip(-2).cumsum(-2).flip(-2)
+    dlog[..., 0, :] = dfirst
+    dlog += dtotal.unsqueeze(-2)
+    dx, dp, dlog = (y.flatten(-3, -2) for y in (dx.mul_(decays.rise), dp.mul_(decays.fall), dlog))
+    return da, db, dx, dp, dlog, torch.cat(grad_initial)
 
 
 def slot_memory_chunked_backward(
@@ -250,13 +319,12 @@ def slot_memory_chunked_backward(
     floats = q, k, v, log_f, initial_state
     dtype = widest(*floats)
     grad_out, grad_state, q, k, v, log_f, initial_state = cast(dtype, grad_out, grad_state, *floats)
-    layout, (q, k, v, g, z), p, decays = _prepare((q, k, v, grad_out, logits), log_f, cu_seqlens)
+    layout, (q, k, v, g, z), log_f, decays, writes = _prepare((q, k, v, grad_out, logits), log_f, cu_seqlens)
     (keys, values), (grad_keys, grad_values) = (_split(x, k, v) for x in (initial_state, grad_state))
-    shared = p, decays, *_writes(p, decays)
     s = z.softmax(-1)
-    _, dv, ds, dp, dlog_f, grad_values = _form_backward(layout, g, v, s, *shared, values, grad_values)
+    _, dv, ds, dp, dlog_f, grad_values = _form_backward(layout, g, v, s, writes, decays, values, grad_values)
     dz = s * (ds - (s * ds).sum(-1, keepdim=True))
-    dq, dk, _, dp_k, dlog_f_k, grad_keys = _form_backward(layout, q, k, dz, *shared, keys, grad_keys)
-    dlog_f += dlog_f_k - decays[0] * (dp + dp_k)
+    dq, dk, _, dp_k, dlog_f_k, grad_keys = _form_backward(layout, q, k, dz, writes, decays, keys, grad_keys)
+    dlog_f += dlog_f_k - log_f.exp() * (dp + dp_k)
     grads = [layout.from_chunks(x) for x in (dq, dk, dv, dlog_f)]
     return grads if initial_state is None else [*grads, torch.cat((grad_keys, grad_values), -1)]
