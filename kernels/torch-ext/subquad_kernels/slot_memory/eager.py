@@ -8,9 +8,9 @@ The token pairs of a chunk are covered by halving, see chunks.py. A token also r
 decayed from the start of its block up to and including its own decay, its write from there to the end of its block.
 
 Halving begins with blocks of several tokens if no slot decays by more than exp(LIMIT) in any of them. In such a block
-the decay between two tokens is the product of a factor of each, and all pairs are one product. Models that forget slowly
-have blocks as long as a chunk. Blocks have a single token if slots are replaced or decay very fast, and on a GPU, where
-choosing their size would wait for the decays.
+the decay between two tokens is the product of a factor of each, and all pairs are one product. Models that forget
+slowly have blocks as long as a chunk. Blocks have a single token if slots are replaced or decay very fast, and on a
+GPU, where choosing their size would wait for the decays.
 """
 
 from collections.abc import Iterator
