@@ -59,7 +59,7 @@ def test_slots_not_written_keep_their_bits(length, backend):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU blocks have one token, as finding their size would wait for it")
 @pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 32, 64])
-@pytest.mark.parametrize("documents", [None, (3, 0, 66, 1)])
+@pytest.mark.parametrize("documents", [None, (250, 0, 64)])
 def test_sizes_of_blocks_in_plain_torch(block, documents, monkeypatch):
     """The decays of each size of the smallest blocks come close to the limit, and pass it in blocks twice as long."""
     eager = OPERATOR.module("eager")
@@ -71,7 +71,7 @@ def test_sizes_of_blocks_in_plain_torch(block, documents, monkeypatch):
 
     writes = eager._Writes
     monkeypatch.setattr(eager, "_Writes", noting)
-    inputs = make(2, 130, heads=1, decay="dense", documents=documents)
+    inputs = make(2, 250, heads=1, decay="dense", documents=documents)
     inputs["log_f"] = inputs["log_f"].clamp_min(-0.1) * 0.1
     inputs["log_f"][:, 1::7, :, 3:5] = 0.95 * eager.LIMIT / block
     inputs["log_f"][:, :, :, 7] = 0.95 * eager.LIMIT / block

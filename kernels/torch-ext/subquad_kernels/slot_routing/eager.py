@@ -29,7 +29,7 @@ def _route(
     m = _scores(logits, score)
     kept = m
     if topk < logits.shape[-1]:
-        kept = torch.where(_chosen(logits if bias is None else m + bias, topk), m, 0.0)
+        kept = m * _chosen(logits if bias is None else m + bias, topk)  # where() takes three times as long
     if score == "sigmoid":
         return m, kept / (scale * (kept.sum(-1, keepdim=True) + 1e-9))
     return m, kept / scale
