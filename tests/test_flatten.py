@@ -17,7 +17,7 @@ LIMITS = {
     "rwkv7": 6900,
     "avey": 5600,
     "avey-b": 4150,
-    "raven": 6950,
+    "raven": 7000,
     "gecko": 8950,
     "visual_rwkv": 7800,
 }
