@@ -13,10 +13,11 @@ What stands in the way, as far as these numbers show it:
 
   Raven   Its decays begin near 1, so that slots fill up slowly. In longer texts they hold more of the haystack than
           they ever did in training: needles near the end are lost first, not the oldest ones (see the needle in a
-          haystack). With decays that begin faster the memory is as full in training as later. With one seed, faster
-          decays alone or more steps alone do not help at 4 times the length. With both, nearly all answers are right
-          there with both seeds, but the common recipe reaches as much with one of its seeds. At 16 times the seeds
-          differ more than the recipes do.
+          haystack). With decays that begin faster the memory is as full in training as later. With one seed, more
+          steps alone reach most answers at 4 times the length, and faster decays alone do not learn the task. With
+          both, one seed reaches nearly all answers there and the other two thirds, and the common recipe reaches as
+          much with one of its seeds. Seeds differ more than the recipes do, and so does the same seed if sums are
+          rounded differently.
   Avey    If its ranker does not retrieve the split with the first digit, the answer is hardly ever right. If it does,
           most answers of five digits are right, and all answers of one digit. A boundary of splits often parts five
           digits from their words or from each other, and fewer of these needles are found. With one digit and the
