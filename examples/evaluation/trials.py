@@ -13,11 +13,11 @@ What stands in the way, as far as these numbers show it:
 
   Raven   Its decays begin near 1, so that slots fill up slowly. In longer texts they hold more of the haystack than
           they ever did in training: needles near the end are lost first, not the oldest ones (see the needle in a
-          haystack). With decays that begin faster the memory is as full in training as later. With one seed, more
-          steps alone reach most answers at 4 times the length, and faster decays alone do not learn the task. With
-          both, one seed reaches nearly all answers there and the other two thirds, and the common recipe reaches as
-          much with one of its seeds. Seeds differ more than the recipes do, and so does the same seed if sums are
-          rounded differently.
+          haystack). With decays that begin faster the memory is as full in training as later. With one seed, a
+          model with more steps alone gives most answers at 4 times the length, and one with faster decays alone does
+          not learn the task. With both, one seed gives nearly all answers there, and the other one gives two thirds.
+          The common recipe gives nearly all with one of its seeds too. Seeds change the numbers more than the recipes
+          do, and rounding changes them as much.
   Avey    If its ranker does not retrieve the split with the first digit, the answer is hardly ever right. If it does,
           most answers of five digits are right, and all answers of one digit. A boundary of splits often parts five
           digits from their words or from each other, and fewer of these needles are found. With one digit and the

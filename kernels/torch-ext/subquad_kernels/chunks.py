@@ -14,6 +14,7 @@ import itertools
 
 import torch
 
+from .backend import cdiv
 from .documents import document_bounds
 
 
@@ -40,19 +41,15 @@ class ChunkLayout:
         bounds = document_bounds(cu_seqlens, length)
         lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
         self.length = length
-        self.chunk = min(chunk_size, 1 << max(max(lengths) - 1, 0).bit_length())
-        while self.chunk > SHORTEST and sum(self._filled(lengths)) > MOST_FILLED * sum(lengths):
-            self.chunk //= 2
-        self.chunks = [n // self.chunk for n in self._filled(lengths)]
+        chunk = min(chunk_size, 1 << max(max(lengths) - 1, 0).bit_length())
+        while chunk > SHORTEST and chunk * sum(cdiv(n, chunk) for n in lengths) > MOST_FILLED * sum(lengths):
+            chunk //= 2
+        self.chunk, self.chunks = chunk, [cdiv(n, chunk) for n in lengths]
         self.packed = len(lengths) > 1
         if self.packed:
             first = [sum(self.chunks[:n]) * self.chunk for n in range(len(lengths))]
             tokens = [torch.arange(a, a + n) for a, n in zip(first, lengths, strict=True)]
             self._index = torch.cat(tokens).to(device)
-
-    def _filled(self, lengths: list[int]) -> list[int]:
-        """The lengths of the sequences with the gaps that complete their last chunks."""
-        return [-(-n // self.chunk) * self.chunk for n in lengths]
 
     def chunks_of(self, x: torch.Tensor) -> torch.Tensor:
         """As [`to_chunks`], in the memory of x if there are no gaps."""
