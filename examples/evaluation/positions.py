@@ -256,10 +256,9 @@ def draw(record: dict[str, Any]) -> dict[str, Any]:
             line = {**line_of(architecture), "marker": ""}
             places, bits = smoothed(row)
             axes.plot(places, bits, **line)
-            if "errors" in row:  # older rows do not have them
-                bits, errors = torch.tensor(bits), torch.tensor(smoothed(row, "errors")[1])
-                style = {"color": line["color"], "alpha": 0.12, "linewidth": 0}
-                axes.fill_between(places, bits - errors, bits + errors, **style)
+            bits, errors = torch.tensor(bits), torch.tensor(smoothed(row, "errors")[1])
+            style = {"color": line["color"], "alpha": 0.12, "linewidth": 0}
+            axes.fill_between(places, bits - errors, bits + errors, **style)
         header = next(iter(tunes.values()))["header_bytes"]
         axes.axvspan(0, header, color="#eeeeee", zorder=0)
         axes.text(1, 0.02, "mean header", transform=axes.get_xaxis_transform(), fontsize=7)

@@ -36,13 +36,11 @@ PLAIN = Recipe("the settings that all architectures have in common")
 SPARSE = {"topk": 4}
 UNTIED = {"tie_word_embeddings": False}
 QUICK = {"dt_bias": -1.0, "A_log": 1.4}
-NO_DECAY = {"weight_decay": 0.0}
 RECIPES: dict[str, dict[str, Recipe]] = {
     "raven": {
         COMMON: PLAIN,
         "sparse": Recipe("a token is written to 4 of 32 slots, as few as in the paper, not to 16", SPARSE),
-        "no-decay": Recipe("no weight decay: the paper mentions none", options=NO_DECAY),
-        "sparse-no-decay": Recipe("4 of 32 slots and no weight decay", SPARSE, NO_DECAY),
+        "no-decay": Recipe("no weight decay: the paper mentions none", options={"weight_decay": 0.0}),
         "slots": Recipe("128 slots, of which 16 are written", {"num_slots": 128}),
         "silent": Recipe("no noise in the router", {"add_gumbel_noise": False}),
         "slow": Recipe("a third of the learning rate", options={"lr": 1e-3}),
@@ -66,11 +64,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "untied": Recipe("the head does not share the embeddings, which the ranker compares", UNTIED),
         "untied-mixed": Recipe("untied and mixed", UNTIED, {"answers": "mixed"}),
         "untied-late": Recipe("untied, and rows end before the digit in the second half", UNTIED, {"answers": "late"}),
-        "untied-max": Recipe("untied, scores are divided by the largest", UNTIED | {"score_normalization": "max"}),
         "untied-k8": Recipe("untied, 7 splits are retrieved", UNTIED | {"k": 8}),
-        "untied-k8-late": Recipe(
-            "untied, 7 splits, rows end before the digit late", UNTIED | {"k": 8}, {"answers": "late"}
-        ),
         "untied-wide": Recipe(
             "untied, splits of 64 tokens, in which a needle is cut less often", UNTIED | {"chunk_size": 64}
         ),
@@ -86,8 +80,6 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         ),
         "max": Recipe("scores are divided by the largest, as in the paper", {"score_normalization": "max"}),
         "k8": Recipe("7 splits are retrieved, as in the paper, not 3", {"k": 8}),
-        "long": Recipe("twice as many steps", options={"steps": 5000}),
-        "untied-long": Recipe("untied, twice as many steps", UNTIED, {"steps": 5000}),
     },
 }
 CHOSEN = {"raven": "brisk-long"}  # architecture to the recipe of its needle, if it is not the common one
