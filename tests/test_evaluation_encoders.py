@@ -361,6 +361,8 @@ def test_findings_say_where_the_paper_is_not_confirmed():
         for line in said
     )
     assert "Avey-B has not learned retrieval: 40.0% at 256 tokens." in said
+    some = encoders.findings(made_record(**{"avey-b": (0.4, 0.6)}))
+    assert "Avey-B has not learned retrieval with every seed: 50.0% (40.0%–60.0%) at 256 tokens." in some
     assert said[-1] == "Not measured yet: masked of ModernBERT, tokens of ModernBERT, retrieval of ModernBERT."
     record["rows"] = [row for row in record["rows"] if row["problem"] == "masked"]
     assert encoders.findings(record)[-1] == (
