@@ -27,7 +27,7 @@ from .runs import Record  # noqa: E402
 
 OUT = Path("build/evaluation")
 # Rows of several hundred lengths need more matrix kernels than oneDNN usually keeps. Otherwise it would make most of
-# them again in every step, which takes a quarter of the time of a small model.
+# them again in every step, which takes up to a third of the time of a small model.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
 
 
