@@ -33,13 +33,12 @@ class Recipe(NamedTuple):
 
 COMMON = "common"
 PLAIN = Recipe("the settings that all architectures have in common")
-SPARSE = {"topk": 4}
 UNTIED = {"tie_word_embeddings": False}
 QUICK = {"dt_bias": -1.0, "A_log": 1.4}
 RECIPES: dict[str, dict[str, Recipe]] = {
     "raven": {
         COMMON: PLAIN,
-        "sparse": Recipe("a token is written to 4 of 32 slots, as few as in the paper, not to 16", SPARSE),
+        "sparse": Recipe("a token is written to 4 of 32 slots, as few as in the paper, not to 16", {"topk": 4}),
         "no-decay": Recipe("no weight decay: the paper mentions none", options={"weight_decay": 0.0}),
         "slots": Recipe("128 slots, of which 16 are written", {"num_slots": 128}),
         "silent": Recipe("no noise in the router", {"add_gumbel_noise": False}),
