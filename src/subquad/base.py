@@ -2,13 +2,13 @@
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
 from .cache import RecurrentCache, check_cache
 from .layers import read_tokens
 from .padding import Tokens, last_token
 from .saving import SavedPreTrainedModel
+from .versions import CACHE_NAMES, RecurrentModelOutput, named_cache
 
 
 logger = logging.get_logger(__name__)
@@ -20,7 +20,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
     cache_class: type[RecurrentCache] = RecurrentCache
     supports_gradient_checkpointing = True
     _can_compile_fullgraph = True
-    _skip_keys_device_placement = "past_key_values"
+    _skip_keys_device_placement = list(CACHE_NAMES)
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         config.validate_architecture()  # its fields may have been set since it was created
@@ -43,7 +43,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
-        past_key_values: RecurrentCache | None,
+        cache: RecurrentCache | None,
         use_cache: bool | None,
         cu_seq_lens_q: torch.Tensor | None = None,
         wanted: dict[str, torch.Tensor] | None = None,
@@ -51,7 +51,8 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
     ) -> tuple[torch.Tensor, Tokens, RecurrentCache | None, bool]:
         """
         The start of every forward pass: the checks of its arguments, before any work. `cu_seq_lens_q` is the name of
-        `cu_seqlens` in transformers' collators. For `wanted` see [`Tokens`]; other arguments are ignored.
+        `cu_seqlens` in transformers' collators. For `wanted` see [`Tokens`]; the others are common arguments that the
+        blocks do not need.
 
         Returns:
             the embeddings (batch, length, width), which of them are real and where documents begin, the cache to fill,
@@ -60,8 +61,8 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        use_cache, past_key_values = self._without_cache_if_checkpointing(use_cache, past_key_values)
-        if past_key_values is not None and torch.compiler.is_compiling():
+        use_cache, cache = self._without_cache_if_checkpointing(use_cache, cache)
+        if cache is not None and torch.compiler.is_compiling():
             # `generate` compiles its steps to one graph each. Their positions only count the tokens.
             position_ids = None
         x, tokens = read_tokens(
@@ -74,48 +75,48 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
             cu_seqlens,
             wanted,
         )
-        if past_key_values is not None:
-            check_cache(past_key_values, self.config, tokens, self.cache_class)
+        if cache is not None:
+            check_cache(cache, self.config, tokens, self.cache_class)
         elif use_cache:
-            past_key_values = self.new_cache()
-        return x, tokens, past_key_values, use_cache
+            cache = self.new_cache()
+        return x, tokens, cache, use_cache
 
     @staticmethod
-    def fill_output(x: torch.Tensor, tokens: Tokens, past_key_values: RecurrentCache | None) -> torch.Tensor:
+    def fill_output(x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None) -> torch.Tensor:
         """
         The output of all blocks, (batch, length, width), in which padding repeats the last real token before it, also
         one of an earlier call. It is zero if there is none.
         """
-        if past_key_values is None:
+        if cache is None:
             return tokens.fill(x, None)
-        x = tokens.fill(x, past_key_values.after_blocks.get("output"))
-        past_key_values.after_blocks.step("output", last_token, x)
+        x = tokens.fill(x, cache.after_blocks.get("output"))
+        cache.after_blocks.step("output", last_token, x)
         return x
 
     def make_output(
-        self, x: torch.Tensor, tokens: Tokens, past_key_values: RecurrentCache | None, use_cache: bool
-    ) -> BaseModelOutputWithPast:
+        self, x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None, use_cache: bool
+    ) -> RecurrentModelOutput:
         """
         The end of the forward pass of a model that keeps nothing but recurrent states: the cache counts the tokens.
         x (batch, length, width) is the model's output.
         """
-        x = self.fill_output(x, tokens, past_key_values)
-        if past_key_values is not None:
-            past_key_values.advance(x.shape[1])
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values if use_cache else None)
+        x = self.fill_output(x, tokens, cache)
+        if cache is not None:
+            cache.advance(x.shape[1])
+        return RecurrentModelOutput(last_hidden_state=x, **named_cache(cache if use_cache else None))
 
-    def _without_cache_if_checkpointing(self, use_cache: bool, past_key_values: RecurrentCache | None):
+    def _without_cache_if_checkpointing(self, use_cache: bool, cache: RecurrentCache | None):
         """
         A block that runs again in the backward pass would read its tokens into the state twice.
 
         Raises:
             ValueError: if a cache was given nevertheless.
         """
-        if not (self.training and (use_cache or past_key_values is not None)):
-            return use_cache, past_key_values
+        if not (self.training and torch.is_grad_enabled() and (use_cache or cache is not None)):
+            return use_cache, cache
         if not any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
-            return use_cache, past_key_values
-        if past_key_values is not None:
-            raise ValueError("`past_key_values` cannot be continued in training with gradient checkpointing.")
+            return use_cache, cache
+        if cache is not None:
+            raise ValueError("`cache` cannot be continued in training with gradient checkpointing.")
         logger.warning_once("`use_cache=True` is incompatible with gradient checkpointing: no cache is returned.")
         return False, None

@@ -271,7 +271,7 @@ class RecurrentCache(Cache):
     The states of a recurrent model: a few named tensors per block, whose size does not depend on the length of the
     text.
 
-    `generate` and the models create one by themselves. Passed to a later call (`past_key_values`), it continues the
+    `generate` and the models create one by themselves. Passed to a later call (`cache`), it continues the
     text. Rolling back (`crop`) rebuilds the states from those before the recorded tokens and from what each of these
     contributed, so call [`~RecurrentCache.activate_past_recording`] before the tokens are read. Assisted decoding does
     that.
@@ -379,6 +379,14 @@ class RecurrentCache(Cache):
         """-1: there is no limit."""
         return -1
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """
+        False for every layer: a cache that transformers takes for linear attention alone does not count its tokens, so
+        `generate` would read a text from its beginning, and not from where this cache ends.
+        """
+        return [False] * len(self.layers)
+
     def reserve(self, tokens: int) -> None:
         """
         Makes sure that there will be room for a text of `tokens` tokens. A recurrent state always has it.
@@ -394,7 +402,7 @@ class RecurrentCache(Cache):
         """
         self.after_blocks.record_past = self.records_past  # transformers may end the recording of the layers
         if tokens.cu_seqlens is not None and self.records_past:
-            raise ValueError("Packed documents cannot be read while `past_key_values` records the past.")
+            raise ValueError("Packed documents cannot be read while `cache` records the past.")
 
     def advance(self, tokens: int) -> None:
         """Counts the tokens of a call, after every block has read them."""
@@ -670,7 +678,7 @@ RecurrentCache.static_class = StaticRecurrentCache
 
 
 def check_cache(
-    past_key_values: Any,
+    cache: Any,
     config: PreTrainedConfig,
     tokens: Tokens,
     cache_class: type[RecurrentCache],
@@ -679,16 +687,16 @@ def check_cache(
     Raises:
         ValueError: if a cache is not one of this model or of this batch, or cannot continue with these tokens.
     """
-    if not isinstance(past_key_values, cache_class):
+    if not isinstance(cache, cache_class):
         raise ValueError(
-            f"`past_key_values` must be a {cache_class.__name__}, which the model returns with `use_cache=True`; got "
-            f"{type(past_key_values).__name__}."
+            f"`cache` must be a {cache_class.__name__}, which the model returns with `use_cache=True`; got "
+            f"{type(cache).__name__}."
         )
-    _check_sizes("`past_key_values`", past_key_values.sizes, cache_class.sizes_of(config))
-    held = past_key_values.batch_size
+    _check_sizes("`cache`", cache.sizes, cache_class.sizes_of(config))
+    held = cache.batch_size
     if held not in (-1, tokens.batch):
-        raise ValueError(f"`past_key_values` holds the state of {held} sequences, the input has {tokens.batch}.")
-    past_key_values.check_tokens(tokens)
+        raise ValueError(f"`cache` holds the state of {held} sequences, the input has {tokens.batch}.")
+    cache.check_tokens(tokens)
 
 
 def _concatenate(states: list[torch.Tensor]) -> torch.Tensor:

@@ -6,16 +6,19 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 from transformers.generation import GenerationMixin, GenerationMode, MaxLengthCriteria, StoppingCriteriaList
-from transformers.utils import logging
+from transformers.utils import ModelOutput, logging
 
+from .arguments import refuse_unknown
 from .cache import RecurrentCache
+from .self_check import check_once
+from .versions import CACHE_NAME, cache_of, named_cache, with_one_cache_name
 
 
 logger = logging.get_logger(__name__)
 # Arguments of `generate` that exclude a prefix cache. Assisted decoding reads the whole text into the cache that it is
 # given.
 NOT_WITH_PREFIXES = (
-    *("inputs_embeds", "pixel_values", "past_key_values", "cache_implementation"),
+    *("inputs_embeds", "pixel_values", "cache", "cache_implementation"),
     *("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),
 )
 
@@ -34,22 +37,42 @@ class RecurrentGenerationMixin(GenerationMixin):
             prefix_cache: a [`PrefixCache`], in which the longest known beginning of the text is looked up, and which
                 keeps the states after the prompt and after the generated text. One text at a time, without padding.
         """
+        kwargs = with_one_cache_name(kwargs)
         refusal = _why_not_one_text(args, kwargs)
         if prefix_cache is None and self.make_prefix_cache is not None and refusal is None:
             prefix_cache = self.__dict__.setdefault("own_prefix_cache", self.make_prefix_cache())
         if prefix_cache is None:
-            return super().generate(*args, **kwargs)
+            return self._generate(*args, **kwargs)
         if refusal is not None:
             raise ValueError(refusal)
         ids = _given_ids(args, kwargs)
         kwargs.setdefault("attention_mask", torch.ones_like(ids))
         # The last token is left to `generate`, which needs the logits after it.
         cache = prefix_cache.read(self, ids[0, :-1])
-        out = super().generate(*args, past_key_values=cache, **kwargs)
+        out = self._generate(*args, cache=cache, **kwargs)
         sequences = out if isinstance(out, torch.Tensor) else out.sequences
         if cache.batch_size == 1:
             prefix_cache.put(sequences[0, : cache.get_seq_length()], cache)
         return out
+
+    def _generate(self, *args, cache: RecurrentCache | None = None, **kwargs):
+        """`generate` of transformers. Its output has the cache under both names."""
+        if cache is not None:
+            kwargs |= named_cache(cache)
+        check_once(self)
+        out = super().generate(*args, **kwargs)
+        if CACHE_NAME != "cache" and isinstance(out, ModelOutput):
+            out.cache = cache_of(out)
+        return out
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """
+        As in transformers, but a name that neither `generate` nor the model knows is a TypeError with the names that
+        look like it.
+        """
+        known = self.known_arguments | vars(GenerationConfig()).keys() | {"prefix_cache"}
+        refuse_unknown(model_kwargs, known, f"{type(self).__name__}.generate()")
+        super()._validate_model_kwargs(model_kwargs)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -79,11 +102,11 @@ class RecurrentGenerationMixin(GenerationMixin):
         max_cache_length: int,
     ):
         implementation = generation_config.cache_implementation
-        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+        if model_kwargs.get(CACHE_NAME) is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-            if isinstance(cache := model_kwargs.get("past_key_values"), RecurrentCache):
+            if isinstance(cache := model_kwargs.get(CACHE_NAME), RecurrentCache):
                 _check_continuation(cache, generation_config, model_kwargs)
                 repeats = max(generation_config.num_beams, generation_config.num_return_sequences)
                 if repeats > 1 and cache.batch_size == batch_size:  # the text is continued several times
@@ -95,42 +118,49 @@ class RecurrentGenerationMixin(GenerationMixin):
                 # As in transformers: a cache as large as the last one, for which the step is already compiled.
                 max_cache_len = max(max_cache_len, getattr(self, "_previous_max_cache_length", 1))
                 self._previous_max_cache_length = max_cache_len
-            model_kwargs["past_key_values"] = self.new_cache(implementation == "static", max_cache_len)
+            cache = self.new_cache(implementation == "static", max_cache_len)
             if generation_config.is_assistant:
-                model_kwargs["past_key_values"].activate_past_recording()
+                cache.activate_past_recording()
+            model_kwargs |= named_cache(cache)
         else:
             raise ValueError(f"`cache_implementation` {implementation!r} does not apply to a recurrent state.")
 
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_NAME)
         unallocated = cache is not None and cache.is_compileable and not cache.is_initialized
         if generation_config.prefill_chunk_size and unallocated:
             # transformers also compiles the chunked prefill, and what a compiled call allocates does not last.
             rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-            self.base_model(torch.zeros(rows, 1, dtype=torch.long, device=self.device), past_key_values=cache)
+            self.base_model(torch.zeros(rows, 1, dtype=torch.long, device=self.device), cache=cache)
             cache.reset()
 
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: RecurrentCache | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         is_first_iteration: bool | None = False,
         **kwargs,
     ) -> dict:
-        """As in transformers, but without a mask for a single generated token, which is never padding."""
+        """
+        As in transformers, but without a mask for a single generated token, which is never padding. The cache keeps
+        the name `past_key_values` among the inputs: PEFT looks for it there, and the models take either name.
+        """
+        kwargs = with_one_cache_name(kwargs)
+        cache = kwargs.pop("cache", None)
         inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
+            **named_cache(cache),
             **kwargs,
         )
+        if CACHE_NAME in inputs:
+            inputs["past_key_values"] = inputs.pop(CACHE_NAME)
         ids = inputs.get("input_ids")
-        if not is_first_iteration and past_key_values is not None and ids is not None and ids.shape[1] == 1:
+        if not is_first_iteration and cache is not None and ids is not None and ids.shape[1] == 1:
             inputs.pop("attention_mask", None)
         return inputs
 
@@ -203,6 +233,6 @@ def _check_continuation(cache: RecurrentCache, generation_config: GenerationConf
     length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
     if length is not None and length <= (read := cache.get_seq_length()):
         raise ValueError(
-            f"`past_key_values` has read {read} tokens, but the text has {length}. Give the whole text, or only its "
+            f"`cache` has read {read} tokens, but the text has {length}. Give the whole text, or only its "
             "new tokens with the `attention_mask` of the whole text."
         )

@@ -60,9 +60,7 @@ class GrowingCache(CountingCache):
         if room is None:
             self._limit = self._whole_units(tokens)
         elif tokens > room:
-            raise ValueError(
-                f"`past_key_values` is static, with a `max_cache_len` of {room} tokens; {tokens} would be kept."
-            )
+            raise ValueError(f"`cache` is static, with a `max_cache_len` of {room} tokens; {tokens} would be kept.")
 
     def room_for(self, tokens: int) -> int:
         """

@@ -2,10 +2,11 @@
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
 from transformers.utils import can_return_tuple
 
+from .arguments import checks_arguments
 from .cache import RecurrentCache
+from .versions import RecurrentCausalLMOutput, RecurrentClassifierOutput, cache_of, named_cache
 
 
 class CausalLMHead:
@@ -22,29 +23,30 @@ class CausalLMHead:
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.set_submodule(self.lm_head_name, new_embeddings)
 
+    @checks_arguments
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cu_seqlens: torch.Tensor | None = None,
         **kwargs,
-    ) -> CausalLMOutputWithPast:
+    ) -> RecurrentCausalLMOutput:
         """
         Args:
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cu_seqlens: see the
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, cu_seqlens: see the
                 base model.
             labels: (batch, length) ids to predict, shifted inside the model; -100 is ignored.
             logits_to_keep: the number of last tokens to compute logits for (0: all), or the indices of the tokens.
 
         Returns:
-            loss if `labels` are given, logits (batch, kept, vocabulary), past_key_values, hidden_states.
+            loss if `labels` are given, logits (batch, kept, vocabulary), cache, hidden_states.
         """
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"`logits_to_keep` must be 0 or more, got {logits_to_keep}.")
@@ -52,7 +54,7 @@ class CausalLMHead:
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
@@ -66,12 +68,12 @@ class CausalLMHead:
         if labels is not None:
             vocabulary = self.config.get_text_config().vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **kwargs)
-        return CausalLMOutputWithPast(
+        return RecurrentCausalLMOutput(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **named_cache(cache_of(outputs)),
         )
 
 
@@ -81,18 +83,19 @@ class SequenceClassificationHead:
     # Regression and multi-label losses are means whatever `num_items_in_batch` is; `Trainer` weighs them.
     accepts_loss_kwargs = False
 
+    @checks_arguments
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs,
-    ) -> SequenceClassifierOutputWithPast:
+    ) -> RecurrentClassifierOutput:
         """
         Args:
             labels: (batch) class ids or regression targets, or (batch, classes) targets of a multi-label problem, see
@@ -102,7 +105,7 @@ class SequenceClassificationHead:
         see the base model.
 
         Returns:
-            loss if `labels` are given, logits (batch, `num_labels`), past_key_values, hidden_states.
+            loss if `labels` are given, logits (batch, `num_labels`), cache, hidden_states.
         """
         if kwargs.get("cu_seqlens") is not None or kwargs.get("cu_seq_lens_q") is not None:
             raise ValueError("`cu_seqlens`: a classifier reads one text per row, not packed documents.")
@@ -113,7 +116,7 @@ class SequenceClassificationHead:
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs | {"logits_to_keep": 1, "return_dict": True},
@@ -123,10 +126,10 @@ class SequenceClassificationHead:
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-        return SequenceClassifierOutputWithPast(
+        return RecurrentClassifierOutput(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **named_cache(cache_of(outputs)),
         )

@@ -113,7 +113,7 @@ class PrefixCache:
         branch = self._branch(ids)
         for stop in sorted({n for n in (branch, len(ids)) if n > known}):
             piece = torch.from_numpy(ids[known:stop])[None].to(model.device)
-            model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=piece, cache=cache, use_cache=True, logits_to_keep=1)
             self.put(ids[:stop], cache)
             known = stop
         return cache

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .arguments import known_arguments
 from .layers import Linear
 
 
@@ -43,6 +44,7 @@ class SavedPreTrainedModel(PreTrainedModel):
                 if type(module) is Linear:
                     module.__class__ = nn.Linear
         super().post_init()
+        self.known_arguments = known_arguments(self)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As in transformers. A byte that has two weights of 4 bits counts as two."""

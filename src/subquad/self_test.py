@@ -35,7 +35,7 @@ def logits_of(name: str, device: str | torch.device = "cpu", dtype: torch.dtype 
         out = model(ids[:, :-1])
         found = [out.logits[0, -1]]
         if model.can_generate():
-            found.append(model(ids[:, -1:], past_key_values=out.past_key_values).logits[0, -1])
+            found.append(model(ids[:, -1:], cache=out.cache).logits[0, -1])
     return [logits[::EVERY].double().tolist() for logits in found]
 
 

@@ -65,7 +65,7 @@ class Session:
         out = model.generate(
             input_ids=torch.tensor([ids], device=model.device),
             attention_mask=torch.ones(1, tokens, dtype=torch.long, device=model.device),
-            past_key_values=self.cache,
+            cache=self.cache,
             **options,
         )
         new = out[0, len(ids) :].tolist()

@@ -40,7 +40,7 @@ class _Step(nn.Module):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         cache = self.model.new_cache(static=True, max_cache_len=self.max_cache_len)
         cache.set_states(states)
-        out = self.model(input_ids, attention_mask=attention_mask, past_key_values=cache, logits_to_keep=1)
+        out = self.model(input_ids, attention_mask=attention_mask, cache=cache, logits_to_keep=1)
         return out.logits[:, -1], cache.named_states()
 
 
@@ -70,7 +70,7 @@ def initial_states(
     if max_cache_len is None and getattr(cache, "growing", None):
         raise ValueError(f"`max_cache_len` must be given: the cache of {type(model).__name__} grows with the text.")
     padding = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
-    model(padding, attention_mask=padding, past_key_values=cache)  # padding changes no state
+    model(padding, attention_mask=padding, cache=cache)  # padding changes no state
     return {name: state.clone() for name, state in cache.named_states().items()}
 
 

@@ -93,7 +93,7 @@ class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
         for i, block in enumerate(self.base.layers):
             if cache is not None:
                 cache.read(i)
-            x = block(x, layout, past_key_values=cache)
+            x = block(x, layout, cache=cache)
             if cache is not None:
                 cache.write(i)
         x = self.base.output["final_norm"](x, layout, cache and cache.after_blocks)

@@ -37,7 +37,7 @@ class ServedRaven(ServedForCausalLM):
         if config.use_rope:
             layout.add_rotation(config.head_k_dim, config.rope_theta)
         for block in self.base.layers:
-            x = block(x, layout, past_key_values=self.blocks)
+            x = block(x, layout, cache=self.blocks)
         return self.base.norm(x)
 
 

@@ -26,7 +26,7 @@ class RwkvForCausalLM(ServedForCausalLM, IsAttentionFree):
 
     def run(self, x: torch.Tensor, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         for block in self.base.blocks:
-            x = block(x, self.tokens, past_key_values=self.blocks)
+            x = block(x, self.tokens, cache=self.blocks)
         return self.base.ln_out(x)
 
 
@@ -40,5 +40,5 @@ class GooseForCausalLM(RwkvForCausalLM):
     def run(self, x: torch.Tensor, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         v_first = None
         for block in self.base.blocks:
-            x, v_first = block(x, v_first, self.tokens, past_key_values=self.blocks)
+            x, v_first = block(x, v_first, self.tokens, cache=self.blocks)
         return self.base.ln_out(x)

@@ -5,6 +5,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration_checks import check_configuration
 from ...layer_types import all_linear
+from ...versions import CACHE_NAMES
 
 
 @strict
@@ -30,7 +31,7 @@ class AveyConfig(PreTrainedConfig):
 
     model_type = "avey"
     attribute_map = {"hidden_size": "d_embed", "num_hidden_layers": "n_blocks"}
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = list(CACHE_NAMES)
     layer_types = all_linear
     base_model_fsdp_plan = {
         "wte": "free_full_weight",

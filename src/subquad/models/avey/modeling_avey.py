@@ -5,16 +5,17 @@ from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from subquad_kernels import contextualizer, maxsim, split_ranker
 
+from ...arguments import checks_arguments
 from ...base import RecurrentPreTrainedModel
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
 from ...layers import Linear, chosen_states, relu_squared, replaceable
 from ...padding import Tokens
+from ...versions import RecurrentModelOutput, named_cache
 from .cache_avey import AveyCache
 from .configuration_avey import AveyConfig
 from .layout_avey import Selection, Text, Windows, read_text
@@ -112,20 +113,21 @@ class AveyModel(AveyPreTrainedModel):
         self.ln_f = nn.RMSNorm(config.d_embed, eps=config.rms_norm_eps)
         self.post_init()
 
+    @checks_arguments
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: AveyCache | None = None,
+        cache: AveyCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: torch.Tensor | None = None,
         logits_to_keep: int = 0,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> RecurrentModelOutput:
         """
         The weights of the splits that a split retrieves depend on all of its tokens. So the output of a token depends
         on the later tokens of its own split in the same call. A call gives its tokens what one call with the whole
@@ -139,7 +141,7 @@ class AveyModel(AveyPreTrainedModel):
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
                 follow the one before. They are not read while a graph is traced: `torch.compile` and export need
                 `cu_seqlens`.
-            past_key_values: what was kept of earlier tokens, updated in place.
+            cache: what was kept of earlier tokens, updated in place; also as `past_key_values`.
             inputs_embeds: (batch, length, d_embed), instead of `input_ids`.
             use_cache: whether to return the cache. If None, `config.use_cache`, but not in training.
             cu_seqlens: (documents + 1), the boundaries of documents packed into one row; also as `cu_seq_lens_q`.
@@ -148,7 +150,7 @@ class AveyModel(AveyPreTrainedModel):
 
         Returns:
             last_hidden_state (batch, length or `logits_to_keep`, d_embed), in which padding after a text repeats its
-            last token and padding before it is zero; past_key_values; hidden_states (the embeddings and the output of
+            last token and padding before it is zero; cache; hidden_states (the embeddings and the output of
             every block, the last one normalised).
 
         Raises:
@@ -158,23 +160,23 @@ class AveyModel(AveyPreTrainedModel):
             raise ValueError(f"`logits_to_keep` must be a number of tokens, 0 or more, got {logits_to_keep}.")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        x, tokens, past_key_values, use_cache = self.read_inputs(
-            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
+        x, tokens, cache, use_cache = self.read_inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
         batch, length, _ = x.shape
         whole = tokens.cu_seqlens is not None or output_hidden_states or logits_to_keep == 0
         kept = length if whole else min(logits_to_keep, length)
-        text = read_text(x, tokens, past_key_values, self.config.chunk_size)
+        text = read_text(x, tokens, cache, self.config.chunk_size)
         selection = text.select(
             wanted=kept * batch // text.splits.shape[0],
-            one_by_one=past_key_values is not None and past_key_values.records_past,
+            one_by_one=cache is not None and cache.records_past,
             most=self.config.k - 1,
         )
-        index, weights = self.rank(text, selection, tokens, past_key_values)
+        index, weights = self.rank(text, selection, tokens, cache)
 
         blocks = self.blocks[: self.config.num_hidden_layers]
         outputs: list[list[torch.Tensor]] = [[] for _ in blocks]
-        for windows in selection.windows(past_key_values):
+        for windows in selection.windows(cache):
             zero_rows = x.new_zeros(windows.missing, x.shape[-1])
             h = torch.cat([zero_rows, *self.read_together(text, windows, index, weights)])
             for block, parts in zip(blocks, outputs, strict=True):
@@ -189,10 +191,10 @@ class AveyModel(AveyPreTrainedModel):
         last = self.ln_f(hidden_states[-1])
         if tokens.mask is not None:
             last = last.masked_fill((text.position[:, -kept:] < 0)[..., None].to(last.device), 0.0)
-        return BaseModelOutputWithPast(
+        return RecurrentModelOutput(
             last_hidden_state=last,
-            past_key_values=past_key_values if use_cache else None,
             hidden_states=chosen_states((x, *hidden_states[:-1], last), output_hidden_states),
+            **named_cache(cache if use_cache else None),
         )
 
     def rank(

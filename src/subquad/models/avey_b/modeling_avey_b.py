@@ -17,6 +17,7 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import dynamic_mixing, matmul, maxsim, split_ranker, static_mixing
 
+from ...arguments import checks_arguments
 from ...layers import Linear, chosen_states, read_tokens, relu_squared, replaceable
 from ...padding import can_read_values
 from ...saving import SavedPreTrainedModel
@@ -161,6 +162,7 @@ class AveyBModel(AveyBPreTrainedModel):
         self.layers = nn.ModuleList(AveyBLayer(config, dynamic) for dynamic in config.dynamic_layers)
         self.post_init()
 
+    @checks_arguments
     @can_return_tuple
     def forward(
         self,
@@ -243,6 +245,7 @@ class AveyBForMaskedLM(AveyBPreTrainedModel):
         self.lm_head = Linear(config.d_embed, config.vocab_size, bias=False)
         self.post_init()
 
+    @checks_arguments
     @can_return_tuple
     def forward(
         self,
@@ -287,6 +290,7 @@ class AveyBForSequenceClassification(AveyBPreTrainedModel):
         )
         self.post_init()
 
+    @checks_arguments
     @can_return_tuple
     def forward(
         self,
@@ -335,6 +339,7 @@ class AveyBForTokenClassification(AveyBPreTrainedModel):
         )
         self.post_init()
 
+    @checks_arguments
     @can_return_tuple
     def forward(
         self,
@@ -385,6 +390,7 @@ class AveyBForQuestionAnswering(AveyBPreTrainedModel):
         self.qa_outputs = Linear(config.d_embed, 2)
         self.post_init()
 
+    @checks_arguments
     @can_return_tuple
     def forward(
         self,

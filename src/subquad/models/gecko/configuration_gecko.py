@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 from ...configuration_checks import check_configuration
 from ...layer_types import all_linear
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
+from ...versions import CACHE_NAMES
 
 
 @strict
@@ -53,7 +54,7 @@ class GeckoConfig(PreTrainedConfig):
         "intermediate_size": "ffn_hidden_dim",
         "tie_word_embeddings": "share_emb",
     }
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = list(CACHE_NAMES)
     layer_types = all_linear
     base_model_fsdp_plan = {
         "embed": "free_full_weight",

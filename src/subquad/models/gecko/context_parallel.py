@@ -150,14 +150,14 @@ class _AfterBlocks(_Layer):
 
 class ContextParallelCache(GeckoCache):
     """
-    Makes a Gecko read one text in pieces on the processes of a group, one piece each. As `past_key_values`, it gives
+    Makes a Gecko read one text in pieces on the processes of a group, one piece each. As `cache`, it gives
     every block the states that the process before has after its piece, and sends this process's states to the next.
     Gradients go back the same way, so the sum of all processes' gradients is the gradient of the whole text. While
     one process reads its piece in a block, the process before it is in the next block.
 
     ```python
     inputs = split_text(input_ids, labels)  # every process has the whole text and takes its piece
-    loss = model(**inputs, past_key_values=ContextParallelCache(model.config)).loss
+    loss = model(**inputs, cache=ContextParallelCache(model.config)).loss
     loss.backward()
     ```
 
@@ -195,7 +195,7 @@ class ContextParallelCache(GeckoCache):
             given = "`attention_mask`" if tokens.cu_seqlens is None else "`cu_seqlens` or `position_ids`"
             raise ValueError(f"{given}: a text on several devices has no padding and no packed documents.")
         if self.seen_tokens:
-            raise ValueError(f"`past_key_values`: {ONCE}")
+            raise ValueError(f"`cache`: {ONCE}")
 
     def lengths(self, x: torch.Tensor) -> torch.Tensor:
         """Number of tokens before this process's piece x (batch, length, model_dim): int64 (batch)."""

@@ -9,17 +9,18 @@ from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import cema, chunk_attention, chunk_attention_step, timestep_decay_norm, working_memory
 
+from ...arguments import checks_arguments
 from ...base import RecurrentPreTrainedModel
 from ...cache import LayerState
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
 from ...layers import Linear, replaceable
 from ...tensor_parallel import local_part
+from ...versions import RecurrentModelOutput
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
 from .layout_gecko import GeckoLayout, find_bos, find_layout
@@ -236,11 +237,11 @@ class GeckoBlock(GradientCheckpointingLayer):
         self.mega = GeckoMega(config)
         self.nffn = GeckoNFFN(config, layer_idx)
 
-    def forward(self, x: torch.Tensor, layout: GeckoLayout, past_key_values: GeckoCache | None = None) -> torch.Tensor:
-        state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+    def forward(self, x: torch.Tensor, layout: GeckoLayout, cache: GeckoCache | None = None) -> torch.Tensor:
+        state = None if cache is None else cache.layers[self.layer_idx]
         x = layout.text_first(x)
         out = layout.as_given(self.nffn(self.mega(x, layout, state), x))
-        return out if past_key_values is None else past_key_values.end_block(out, self.layer_idx)
+        return out if cache is None else cache.end_block(out, self.layer_idx)
 
 
 class GeckoPreTrainedModel(RecurrentPreTrainedModel):
@@ -292,18 +293,19 @@ class GeckoModel(GeckoPreTrainedModel):
         self.output = nn.ModuleDict({"final_norm": GeckoTimestepDecayNorm(config)})
         self.post_init()
 
+    @checks_arguments
     @capture_outputs
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: GeckoCache | None = None,
+        cache: GeckoCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: torch.Tensor | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> RecurrentModelOutput:
         """
         Args:
             input_ids: (batch, length) token ids. With `config.document_boundaries`, each `bos_token_id` begins a new
@@ -313,7 +315,7 @@ class GeckoModel(GeckoPreTrainedModel):
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
                 follow the one before. They are not read while a graph is traced: `torch.compile` and export need
                 `cu_seqlens`. Rotary embeddings and chunks count a document's own tokens.
-            past_key_values: the states after earlier tokens, updated in place.
+            cache: the states after earlier tokens, updated in place; also as `past_key_values`.
             inputs_embeds: (batch, length, model_dim), instead of `input_ids`. A token begins a document if it equals
                 the embedding of `bos_token_id`.
             use_cache: whether to return the states. If None, `config.use_cache`, but not in training.
@@ -321,27 +323,27 @@ class GeckoModel(GeckoPreTrainedModel):
 
         Returns:
             last_hidden_state (batch, length, model_dim), in which padding after a text repeats its last token and
-            padding before it is zero; past_key_values; hidden_states (the embeddings and the output of every block,
+            padding before it is zero; cache; hidden_states (the embeddings and the output of every block,
             the last one normalized) if `output_hidden_states` is set.
 
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
         """
-        x, tokens, past_key_values, use_cache = self.read_inputs(
-            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
+        x, tokens, cache, use_cache = self.read_inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
         bos = find_bos(self.config, self.embed, input_ids, inputs_embeds)
         if self.config.scale_emb:
             x = x * self.config.model_dim**0.5
         x = F.dropout(x, self.config.dropout, self.training)
-        layout = find_layout(self.config, x, tokens, bos, past_key_values, self.training)
+        layout = find_layout(self.config, x, tokens, bos, cache, self.training)
         for layer in self.layers[: self.config.num_layers]:
-            x = layer(x, layout, past_key_values=past_key_values)
-        state = None if past_key_values is None else past_key_values.after_blocks
+            x = layer(x, layout, cache)
+        state = None if cache is None else cache.after_blocks
         x = layout.as_given(self.output["final_norm"](layout.text_first(x), layout, state))
-        if past_key_values is not None:
-            x = past_key_values.end_block(x, -1)
-        return self.make_output(x, tokens, past_key_values, use_cache)
+        if cache is not None:
+            x = cache.end_block(x, -1)
+        return self.make_output(x, tokens, cache, use_cache)
 
 
 class GeckoHead(Linear):

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from ...configuration_checks import check_configuration
 from ...layer_types import layer_types_property
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
+from ...versions import CACHE_NAMES
 
 
 CHOICES = {
@@ -74,7 +75,7 @@ class RavenConfig(PreTrainedConfig):
 
     model_type = "raven"
     attribute_map = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = list(CACHE_NAMES)
     base_model_fsdp_plan = {
         "embeddings": "free_full_weight",
         "layers.*": "free_full_weight",

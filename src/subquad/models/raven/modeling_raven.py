@@ -8,18 +8,19 @@ from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import slot_memory, slot_memory_state, slot_routing
 
+from ...arguments import checks_arguments
 from ...base import RecurrentPreTrainedModel
 from ...cache import LayerState
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
 from ...layers import Linear, replaceable
 from ...tensor_parallel import local_part
+from ...versions import RecurrentModelOutput
 from .cache_raven import RavenCache
 from .configuration_raven import RavenConfig
 from .layout_raven import RavenLayout, find_layout, widen
@@ -218,9 +219,9 @@ class RavenBlock(GradientCheckpointingLayer):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = RavenMLP(config)
 
-    def forward(self, x: torch.Tensor, layout: RavenLayout, past_key_values: RavenCache | None = None) -> torch.Tensor:
-        state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        out, _ = self.attn(self.attn_norm(x), layout, past_key_values, state)
+    def forward(self, x: torch.Tensor, layout: RavenLayout, cache: RavenCache | None = None) -> torch.Tensor:
+        state = None if cache is None else cache.layers[self.layer_idx]
+        out, _ = self.attn(self.attn_norm(x), layout, cache, state)
         x = x + out
         return x + self.mlp(self.mlp_norm(x))
 
@@ -265,18 +266,19 @@ class RavenModel(RavenPreTrainedModel):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.post_init()
 
+    @checks_arguments
     @capture_outputs
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: RavenCache | None = None,
+        cache: RavenCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: torch.Tensor | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> RecurrentModelOutput:
         """
         Args:
             input_ids: (batch, length) token ids.
@@ -285,14 +287,14 @@ class RavenModel(RavenPreTrainedModel):
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
                 follow the one before. They are not read while a graph is traced: `torch.compile` and export need
                 `cu_seqlens`. Rotary embeddings count a document's own tokens.
-            past_key_values: the states after earlier tokens, updated in place.
+            cache: the states after earlier tokens, updated in place; also as `past_key_values`.
             inputs_embeds: (batch, length, hidden_size), instead of `input_ids`.
             use_cache: whether to return the states. If None, `config.use_cache`, but not in training.
             cu_seqlens: (documents + 1), the boundaries of documents packed into one row; also as `cu_seq_lens_q`.
 
         Returns:
             last_hidden_state (batch, length, hidden_size), in which padding after a text repeats its last token and
-            padding before it is zero; past_key_values; hidden_states (the embeddings and the output of every block,
+            padding before it is zero; cache; hidden_states (the embeddings and the output of every block,
             the last one normalized) if `output_hidden_states` is set; attentions if `output_attentions` is set, with
             `attn_implementation="eager"`: the weights of the layers with softmax attention, (batch, heads, length,
             keys). For a single token in a window, key i is the last one at a position p with p % window = i.
@@ -300,13 +302,13 @@ class RavenModel(RavenPreTrainedModel):
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
         """
-        x, tokens, past_key_values, use_cache = self.read_inputs(
-            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
+        x, tokens, cache, use_cache = self.read_inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
-        layout = find_layout(self.config, x, tokens, past_key_values)
+        layout = find_layout(self.config, x, tokens, cache)
         for layer in self.layers[: self.config.num_hidden_layers]:
-            x = layer(x, layout, past_key_values=past_key_values)
-        return self.make_output(self.norm(x), tokens, past_key_values, use_cache)
+            x = layer(x, layout, cache)
+        return self.make_output(self.norm(x), tokens, cache, use_cache)
 
 
 class RavenForCausalLM(CausalLMHead, RavenPreTrainedModel, RecurrentGenerationMixin):

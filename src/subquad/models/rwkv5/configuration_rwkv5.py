@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 from ...configuration_checks import check_configuration
 from ...layer_types import all_linear
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
+from ...versions import CACHE_NAMES
 
 
 @strict
@@ -33,7 +34,7 @@ class Rwkv5Config(PreTrainedConfig):
 
     model_type = "rwkv5"
     attribute_map = {"max_position_embeddings": "context_length", "head_dim": "head_size"}
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = list(CACHE_NAMES)
     layer_types = all_linear
     base_model_fsdp_plan = {
         "embeddings": "free_full_weight",

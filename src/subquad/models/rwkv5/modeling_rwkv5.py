@@ -6,11 +6,11 @@ from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import gated_wkv, token_shift, wkv_state
 
+from ...arguments import checks_arguments
 from ...base import RecurrentPreTrainedModel
 from ...cache import LayerState, RecurrentCache
 from ...generation import RecurrentGenerationMixin
@@ -19,6 +19,7 @@ from ...layers import Linear, replaceable
 from ...one_call import OneCall
 from ...padding import Tokens, last_token
 from ...tensor_parallel import local_part
+from ...versions import RecurrentModelOutput
 from .configuration_rwkv5 import Rwkv5Config
 
 
@@ -180,8 +181,8 @@ class Rwkv5Block(GradientCheckpointingLayer):
         self.attention = self.time_mixing_class(config, layer_idx)
         self.feed_forward = self.channel_mixing_class(config, layer_idx)
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, past_key_values: RecurrentCache | None = None) -> torch.Tensor:
-        state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+    def forward(self, x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None = None) -> torch.Tensor:
+        state = None if cache is None else cache.layers[self.layer_idx]
         if self.layer_idx == 0:
             x = self.pre_ln(x)
         if (done := self.one_call(self, x, tokens, state)) is not None:
@@ -267,18 +268,19 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
         self.ln_out = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.post_init()
 
+    @checks_arguments
     @capture_outputs
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: torch.Tensor | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> RecurrentModelOutput:
         """
         Args:
             input_ids: (batch, length) token ids.
@@ -287,25 +289,25 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
                 follow the one before. They are not read while a graph is traced: `torch.compile` and export need
                 `cu_seqlens`.
-            past_key_values: the states after earlier tokens, updated in place.
+            cache: the states after earlier tokens, updated in place; also as `past_key_values`.
             inputs_embeds: (batch, length, hidden_size), instead of `input_ids`.
             use_cache: whether to return the states. If None, `config.use_cache`, but not in training.
             cu_seqlens: (documents + 1), the boundaries of documents packed into one row; also as `cu_seq_lens_q`.
 
         Returns:
             last_hidden_state (batch, length, hidden_size), in which padding after a text repeats its last token and
-            padding before it is zero; past_key_values; hidden_states (the embeddings and the output of every block,
+            padding before it is zero; cache; hidden_states (the embeddings and the output of every block,
             the last one normalised) if `output_hidden_states` is set.
 
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
         """
-        x, tokens, past_key_values, use_cache = self.read_inputs(
-            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
+        x, tokens, cache, use_cache = self.read_inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
         for block in self.blocks[: self.config.num_hidden_layers]:
-            x = block(x, tokens, past_key_values=past_key_values)
-        return self.make_output(self.ln_out(x), tokens, past_key_values, use_cache)
+            x = block(x, tokens, cache)
+        return self.make_output(self.ln_out(x), tokens, cache, use_cache)
 
 
 class Rwkv5ForCausalLM(CausalLMHead, Rwkv5PreTrainedModel, RecurrentGenerationMixin):

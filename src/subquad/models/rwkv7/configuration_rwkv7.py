@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from ...configuration_checks import check_configuration
 from ...layer_types import all_linear
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
+from ...versions import CACHE_NAMES
 
 
 # Fields of other packages that say nothing about the weights.
@@ -69,7 +70,7 @@ class Rwkv7Config(PreTrainedConfig):
         "head_size": "head_dim",
         "layer_norm_epsilon": "norm_eps",
     }
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = list(CACHE_NAMES)
     layer_types = all_linear
     base_model_fsdp_plan = {
         "emb": "free_full_weight",

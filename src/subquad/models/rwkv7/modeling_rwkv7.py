@@ -7,11 +7,11 @@ from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import delta_keys, delta_wkv_state, gated_delta_wkv, token_shift
 
+from ...arguments import checks_arguments
 from ...base import RecurrentPreTrainedModel
 from ...cache import LayerState, RecurrentCache
 from ...generation import RecurrentGenerationMixin
@@ -20,6 +20,7 @@ from ...layers import Linear, relu_squared, replaceable
 from ...one_call import OneCall
 from ...padding import Tokens, last_token
 from ...tensor_parallel import local_part, low_rank_of_heads
+from ...versions import RecurrentModelOutput
 from .configuration_rwkv7 import Rwkv7Config
 from .loading_rwkv7 import FLASH_LINEAR_ATTENTION
 
@@ -196,10 +197,10 @@ class Rwkv7Block(GradientCheckpointingLayer):
         x: torch.Tensor,
         v_first: torch.Tensor | None,
         tokens: Tokens,
-        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and `v_first`, as [`Rwkv7TimeMixing`] has them: the first layer's values go with x everywhere."""
-        state = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        state = None if cache is None else cache.layers[self.layer_idx]
         if self.layer_idx == 0:
             x = self.ln0(x)
         if (done := self.one_call(self, x, tokens, state, v_first)) is not None:
@@ -283,18 +284,19 @@ class Rwkv7Model(Rwkv7PreTrainedModel):
         self.ln_out = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.post_init()
 
+    @checks_arguments
     @capture_outputs
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: torch.Tensor | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> RecurrentModelOutput:
         """
         Args:
             input_ids: (batch, length) token ids.
@@ -303,26 +305,26 @@ class Rwkv7Model(Rwkv7PreTrainedModel):
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
                 follow the one before. They are not read while a graph is traced: `torch.compile` and export need
                 `cu_seqlens`.
-            past_key_values: the states after earlier tokens, updated in place.
+            cache: the states after earlier tokens, updated in place; also as `past_key_values`.
             inputs_embeds: (batch, length, hidden_size), instead of `input_ids`.
             use_cache: whether to return the states. If None, `config.use_cache`, but not in training.
             cu_seqlens: (documents + 1), the boundaries of documents packed into one row; also as `cu_seq_lens_q`.
 
         Returns:
             last_hidden_state (batch, length, hidden_size), in which padding after a text repeats its last token and
-            padding before it is zero; past_key_values; hidden_states (the embeddings and the output of every block,
+            padding before it is zero; cache; hidden_states (the embeddings and the output of every block,
             the last one normalised) if `output_hidden_states` is set.
 
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
         """
-        x, tokens, past_key_values, use_cache = self.read_inputs(
-            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
+        x, tokens, cache, use_cache = self.read_inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
         v_first = None
         for block in self.blocks[: self.config.num_hidden_layers]:
-            x, v_first = block(x, v_first, tokens, past_key_values=past_key_values)
-        return self.make_output(self.ln_out(x), tokens, past_key_values, use_cache)
+            x, v_first = block(x, v_first, tokens, cache)
+        return self.make_output(self.ln_out(x), tokens, cache, use_cache)
 
 
 class Rwkv7ForCausalLM(CausalLMHead, Rwkv7PreTrainedModel, RecurrentGenerationMixin):

@@ -6,6 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ...configuration_checks import check_configuration
+from ...versions import CACHE_NAMES
 from ..rwkv5.configuration_rwkv5 import Rwkv5Config
 from ..rwkv6.configuration_rwkv6 import Rwkv6Config
 
@@ -54,7 +55,7 @@ class VisualRwkvConfig(PreTrainedConfig):
 
     model_type = "visual_rwkv"
     sub_configs = {"vision_config": PreTrainedConfig, "text_config": PreTrainedConfig}
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = list(CACHE_NAMES)
     base_model_fsdp_plan = {}  # tower and text model have their own
     num_hidden_layers = _of_text_config("num_hidden_layers")
     use_cache = _of_text_config("use_cache")

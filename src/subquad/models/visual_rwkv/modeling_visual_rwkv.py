@@ -6,19 +6,17 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import CLIPVisionModel, SuppressTokensLogitsProcessor
 from transformers import initialization as init
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    BaseModelOutputWithPooling,
-    CausalLMOutputWithPast,
-)
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
+from ...arguments import checks_arguments
 from ...base import RecurrentPreTrainedModel
 from ...cache import RecurrentCache
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead
 from ...layers import Linear, check_inputs, chosen_states
 from ...padding import Tokens, can_read_values, should_check
+from ...versions import RecurrentCausalLMOutput, RecurrentModelOutput
 from ..rwkv5.modeling_rwkv5 import Rwkv5Model
 from ..rwkv6.modeling_rwkv6 import Rwkv6Model
 from .configuration_visual_rwkv import VisualRwkvConfig
@@ -189,6 +187,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         is_patch = placeholders & (index >= 0) & (index < patches)
         return torch.where(is_patch, position + patches - 1 - 2 * index, position)
 
+    @checks_arguments
     @can_return_tuple
     def forward(
         self,
@@ -196,25 +195,25 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         pixel_values: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: torch.Tensor | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> RecurrentModelOutput:
         """
         Args:
             input_ids: (batch, length) token ids, with `config.num_image_tokens` consecutive placeholders
                 (`config.image_token_id`) for each image. A row may have any number of images.
             pixel_values: (images, channels, image_size, image_size), the images of all rows, one after the other.
-                Later calls with `past_key_values` only need the images whose placeholders they have.
+                Later calls with `cache` only need the images whose placeholders they have.
             inputs_embeds: (batch, length, hidden_size), instead of `input_ids`. With `pixel_values`, those that equal
                 the placeholder's embedding are replaced.
-            attention_mask, position_ids, past_key_values, use_cache, cu_seqlens: see [`Rwkv5Model`].
+            attention_mask, position_ids, cache, use_cache, cu_seqlens: see [`Rwkv5Model`].
 
         Returns:
-            last_hidden_state, past_key_values and hidden_states as in [`Rwkv5Model`].
+            last_hidden_state, cache and hidden_states as in [`Rwkv5Model`].
 
         Raises:
             ValueError: before any work, if an argument does not fit, or images and placeholders do not fit each other;
@@ -230,8 +229,8 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         placeholders = self.find_images(input_ids, inputs_embeds) if images or reads else None
         wanted = {"images": placeholders} if reads else {}
         masks = attention_mask, position_ids, cu_seqlens
-        x, tokens, past_key_values, use_cache = self.rwkv.read_inputs(
-            input_ids, inputs_embeds, *masks, past_key_values, use_cache, wanted=wanted, **kwargs
+        x, tokens, cache, use_cache = self.rwkv.read_inputs(
+            input_ids, inputs_embeds, *masks, cache, use_cache, wanted=wanted, **kwargs
         )
         if wanted:
             self.check_images(images, tokens)
@@ -245,16 +244,16 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         for block in self.rwkv.blocks[: self.rwkv.config.num_hidden_layers]:
             backward = order is not None and block.layer_idx % 2 == 1
             x = reorder(x, order) if backward else x
-            x = block(x, tokens, past_key_values=past_key_values)
+            x = block(x, tokens, cache)
             x = reorder(x, order) if backward else x
             if output_hidden_states:
                 hidden_states += (x,)
-        outputs = self.make_output(self.rwkv.ln_out(x), tokens, past_key_values, use_cache)
+        outputs = self.make_output(self.rwkv.ln_out(x), tokens, cache, use_cache)
         hidden_states = (*hidden_states[:-1], outputs.last_hidden_state)
         outputs.hidden_states = chosen_states(hidden_states, output_hidden_states)
-        if order is not None and past_key_values is not None and past_key_values.records_past:
+        if order is not None and cache is not None and cache.records_past:
             # A part of an image that was read backward cannot be removed.
-            past_key_values.keep_past(int(tokens.known["images"].any(0)[::-1].argmax()))
+            cache.keep_past(int(tokens.known["images"].any(0)[::-1].argmax()))
         return outputs
 
 
@@ -281,29 +280,30 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         """See [`VisualRwkvModel.get_image_features`]."""
         return self.model.get_image_features(pixel_values, **kwargs)
 
+    @checks_arguments
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         pixel_values: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cu_seqlens: torch.Tensor | None = None,
         **kwargs,
-    ) -> CausalLMOutputWithPast:
+    ) -> RecurrentCausalLMOutput:
         """
         Args:
-            input_ids, pixel_values, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,
+            input_ids, pixel_values, attention_mask, position_ids, cache, inputs_embeds, use_cache,
                 cu_seqlens: see [`VisualRwkvModel`].
             labels: (batch, length) ids to predict, shifted inside the model; -100 and placeholders are ignored.
             logits_to_keep: the number of last tokens to compute logits for (0: all), or the indices of the tokens.
 
         Returns:
-            loss if `labels` are given, logits (batch, kept, vocabulary), past_key_values, hidden_states.
+            loss if `labels` are given, logits (batch, kept, vocabulary), cache, hidden_states.
 
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
@@ -315,7 +315,7 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
             pixel_values=pixel_values,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,

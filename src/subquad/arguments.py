@@ -1,0 +1,85 @@
+"""The arguments of a forward pass: one name for the cache, and an error for an argument that nobody reads."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from .versions import CACHE_NAMES, with_one_cache_name
+
+
+# Arguments that libraries give to every model, and who reads them, or why nobody needs to.
+COMMON_ARGUMENTS = {
+    "return_dict": "transformers' decorators read it",
+    "output_hidden_states": "transformers' hooks read it",
+    "output_attentions": "transformers' hooks read it; layers without attention have no weights to return",
+    "logits_to_keep": "a head gives it to the model below, which may then compute fewer tokens",
+    "num_items_in_batch": "Trainer: the loss reads it",
+    "ignore_index": "the loss reads it",
+    "shift_labels": "the loss reads it; Trainer gives it where labels are shifted already",
+    "cu_seq_lens_q": "transformers' collators: the name that `cu_seqlens` has there",
+    "cu_seq_lens_k": "transformers' collators: the same boundaries again, for the keys of attention",
+    "max_length_q": "transformers' collators: the longest document, which attention kernels need",
+    "max_length_k": "transformers' collators: the same again, for the keys of attention",
+}
+
+
+class UnknownArgument(TypeError, ValueError):
+    """An argument that nobody reads. Python raises a TypeError for it, transformers' `generate` a ValueError."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Names of `known` that look like `name`, as the end of an error's text; empty if there is none."""
+    found = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(f'`{each}`' for each in found)}?" if found else ""
+
+
+def refuse_unknown(arguments: dict[str, Any], known: Iterable[str], of: str) -> None:
+    """
+    Raises:
+        UnknownArgument: if an argument that is not None is not known. The text has the known names that look like it.
+    """
+    for name, value in arguments.items():
+        if value is not None and name not in known:
+            raise UnknownArgument(f"{of} got an unexpected keyword argument `{name}`.{nearest(name, known)}")
+
+
+@functools.cache
+def _parameters(*functions: Callable) -> frozenset[str]:
+    parameters = [each for function in functions for each in inspect.signature(function).parameters.values()]
+    return frozenset(each.name for each in parameters if each.kind is not each.VAR_KEYWORD) - {"self"}
+
+
+def known_arguments(model: nn.Module) -> frozenset[str]:
+    """The arguments that a model's forward pass reads, its base model's included, and the common ones."""
+    classes = [*type(model).__mro__, *type(model.base_model).__mro__]
+    forwards = [vars(each)["forward"] for each in classes if _is_ours(vars(each).get("forward"))]
+    return _parameters(*forwards) | COMMON_ARGUMENTS.keys()
+
+
+def _is_ours(forward: Callable | None) -> bool:
+    return getattr(forward, "checks_arguments", False)
+
+
+def checks_arguments(forward: Callable) -> Callable:
+    """
+    Decorates the `forward` of a model or of a mixin for models. The cache may be given under either of its names, and
+    an argument that nobody reads is a TypeError, before any work.
+    """
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        kwargs = with_one_cache_name(kwargs)
+        refuse_unknown(kwargs, self.known_arguments, f"{type(self).__name__}.forward()")
+        return forward(self, *args, **kwargs)
+
+    signature = inspect.signature(forward)
+    parameters = list(signature.parameters.values())
+    if CACHE_NAMES[0] in signature.parameters:  # other libraries look for either name
+        parameters.insert(-1, inspect.Parameter(CACHE_NAMES[1], inspect.Parameter.KEYWORD_ONLY, default=None))
+    wrapper.__signature__ = signature.replace(parameters=parameters)
+    wrapper.checks_arguments = True
+    return wrapper

@@ -1,0 +1,68 @@
+"""Whether `generate` of a transformers that is newer than those tested still passes the cache on."""
+
+import os
+
+import torch
+import transformers
+from transformers import GenerationConfig
+from transformers.generation import GenerationMixin
+from transformers.utils import logging
+
+from .versions import NEWEST_TESTED, is_newer_than_tested
+
+
+logger = logging.get_logger(__name__)
+VARIABLE = "SUBQUAD_SELF_CHECK"
+# Half precision may differ by this part of the largest logit. A step with an empty state differs by far more.
+TOLERANCE = 0.05
+PROMPT = (1, 2, 3, 4)
+_checked: set[type] = set()
+
+
+@torch.no_grad()
+def difference_of_cache(model: GenerationMixin) -> float:
+    """
+    The largest difference of the logits of a step of `generate` with a cache and of the same step without one, as a
+    part of the largest logit. The step reads a fixed token after a fixed prompt, so nothing is drawn.
+    """
+    prompt = torch.tensor([PROMPT], device=model.device)
+    options = {"max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
+    # Without EOS, sampling, and whatever else the model's own configuration asks for.
+    own, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
+    try:
+        logits = [
+            GenerationMixin.generate(
+                model,
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                prefix_allowed_tokens_fn=lambda row, ids: [PROMPT[0]],
+                use_cache=use_cache,
+                **options,
+            ).logits[1]
+            for use_cache in (True, False)
+        ]
+    finally:
+        model.generation_config = own
+    return ((logits[0] - logits[1]).abs().max() / logits[1].abs().max().clamp_min(1e-30)).item()
+
+
+def check_once(model: GenerationMixin) -> None:
+    """
+    Checks the class of a model before its first text, if transformers is newer than the newest tested version.
+    `SUBQUAD_SELF_CHECK=0` turns this off.
+
+    Raises:
+        RuntimeError: if `generate` with a cache differs from `generate` without one.
+    """
+    if type(model) in _checked or not is_newer_than_tested() or os.environ.get(VARIABLE) == "0" or model.training:
+        return
+    _checked.add(type(model))
+    newest = ".".join(map(str, NEWEST_TESTED))
+    version = f"transformers {transformers.__version__} is newer than {newest}, the newest version that was tested"
+    if not difference_of_cache(model) <= TOLERANCE:
+        _checked.discard(type(model))
+        raise RuntimeError(
+            f"{version}. `generate` of {type(model).__name__} gives other logits with the cache than without it. "
+            f'Install "transformers<={newest}.99", or a newer subquad. {VARIABLE}=0 turns this check off.'
+        )
+    logger.warning_once(f"{version}. A short check of `generate` passed.")

@@ -1,0 +1,100 @@
+"""
+What depends on the version of transformers: the range that was tested, and the name of the cache.
+
+transformers 5.24 renamed `past_key_values` to `cache`, as an argument and as a field of outputs. The models call it
+`cache`, and everybody may use either name with every version.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+import transformers
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
+
+
+# The newest minor version of transformers that was tested. pyproject.toml has the oldest.
+NEWEST_TESTED = (5, 24)
+
+# The names of the cache: ours, and the one before transformers 5.24.
+CACHE_NAMES = ("cache", "past_key_values")
+
+
+def _name_of_cache() -> str:
+    """The name that the installed transformers has for the cache."""
+    fields = [field.name for field in dataclasses.fields(BaseModelOutputWithPast)]
+    for name in CACHE_NAMES:
+        if name in fields:
+            return name
+    raise ImportError(
+        f"transformers {transformers.__version__} has another name for the cache than {' or '.join(CACHE_NAMES)}; "
+        f"its outputs have {', '.join(fields)}. The newest version that was tested is "
+        f"{'.'.join(map(str, NEWEST_TESTED))}."
+    )
+
+
+CACHE_NAME = _name_of_cache()
+
+
+def minor_version(version: str) -> tuple[int, int]:
+    """(5, 24) of "5.24.0.dev0"."""
+    major, minor = re.match(r"(\d+)\.(\d+)", version).groups()
+    return int(major), int(minor)
+
+
+def is_newer_than_tested() -> bool:
+    """Whether the installed transformers has a newer minor version than the newest that was tested."""
+    return minor_version(transformers.__version__) > NEWEST_TESTED
+
+
+def with_one_cache_name(arguments: dict[str, Any]) -> dict[str, Any]:
+    """
+    Arguments in which the cache has our name.
+
+    Raises:
+        TypeError: if it is given under both names.
+    """
+    ours, other = CACHE_NAMES
+    if other not in arguments:
+        return arguments
+    rest = {name: value for name, value in arguments.items() if name != other}
+    if arguments[other] is None:
+        return rest
+    if rest.get(ours) is not None:
+        raise TypeError(f"`{ours}` and `{other}` are two names of the same argument: give one of them.")
+    return rest | {ours: arguments[other]}
+
+
+def named_cache(cache: Any) -> dict[str, Any]:
+    """The cache as a keyword argument for the outputs and functions of the installed transformers."""
+    return {CACHE_NAME: cache}
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in an output of the installed transformers."""
+    return getattr(output, CACHE_NAME)
+
+
+class _EitherName:
+    """Mixin: an output whose cache also has the name that the installed transformers lacks."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in CACHE_NAMES and name != CACHE_NAME:
+            return getattr(self, CACHE_NAME)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class RecurrentModelOutput(_EitherName, BaseModelOutputWithPast):
+    """`BaseModelOutputWithPast`, with `cache` and `past_key_values` in every version of transformers."""
+
+
+class RecurrentCausalLMOutput(_EitherName, CausalLMOutputWithPast):
+    """`CausalLMOutputWithPast`, with `cache` and `past_key_values` in every version of transformers."""
+
+
+class RecurrentClassifierOutput(_EitherName, SequenceClassifierOutputWithPast):
+    """`SequenceClassifierOutputWithPast`, with `cache` and `past_key_values` in every version of transformers."""
