@@ -36,7 +36,7 @@ SHARED = {
     for name in (
         *("base", "cache", "configuration_checks", "counting_cache", "foreign_files", "generation", "growing_cache"),
         *("heads", "layer_types", "layers", "layout", "loading", "padding", "processing", "ring", "saving"),
-        *("one_call", "state_file", "tensor_parallel"),
+        *("arguments", "one_call", "state_file", "tensor_parallel", "versions"),
     )
 }
 # Architectures that are made of others.

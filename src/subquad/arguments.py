@@ -24,7 +24,12 @@ COMMON_ARGUMENTS = {
     "cu_seq_lens_k": "transformers' collators: the same boundaries again, for the keys of attention",
     "max_length_q": "transformers' collators: the longest document, which attention kernels need",
     "max_length_k": "transformers' collators: the same again, for the keys of attention",
+    "seq_idx": "transformers' collators: the same documents again, for convolutions",
 }
+
+
+# Arguments that mark packed documents.
+MARKERS = {"cu_seqlens", "cu_seq_lens_q", "position_ids"}
 
 
 class UnknownArgument(TypeError, ValueError):
@@ -74,6 +79,8 @@ def checks_arguments(forward: Callable) -> Callable:
     def wrapper(self, *args, **kwargs):
         kwargs = with_one_cache_name(kwargs)
         refuse_unknown(kwargs, self.known_arguments, f"{type(self).__name__}.forward()")
+        if kwargs.get("seq_idx") is not None and len(args) < 3 and not MARKERS & kwargs.keys():
+            raise ValueError(f"`seq_idx` alone marks no documents: give one of {', '.join(sorted(MARKERS))}.")
         return forward(self, *args, **kwargs)
 
     signature = inspect.signature(forward)

@@ -148,6 +148,8 @@ class RecurrentGenerationMixin(GenerationMixin):
         """
         kwargs = with_one_cache_name(kwargs)
         cache = kwargs.pop("cache", None)
+        for name in ("tokenizer", "assistant_tokenizer"):  # `generate` has read them, and gives them to every step
+            kwargs.pop(name, None)
         inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,

@@ -1,14 +1,13 @@
-"""Whether `generate` of a transformers that is newer than those tested still passes the cache on."""
+"""Whether `generate` of a transformers or torch that is newer than those tested still passes the cache on."""
 
 import os
 
 import torch
-import transformers
 from transformers import GenerationConfig
 from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
-from .versions import NEWEST_TESTED, is_newer_than_tested
+from .versions import describe_tested, newer_than_tested
 
 
 logger = logging.get_logger(__name__)
@@ -48,21 +47,20 @@ def difference_of_cache(model: GenerationMixin) -> float:
 
 def check_once(model: GenerationMixin) -> None:
     """
-    Checks the class of a model before its first text, if transformers is newer than the newest tested version.
+    Checks the class of a model before its first text, if transformers or torch is newer than what was tested.
     `SUBQUAD_SELF_CHECK=0` turns this off.
 
     Raises:
         RuntimeError: if `generate` with a cache differs from `generate` without one.
     """
-    if type(model) in _checked or not is_newer_than_tested() or os.environ.get(VARIABLE) == "0" or model.training:
+    if type(model) in _checked or model.training or os.environ.get(VARIABLE) == "0":
         return
+    if newer := newer_than_tested():
+        untested = f"{' and '.join(newer)}: newer than what was tested. {describe_tested()}"
+        if not difference_of_cache(model) <= TOLERANCE:
+            raise RuntimeError(
+                f"{untested} `generate` of {type(model).__name__} gives other logits with the cache than without it. "
+                f"Install versions that were tested, or a newer subquad. {VARIABLE}=0 turns this check off."
+            )
+        logger.warning_once(f"{untested} A short check of `generate` passed.")
     _checked.add(type(model))
-    newest = ".".join(map(str, NEWEST_TESTED))
-    version = f"transformers {transformers.__version__} is newer than {newest}, the newest version that was tested"
-    if not difference_of_cache(model) <= TOLERANCE:
-        _checked.discard(type(model))
-        raise RuntimeError(
-            f"{version}. `generate` of {type(model).__name__} gives other logits with the cache than without it. "
-            f'Install "transformers<={newest}.99", or a newer subquad. {VARIABLE}=0 turns this check off.'
-        )
-    logger.warning_once(f"{version}. A short check of `generate` passed.")

@@ -14,6 +14,7 @@ import transformers
 
 from . import lm_auto_class
 from .info import embedded_model, known_names
+from .self_check import difference_of_cache
 
 
 REFERENCES = Path(__file__).parent / "self_test.json"
@@ -22,14 +23,18 @@ TOKENS = 90  # more than one chunk or window of every embedded model
 EVERY = 8  # of the logits, one of so many is compared
 
 
+def _load(name: str, device: str | torch.device, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    path = embedded_model(name)
+    model_type = transformers.AutoConfig.from_pretrained(path).model_type
+    auto_class = getattr(transformers, lm_auto_class(model_type))
+    return auto_class.from_pretrained(path, dtype=dtype).eval().to(device)
+
+
 def logits_of(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> list[list[float]]:
     """
     Some logits of an embedded model: after a text that is read at once and, if it keeps a state, after one more token.
     """
-    path = embedded_model(name)
-    model_type = transformers.AutoConfig.from_pretrained(path).model_type
-    auto_class = getattr(transformers, lm_auto_class(model_type))
-    model = auto_class.from_pretrained(path, dtype=dtype).eval().to(device)
+    model = _load(name, device, dtype)
     ids = 2 + torch.arange(TOKENS + 1, device=device)[None] ** 2 % 100
     with torch.no_grad():
         out = model(ids[:, :-1])
@@ -37,6 +42,12 @@ def logits_of(name: str, device: str | torch.device = "cpu", dtype: torch.dtype 
         if model.can_generate():
             found.append(model(ids[:, -1:], cache=out.cache).logits[0, -1])
     return [logits[::EVERY].double().tolist() for logits in found]
+
+
+def difference_of_generate(name: str, device: str | torch.device = "cpu") -> float:
+    """See [`difference_of_cache`], for an embedded model; 0 for an encoder, which does not generate."""
+    model = _load(name, device, torch.float32)
+    return difference_of_cache(model) if model.can_generate() else 0.0
 
 
 def stored_logits() -> dict[str, list[list[float]]]:

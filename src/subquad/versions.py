@@ -9,6 +9,7 @@ import dataclasses
 import re
 from typing import Any
 
+import torch
 import transformers
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -17,11 +18,27 @@ from transformers.modeling_outputs import (
 )
 
 
-# The newest minor version of transformers that was tested. pyproject.toml has the oldest.
-NEWEST_TESTED = (5, 24)
+# The oldest and the newest minor version that was tested.
+TESTED = {"torch": ((2, 8), (2, 14)), "transformers": ((5, 16), (5, 24))}
 
 # The names of the cache: ours, and the one before transformers 5.24.
 CACHE_NAMES = ("cache", "past_key_values")
+
+
+def describe_tested() -> str:
+    """The versions that were tested, as a sentence."""
+    ranges = (f"{name} {a}.{b} to {c}.{d}" for name, ((a, b), (c, d)) in TESTED.items())
+    return f"Tested with {' and '.join(ranges)}."
+
+
+def newer_than_tested() -> list[str]:
+    """The installed packages whose minor version is newer than the newest that was tested, with their versions."""
+    installed = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    return [
+        f"{name} {version}"
+        for name, version in installed.items()
+        if tuple(map(int, re.match(r"(\d+)\.(\d+)", version).groups())) > TESTED[name][1]
+    ]
 
 
 def _name_of_cache() -> str:
@@ -32,23 +49,11 @@ def _name_of_cache() -> str:
             return name
     raise ImportError(
         f"transformers {transformers.__version__} has another name for the cache than {' or '.join(CACHE_NAMES)}; "
-        f"its outputs have {', '.join(fields)}. The newest version that was tested is "
-        f"{'.'.join(map(str, NEWEST_TESTED))}."
+        f"its outputs have {', '.join(fields)}. {describe_tested()}"
     )
 
 
 CACHE_NAME = _name_of_cache()
-
-
-def minor_version(version: str) -> tuple[int, int]:
-    """(5, 24) of "5.24.0.dev0"."""
-    major, minor = re.match(r"(\d+)\.(\d+)", version).groups()
-    return int(major), int(minor)
-
-
-def is_newer_than_tested() -> bool:
-    """Whether the installed transformers has a newer minor version than the newest that was tested."""
-    return minor_version(transformers.__version__) > NEWEST_TESTED
 
 
 def with_one_cache_name(arguments: dict[str, Any]) -> dict[str, Any]:

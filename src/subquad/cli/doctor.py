@@ -20,7 +20,8 @@ SUMMARY = "check this installation"
 DESCRIPTION = """\
 Print the versions of what subquad uses, the devices, and which implementation every operator takes on them and why.
 Then the embedded models read a text on every kind of device, which takes about a second on a CPU, and their logits are
-compared with stored ones. On a GPU the first run also compiles the kernels, which takes minutes; later ones find them.
+compared with stored ones. They also generate with and without a cache, which must not differ. On a GPU the first run
+also compiles the kernels, which takes minutes; later ones find them.
 
 The exit status is 1 if something is wrong: those lines are at the end. Reports of a defect should have all of it.
 
@@ -63,6 +64,7 @@ def examine(test: bool = True) -> dict[str, Any]:
         report["operators"][device] = _backends(torch.device(device), problems)
     if os.environ.get("TRITON_INTERPRET") == "1":
         notes.append("TRITON_INTERPRET=1: Triton's kernels run in its interpreter, thousands of times slower.")
+    _check_tested(problems, notes)
     if test:
         for device in dict.fromkeys(name if name == "cpu" else "cuda:0" for name in report["devices"]):
             report["errors"][device] = _test(device, problems)
@@ -110,6 +112,17 @@ def _check_packages(versions: dict[str, str], problems: list[str], notes: list[s
                     f"{name} {versions[name]} needs {other}{wanted.specifier}, but {other} is {versions[other]}: "
                     f"install the {name if other == 'torch' else other} that belongs to it, or remove it."
                 )
+
+
+def _check_tested(problems: list[str], notes: list[str]) -> None:
+    """Notes the versions that were tested, and which of the installed ones are newer."""
+    try:
+        from ..versions import describe_tested, newer_than_tested
+    except Exception as error:  # whatever a wrong combination of packages raises
+        problems.append(f"transformers cannot be used: {one_line(error)}")
+        return
+    notes.append(describe_tested())
+    notes += [f"{package} is newer than what was tested." for package in newer_than_tested()]
 
 
 def _check_devices(torch: Any, devices: dict[str, str], problems: list[str], notes: list[str]) -> None:
@@ -164,7 +177,8 @@ def _test(device: str, problems: list[str]) -> dict[str, float | None]:
     try:
         from transformers.utils import logging
 
-        from ..self_test import TOLERANCE, difference, logits_of, stored_logits
+        from .. import self_check
+        from ..self_test import TOLERANCE, difference, difference_of_generate, logits_of, stored_logits
     except Exception as error:
         problems.append(f"transformers cannot be used: {one_line(error)}")
         return {}
@@ -175,12 +189,18 @@ def _test(device: str, problems: list[str]) -> dict[str, float | None]:
         for name, expected in stored_logits().items():
             try:
                 error = difference(logits_of(name, device), expected)
+                change = difference_of_generate(name, device)
             except Exception as error:  # whatever a wrong combination of packages raises
                 problems.append(f"{name} on {device} failed: {type(error).__name__}: {one_line(error)}")
                 continue
             errors[name] = error if math.isfinite(error) else None  # JSON has no other numbers
             if not error <= TOLERANCE:  # also if it is NaN
                 problems.append(f"{name} on {device} is wrong: its logits differ by {error:.2g} from the stored ones.")
+            if not change <= self_check.TOLERANCE:
+                problems.append(
+                    f"{name} on {device}: `generate` gives other logits with the cache than without; they differ by "
+                    f"{change:.2g} of the largest."
+                )
     problems += sorted({str(x.message) for x in caught if "runs in plain torch" in str(x.message)})
     return errors
 

@@ -1,0 +1,227 @@
+"""What depends on the version of transformers: the names of the cache, unknown arguments, and the check of itself."""
+
+import inspect
+
+import pytest
+import torch
+import transformers
+from cases import BASE, GENERATING, GREEDY, VISUAL, each, random_ids, tiny_model
+from transformers.utils import ModelOutput
+
+from subquad import arguments, self_check, self_test, versions
+
+
+NAMES = versions.CACHE_NAMES
+
+
+# The two names of the cache.
+
+
+@pytest.mark.fast
+@each(*GENERATING)
+def test_the_cache_has_two_names(case):
+    model, ids = case.model(), case.ids(2, 9)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1:]
+        for name in NAMES:
+            out = model(ids[:, :-1])
+            assert isinstance(out, ModelOutput) and out.cache is out.past_key_values is not None
+            base = model.base_model(ids[:, :-1])
+            assert base.cache is base.past_key_values is not None
+            torch.testing.assert_close(model(ids[:, -1:], **{name: out.cache}).logits, expected, atol=1e-4, rtol=1e-4)
+            one = model.base_model(ids[:, -1:], **{name: base.cache}).last_hidden_state
+            whole = model.base_model(ids).last_hidden_state[:, -1:]
+            torch.testing.assert_close(one, whole, atol=1e-4, rtol=1e-4)
+            assert name in inspect.signature(model.forward).parameters
+        assert model(ids, use_cache=False).cache is None
+    both = dict.fromkeys(NAMES, model.new_cache())
+    for call in (model, model.base_model, model.generate):
+        with pytest.raises(TypeError, match="`cache` and `past_key_values` are two names of the same argument"):
+            call(ids, **both)
+    assert model(ids, cache=None, past_key_values=model.new_cache()).cache.get_seq_length() == 9
+
+
+@pytest.mark.fast
+@each(*GENERATING)
+def test_generate_takes_and_returns_either_name(case):
+    model, ids = case.model(), case.ids(1, 12)
+    whole = model.generate(ids, max_new_tokens=6, **GREEDY)
+    assert torch.equal(whole, model.generate(ids, max_new_tokens=6, use_cache=False, **GREEDY))
+    for name in NAMES:
+        first = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **GREEDY)
+        assert first.cache is first.past_key_values
+        again = model.generate(first.sequences, **{name: first.cache}, max_new_tokens=3, **GREEDY)
+        assert torch.equal(again, whole)
+        cache = model.new_cache()
+        inputs = model.prepare_inputs_for_generation(ids, attention_mask=torch.ones_like(ids), **{name: cache})
+        assert [value for key, value in inputs.items() if key in NAMES] == [cache]
+
+
+@pytest.mark.fast
+@each(*(case for case in BASE if case.causal))
+def test_classifiers_give_the_cache_under_both_names(case):
+    out = case.model("AutoModelForSequenceClassification")(case.ids(2, 5), use_cache=True)
+    assert out.cache is out.past_key_values is not None
+
+
+def test_a_new_name_of_the_cache_is_noticed(monkeypatch):
+    monkeypatch.setattr(versions, "CACHE_NAMES", ("memory",))
+    with pytest.raises(ImportError, match=r"has another name for the cache than memory; its outputs have last_hidden"):
+        versions._name_of_cache()
+
+
+# What transformers does with a cache during `generate`.
+
+
+class _Event:
+    """An event of a device that has finished."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+@each(*GENERATING)
+def test_a_stop_that_is_noticed_one_step_late(case, monkeypatch):
+    """transformers 5.23 reads whether to stop a step late on some devices, and takes the last step back."""
+    check = getattr(transformers.generation.utils, "DeferredStopCheck", None)
+    if check is None:
+        assert versions.CACHE_NAME == "past_key_values"  # an older version, without that class
+        return
+    model, ids = case.model(), case.ids(2, 10)
+    options = {"return_dict_in_generate": True, "output_logits": True, **GREEDY}
+    eos = model.generate(ids, max_new_tokens=12, **GREEDY)[:, 13].tolist()  # the rows end after four tokens or earlier
+    for more in ({"max_new_tokens": 12, "eos_token_id": eos}, {"max_new_tokens": 5}):
+        more = options | more
+        expected = model.generate(ids, **more)
+        with monkeypatch.context() as patch:
+            patch.setattr(check, "is_supported", staticmethod(lambda *args, **kwargs: True))
+            patch.setattr(torch, "Event", _Event)
+            found = model.generate(ids, **more)
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(found.logits, expected.logits)
+        assert found.cache.get_seq_length() == expected.cache.get_seq_length() == expected.sequences.shape[1] - 1
+        assert not found.cache.records_past
+        with torch.no_grad():
+            after = [model(ids[:, :3], cache=out.cache).logits for out in (found, expected)]
+        torch.testing.assert_close(*after, atol=1e-4, rtol=1e-4)
+
+
+# Arguments that nobody reads.
+
+
+@pytest.mark.fast
+@each(*BASE, *VISUAL)
+def test_unknown_arguments_of_every_class(case):
+    for auto_class in case.auto_classes:
+        model, ids = case.model(auto_class), case.ids(2, 5)
+        name = type(model).__name__
+        for call in (model, model.base_model):
+            with pytest.raises(TypeError, match=r"\.forward\(\) got an unexpected keyword argument `invented`\."):
+                call(ids, invented=1)
+        with pytest.raises(TypeError, match=rf"{name}\.forward\(\) got .*`atention_mask`\. Did you mean `attention_"):
+            model(ids, atention_mask=torch.ones_like(ids))
+        for common in ({"num_items_in_batch": None}, {"invented": None}, {"output_attentions": False}):
+            model(ids, **common)
+    if case.causal:
+        model = case.model()
+        for wrong, meant in (("max_new_tokns", "max_new_tokens"), ("past_key_value", "past_key_values")):
+            with pytest.raises(TypeError, match=rf"generate\(\) got .*`{wrong}`\. Did you mean .*`{meant}`"):
+                model.generate(case.ids(1, 4), **{wrong: 1})
+
+
+@pytest.mark.fast
+@each(*BASE)
+def test_documents_that_are_only_numbered(case):
+    model, ids = case.model(case.lm_class), case.ids(1, 6)
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    with pytest.raises(ValueError, match="`seq_idx` alone marks no documents: give one of cu_seq_lens_q, cu_seqlens"):
+        model(ids, seq_idx=numbers)
+    bounds = torch.tensor([0, 3, 6])
+    torch.testing.assert_close(model(ids, seq_idx=numbers, cu_seqlens=bounds)[0], model(ids, cu_seqlens=bounds)[0])
+
+
+def test_every_common_argument_has_a_reason():
+    assert all(reason for reason in arguments.COMMON_ARGUMENTS.values())
+    assert not set(NAMES) & arguments.COMMON_ARGUMENTS.keys()
+
+
+@each(*GENERATING)
+def test_a_cache_that_gets_a_third_name_is_an_error(case, monkeypatch):
+    """Without the two names, what wrote garbage silently is an error."""
+    model, ids = case.model(), case.ids(1, 8)
+    original = type(model).prepare_inputs_for_generation
+
+    def prepare(self, *args, **kwargs):
+        inputs = original(self, *args, **kwargs)
+        return {"memory" if name in NAMES else name: value for name, value in inputs.items()}
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", prepare)
+    with pytest.raises(TypeError, match=r"forward\(\) got an unexpected keyword argument `memory`"):
+        model.generate(ids, max_new_tokens=4, **GREEDY)
+
+
+# The check of itself.
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """A transformers that is newer than those that were tested."""
+    monkeypatch.setattr(versions.transformers, "__version__", "5.99.1")
+    monkeypatch.setattr(self_check, "_checked", set())
+
+
+@each(*GENERATING)
+def test_the_check_passes(case, newer, caplog):
+    model, ids = case.model(), case.ids(1, 5)
+    random = torch.get_rng_state()
+    settings = model.generation_config
+    model.generate(ids, max_new_tokens=2, **GREEDY)
+    assert torch.equal(torch.get_rng_state(), random) and model.generation_config is settings
+    assert self_check._checked == {type(model)}
+    for dtype in (torch.bfloat16, torch.float16):
+        assert self_check.difference_of_cache(case.model().to(dtype)) < self_check.TOLERANCE
+
+
+def test_the_check_fails(newer, monkeypatch):
+    """A cache that is lost on the way to the model, as when its argument was renamed."""
+    model = tiny_model("rwkv6")
+    original = type(model).prepare_inputs_for_generation
+
+    def prepare(self, *args, **kwargs):
+        inputs = original(self, *args, **kwargs)
+        return {name: value for name, value in inputs.items() if name not in NAMES}
+
+    ids = random_ids(1, 6)
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", prepare)
+    for _ in range(2):  # not only the first time
+        with pytest.raises(RuntimeError, match=r"transformers 5\.99\.1: newer than what was tested\. Tested with"):
+            model.generate(ids, max_new_tokens=3, **GREEDY)
+    monkeypatch.setenv("SUBQUAD_SELF_CHECK", "0")
+    assert model.generate(ids, max_new_tokens=3, **GREEDY).shape == (1, 9)
+    monkeypatch.delenv("SUBQUAD_SELF_CHECK")
+    monkeypatch.setattr(versions.transformers, "__version__", "5.24.7")
+    if versions.newer_than_tested() == []:  # nothing to check
+        assert model.generate(ids, max_new_tokens=3, **GREEDY).shape == (1, 9)
+
+
+def test_embedded_models_pass_the_check():
+    for name in self_test.stored_logits():
+        assert self_test.difference_of_generate(name) < 1e-4, name
+
+
+def test_versions_are_compared_by_their_minor_numbers(monkeypatch):
+    for version, newer in (
+        ("5.16.1", False),
+        ("5.24.9", False),
+        ("5.24.0.dev0", False),
+        ("5.25.0", True),
+        ("6.0", True),
+    ):
+        monkeypatch.setattr(versions.transformers, "__version__", version)
+        assert any(x.startswith("transformers") for x in versions.newer_than_tested()) == newer
