@@ -133,6 +133,16 @@ class RecurrentGenerationMixin(GenerationMixin):
             self.base_model(torch.zeros(rows, 1, dtype=torch.long, device=self.device), cache=cache)
             cache.reset()
 
+    def _prefill(
+        self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs
+    ):
+        """As in transformers, which does not tell every version's last chunk of a prompt from a generated token."""
+        model_kwargs["of_prompt"] = True
+        try:
+            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            del model_kwargs["of_prompt"]
+
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.Tensor,
@@ -147,7 +157,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         the name `past_key_values` among the inputs: PEFT looks for it there, and the models take either name.
         """
         kwargs = with_one_cache_name(kwargs)
-        cache = kwargs.pop("cache", None)
+        cache, of_prompt = kwargs.pop("cache", None), kwargs.pop("of_prompt", is_first_iteration)
         for name in ("tokenizer", "assistant_tokenizer"):  # `generate` has read them, and gives them to every step
             kwargs.pop(name, None)
         inputs = super().prepare_inputs_for_generation(
@@ -162,7 +172,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         if CACHE_NAME in inputs:
             inputs["past_key_values"] = inputs.pop(CACHE_NAME)
         ids = inputs.get("input_ids")
-        if not is_first_iteration and cache is not None and ids is not None and ids.shape[1] == 1:
+        if not of_prompt and cache is not None and ids is not None and ids.shape[1] == 1:
             inputs.pop("attention_mask", None)
         return inputs
 
