@@ -47,6 +47,7 @@ from transformers import (
     pipeline,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import output_capturing
 
 from subquad import RecurrentCache
 from subquad_tokenizers import ByteTokenizer
@@ -386,7 +387,11 @@ def test_some_hidden_states(case):
     with torch.no_grad():
         every = model(**text, output_hidden_states=True).hidden_states
         some = model(**text, output_hidden_states=[1, -1]).hidden_states
-    assert [state is not None for state in some] == [False, True, *[False] * (len(every) - 3), True]
+    given = [state is not None for state in some]
+    if all(given):  # older versions of transformers return all of them
+        assert not hasattr(output_capturing, "selected_hidden_states")
+    else:
+        assert given == [False, True, *[False] * (len(every) - 3), True]
     assert torch.equal(some[1], every[1]) and torch.equal(some[-1], every[-1])
 
 
