@@ -308,8 +308,8 @@ class GeckoModel(GeckoPreTrainedModel):
         Args:
             input_ids: (batch, length) token ids. With `config.document_boundaries`, each `bos_token_id` begins a new
                 document; chunks go on as if it had not.
-            attention_mask: (batch, length), 0 for padding, which may be before or after a row's text. With a cache it
-                may also cover the tokens of earlier calls.
+            attention_mask: (batch, length), 0 for padding, which may be anywhere in a row. With a cache it may also
+                cover the tokens of earlier calls.
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
                 follow the one before. They are not read while a graph is traced: `torch.compile` and export need
                 `cu_seqlens`. Rotary embeddings and chunks count a document's own tokens.
