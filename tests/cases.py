@@ -262,7 +262,7 @@ def padded(texts, side: str, value: int = 0, more: int = 0) -> dict[str, torch.T
     for text in texts:
         ids = text["input_ids"]
         places = _places(ids, width - ids.shape[1], side)
-        masks.append(torch.zeros_like(ids[:, :1]).repeat(1, width).index_fill(1, places, 1))
+        masks.append(ids.new_zeros(1, width).index_fill(1, places, 1))
         row = torch.full_like(masks[-1], value).index_copy(1, places, ids)
         rows.append(_with_images(row, text.get("pixel_values", torch.zeros(0))))
     return {**batch(rows), "attention_mask": torch.cat(masks)}
