@@ -91,7 +91,7 @@ def run_ours(path: Path, **how: Any) -> Runner:
 
     def read(ids):
         out = model(input_ids=ids, logits_to_keep=1, **kept)
-        kept["past_key_values"] = out.past_key_values
+        kept["cache"] = out.cache
         return out.logits[:, -1].float()
 
     return Runner(read, kept.clear, megabytes(model))

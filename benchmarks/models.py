@@ -293,7 +293,7 @@ def errors_beside_plain(ours: Ours, peer: Any, length: int) -> dict[str, float]:
             steps = min(5, length // 2)
             out = ours.model(ids[:, :-steps], logits_to_keep=1)
             for token in ids[:, -steps:].split(1, 1):
-                out = ours.model(token, past_key_values=out.past_key_values)
+                out = ours.model(token, cache=out.cache)
             errors["last logits"] = relative_error(ours.first_token(ids), expected[:, -1:])
             errors["logits with a cache"] = relative_error(out.logits, expected[:, -1:])
         for side in ("right", "left"):
@@ -423,7 +423,7 @@ def read(ours: Ours, cache: Any, batch: int, tokens: int, seed: int = 0) -> Tens
     piece = max(ours.options.piece // batch, 1)
     for start in range(0, tokens, piece):
         ids = ours.ids(batch, min(piece, tokens - start), seed=seed + start)
-        logits = ours.model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+        logits = ours.model(input_ids=ids, cache=cache, logits_to_keep=1).logits
     return logits
 
 
@@ -456,7 +456,7 @@ def decode_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) 
         def call(t):
             if compiled:
                 torch.compiler.cudagraph_mark_step_begin()
-            return step(input_ids=token, past_key_values=cache, logits_to_keep=1).logits
+            return step(input_ids=token, cache=cache, logits_to_keep=1).logits
 
         return timed(call, batch) | state_note(cache)
 

@@ -302,7 +302,7 @@ class Stepping:
         cache = self.model.new_cache()
         try:
             for token in ids.split(1, 1):
-                logits = self.model(token, past_key_values=cache).logits
+                logits = self.model(token, cache=cache).logits
         finally:
             del os.environ["SUBQUAD_BACKEND"]
             if before is not None:

@@ -83,7 +83,7 @@ def test_states_are_refused_before_any_work(finch, tmp_path, capsys, monkeypatch
     # A state of the library need not know where its text ends.
     model = CASES["rwkv6"].model(vocab_size=128)
     with torch.no_grad():
-        cache = model(torch.tensor([[3, 4], [5, 6]])).past_key_values
+        cache = model(torch.tensor([[3, 4], [5, 6]])).cache
     for rows, message in ((cache, "holds the states of several texts"), (cache.split()[0], "where its text ends")):
         rows.save(state, subquad.identify(finch))
         assert message in run(capsys, *arguments, finch, "--state-in", state, code=1).err

@@ -97,9 +97,9 @@ def test_outputs(model_type, auto_class):
     torch.testing.assert_close(as_tuple[0], out[0])
     torch.testing.assert_close(as_tuple[-1][0], out.hidden_states[0])
     if CASES[model_type].causal:
-        assert out.past_key_values is not None
-        assert model(ids, use_cache=False).past_key_values is None
-        assert model.train()(ids).past_key_values is None
+        assert out.cache is not None
+        assert model(ids, use_cache=False).cache is None
+        assert model.train()(ids).cache is None
     model.config.output_hidden_states = True
     assert model(ids).hidden_states is not None
 

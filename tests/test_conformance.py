@@ -335,7 +335,7 @@ def test_a_cache_has_the_layers_that_transformers_expects(case):
         for tokens, count in ((None, 0), (text, 20)):
             if tokens is not None:
                 with torch.no_grad():
-                    model(**tokens, past_key_values=cache)
+                    model(**tokens, cache=cache)
             assert cache.get_seq_length() == count
             for number, (layer, kind) in enumerate(zip(cache.layers, types, strict=True)):
                 if kind == "linear_attention":
@@ -367,16 +367,16 @@ def test_what_a_cache_has_read_is_not_read_again(case):
     options = {**GREEDY, "return_dict_in_generate": True}
     for cache in (None, "static"):
         out = model.generate(**text, **options, max_new_tokens=5, cache_implementation=cache, max_cache_len=32)
-        whole, read = out.sequences, out.past_key_values
+        whole, read = out.sequences, out.cache
         for ids in (text["input_ids"], whole[:, -1:], whole[:, :13]):
-            wrong = rf"`past_key_values` has read 13 tokens, but the text has {ids.shape[1]}\. Give the whole text"
+            wrong = rf"`cache` has read 13 tokens, but the text has {ids.shape[1]}\. Give the whole text"
             with pytest.raises(ValueError, match=wrong):
-                model.generate(ids, **options, past_key_values=read.clone(), max_new_tokens=3)
+                model.generate(ids, **options, cache=read.clone(), max_new_tokens=3)
         expected = model.generate(**text, **options, max_new_tokens=8).sequences
-        on = model.generate(whole, **options, past_key_values=read.clone(), max_new_tokens=3)
+        on = model.generate(whole, **options, cache=read.clone(), max_new_tokens=3)
         assert torch.equal(on.sequences, expected)
         mask = torch.ones_like(whole)
-        on = model.generate(whole[:, -1:], **options, attention_mask=mask, past_key_values=read, max_new_tokens=3)
+        on = model.generate(whole[:, -1:], **options, attention_mask=mask, cache=read, max_new_tokens=3)
         assert torch.equal(on.sequences, expected[:, 13:])
 
 
@@ -699,10 +699,10 @@ def test_outputs_of_generate(case):
                 length = 1 if step and cache else 7 + (0 if cache else step)
                 assert [x.shape for x in states] == [(rows, length, 48)] * (model.config.num_hidden_layers + 1)
             if cache is None:
-                assert out.past_key_values is None
+                assert out.cache is None
             else:
-                assert isinstance(out.past_key_values, RecurrentCache)
-                assert (out.past_key_values.get_seq_length(), out.past_key_values.batch_size) == (10, rows)
+                assert isinstance(out.cache, RecurrentCache)
+                assert (out.cache.get_seq_length(), out.cache.batch_size) == (10, rows)
             if "num_beams" in options:
                 scores = model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
                 torch.testing.assert_close(scores.sum(1) / 4, out.sequences_scores, atol=1e-4, rtol=1e-4)
@@ -773,10 +773,10 @@ def test_generation_from_embeddings(case):
     first = model.generate(inputs_embeds=embed(ids), **text, **options)
     read = torch.cat((ids, first.sequences), 1)
     text["attention_mask"] = torch.cat((mask, torch.ones_like(first.sequences)), 1)
-    cache, options = first.past_key_values, {**text, "max_new_tokens": 4, **GREEDY}
-    out = model.generate(inputs_embeds=embed(read), past_key_values=cache.clone(), **options)
+    cache, options = first.cache, {**text, "max_new_tokens": 4, **GREEDY}
+    out = model.generate(inputs_embeds=embed(read), cache=cache.clone(), **options)
     assert torch.equal(out, expected[:, 10:])
-    assert torch.equal(model.generate(read, past_key_values=cache, **options), expected)
+    assert torch.equal(model.generate(read, cache=cache, **options), expected)
 
 
 @pytest.mark.fast
@@ -791,7 +791,7 @@ def test_arguments_that_change_nothing(case):
         {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)},
         {"logits_to_keep": 0},
         {"logits_to_keep": 3},
-        {"past_key_values": model.new_cache()},
+        {"cache": model.new_cache()},
         {"output_hidden_states": True, "output_attentions": True},
     ):
         assert torch.equal(model.generate(ids, **options, **arguments), expected)

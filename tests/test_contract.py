@@ -79,11 +79,11 @@ def test_any_split(case, pieces):
     with torch.no_grad():
         cache = None
         for start, stop in split(text, pieces):
-            out = model(**cut(text, start, stop), past_key_values=cache, use_cache=True)
-            cache, whole = out.past_key_values, model(**cut(text, 0, stop))
+            out = model(**cut(text, start, stop), cache=cache, use_cache=True)
+            cache, whole = out.cache, model(**cut(text, 0, stop))
             torch.testing.assert_close(out.logits, whole.logits[:, start:], **TOLERANCE)
     assert cache.get_seq_length() == LENGTH
-    assert_same_states(cache, whole.past_key_values)
+    assert_same_states(cache, whole.cache)
 
 
 # 2. Padding changes nothing.
@@ -102,12 +102,12 @@ def test_padding(case, side, lengths):
     with torch.no_grad():
         out = model(**inputs)
         # What follows continues every row after its own last token.
-        after = model(more, past_key_values=out.past_key_values).logits
+        after = model(more, cache=out.cache).logits
         for n, row in enumerate(rows):
             alone = model(**row)
             torch.testing.assert_close(out.logits[n][mask[n] == 1], alone.logits[0], **TOLERANCE)
             torch.testing.assert_close(out.logits[n, -1], alone.logits[0, -1], **TOLERANCE)
-            after_alone = model(more[n : n + 1], past_key_values=alone.past_key_values).logits
+            after_alone = model(more[n : n + 1], cache=alone.cache).logits
             torch.testing.assert_close(after[n], after_alone[0], **TOLERANCE)
 
 
@@ -117,9 +117,9 @@ def test_padding(case, side, lengths):
 def test_padding_in_a_later_call(case, side):
     model, first, second = case.model(), texts(case, 4, 9), texts(case, 70, 2)
     with torch.no_grad():
-        cache = model(**padded(first, "left")).past_key_values
+        cache = model(**padded(first, "left")).cache
         inputs = padded(second, side)
-        out = model(**inputs, past_key_values=cache)
+        out = model(**inputs, cache=cache)
         for n, mask in enumerate(inputs["attention_mask"]):
             alone = model(**join(first[n], second[n])).logits[0, first[n]["input_ids"].shape[1] :]
             torch.testing.assert_close(out.logits[n][mask == 1], alone, **TOLERANCE)
@@ -168,10 +168,10 @@ def test_padding_between_turns(case):
     both = {**join(first, second), "attention_mask": mask}
     with torch.no_grad():
         whole = model(**both)
-        cache = model(**first).past_key_values
+        cache = model(**first).cache
         start, second["attention_mask"] = cache.clone(), mask
-        out = model(**second, past_key_values=cache)
-        assert_same_states(cache, whole.past_key_values)
+        out = model(**second, cache=cache)
+        assert_same_states(cache, whole.cache)
         # A call gives the tokens of Avey what one call with the whole text up to its end gives them.
         real = mask[:, 33:] == 1
         torch.testing.assert_close(out.logits[real], whole.logits[:, 33:][real], **TOLERANCE)
@@ -179,7 +179,7 @@ def test_padding_between_turns(case):
             alone = model(**join(row, rest)).logits[0]
             torch.testing.assert_close(whole.logits[n][mask[n] == 1], alone, **TOLERANCE)
     expected = model.generate(**both, max_new_tokens=5, **GREEDY)
-    assert torch.equal(model.generate(**both, past_key_values=start, max_new_tokens=5, **GREEDY), expected)
+    assert torch.equal(model.generate(**both, cache=start, max_new_tokens=5, **GREEDY), expected)
     options = {"cache_implementation": "static", "disable_compile": True, "max_new_tokens": 5, **GREEDY}
     assert torch.equal(model.generate(**both, **options), expected)
 
@@ -278,10 +278,10 @@ def test_continuing_from_a_returned_cache(case):
     expected = model.generate(**text, max_new_tokens=14, **GREEDY)
     first = model.generate(**text, max_new_tokens=5, return_dict_in_generate=True, **GREEDY)
     # `generate` has not yet read the last token it chose.
-    assert first.past_key_values.get_seq_length() == 10
+    assert first.cache.get_seq_length() == 10
     text["input_ids"] = first.sequences
     text["attention_mask"] = torch.ones_like(first.sequences)  # the id of padding may have been generated, too
-    second = model.generate(**text, past_key_values=first.past_key_values, max_new_tokens=9, **GREEDY)
+    second = model.generate(**text, cache=first.cache, max_new_tokens=9, **GREEDY)
     assert torch.equal(second, expected)
 
 
@@ -337,19 +337,19 @@ READS = [(9,), (1,), (70, 1, 5), (1, 1, 1, 1)]
 def test_crop(case, read):
     model, text = case.model(), case.text(2, 20 + sum(read))  # no image is among the last tokens
     with torch.no_grad():
-        start = model(**cut(text, 0, 20)).past_key_values
+        start = model(**cut(text, 0, 20)).cache
         for removed in {0, 1, sum(read) - 1, sum(read)}:
             cache = start.clone()
             cache.activate_past_recording()
             for begin, end in itertools.pairwise(itertools.accumulate(read, initial=20)):
-                model(**cut(text, begin, end), past_key_values=cache)
+                model(**cut(text, begin, end), cache=cache)
             cache.crop(-removed)
             kept = 20 + sum(read) - removed
             assert cache.get_seq_length() == kept
-            expected = model(**cut(text, 0, kept)).past_key_values
+            expected = model(**cut(text, 0, kept)).cache
             assert_same_states(cache, expected)
             # And again, from the cropped state.
-            model(case.ids(2, 4), past_key_values=cache)
+            model(case.ids(2, 4), cache=cache)
             cache.crop(-4)
             assert_same_states(cache, expected)
 
@@ -366,13 +366,13 @@ def test_crop_of_padded_calls(case, side):
         def read(*pieces):
             cache = model.new_cache()
             for ids, real in pieces:
-                model(ids, attention_mask=real, past_key_values=cache)
+                model(ids, attention_mask=real, cache=cache)
             return cache
 
         recorded = model.new_cache()
         recorded.activate_past_recording()
-        model(first, attention_mask=mask, past_key_values=recorded)
-        model(second, past_key_values=recorded)
+        model(first, attention_mask=mask, cache=recorded)
+        model(second, cache=recorded)
         for removed in (3, 20, 24):
             cache = recorded.clone()
             cache.crop(-removed)
@@ -390,10 +390,10 @@ def test_crop_to_nothing(case):
     cache = model.new_cache()
     cache.activate_past_recording()
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         cache.crop(-5)
         assert cache.get_seq_length() == 0
-        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+        torch.testing.assert_close(model(ids, cache=cache).logits, model(ids).logits)
 
 
 @each_text_case
@@ -402,14 +402,14 @@ def test_transformers_may_end_the_record(case):
     cache = model.new_cache()
     cache.activate_past_recording()
     with torch.no_grad():
-        model(ids[:, :12], past_key_values=cache)
+        model(ids[:, :12], cache=cache)
         cache.crop(-2)
         for layer in cache.layers:  # as `generate` does on some devices
             layer.record_past = False
-        model(ids[:, 10:], past_key_values=cache, cu_seqlens=torch.tensor([0, 4, 10]))
+        model(ids[:, 10:], cache=cache, cu_seqlens=torch.tensor([0, 4, 10]))
         assert not any(layer.records for layer in cache.all_layers)
         torch.testing.assert_close(
-            model(ids[:, :1], past_key_values=cache).logits,
+            model(ids[:, :1], cache=cache).logits,
             model(torch.cat((ids[:, 14:], ids[:, :1]), 1)).logits[:, -1:],
             **TOLERANCE,
         )
@@ -422,9 +422,9 @@ def test_record_is_bounded(case):
     cache = model.new_cache()
     cache.activate_past_recording()
     with torch.no_grad():
-        model(ids[:, :700], past_key_values=cache)
+        model(ids[:, :700], cache=cache)
         for start in range(700, 1500, 100):
-            model(ids[:, start : start + 100], past_key_values=cache)
+            model(ids[:, start : start + 100], cache=cache)
         for layer in cache.all_layers:
             for record in layer.records.values():
                 assert 256 <= record.tokens <= 512
@@ -432,7 +432,7 @@ def test_record_is_bounded(case):
                     x.untyped_storage().nbytes() <= 513 * x[0, 0].numel() * x.element_size() for x in record.updates
                 )
         cache.crop(-250)
-        expected = model(ids[:, :1250]).past_key_values
+        expected = model(ids[:, :1250]).cache
     assert_same_states(cache, expected)
 
 
@@ -442,14 +442,14 @@ def test_recording_refuses_packed_documents(case):
     cache = model.new_cache()
     cache.activate_past_recording()
     with pytest.raises(ValueError, match="Packed documents"):
-        model(case.ids(1, 6), past_key_values=cache, cu_seqlens=torch.tensor([0, 2, 6]))
+        model(case.ids(1, 6), cache=cache, cu_seqlens=torch.tensor([0, 2, 6]))
 
 
 @each_case
 def test_crop_is_refused_if_nothing_was_recorded(case):
     model = case.model()
     with torch.no_grad():
-        cache = model(**case.text(1, 5)).past_key_values
+        cache = model(**case.text(1, 5)).cache
     before = cache.clone()
     with pytest.raises(ValueError, match="`tokens_to_remove` is -2.*0 tokens"):
         cache.crop(-2)
@@ -464,10 +464,10 @@ def test_crop_is_refused_if_nothing_was_recorded(case):
 def test_cache_operations(case, tmp_path):
     model, text = case.model(), case.text(3, 9)
     with torch.no_grad():
-        cache = model(**text).past_key_values
+        cache = model(**text).cache
 
         def logits(cache, rows):
-            return model(torch.full((len(rows), 1), 7), past_key_values=cache.clone()).logits
+            return model(torch.full((len(rows), 1), 7), cache=cache.clone()).logits
 
         rows = torch.tensor([0, 1, 2])
         expected = logits(cache, rows)
@@ -481,7 +481,7 @@ def test_cache_operations(case, tmp_path):
         torch.testing.assert_close(logits(selected, rows[:1]), expected[[1]], **TOLERANCE)
 
         with torch.enable_grad():
-            attached = model(**text).past_key_values
+            attached = model(**text).cache
             torch.testing.assert_close(logits(attached, rows), expected)
 
         repeated = cache.clone()
@@ -499,7 +499,7 @@ def test_cache_operations(case, tmp_path):
 
         cache.reset()
         assert cache.get_seq_length() == 0
-        torch.testing.assert_close(model(**text, past_key_values=cache).logits, model(**text).logits)
+        torch.testing.assert_close(model(**text, cache=cache).logits, model(**text).logits)
 
 
 # 4. The state does not grow.
@@ -510,7 +510,7 @@ def test_cache_operations(case, tmp_path):
 def test_state_size(case):
     model = case.model()
     with torch.no_grad():
-        sizes = [model(**case.text(1, n)).past_key_values.num_elements for n in (1, 5, 200)]
+        sizes = [model(**case.text(1, n)).cache.num_elements for n in (1, 5, 200)]
     assert sizes == case.state_sizes(model.config.get_text_config())
 
 
@@ -518,7 +518,7 @@ def test_state_size(case):
 def test_state_does_not_hold_the_sequence(case):
     model = case.model()
     with torch.no_grad():
-        cache = model(**case.text(1, 200)).past_key_values
+        cache = model(**case.text(1, 200)).cache
     for layer in cache.all_layers:
         for state in layer.states.values():
             assert state.untyped_storage().nbytes() == state.numel() * state.element_size()
@@ -537,12 +537,12 @@ def test_packed_documents(case):
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     with torch.no_grad():
         expected = torch.cat([model(**document).logits for document in documents], 1)
-        last = model(**documents[-1]).past_key_values
+        last = model(**documents[-1]).cache
         ways = ({"cu_seqlens": bounds}, {"cu_seq_lens_q": bounds}, {"position_ids": positions})
         for way in ways:
             out = model(**packed, **way)
             torch.testing.assert_close(out.logits, expected, **TOLERANCE)
-            assert_same_states(out.past_key_values, last)
+            assert_same_states(out.cache, last)
         base = model.base_model
         torch.testing.assert_close(
             base(**packed, cu_seq_lens_q=bounds).last_hidden_state,
@@ -563,18 +563,18 @@ def test_packed_documents_in_several_rows(case):
     text = batch(rows)
     positions = torch.stack((torch.cat((torch.arange(6), torch.arange(14))), torch.arange(20)))
     with torch.no_grad():
-        cache = model(case.ids(2, 4)).past_key_values
-        out = model(**text, position_ids=positions, past_key_values=cache.clone())
+        cache = model(case.ids(2, 4)).cache
+        out = model(**text, position_ids=positions, cache=cache.clone())
         # The first document of a row continues the cache; the others start anew.
         first, second = cache.clone(), cache.clone()
         first.batch_select_indices(torch.tensor([0]))
         second.batch_select_indices(torch.tensor([1]))
         begin, rest = cut(rows[0], 0, 6), cut(rows[0], 6)
-        torch.testing.assert_close(out.logits[:1, :6], model(**begin, past_key_values=first).logits, **TOLERANCE)
+        torch.testing.assert_close(out.logits[:1, :6], model(**begin, cache=first).logits, **TOLERANCE)
         torch.testing.assert_close(out.logits[:1, 6:], model(**rest).logits, **TOLERANCE)
-        torch.testing.assert_close(out.logits[1:], model(**rows[1], past_key_values=second).logits, **TOLERANCE)
-        out.past_key_values.batch_select_indices(torch.tensor([0]))
-        assert_same_states(out.past_key_values, model(**rest).past_key_values)
+        torch.testing.assert_close(out.logits[1:], model(**rows[1], cache=second).logits, **TOLERANCE)
+        out.cache.batch_select_indices(torch.tensor([0]))
+        assert_same_states(out.cache, model(**rest).cache)
 
 
 @pytest.mark.fast
@@ -622,12 +622,12 @@ def test_gradient_checkpointing(case, backend, monkeypatch):
 @each_case
 def test_gradient_checkpointing_and_caches(case):
     model, text = case.model(), case.text(1, 8)
-    cache = model(**text).past_key_values
+    cache = model(**text).cache
     model.train().gradient_checkpointing_enable()
-    assert model(**text, use_cache=True).past_key_values is None
-    with pytest.raises(ValueError, match="`past_key_values` cannot be continued in training with gradient"):
-        model(**text, past_key_values=cache)
-    assert model.eval()(**text, past_key_values=cache).past_key_values.get_seq_length() == 16
+    assert model(**text, use_cache=True).cache is None
+    with pytest.raises(ValueError, match="`cache` cannot be continued in training with gradient"):
+        model(**text, cache=cache)
+    assert model.eval()(**text, cache=cache).cache.get_seq_length() == 16
 
 
 @pytest.mark.quick_cases(
@@ -741,8 +741,8 @@ def test_compiled_decode_step(case, graphs):
 
     compiled = compile_model(model, backend)
     with torch.no_grad():
-        cache = model(**text).past_key_values
-        logits = [compiled(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(10)]
+        cache = model(**text).cache
+        logits = [compiled(ids[:, t : t + 1], cache=cache, use_cache=True).logits for t in range(10)]
         expected = [model(**join(text, {"input_ids": ids[:, : t + 1]})).logits[:, -1:] for t in range(10)]
         torch.testing.assert_close(logits, expected, **TOLERANCE)
     assert len(graphs) <= case.decode_graphs
@@ -764,7 +764,7 @@ def test_low_precision(case, dtype, tmp_path):
     error = (out.logits.float() - expected.logits).norm() / expected.logits.norm()
     assert error < (0.1 if dtype == torch.bfloat16 else 0.02)
     for name in case.float32_states:
-        states = [layer.states[name] for layer in out.past_key_values.all_layers if name in layer.states]
+        states = [layer.states[name] for layer in out.cache.all_layers if name in layer.states]
         assert {state.dtype for state in states} == {torch.float32}
     rows = pick(text, 0), pick(text, 1)
     left = padded([cut(rows[0], 0, 13), rows[1]], "left")
@@ -839,22 +839,22 @@ def test_wrong_input(case, inputs, message):
 def test_foreign_caches(case, tmp_path):
     model, text = case.model(), case.text(2, 4)
     deeper, cache_class = case.config(num_hidden_layers=4), type(model.new_cache())
-    with pytest.raises(ValueError, match=f"`past_key_values` must be a {cache_class.__name__}.*DynamicCache"):
-        model(**text, past_key_values=DynamicCache(config=model.config))
+    with pytest.raises(ValueError, match=f"`cache` must be a {cache_class.__name__}.*DynamicCache"):
+        model(**text, cache=DynamicCache(config=model.config))
     other = tiny_config(case.other_type)
     other.chunk_size = 8  # which the caches of Avey and Gecko read
     with pytest.raises(
-        ValueError, match=f"`past_key_values` is the cache of another model: `model_type` '{case.other_type}'"
+        ValueError, match=f"`cache` is the cache of another model: `model_type` '{case.other_type}'"
     ):
-        model(**text, past_key_values=cache_class(other))
+        model(**text, cache=cache_class(other))
     with pytest.raises(ValueError, match="`num_hidden_layers` 4, not 3"):
-        model(**text, past_key_values=cache_class(deeper.get_text_config()))
+        model(**text, cache=cache_class(deeper.get_text_config()))
     wider = cache_class(case.config(hidden_size=96).get_text_config())
     with pytest.raises(ValueError, match="`hidden_size` 96, not 48"):
-        model(**text, past_key_values=wider)
-    cache = model(**text).past_key_values
-    with pytest.raises(ValueError, match="`past_key_values` holds the state of 2 sequences, the input has 3"):
-        model(case.ids(3, 1), past_key_values=cache)
+        model(**text, cache=wider)
+    cache = model(**text).cache
+    with pytest.raises(ValueError, match="`cache` holds the state of 2 sequences, the input has 3"):
+        model(case.ids(3, 1), cache=cache)
     with pytest.raises(ValueError, match="`states`: 'layers.3.output' is in none of the layers layers.0, "):
         cache.clone().set_states({"layers.3.output": torch.zeros(2, 48)})
     cache.save(tmp_path / "cache.safetensors")

@@ -106,7 +106,7 @@ def test_programs_generate(model_type, tmp_path):
     # What was given is as it was, and a cache has the same states under the same names.
     assert not any(state.any() for state in states.values())
     cache = model.new_cache(static=True, max_cache_len=ROOM)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, cache=cache)
     _, after = programs[0](ids, states, mask)
     held = cache.named_states()
     assert list(after) == list(states) == list(held)
@@ -248,13 +248,13 @@ def test_exporter_of_transformers(model_type, dynamic):
 
     def call(name, ids, cache, begin):
         places = torch.arange(begin, begin + ids.shape[1]).expand(ids.shape)
-        inputs = {"input_ids": ids, "position_ids": places, "past_key_values": cache}
+        inputs = {"input_ids": ids, "position_ids": places, "cache": cache}
         return runners[name](**inputs)
 
     out = call("prefill", ids, model.new_cache(static=True, max_cache_len=ROOM), 0)
     tokens = [out.logits[:, -1:].argmax(-1)]
     while len(tokens) < 8:
-        out = call("decode", tokens[-1], out.past_key_values, 8 + len(tokens))
+        out = call("decode", tokens[-1], out.cache, 8 + len(tokens))
         tokens.append(out.logits[:, -1:].argmax(-1))
     assert torch.equal(torch.cat(tokens, 1), expected)
 

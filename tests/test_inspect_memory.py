@@ -115,7 +115,7 @@ def test_the_state_is_what_the_slots_hold_of_the_tokens(router):
         memory.v_proj.register_forward_hook(lambda _, __, out, at=(layer, "v"): written.update({at: F.silu(out[0])}))
     ids = torch.tensor([ByteTokenizer()(PROMPT)["input_ids"]])
     with torch.no_grad(), recorded(memories, list(range(kv_heads))) as routing:
-        cache = model(ids, use_cache=True).past_key_values
+        cache = model(ids, use_cache=True).cache
     report = inspect_memory(model, ByteTokenizer(), PROMPT, layers="all")
     assert [(memory.layer, memory.head) for memory in report.memories] == [
         (layer, head) for layer in memories for head in range(kv_heads)

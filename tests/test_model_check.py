@@ -238,7 +238,7 @@ def test_models_on_the_meta_device(name):
     model, ids = tiny_model(name).to("meta"), random_ids(2, 30).to("meta")
     output = model(ids)
     if name in CAUSAL:
-        model(ids[:, :1], past_key_values=output.past_key_values)
+        model(ids[:, :1], cache=output.cache)
     assert output.logits.is_meta
     model.train()(ids, labels=ids).loss.backward()
 

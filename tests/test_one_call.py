@@ -70,11 +70,11 @@ def calls(monkeypatch):
 
 def read(model, ids, **options):
     """The logits of every token, one call for each, and the cache."""
-    cache, logits = options.pop("past_key_values", None), []
+    cache, logits = options.pop("cache", None), []
     with torch.no_grad():
         for token in ids.split(1, dim=1):
-            out = model(token, past_key_values=cache, use_cache=True, **options)
-            cache = out.past_key_values
+            out = model(token, cache=cache, use_cache=True, **options)
+            cache = out.cache
             logits.append(out.logits)
     return torch.cat(logits, dim=1), cache
 
@@ -159,7 +159,7 @@ def test_padding_of_one_token(model, calls):
     _, cache = read(model, random_ids(2, 3))
     before = [layer.states["wkv"].clone() for layer in cache.layers]
     calls.clear()
-    read(model, random_ids(2, 1), past_key_values=cache, attention_mask=torch.tensor([[1], [0]]))
+    read(model, random_ids(2, 1), cache=cache, attention_mask=torch.tensor([[1], [0]]))
     assert not calls
     for layer, state in zip(cache.layers, before, strict=True):
         assert layer.states["wkv"][1].equal(state[1]) and not layer.states["wkv"][0].equal(state[0])
@@ -178,7 +178,7 @@ def test_states_of_other_caches_stay(model):
     _, cache = read(model, random_ids(1, 3))
     kept = copy.deepcopy(cache)
     states = [x.clone() for layer in kept.layers for x in layer.states.values()]
-    read(model, random_ids(1, 2), past_key_values=cache)
+    read(model, random_ids(1, 2), cache=cache)
     assert all(x.equal(y) for x, y in zip((x for y in kept.layers for x in y.states.values()), states, strict=True))
 
 
@@ -192,7 +192,7 @@ def test_more_rows_than_it_is_made_for(model, calls):
 def test_gradients(model, calls):
     _, cache = read(model, random_ids(1, 2))
     calls.clear()
-    model(random_ids(1, 1), past_key_values=cache).logits.sum().backward()
+    model(random_ids(1, 1), cache=cache).logits.sum().backward()
     assert not calls and model.get_output_embeddings().weight.grad is not None
 
 
@@ -305,7 +305,7 @@ def test_states_that_do_not_fit(model):
         states = cache.layers[1].states
         states[name] = states[name][:1].clone()
         with pytest.raises(ValueError, match="must have shape"):
-            read(model, random_ids(2, 1), past_key_values=cache)
+            read(model, random_ids(2, 1), cache=cache)
 
 
 def test_without_memory(model, monkeypatch):
@@ -313,7 +313,7 @@ def test_without_memory(model, monkeypatch):
     _, cache = read(model, random_ids(1, 2))
     monkeypatch.setattr(one_call._prepared[model.base_model.blocks[0]].step, "_run", lambda block: 1)
     with pytest.raises(MemoryError, match="no memory"):
-        read(model, random_ids(1, 1), past_key_values=cache)
+        read(model, random_ids(1, 1), cache=cache)
 
 
 def test_without_the_first_block(calls):
@@ -354,7 +354,7 @@ def test_a_traced_batch_of_any_size(model):
     @torch.compile(backend=backend, fullgraph=True, dynamic=True)
     def run(x):
         first = {"v_first": None} if model.config.model_type == "rwkv7" else {}
-        return block(x, tokens=Tokens(x.shape[0], 1, x.device), past_key_values=RecurrentCache(model.config), **first)
+        return block(x, tokens=Tokens(x.shape[0], 1, x.device), cache=RecurrentCache(model.config), **first)
 
     with torch.no_grad():
         for rows in (4, 300, 8):  # few, and more than any part of a block has another way for

@@ -113,7 +113,7 @@ def test_a_tune_in_the_browser(site, tmp_path):
     ids = tokenizer("\0" + found["abc"], return_tensors="pt").input_ids
     with torch.no_grad():
         out = model(ids, use_cache=True)
-    size = sum(state.nbytes for state in out.past_key_values.named_states().values())
+    size = sum(state.nbytes for state in out.cache.named_states().values())
     assert found["state"] == f"{size / 1024:.1f} KiB"
     # At a temperature of 0.1 each new token is nearly the most likely one.
     header = found["abc"].index("K:D\n") + len("K:D\n")

@@ -114,8 +114,8 @@ def test_what_is_returned_can_be_changed():
     prefixes = PrefixCache()
     cache = prefixes.read(model, ids)
     with torch.no_grad():
-        expected = [model(FINCH.ids(1, 3), past_key_values=c).logits for c in (cache, prefixes.read(model, ids))]
-        again = model(FINCH.ids(1, 3), past_key_values=prefixes.read(model, ids)).logits
+        expected = [model(FINCH.ids(1, 3), cache=c).logits for c in (cache, prefixes.read(model, ids))]
+        again = model(FINCH.ids(1, 3), cache=prefixes.read(model, ids)).logits
     assert torch.equal(*expected) and torch.equal(again, expected[0])
 
 
@@ -129,8 +129,8 @@ def test_files(name, tmp_path):
     found = prefixes.read(model, texts[2][0])
     assert prefixes.tokens_read == 0 and len(list(tmp_path.iterdir())) == 4
     with torch.no_grad():
-        expected = model(texts[2], use_cache=True).past_key_values
-        logits = [model(case.ids(1, 1), past_key_values=cache).logits for cache in (found, expected)]
+        expected = model(texts[2], use_cache=True).cache
+        logits = [model(case.ids(1, 1), cache=cache).logits for cache in (found, expected)]
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
     # Those of another model, of another dtype, and damaged ones do not count.
     other = PrefixCache(directory=tmp_path, model=ModelIdentity("other", "abc"))
@@ -168,7 +168,7 @@ def test_refusals(tmp_path):
     for options, message in (
         ({"input_ids": FINCH.ids(2, 5)}, r"`input_ids` with one row, got \(2, 5\)"),
         (padded([{"input_ids": ids}], "left", more=2), "`attention_mask` must not have zeros"),
-        ({"input_ids": ids, "past_key_values": model.new_cache()}, "`past_key_values` cannot be given together"),
+        ({"input_ids": ids, "cache": model.new_cache()}, "`cache` cannot be given together"),
         ({}, "`input_ids` with one row, got None"),
         ({"input_ids": ids, "prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens` cannot be given together"),
         ({"input_ids": ids, "assistant_model": model}, "`assistant_model` cannot be given together"),
@@ -177,7 +177,7 @@ def test_refusals(tmp_path):
         with pytest.raises(ValueError, match=message):
             model.generate(**options, prefix_cache=prefixes, **GREEDY)
     with torch.no_grad():
-        cache = model(FINCH.ids(2, 20)).past_key_values
+        cache = model(FINCH.ids(2, 20)).cache
     with pytest.raises(ValueError, match="`cache` must hold one sequence, got 2"):
         prefixes.put(ids[0], cache)
     with pytest.raises(ValueError, match="has read 20 tokens, but `ids` has 4"):

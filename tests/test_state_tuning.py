@@ -50,13 +50,13 @@ def read_behind_the_states(model, ids):
     rows, length = ids.shape
     mask = torch.ones(rows, length + 1)
     mask[:, 0] = 0  # padding alone leaves the states of a cache at zero
-    cache = model(input_ids=ids[:, :1], attention_mask=mask[:, :1]).past_key_values
+    cache = model(input_ids=ids[:, :1], attention_mask=mask[:, :1]).cache
     for name, state in states(model).items():
         layer = int(re.search(r"\.(\d+)\.", name)[1])
         tunable = REGISTRY[model.config.model_type].tunable_state
         assert not cache.layers[layer].states[tunable.name].any()
         cache.layers[layer].states[tunable.name] = (tunable.scale * state).expand(rows, *state.shape)
-    return read(model, ids, attention_mask=mask, past_key_values=cache)
+    return read(model, ids, attention_mask=mask, cache=cache)
 
 
 def read(model, ids, **inputs):
@@ -79,36 +79,36 @@ def test_a_text_begins_with_the_state(model_type, fields, tmp_path):
 
     check(read(model, ids, use_cache=False))
     first = model(input_ids=ids[:, :1])
-    check(torch.cat((first.logits, read(model, ids[:, 1:], past_key_values=first.past_key_values)), 1))
+    check(torch.cat((first.logits, read(model, ids[:, 1:], cache=first.cache)), 1))
     # Packed documents, also behind a text that has begun.
     check(read(model, ids.view(1, -1), cu_seqlens=torch.tensor([0, 19, 38])).view_as(found))
     packed = torch.cat((ids[:1, 5:], ids[1:]), 1)
     places = torch.cat((torch.arange(5, 19), torch.arange(19)))[None]
-    cache = model(input_ids=ids[:1, :5]).past_key_values
-    logits = read(model, packed, position_ids=places, past_key_values=cache)
+    cache = model(input_ids=ids[:1, :5]).cache
+    logits = read(model, packed, position_ids=places, cache=cache)
     check(logits, torch.cat((found[:1, 5:], found[1:]), 1))
     # Padding, and a row that is padding alone in the first call.
     padded, mask = torch.nn.functional.pad(ids, (7, 0)), torch.ones(2, 26, dtype=torch.long)
     mask[:, :7] = 0
     check(read(model, padded, attention_mask=mask)[:, 7:])
-    cache = model(input_ids=padded[:, :7], attention_mask=mask[:, :7]).past_key_values
-    check(read(model, padded[:, 7:], attention_mask=mask, past_key_values=cache))
+    cache = model(input_ids=padded[:, :7], attention_mask=mask[:, :7]).cache
+    check(read(model, padded[:, 7:], attention_mask=mask, cache=cache))
     right = torch.nn.functional.pad(ids, (0, 7))
     check(read(model, right, attention_mask=mask.flip(1))[:, :19])
     # What was read is taken back, to nothing.
     cache = model.get_base_model().new_cache()
     cache.activate_past_recording()
-    model(input_ids=ids, past_key_values=cache)
+    model(input_ids=ids, cache=cache)
     cache.crop(-19)
-    check(read(model, ids, past_key_values=cache))
+    check(read(model, ids, cache=cache))
     with torch.no_grad():
         cache = model.get_base_model().new_cache(static=True)
-        model(input_ids=ids.flip(1), past_key_values=cache)
+        model(input_ids=ids.flip(1), cache=cache)
         cache.reset()
         cache.save(tmp_path / "cache")  # before any token is read
-        check(read(model, ids, past_key_values=cache))
+        check(read(model, ids, cache=cache))
         cache = type(cache).load(tmp_path / "cache", model.config, static=True)
-        check(read(model, ids, past_key_values=cache))
+        check(read(model, ids, cache=cache))
         kept = copy.deepcopy(states(model))
         check(read(model, ids[:1]), rows=slice(1))  # one row has no copies of the state
     for name, state in states(model).items():

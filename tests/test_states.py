@@ -30,7 +30,7 @@ OWNER = ModelIdentity("tiny", "0123456789abcdef")
 
 @torch.no_grad()
 def read(model, text, cache=None):
-    return model(**text, past_key_values=cache, use_cache=True)
+    return model(**text, cache=cache, use_cache=True)
 
 
 def decode(model, cache, ids):
@@ -46,7 +46,7 @@ def test_copies_continue_bit_by_bit(case, tmp_path):
     cache of Avey first computes again what does not depend on the text, together with the text.
     """
     model, more = case.model(), case.ids(1, 5, seed=3)
-    cache = read(model, case.text(1, 37)).past_key_values
+    cache = read(model, case.text(1, 37)).cache
     cache.save(tmp_path / "state", OWNER)
     loaded = type(cache).load(tmp_path / "state", model.config, DEVICE, model=OWNER)
     copies = [*cache.fork(2), *cache.split(), loaded]
@@ -63,7 +63,7 @@ def test_join_and_split(case):
     model, lengths = case.model(), (3, 70, 21)
     texts = [case.text(1, n, seed=n) for n in lengths]
     more, last = case.ids(3, 7), case.ids(3, 2, seed=5)
-    caches = [read(model, text).past_key_values for text in texts]
+    caches = [read(model, text).cache for text in texts]
     joined = type(caches[0]).join(caches)
     assert joined.batch_size == 3 and joined.get_seq_length() == 70
     assert [cache.get_seq_length() for cache in caches] == [3, 70, 21]
@@ -79,20 +79,20 @@ def test_join_and_split(case):
 @each_case
 def test_generating_from_joined_states(case):
     model, texts = case.model(), [case.text(1, n, seed=n) for n in (4, 30)]
-    caches = [read(model, text).past_key_values for text in texts]
+    caches = [read(model, text).cache for text in texts]
     rows = padded([{"input_ids": case.ids(1, n, seed=9)} for n in (3, 6)], "left")
     read_before = torch.ones(2, 30, dtype=torch.long)
     options = {"max_new_tokens": 6, **GREEDY}
     out = model.generate(
         rows["input_ids"],
         attention_mask=torch.cat((read_before, rows["attention_mask"]), 1),
-        past_key_values=type(caches[0]).join(caches),
+        cache=type(caches[0]).join(caches),
         **options,
     )[:, 6:]
     for n, cache in enumerate(caches):
         ids = rows["input_ids"][n : n + 1, 6 - (3, 6)[n] :]
         mask = torch.ones(1, cache.get_seq_length() + ids.shape[1], dtype=torch.long)
-        alone = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)[:, ids.shape[1] :]
+        alone = model.generate(ids, attention_mask=mask, cache=cache, **options)[:, ids.shape[1] :]
         assert torch.equal(out[n : n + 1], alone)
 
 
@@ -102,8 +102,8 @@ def test_another_dtype(case):
     """A state goes on in a model of another dtype, with the dtypes that the model itself gives its states."""
     model, text, more = case.model(), case.text(1, 40), {"input_ids": case.ids(1, 3)}
     low = case.model().to(torch.bfloat16)
-    cache = read(model, text).past_key_values
-    own = read(low, text).past_key_values
+    cache = read(model, text).cache
+    own = read(low, text).cache
     assert (cache.dtype, own.dtype) == (torch.float32, torch.bfloat16)
     moved = cache.clone().to(dtype=torch.bfloat16)
     assert {k: x.dtype for k, x in moved.named_states().items()} == {k: x.dtype for k, x in own.named_states().items()}
@@ -121,7 +121,7 @@ def test_another_dtype(case):
 @pytest.mark.fast
 def test_states_that_cannot_be_joined():
     goose, finch = CASES["rwkv7"].model(), CASES["rwkv6"].model()
-    cache, other = (read(model, CASES["rwkv6"].text(1, 4)).past_key_values for model in (goose, finch))
+    cache, other = (read(model, CASES["rwkv6"].text(1, 4)).cache for model in (goose, finch))
     join = type(cache).join
     for wrong, message in (
         ([], "`caches` is empty"),
@@ -149,7 +149,7 @@ def finch():
 def content(finch, tmp_path_factory):
     """A state file, as bytes."""
     path = tmp_path_factory.mktemp("states") / "state"
-    read(finch, CASES["rwkv6"].text(1, 9)).past_key_values.save(path, OWNER, {"unread": [3]})
+    read(finch, CASES["rwkv6"].text(1, 9)).cache.save(path, OWNER, {"unread": [3]})
     return path.read_bytes()
 
 

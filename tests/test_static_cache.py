@@ -77,7 +77,7 @@ def both_caches(model, ids):
     caches = model.new_cache(), model.new_cache(static=True, max_cache_len=64)
     with torch.no_grad():
         for cache in caches:
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
     return caches
 
 
@@ -151,9 +151,9 @@ def test_nothing_is_left_on_the_cpu(case):
             return out
 
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         with Devices():
-            model(ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+            model(ids, attention_mask=torch.ones_like(ids), cache=cache)
     assert devices == {"meta"}
 
 
@@ -177,10 +177,10 @@ def test_compiled_continuation(case, graphs):
     options = {"max_new_tokens": 5, "max_cache_len": 26, "return_dict_in_generate": True}
     mask = torch.ones(2, 11, dtype=torch.long)  # given, because transformers would take a token of id 0 for padding
     out = model.generate(ids, attention_mask=mask[:, :6], **GREEDY, **config, **options)
-    cache = out.past_key_values
+    cache = out.cache
     before = addresses(cache)
     del config["cache_implementation"]
-    options = {"past_key_values": cache, "attention_mask": mask, "max_new_tokens": 15}
+    options = {"cache": cache, "attention_mask": mask, "max_new_tokens": 15}
     out = model.generate(out.sequences, **options, **GREEDY, **config)
     assert torch.equal(out, expected)
     assert len(graphs) == 1
@@ -233,12 +233,12 @@ def test_addresses_are_constant(case):
     before = addresses(cache)
     for start, stop in ((5, 12), (12, 13), (13, 20)):
         # With gradients enabled too: a static cache keeps none.
-        model(ids[:, start:stop], past_key_values=cache)
+        model(ids[:, start:stop], cache=cache)
         assert addresses(cache) == before
     assert_same_caches(cache, both_caches(model, ids)[0])
     cache.reset()
     assert (addresses(cache), cache.get_seq_length()) == (before, 0)
-    model(ids, past_key_values=cache)
+    model(ids, cache=cache)
     assert addresses(cache) == before
     assert_same_caches(cache, both_caches(model, ids)[0])
 
@@ -259,7 +259,7 @@ def test_operations(case, tmp_path):
     assert clone.is_compileable
     assert not set(addresses(clone)) & set(before)
     with torch.no_grad():
-        model(ids, past_key_values=clone)
+        model(ids, cache=clone)
     assert_same_caches(static, dynamic)
 
     static.save(tmp_path / "cache.safetensors")
@@ -280,7 +280,7 @@ def test_operations(case, tmp_path):
     assert_same_caches(static, dynamic)
     with torch.no_grad():
         for cache in (dynamic, static):
-            model(random_ids(4, 3), past_key_values=cache)
+            model(random_ids(4, 3), cache=cache)
     assert_same_caches(static, dynamic)
 
 
@@ -292,12 +292,12 @@ def test_recording_the_past(case):
     # What was recorded must not be overwritten.
     assert not static.is_compileable
     with torch.no_grad():
-        model(ids[:, 4:], past_key_values=static)
+        model(ids[:, 4:], cache=static)
     static.crop(-5)
     assert_same_caches(static, dynamic)
     options = {**GREEDY, "max_new_tokens": 12}
     cache = model.new_cache(static=True, max_cache_len=64)
-    out = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **options)
+    out = model.generate(ids, cache=cache, prompt_lookup_num_tokens=3, **options)
     assert torch.equal(out, model.generate(ids, **options))
 
 
@@ -318,13 +318,13 @@ def test_another_batch_is_refused(case):
     model = case.model()
     _, cache = both_caches(model, random_ids(2, 3))
     cache.reset()
-    with pytest.raises(ValueError, match="`past_key_values` holds the state of 2 sequences, the input has 3"):
-        model(random_ids(3, 1), past_key_values=cache)
+    with pytest.raises(ValueError, match="`cache` holds the state of 2 sequences, the input has 3"):
+        model(random_ids(3, 1), cache=cache)
 
 
 def test_static_tensors_are_marked():
     cache = RecurrentCache(tiny_config("rwkv6"), static=True)
-    tiny_model("rwkv6")(random_ids(1, 3), past_key_values=cache)
+    tiny_model("rwkv6")(random_ids(1, 3), cache=cache)
     for one in (cache, cache.clone()):
         tensors = [one.seen_tokens, *(x for layer in one.all_layers for x in layer.states.values())]
         assert all(x._dynamo_static_input_type == "unguarded" for x in tensors)
@@ -354,7 +354,7 @@ def test_a_static_cache_in_training(case):
     for cache in (model.new_cache(), model.new_cache(static=True, max_cache_len=64)):
         model.zero_grad()
         for piece in ids.split(4, dim=1):
-            model(piece, past_key_values=cache, labels=piece).loss.backward()
+            model(piece, cache=cache, labels=piece).loss.backward()
             for layer in cache.all_layers:
                 layer.apply(torch.detach)
         grads.append([parameter.grad.clone() for parameter in model.parameters()])
@@ -375,8 +375,8 @@ def test_a_static_cache_made_in_inference_mode(case):
     model, ids = case.model(), random_ids(2, 12)
     cache, expected = model.new_cache(static=True, max_cache_len=64), model.new_cache()
     with torch.inference_mode():
-        model(ids[:, :5], past_key_values=cache)
+        model(ids[:, :5], cache=cache)
     with torch.no_grad():
-        model(ids[:, 5:], past_key_values=cache)
-        model(ids, past_key_values=expected)
+        model(ids[:, 5:], cache=cache)
+        model(ids, cache=expected)
     assert_same_caches(cache, expected)

@@ -83,7 +83,7 @@ def read(model):
         found["tokens"] = model.generate(ids, attention_mask=mask, **options)
         # With drafts: the state takes back the refused ones.
         found["tokens of drafts"] = model.generate(ids[1:], prompt_lookup_num_tokens=3, **options)
-        found["state"] = out.past_key_values.num_elements
+        found["state"] = out.cache.num_elements
     return found
 
 

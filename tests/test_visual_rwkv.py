@@ -228,12 +228,12 @@ def test_a_split_inside_an_image_is_refused(generation):
     inputs = Row(3, "image", 4).inputs(model)
     ids, images = inputs["input_ids"], inputs["pixel_values"]
     with torch.no_grad():
-        cache = model(ids[:, :3]).past_key_values
+        cache = model(ids[:, :3]).cache
         before = cache.clone()
         with images_read(model) as calls:
             for stop in (4, 19):
                 with pytest.raises(ValueError, match="`pixel_values` .*placeholders|placeholders of an image"):
-                    model(ids[:, 3:stop], pixel_values=images, past_key_values=cache)
+                    model(ids[:, 3:stop], pixel_values=images, cache=cache)
         assert not calls and cache.get_seq_length() == 3
         assert_same_states(cache, before)
 
@@ -249,24 +249,24 @@ def test_crop_behind_images(generation):
             ids = inputs.pop("input_ids")
             recorded = model.new_cache()
             recorded.activate_past_recording()
-            model(ids, **inputs, past_key_values=recorded)
+            model(ids, **inputs, cache=recorded)
             for removed in (1, 4, 6):
                 cache = recorded.clone()
                 cache.crop(-removed)
-                kept = model(ids[:, :-removed], **inputs).past_key_values
+                kept = model(ids[:, :-removed], **inputs).cache
                 assert cache.get_seq_length() == kept.get_seq_length()
                 assert_same_states(cache, kept)
             with pytest.raises(ValueError, match="`tokens_to_remove` is -7, but the past of 6 tokens is recorded"):
                 recorded.crop(-7)
-            model(after, past_key_values=recorded)  # which goes on to record
+            model(after, cache=recorded)  # which goes on to record
             recorded.crop(-8)
-            assert_same_states(recorded, model(ids[:, :-6], **inputs).past_key_values)
+            assert_same_states(recorded, model(ids[:, :-6], **inputs).cache)
         inputs, recorded = batch(model, Row(3, "image", 6), Row(26)), model.new_cache()
         recorded.activate_past_recording()
-        model(**inputs, past_key_values=recorded)
+        model(**inputs, cache=recorded)
         recorded.crop(-6)
         kept = {name: x[:, :-6] for name, x in inputs.items() if name != "pixel_values"}
-        assert_same_states(recorded, model(**kept, pixel_values=inputs["pixel_values"]).past_key_values)
+        assert_same_states(recorded, model(**kept, pixel_values=inputs["pixel_values"]).cache)
 
 
 # `generate`.
@@ -367,8 +367,8 @@ def test_embeddings_after_a_cache(generation):
     expected = model.generate(inputs_embeds=embeds, pixel_values=images, **options)
     for given in (images, images[1:]):
         with torch.no_grad():
-            cache = model(inputs_embeds=embeds[:, :20], pixel_values=images[:1]).past_key_values
-        out = model.generate(inputs_embeds=embeds, pixel_values=given, past_key_values=cache, **options)
+            cache = model(inputs_embeds=embeds[:, :20], pixel_values=images[:1]).cache
+        out = model.generate(inputs_embeds=embeds, pixel_values=given, cache=cache, **options)
         assert torch.equal(out, expected)
 
 
@@ -384,7 +384,7 @@ def test_a_conversation(generation, questions):
         """The second answer, from the cache of the first one and from the whole conversation in one call."""
         first = batch(model, *rows)
         answered = model.generate(**first, return_dict_in_generate=True, **options)
-        cache, new = answered.past_key_values, batch(model, *more)
+        cache, new = answered.cache, batch(model, *more)
         ids = torch.cat((answered.sequences, new["input_ids"]), 1)
         mask = torch.ones_like(ids)
         mask[:, : first["input_ids"].shape[1]] = first.get("attention_mask", torch.tensor(1))
@@ -394,7 +394,7 @@ def test_a_conversation(generation, questions):
         expected = model.generate(**inputs, pixel_values=images, **options)
         for given in (images, new.get("pixel_values")):
             with images_read(model) as calls:
-                out = model.generate(**inputs, pixel_values=given, past_key_values=cache.clone(), **options)
+                out = model.generate(**inputs, pixel_values=given, cache=cache.clone(), **options)
             assert torch.equal(out, expected)
             assert sum(calls) == len(new.get("pixel_values", ()))
 
@@ -581,9 +581,9 @@ def test_foreign_caches(generation):
     model, row = tiny_visual_model(generation), Row(2, "image")
     other = tiny_visual_model("rwkv6" if generation == "rwkv5" else "rwkv5")
     with torch.no_grad():
-        cache = other(**row.inputs(other)).past_key_values
-        with images_read(model) as calls, pytest.raises(ValueError, match="`past_key_values` is the cache of another"):
-            model(**row.inputs(model), past_key_values=cache)
+        cache = other(**row.inputs(other)).cache
+        with images_read(model) as calls, pytest.raises(ValueError, match="`cache` is the cache of another"):
+            model(**row.inputs(model), cache=cache)
         assert not calls
 
 
@@ -608,11 +608,11 @@ def test_outputs(generation):
         as_tuple = model(**inputs, output_hidden_states=True, return_dict=False)
         assert type(as_tuple) is tuple
         torch.testing.assert_close(as_tuple[0], out.logits)
-        assert model(**inputs, use_cache=False).past_key_values is None
+        assert model(**inputs, use_cache=False).cache is None
         model.config.use_cache = False
-        assert model(**inputs).past_key_values is None and not model.config.text_config.use_cache
+        assert model(**inputs).cache is None and not model.config.text_config.use_cache
         model.config.use_cache = True
-        assert model.train()(**inputs).past_key_values is None
+        assert model.train()(**inputs).cache is None
         # No images at all are none.
         text = model.eval()(torch.tensor([[1, 2]])).logits
         torch.testing.assert_close(model(torch.tensor([[1, 2]]), pixel_values=TWO[:0]).logits, text)

@@ -42,10 +42,10 @@ def test_reading_and_decoding(case, read):
     model, ids = case.model(**(GECKO_FIELDS if case is GECKO else {})), random_ids(2, 12).to(DEVICE)
     with torch.no_grad():
         with Waits() as reading:
-            cache = model(ids, **read).past_key_values
+            cache = model(ids, **read).cache
         for _ in range(6):
             with Waits() as decoding:
-                model(ids[:, :1], past_key_values=cache)
+                model(ids[:, :1], cache=cache)
             assert found(decoding) == []
     assert len(found(reading)) <= 1, found(reading)
 

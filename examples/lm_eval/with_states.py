@@ -42,7 +42,7 @@ class StateLM(HFLM):
             known = len(ids) - len(continuation) - 1
             cache = self.prefixes.read(self.model, ids[:known])
             rest = torch.tensor(ids[known:], device=self.device)
-            logits = self.model(rest[None, :-1], past_key_values=cache).logits[0].float().log_softmax(-1)
+            logits = self.model(rest[None, :-1], cache=cache).logits[0].float().log_softmax(-1)
             score = logits.gather(1, rest[1:, None]).sum()
             answers[n] = score.item(), bool((logits.argmax(-1) == rest[1:]).all())
             if request is not None:

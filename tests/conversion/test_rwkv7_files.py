@@ -95,7 +95,7 @@ def test_logits_and_states_equal_those_of_the_runtime(layers, heads, tmp_path, r
     torch.testing.assert_close(out.logits[0], expected, atol=1e-4, rtol=0)
     for i in range(layers):
         shift, wkv, ffn_shift = states[3 * i : 3 * i + 3]
-        ours = out.past_key_values.layers[i].states
+        ours = out.cache.layers[i].states
         torch.testing.assert_close(ours["wkv"][0], wkv, atol=1e-4, rtol=0)
         torch.testing.assert_close(ours["attention_shift"][0], shift, atol=1e-4, rtol=0)
         torch.testing.assert_close(ours["feed_forward_shift"][0], ffn_shift, atol=1e-4, rtol=0)

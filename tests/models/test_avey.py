@@ -103,7 +103,7 @@ def test_published_logits_with_a_cache(golden, pieces):
     cache, start, size = model.new_cache(), 0, model.config.chunk_size
     for piece in pieces:
         stop = start + piece
-        logits = model(ids[:, start:stop], past_key_values=cache).logits
+        logits = model(ids[:, start:stop], cache=cache).logits
         whole = stop if stop in (ids.shape[1],) else max(start, stop // size * size)
         torch.testing.assert_close(logits[:, : whole - start], expected[:, start:whole], atol=1e-4, rtol=0)
         if stop % size == 0 or stop == ids.shape[1]:
@@ -117,7 +117,7 @@ def test_published_logits_token_by_token(golden):
     model = AutoModelForCausalLM.from_pretrained(path)
     cache = model.new_cache()
     for t in range(ids.shape[1]):
-        logits = model(ids[:, t : t + 1], past_key_values=cache).logits[:, 0]
+        logits = model(ids[:, t : t + 1], cache=cache).logits[:, 0]
         torch.testing.assert_close(logits, model(ids[:, : t + 1]).logits[:, -1], atol=1e-4, rtol=0)
         if (t + 1) % model.config.chunk_size == 0 or t + 1 == ids.shape[1]:
             torch.testing.assert_close(logits, expected[:, t], atol=1e-4, rtol=0)
@@ -147,8 +147,8 @@ def test_offloaded_weights_are_saved(golden, tmp_path):
 
 def test_logits_to_keep_is_a_number_of_tokens():
     model, ids = tiny_model("avey"), random_ids(1, 9)
-    cache = model(ids).past_key_values
-    for inputs in ({}, {"past_key_values": cache}):
+    cache = model(ids).cache
+    for inputs in ({}, {"cache": cache}):
         with pytest.raises(ValueError, match="`logits_to_keep` must be 0 or more, got -1"):
             model(ids, logits_to_keep=-1, **inputs)
         with pytest.raises(ValueError, match="`logits_to_keep` must be a number of tokens, 0 or more, got -1"):
@@ -208,7 +208,7 @@ def test_rows_of_missing_splits_are_computed_once():
     seen, cache = rows_seen(model), model.new_cache()
     for t in range(40):
         torch.testing.assert_close(
-            model(ids[:, t : t + 1], past_key_values=cache).logits[:, 0], expected[t], atol=1e-4, rtol=1e-4
+            model(ids[:, t : t + 1], cache=cache).logits[:, 0], expected[t], atol=1e-4, rtol=1e-4
         )
     # Three splits may be missing; a window holds the retrieved splits and its own up to the new token.
     assert seen == [24 * (t == 0) + 2 * (8 * min(t // 8, 3) + t % 8 + 1) for t in range(40)]
@@ -269,20 +269,20 @@ def test_recording_reads_tokens_one_by_one():
     """So that a draft which is refused has no part in the logits of the tokens before it."""
     model, ids = tiny_model("avey"), random_ids(2, 45)
     cache = model.new_cache()
-    model(ids[:, :19], past_key_values=cache)
+    model(ids[:, :19], cache=cache)
     cache.activate_past_recording()
-    logits = model(ids[:, 19:], past_key_values=cache).logits
+    logits = model(ids[:, 19:], cache=cache).logits
     for t in range(19, 45):
         torch.testing.assert_close(logits[:, t - 19], model(ids[:, : t + 1]).logits[:, -1], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(logits[:, :5], model(ids).logits[:, 19:24], atol=1e-2)
-    assert_same_states(cache, model(ids).past_key_values)
+    assert_same_states(cache, model(ids).cache)
     # From the first token on too, and padding or not.
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     for inputs in ({}, {"attention_mask": mask}):
         cache = model.new_cache()
         cache.activate_past_recording()
-        some = model(ids, past_key_values=cache, logits_to_keep=12, **inputs).logits
+        some = model(ids, cache=cache, logits_to_keep=12, **inputs).logits
         assert some.shape[1] == 12
         torch.testing.assert_close(some[1], logits[1, -12:], atol=1e-4, rtol=1e-4)
 
@@ -298,7 +298,7 @@ def test_compiled_documents(use_cache):
         expected = model(ids, cu_seqlens=borders, use_cache=use_cache)
     torch.testing.assert_close(out.logits, expected.logits, atol=1e-4, rtol=1e-4)
     if use_cache:
-        assert_same_states(out.past_key_values, expected.past_key_values)
+        assert_same_states(out.cache, expected.cache)
 
 
 def test_compiled_activation_writes_over_nothing():
@@ -325,28 +325,28 @@ def test_compiled_activation_writes_over_nothing():
 def test_room():
     model, ids = tiny_model("avey"), random_ids(2, 30)
     cache = model.new_cache(static=True, max_cache_len=20)
-    with pytest.raises(ValueError, match="`past_key_values` is static, with a `max_cache_len` of 24 tokens; 30 would"):
-        model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="`cache` is static, with a `max_cache_len` of 24 tokens; 30 would"):
+        model(ids, cache=cache)
     assert not cache.is_initialized
-    model(ids[:, :20], past_key_values=cache)
+    model(ids[:, :20], cache=cache)
     before = cache.clone()
     with pytest.raises(ValueError, match="`max_cache_len` of 24 tokens; 25 would"):
-        model(ids[:, :5], past_key_values=cache)
+        model(ids[:, :5], cache=cache)
     assert_same_states(cache, before)
     with pytest.raises(ValueError, match="`max_cache_len` of 24 tokens; 25 would"):
-        model.generate(ids[:, :21], past_key_values=cache, max_new_tokens=5, **GREEDY)
-    assert model.generate(ids[:, :21], past_key_values=cache, max_new_tokens=4, **GREEDY).shape == (2, 25)
+        model.generate(ids[:, :21], cache=cache, max_new_tokens=5, **GREEDY)
+    assert model.generate(ids[:, :21], cache=cache, max_new_tokens=4, **GREEDY).shape == (2, 25)
 
     with pytest.raises(ValueError, match="`max_cache_len` must be at least 1, got -5"):
         model.new_cache(static=True, max_cache_len=-5)
     # `generate` makes room in a cache that was given none.
     cache = model.new_cache(static=True)
     expected = model.generate(ids[:, :9], max_new_tokens=12, **GREEDY)
-    assert torch.equal(model.generate(ids[:, :9], past_key_values=cache, max_new_tokens=12, **GREEDY), expected)
+    assert torch.equal(model.generate(ids[:, :9], cache=cache, max_new_tokens=12, **GREEDY), expected)
 
     cache, rooms = model.new_cache(), []
     for t in range(30):
-        model(ids[:, t : t + 1], past_key_values=cache)
+        model(ids[:, t : t + 1], cache=cache)
         rooms.append(cache.after_blocks.states["embeddings"].shape[1])
     assert rooms == [8] * 8 + [16] * 8 + [32] * 14
 
@@ -354,18 +354,18 @@ def test_room():
 @torch.no_grad()
 def test_saved_caches_find_room(tmp_path):
     model, ids = tiny_model("avey"), random_ids(2, 40)
-    model(ids[:, :16], past_key_values=(cache := model.new_cache()))
+    model(ids[:, :16], cache=(cache := model.new_cache()))
     cache.save(tmp_path / "cache.safetensors")
     expected = model(ids).logits[:, 16:]
     for static, room in ((False, 64), (True, 40)):
         loaded = type(cache).load(
             tmp_path / "cache.safetensors", model.config, static=static, max_cache_len=40 if static else None
         )
-        torch.testing.assert_close(model(ids[:, 16:], past_key_values=loaded).logits, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(model(ids[:, 16:], cache=loaded).logits, expected, atol=1e-4, rtol=1e-4)
         assert loaded.after_blocks.states["embeddings"].shape[1] == room
     full = type(cache).load(tmp_path / "cache.safetensors", model.config, static=True)
     with pytest.raises(ValueError, match="`max_cache_len` of 16 tokens; 17 would"):
-        model(ids[:, 16:17], past_key_values=full)
+        model(ids[:, 16:17], cache=full)
     with pytest.raises(ValueError, match="`max_cache_len` of 8 tokens; 16 would"):
         type(cache).load(tmp_path / "cache.safetensors", model.config, static=True, max_cache_len=8)
 
@@ -374,15 +374,15 @@ def test_saved_caches_find_room(tmp_path):
 def test_a_cache_of_another_dtype():
     model, ids = tiny_model("avey"), random_ids(1, 20)
     expected = model(ids).logits[:, 12:]
-    cache = model.to(torch.bfloat16)(ids[:, :12]).past_key_values
-    logits = model.float()(ids[:, 12:], past_key_values=cache).logits
+    cache = model.to(torch.bfloat16)(ids[:, :12]).cache
+    logits = model.float()(ids[:, 12:], cache=cache).logits
     assert (logits - expected).norm() / expected.norm() < 0.1
 
 
 def test_one_packed_token_with_a_cache():
     model, ids = tiny_model("avey"), random_ids(1, 14)
-    cache = model(ids[:, :13]).past_key_values
-    logits = model(ids[:, 13:], past_key_values=cache, cu_seqlens=torch.tensor([0, 1])).logits
+    cache = model(ids[:, :13]).cache
+    logits = model(ids[:, 13:], cache=cache, cu_seqlens=torch.tensor([0, 1])).logits
     torch.testing.assert_close(logits, model(ids).logits[:, 13:], atol=1e-4, rtol=1e-4)
 
 
@@ -415,12 +415,12 @@ def test_blocks_on_another_device():
 def test_tokens_are_added_in_place():
     model, ids = tiny_model("avey"), random_ids(1, 12)
     with torch.inference_mode():
-        cache = model(ids[:, :9]).past_key_values
+        cache = model(ids[:, :9]).cache
         place = cache.after_blocks.states["embeddings"].data_ptr()
-        model(ids[:, 9:10], past_key_values=cache)
+        model(ids[:, 9:10], cache=cache)
         assert cache.after_blocks.states["embeddings"].data_ptr() == place
     with torch.no_grad():  # what was made in inference mode may not be written outside of it
-        logits = model(ids[:, 10:11], past_key_values=cache).logits
+        logits = model(ids[:, 10:11], cache=cache).logits
         torch.testing.assert_close(logits, model(ids[:, :11]).logits[:, -1:], atol=1e-4, rtol=1e-4)
 
 
@@ -431,7 +431,7 @@ def test_gradients_through_the_cache():
         model.zero_grad()
         cache = model.new_cache()
         for piece, end in zip(pieces, torch.tensor(pieces).cumsum(0).tolist(), strict=True):
-            logits = model(ids[:, end - piece : end], past_key_values=cache).logits
+            logits = model(ids[:, end - piece : end], cache=cache).logits
         logits[:, -7:].square().sum().backward()
         grads.append([parameter.grad.clone() for parameter in model.parameters()])
     torch.testing.assert_close(*grads, atol=1e-8, rtol=1e-6)
@@ -444,24 +444,24 @@ def test_rows_that_are_padding_alone():
     mask[1] = 0
     out = model(ids, attention_mask=mask)
     assert out.logits[1].abs().max() == 0
-    assert out.past_key_values.after_blocks.states["lengths"].tolist() == [11, 0, 11]
+    assert out.cache.after_blocks.states["lengths"].tolist() == [11, 0, 11]
     torch.testing.assert_close(out.logits[2], model(ids[2:]).logits[0], atol=1e-4, rtol=1e-4)
     # The row begins with a later call.
-    logits = model(ids[:, :4], past_key_values=out.past_key_values).logits
+    logits = model(ids[:, :4], cache=out.cache).logits
     torch.testing.assert_close(logits[1], model(ids[1:2, :4]).logits[0], atol=1e-4, rtol=1e-4)
     # And its last token repeats where one step more is padding.
     mask = torch.tensor([[1], [0], [1]])
-    again = model(ids[:, :1], attention_mask=mask, past_key_values=out.past_key_values).logits
+    again = model(ids[:, :1], attention_mask=mask, cache=out.cache).logits
     torch.testing.assert_close(again[1, 0], logits[1, -1], atol=1e-4, rtol=1e-4)
 
 
 def test_padding_at_the_border_of_a_split():
     model, ids = tiny_model("avey"), random_ids(1, 16)
     with torch.no_grad():
-        cache = model(ids).past_key_values
-        padded = model(ids[:, :1], attention_mask=torch.zeros(1, 1), past_key_values=cache).logits
+        cache = model(ids).cache
+        padded = model(ids[:, :1], attention_mask=torch.zeros(1, 1), cache=cache).logits
         torch.testing.assert_close(padded, model(ids).logits[:, -1:], atol=1e-4, rtol=1e-4)
-        following = model(ids[:, :1], past_key_values=cache).logits
+        following = model(ids[:, :1], cache=cache).logits
     expected = model(torch.cat((ids, ids[:, :1]), 1)).logits[:, -1:]
     torch.testing.assert_close(following, expected, atol=1e-4, rtol=1e-4)
 

@@ -59,7 +59,7 @@ def compare(size, group, results):
     for case, (length, fields) in enumerate(CASES):
         inputs = split_text(text(length), text(length), group=group)
         past = ContextParallelCache(tiny_config("gecko", **fields), group=group)
-        found = read(length, fields, **inputs, past_key_values=past)
+        found = read(length, fields, **inputs, cache=past)
         logits = joined(found.pop("logits"))
         for x in found.values():
             dist.all_reduce(x, group=group)
@@ -68,18 +68,18 @@ def compare(size, group, results):
     model, ids = tiny_model("gecko").eval(), split_text(text(53), group=group)["input_ids"]
     past = ContextParallelCache(model.config, group=group)
     with torch.no_grad():
-        logits = joined(model(ids, past_key_values=past).logits)
+        logits = joined(model(ids, cache=past).logits)
     torch.testing.assert_close(logits, model(text(53)).logits, atol=1e-4, rtol=1e-4)
 
     with pytest.raises(ValueError, match="every forward pass needs a new ContextParallelCache"):
-        model(ids, past_key_values=past)
+        model(ids, cache=past)
     with pytest.raises(ValueError, match="every forward pass needs a new ContextParallelCache"):
         past.reset()
     mask = torch.ones_like(ids)
     mask[:, 0] = 0
     for refused in ({"attention_mask": mask}, {"position_ids": torch.zeros_like(ids)}):
         with pytest.raises(ValueError, match="a text on several devices has no"):
-            model(ids, past_key_values=ContextParallelCache(model.config, group=group), **refused)
+            model(ids, cache=ContextParallelCache(model.config, group=group), **refused)
     with pytest.raises(ValueError, match=f"`input_ids` has 1 tokens, for {size} processes"):
         split_text(ids[:, :1], group=group)
 

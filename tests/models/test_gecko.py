@@ -104,7 +104,7 @@ def pieces(length, seed):
 def read(model, ids, sizes, cache=None, **inputs):
     """The logits of a text that is read in pieces, and the cache after it."""
     cache = model.new_cache() if cache is None else cache
-    logits = [model(piece, past_key_values=cache, **inputs).logits for piece in ids.split(list(sizes), dim=1)]
+    logits = [model(piece, cache=cache, **inputs).logits for piece in ids.split(list(sizes), dim=1)]
     return torch.cat(logits, 1), cache
 
 
@@ -302,12 +302,12 @@ def test_documents_in_pieces(chunk_size):
     for seed in range(3):
         logits, cache = read(model, ids, pieces(31, seed))
         torch.testing.assert_close(logits, whole.logits, **TOLERANCE)
-        assert_same_texts(cache, whole.past_key_values)
+        assert_same_texts(cache, whole.cache)
     cache = model.new_cache()
     for t in range(31):  # and the states of texts that end anywhere
-        logits = model(ids[:, t : t + 1], past_key_values=cache).logits
+        logits = model(ids[:, t : t + 1], cache=cache).logits
         torch.testing.assert_close(logits, whole.logits[:, t : t + 1], **TOLERANCE)
-        assert_same_texts(cache, model(ids[:, : t + 1]).past_key_values)
+        assert_same_texts(cache, model(ids[:, : t + 1]).cache)
 
 
 @torch.no_grad()
@@ -319,7 +319,7 @@ def test_documents_in_embeddings(fields):
     torch.testing.assert_close(model(inputs_embeds=embeds).logits, logits)
     cache, out = model.new_cache(), []
     for piece in embeds.split(pieces(31, 0), dim=1):
-        out.append(model(inputs_embeds=piece, past_key_values=cache).logits)
+        out.append(model(inputs_embeds=piece, cache=cache).logits)
     torch.testing.assert_close(torch.cat(out, 1), logits, **TOLERANCE)
     # What is only nearly the begin token begins nothing.
     embeds[..., 0] += 1e-3
@@ -340,17 +340,17 @@ def test_documents_that_are_packed():
     for way in ({"cu_seqlens": borders}, {"position_ids": positions}):
         out = model(packed, **way)
         torch.testing.assert_close(out.logits, expected, **TOLERANCE)
-        assert_same_states(out.past_key_values, alone[-1].past_key_values)
+        assert_same_states(out.cache, alone[-1].cache)
         # The first continues a text, the last is continued.
         before = text([2, 9], 13, seed=4)
-        cache = model(before).past_key_values
-        out = model(packed, past_key_values=cache, **way).logits
+        cache = model(before).cache
+        out = model(packed, cache=cache, **way).logits
         whole = model(torch.cat((before, documents[0]), 1)).logits[:, 13:]
         torch.testing.assert_close(out, torch.cat((whole, expected[:, 9:]), 1), **TOLERANCE)
         more = text([1, 7], 11, seed=5)
         whole = model(torch.cat((documents[-1], more), 1))
         torch.testing.assert_close(read(model, more, (1, 1, 4, 5), cache)[0], whole.logits[:, 16:], **TOLERANCE)
-        assert_same_states(cache, whole.past_key_values)
+        assert_same_states(cache, whole.cache)
 
 
 @torch.no_grad()
@@ -362,7 +362,7 @@ def test_documents_in_padded_rows(side):
     more = torch.cat([text(begins, 6, seed=seed) for seed, begins in enumerate(([], [0], [2, 3], []))])
     ids, mask = padded(rows, side, BOS)
     out = model(ids, attention_mask=mask)
-    after, _ = read(model, more, (1, 5), out.past_key_values)
+    after, _ = read(model, more, (1, 5), out.cache)
     for n, row in enumerate(rows):
         alone = model(torch.cat((row, more[n]))[None]).logits[0]
         torch.testing.assert_close(out.logits[n][mask[n] == 1], alone[: len(row)], **TOLERANCE)
@@ -384,7 +384,7 @@ def test_padding_between_calls():
         lengths = torch.randint(0, 9, (3,), generator=generator).tolist()
         rows = [text([n // 2] if n > 3 else [], n, seed=call)[0] for n in lengths]
         ids, mask = padded(rows, ("left", "right", "anywhere")[call % 3], 7)
-        logits = model(ids, attention_mask=mask, past_key_values=cache).logits
+        logits = model(ids, attention_mask=mask, cache=cache).logits
         for n, row in enumerate(rows):
             whole[n].extend(row.tolist())
             expected = model(torch.tensor([whole[n]])).logits[0, -len(row) :] if len(row) else logits[n][:0]
@@ -395,7 +395,7 @@ def test_padding_between_calls():
 def test_a_text_of_millions_of_tokens():
     model, ids = tiny_model("gecko", **SMALL | {"num_rope_heads": None}), text([0, 21])
     expected = tiny_model("gecko", **SMALL | {"num_rope_heads": None}).double()(ids).logits
-    cache = model(text([], 16, seed=1)).past_key_values
+    cache = model(text([], 16, seed=1)).cache
     # As if those tokens had been read again and again: the document that now begins has nothing of them.
     moved = 4_000_000 - 16
     cache.seen_tokens += moved
@@ -425,7 +425,7 @@ def test_crop_over_borders(fields):
         cache.crop(-removed)
         at += ahead - removed
         assert cache.get_seq_length() == at
-        assert_same_texts(cache, model(ids[:, :at]).past_key_values)
+        assert_same_texts(cache, model(ids[:, :at]).cache)
 
 
 @torch.no_grad()
@@ -433,14 +433,14 @@ def test_crop_over_borders(fields):
 def test_rings_that_grow(begins):
     model, ids = tiny_model("gecko", **LARGE), torch.cat((text(begins, 200), text([], 200, seed=1)))
     whole = model(ids).logits
-    assert model(ids[:, :64]).past_key_values.held_tokens == 64
-    assert model(ids[:, :65]).past_key_values.held_tokens == 128
+    assert model(ids[:, :64]).cache.held_tokens == 64
+    assert model(ids[:, :65]).cache.held_tokens == 128
     for sizes in ((40, 24, 1, 135), (40, 25, 135), (63, 1, 1, 62, 1, 1, 71), (1, 150, 49), (128, 72)):
         caches = model.new_cache(), model.new_cache(static=True)
         at = 0
         for size in sizes:
             for cache in caches:
-                logits = model(ids[:, at : at + size], past_key_values=cache).logits
+                logits = model(ids[:, at : at + size], cache=cache).logits
                 torch.testing.assert_close(logits, whole[:, at : at + size], **TOLERANCE)
             at += size
             assert_same_texts(*caches)
@@ -462,7 +462,7 @@ def test_saved_rings(saved, loaded, tmp_path):
     whole = model(ids).logits
     for length in (40, 64, 65, 150):
         cache = model.new_cache(static=saved == "static")
-        model(ids[:, :length], past_key_values=cache)
+        model(ids[:, :length], cache=cache)
         cache.save(tmp_path / "cache.safetensors")
         for sizes in ((1, 1, 45), (50,)):
             other = GeckoCache.load(tmp_path / "cache.safetensors", model.config, static=loaded == "static")
@@ -478,12 +478,12 @@ def test_crop_of_rings_that_grow(static):
     model, ids = tiny_model("gecko", **LARGE), text([30, 64, 127], 200)
     for start, removed in ((40, 30), (40, 50), (60, 20), (100, 60)):
         cache = model.new_cache(static=static)
-        model(ids[:, :start], past_key_values=cache)
+        model(ids[:, :start], cache=cache)
         cache.activate_past_recording()
         read(model, ids[:, start : start + 60], (1, 59), cache)
         cache.crop(-removed)
         at = start + 60 - removed
-        assert_same_texts(cache, model(ids[:, :at]).past_key_values)
+        assert_same_texts(cache, model(ids[:, :at]).cache)
         logits, _ = read(model, ids[:, at:], (1, 199 - at), cache)
         torch.testing.assert_close(logits, model(ids).logits[:, at:], **TOLERANCE)
 
@@ -677,6 +677,6 @@ def test_cache_of_a_model_without_documents():
     other = {"document_boundaries": False}
     ids = text([3])
     for one, two in (({}, other), (other, {}), ({}, {"bos_token_id": None}), ({}, {"bos_token_id": 5})):
-        cache = tiny_model("gecko", **ONE | one)(ids).past_key_values
-        with pytest.raises(ValueError, match="`past_key_values` is the cache of another model"):
-            tiny_model("gecko", **ONE | two)(ids, past_key_values=cache)
+        cache = tiny_model("gecko", **ONE | one)(ids).cache
+        with pytest.raises(ValueError, match="`cache` is the cache of another model"):
+            tiny_model("gecko", **ONE | two)(ids, cache=cache)

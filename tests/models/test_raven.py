@@ -66,7 +66,7 @@ def test_published_logits(name):
     torch.testing.assert_close(model(ids).logits, expected, atol=2e-4, rtol=0)
     cache, logits = model.new_cache(), []
     for piece in ids.split([17, *[1] * 28], dim=1):
-        logits.append(model(piece, past_key_values=cache).logits)
+        logits.append(model(piece, cache=cache).logits)
     torch.testing.assert_close(torch.cat(logits, 1), expected, atol=2e-4, rtol=0)
 
 
@@ -191,38 +191,38 @@ def test_files_of_caches(case, tmp_path):
     rows = [random_ids(n, seed=n) for n in (12, 5)]
     inputs = padded([{"input_ids": row[None]} for row in rows], "left")
     ids = inputs["input_ids"]
-    model(**inputs, past_key_values=(cache := model.new_cache()))
+    model(**inputs, cache=(cache := model.new_cache()))
     cache.save(tmp_path / "cache.safetensors")
     token = random_ids(2, 1, seed=1)
     expected = [model(torch.cat((row, new))[None]).logits[0, -1] for row, new in zip(rows, token, strict=True)]
     for static in (False, True):
         loaded = RavenCache.load(tmp_path / "cache.safetensors", model.config, static=static)
-        out = model(token, past_key_values=loaded).logits[:, 0]
+        out = model(token, cache=loaded).logits[:, 0]
         torch.testing.assert_close(out, torch.stack(expected), atol=1e-4, rtol=1e-4)
     model.new_cache().save(tmp_path / "empty.safetensors")
     empty = RavenCache.load(tmp_path / "empty.safetensors", model.config, static=True)
-    torch.testing.assert_close(model(ids[:1], past_key_values=empty).logits, model(ids[:1]).logits)
+    torch.testing.assert_close(model(ids[:1], cache=empty).logits, model(ids[:1]).logits)
 
 
 @torch.no_grad()
 def test_a_window_keeps_the_state_constant():
     model = tiny_model("raven")
-    sizes = {model(random_ids(1, n)).past_key_values.num_elements for n in (1, 5, 200)}
+    sizes = {model(random_ids(1, n)).cache.num_elements for n in (1, 5, 200)}
     assert len(sizes) == 1
     model = tiny_model("raven", **FULL)
-    one, two = (model(random_ids(1, n)).past_key_values for n in (1, 200))
+    one, two = (model(random_ids(1, n)).cache for n in (1, 200))
     assert two.num_elements - one.num_elements == (256 - 64) * 2 * 16
 
 
 @torch.no_grad()
 def test_steps_write_the_memory_in_place():
     model, ids = tiny_model("raven", **PURE), random_ids(2, 9)
-    cache = model(ids).past_key_values
+    cache = model(ids).cache
     slots = cache.layers[0].states["slots"]
     before = slots.clone()
     routes = []
     handle = model.model.layers[0].attn.r_proj.register_forward_hook(lambda _m, _i, out: routes.append(out))
-    model(random_ids(2, 1), past_key_values=cache)
+    model(random_ids(2, 1), cache=cache)
     handle.remove()
     assert cache.layers[0].states["slots"] is slots
     written = torch.zeros(2, 3, 12, dtype=torch.bool)
@@ -236,11 +236,11 @@ def test_states_that_a_graph_holds_are_not_overwritten():
         model, ids = tiny_model("raven", **fields), random_ids(1, 12)
         model.requires_grad_(False)
         model.model.layers[1].attn.q_proj.weight.requires_grad_(True)
-        cache = model(ids[:, :8]).past_key_values
-        loss = model(ids[:, 8:10], past_key_values=cache).logits.sum()
+        cache = model(ids[:, :8]).cache
+        loss = model(ids[:, 8:10], cache=cache).logits.sum()
         with torch.no_grad():
-            model(ids[:, 10:11], past_key_values=cache)
-            logits = model(ids[:, 11:], past_key_values=cache).logits
+            model(ids[:, 10:11], cache=cache)
+            logits = model(ids[:, 11:], cache=cache).logits
         loss.backward()
         assert model.model.layers[1].attn.q_proj.weight.grad.abs().sum() > 0
         torch.testing.assert_close(logits, model(ids).logits[:, 11:], atol=1e-4, rtol=1e-4)
@@ -250,19 +250,19 @@ def test_a_cache_made_in_inference_mode_and_gradients():
     for fields in ({}, FULL):
         model, ids = tiny_model("raven", **fields), random_ids(1, 9)
         with torch.inference_mode():
-            cache = model(ids).past_key_values
-        model(ids, past_key_values=cache).logits.sum().backward()
+            cache = model(ids).cache
+        model(ids, cache=cache).logits.sum().backward()
 
 
 @torch.no_grad()
 def test_what_does_not_fit_changes_nothing():
     model, ids = tiny_model("raven", **FULL), random_ids(1, 90)
     cache = model.new_cache(static=True, max_cache_len=64)
-    model(ids[:, :10], past_key_values=cache)
+    model(ids[:, :10], cache=cache)
     before = cache.clone()
     for inputs in ({}, {"cu_seqlens": torch.tensor([0, 30, 80])}):
         with pytest.raises(ValueError, match="`max_cache_len` of 64 tokens; 90 would"):
-            model(ids[:, 10:], past_key_values=cache, **inputs)
+            model(ids[:, 10:], cache=cache, **inputs)
         assert_same_states(cache, before)
         assert cache.get_seq_length() == 10
 
@@ -368,7 +368,7 @@ def test_fields_that_are_set_later(tmp_path):
     model = RavenForCausalLM.from_pretrained(tmp_path, attn=spec)
     assert isinstance(model.model.layers[1].attn, RavenAttention)
     assert model.config.attn == {**model.config.attn, "layers": [1], "num_kv_heads": 3, "window_size": None}
-    cache = model(random_ids(1, 3)).past_key_values
+    cache = model(random_ids(1, 3)).cache
     cache.save(tmp_path / "cache.safetensors")
     RavenCache.load(tmp_path / "cache.safetensors", tiny_config("raven", attn=[spec]))
     with pytest.raises(ValueError, match=r"`topk` must be at most `num_slots` \(12\), got 999"):

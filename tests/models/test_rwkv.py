@@ -30,7 +30,7 @@ def test_published_sizes(preset):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         count = sum(p.numel() for p in model.parameters())
-        cache = model(torch.zeros(1, 2, dtype=torch.long), use_cache=True).past_key_values
+        cache = model(torch.zeros(1, 2, dtype=torch.long), use_cache=True).cache
     assert f"{count:.2e}" == f"{parameters:.2e}"
     assert cache.num_elements == elements
     # Equations 23 and 27.

@@ -39,7 +39,7 @@ def test_published_sizes(preset):
     parameters, elements = PUBLISHED[preset]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-        cache = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
+        cache = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).cache
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert cache.num_elements == elements
     assert describe(preset).state_elements == elements
@@ -123,8 +123,8 @@ def test_what_the_runtime_of_the_authors_computed(sizes):
     model, cache, logits = trained(weights), None, []
     with torch.no_grad():
         for ids in tensors["input_ids"].split(sizes, dim=1):
-            out = model(ids, past_key_values=cache, use_cache=True)
-            logits, cache = [*logits, out.logits], out.past_key_values
+            out = model(ids, cache=cache, use_cache=True)
+            logits, cache = [*logits, out.logits], out.cache
     torch.testing.assert_close(torch.cat(logits, 1), tensors["logits"], atol=1e-4, rtol=0)
     names = {"wkv": "wkv", "att_shift": "attention_shift", "ffn_shift": "feed_forward_shift"}
     for i in range(3):
@@ -142,7 +142,7 @@ def test_a_first_state():
         state = tensors[f"initial.{i}.wkv"]
         cache.layers[i].states["wkv"] = state.expand(len(ids), *state.shape).clone()
     with torch.no_grad():
-        logits = model(ids, past_key_values=cache).logits
+        logits = model(ids, cache=cache).logits
     torch.testing.assert_close(logits, tensors["logits_from_initial"], atol=1e-4, rtol=0)
 
 
@@ -178,7 +178,7 @@ def test_a_directory_of_flash_linear_attention(change, tmp_path):
     torch.testing.assert_close(out.logits, tensors["logits"], atol=1e-4, rtol=0)
     names = {"conv_state": "attention_shift", "ffn_state": "feed_forward_shift"}
     for i in range(2):
-        states = out.past_key_values.layers[i].states
+        states = out.cache.layers[i].states
         torch.testing.assert_close(states["wkv"].mT, tensors[f"state.{i}.recurrent_state"], atol=1e-4, rtol=0)
         for theirs, ours in names.items():
             torch.testing.assert_close(states[ours], tensors[f"state.{i}.{theirs}"], atol=1e-4, rtol=0)
@@ -268,7 +268,7 @@ def test_fields_of_other_packages_that_say_nothing_are_not_kept():
 def test_the_first_values_belong_to_one_call():
     """They are not part of the cache, and every call computes those of its own tokens."""
     model, ids = tiny_model("rwkv7"), random_ids(2, 12)
-    cache = model(ids[:, :7], use_cache=True).past_key_values
+    cache = model(ids[:, :7], use_cache=True).cache
     assert {name for layer in cache.layers for name in layer.states} == {
         "wkv",
         "attention_shift",
@@ -278,7 +278,7 @@ def test_the_first_values_belong_to_one_call():
     hooks = [
         block.register_forward_hook(lambda module, args, out: seen.append(out[1])) for block in model.rwkv7.blocks
     ]
-    model(ids[:, 7:], past_key_values=cache)
+    model(ids[:, 7:], cache=cache)
     assert len({id(x) for x in seen}) == 1 and seen[0].shape == (2, 5, 48)
     for hook in hooks:
         hook.remove()
@@ -292,9 +292,9 @@ def test_decays_stay_above_their_floor():
     ids = random_ids(1, 300)
     whole = model(ids, use_cache=True)
     assert torch.isfinite(whole.logits).all()
-    cache = model(ids[:, :150], use_cache=True).past_key_values
+    cache = model(ids[:, :150], use_cache=True).cache
     torch.testing.assert_close(
-        model(ids[:, 150:], past_key_values=cache).logits, whole.logits[:, 150:], atol=1e-4, rtol=1e-4
+        model(ids[:, 150:], cache=cache).logits, whole.logits[:, 150:], atol=1e-4, rtol=1e-4
     )
     assert math.exp(-math.exp(-0.5)) == pytest.approx(0.545239, abs=1e-6)
 
@@ -313,7 +313,7 @@ def test_padding_packing_and_splitting_at_many_lengths(length):
                 at = slice(width - text.shape[1], None) if side == "left" else slice(text.shape[1])
                 ids[row, at], mask[row, at] = text[0], 1
             out = model(ids, attention_mask=mask, use_cache=True)
-            step = model(ids[:, :1], past_key_values=out.past_key_values).logits[:, 0]
+            step = model(ids[:, :1], cache=out.cache).logits[:, 0]
             for row, text in enumerate(texts):
                 torch.testing.assert_close(out.logits[row][mask[row] == 1], alone[row], atol=1e-4, rtol=1e-4)
                 longer = model(torch.cat((text, ids[row : row + 1, :1]), 1)).logits[0, -1]
@@ -322,6 +322,6 @@ def test_padding_packing_and_splitting_at_many_lengths(length):
         packed = model(torch.cat(texts, 1), cu_seqlens=bounds).logits[0]
         torch.testing.assert_close(packed, torch.cat(alone), atol=1e-4, rtol=1e-4)
         for first in {1, length // 2, length - 1} - {0, length}:
-            cache = model(texts[0][:, :first], use_cache=True).past_key_values
-            rest = model(texts[0][:, first:], past_key_values=cache).logits[0]
+            cache = model(texts[0][:, :first], use_cache=True).cache
+            rest = model(texts[0][:, first:], cache=cache).logits[0]
             torch.testing.assert_close(rest, alone[0][first:], atol=1e-4, rtol=1e-4)
