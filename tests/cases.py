@@ -253,16 +253,31 @@ def split(text: dict[str, torch.Tensor], sizes) -> list[tuple[int, int]]:
 
 
 def padded(texts, side: str, value: int = 0, more: int = 0) -> dict[str, torch.Tensor]:
-    """Texts of one row each as one batch with its mask, and `more` padding than is needed."""
+    """
+    Texts of one row each as one batch with its mask, and `more` padding than is needed. It is on the left, on the
+    right, or "anywhere": at random places, but not in an image.
+    """
     width = max(text["input_ids"].shape[1] for text in texts) + more
     rows, masks = [], []
     for text in texts:
-        gap = width - text["input_ids"].shape[1]
-        pad = (gap, 0) if side == "left" else (0, gap)
-        ids = torch.nn.functional.pad(text["input_ids"], pad, value=value)
-        masks.append(torch.nn.functional.pad(torch.ones_like(text["input_ids"]), pad))
-        rows.append(_with_images(ids, text.get("pixel_values", torch.zeros(0))))
+        ids = text["input_ids"]
+        places = _places(ids, width - ids.shape[1], side)
+        masks.append(ids.new_zeros(1, width).index_fill(1, places, 1))
+        row = torch.full_like(masks[-1], value).index_copy(1, places, ids)
+        rows.append(_with_images(row, text.get("pixel_values", torch.zeros(0))))
     return {**batch(rows), "attention_mask": torch.cat(masks)}
+
+
+def _places(ids: torch.Tensor, gap: int, side: str) -> torch.Tensor:
+    """Where the tokens of a row are, once there are `gap` tokens of padding."""
+    length = ids.shape[1]
+    # The tokens that padding may come before; the last one is the end of the text.
+    before = {"left": [0], "right": [length]}.get(side) or [
+        n for n in range(length + 1) if (ids[0, :n] == IMAGE_ID).sum() % IMAGE_TOKENS == 0
+    ]
+    drawn = torch.randint(len(before), (gap,), generator=torch.Generator().manual_seed(gap), device="cpu")
+    padding = torch.tensor(before, device="cpu")[drawn].bincount(minlength=length + 1)[:length].cumsum(0)
+    return (torch.arange(length, device="cpu") + padding).to(ids.device)
 
 
 def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:

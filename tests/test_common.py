@@ -13,6 +13,7 @@ from cases import (
     each_rwkv,
     lm_class,
     model_class,
+    padded,
     random_ids,
     tiny_config,
     tiny_model,
@@ -158,13 +159,11 @@ def test_classification_is_exact_under_padding(model_type):
     model = tiny_model(model_type, "AutoModelForSequenceClassification", num_labels=4, pad_token_id=0)
     rows = [random_ids(n, seed=n) for n in (3, 70, 12)]
     alone = torch.cat([model(row[None]).logits for row in rows])
-    width = max(len(row) for row in rows)
-    for side in ("left", "right"):
-        gap = [(width - len(row), 0) if side == "left" else (0, width - len(row)) for row in rows]
-        ids = torch.stack([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, gap, strict=True)])
-        torch.testing.assert_close(model(ids, attention_mask=ids != 0).logits, alone, atol=1e-4, rtol=1e-4)
-        # Without a mask, the padding id marks the padding.
-        torch.testing.assert_close(model(ids).logits, alone, atol=1e-4, rtol=1e-4)
+    for side in ("left", "right", "anywhere"):
+        inputs = padded([{"input_ids": row[None]} for row in rows], side)
+        torch.testing.assert_close(model(**inputs).logits, alone, atol=1e-4, rtol=1e-4)
+        if side != "anywhere":  # without a mask, the padding id at the ends of a row marks the padding
+            torch.testing.assert_close(model(inputs["input_ids"]).logits, alone, atol=1e-4, rtol=1e-4)
     # Inside a text the padding id is a token like any other.
     torch.testing.assert_close(
         model(torch.tensor([[5, 0, 7]])).logits,

@@ -46,7 +46,7 @@ from transformers import DynamicCache, GenerationConfig
 
 LENGTH = 83  # more than one chunk of the time-parallel operators, and not a multiple
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
-each_side = pytest.mark.parametrize("side", ["left", "right"])
+each_side = pytest.mark.parametrize("side", ["left", "right", "anywhere"])
 
 
 def gradients(case, model):
@@ -91,7 +91,7 @@ def test_any_split(case, pieces):
 ROWS = [(7, 83, 1, 66), (5,)]
 
 
-@pytest.mark.quick_cases("*rwkv*", "*-avey-?", "*-raven-?", "*-gecko-?", "left-raven-*", "left-gecko-*")
+@pytest.mark.quick_cases("*rwkv*", "*-avey-?", "*-raven-?", "*-gecko-?", "[la]*-raven-*", "[la]*-gecko-*")
 @pytest.mark.fast
 @each_with("lengths", ROWS, (*GENERATING, *TRAINED_GENERATING), ROWS[:1], (*VARIANTS, *READERS))
 @each_side
@@ -126,7 +126,8 @@ def test_padding_in_a_later_call(case, side):
 
 
 @pytest.mark.quick_cases(
-    "left-*rwkv?-?", "left-avey-?", "left-raven-?", "left-gecko-?", "right-rwkv6-?", "right-gecko-?"
+    *("left-*rwkv?-?", "left-avey-?", "left-raven-?", "left-gecko-?", "right-rwkv6-?", "right-gecko-?"),
+    *("anywhere-rwkv?-0", "anywhere-avey-0", "anywhere-raven*-0", "anywhere-gecko-0"),
 )
 @each_with("lengths", [(3, 70, 12), (5,)], (*GENERATING, *TRAINED_GENERATING), [(3, 70, 12)], VARIANTS)
 @each_side
@@ -151,8 +152,49 @@ def test_gradients_under_padding(case):
 
     alone = [grads(padded([row], "left")) for row in rows]
     expected = {name: sum(grads[name] for grads in alone) for name in alone[0]}
-    for side in ("left", "right"):
+    for side in ("left", "right", "anywhere"):
         assert_all_close(grads(padded(rows, side)), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.fast
+@each_case_and_reader
+def test_padding_between_turns(case):
+    """Two turns of a conversation: one call equals two, whose padding meets, and each text alone."""
+    model, rows = case.model(), texts(case, 31, 12, 7)
+    first = padded(rows, "right", more=2)
+    more = [{"input_ids": case.ids(1, n, seed=n)} for n in (1, 9, 27)]
+    second = padded(more, "left", more=1)
+    mask = torch.cat((first["attention_mask"], second["attention_mask"]), 1)
+    both = {**join(first, second), "attention_mask": mask}
+    with torch.no_grad():
+        whole = model(**both)
+        cache = model(**first).cache
+        start, second["attention_mask"] = cache.clone(), mask
+        out = model(**second, cache=cache)
+        assert_same_states(cache, whole.cache)
+        # A call gives the tokens of Avey what one call with the whole text up to its end gives them.
+        real = mask[:, 33:] == 1
+        torch.testing.assert_close(out.logits[real], whole.logits[:, 33:][real], **TOLERANCE)
+        for n, (row, rest) in enumerate(zip(rows, more, strict=True)):
+            alone = model(**join(row, rest)).logits[0]
+            torch.testing.assert_close(whole.logits[n][mask[n] == 1], alone, **TOLERANCE)
+    expected = model.generate(**both, max_new_tokens=5, **GREEDY)
+    assert torch.equal(model.generate(**both, cache=start, max_new_tokens=5, **GREEDY), expected)
+    options = {"cache_implementation": "static", "disable_compile": True, "max_new_tokens": 5, **GREEDY}
+    assert torch.equal(model.generate(**both, **options), expected)
+
+
+@each_text_model_case
+def test_positions_under_padding(case):
+    """They may count padding or not. Those of padding mean nothing."""
+    model, text = case.model(), padded([{"input_ids": case.ids(1, n, seed=n)} for n in (30, 19)], "anywhere", more=3)
+    mask = text["attention_mask"]
+    counts = mask.cumsum(1) - 1
+    with torch.no_grad():
+        expected = model(**text).logits[mask == 1]
+        for positions in (counts, counts.masked_fill(mask == 0, 1), torch.arange(5, 38)[None]):
+            found = model(**text, position_ids=positions).logits[mask == 1]
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 # 3. Every way of generating, and the cache's operations.
@@ -259,7 +301,10 @@ def test_inputs_embeds(case):
     assert torch.equal(model.generate(ids, **embeds, max_new_tokens=6, **GREEDY), expected)
 
 
-@pytest.mark.quick_cases("left-rwkv?", "left-avey", "left-raven", "left-gecko", "right-rwkv6", "right-gecko")
+@pytest.mark.quick_cases(
+    *("left-rwkv?", "left-avey", "left-raven", "left-gecko", "right-rwkv6", "right-gecko"),
+    *("anywhere-rwkv6", "anywhere-raven", "anywhere-gecko"),
+)
 @each(*TEXT, *VARIANTS)
 @each_side
 def test_chunked_prefill(case, side):
@@ -310,7 +355,7 @@ def test_crop(case, read):
 
 
 @pytest.mark.fast
-@each_case
+@each(*GENERATING, RAVEN_FULL)
 @each_side
 def test_crop_of_padded_calls(case, side):
     model, second = case.model(), case.ids(2, 20)
@@ -597,7 +642,7 @@ def test_backends_agree(case, backend, way, monkeypatch):
     if way == "rows":
         inputs = case.text(2, 20)
     elif way == "padded":
-        inputs = padded(texts(case, 20, 7), "left")
+        inputs = padded(texts(case, 20, 7), "anywhere", more=2)
     else:
         inputs = {**join(*texts(case, 7, 1, 20)), "cu_seqlens": torch.tensor([0, 7, 8, 28])}
     results = []
@@ -616,7 +661,7 @@ def test_backends_agree(case, backend, way, monkeypatch):
 def test_generation_of_every_backend(case, cache, monkeypatch):
     # The interpreter is slow; a chunk of 8 ends all the same while tokens are generated.
     model, results = case.model(num_hidden_layers=2), []
-    inputs = padded(texts(case, 14, 5), "left")
+    inputs = padded(texts(case, 14, 5), "anywhere", more=2)
     backends = ["reference", "eager"] + ["triton"] * (find_spec("triton") is not None)
     for backend in backends:
         monkeypatch.setenv("SUBQUAD_BACKEND", backend)
@@ -646,7 +691,7 @@ def compile_model(model, backend):
 @each(*BASE, *VISUAL, RAVEN_FULL, RAVEN_BOTH)
 def test_compiled_training(case, graphs):
     model = case.model(num_hidden_layers=max(2, case.layer_kinds)).train()
-    inputs = padded(texts(case, 61, 70), "left")
+    inputs = padded(texts(case, 61, 70), "anywhere")
     compiled = compile_model(model, "aot_eager")
 
     def grads(model):
@@ -754,7 +799,14 @@ def test_autocast(case):
         ({"input_ids": [1, 2]}, "`input_ids` must be"),
         ({"input_ids": [[1, 98]]}, "`input_ids` holds 98, but `vocab_size` is {}"),
         ({"input_ids": [[1, -1]]}, "`input_ids` holds -1"),
-        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]}, "hole in row 0"),
+        (
+            {"input_ids": [[1, 2, 3, 4]], "attention_mask": [[1, 0, 0, 1]], "position_ids": [[0, 1, 1, 0]]},
+            "`position_ids` restart inside a row with padding",
+        ),
+        (
+            {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]], "cu_seqlens": [0, 1, 3]},
+            "`cu_seqlens` describes one row without padding",
+        ),
         ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]}, "`attention_mask` must be"),
         ({"input_ids": [[1, 2, 3]], "attention_mask": [[[[1, 1, 1]]]]}, "`attention_mask` must be"),
         ({"input_ids": [[1, 2, 3]], "position_ids": [[0, 1]]}, "`position_ids` must be"),

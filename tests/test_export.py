@@ -96,9 +96,10 @@ def test_programs_generate(model_type, tmp_path):
         mask[0, : length // 2] = 0
         expected = model.generate(ids, attention_mask=mask, **GREEDY, max_new_tokens=6)[:, length:]
         assert torch.equal(generate(*programs, states, ids, mask, 6), expected)
-        # Padding may as well come last, and a prompt in pieces.
-        moved = torch.cat((ids[:1].roll(-(length // 2), 1), ids[1:])), mask.flip(1)
-        assert torch.equal(generate(*programs, states, *moved, 6), expected)
+        # Padding may as well come last or between tokens, and a prompt in pieces.
+        for other in (mask.flip(1), mask[:, torch.randperm(length, generator=torch.Generator().manual_seed(0))]):
+            moved = ids.masked_scatter(other == 1, ids[mask == 1])
+            assert torch.equal(generate(*programs, states, moved, other, 6), expected)
         _, later = programs[0](ids[:, :3], states, mask[:, :3])
         if length >= 6:
             assert torch.equal(generate(*programs, later, ids[:, 3:], mask[:, 3:], 6), expected)

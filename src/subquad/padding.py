@@ -58,6 +58,18 @@ def expand_to(flags: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return flags.view(*flags.shape, *[1] * (x.dim() - 2))
 
 
+def reorder(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The tokens x (batch, length, ...) in the order (batch, length)."""
+    order = order.to(x.device)  # the layers of a model may be on several devices
+    return x.gather(1, expand_to(order, x).expand_as(x))
+
+
+def last_real(mask: torch.Tensor) -> torch.Tensor:
+    """For every token of a mask (batch, length) the last real one up to it, counted from 1; 0 if there is none."""
+    count = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return torch.where(mask, count, 0).cummax(dim=1).values
+
+
 def last_token(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """The state of a token shift after the tokens x (batch, tokens, width), whatever it was before."""
     return x[:, -1].clone()
@@ -85,11 +97,11 @@ class Tokens:
     Args:
         batch, length, device: the shape and the device of the call's tokens.
         attention_mask: (batch, at least `length`), 0 for padding. The last `length` columns are read; those before
-            belong to the tokens of earlier calls. Padding may be before or after the tokens of a row.
-        position_ids: (batch or 1, length). A position that does not follow the one before begins a new document. Under
-            `torch.compile` they are read between two graphs, so `fullgraph=True` needs `cu_seqlens` instead. They
-            are an error under `torch.func`, and are not read while the model is exported or captured, or compiled
-            with a cache to continue.
+            belong to the tokens of earlier calls. Padding may be anywhere in a row.
+        position_ids: (batch or 1, length). A position that does not follow the one before begins a new document.
+            Those of padding mean nothing, and behind it they may count it or not. Under `torch.compile` they are read
+            between two graphs, so `fullgraph=True` needs `cu_seqlens` instead. They are an error under `torch.func`,
+            and are not read while the model is exported or captured, or compiled with a cache to continue.
         cu_seqlens: (documents + 1), the boundaries 0, ..., length of documents packed into one row. The first document
             of a call continues the cache.
         input_ids: (batch, length), checked against `vocab_size`.
@@ -104,8 +116,8 @@ class Tokens:
             wanted tensors.
 
     Raises:
-        ValueError: if a shape does not fit, an id is outside the vocabulary, a mask has holes, or documents are packed
-            into a padded batch.
+        ValueError: if a shape does not fit, an id is outside the vocabulary, or documents are packed into a padded
+            batch.
     """
 
     # What a copy has, by name: not every version of torch can trace `copy.copy`, or an update of `__dict__`.
@@ -155,7 +167,7 @@ class Tokens:
             if low < 0 or high >= vocab_size:
                 wrong = low if low < 0 else high
                 raise ValueError(f"`input_ids` holds {wrong}, but `vocab_size` is {vocab_size}.")
-        self._set_mask(None if self._is_full(self.known.get("mask")) else mask)
+        self._set_mask(None if "mask" in self.known and self.known["mask"].all() else mask)
         if self.mask is None:
             self.known.pop("mask", None)
 
@@ -201,22 +213,10 @@ class Tokens:
             raise ValueError(f"`attention_mask` must be ({self.batch}, {self.length} or more), got {shape}.")
         return attention_mask[:, -self.length :].to(device) != 0
 
-    @staticmethod
-    def _is_full(mask):
-        if mask is None:
-            return False
-        texts = (mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]).sum(1)
-        if (texts > 1).any():
-            row = texts.argmax()
-            raise ValueError(f"`attention_mask` has a hole in row {row}: padding must be before or after the text.")
-        return mask.all()
-
     def _set_mask(self, mask):
         self.mask, self._source = mask, None
         if mask is not None:
-            # For every token the last real one up to it, counted from 1; 0 is what the cache holds.
-            count = torch.arange(1, self.length + 1, device=mask.device)
-            self._source = torch.where(mask, count, 0).cummax(dim=1).values
+            self._source = last_real(mask)  # 0 is what the cache holds
 
     @staticmethod
     def _find_boundaries(cu_seqlens, device):
@@ -247,9 +247,15 @@ class Tokens:
         if shape not in ((1, self.length), (self.batch, self.length)):
             raise ValueError(f"`position_ids` must be ({self.batch}, {self.length}), got {shape}.")
         position_ids = position_ids.to(device)
-        restarts = (position_ids[:, 1:] != position_ids[:, :-1] + 1).expand(self.batch, -1)
-        # The positions of padding mean nothing.
-        return restarts if mask is None else restarts & mask[:, 1:] & mask[:, :-1]
+        if mask is None:
+            return (position_ids[:, 1:] != position_ids[:, :-1] + 1).expand(self.batch, -1)
+        # The positions of padding mean nothing. Behind it, a text goes on at the next position, or if the positions
+        # count columns, at that of its column.
+        last = last_real(mask)[:, :-1]
+        position_ids = position_ids.expand(self.batch, -1)
+        step = position_ids[:, 1:] - position_ids.gather(1, (last - 1).clamp_min(0))
+        columns = torch.arange(2, self.length + 1, device=device) - last
+        return mask[:, 1:] & (last > 0) & (step != 1) & (step != columns)
 
     def _set_restarts(self, restarts, known):
         if self.mask is not None:

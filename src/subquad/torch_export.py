@@ -82,9 +82,9 @@ def export_program(
     Exports one call of a causal model.
 
     The program takes `input_ids` (batch, length), the states, and, if it reads more than one token, an
-    `attention_mask` (batch, length), which is 0 for padding before or after the text. Pad a shorter prompt, and read a
-    longer one in several calls. The program returns the logits (batch, vocabulary) after the last token of each row,
-    and the new states. It does not check whether `max_cache_len` is exceeded; the caller must.
+    `attention_mask` (batch, length), which is 0 for padding anywhere in a row. Pad a shorter prompt, and read a longer
+    one in several calls. The program returns the logits (batch, vocabulary) after the last token of each row, and the
+    new states. It does not check whether `max_cache_len` is exceeded; the caller must.
 
     Args:
         model: a causal language model in evaluation mode, on the device where the program is to run.

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,12 +108,11 @@ def plain(model, ids):
     return torch.stack(rows, 1)
 
 
-def padded(rows, side, width=None):
+def padded(rows, side, width=0):
     """Ids with a token in place of padding that changes everything it is taken for, and the mask."""
-    width = width or max(map(len, rows))
-    gaps = [(width - len(row), 0) if side == "left" else (0, width - len(row)) for row in rows]
-    mask = torch.stack([F.pad(torch.ones_like(row), gap) for row, gap in zip(rows, gaps, strict=True)])
-    return torch.stack([F.pad(row, gap, value=7) for row, gap in zip(rows, gaps, strict=True)]), mask
+    more = max(width - max(map(len, rows)), 0)
+    inputs = cases.padded([{"input_ids": row[None]} for row in rows], side, 7, more)
+    return inputs["input_ids"], inputs["attention_mask"]
 
 
 # The published model, and the equations.
@@ -223,12 +223,12 @@ def test_initialisation():
 
 @torch.no_grad()
 @each_variant
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right", "anywhere"])
 def test_padding(variant, side):
     model = tiny(variant)
     rows = [random_ids(n, seed=n) for n in (33, 1, 70, 8)]
     alone = [model.model(row[None], output_hidden_states=True).hidden_states for row in rows]
-    for chosen, width in ((range(4), None), ([0], 50), ([1], 90)):
+    for chosen, width in ((range(4), 0), ([0], 50), ([1], 90)):
         ids, mask = padded([rows[i] for i in chosen], side, width)
         states = model.model(ids, mask, output_hidden_states=True).hidden_states
         for n, i in enumerate(chosen):
@@ -265,7 +265,7 @@ def test_packed_documents(variant):
 
 
 @pytest.mark.parametrize("variant", ["hub", "bidirectional"])
-@pytest.mark.parametrize("batch", ["left", "right", "packed"])
+@pytest.mark.parametrize("batch", ["left", "right", "anywhere", "packed"])
 def test_gradients_under_padding(variant, batch):
     model = tiny(variant).double()
     rows = [random_ids(n, seed=n) for n in (33, 1, 20)]
@@ -302,13 +302,12 @@ def test_an_answer_in_padding_is_an_error():
             model(ids, mask, **positions)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right", "anywhere"])
 @pytest.mark.parametrize("auto_class", HEADS)
 def test_heads_under_padding(auto_class, side):
     """Logits and losses of a padded batch are those of its texts."""
     model = tiny(auto_class=auto_class)
     rows = [random_ids(n, seed=n) for n in (13, 30)]
-    offset = [30 - len(row) if side == "left" else 0 for row in rows]
     ids, mask = padded(rows, side)
     labels = {
         "AutoModelForMaskedLM": [{"labels": row % 5} for row in rows],
@@ -330,7 +329,9 @@ def test_heads_under_padding(auto_class, side):
             for n, value in enumerate(values):
                 together[name][n, mask[n] == 1] = value
         else:
-            together[name] = torch.stack(values) + (torch.tensor(offset) if "positions" in name else 0)
+            together[name] = torch.stack(values)
+            if "positions" in name:
+                together[name] = torch.stack([row.nonzero()[x, 0] for row, x in zip(mask, values, strict=True)])
     out = model(ids, mask, **together)
     weights = torch.tensor([float(len(row)) for row in rows]) if "Token" in auto_class or "LM" in auto_class else None
     losses = torch.stack([one.loss for one in alone])

@@ -354,7 +354,7 @@ def test_documents_that_are_packed():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right", "anywhere"])
 def test_documents_in_padded_rows(side):
     # Padding is the begin token itself, which only the mask tells from the text.
     model = tiny_model("gecko", **SMALL, pad_token_id=BOS)
@@ -383,7 +383,7 @@ def test_padding_between_calls():
     for call in range(7):
         lengths = torch.randint(0, 9, (3,), generator=generator).tolist()
         rows = [text([n // 2] if n > 3 else [], n, seed=call)[0] for n in lengths]
-        ids, mask = padded(rows, ("left", "right")[call % 2], 7)
+        ids, mask = padded(rows, ("left", "right", "anywhere")[call % 3], 7)
         logits = model(ids, attention_mask=mask, cache=cache).logits
         for n, row in enumerate(rows):
             whole[n].extend(row.tolist())

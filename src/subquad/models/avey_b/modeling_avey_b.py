@@ -178,7 +178,7 @@ class AveyBModel(AveyBPreTrainedModel):
         """
         Args:
             input_ids: (batch, length) token ids. There is no limit to the length.
-            attention_mask: (batch, length), 0 for padding, which may be before or after a row's text.
+            attention_mask: (batch, length), 0 for padding, which may be anywhere in a row.
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
                 follow the one before. They are not read while a graph is traced: `torch.compile` and export need
                 `cu_seqlens`.

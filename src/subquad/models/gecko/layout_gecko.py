@@ -10,7 +10,7 @@ from subquad_kernels import working_memory
 
 from ...cache import LayerState, States
 from ...layout import TokenLayout
-from ...padding import Tokens, can_read_values
+from ...padding import Tokens, can_read_values, reorder
 from ...ring import ring_state, write_to_ring
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
@@ -22,8 +22,8 @@ Rows = dict[str, torch.Tensor]
 @dataclasses.dataclass
 class GeckoLayout(TokenLayout):
     """
-    The tokens of a call, as all layers need them. Every row begins with its text: padding before it is moved to the
-    end.
+    The tokens of a call, as all layers need them. Every row begins with its text: padding before it and in it is moved
+    to the end.
 
     Attributes:
         chunk_size: the number of tokens of a chunk.
@@ -41,7 +41,8 @@ class GeckoLayout(TokenLayout):
         forgets: what `begins` is of the chunk that leaves attention at a token, (batch, length). It has no meaning at
             other tokens.
         ring: the number of tokens that the rings have room for after the call.
-        shifts: by how many tokens each row was moved to the left, (batch); None if none was.
+        order: the index that each token had in the given order, (batch, length); None if none was moved.
+        back: the index that each token of the given order has here.
         given_position, given_kept: `kept_position` and `kept` of the tokens in their given order.
     """
 
@@ -60,17 +61,18 @@ class GeckoLayout(TokenLayout):
     slots: torch.Tensor | None = None
     forgets: torch.Tensor | None = None
     ring: int = 0
-    shifts: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    back: torch.Tensor | None = None
     given_position: torch.Tensor | None = None
     given_kept: torch.Tensor | None = None
 
     def text_first(self, x: torch.Tensor) -> torch.Tensor:
         """x (batch, length, ...), with the tokens in their given order, in the layout's order."""
-        return x if self.shifts is None else shift(x, self.shifts)
+        return x if self.order is None else reorder(x, self.order)
 
     def as_given(self, x: torch.Tensor) -> torch.Tensor:
         """x (batch, length, ...), with the tokens in the layout's order, in their given order."""
-        return x if self.shifts is None else shift(x, -self.shifts)
+        return x if self.back is None else reorder(x, self.back)
 
     def rotate(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """Rotary embeddings of the first heads of x (batch, length, heads, size), by pairs of neighbors."""
@@ -146,15 +148,15 @@ def find_layout(
     size, length, fresh = config.chunk_size, tokens.length, cache is None or not cache.is_initialized
     steps = torch.arange(length, device=x.device)
     lengths = torch.zeros_like(steps[:1]).expand(x.shape[0]) if cache is None else cache.lengths(x)
-    given, shifts = None, find_shifts(tokens)
-    if shifts is not None:
+    given, order, back = None, *find_order(tokens)
+    if order is not None:
         given = TokenLayout.after(lengths, tokens)
-        tokens = tokens.with_mask(shift(tokens.mask, shifts))
-        bos = None if bos is None else shift(bos, shifts)
+        tokens = tokens.with_mask(reorder(tokens.mask, order))
+        bos = None if bos is None else reorder(bos, order)
     layout = GeckoLayout.after(lengths, tokens)
     given = given or layout
     layout.given_position, layout.given_kept = given.kept_position, given.kept
-    layout.chunk_size, layout.real, layout.shifts = size, tokens.mask, shifts
+    layout.chunk_size, layout.real, layout.order, layout.back = size, tokens.mask, order, back
 
     position = layout.position
     if tokens.mask is not None:  # padding, which follows a text, goes on counting
@@ -258,19 +260,19 @@ def find_leaving(
     return leaving[:, :most].contiguous(), begins[:, :most].contiguous(), number
 
 
-def find_shifts(tokens: Tokens) -> torch.Tensor | None:
-    """The number of padding tokens before the text of each row, (batch); None if there are none."""
+def find_order(tokens: Tokens) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`GeckoLayout.order` and `GeckoLayout.back`; None if every row begins with its text."""
     if tokens.mask is None or tokens.length == 1:
-        return None
-    if "mask" in tokens.known and not tokens.known["mask"].argmax(1).any():
-        return None
-    return tokens.mask.int().argmax(1)
+        return None, None
+    if "mask" in tokens.known and (mask := tokens.known["mask"])[:, :-1][mask[:, 1:]].all():
+        return None, None
+    order = real_first(tokens.mask)
+    return order, order.argsort(dim=1)
 
 
-def shift(x: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-    """x (batch, length, ...) with each row rotated to the left by `shifts` (batch) tokens."""
-    source = (torch.arange(x.shape[1], device=x.device) + shifts.to(x.device)[:, None]) % x.shape[1]
-    return x.gather(1, source.view(*source.shape, *[1] * (x.dim() - 2)).expand_as(x))
+def real_first(real: torch.Tensor) -> torch.Tensor:
+    """The order in which the real tokens of each row, marked in `real` (batch, length), come before its padding."""
+    return real.int().argsort(dim=1, descending=True, stable=True)
 
 
 def ring_order(lengths: torch.Tensor, ring: int) -> torch.Tensor:
@@ -302,10 +304,10 @@ def replay_memory(
     }
     lengths = position[:, :1] + 1 - real[:, :1].long()
     # Chunks are read in one piece, so padding goes to the end.
-    order = real.int().argsort(dim=1, descending=True, stable=True)
-    position, real, forgets = (x.gather(1, order) for x in (position, real, forgets))
+    order = real_first(real)
+    position, real, forgets = (reorder(x, order) for x in (position, real, forgets))
     for name, x in rows.items():
-        x = x.gather(1, order[..., None, None].expand_as(x)).transpose(1, 2)
+        x = reorder(x, order).transpose(1, 2)
         ring = before[name]
         rows[name] = x if ring is None else behind(ring, x, ring_order(lengths, ring.shape[2]))
     length = position.shape[1]

@@ -310,8 +310,8 @@ class GeckoModel(GeckoPreTrainedModel):
         Args:
             input_ids: (batch, length) token ids. With `config.document_boundaries`, each `bos_token_id` begins a new
                 document; chunks go on as if it had not.
-            attention_mask: (batch, length), 0 for padding, which may be before or after a row's text. With a cache it
-                may also cover the tokens of earlier calls.
+            attention_mask: (batch, length), 0 for padding, which may be anywhere in a row. With a cache it may also
+                cover the tokens of earlier calls.
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
                 follow the one before. They are not read while a graph is traced: `torch.compile` and export need
                 `cu_seqlens`. Rotary embeddings and chunks count a document's own tokens.
@@ -322,9 +322,9 @@ class GeckoModel(GeckoPreTrainedModel):
             cu_seqlens: (documents + 1), the boundaries of documents packed into one row; also as `cu_seq_lens_q`.
 
         Returns:
-            last_hidden_state (batch, length, model_dim), in which padding after a text repeats its last token and
-            padding before it is zero; cache; hidden_states (the embeddings and the output of every block,
-            the last one normalized) if `output_hidden_states` is set.
+            last_hidden_state (batch, length, model_dim), in which padding repeats the last real token before it, or is
+            zero if there is none; cache; hidden_states (the embeddings and the output of every block, the last one
+            normalized) if `output_hidden_states` is set.
 
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.

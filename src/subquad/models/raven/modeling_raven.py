@@ -282,8 +282,8 @@ class RavenModel(RavenPreTrainedModel):
         """
         Args:
             input_ids: (batch, length) token ids.
-            attention_mask: (batch, length), 0 for padding, which may be before or after a row's text. With a cache it
-                may also cover the tokens of earlier calls.
+            attention_mask: (batch, length), 0 for padding, which may be anywhere in a row. With a cache it may also
+                cover the tokens of earlier calls.
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
                 follow the one before. They are not read while a graph is traced: `torch.compile` and export need
                 `cu_seqlens`. Rotary embeddings count a document's own tokens.
@@ -293,9 +293,9 @@ class RavenModel(RavenPreTrainedModel):
             cu_seqlens: (documents + 1), the boundaries of documents packed into one row; also as `cu_seq_lens_q`.
 
         Returns:
-            last_hidden_state (batch, length, hidden_size), in which padding after a text repeats its last token and
-            padding before it is zero; cache; hidden_states (the embeddings and the output of every block,
-            the last one normalized) if `output_hidden_states` is set; attentions if `output_attentions` is set, with
+            last_hidden_state (batch, length, hidden_size), in which padding repeats the last real token before it, or
+            is zero if there is none; cache; hidden_states (the embeddings and the output of every block, the last one
+            normalized) if `output_hidden_states` is set; attentions if `output_attentions` is set, with
             `attn_implementation="eager"`: the weights of the layers with softmax attention, (batch, heads, length,
             keys). For a single token in a window, key i is the last one at a position p with p % window = i.
 

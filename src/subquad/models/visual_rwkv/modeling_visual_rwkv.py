@@ -15,7 +15,7 @@ from ...cache import RecurrentCache
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead
 from ...layers import Linear, check_inputs, chosen_states
-from ...padding import Tokens, can_read_values, should_check
+from ...padding import Tokens, can_read_values, reorder, should_check
 from ...versions import RecurrentCausalLMOutput, RecurrentModelOutput
 from ..rwkv5.modeling_rwkv5 import Rwkv5Model
 from ..rwkv6.modeling_rwkv6 import Rwkv6Model
@@ -255,12 +255,6 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             # A part of an image that was read backward cannot be removed.
             cache.keep_past(int(tokens.known["images"].any(0)[::-1].argmax()))
         return outputs
-
-
-def reorder(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The tokens x (batch, length, width) in the order (batch, length)."""
-    order = order.to(x.device)  # the blocks of a model may be on several devices
-    return x.gather(1, order.unsqueeze(-1).expand_as(x))
 
 
 class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel, RecurrentGenerationMixin):
