@@ -48,6 +48,12 @@ def default_device():
     torch.set_default_device(None)
 
 
+@pytest.fixture
+def any_peft(monkeypatch):
+    """transformers 5.24 refuses every PEFT before 0.22, which was not released with it. The refusal is turned off."""
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.20")
+
+
 @pytest.fixture(autouse=True)
 def gpu_works_afterwards(request):
     """Ends the process after a test that broke the GPU's context, in which every later test would fail too."""

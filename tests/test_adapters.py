@@ -246,7 +246,7 @@ def test_files_of_an_adapter(model_type, auto_class, tmp_path):
 
 
 @each_model
-def test_adapters_of_transformers(model_type, tmp_path):
+def test_adapters_of_transformers(model_type, tmp_path, any_peft):
     ids = random_ids(1, 9)
     tiny_model(model_type).save_pretrained(tmp_path / "model")
     load = getattr(transformers, lm_class(model_type)).from_pretrained

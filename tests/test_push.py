@@ -317,7 +317,7 @@ def test_push_to_hub_of_a_model_is_that_of_transformers(server, monkeypatch):
     assert len(repository.commits) == 2
 
 
-def test_of_adapters_no_model_is_pushed(server):
+def test_of_adapters_no_model_is_pushed(server, any_peft):
     model = tiny_model("rwkv6")
     model.add_adapter(peft.LoraConfig(target_modules=["key"]))
     model.push_to_hub("user/adapter")
