@@ -1,4 +1,4 @@
-"""The arguments of a forward pass: one name for the cache, and an error for an argument that nobody reads."""
+"""An error for an argument that nobody reads, in a forward pass and elsewhere; one name for the cache."""
 
 import difflib
 import functools
@@ -36,9 +36,14 @@ class UnknownArgument(TypeError, ValueError):
     """An argument that nobody reads. Python raises a TypeError for it, transformers' `generate` a ValueError."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Names of `known` that look like `name`, as the end of an error's text; empty if there is none."""
-    found = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str:
+    """
+    Names of `known` that look like `name`, as the end of an error's text; empty if there is none.
+
+    Args:
+        alike: how much they must look like it, from 0 to 1.
+    """
+    found = difflib.get_close_matches(name, sorted(known), n=3, cutoff=alike)
     return f" Did you mean {' or '.join(f'`{each}`' for each in found)}?" if found else ""
 
 
