@@ -67,14 +67,14 @@ class CheckedConfig(PreTrainedConfig):
 
     def __post_init__(self, _from_file: bool = False, **kwargs):
         """Takes the fields that the class has not read itself."""
-        only_values = self.only_values
+        only_values, refused = self.only_values, {}
         for name, value in list(kwargs.items()):
             if name in self.ignored_fields:
                 del kwargs[name]
             elif name in only_values:
                 del kwargs[name]
                 if not _is_among(value, only_values[name][0]):
-                    vars(self)[name] = value  # refused by `check_fields`
+                    refused[name] = value
             elif _is_read_only(type(self), name):
                 if value not in (None, getattr(self, name)):
                     raise ValueError(
@@ -85,6 +85,7 @@ class CheckedConfig(PreTrainedConfig):
         if not _from_file:
             _warn_of_generation(kwargs)
         super().__post_init__(**kwargs)
+        vars(self).update(refused)  # `check_fields` refuses them
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
