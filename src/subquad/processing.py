@@ -44,7 +44,8 @@ class SavedProcessor(ProcessorMixin):
         it is. The code is always saved if the processor was loaded from such a directory, or a model was saved with
         its code in the same directory.
         """
-        known = {"save_jinja_files", *PUSH_ARGUMENTS} | parameter_names(SavedProcessor.save_pretrained)
+        # `push_to_hub` gives the second to every kind of object.
+        known = {"save_jinja_files", "max_shard_size", *PUSH_ARGUMENTS} | parameter_names(SavedProcessor.save_pretrained)
         refuse_unknown(kwargs, known, f"{type(self).__name__}.save_pretrained()")
         files = super().save_pretrained(save_directory, push_to_hub, **kwargs)
         if not push_to_hub:

@@ -28,10 +28,10 @@ SETTINGS = (
     *("name_or_path", "processor_class", "tokenizer_class", "auto_map", "files_loaded", "is_local"),
     *("local_files_only", "tokenizer_file", "tokenizer_object", "tokenizer_padding", "tokenizer_truncation"),
 )
-# What is for an upload, or to be saved in another way.
+# What is for an upload, or for another form of files. `push_to_hub` gives the last to every kind of object.
 SAVING = (
     *("commit_description", "commit_message", "create_pr", "private", "repo_id", "repo_type", "revision", "tags"),
-    *("token", "save_jinja_files"),
+    *("token", "save_jinja_files", "max_shard_size"),
 )
 # What transformers gives to a call, by name, without a place in every signature.
 CALLING = {"max_target_length", "return_offsets_mapping", "sanitize_control_tokens", "split_special_tokens"}
