@@ -45,7 +45,8 @@ class SavedProcessor(ProcessorMixin):
         its code in the same directory.
         """
         # `push_to_hub` gives the second to every kind of object.
-        known = {"save_jinja_files", "max_shard_size", *PUSH_ARGUMENTS} | parameter_names(SavedProcessor.save_pretrained)
+        known = {"save_jinja_files", "max_shard_size", *PUSH_ARGUMENTS}
+        known |= parameter_names(SavedProcessor.save_pretrained)
         refuse_unknown(kwargs, known, f"{type(self).__name__}.save_pretrained()")
         files = super().save_pretrained(save_directory, push_to_hub, **kwargs)
         if not push_to_hub:

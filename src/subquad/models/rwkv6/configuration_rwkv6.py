@@ -30,9 +30,6 @@ class Rwkv6Config(Rwkv5Config):
         "fuse_cross_entropy",
         "fuse_linear_cross_entropy",
         "fuse_norm",
-        "hidden_act",
-        "norm_bias",
-        "norm_first",
         "use_l2warp",
     )
 
@@ -62,6 +59,9 @@ class Rwkv6Config(Rwkv5Config):
         """As in [`CheckedConfig`]. Files of flash-linear-attention have these fields."""
         return super().only_values | {
             "attn": ((None,), "softmax attention is not supported"),
+            "hidden_act": (("sqrelu",), "another activation is not supported"),
+            "norm_bias": ((True,), "norms without biases are not supported"),
+            "norm_first": ((True,), "a model without a norm of the embeddings is not supported"),
             "expand_k": ((1,), "keys of another width than the model are not supported"),
             "expand_v": ((1,), "values of another width than the model are not supported"),
         }
