@@ -34,7 +34,8 @@ FIELDS = {
     },
 }
 for model_type, (folder, _, heads) in subquad.ARCHITECTURES.items():
-    config = transformers.AutoConfig.for_model(model_type, vocab_size=10, **FIELDS[model_type])
+    size = {} if model_type == "visual_rwkv" else {"vocab_size": 10}
+    config = transformers.AutoConfig.for_model(model_type, **size, **FIELDS[model_type])
     assert type(config) in transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING
     for auto, head in heads.items():
         model = getattr(transformers, auto).from_config(config)

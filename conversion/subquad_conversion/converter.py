@@ -335,7 +335,7 @@ def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, A
     aliases = known.config_class.attribute_map
     fields = _merged(given, sizes, {*DROPPED_FIELDS, *(alias for alias, name in aliases.items() if name in sizes)})
     try:
-        return known.config_class(**fields, architectures=[known.architecture], dtype=dtype)
+        return known.config_class.from_dict(fields | {"architectures": [known.architecture], "dtype": dtype})
     except INVALID as error:
         raise invalid_configuration(error) from error
 

@@ -175,7 +175,7 @@ class Format:
             one of `INVALID`: if there is no such model.
         """
         with torch.device("meta"):
-            model = self.model_class(self.config_class(**fields))
+            model = self.model_class(self.config_class.from_dict(dict(fields)))
         return {self.written_name(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     # --- what only formats with a `target` say ---

@@ -1,4 +1,4 @@
-"""The arguments of a forward pass: one name for the cache, and an error for an argument that nobody reads."""
+"""An error for an argument that nobody reads, in a forward pass and elsewhere; one name for the cache."""
 
 import difflib
 import functools
@@ -28,6 +28,17 @@ COMMON_ARGUMENTS = {
 }
 
 
+# The arguments of `save_pretrained` that are for an upload.
+PUSH_ARGUMENTS = (
+    "repo_id",
+    "token",
+    "private",
+    "commit_message",
+    "commit_description",
+    "create_pr",
+    "revision",
+    "tags",
+)
 # Arguments that mark packed documents.
 MARKERS = {"cu_seqlens", "cu_seq_lens_q", "position_ids"}
 
@@ -36,9 +47,14 @@ class UnknownArgument(TypeError, ValueError):
     """An argument that nobody reads. Python raises a TypeError for it, transformers' `generate` a ValueError."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Names of `known` that look like `name`, as the end of an error's text; empty if there is none."""
-    found = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str:
+    """
+    Names of `known` that look like `name`, as the end of an error's text; empty if there is none.
+
+    Args:
+        alike: how much they must look like it, from 0 to 1.
+    """
+    found = difflib.get_close_matches(name, sorted(known), n=3, cutoff=alike)
     return f" Did you mean {' or '.join(f'`{each}`' for each in found)}?" if found else ""
 
 
@@ -53,16 +69,18 @@ def refuse_unknown(arguments: dict[str, Any], known: Iterable[str], of: str) -> 
 
 
 @functools.cache
-def _parameters(*functions: Callable) -> frozenset[str]:
+def parameter_names(*functions: Callable) -> frozenset[str]:
+    """The names of the parameters of some functions."""
     parameters = [each for function in functions for each in inspect.signature(function).parameters.values()]
-    return frozenset(each.name for each in parameters if each.kind is not each.VAR_KEYWORD) - {"self"}
+    own = (each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL))
+    return frozenset(own) - {"self", "cls"}
 
 
 def known_arguments(model: nn.Module) -> frozenset[str]:
     """The arguments that a model's forward pass reads, its base model's included, and the common ones."""
     classes = [*type(model).__mro__, *type(model.base_model).__mro__]
     forwards = [vars(each)["forward"] for each in classes if _is_ours(vars(each).get("forward"))]
-    return _parameters(*forwards) | COMMON_ARGUMENTS.keys()
+    return parameter_names(*forwards) | COMMON_ARGUMENTS.keys()
 
 
 def _is_ours(forward: Callable | None) -> bool:

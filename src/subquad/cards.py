@@ -54,9 +54,16 @@ def model_card(
 
     Raises:
         ValueError: if the directory does not hold a model of this package.
+        UnknownArgument: if a field looks like one of [`ModelCardData`], but is none.
     """
     from transformers import AutoConfig
 
+    from .arguments import UnknownArgument, nearest, parameter_names
+
+    names = parameter_names(ModelCardData.__init__)
+    for field in known.keys() - names:  # a card may have others, which the Hub does not know
+        if hint := nearest(field, names, 0.8):
+            raise UnknownArgument(f"ModelCardData has no field `{field}`.{hint}")
     directory = Path(directory).resolve()
     # The name of a directory may hold line breaks, which would begin new lines of the card.
     repo_id = "".join(letter if letter.isprintable() else "_" for letter in repo_id or directory.name)

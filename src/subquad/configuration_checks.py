@@ -1,15 +1,191 @@
-"""What every configuration is checked for before any tensor is made."""
+"""
+What every configuration is checked for before any tensor is made: the names of its fields, and their values.
 
+transformers keeps every field that it does not know as an attribute, which nobody reads. Here a keyword that is no
+field is a TypeError. A `config.json` may be that of another implementation: a field that nobody reads is ignored with
+a warning, and refused if it resembles one that is read.
+"""
+
+import dataclasses
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
 
+from .arguments import UnknownArgument, nearest
+
+
+logger = logging.get_logger(__name__)
+
+# Fields that transformers looks for in any configuration without being fields of its own.
+READ_BY_TRANSFORMERS = (
+    "auto_map",
+    "custom_pipelines",
+    "loss_type",
+    "processor_class",
+    "quantization_config",
+    "tokenizer_class",
+    "transformers_weights",
+)
+# What implementations call the epsilon of their norms.
+EPSILONS = ("eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rms_norm_eps")
+# How alike two names are, from 0 to 1, to be taken for each other in a file. Other files of configurations have names
+# that are as long and not much less alike: `bos_token` is 0.86 of `bos_token_id`.
+ALIKE = 0.87
 
 # More than any model has. Without limits, a file of a few bytes could ask for more memory or time than there is.
 MAX_LAYERS = 4096
 MAX_SIZE = 2**31 - 1
+
+
+class CheckedConfig(PreTrainedConfig):
+    """
+    The base class of all configurations: every field is read, or refused by name.
+
+    Attributes:
+        ignored_fields: fields of other implementations that do not change what the model computes. They are dropped.
+    """
+
+    ignored_fields: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def only_values(self) -> dict[str, tuple[tuple[Any, ...], str]]:
+        """
+        Fields of other implementations that make variants of the model: the values that change nothing, which are
+        dropped, and why no other is accepted. None, and a list of such values, change nothing either.
+        """
+        fixed = dict.fromkeys(("rope_parameters", "rope_scaling"), ((None,), "no rotary embedding is scaled"))
+        if (own := next((name for name in EPSILONS if hasattr(type(self), name)), None)) is not None:
+            reason = f"the epsilon of the norms is `{own}` here"
+            others = (name for name in EPSILONS if name != own and name not in self.attribute_map)
+            fixed |= dict.fromkeys(others, ((getattr(self, own),), reason))
+        return fixed
+
+    def __post_init__(self, _from_file: bool = False, **kwargs):
+        """Takes the fields that the class has not read itself."""
+        only_values, refused = self.only_values, {}
+        for name, value in list(kwargs.items()):
+            if name in self.ignored_fields:
+                del kwargs[name]
+            elif name in only_values:
+                del kwargs[name]
+                if not _is_among(value, only_values[name][0]):
+                    refused[name] = value
+            elif _is_read_only(type(self), name):
+                if value not in (None, getattr(self, name)):
+                    raise ValueError(
+                        f"`{name}` must be {getattr(self, name)!r}, which follows from other fields, got {value!r}."
+                    )
+                del kwargs[name]
+        check_names(type(self), kwargs, _from_file)
+        if not _from_file:
+            _warn_of_generation(kwargs)
+        super().__post_init__(**kwargs)
+        vars(self).update(refused)  # `check_fields` refuses them
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """As in transformers, for the fields of a file. A keyword that looks like a field is an error."""
+        returns_unused = kwargs.pop("return_unused_kwargs", False)
+        fields = {**config_dict, "_from_file": True}
+        config, unused = super().from_dict(fields, return_unused_kwargs=True, **kwargs)
+        if returns_unused:
+            return config, unused
+        # Others are not refused: `AutoTokenizer`, too, passes its keywords on to here.
+        for name in unused:
+            if hint := nearest_fields(cls, name, ALIKE):
+                raise UnknownArgument(f"`{name}` is not a field of {cls.__name__}.{hint}")
+        return config
+
+    @classmethod
+    def from_json_file(cls, json_file):
+        """As in transformers."""
+        return cls.from_dict(cls._dict_from_json_file(json_file))
+
+    def check_fields(self) -> None:
+        """
+        Raises:
+            ValueError: if a field has a value that belongs to another model, or an attribute resembles a field. It was
+                set later, and would be saved with the others.
+        """
+        for name, (values, reason) in self.only_values.items():
+            if not _is_among(value := vars(self).get(name), values):
+                raise ValueError(f"`{name}` must be {' or '.join(map(repr, values))}, got {value!r}: {reason}.")
+        for name in vars(self):
+            if not _is_known(type(self), name) and (hint := nearest_fields(type(self), name, ALIKE)):
+                raise ValueError(f"`{name}` is not a field of {type(self).__name__}.{hint}")
+
+
+def check_names(config_class: type[PreTrainedConfig], fields: Mapping[str, Any], from_file: bool = False) -> None:
+    """
+    Args:
+        fields: what is given to a configuration of this class.
+        from_file: whether it was read from a file, in which an unknown field is only reported, once, unless it
+            resembles a field.
+
+    Raises:
+        UnknownArgument: if a keyword is not a field.
+        ValueError: if a field of a file resembles one of the class.
+    """
+    title = config_class.__name__
+    for name, value in fields.items():
+        if _is_known(config_class, name):
+            continue
+        if not from_file:
+            own = [each for each in _field_names(config_class) if not hasattr(PreTrainedConfig, each)]
+            hint = nearest_fields(config_class, name) or f" The fields are {', '.join(own)}."
+            raise UnknownArgument(f"{title}() got an unexpected keyword argument `{name}`.{hint}")
+        if hint := nearest_fields(config_class, name, ALIKE):
+            raise ValueError(f"`{name}` ({value!r:.80}) is not a field of {title}.{hint}")
+        logger.warning_once(f"`{name}` ({value!r:.80}) is not a field of {title} and is ignored.")
+
+
+def nearest_fields(config_class: type[PreTrainedConfig], name: str, alike: float = 0.6) -> str:
+    """The fields of a configuration that look like a name, as the end of an error's text; empty if there is none."""
+    if name.endswith("_token"):  # of a tokenizer, which has no ids
+        return ""
+    return nearest(name, {*_field_names(config_class), *config_class.attribute_map}, alike)
+
+
+@functools.cache
+def _field_names(config_class: type[PreTrainedConfig]) -> list[str]:
+    return [field.name for field in dataclasses.fields(config_class)]
+
+
+def _is_known(config_class: type[PreTrainedConfig], name: str) -> bool:
+    """Whether a configuration has a field, or transformers reads it; also if it is private."""
+    of_class = hasattr(config_class, name) and not callable(getattr(config_class, name))
+    return name.startswith("_") or of_class or name in config_class.attribute_map or _is_read_by_transformers(name)
+
+
+@functools.cache
+def _is_read_by_transformers(name: str) -> bool:
+    if name in READ_BY_TRANSFORMERS or name in vars(GenerationConfig()):
+        return True
+    # It keeps what it does not read as an attribute.
+    return not hasattr(PreTrainedConfig, name) and name not in vars(PreTrainedConfig(**{name: None}))
+
+
+def _is_read_only(config_class: type[PreTrainedConfig], name: str) -> bool:
+    attribute = getattr(config_class, name, None)
+    return isinstance(attribute, property) and attribute.fset is None
+
+
+def _is_among(value: Any, values: tuple[Any, ...]) -> bool:
+    return all(each is None or each in values for each in (value if isinstance(value, list) else [value]))
+
+
+def _warn_of_generation(keywords: Mapping[str, Any]) -> None:
+    """Warns of settings that transformers drops. Those in a `config.json` are read if there is no other file."""
+    for name, default in GenerationConfig._get_default_generation_params().items():
+        if keywords.get(name, default) not in (None, default):
+            logger.warning_once(
+                f"`{name}` ({keywords[name]!r:.80}) is ignored: it belongs to the `generation_config` of a model."
+            )
 
 
 def check_configuration(config: PreTrainedConfig, sizes: Iterable[str], positive: Iterable[str] = ()) -> None:
@@ -21,6 +197,8 @@ def check_configuration(config: PreTrainedConfig, sizes: Iterable[str], positive
     Raises:
         ValueError: if a field has a value that no model has.
     """
+    if isinstance(config, CheckedConfig):
+        config.check_fields()
     layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     for name in sizes:
         value, most = getattr(config, name), MAX_LAYERS if name == layers else MAX_SIZE

@@ -4,6 +4,12 @@ import os
 
 from transformers import ProcessorMixin
 
+from .arguments import PUSH_ARGUMENTS, UnknownArgument, nearest, parameter_names, refuse_unknown
+
+
+# The arguments of a call that transformers reads without listing them.
+CALL_ARGUMENTS = ("common_kwargs", "sanitize_control_tokens")
+
 
 class SavedProcessor(ProcessorMixin):
     """
@@ -13,7 +19,16 @@ class SavedProcessor(ProcessorMixin):
 
     @classmethod
     def from_args_and_dict(cls, args, processor_dict, **kwargs):
-        """As in transformers. The processor keeps the field `auto_map`, which says that it was saved with its code."""
+        """
+        As in transformers. The processor keeps the field `auto_map`, which says that it was saved with its code.
+
+        Raises:
+            UnknownArgument: if an argument looks like one of the class, but is none. Others are for the tokenizer.
+        """
+        names = parameter_names(cls.__init__)
+        for name in kwargs:
+            if name not in names and (hint := nearest(name, names, 0.87)):
+                raise UnknownArgument(f"{cls.__name__} has no setting `{name}`.{hint}")
         made = super().from_args_and_dict(args, processor_dict, **kwargs)
         if "auto_map" in processor_dict:
             processor = made[0] if isinstance(made, tuple) else made  # a tuple with `return_unused_kwargs`
@@ -29,10 +44,28 @@ class SavedProcessor(ProcessorMixin):
         it is. The code is always saved if the processor was loaded from such a directory, or a model was saved with
         its code in the same directory.
         """
+        # `push_to_hub` gives the second to every kind of object.
+        known = {"save_jinja_files", "max_shard_size", *PUSH_ARGUMENTS}
+        known |= parameter_names(SavedProcessor.save_pretrained)
+        refuse_unknown(kwargs, known, f"{type(self).__name__}.save_pretrained()")
         files = super().save_pretrained(save_directory, push_to_hub, **kwargs)
         if not push_to_hub:
             self._add_code(save_directory, self_contained)
         return files
+
+    def validate_inputs(self, images=None, text=None, videos=None, audio=None, **kwargs) -> None:
+        """
+        As in transformers.
+
+        Raises:
+            UnknownArgument: if an argument of a call is none of the processor, its tokenizer or its image processor.
+                transformers ignores it with a warning.
+        """
+        kinds = self.valid_processor_kwargs.__annotations__
+        settings = [*kinds.values(), *(getattr(part, "valid_kwargs", None) for part in vars(self).values())]
+        known = {*kinds, *CALL_ARGUMENTS}.union(*(getattr(each, "__annotations__", ()) for each in settings))
+        refuse_unknown(kwargs, known, f"{type(self).__name__}()")
+        super().validate_inputs(images=images, text=text, videos=videos, audio=audio, **kwargs)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, *args, **kwargs):
         """`push_to_hub` and `save_pretrained` of transformers upload with this what they have saved."""

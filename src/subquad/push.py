@@ -82,19 +82,6 @@ def push(
             )
 
 
-# The arguments of `save_pretrained` that are for an upload.
-PUSH_ARGUMENTS = (
-    "repo_id",
-    "token",
-    "private",
-    "commit_message",
-    "commit_description",
-    "create_pr",
-    "revision",
-    "tags",
-)
-
-
 def save_model(
     model: "PreTrainedModel",
     save: Callable[..., None],
@@ -110,6 +97,7 @@ def save_model(
     `save_pretrained` of the models. It calls that of transformers, `save`, and adds the model's code if
     `self_contained`, or if the model was loaded from a directory with its code.
     """
+    from .arguments import PUSH_ARGUMENTS
     from .hub import add_model_code, check_portable
 
     if self_contained:

@@ -24,6 +24,7 @@ from subquad_kernels import int4_linear, int8_linear, quantize_groups, quantize_
 from subquad_kernels.int4_linear import fits_groups
 from subquad_kernels.native import GROUP, STRIP
 
+from .arguments import nearest
 from .layers import PRODUCTS
 from .quantization_methods import METHODS, SCALE
 
@@ -50,7 +51,9 @@ class Int8Config(QuantizationConfigMixin):
     def __init__(self, modules_to_not_convert: list[str] | None = None, **kwargs):
         kwargs.pop("quant_method", None)
         if kwargs:
-            raise ValueError(f"`quantization_config`: {self._method} has no field {sorted(kwargs)[0]!r}.")
+            name = sorted(kwargs)[0]
+            hint = nearest(name, ("modules_to_not_convert",))
+            raise ValueError(f"`quantization_config`: {self._method} has no field {name!r}.{hint}")
         names = modules_to_not_convert
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise ValueError(f"`modules_to_not_convert` must be a list of strings, got {names!r}.")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers.pipelines.base import ChunkPipeline
 
+from .arguments import parameter_names, refuse_unknown
 from .models import REGISTRY
 
 
@@ -183,7 +184,10 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         max_seq_len: int | None = None,
         doc_stride: int | None = None,
         padding: bool | str | None = None,
+        **others,
     ) -> tuple[dict, dict, dict]:
+        known = parameter_names(QuestionAnsweringPipeline._sanitize_parameters) | {"question", "context", "batch_size"}
+        refuse_unknown(others, known, "The pipeline for question answering")
         cutting = {"max_seq_len": max_seq_len, "doc_stride": doc_stride}
         choosing = {"top_k": top_k, "max_answer_len": max_answer_len}
         for name, value in (cutting | choosing).items():

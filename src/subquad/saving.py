@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .arguments import known_arguments
+from .arguments import PUSH_ARGUMENTS, known_arguments, parameter_names, refuse_unknown
 from .layers import Linear
 
 
@@ -133,6 +133,10 @@ class SavedPreTrainedModel(PreTrainedModel):
         if self._saved_by_transformers():
             save(save_directory, *args, **kwargs)
             return
+        # Others give the first to every model; transformers has forgotten it.
+        known = {"safe_serialization", "self_contained", *PUSH_ARGUMENTS}
+        known |= parameter_names(PreTrainedModel.save_pretrained)
+        refuse_unknown(kwargs, known, f"{type(self).__name__}.save_pretrained()")
         try:
             from subquad.push import save_model
         except ImportError as error:

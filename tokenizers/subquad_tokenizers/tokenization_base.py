@@ -1,15 +1,71 @@
-"""Tokenizers that are saved and pushed together with their code."""
+"""What all tokenizers share: they read every keyword, and are saved and pushed together with their code."""
 
+import functools
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+from transformers import AddedToken
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+# What transformers 5.16 to 5.24 reads when a tokenizer is made, or `tokenizer_config.json` brings for other readers.
+# None of it is in a signature.
+SETTINGS = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    *("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens", "added_tokens_decoder"),
+    *("add_bos_token", "add_eos_token", "special_tokens_pattern", "split_special_tokens"),
+    *("model_max_length", "max_len", "max_length", "stride", "truncation_side", "truncation_strategy"),
+    *("padding_side", "pad_to_multiple_of", "pad_token_type_id", "model_input_names", "clean_up_tokenization_spaces"),
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
+    *("token_type_ids_pattern", "token_type_ids_include_special_tokens", "post_processor", "fix_mistral_regex"),
+    *("chat_template", "chat_control_tokens", "response_template", "response_schema", "verbose", "backend"),
+    *("name_or_path", "processor_class", "tokenizer_class", "auto_map", "files_loaded", "is_local"),
+    *("local_files_only", "tokenizer_file", "tokenizer_object", "tokenizer_padding", "tokenizer_truncation"),
+)
+# What is for an upload, or for another form of files. `push_to_hub` gives the last to every kind of object.
+SAVING = (
+    *("commit_description", "commit_message", "create_pr", "private", "repo_id", "repo_type", "revision", "tags"),
+    *("token", "save_jinja_files", "max_shard_size"),
+)
+# What transformers gives to a call, by name, without a place in every signature.
+CALLING = {"max_target_length", "return_offsets_mapping", "sanitize_control_tokens", "split_special_tokens"}
+# How alike two names are, from 0 to 1, if the one is a misspelling of the other.
+ALIKE = 0.87
 
 
 class SelfContainedMixin:
     """
-    Mixin for tokenizers, placed before the class of transformers. A tokenizer that is pushed to the Hub loads also if
-    this package is not installed.
+    Mixin for tokenizers, placed before the class of transformers, which ignores keywords that nobody reads. A
+    tokenizer that is pushed to the Hub loads also if this package is not installed.
     """
+
+    def __init__(self, **kwargs):
+        known = {*inspect.signature(type(self)).parameters, *SETTINGS}
+        title = type(self).__name__
+        for name, hint in _unknown(kwargs, known):
+            if name.endswith("_token") and isinstance(kwargs[name], str | AddedToken):  # transformers adds the token
+                continue
+            if not kwargs.get("name_or_path"):
+                raise TypeError(f"{title}() got an unexpected keyword argument `{name}`.{hint}")
+            # The setting comes from a file, or through `AutoTokenizer` from somebody who means its configuration.
+            logger.warning_once(f"`{name}` ({kwargs[name]!r:.80}) is not a setting of {title} and is ignored.{hint}")
+        super().__init__(**kwargs)
+
+    def _encode_plus(self, *args, **kwargs):
+        """As in transformers. All that make ids of texts come here with the keywords that they do not read."""
+        refuse_unknown("A tokenizer's call", kwargs, parameter_names(self.__call__, super()._encode_plus) | CALLING)
+        return super()._encode_plus(*args, **kwargs)
+
+    def _decode(self, *args, **kwargs):
+        """As in transformers. `decode` and `batch_decode` come here."""
+        refuse_unknown("decode()", kwargs, parameter_names(super()._decode))
+        return super()._decode(*args, **kwargs)
 
     def save_pretrained(
         self,
@@ -26,6 +82,7 @@ class SelfContainedMixin:
         directory loads with `trust_remote_code=True` if this package is not installed, and without remote code if it
         is. The code is always saved if the tokenizer was loaded from such a directory.
         """
+        refuse_unknown("save_pretrained()", kwargs, {*parameter_names(self.save_pretrained), *SAVING})
         with self._with_code(self_contained or push_to_hub or "auto_map" in self.init_kwargs):
             return super().save_pretrained(save_directory, legacy_format, filename_prefix, push_to_hub, **kwargs)
 
@@ -45,3 +102,38 @@ class SelfContainedMixin:
             yield
         finally:
             del self._auto_class
+
+
+def parameter_names(*functions: Callable) -> frozenset[str]:
+    """The names of the parameters of some functions or methods."""
+    return _names(*(getattr(function, "__func__", function) for function in functions))
+
+
+@functools.cache
+def _names(*functions: Callable) -> frozenset[str]:
+    parameters = (each for function in functions for each in inspect.signature(function).parameters.values())
+    return frozenset(each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL))
+
+
+def refuse_unknown(function: str, keywords: Mapping[str, Any], known: Collection[str]) -> None:
+    """
+    Raises:
+        TypeError: if a keyword is not known.
+    """
+    for name, hint in _unknown(keywords, known):
+        raise TypeError(f"{function} got an unexpected keyword argument `{name}`.{hint}")
+
+
+def _unknown(keywords: Mapping[str, Any], known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """
+    Yields the keywords that are neither known nor private, each with known ones that look like it, as the end of an
+    error's text. One that is None or false asks for nothing, unless it is a misspelling: other versions and other
+    tokenizers have it.
+    """
+    for name, value in keywords.items():
+        if name in known or name.startswith("_"):
+            continue
+        if value in (None, False) and not get_close_matches(name, known, cutoff=ALIKE):
+            continue
+        found = get_close_matches(name, sorted({*known} - {"self", "kwargs"}))
+        yield name, f" Did you mean {' or '.join(f'`{each}`' for each in found)}?" if found else ""

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from .greedy import GreedyEncoder
-from .tokenization_base import SelfContainedMixin
+from .tokenization_base import CALLING, SelfContainedMixin, parameter_names, refuse_unknown
 from .vocabulary import (
     WORLD_VOCAB_FILE,
     WORLD_VOCAB_FILE_NAME,
@@ -321,6 +321,8 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
         return ids
 
     def _encode_plus(self, text, text_pair=None, **kwargs):
+        if kwargs.pop("return_offsets_mapping", False):
+            raise ValueError("`return_offsets_mapping` needs RwkvWorldTokenizerFast: this tokenizer has no offsets.")
         # The base class would make token strings first. It accepts ids instead of a text, so it gets ids.
         if not (kwargs.get("is_split_into_words") or kwargs.get("sanitize_control_tokens")):
             split = kwargs.get("split_special_tokens")
@@ -335,6 +337,11 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
         if isinstance(text, (list, tuple)) and text and not isinstance(text[0], int):
             return type(text)([self._replace_texts(item, split_special_tokens) for item in text])
         return text
+
+    def prepare_for_tokenization(self, text: str, **kwargs) -> tuple[str, dict]:
+        """As in transformers, whose `tokenize` gives keywords to this alone."""
+        refuse_unknown("tokenize()", kwargs, parameter_names(super().prepare_for_tokenization) | CALLING)
+        return super().prepare_for_tokenization(text, **kwargs)
 
     def _tokenize(self, text: str, **kwargs) -> list[str]:
         return [self._tokens[index] for index in self._encoder.encode(text.encode("utf-8"))]
@@ -352,6 +359,7 @@ class RwkvWorldTokenizer(SelfContainedMixin, PreTrainedTokenizer):
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def _decode(self, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=None, **kwargs) -> str:
+        refuse_unknown("decode()", kwargs, parameter_names(self._decode))
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         text = self.decode_bytes(ids, skip_special_tokens).decode("utf-8", errors="replace")
         if clean_up_tokenization_spaces is None:

@@ -6,6 +6,7 @@ A module that takes long to import is imported inside the function that needs it
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 if the command failed, or found something wrong; 2 if the arguments are wrong; 130 after Ctrl-C; 141 if
         the reader of the output closed it.
     """
-    args = build_parser().parse_args(argv)
+    args = parse(argv)
     args.own_process = argv is None
     debug = args.debug or os.environ.get("SUBQUAD_DEBUG", "0") not in ("", "0")
     try:
@@ -61,10 +62,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UsageError) else 1
 
 
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments. Exits with status 2 if one is unknown, and names the options that look like it."""
+    args, unknown = build_parser().parse_known_args(argv)
+    if not unknown:
+        return args
+    from ..arguments import nearest
+
+    options = set(re.findall(r"--[a-z][a-z-]*", args.parser.format_help()))
+    args.parser.error(f"unrecognized arguments: {' '.join(unknown)}.{nearest(unknown[0].partition('=')[0], options)}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="subquad", description="Sub-quadratic language models: run them, convert them and see what they cost."
+        prog="subquad",
+        description="Sub-quadratic language models: run them, convert them and see what they cost.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -74,7 +88,9 @@ def build_parser() -> argparse.ArgumentParser:
             help=module.SUMMARY,
             description=module.DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
+        command.set_defaults(parser=command)
         command.add_argument(
             "--debug", action="store_true", help="show the traceback of an error (also SUBQUAD_DEBUG=1)"
         )

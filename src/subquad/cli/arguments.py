@@ -43,8 +43,8 @@ def sampling_options(args: Namespace) -> dict[str, Any]:
     """
     given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     given = {name: value for name, value in given.items() if value is not None}
-    if args.greedy and given:
-        raise UsageError("--greedy does not sample: leave out --temperature, --top-p and --top-k.")
+    if args.greedy and (given or args.seed is not None):
+        raise UsageError("--greedy does not sample: leave out --temperature, --top-p, --top-k and --seed.")
     return given | {"do_sample": not args.greedy}
 
 

@@ -54,6 +54,7 @@ examples:
 """
 
 COMMANDS = ("/save", "/load", "/fork", "/undo", "/reset", "/image", "/help", "/quit")
+BARE_COMMANDS = ("/undo", "/reset", "/help", "/quit")
 QUOTES = '"""'
 # The states before the last messages are kept for /undo, as far as they have this size together.
 UNDO_BYTES = 2**30
@@ -345,6 +346,8 @@ def run(args: Namespace) -> None:
     start.ready(args)
     if saved is not None:
         chat.restore(saved)
+        if args.system is not None and saved.text["turns"]:
+            note("--system is for a new conversation: it is read after /reset.")
     in_terminal = sys.stdin.isatty()
     if in_terminal:
         with suppress(ImportError):  # not on Windows
@@ -356,6 +359,8 @@ def run(args: Namespace) -> None:
             if message is None or message.strip() == "/quit":
                 return
             command, _, argument = message.strip().partition(" ")
+            if command in BARE_COMMANDS and argument.strip():
+                raise UsageError(f"{command} is a command of one word, got {argument.strip()!r} after it.")
             if command in COMMANDS:
                 getattr(chat, command[1:])(argument.strip())
             elif message.strip():

@@ -106,6 +106,8 @@ def run(args: Namespace) -> None:
 
     options = sampling_options(args)
     files = [file for file in (args.midi, args.score) if file is not None]
+    if args.force and not files and args.state_out is None:
+        raise UsageError("--force replaces a file: it needs --midi, --score or --state-out.")
     if files:
         _check_music(args)
     path = find_model(args.model)

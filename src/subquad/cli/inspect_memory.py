@@ -50,16 +50,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--threshold",
         type=majority,
-        default=0.9,
         metavar="SHARE",
-        help="a slot counts as holding marked (or other) tokens only if they have at least this share of its weights "
-        "(default: 0.9)",
+        help="with --mark: a slot counts as holding marked (or other) tokens only if they have at least this share of "
+        "its weights (default: 0.9)",
     )
     add("--force", action="store_true", help="replace the files of an earlier run")
     add_dtype_and_device(parser)
 
 
 def run(args: Namespace) -> None:
+    if args.threshold is not None and not args.mark:
+        raise UsageError("--threshold is about marked tokens: it needs --mark.")
     path = find_model(args.model)
     prompt = read_prompt(args.prompt)
 
@@ -90,9 +91,8 @@ def run(args: Namespace) -> None:
     device = usable_device(args.device)
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, trust_remote_code=False).to(device)
-    report = inspection.inspect_memory(
-        model, tokenizer, prompt, layers=layers, heads=heads, mark=args.mark, threshold=args.threshold
-    )
+    options = {} if args.threshold is None else {"threshold": args.threshold}
+    report = inspection.inspect_memory(model, tokenizer, prompt, layers=layers, heads=heads, mark=args.mark, **options)
     with signals_raise():
         files = inspection.save(report, args.out, args.force)
     marked = f", {int(report.marked.sum())} of them marked" if args.mark else ""

@@ -1,15 +1,16 @@
 """Configuration of Avey."""
 
-from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from typing import Any
 
-from ...configuration_checks import check_configuration
+from huggingface_hub.dataclasses import strict
+
+from ...configuration_checks import CheckedConfig, check_configuration
 from ...layer_types import all_linear
 from ...versions import CACHE_NAMES
 
 
 @strict
-class AveyConfig(PreTrainedConfig):
+class AveyConfig(CheckedConfig):
     r"""
     Configuration of an Avey model ("Don't Pay Attention", arXiv:2506.11305). The names are those of the published
     `config.json` files.
@@ -45,6 +46,8 @@ class AveyConfig(PreTrainedConfig):
         "blocks.*.ctxt.fuser": "rowwise_split_input",
     }
 
+    ignored_fields = ("max_position_embeddings",)
+
     vocab_size: int = 50304
     d_embed: int = 768
     n_blocks: int = 26
@@ -67,6 +70,15 @@ class AveyConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     @property
+    def only_values(self) -> dict[str, tuple[tuple[Any, ...], str]]:
+        """As in [`CheckedConfig`]."""
+        reason = (
+            "it is a field of Avey-B, whose files in the format of its paper name `avey` as their model type. "
+            "`subquad convert` converts them"
+        )
+        return {"n_layers": ((None,), reason)} | super().only_values
+
+    @property
     def tail_size(self) -> int:
         """Number of features of the tail, m_t, which is even."""
         size = int(self.expansion_factor * self.d_embed * self.context_proportion)
@@ -74,11 +86,6 @@ class AveyConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Refuses sizes that do not fit together, before any tensor is made."""
-        if hasattr(self, "n_layers"):
-            raise ValueError(
-                f"`n_layers` ({self.n_layers}) is a field of Avey-B, whose files in the format of its paper name "
-                "`avey` as their model type. `subquad convert` converts them."
-            )
         sizes = ("vocab_size", "d_embed", "n_blocks", "expansion_factor", "chunk_size", "k")
         check_configuration(self, sizes, ("rms_norm_eps",))
         features, share = self.expansion_factor * self.d_embed, self.context_proportion

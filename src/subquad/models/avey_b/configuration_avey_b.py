@@ -3,9 +3,8 @@
 import math
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
 
-from ...configuration_checks import check_configuration
+from ...configuration_checks import CheckedConfig, check_configuration
 from ...layer_types import all_linear
 
 
@@ -31,7 +30,7 @@ CHOICES = {
 
 
 @strict
-class AveyBConfig(PreTrainedConfig):
+class AveyBConfig(CheckedConfig):
     r"""
     Configuration of an Avey-B encoder ("Avey-B", Acharya and Hammoud). The names are those of the published
     `config.json` files, and the defaults are those of the published weights. The paper's variant has
@@ -74,6 +73,8 @@ class AveyBConfig(PreTrainedConfig):
         "layers.*.enricher": "colwise_gather_output",
         "layers.*.fuser": "rowwise_split_input",
     }
+
+    ignored_fields = ("max_position_embeddings",)
 
     vocab_size: int = 50368
     d_embed: int = 768

@@ -1,16 +1,17 @@
 """Configuration of Gecko."""
 
-from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from typing import Any
 
-from ...configuration_checks import check_configuration
+from huggingface_hub.dataclasses import strict
+
+from ...configuration_checks import CheckedConfig, check_configuration
 from ...layer_types import all_linear
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 from ...versions import CACHE_NAMES
 
 
 @strict
-class GeckoConfig(PreTrainedConfig):
+class GeckoConfig(CheckedConfig):
     r"""
     Configuration of a Gecko model ("GECKO: An Efficient Neural Architecture Inherently Processing Sequences with
     Arbitrary Lengths"). The names are those of the authors' code, the defaults those of their 7B model.
@@ -62,6 +63,8 @@ class GeckoConfig(PreTrainedConfig):
         "output.final_norm": "keep_full_weight",
     }
 
+    ignored_fields = ("efficient_attn", "init_mode", "max_position_embeddings", "memory_efficient_norm")
+
     vocab_size: int = 32000
     model_dim: int = 4096
     num_layers: int = 32
@@ -92,6 +95,11 @@ class GeckoConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     pad_token_id: int | None = None
     use_cache: bool = True
+
+    @property
+    def only_values(self) -> dict[str, tuple[tuple[Any, ...], str]]:
+        """As in [`CheckedConfig`]. The field is one of the authors' code."""
+        return super().only_values | {"output_size": ((self.vocab_size, -1), "every output is that of a token")}
 
     @plan_property
     def base_model_tp_plan(self) -> dict[str, str]:
@@ -138,9 +146,6 @@ class GeckoConfig(PreTrainedConfig):
         for name in ("timenorm_beta1", "timenorm_beta2", "dropout", "hidden_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be from 0 to below 1, got {getattr(self, name)}.")
-        outputs = getattr(self, "output_size", -1)  # of the authors' code
-        if outputs not in (-1, self.vocab_size):
-            raise ValueError(f"`output_size` must be `vocab_size` ({self.vocab_size}) or -1, got {outputs}.")
 
 
 __all__ = ["GeckoConfig"]

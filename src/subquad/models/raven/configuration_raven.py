@@ -4,9 +4,8 @@ import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
 
-from ...configuration_checks import check_configuration
+from ...configuration_checks import CheckedConfig, check_configuration
 from ...layer_types import layer_types_property
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 from ...versions import CACHE_NAMES
@@ -33,7 +32,7 @@ ATTENTION = {
 
 
 @strict
-class RavenConfig(PreTrainedConfig):
+class RavenConfig(CheckedConfig):
     r"""
     Configuration of a Raven model ("Raven: High-Recall Sequence Modeling with Sparse Memory Routing"). The names are
     those of the published `config.json` files, of which some spell `expand_k` and `expand_v` as `exapnd_k` and
@@ -82,6 +81,20 @@ class RavenConfig(PreTrainedConfig):
         "norm": "keep_full_weight",
     }
 
+    # Of flash-linear-attention.
+    ignored_fields = (
+        "attn_mode",
+        "conv_bias",
+        "conv_size",
+        "fuse_cross_entropy",
+        "fuse_linear_cross_entropy",
+        "fuse_norm",
+        "fuse_swiglu",
+        "max_position_embeddings",
+        "share_conv_kernel",
+        "use_l2warp",
+    )
+
     vocab_size: int = 32000
     hidden_size: int = 2048
     num_hidden_layers: int = 24
@@ -125,6 +138,18 @@ class RavenConfig(PreTrainedConfig):
                 setattr(self, name, value)
         self._complete()
         super().__post_init__(**kwargs)
+
+    @property
+    def only_values(self) -> dict[str, tuple[tuple[Any, ...], str]]:
+        """As in [`CheckedConfig`]. The fields are those of other models of flash-linear-attention."""
+        return super().only_values | {
+            "attnres_block_size": ((None, 0), "residual attention is not supported"),
+            "clamp_max": ((None,), "decays are not clamped"),
+            "clamp_min": ((None,), "decays are not clamped"),
+            "elementwise_affine": ((True,), "norms without weights are not supported"),
+            "use_norm": ((True,), "outputs without a norm are not supported"),
+            "use_short_conv": ((False,), "convolutions are not supported"),
+        }
 
     def _complete(self) -> None:
         """Gives a value to what depends on other fields."""
@@ -226,9 +251,6 @@ class RavenConfig(PreTrainedConfig):
             raise ValueError(f"`use_rope` needs heads of an even size, got {self.head_k_dim}.")
         if self.router == "gsa" and self.decay_type != "GLA":
             raise ValueError(f"`router` 'gsa' needs `decay_type` 'GLA', got {self.decay_type!r}.")
-        for name in ("attnres_block_size", "use_short_conv"):  # of flash-linear-attention, other models
-            if getattr(self, name, None):
-                raise ValueError(f"`{name}` is not supported, got {getattr(self, name)}.")
         taken = []
         for spec in self.attention_specs:
             self._validate_attention(spec)

@@ -1,16 +1,17 @@
 """Configuration of Eagle (RWKV-5)."""
 
-from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from typing import Any
 
-from ...configuration_checks import check_configuration
+from huggingface_hub.dataclasses import strict
+
+from ...configuration_checks import CheckedConfig, check_configuration
 from ...layer_types import all_linear
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 from ...versions import CACHE_NAMES
 
 
 @strict
-class Rwkv5Config(PreTrainedConfig):
+class Rwkv5Config(CheckedConfig):
     r"""
     Configuration of an Eagle (RWKV-5.2) model, section 4.1 of "Eagle and Finch" (arXiv:2404.05892). The names are
     those of the published `config.json` files, and all of their fields are accepted.
@@ -49,6 +50,8 @@ class Rwkv5Config(PreTrainedConfig):
         "ln_x.bias": "colwise",
     }
 
+    ignored_fields = ("model_version",)
+
     vocab_size: int = 65536
     context_length: int = 4096
     hidden_size: int = 2048
@@ -79,6 +82,12 @@ class Rwkv5Config(PreTrainedConfig):
         if self.intermediate_size is None:
             self.intermediate_size = int(self.hidden_size * 3.5) // 32 * 32
         super().__post_init__(**kwargs)
+
+    @property
+    def only_values(self) -> dict[str, tuple[tuple[Any, ...], str]]:
+        """As in [`CheckedConfig`]."""
+        reason = "the fields are `head_size` and `num_attention_heads` here"
+        return super().only_values | {"num_heads": ((self.num_attention_heads,), reason)}
 
     @plan_property
     def base_model_tp_plan(self) -> dict[str, str]:

@@ -1,28 +1,12 @@
 """Configuration of Finch (RWKV-6)."""
 
+import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
 from ...configuration_checks import check_configuration
 from ..rwkv5.configuration_rwkv5 import Rwkv5Config
-
-
-# Fields of flash-linear-attention that say nothing about the weights.
-IGNORED = (
-    "attn_mode",
-    "fuse_cross_entropy",
-    "fuse_linear_cross_entropy",
-    "fuse_norm",
-    "gate_low_rank_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "norm_bias",
-    "norm_first",
-    "use_l2warp",
-)
-# Its fields that make variants of the model, and the value of all published models.
-ONLY_VALUES = {"attn": None, "expand_k": 1, "expand_v": 1}
 
 
 @strict
@@ -39,34 +23,52 @@ class Rwkv6Config(Rwkv5Config):
     model_type = "rwkv6"
     _head_parameters = {**Rwkv5Config._head_parameters, "time_decay": "rowwise", "time_decay_w2": "rowwise"}
 
+    # Of flash-linear-attention, but for the first.
+    ignored_fields = (
+        *Rwkv5Config.ignored_fields,
+        "attn_mode",
+        "fuse_cross_entropy",
+        "fuse_linear_cross_entropy",
+        "fuse_norm",
+        "use_l2warp",
+    )
+
     lora_rank_tokenshift: int = 32
     lora_rank_decay: int = 64
 
     def __post_init__(self, **kwargs):
-        if "proj_low_rank_dim" in kwargs:
+        if "proj_low_rank_dim" in kwargs or "gate_low_rank_dim" in kwargs:
             self._read_flash_linear_attention(kwargs)
         super().__post_init__(**kwargs)
 
     def _read_flash_linear_attention(self, given: dict[str, Any]) -> None:
         """Takes the fields of flash-linear-attention's Finch out of those that are given."""
-        self.lora_rank_tokenshift = given.pop("proj_low_rank_dim")
+        self.lora_rank_tokenshift = given.pop("proj_low_rank_dim", self.lora_rank_tokenshift)
+        self.lora_rank_decay = given.pop("gate_low_rank_dim", self.lora_rank_decay)
         self.layer_norm_epsilon = given.pop("norm_eps", self.layer_norm_epsilon)
         if heads := given.pop("num_heads", None):
             self.head_size = self.hidden_size // heads
+        if (ratio := given.pop("hidden_ratio", None)) and self.intermediate_size is None:
+            self.intermediate_size = math.ceil(self.hidden_size * ratio / 32) * 32
+        given.pop("max_position_embeddings", None)  # 2048 in all files
         # The special tokens are those of that package's default tokenizer, which published models do not have.
         self.bos_token_id, self.eos_token_id, self.pad_token_id = 0, 0, None
-        for name, value in {**ONLY_VALUES, "hidden_ratio": 3.5}.items():
-            if given.get(name, value) in (None, value):
-                given.pop(name, None)
-        for name in IGNORED:
-            given.pop(name, None)
+
+    @property
+    def only_values(self) -> dict[str, tuple[tuple[Any, ...], str]]:
+        """As in [`CheckedConfig`]. Files of flash-linear-attention have these fields."""
+        return super().only_values | {
+            "attn": ((None,), "softmax attention is not supported"),
+            "hidden_act": (("sqrelu",), "another activation is not supported"),
+            "norm_bias": ((True,), "norms without biases are not supported"),
+            "norm_first": ((True,), "a model without a norm of the embeddings is not supported"),
+            "expand_k": ((1,), "keys of another width than the model are not supported"),
+            "expand_v": ((1,), "values of another width than the model are not supported"),
+        }
 
     def validate_architecture(self):
         """Raises a ValueError if sizes do not fit together, before any tensor is created."""
         super().validate_architecture()
-        for name, value in ONLY_VALUES.items():
-            if hasattr(self, name):
-                raise ValueError(f"`{name}` must be {value!r}, got {getattr(self, name)!r}.")
         check_configuration(self, ("lora_rank_tokenshift", "lora_rank_decay"))
 
     def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -5,28 +5,13 @@ import re
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
 
-from ...configuration_checks import check_configuration
+from ...configuration_checks import CheckedConfig, check_configuration
 from ...layer_types import all_linear
 from ...tensor_parallel import divides_heads, plan_heads, plan_property
 from ...versions import CACHE_NAMES
 
 
-# Fields of other packages that say nothing about the weights.
-IGNORED = (
-    "attn_mode",
-    "architecture_version",
-    "context_length",
-    "fuse_cross_entropy",
-    "fuse_linear_cross_entropy",
-    "fuse_norm",
-    "initializer_range",
-    "max_position_embeddings",
-    "use_l2warp",
-    "wkv_implementation",
-    "wkv_state_dtype",
-)
 # The ranks, each with the layer and the letter of the tensor that shows it: on axis 1 in the RWKV organisation's
 # layout, on axis 0 in that of flash-linear-attention. The first layer does not mix values.
 RANKS = {
@@ -45,7 +30,7 @@ RELATIVES = {
 
 
 @strict
-class Rwkv7Config(PreTrainedConfig):
+class Rwkv7Config(CheckedConfig):
     r"""
     Configuration of a Goose (RWKV-7) model (arXiv:2503.14456). The names are those of the RWKV organisation's
     `config.json` files. Those of flash-linear-attention are read too; nearly all are the same.
@@ -83,6 +68,22 @@ class Rwkv7Config(PreTrainedConfig):
         **dict.fromkeys(("r_k", "ln_x.weight", "ln_x.bias"), "colwise"),
     }
 
+    # Of other packages.
+    ignored_fields = (
+        "attn_mode",
+        "architecture_version",
+        "context_length",
+        "fuse_cross_entropy",
+        "fuse_linear_cross_entropy",
+        "fuse_norm",
+        "initializer_range",
+        "max_position_embeddings",
+        "number_of_conv_states",
+        "use_l2warp",
+        "wkv_implementation",
+        "wkv_state_dtype",
+    )
+
     vocab_size: int = 65536
     hidden_size: int = 2048
     num_hidden_layers: int = 24
@@ -101,21 +102,18 @@ class Rwkv7Config(PreTrainedConfig):
     use_cache: bool = True
 
     @property
-    def only_values(self) -> dict[str, tuple[Any, str]]:
-        """
-        The fields of other packages that make variants of the model: the value of all published models, which is not
-        kept, and what any other stands for.
-        """
-        return {
-            "attn": (None, "layers with softmax attention"),
-            "attention_hidden_size": (self.hidden_size, "heads of another width than the model"),
-            "value_dim": (self.hidden_size, "values of another width than the model"),
-            "hidden_act": ("sqrelu", "another activation"),
-            "norm_first": (True, "a model without a norm of the embeddings"),
-            "norm_bias": (True, "norms without biases"),
-            "group_norm_epsilon": (self.head_dim * self.norm_eps, "another epsilon"),
-            "embedding_layer_norm_fused": (False, "a norm that is part of the embeddings"),
-            "use_deep_embed": (False, "DeepEmbed"),
+    def only_values(self) -> dict[str, tuple[tuple[Any, ...], str]]:
+        """As in [`CheckedConfig`]. The values are those of all published models."""
+        return super().only_values | {
+            "attn": ((None,), "softmax attention is not supported"),
+            "attention_hidden_size": ((self.hidden_size,), "heads of another width than the model are not supported"),
+            "value_dim": ((self.hidden_size,), "values of another width than the model are not supported"),
+            "hidden_act": (("sqrelu",), "another activation is not supported"),
+            "norm_first": ((True,), "a model without a norm of the embeddings is not supported"),
+            "norm_bias": ((True,), "norms without biases are not supported"),
+            "group_norm_epsilon": ((self.head_dim * self.norm_eps,), "another epsilon is not supported"),
+            "embedding_layer_norm_fused": ((False,), "a norm that is part of the embeddings is not supported"),
+            "use_deep_embed": ((False,), "DeepEmbed is not supported"),
         }
 
     def __post_init__(self, **kwargs):
@@ -131,12 +129,6 @@ class Rwkv7Config(PreTrainedConfig):
         for name, factor in zip(RANKS, (2.5, 2.5, 1.7, 5.0), strict=True):
             if getattr(self, name) is None:
                 setattr(self, name, max(32, round(factor * self.hidden_size**0.5 / 32) * 32))
-        for name, (value, _) in self.only_values.items():
-            given = kwargs.get(name, value)
-            if all(each in (None, value) for each in (given if isinstance(given, list) else [given])):
-                kwargs.pop(name, None)
-        for name in IGNORED:
-            kwargs.pop(name, None)
         super().__post_init__(**kwargs)
 
     @plan_property
@@ -156,9 +148,6 @@ class Rwkv7Config(PreTrainedConfig):
         check_configuration(self, sizes, ("norm_eps",))
         if self.num_heads * self.head_dim != self.hidden_size:
             raise ValueError(f"`hidden_size` ({self.hidden_size}) must be a multiple of `head_dim` ({self.head_dim}).")
-        for name, (value, other) in self.only_values.items():
-            if hasattr(self, name):
-                raise ValueError(f"`{name}` must be {value!r}, got {getattr(self, name)!r}: {other} is not supported.")
 
     def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """

@@ -5,7 +5,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ...configuration_checks import check_configuration
+from ...configuration_checks import CheckedConfig, check_configuration, check_names
 from ...versions import CACHE_NAMES
 from ..rwkv5.configuration_rwkv5 import Rwkv5Config
 from ..rwkv6.configuration_rwkv6 import Rwkv6Config
@@ -33,7 +33,7 @@ def _of_text_config(name: str) -> property:
 
 
 @strict
-class VisualRwkvConfig(PreTrainedConfig):
+class VisualRwkvConfig(CheckedConfig):
     r"""
     Configuration of a VisualRWKV model, section 10.2 of "Eagle and Finch" (arXiv:2404.05892): a CLIP vision tower, a
     projection without bias, and a language model. There are two published generations: with Eagle (v5.0) the class
@@ -72,21 +72,24 @@ class VisualRwkvConfig(PreTrainedConfig):
             # Not at the top: it imports the tables of all models, which takes long, and needs them to be complete.
             from transformers import CLIPVisionConfig
 
-            self.vision_config = CLIPVisionConfig(**(self.vision_config or TOWER))
+            fields = self.vision_config or TOWER
+            check_names(CLIPVisionConfig, fields, kwargs.get("_from_file", False))
+            self.vision_config = CLIPVisionConfig(**fields)
         if self.text_config is None:
             self.text_config = Rwkv6Config()
         elif isinstance(self.text_config, dict):
-            self.text_config = self._text_config(**self.text_config)
+            self.text_config = self._text_config(kwargs.get("_from_file", False), **self.text_config)
         self.tie_word_embeddings = self.tie_word_embeddings or self.text_config.tie_word_embeddings
         if self.reading_order is None:
             self.reading_order = READING_ORDERS.get(self.text_config.model_type)
         super().__post_init__(**kwargs)
 
     @staticmethod
-    def _text_config(model_type: str = "rwkv6", **fields: Any) -> PreTrainedConfig:
+    def _text_config(from_file: bool, model_type: str = "rwkv6", **fields: Any) -> PreTrainedConfig:
         if model_type not in TEXT_CONFIGS:
             raise ValueError(f"`text_config`: its `model_type` must be rwkv5 or rwkv6, got {model_type!r}.")
-        return TEXT_CONFIGS[model_type](**fields)
+        config_class = TEXT_CONFIGS[model_type]
+        return config_class.from_dict(fields) if from_file else config_class(**fields)
 
     @property
     def class_token_first(self) -> bool:

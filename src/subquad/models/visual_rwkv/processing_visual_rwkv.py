@@ -6,6 +6,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from transformers.image_utils import make_flat_list_of_images
 
+from ...arguments import parameter_names, refuse_unknown
 from ...processing import SavedProcessor
 
 
@@ -89,6 +90,7 @@ class VisualRwkvProcessor(SavedProcessor):
         image_token: str = "<image>",
         **kwargs,
     ):
+        refuse_unknown(kwargs, parameter_names(type(self).__init__), f"{type(self).__name__}()")
         if image_seq_length < 1:
             raise ValueError(f"`image_seq_length` must be at least 1, got {image_seq_length}.")
         self.image_seq_length = image_seq_length
