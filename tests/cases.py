@@ -352,7 +352,7 @@ AVEY = Case(
     linear=("enricher", "fuser"),
     wrong=(
         ({"n_blocks": 0}, AT_LEAST_ONE.format("n_blocks")),
-        ({"n_layers": 3}, r"`n_layers` \(3\) is a field of Avey-B"),
+        ({"n_layers": 3}, r"`n_layers` must be None, got 3: it is a field of Avey-B"),
         ({"chunk_size": 0}, AT_LEAST_ONE.format("chunk_size")),
         ({"k": -1}, "`k` must be at least 1, got -1"),
         ({"context_proportion": 0.0}, PROPORTION.format("0.0")),

@@ -25,9 +25,9 @@ def test_the_cache_has_two_names(case):
         expected = model(ids).logits[:, -1:]
         for name in NAMES:
             out = model(ids[:, :-1])
-            assert isinstance(out, ModelOutput) and out.cache is out.cache is not None
+            assert isinstance(out, ModelOutput) and out.cache is out.past_key_values is not None
             base = model.base_model(ids[:, :-1])
-            assert base.cache is base.cache is not None
+            assert base.cache is base.past_key_values is not None
             torch.testing.assert_close(model(ids[:, -1:], **{name: out.cache}).logits, expected, atol=1e-4, rtol=1e-4)
             one = model.base_model(ids[:, -1:], **{name: base.cache}).last_hidden_state
             whole = model.base_model(ids).last_hidden_state[:, -1:]
@@ -36,9 +36,9 @@ def test_the_cache_has_two_names(case):
         assert model(ids, use_cache=False).cache is None
     both = dict.fromkeys(NAMES, model.new_cache())
     for call in (model, model.base_model, model.generate):
-        with pytest.raises(TypeError, match="`cache` and `cache` are two names of the same argument"):
+        with pytest.raises(TypeError, match="`cache` and `past_key_values` are two names of the same argument"):
             call(ids, **both)
-    assert model(ids, cache=None, cache=model.new_cache()).cache.get_seq_length() == 9
+    assert model(ids, cache=None, past_key_values=model.new_cache()).cache.get_seq_length() == 9
 
 
 @pytest.mark.fast
@@ -49,7 +49,7 @@ def test_generate_takes_and_returns_either_name(case):
     assert torch.equal(whole, model.generate(ids, max_new_tokens=6, use_cache=False, **GREEDY))
     for name in NAMES:
         first = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **GREEDY)
-        assert first.cache is first.cache
+        assert first.cache is first.past_key_values
         again = model.generate(first.sequences, **{name: first.cache}, max_new_tokens=3, **GREEDY)
         assert torch.equal(again, whole)
         cache = model.new_cache()
@@ -61,7 +61,7 @@ def test_generate_takes_and_returns_either_name(case):
 @each(*(case for case in BASE if case.causal))
 def test_classifiers_give_the_cache_under_both_names(case):
     out = case.model("AutoModelForSequenceClassification")(case.ids(2, 5), use_cache=True)
-    assert out.cache is out.cache is not None
+    assert out.cache is out.past_key_values is not None
 
 
 def test_a_new_name_of_the_cache_is_noticed(monkeypatch):
@@ -91,7 +91,7 @@ def test_a_stop_that_is_noticed_one_step_late(case, monkeypatch):
     """transformers 5.23 reads whether to stop a step late on some devices, and takes the last step back."""
     check = getattr(transformers.generation.utils, "DeferredStopCheck", None)
     if check is None:
-        assert versions.CACHE_NAME == "cache"  # an older version, without that class
+        assert versions.CACHE_NAME == "past_key_values"  # an older version, without that class
         return
     model, ids = case.model(), case.ids(2, 10)
     options = {"return_dict_in_generate": True, "output_logits": True, **GREEDY}
@@ -130,7 +130,7 @@ def test_unknown_arguments_of_every_class(case):
             model(ids, **common)
     if case.causal:
         model = case.model()
-        for wrong, meant in (("max_new_tokns", "max_new_tokens"), ("past_key_value", "cache")):
+        for wrong, meant in (("max_new_tokns", "max_new_tokens"), ("past_key_value", "past_key_values")):
             with pytest.raises(TypeError, match=rf"generate\(\) got .*`{wrong}`\. Did you mean .*`{meant}`"):
                 model.generate(case.ids(1, 4), **{wrong: 1})
 

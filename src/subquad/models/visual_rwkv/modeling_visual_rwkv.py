@@ -9,7 +9,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
-from ...arguments import checks_arguments
+from ...arguments import checks_arguments, parameter_names, refuse_unknown
 from ...base import RecurrentPreTrainedModel
 from ...cache import RecurrentCache
 from ...generation import RecurrentGenerationMixin
@@ -105,7 +105,10 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
 
         Raises:
             ValueError: if the shape does not fit the tower.
+            UnknownArgument: if neither the tower nor transformers' hooks read an argument.
         """
+        known = parameter_names(CLIPVisionModel.forward) | {"output_hidden_states", "output_attentions"}
+        refuse_unknown(kwargs, known, f"{type(self).__name__}.get_image_features()")
         self._check_pixels(pixel_values)
         outputs = self.vit(pixel_values.to(self.vit.dtype), return_dict=True, **kwargs)
         # A frozen tower may have another dtype than the parts that are trained.
