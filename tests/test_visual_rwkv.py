@@ -138,9 +138,7 @@ def test_image_features(generation):
         model = tiny_visual_model(generation, grid_size=grid_size).double()
         with torch.no_grad():
             features = model.get_image_features(images).pooler_output
-            with pytest.raises(
-                TypeError, match=r"get_image_features\(\) got an unexpected keyword argument `invented`"
-            ):
+            with pytest.raises(TypeError, match=r"get_image_features\(\) got .*`invented`"):
                 model.get_image_features(images, invented=1)
         states, tensors = tower_states(model, images), published(model)
         expected = [torch.stack(image_features(tensors, generation, image, grid_size)[0]) for image in states]
