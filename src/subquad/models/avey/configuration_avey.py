@@ -5,6 +5,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration_checks import check_configuration
 from ...layer_types import all_linear
+from ...tensor_parallel import plan_property
 
 
 @strict
@@ -37,12 +38,6 @@ class AveyConfig(PreTrainedConfig):
         "blocks.*": "free_full_weight",
         "ln_f": "keep_full_weight",
     }
-    # Ranker and contextualizer compare whole embeddings, so every process has these.
-    base_model_tp_plan = {
-        "wte": "embedding_rowwise",
-        "blocks.*.ctxt.enricher": "colwise_gather_output",
-        "blocks.*.ctxt.fuser": "rowwise_split_input",
-    }
 
     vocab_size: int = 50304
     d_embed: int = 768
@@ -70,6 +65,16 @@ class AveyConfig(PreTrainedConfig):
         """Number of features of the tail, m_t, which is even."""
         size = int(self.expansion_factor * self.d_embed * self.context_proportion)
         return size + size % 2
+
+    @plan_property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How tensor parallel processes share the model: by linear layers."""
+        # Ranker and contextualizer compare whole embeddings, so every process has these.
+        return {
+            "wte": "embedding_rowwise",
+            "blocks.*.ctxt.enricher": "colwise_gather_output",
+            "blocks.*.ctxt.fuser": "rowwise_split_input",
+        }
 
     def validate_architecture(self):
         """Refuses sizes that do not fit together, before any tensor is made."""
