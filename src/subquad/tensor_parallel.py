@@ -27,7 +27,7 @@ def plan_property(plan: Callable[[PreTrainedConfig], dict[str, str]]) -> propert
     def assign(config: PreTrainedConfig, given: dict[str, str]) -> None:
         own = plan(config)
         changed = {key: style for key, style in given.items() if own.get(key) != style}
-        # Before 5.21, transformers adds this layer to the plans of tied models. No architecture has a layer of that name.
+        # Before 5.21, transformers adds this layer to the plans of tied models. No architecture has one of that name.
         changed.pop("embed_tokens", None)
         config.__dict__[name] = changed
 
