@@ -281,6 +281,8 @@ def main() -> int:
         for requirements in environment.overlays:
             path = os.pathsep.join([*SOURCES, *lay_over(folder, python, requirements)])
             variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
+            # From 5.19 to 5.21, transformers cannot pickle any model if the package `kernels` is installed.
+            variables["USE_HUB_KERNELS"] = "0"
             found = versions(python, variables)
             print(f"{name}:", ", ".join(f"{package} {version}" for package, version in found.items()), flush=True)
             for part in args.part:
