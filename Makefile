@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: demo test test-fast test-thorough test-slow fuzz test-vllm test-vllm-slow lint bench gpu report docs kernels
+.PHONY: demo test test-fast test-thorough test-slow test-versions fuzz test-vllm test-vllm-slow lint bench gpu report docs kernels
 
 demo: $(VENV)/.installed
 	$(BIN)/subquad generate --seed 1
@@ -22,6 +22,10 @@ test-thorough: $(VENV)/.installed-dev
 # Compiles the largest variants of every kernel for six GPUs, within tests/kernels/budgets.csv, and traces large tensors.
 test-slow: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+
+# The oldest, middle and newest supported versions, each in an environment of its own: hours, and gigabytes.
+test-versions:
+	$(PYTHON) tests/versions.py $(ARGS)
 
 # The plug-in in vLLM, in an environment of 3.4 GB of its own. The slow part has hundreds of long requests.
 TEST_VLLM := .venv-vllm/bin/python -m pytest -n 2 --dist loadgroup --confcutdir tests/serving tests/serving

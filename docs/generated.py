@@ -1,6 +1,7 @@
 """The parts of the site that are made from the package: tables, the commands' help, diagrams, stored records."""
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -68,6 +69,27 @@ def support_tables() -> dict[str, str]:
     return parts
 
 
+def versions_table(record: list[dict]) -> str:
+    """The results of `make test-versions`: a column for each set of versions."""
+
+    def cell(result: dict | None) -> str:
+        if result is None:
+            return "not run"
+        counts = [f"{result[name]} {name}" for name in ("passed", "failed", "skipped") if result[name]]
+        return ", ".join(counts)
+
+    def dates(entry: dict) -> str:
+        found = sorted({result["date"] for result in entry["parts"].values()})
+        return " to ".join(dict.fromkeys([found[0], found[-1]]))
+
+    packages = dict.fromkeys(name for entry in record for name in entry["versions"])
+    parts = dict.fromkeys(name for entry in record for name in entry["parts"])
+    rows = [[f"`{name}`", *(entry["versions"].get(name, "") for entry in record)] for name in packages]
+    rows += [[name.replace("-", " "), *(cell(entry["parts"].get(name)) for entry in record)] for name in parts]
+    rows.append(["date", *map(dates, record)])
+    return markdown_table(["", *(entry["environment"] for entry in record)], rows)
+
+
 def commands_help() -> str:
     """A section for each command, with its help."""
     parser = cli.build_parser()
@@ -126,6 +148,7 @@ def write(folder: Path) -> None:
             parts[f"presets-{architecture.folder}.md"] = presets_table(model_type)
     parts |= {f"diagram-{name}.svg": svg(diagram) for name, diagram in DIAGRAMS.items()}
     parts |= {name: record(path) for name, path in RECORDS.items()}
+    parts["versions.md"] = versions_table(json.loads((ROOT / "docs/versions.json").read_text(encoding="utf-8")))
     parts["classes.md"] = classes()
     parts["commands.md"] = commands_help()
     parts["evaluation.md"], pictures = evaluation()

@@ -154,12 +154,13 @@ class Handler(BaseHTTPRequestHandler):
         match, action = next(((m, act) for m, verb, act in found if m and verb == method), (None, Handler.missing))
         if match is None:
             self.server.problems.append(f"unknown: {self.command} {self.path}")
+        # Also of a request that is refused: the next one comes after it.
+        if action is not Handler.upload:
+            self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         try:
             # Uploads and downloads need no token, as on the Hub, where their address is signed.
             self.user, self.writes = (None, False) if action in SIGNED else self.authorize()
             parts = {name: unquote(part) for name, part in match.groupdict().items()} if match else {}
-            if action is not Handler.upload:
-                self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             with self.server.lock:
                 action(self, **parts)
         except Refusal as refusal:
@@ -212,7 +213,8 @@ class Handler(BaseHTTPRequestHandler):
         body = {"url": f"{self.server.url}/{name}", "name": name}
         if name in self.server.repositories:
             return self.answer(409, body | {"error": "You already created this model repo"})
-        self.server.repository(name, fields.get("visibility") == "private")
+        # Early versions of huggingface_hub have another name for it.
+        self.server.repository(name, fields.get("private", fields.get("visibility") == "private"))
         self.answer(body=body)
 
     def info(self, repo: str, revision: str = "main") -> None:

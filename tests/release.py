@@ -21,7 +21,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Of the tree, what neither the tests nor the builds read.
-LEFT_OUT = {".git", ".venv", ".venv-vllm", "build", "dist", "runs", "_generated", "__pycache__", "*.egg-info"}
+LEFT_OUT = {
+    ".git",
+    ".venv",
+    ".venv-vllm",
+    ".venv-versions",
+    "build",
+    "dist",
+    "runs",
+    "_generated",
+    "__pycache__",
+    "*.egg-info",
+}
 BUILD = "from setuptools import build_meta; print(build_meta.build_{}({!r}))"
 
 WITHOUT_TORCH = """

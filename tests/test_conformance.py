@@ -396,10 +396,11 @@ def test_some_hidden_states(case):
 
 
 @each_model_case
-def test_plans_match_modules(case):
+@pytest.mark.parametrize("tied", [False, True])
+def test_plans_match_modules(case, tied):
     for auto_class in case.auto_classes:
         with torch.device("meta"):
-            model = case.model_class(auto_class)(case.config())
+            model = case.model_class(auto_class)(case.config(tie_word_embeddings=tied))
         names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
         for plan in (model.tp_plan, model._fsdp_plan, model.pp_plan):
             for entry in plan:

@@ -26,7 +26,10 @@ def plan_property(plan: Callable[[PreTrainedConfig], dict[str, str]]) -> propert
 
     def assign(config: PreTrainedConfig, given: dict[str, str]) -> None:
         own = plan(config)
-        config.__dict__[name] = {key: style for key, style in given.items() if own.get(key) != style}
+        changed = {key: style for key, style in given.items() if own.get(key) != style}
+        # Before 5.21, transformers adds this layer to the plans of tied models. No architecture has one of that name.
+        changed.pop("embed_tokens", None)
+        config.__dict__[name] = changed
 
     return property(read, assign, doc=plan.__doc__)
 

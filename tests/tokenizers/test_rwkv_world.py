@@ -42,6 +42,7 @@ def test_ids_equal_the_reference(world, reference, text):
     assert world.convert_tokens_to_string(tokens) == text
 
 
+@pytest.mark.fast
 def test_batch_equals_one_by_one(world, reference, texts):
     assert world(texts)["input_ids"] == [reference.encode(text) for text in texts]
     assert world.batch_decode(world(texts)["input_ids"]) == texts
@@ -141,6 +142,7 @@ def test_split_special_tokens(world, reference):
             assert cls(split_special_tokens=True).encode(text) == reference.encode(text)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "added",
     [
@@ -184,6 +186,7 @@ def test_boundary_that_is_a_token():
 # What a call can do
 
 
+@pytest.mark.fast
 def test_padding_and_truncation(world):
     batch = world(["one two three four", "one"], padding=True, return_tensors="pt")
     assert world.padding_side == "left"
@@ -266,6 +269,7 @@ def assert_same(tokenizer, other):
     assert other.model_max_length == tokenizer.model_max_length
 
 
+@pytest.mark.fast
 @pytest.mark.quick_cases("*-changed")
 @pytest.mark.parametrize("changed", [False, True], ids=["as made", "changed"])
 @pytest.mark.parametrize("saved_as", BOTH)
@@ -332,6 +336,7 @@ def model_directory(tmp_path):
     return make
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
 def test_auto_tokenizer_of_a_model(model_type, model_directory, fast):
     directory = model_directory(model_type)
@@ -343,6 +348,7 @@ def test_auto_tokenizer_of_a_model(model_type, model_directory, fast):
     assert tokenizer.padding_side == "right" and tokenizer.eos_token_id == 65530
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "name, file", [("Rwkv6Tokenizer", "rwkv_vocab_v20230424.txt"), ("Rwkv5Tokenizer", "vocab.txt")]
 )
@@ -452,6 +458,7 @@ def test_import_is_light():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
 
 
+@pytest.mark.fast
 def test_pickle_and_deepcopy(world):
     for other in (pickle.loads(pickle.dumps(world)), copy.deepcopy(world)):
         assert_same(world, other)
@@ -462,6 +469,7 @@ def test_pickle_and_deepcopy(world):
 # Chat
 
 
+@pytest.mark.fast
 def test_chat_template(world):
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -534,6 +542,7 @@ CUT = '{"a": {"b": 2'
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": {"b": 2}}}}]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("thinking", "answer", "message"),
     [
@@ -673,6 +682,7 @@ def test_streaming_never_shows_half_a_character(world, text):
     assert shown.count("\ufffd") <= text.count("\ufffd") + 3  # what was cut off at the end
 
 
+@pytest.mark.fast
 def test_streaming_byte_by_byte(world):
     text = "Wörter 中文 🎉👍🏽 and\nmore 🇫🇷"
     streamer = TextIteratorStreamer(world, skip_prompt=True, skip_special_tokens=True)

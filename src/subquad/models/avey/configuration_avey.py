@@ -6,6 +6,7 @@ from huggingface_hub.dataclasses import strict
 
 from ...configuration_checks import CheckedConfig, check_configuration
 from ...layer_types import all_linear
+from ...tensor_parallel import plan_property
 from ...versions import CACHE_NAMES
 
 
@@ -38,12 +39,6 @@ class AveyConfig(CheckedConfig):
         "wte": "free_full_weight",
         "blocks.*": "free_full_weight",
         "ln_f": "keep_full_weight",
-    }
-    # Ranker and contextualizer compare whole embeddings, so every process has these.
-    base_model_tp_plan = {
-        "wte": "embedding_rowwise",
-        "blocks.*.ctxt.enricher": "colwise_gather_output",
-        "blocks.*.ctxt.fuser": "rowwise_split_input",
     }
 
     ignored_fields = ("max_position_embeddings",)
@@ -83,6 +78,16 @@ class AveyConfig(CheckedConfig):
         """Number of features of the tail, m_t, which is even."""
         size = int(self.expansion_factor * self.d_embed * self.context_proportion)
         return size + size % 2
+
+    @plan_property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How tensor parallel processes share the model: by linear layers."""
+        # Ranker and contextualizer compare whole embeddings, so every process has these.
+        return {
+            "wte": "embedding_rowwise",
+            "blocks.*.ctxt.enricher": "colwise_gather_output",
+            "blocks.*.ctxt.fuser": "rowwise_split_input",
+        }
 
     def validate_architecture(self):
         """Refuses sizes that do not fit together, before any tensor is made."""

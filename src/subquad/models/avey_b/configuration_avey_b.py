@@ -6,6 +6,7 @@ from huggingface_hub.dataclasses import strict
 
 from ...configuration_checks import CheckedConfig, check_configuration
 from ...layer_types import all_linear
+from ...tensor_parallel import plan_property
 
 
 STATIC, DYNAMIC = "static", "dynamic"
@@ -67,12 +68,6 @@ class AveyBConfig(CheckedConfig):
     attribute_map = {"hidden_size": "d_embed", "num_hidden_layers": "n_layers"}
     layer_types = all_linear
     base_model_fsdp_plan = {"embed": "free_full_weight", "layers.*": "free_full_weight"}
-    # Ranker and layers compare whole embeddings, so every process has these.
-    base_model_tp_plan = {
-        "embed": "embedding_rowwise",
-        "layers.*.enricher": "colwise_gather_output",
-        "layers.*.fuser": "rowwise_split_input",
-    }
 
     ignored_fields = ("max_position_embeddings",)
 
@@ -117,6 +112,16 @@ class AveyBConfig(CheckedConfig):
     def dynamic_layers(self) -> list[bool]:
         """Whether each layer is dynamic."""
         return [kind == DYNAMIC for kind in LAYER_PATTERNS[self.layer_pattern](self.n_layers)]
+
+    @plan_property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How tensor parallel processes share the model: by linear layers."""
+        # Ranker and layers compare whole embeddings, so every process has these.
+        return {
+            "embed": "embedding_rowwise",
+            "layers.*.enricher": "colwise_gather_output",
+            "layers.*.fuser": "rowwise_split_input",
+        }
 
     def validate_architecture(self):
         """Refuses sizes and variants that do not fit together, before any tensor is made."""
