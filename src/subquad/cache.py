@@ -27,7 +27,7 @@ def static_copy(x: torch.Tensor) -> torch.Tensor:
         return x.clone(memory_format=torch.contiguous_format)
     with torch.inference_mode(False):  # otherwise it could not be written outside of inference mode
         x = x.detach().clone(memory_format=torch.contiguous_format)
-    torch._dynamo.mark_static_address(x)
+    torch._dynamo.mark_static_address(x, guard=False)  # for another address no other code is compiled
     return x
 
 
@@ -213,7 +213,9 @@ class LayerState:
 
     @property
     def batch_size(self) -> int:
-        return next((state.shape[0] for state in self.states.values()), -1)
+        for state in self.states.values():  # Dynamo of torch 2.8 cannot trace `next` with a default
+            return state.shape[0]
+        return -1
 
     def reset(self) -> None:
         self.records.clear()
@@ -341,7 +343,10 @@ class RecurrentCache(Cache):
     @property
     def batch_size(self) -> int:
         """Number of sequences; -1 if there are no states."""
-        return next((layer.batch_size for layer in self.all_layers if layer.states), -1)
+        for layer in self.all_layers:
+            if layer.states:
+                return layer.batch_size
+        return -1
 
     @property
     def is_initialized(self) -> bool:
