@@ -139,11 +139,17 @@ def test_unknown_arguments_of_every_class(case):
 @each(*BASE)
 def test_documents_that_are_only_numbered(case):
     model, ids = case.model(case.lm_class), case.ids(1, 6)
-    numbers = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    with pytest.raises(ValueError, match="`seq_idx` alone marks no documents: give one of cu_seq_lens_q, cu_seqlens"):
-        model(ids, seq_idx=numbers)
     bounds = torch.tensor([0, 3, 6])
-    torch.testing.assert_close(model(ids, seq_idx=numbers, cu_seqlens=bounds)[0], model(ids, cu_seqlens=bounds)[0])
+    repeated = {"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1]]), "cu_seq_lens_k": bounds, "max_length_q": 3}
+    for name, value in repeated.items():
+        with pytest.raises(ValueError, match=f"`{name}` alone marks no documents: give `cu_seqlens`"):
+            model(ids, **{name: value})
+    with pytest.raises(TypeError, match="`cu_seqlens` and `cu_seq_lens_q` are two names of the same argument"):
+        model(ids, cu_seqlens=bounds, cu_seq_lens_q=bounds)
+    expected = model(ids, cu_seqlens=bounds)[0]
+    assert not torch.allclose(expected, model(ids)[0])
+    for marked in ({"cu_seqlens": bounds}, {"cu_seq_lens_q": bounds}, {"position_ids": torch.arange(6)[None] % 3}):
+        torch.testing.assert_close(model(ids, **marked, **repeated)[0], expected)
 
 
 def test_every_common_argument_has_a_reason():

@@ -1,4 +1,4 @@
-"""An error for an argument that nobody reads, in a forward pass and elsewhere; one name for the cache."""
+"""An error for an argument that nobody reads, in a forward pass and elsewhere; one name for what has two."""
 
 import difflib
 import functools
@@ -8,9 +8,20 @@ from typing import Any
 
 from torch import nn
 
-from .versions import CACHE_NAMES, with_one_cache_name
+from .versions import CACHE_NAMES
 
 
+# Other names of arguments, and ours: transformers' collators call the boundaries of documents so.
+ALIASES = {CACHE_NAMES[1]: CACHE_NAMES[0], "cu_seq_lens_q": "cu_seqlens"}
+# Arguments that mark packed documents.
+MARKERS = {"cu_seqlens", "position_ids"}
+# Arguments of transformers' collators that repeat what the boundaries say, and who needs them.
+REPEATED = {
+    "cu_seq_lens_k": "attention, for its keys",
+    "max_length_q": "kernels of attention",
+    "max_length_k": "kernels of attention",
+    "seq_idx": "convolutions",
+}
 # Arguments that libraries give to every model, and who reads them, or why nobody needs to.
 COMMON_ARGUMENTS = {
     "return_dict": "transformers' decorators read it",
@@ -20,14 +31,7 @@ COMMON_ARGUMENTS = {
     "num_items_in_batch": "Trainer: the loss reads it",
     "ignore_index": "the loss reads it",
     "shift_labels": "the loss reads it; Trainer gives it where labels are shifted already",
-    "cu_seq_lens_q": "transformers' collators: the name that `cu_seqlens` has there",
-    "cu_seq_lens_k": "transformers' collators: the same boundaries again, for the keys of attention",
-    "max_length_q": "transformers' collators: the longest document, which attention kernels need",
-    "max_length_k": "transformers' collators: the same again, for the keys of attention",
-    "seq_idx": "transformers' collators: the same documents again, for convolutions",
 }
-
-
 # The arguments of `save_pretrained` that are for an upload.
 PUSH_ARGUMENTS = (
     "repo_id",
@@ -39,12 +43,29 @@ PUSH_ARGUMENTS = (
     "revision",
     "tags",
 )
-# Arguments that mark packed documents.
-MARKERS = {"cu_seqlens", "cu_seq_lens_q", "position_ids"}
 
 
 class UnknownArgument(TypeError, ValueError):
     """An argument that nobody reads. Python raises a TypeError for it, transformers' `generate` a ValueError."""
+
+
+def with_own_names(arguments: dict[str, Any]) -> dict[str, Any]:
+    """
+    Arguments under our names.
+
+    Raises:
+        TypeError: if one is given under both of its names.
+    """
+    for other, own in ALIASES.items():
+        if other not in arguments:
+            continue
+        arguments = dict(arguments)
+        value = arguments.pop(other)
+        if value is not None:
+            if arguments.get(own) is not None:
+                raise TypeError(f"`{own}` and `{other}` are two names of the same argument: give one of them.")
+            arguments[own] = value
+    return arguments
 
 
 def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str:
@@ -80,7 +101,7 @@ def known_arguments(model: nn.Module) -> frozenset[str]:
     """The arguments that a model's forward pass reads, its base model's included, and the common ones."""
     classes = [*type(model).__mro__, *type(model.base_model).__mro__]
     forwards = [vars(each)["forward"] for each in classes if _is_ours(vars(each).get("forward"))]
-    return parameter_names(*forwards) | COMMON_ARGUMENTS.keys()
+    return parameter_names(*forwards) | COMMON_ARGUMENTS.keys() | REPEATED.keys()
 
 
 def _is_ours(forward: Callable | None) -> bool:
@@ -89,19 +110,22 @@ def _is_ours(forward: Callable | None) -> bool:
 
 def checks_arguments(forward: Callable) -> Callable:
     """
-    Decorates the `forward` of a model or of a mixin for models. The cache may be given under either of its names, and
-    an argument that nobody reads is a TypeError, before any work.
+    Decorates the `forward` of a model or of a mixin for models. Arguments may have their other names, and one that
+    nobody reads is an error, before any work.
     """
+
+    signature = inspect.signature(forward)
+    positional = [*signature.parameters][1:]
 
     @functools.wraps(forward)
     def wrapper(self, *args, **kwargs):
-        kwargs = with_one_cache_name(kwargs)
+        kwargs = with_own_names(kwargs)
         refuse_unknown(kwargs, self.known_arguments, f"{type(self).__name__}.forward()")
-        if kwargs.get("seq_idx") is not None and len(args) < 3 and not MARKERS & kwargs.keys():
-            raise ValueError(f"`seq_idx` alone marks no documents: give one of {', '.join(sorted(MARKERS))}.")
+        given = {*positional[: len(args)], *(name for name, value in kwargs.items() if value is not None)}
+        if given & REPEATED.keys() and not given & MARKERS:
+            raise ValueError(f"`{min(given & REPEATED.keys())}` alone marks no documents: give `cu_seqlens`.")
         return forward(self, *args, **kwargs)
 
-    signature = inspect.signature(forward)
     parameters = list(signature.parameters.values())
     if CACHE_NAMES[0] in signature.parameters:  # other libraries look for either name
         parameters.insert(-1, inspect.Parameter(CACHE_NAMES[1], inspect.Parameter.KEYWORD_ONLY, default=None))

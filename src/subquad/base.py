@@ -45,20 +45,17 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         cu_seqlens: torch.Tensor | None,
         cache: RecurrentCache | None,
         use_cache: bool | None,
-        cu_seq_lens_q: torch.Tensor | None = None,
         wanted: dict[str, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, Tokens, RecurrentCache | None, bool]:
         """
-        The start of every forward pass: the checks of its arguments, before any work. `cu_seq_lens_q` is the name of
-        `cu_seqlens` in transformers' collators. For `wanted` see [`Tokens`]; the others are common arguments that the
-        blocks do not need.
+        The start of every forward pass: the checks of its arguments, before any work. For `wanted` see [`Tokens`]; the
+        others are arguments that libraries give to every model, and that the blocks do not need.
 
         Returns:
             the embeddings (batch, length, width), which of them are real and where documents begin, the cache to fill,
             if any, and whether to return it.
         """
-        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         use_cache, cache = self._without_cache_if_checkpointing(use_cache, cache)

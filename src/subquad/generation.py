@@ -8,10 +8,10 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMixin, GenerationMode, MaxLengthCriteria, StoppingCriteriaList
 from transformers.utils import ModelOutput, logging
 
-from .arguments import refuse_unknown
+from .arguments import refuse_unknown, with_own_names
 from .cache import RecurrentCache
 from .self_check import check_once
-from .versions import CACHE_NAME, cache_of, named_cache, with_one_cache_name
+from .versions import CACHE_NAME, cache_of, named_cache
 
 
 logger = logging.get_logger(__name__)
@@ -37,7 +37,7 @@ class RecurrentGenerationMixin(GenerationMixin):
             prefix_cache: a [`PrefixCache`], in which the longest known beginning of the text is looked up, and which
                 keeps the states after the prompt and after the generated text. One text at a time, without padding.
         """
-        kwargs = with_one_cache_name(kwargs)
+        kwargs = with_own_names(kwargs)
         refusal = _why_not_one_text(args, kwargs)
         if prefix_cache is None and self.make_prefix_cache is not None and refusal is None:
             prefix_cache = self.__dict__.setdefault("own_prefix_cache", self.make_prefix_cache())
@@ -156,7 +156,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         As in transformers, but without a mask for a single generated token, which is never padding. The cache keeps
         the name `past_key_values` among the inputs: PEFT looks for it there, and the models take either name.
         """
-        kwargs = with_one_cache_name(kwargs)
+        kwargs = with_own_names(kwargs)
         cache, of_prompt = kwargs.pop("cache", None), kwargs.pop("of_prompt", is_first_iteration)
         for name in ("tokenizer", "assistant_tokenizer"):  # `generate` has read them, and gives them to every step
             kwargs.pop(name, None)

@@ -107,7 +107,7 @@ class SequenceClassificationHead:
         Returns:
             loss if `labels` are given, logits (batch, `num_labels`), cache, hidden_states.
         """
-        if kwargs.get("cu_seqlens") is not None or kwargs.get("cu_seq_lens_q") is not None:
+        if kwargs.get("cu_seqlens") is not None:
             raise ValueError("`cu_seqlens`: a classifier reads one text per row, not packed documents.")
         if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
             real = (input_ids != self.config.pad_token_id).int()

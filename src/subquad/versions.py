@@ -56,24 +56,6 @@ def _name_of_cache() -> str:
 CACHE_NAME = _name_of_cache()
 
 
-def with_one_cache_name(arguments: dict[str, Any]) -> dict[str, Any]:
-    """
-    Arguments in which the cache has our name.
-
-    Raises:
-        TypeError: if it is given under both names.
-    """
-    ours, other = CACHE_NAMES
-    if other not in arguments:
-        return arguments
-    rest = {name: value for name, value in arguments.items() if name != other}
-    if arguments[other] is None:
-        return rest
-    if rest.get(ours) is not None:
-        raise TypeError(f"`{ours}` and `{other}` are two names of the same argument: give one of them.")
-    return rest | {ours: arguments[other]}
-
-
 def named_cache(cache: Any) -> dict[str, Any]:
     """The cache as a keyword argument for the outputs and functions of the installed transformers."""
     return {CACHE_NAME: cache}

@@ -172,7 +172,6 @@ class AveyBModel(AveyBPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: torch.Tensor | None = None,
-        cu_seq_lens_q: torch.Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutput:
         """
@@ -202,7 +201,7 @@ class AveyBModel(AveyBPreTrainedModel):
             inputs_embeds,
             attention_mask,
             position_ids,
-            cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
+            cu_seqlens,
         )
         x = tokens.erase(x)
         text = read_text(x, tokens, self.config.chunk_size)
@@ -309,7 +308,7 @@ class AveyBForSequenceClassification(AveyBPreTrainedModel):
         Returns:
             loss if `labels` are given, logits (batch, `num_labels`), hidden_states.
         """
-        if kwargs.get("cu_seqlens") is not None or kwargs.get("cu_seq_lens_q") is not None:
+        if kwargs.get("cu_seqlens") is not None:
             raise ValueError("`cu_seqlens`: a classifier reads one text per row, not packed documents.")
         outputs = self.model(input_ids, attention_mask, None, inputs_embeds, return_dict=True, **kwargs)
         x = outputs.last_hidden_state
@@ -415,7 +414,7 @@ class AveyBForQuestionAnswering(AveyBPreTrainedModel):
         Raises:
             ValueError: if a position is that of padding.
         """
-        if kwargs.get("cu_seqlens") is not None or kwargs.get("cu_seq_lens_q") is not None:
+        if kwargs.get("cu_seqlens") is not None:
             raise ValueError("`cu_seqlens`: an answer is looked for in one text per row, not in packed documents.")
         outputs = self.model(input_ids, attention_mask, None, inputs_embeds, return_dict=True, **kwargs)
         logits = self.qa_outputs(outputs.last_hidden_state)
