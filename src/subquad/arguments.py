@@ -14,7 +14,7 @@ from .versions import CACHE_NAMES
 # Other names of arguments, and ours: transformers' collators call the boundaries of documents so.
 ALIASES = {CACHE_NAMES[1]: CACHE_NAMES[0], "cu_seq_lens_q": "cu_seqlens"}
 # Arguments that mark packed documents.
-MARKERS = {"cu_seqlens", "position_ids"}
+MARKERS = ("cu_seqlens", "position_ids")
 # Arguments of transformers' collators that repeat what the boundaries say, and who needs them.
 REPEATED = {
     "cu_seq_lens_k": "attention, for its keys",
@@ -121,9 +121,10 @@ def checks_arguments(forward: Callable) -> Callable:
     def wrapper(self, *args, **kwargs):
         kwargs = with_own_names(kwargs)
         refuse_unknown(kwargs, self.known_arguments, f"{type(self).__name__}.forward()")
-        given = {*positional[: len(args)], *(name for name, value in kwargs.items() if value is not None)}
-        if given & REPEATED.keys() and not given & MARKERS:
-            raise ValueError(f"`{min(given & REPEATED.keys())}` alone marks no documents: give `cu_seqlens`.")
+        repeated = [name for name in REPEATED if kwargs.get(name) is not None]
+        marked = [name for name in MARKERS if kwargs.get(name) is not None or name in positional[: len(args)]]
+        if repeated and not marked:
+            raise ValueError(f"`{repeated[0]}` alone marks no documents: give `cu_seqlens`.")
         return forward(self, *args, **kwargs)
 
     parameters = list(signature.parameters.values())
