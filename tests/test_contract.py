@@ -636,18 +636,12 @@ def graphs():
     torch.compiler.reset()
 
 
-def compile_model(model, backend):
-    """Where no default device is set: Dynamo of torch 2.11 cannot trace `unflatten` with one."""
-    torch.set_default_device(None)
-    return torch.compile(model, fullgraph=True, backend=backend)
-
-
 @pytest.mark.quick_cases("rwkv6", "avey-b")
 @each(*BASE, *VISUAL, RAVEN_FULL, RAVEN_BOTH)
 def test_compiled_training(case, graphs):
     model = case.model(num_hidden_layers=max(2, case.layer_kinds)).train()
     inputs = padded(texts(case, 61, 70), "left")
-    compiled = compile_model(model, "aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
 
     def grads(model):
         model.zero_grad()
@@ -665,7 +659,6 @@ def test_compiled_training(case, graphs):
 def test_compiled_packed_documents(case, graphs):
     """Positions that restart are read between two graphs, and are an error where there must be one."""
     model = case.model(num_hidden_layers=case.layer_kinds)
-    torch.set_default_device(None)
     compiled = torch.compile(model, backend="aot_eager")
 
     def grads(call, ids, positions):
@@ -694,13 +687,28 @@ def test_compiled_decode_step(case, graphs):
         graphs.append(graph)
         return graph.forward
 
-    compiled = compile_model(model, backend)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
         cache = model(**text).past_key_values
         logits = [compiled(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(10)]
         expected = [model(**join(text, {"input_ids": ids[:, : t + 1]})).logits[:, -1:] for t in range(10)]
         torch.testing.assert_close(logits, expected, **TOLERANCE)
     assert len(graphs) <= case.decode_graphs
+
+
+@pytest.mark.quick_cases("rwkv6", "gecko")
+@each(*BASE, *VISUAL, RAVEN_FULL, RAVEN_BOTH)
+def test_compiled_with_a_default_device(case, graphs):
+    """It is a mode of torch, under which Dynamo traces also those methods of tensors that are written in Python."""
+    model, text = case.model(num_hidden_layers=case.layer_kinds), case.text(2, 10)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.device(DEVICE), torch.no_grad():
+        found, expected = compiled(**text), model(**text)
+        torch.testing.assert_close(found.logits, expected.logits, **TOLERANCE)
+        if case.causal:
+            found = compiled(case.ids(2, 1), past_key_values=found.past_key_values).logits
+            expected = model(case.ids(2, 1), past_key_values=expected.past_key_values).logits
+            torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 # 8. Number formats.

@@ -214,3 +214,18 @@ def test_no_tool_names_an_architecture():
 def test_a_wing_hides_no_package(folder):
     """With the root of the repository on sys.path, `kernels/__init__.py` would hide the PyPI package `kernels`."""
     assert not (ROOT / folder / "__init__.py").exists()
+
+
+@pytest.mark.fast
+def test_dynamo_of_every_torch_reads_what_is_written():
+    """What compiled code may not call: Dynamo of an older torch cannot trace it, or takes it for something else."""
+    instead = {"Tensor.unflatten": "torch.unflatten", "torch.compiler.is_exporting": "subquad.padding.is_exporting"}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Attribute):
+                continue
+            name = ast.unparse(node)
+            if node.attr == "unflatten" and name != "torch.unflatten":
+                name = "Tensor.unflatten"
+            allowed = name not in instead or module == instead[name].rpartition(".")[0]
+            assert allowed, f"{module}, line {node.lineno}: call {instead[name]}, not {name}"

@@ -27,6 +27,12 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+@torch.compiler.assume_constant_result  # Dynamo of torch < 2.13 would take every compiled call for an export
+def is_exporting() -> bool:
+    """Whether `torch.export` traces the call, with or without Dynamo. It may not leave anything out of its graph."""
+    return torch.compiler.is_exporting()
+
+
 def should_check(x: torch.Tensor) -> bool:
     """
     Whether to check the values of a call's tokens, x (batch, length, ...). A single token was most likely chosen by
@@ -133,7 +139,7 @@ class Tokens:
             if not can_read_values(restarts):
                 if torch.compiler.is_compiling():
                     # `torch.compile` may leave a function out of its graphs. An export may not.
-                    cu_seqlens = None if torch.compiler.is_exporting() else read_boundaries(restarts)
+                    cu_seqlens = None if is_exporting() else read_boundaries(restarts)
                 elif is_transformed():
                     raise ValueError(
                         "`position_ids` cannot be read under `torch.func`: pass `cu_seqlens` for packed documents."

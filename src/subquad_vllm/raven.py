@@ -93,6 +93,6 @@ class ServedAttention(nn.Module):
         """As [`RavenAttention.forward`], of tokens (tokens, 1, width)."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.theta is not None:
-            q, k = (layout.rotate(y.unflatten(-1, (-1, self.head_dim)), self.theta).flatten(2) for y in (q, k))
+            q, k = (layout.rotate(torch.unflatten(y, -1, (-1, self.head_dim)), self.theta).flatten(2) for y in (q, k))
         out = self.attention(*(y.flatten(0, 1) for y in (q, k, v)))
         return self.o_proj(out.view(*x.shape[:2], -1)), None

@@ -58,7 +58,7 @@ class ChunkLayout:
             x = x.new_zeros(1, filled, *x.shape[2:]).index_copy_(1, self._index, x)
         elif filled != self.length:
             x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, filled - self.length))
-        return x.unflatten(1, (-1, self.chunk)).permute(0, 3, 1, 2, 4)
+        return torch.unflatten(x, 1, (-1, self.chunk)).permute(0, 3, 1, 2, 4)
 
     def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
         return self.chunks_of(x).contiguous()
@@ -74,4 +74,4 @@ class ChunkLayout:
 
 def halves(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The left and the right block of every pair of blocks: (..., C, D) -> (..., C / 2 / block, block, D) each."""
-    return x.unflatten(-2, (-1, 2, block)).unbind(-3)
+    return torch.unflatten(x, -2, (-1, 2, block)).unbind(-3)

@@ -132,7 +132,7 @@ class _Layout:
         size = self.chunks * self.chunk
         if self.index is not None:
             filled = x.new_zeros(self.batch * (size + 1), self.width).index_copy_(0, self.index, x.flatten(0, 1))
-            x = filled.unflatten(0, (self.batch, -1))[:, :-1]
+            x = torch.unflatten(filled, 0, (self.batch, -1))[:, :-1]
         elif size > self.length:
             x = torch.nn.functional.pad(x, (0, 0, 0, size - self.length))
         x = x.flatten(0, 1).t().contiguous()
@@ -141,8 +141,8 @@ class _Layout:
     def from_chunks(self, x: torch.Tensor) -> torch.Tensor:
         x = x.reshape(self.width, -1).t()
         if self.index is None:
-            return x.unflatten(0, (self.batch, -1))[:, : self.length]
-        x = torch.nn.functional.pad(x.unflatten(0, (self.batch, -1)), (0, 0, 0, 1)).flatten(0, 1)
+            return torch.unflatten(x, 0, (self.batch, -1))[:, : self.length]
+        x = torch.nn.functional.pad(torch.unflatten(x, 0, (self.batch, -1)), (0, 0, 0, 1)).flatten(0, 1)
         return x.index_select(0, self.index).view(self.batch, self.length, self.width)
 
     def of_last(self, x: torch.Tensor) -> torch.Tensor:
@@ -194,7 +194,7 @@ class _Tables:
 
     def to_complex(self, x: torch.Tensor) -> torch.Tensor:
         """(..., 2N) real -> (..., N) complex."""
-        return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_complex(torch.unflatten(x, -1, (-1, 2)).contiguous())
 
     def to_powers(self, x: torch.Tensor) -> torch.Tensor:
         """(D, C, 2N) real -> (D, N, C) complex."""

@@ -224,7 +224,7 @@ def delta_wkv_chunked(
         layout = ChunkLayout(parts[0].shape[1], cu_seqlens, k.device, CHUNK)
         chunks = _Chunks(layout, *parts)
         _, read, _, state = chunks.walk(chunks.v, state)
-        out[:, start : start + span] = layout.from_chunks(read.unflatten(0, (batch, heads)))
+        out[:, start : start + span] = layout.from_chunks(torch.unflatten(read, 0, (batch, heads)))
     return out, state
 
 
@@ -276,5 +276,7 @@ def delta_wkv_chunked_backward(
     dr = (others + now[0] * writes[0] + now[1] * writes[1]) * chunks.read_at
     dwritten, dk = ((x + y + z * reads[1]) * chunks.write_at for x, y, z in zip(near, far, now, strict=True))
     dkappa, da = chunks.a * dwritten + removals * chunks.remove_at, chunks.kappa * dwritten
-    grads = [layout.from_chunks(x.unflatten(0, (k.shape[0], k.shape[2]))) for x in (dr, dk, dv, dlog_w, dkappa, da)]
+    grads = [
+        layout.from_chunks(torch.unflatten(x, 0, (k.shape[0], k.shape[2]))) for x in (dr, dk, dv, dlog_w, dkappa, da)
+    ]
     return grads if initial_state is None else [*grads, grad_initial]

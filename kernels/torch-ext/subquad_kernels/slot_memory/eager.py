@@ -75,13 +75,13 @@ class _Decays:
     def __init__(self, log_f: torch.Tensor):
         sums = [log_f]
         while sums[-1].shape[-2] > 1:
-            sums.append(sums[-1].unflatten(-2, (-1, 2)).sum(-2))
+            sums.append(torch.unflatten(sums[-1], -2, (-1, 2)).sum(-2))
         level = len(sums) - 1 if can_read_without_sync(log_f) else 0
         while level and not sums[level].amin() >= LIMIT:  # also if it is NaN
             level -= 1
         self.block = 1 << level
         self.totals = [total.exp() for total in sums[level:]]
-        blocks = log_f.unflatten(-2, (-1, self.block))
+        blocks = torch.unflatten(log_f, -2, (-1, self.block))
         self.first = blocks[..., :1, :].exp()
         rise = torch.zeros_like(blocks)
         torch.cumsum(blocks[..., 1:, :], -2, out=rise[..., 1:, :])
@@ -92,7 +92,7 @@ class _Decays:
     def pairs(self) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
         """(level, size, decay of left blocks, decay of right blocks) for each size of blocks below that of a chunk."""
         for level, total in enumerate(self.totals[:-1]):
-            left, right = total.unflatten(-2, (-1, 2)).unsqueeze(-2).unbind(-3)
+            left, right = torch.unflatten(total, -2, (-1, 2)).unsqueeze(-2).unbind(-3)
             yield level, self.block << level, left, right
 
     def pairs_down(self) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
@@ -101,17 +101,17 @@ class _Decays:
 
     def in_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """The tokens of each of the smallest blocks: (..., C, D) -> (..., C / block, block, D)."""
-        return x.unflatten(-2, (-1, self.block))
+        return torch.unflatten(x, -2, (-1, self.block))
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """The pairs of tokens of each of the smallest blocks: (..., C, C) -> (..., C / block, block, block)."""
-        x = x.unflatten(-1, (-1, self.block)).unflatten(-3, (-1, self.block))
+        x = torch.unflatten(torch.unflatten(x, -1, (-1, self.block)), -3, (-1, self.block))
         return x.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _between(x, block):
     """The rows of right blocks in the columns of left ones: (..., C, C) -> (..., C / 2 / block, block, block)."""
-    x = x.unflatten(-1, (-1, 2, block)).unflatten(-4, (-1, 2, block))
+    x = torch.unflatten(torch.unflatten(x, -1, (-1, 2, block)), -4, (-1, 2, block))
     return x[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 

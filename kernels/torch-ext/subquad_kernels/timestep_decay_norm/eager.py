@@ -77,7 +77,7 @@ def timestep_decay_norm_step_inplace(
 
 def _moments(x, groups):
     """x by groups, (B, T, groups, size), and the mean and variance of each."""
-    rows = x.unflatten(-1, (groups, -1))
+    rows = torch.unflatten(x, -1, (groups, -1))
     mean = rows.mean(-1)
     # On a CPU torch.var takes thirty times as long.
     variance = torch.linalg.vector_norm(rows - mean.unsqueeze(-1), dim=-1).square() / rows.shape[-1]
@@ -148,9 +148,9 @@ def _decayed_sums(values, log_beta, count, document):
     length = values.shape[1]
     chunk = min(CHUNK, length)
     padding = -length % chunk
-    values = F.pad(values, (0, 0, 0, padding)).unflatten(1, (-1, chunk))
+    values = torch.unflatten(F.pad(values, (0, 0, 0, padding)), 1, (-1, chunk))
     positions = [
-        None if x is None else torch.cat((x, x[:, -1:].expand(-1, padding)), 1).unflatten(1, (-1, chunk))
+        None if x is None else torch.unflatten(torch.cat((x, x[:, -1:].expand(-1, padding)), 1), 1, (-1, chunk))
         for x in (count, document)
     ]
 

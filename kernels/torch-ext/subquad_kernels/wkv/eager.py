@@ -98,12 +98,12 @@ def _decayed(r, k, total):
     block = 1
     yield block, r, k, total
     while block < r.shape[-2]:
-        factor_left, factor_right = total.exp().unsqueeze(-2).unflatten(-3, (-1, 2)).unbind(-3)
+        factor_left, factor_right = torch.unflatten(total.exp().unsqueeze(-2), -3, (-1, 2)).unbind(-3)
         r_left, r_right = halves(r, block)
         k_left, k_right = halves(k, block)
         r = _join(r_left, r_right * factor_left)
         k = _join(k_left * factor_right, k_right)
-        total = total.unflatten(-2, (-1, 2)).sum(-2)
+        total = torch.unflatten(total, -2, (-1, 2)).sum(-2)
         block *= 2
         yield block, r, k, total
 
@@ -195,7 +195,7 @@ def wkv_chunked_backward(
     dv = k_chunk @ leaving
     dtotal = (decay * (entering * leaving).sum(-1, keepdim=True)).mT
     for block, r, k, total in reversed(levels):
-        factor_left, factor_right = total.exp().unflatten(-2, (-1, 2)).unbind(-2)
+        factor_left, factor_right = torch.unflatten(total.exp(), -2, (-1, 2)).unbind(-2)
         (_, r_right), (k_left, _), (v_left, _), (_, g_right) = (halves(x, block) for x in (r, k, v, g))
         (dr_left, dr_right), (dk_left, dk_right) = halves(dr, block), halves(dk, block)
         dtotal = torch.stack(

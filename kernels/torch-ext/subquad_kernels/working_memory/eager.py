@@ -78,7 +78,7 @@ def _chunks(k, v, leaving, begins, chunk_size, dtype):
     offsets = torch.arange(chunk_size, device=k.device)
     counted = (leaving >= 0).unsqueeze(-1) & (offsets >= begins.unsqueeze(-1))
     index = torch.where(counted, leaving.unsqueeze(-1) + offsets, -1).flatten(1)
-    keys, values = (_take(x, index, dtype).unflatten(2, (*leaving.shape[1:], chunk_size)) for x in (k, v))
+    keys, values = (torch.unflatten(_take(x, index, dtype), 2, (*leaving.shape[1:], chunk_size)) for x in (k, v))
     scores = keys.masked_fill(~counted[:, None, ..., None], -torch.inf)
     w = scores.logsumexp(-2).masked_fill_((leaving < 0)[:, None, :, None], 0.0)
     return index, values, (scores - w.unsqueeze(-2)).exp(), keys.softmax(-1), w
@@ -159,7 +159,7 @@ def working_memory_chunked(
     states = _states(q, v, memory, normalizer, dtype)
     memory, normalizer, versions, _ = _absorb_all(*states, p.mT @ values, p.mT @ f, w, *_masks(leaving, begins))
     slots, tokens = _readers(reads, versions.shape[2], chunk_size)
-    weights = _take(q, tokens, dtype).softmax(-1).unflatten(2, (versions.shape[2], -1))
+    weights = torch.unflatten(_take(q, tokens, dtype).softmax(-1), 2, (versions.shape[2], -1))
     out = _take((weights @ versions).flatten(2, 3), slots, dtype)
     return out.to(v.dtype), memory, normalizer
 
@@ -189,8 +189,8 @@ def working_memory_chunked_backward(
     *_, versions, rates = _absorb_all(*_states(q, v, memory, normalizer, dtype), u, g, w, absorbs, forgets)
 
     slots, tokens = _readers(reads, versions.shape[2], chunk_size)
-    weights = _take(q, tokens, dtype).softmax(-1).unflatten(2, (versions.shape[2], -1))
-    grad = _take(grad_out, tokens, dtype).unflatten(2, (versions.shape[2], -1))
+    weights = torch.unflatten(_take(q, tokens, dtype).softmax(-1), 2, (versions.shape[2], -1))
+    grad = torch.unflatten(_take(grad_out, tokens, dtype), 2, (versions.shape[2], -1))
     dq = _softmax_backward(grad @ versions.mT, weights, -1)
     grads = [_take(dq.flatten(2, 3), slots, dtype)]
     dversions = weights.mT @ grad

@@ -78,7 +78,7 @@ class AveyCache(GrowingCache):
         states = self.after_blocks.states
         if "embeddings" not in states:
             return
-        lengths, splits = states["lengths"], states["embeddings"].unflatten(1, (-1, self.unit))
+        lengths, splits = states["lengths"], torch.unflatten(states["embeddings"], 1, (-1, self.unit))
         number = (lengths[:, None] - 1).clamp_min(0) // self.unit
         current = splits[torch.arange(len(splits), device=lengths.device)[:, None], number]
         self.rank(maxsim(current, splits, number)[:, 0])

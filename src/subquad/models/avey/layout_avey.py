@@ -42,7 +42,7 @@ class Windows:
 
     def _split(self, x: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
         parts = x.split([windows * rows for windows, rows in shapes])
-        return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
+        return [torch.unflatten(part, 0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
         """The rows that are put out, (windows * kept, width), of all rows."""
@@ -145,7 +145,7 @@ class Selection:
         """The wanted tokens, (texts, wanted, width), of the rows that were put out for all windows."""
         x, order = torch.cat(parts), torch.cat(list(self.groups.values())).argsort()
         texts, windows = self.number.shape[0], self.number.numel()
-        x = x.unflatten(0, (windows, -1))[order.to(x.device)].view(texts, -1, x.shape[-1])
+        x = torch.unflatten(x, 0, (windows, -1))[order.to(x.device)].view(texts, -1, x.shape[-1])
         source = self.source.expand(texts, -1)[..., None].expand(-1, -1, x.shape[-1])
         return x.gather(1, source.to(x.device))
 
@@ -303,7 +303,7 @@ def _read_rows(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, size: i
         if not fresh:
             source = position.clamp_min(0)[..., None].expand_as(x)
             embeddings = torch.zeros_like(embeddings).scatter_add(1, source, x)
-    return Text(embeddings.unflatten(1, (-1, size)), position.expand(x.shape[0], -1), None, fresh, known)
+    return Text(torch.unflatten(embeddings, 1, (-1, size)), position.expand(x.shape[0], -1), None, fresh, known)
 
 
 def _read_documents(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, size: int) -> Text:

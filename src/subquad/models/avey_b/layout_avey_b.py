@@ -43,7 +43,7 @@ class Text:
 def read_text(x: torch.Tensor, tokens: Tokens, size: int) -> Text:
     """The embeddings of a call, x (batch, length, d_embed), zero for padding, in splits of `size` tokens."""
     if tokens.mask is None and tokens.cu_seqlens is None:
-        splits = F.pad(x, (0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
+        splits = torch.unflatten(F.pad(x, (0, 0, 0, -x.shape[1] % size)), 1, (-1, size))
         return Text(splits, tokens, None, None, None, splits.shape[1])
 
     device, x = x.device, x.flatten(0, 1)

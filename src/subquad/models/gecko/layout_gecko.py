@@ -10,7 +10,7 @@ from subquad_kernels import working_memory
 
 from ...cache import LayerState, States
 from ...layout import TokenLayout
-from ...padding import Tokens, can_read_values
+from ...padding import Tokens, can_read_values, is_exporting
 from ...ring import ring_state, write_to_ring
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
@@ -76,7 +76,7 @@ class GeckoLayout(TokenLayout):
         """Rotary embeddings of the first heads of x (batch, length, heads, size), by pairs of neighbors."""
         if heads == 0:
             return x
-        left, right = x[:, :, :heads].unflatten(-1, (-1, 2)).unbind(-1)
+        left, right = torch.unflatten(x[:, :, :heads], -1, (-1, 2)).unbind(-1)
         pairs = left * self.cos - right * self.sin, left * self.sin + right * self.cos
         rotated = torch.stack(pairs, dim=-1).flatten(-2).to(x.dtype)
         return rotated if heads == x.shape[2] else torch.cat((rotated, x[:, :, heads:]), dim=2)
@@ -177,7 +177,7 @@ def find_layout(
     held = 0 if fresh or one else cache.held_tokens
     most = max((length - 1) // size - 1, 0) if fresh else -(-length // size)
     # A size of 0 or 1 would tie a program of many lengths to those of its example.
-    if torch.compiler.is_exporting() and not isinstance(length, int):
+    if is_exporting() and not isinstance(length, int):
         most = length // size + 2
     real = torch.ones_like(layout.kept) if tokens.mask is None else tokens.mask
     leaving = find_leaving(position.expand_as(real), real, layout.forgets, held, size, most)

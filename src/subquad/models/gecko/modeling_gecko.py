@@ -98,7 +98,7 @@ class GeckoRMSNorm(nn.Module):
         self.register_parameter("weight", weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.unflatten(-1, (self.groups, -1))
+        x = torch.unflatten(x, -1, (self.groups, -1))
         x = F.rms_norm(x, x.shape[3:], eps=self.eps).flatten(2)
         return x if self.weight is None else torch.addcmul(x, x, self.weight)  # 16 bits do not hold weight + 1
 
@@ -138,9 +138,9 @@ class GeckoMega(nn.Module):
     def share(self, m: torch.Tensor, layout: GeckoLayout) -> list[torch.Tensor]:
         """Equations 6 to 8, 25 and 26: q, k, and those of the memory, (batch, heads, length, size) each."""
         config = self.config
-        z = self.wz(m).unflatten(-1, (-1, config.z_dim // config.num_heads))
+        z = torch.unflatten(self.wz(m), -1, (-1, config.z_dim // config.num_heads))
         z = F.rms_norm(z, z.shape[-1:], eps=config.norm_eps)
-        gamma, beta = (local_part(w).unflatten(-1, z.shape[2:]) for w in (self.gamma, self.beta))
+        gamma, beta = (torch.unflatten(local_part(w), -1, z.shape[2:]) for w in (self.gamma, self.beta))
         gamma = (gamma + 1) * z.shape[-1] ** -0.5
         q, k, q_m, k_m = ((z * gamma[i] + beta[i]).to(z.dtype) for i in range(4))
         q, k = layout.rotate(q, config.num_rope_heads), layout.rotate(k, config.num_rope_heads)
@@ -186,7 +186,8 @@ class GeckoMega(nn.Module):
         m = self.rmsnorm(self.cema(t, layout, state) + t)  # equation 5
         m = F.dropout(m, config.hidden_dropout, training)
         q, k, q_m, k_m = self.share(m, layout)
-        v = F.silu(self.wv(t)).unflatten(-1, (-1, config.value_dim // config.num_heads)).transpose(1, 2)  # equation 9
+        v = F.silu(self.wv(t))  # equation 9
+        v = torch.unflatten(v, -1, (-1, config.value_dim // config.num_heads)).transpose(1, 2)
         r = F.silu(self.wr(m))
 
         rows = {"keys": k, "values": v, "memory_keys": k_m}

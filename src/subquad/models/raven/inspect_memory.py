@@ -565,7 +565,7 @@ def _holdings_figure(inspection: Inspection, memory: Memory):
 def _strongest(x: torch.Tensor, step: int) -> torch.Tensor:
     """The largest of every `step` columns, so that single tokens stay visible if there are more tokens than pixels."""
     x = torch.nn.functional.pad(x, (0, -x.shape[1] % step))
-    return x.unflatten(1, (-1, step)).amax(2)
+    return torch.unflatten(x, 1, (-1, step)).amax(2)
 
 
 def _visible(token: str) -> str:

@@ -68,7 +68,7 @@ class RavenSlotMemory(nn.Module):
     def decay(self, x: torch.Tensor) -> torch.Tensor:
         """Equation 19: a, the logarithm of the decay, (batch, length, heads), or with "GLA" (..., heads, slots)."""
         if self.config.decay_type == "GLA":
-            f = widen(self.f_proj(x)).unflatten(-1, (-1, self.config.num_slots))
+            f = torch.unflatten(widen(self.f_proj(x)), -1, (-1, self.config.num_slots))
             return F.logsigmoid(f) / self.config.gate_logit_normalizer
         A_log, dt_bias = widen(local_part(self.A_log)), widen(local_part(self.dt_bias))
         return -A_log.exp() * F.softplus(widen(self.a_proj(x)) + dt_bias)
@@ -83,7 +83,7 @@ class RavenSlotMemory(nn.Module):
         a = self.decay(x)
         if config.router == "gsa":
             return a
-        m = self.r_proj(x).unflatten(-1, (-1, config.num_slots))
+        m = torch.unflatten(self.r_proj(x), -1, (-1, config.num_slots))
         if config.add_gumbel_noise and self.training:
             m = widen(m) - torch.empty_like(widen(m)).exponential_().log()  # equation 23
         return slot_routing(
@@ -100,9 +100,9 @@ class RavenSlotMemory(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """x (batch, length, hidden_size); the output has the same shape. There are no attention weights."""
         config, tokens = self.config, layout.tokens
-        q = self.q_norm(self.feature_map(self.q_proj(x).unflatten(-1, (-1, config.head_k_dim))))
-        k = self.k_norm(self.feature_map(self.k_proj(x).unflatten(-1, (-1, config.head_k_dim))))
-        v = F.silu(self.v_proj(x)).unflatten(-1, (-1, config.head_v_dim))
+        q = self.q_norm(self.feature_map(torch.unflatten(self.q_proj(x), -1, (-1, config.head_k_dim))))
+        k = self.k_norm(self.feature_map(torch.unflatten(self.k_proj(x), -1, (-1, config.head_k_dim))))
+        v = torch.unflatten(F.silu(self.v_proj(x)), -1, (-1, config.head_v_dim))
         if config.use_rope:
             q, k = layout.rotate(q, config.rope_theta), layout.rotate(k, config.rope_theta)
         log_f = self.route(x, layout.position)[:, :, : k.shape[2]]  # with "swa" it is the same in all heads
@@ -172,7 +172,9 @@ class RavenAttention(nn.Module):
         self, x: torch.Tensor, layout: RavenLayout, cache: RavenCache | None, state: LayerState | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x (batch, length, hidden_size); returns the output, of the same shape, and the attention weights."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            torch.unflatten(proj(x), -1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.theta is not None:
             q, k = layout.rotate(q, self.theta), layout.rotate(k, self.theta)
         k = layout.remember(cache, state, "keys", k, self.window).to(q.dtype)

@@ -22,16 +22,16 @@ def reorder_back(groups: torch.Tensor) -> torch.Tensor:
 
 def shift_down(weight: torch.Tensor) -> torch.Tensor:
     """(5 R, D) to A of equation 14, (D, 5 R)."""
-    return reorder(weight.unflatten(0, (5, -1))).flatten(0, 1).t()
+    return reorder(torch.unflatten(weight, 0, (5, -1))).flatten(0, 1).t()
 
 
 def shift_down_back(a: torch.Tensor) -> torch.Tensor:
-    return reorder_back(a.t().unflatten(0, (5, -1))).flatten(0, 1)
+    return reorder_back(torch.unflatten(a.t(), 0, (5, -1))).flatten(0, 1)
 
 
 def shift_up(weight: torch.Tensor) -> torch.Tensor:
     """(D, 5 R) to B of equation 14, (5, R, D)."""
-    return reorder(weight.t().unflatten(0, (5, -1)))
+    return reorder(torch.unflatten(weight.t(), 0, (5, -1)))
 
 
 def shift_up_back(b: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ class Rwkv6TimeMixing(Rwkv5TimeMixing):
         """Equations 17 and 18: log w, (batch, length, heads, head_size)."""
         down, up = self.time_decay_w1, self.time_decay_w2
         log_w = low_rank_of_heads(x, down, up, "tanh", base=self.time_decay, outer="exp", scale=-1, wide=True)
-        return log_w.unflatten(-1, (-1, self.head_size))
+        return torch.unflatten(log_w, -1, (-1, self.head_size))
 
 
 class Rwkv6ChannelMixing(Rwkv5ChannelMixing):

@@ -131,7 +131,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             return x.mean(1, keepdim=True)
         if grid > 0:
             side = self.config.patches_per_side
-            squares = patches.transpose(1, 2).unflatten(2, (side, side))
+            squares = torch.unflatten(patches.transpose(1, 2), 2, (side, side))
             patches = F.avg_pool2d(squares, side // grid).flatten(2).transpose(1, 2)
         return torch.cat((token, patches) if first else (patches, token), dim=1)
 
