@@ -701,7 +701,7 @@ def test_compiled_decode_step(case, graphs):
 def test_compiled_with_a_default_device(case, graphs):
     """It is a mode of torch, under which Dynamo traces also those methods of tensors that are written in Python."""
     model, text = case.model(num_hidden_layers=case.layer_kinds), case.text(2, 10)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.device(DEVICE), torch.no_grad():
         found, expected = compiled(**text), model(**text)
         torch.testing.assert_close(found.logits, expected.logits, **TOLERANCE)

@@ -213,7 +213,9 @@ class LayerState:
 
     @property
     def batch_size(self) -> int:
-        return next((state.shape[0] for state in self.states.values()), -1)
+        for state in self.states.values():  # Dynamo of torch 2.8 cannot trace `next` with a default
+            return state.shape[0]
+        return -1
 
     def reset(self) -> None:
         self.records.clear()
@@ -341,7 +343,10 @@ class RecurrentCache(Cache):
     @property
     def batch_size(self) -> int:
         """Number of sequences; -1 if there are no states."""
-        return next((layer.batch_size for layer in self.all_layers if layer.states), -1)
+        for layer in self.all_layers:
+            if layer.states:
+                return layer.batch_size
+        return -1
 
     @property
     def is_initialized(self) -> bool:
