@@ -2,6 +2,7 @@
 Corrections of Triton's interpreter.
 
 - bfloat16 is computed as a GPU does it: rounded to nearest even, and multiplied as numbers.
+- A scalar is an array of one element, which newer versions of NumPy do not convert to an index by themselves.
 - Scans double their spans, as on a GPU. The interpreter's own scan takes one element after another.
 - It is three times as fast: the interpreter replaces the language again at every call of a function, looks for
   overflows without reporting them, and makes the types of tensors anew for every operation.
@@ -47,12 +48,14 @@ def repair() -> None:
         return [self.to_tensor(x, like.dtype) for x, like in zip(data, inputs, strict=True)]
 
     patched, patch = set(), interpreter._patch_lang
+    new_scope = getattr(interpreter, "_LangPatchScope", lambda: None)  # Triton 3.4 has none
 
     def patch_once(function):
         if function.__module__ not in patched:
             patched.add(function.__module__)
             patch(function)
-        return interpreter._LangPatchScope()
+            tl.tensor.__index__ = lambda self: self.handle.data.item()
+        return new_scope()
 
     interpreter._patch_lang = patch_once
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

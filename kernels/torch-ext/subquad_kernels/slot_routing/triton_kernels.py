@@ -32,7 +32,8 @@ def _largest(x, slots, topk, BITS: tl.constexpr):
     BLOCK: tl.constexpr = x.shape[1]
     # Unsigned integers in the order of the numbers; 0, which stands for no number, after the last slot.
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
-    bits = tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    # The exclusive or inverts them: the interpreter cannot invert an unsigned integer with every version of NumPy.
+    bits = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     keys = tl.where((tl.arange(0, BLOCK) < slots)[None, :], bits, 0) >> (32 - BITS)
     bit = tl.full((ROWS,), 1 << (BITS - 1), tl.uint32)
     last = tl.zeros((ROWS,), tl.uint32)
