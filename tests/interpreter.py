@@ -48,7 +48,7 @@ def repair() -> None:
         return [self.to_tensor(x, like.dtype) for x, like in zip(data, inputs, strict=True)]
 
     patched, patch = set(), interpreter._patch_lang
-    new_scope = getattr(interpreter, "_LangPatchScope", lambda: None)  # Triton 3.4 has none
+    new_scope = getattr(interpreter, "_LangPatchScope", lambda: None)  # Triton 3.4 replaces the language for good
 
     def patch_once(function):
         if function.__module__ not in patched:

@@ -160,7 +160,7 @@ def traced(package: str, programs: Callable[[Grid], Iterator[Grid]] = every) -> 
     trace = Trace()
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     whole, patch = programs is every, interpreter._patch_lang
-    steps = functools.partial(_range, few=not whole)
+    steps, usual = functools.partial(_range, few=not whole), tl.range
     load, store, barrier, call = (
         builder.create_masked_load,
         builder.create_masked_store,
@@ -169,9 +169,11 @@ def traced(package: str, programs: Callable[[Grid], Iterator[Grid]] = every) -> 
     )
 
     def patch_lang(function):
-        """The interpreter replaces the language once for every module of a kernel."""
+        """The interpreter replaces the language again and again, or once for every module of a kernel."""
+        nonlocal usual
         scope = patch(function)
-        tl.range = steps
+        if tl.range is not steps:
+            tl.range, usual = steps, tl.range
         return scope
 
     def width_of(pointers):
@@ -180,14 +182,14 @@ def traced(package: str, programs: Callable[[Grid], Iterator[Grid]] = every) -> 
     def masked(pointers, mask):
         return pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)]
 
-    def masked_load(self, pointers, mask, other, cache_policy, is_volatile):
+    def masked_load(self, pointers, mask, other, *options):  # how to cache differs between versions
         addresses, range = masked(pointers, mask), None
         if addresses.size:
             range = trace.accessible(addresses, width_of(pointers), "load")
             if whole:
                 trace.load(np.unique(addresses))
         if range is not None and range.is_real:
-            return load(self, pointers, mask, other, cache_policy, is_volatile)
+            return load(self, pointers, mask, other, *options)
         kind = pointers.get_element_ty()
         dtype = interpreter._get_np_dtype(kind)
         data = np.zeros(pointers.data.shape, dtype)
@@ -195,7 +197,7 @@ def traced(package: str, programs: Callable[[Grid], Iterator[Grid]] = every) -> 
             data = np.where(mask.data.astype(bool), data, other.data).astype(dtype)
         return interpreter.TensorHandle(data, kind)
 
-    def masked_store(self, pointers, value, mask, cache_policy):
+    def masked_store(self, pointers, value, mask, *options):
         addresses = masked(pointers, mask)
         if not addresses.size:
             return
@@ -203,7 +205,7 @@ def traced(package: str, programs: Callable[[Grid], Iterator[Grid]] = every) -> 
         if whole:
             trace.store(np.unique(addresses))
         if range is not None and range.is_real:
-            store(self, pointers, value, mask, cache_policy)
+            store(self, pointers, value, mask, *options)
 
     def run(self, *args, **options):
         names = inspect.getfullargspec(self.fn)
@@ -238,7 +240,8 @@ def traced(package: str, programs: Callable[[Grid], Iterator[Grid]] = every) -> 
         finally:
             for module in modules:
                 del module.range
-            patched.restore()
+            if patched is not None:  # Triton 3.4 replaces the language for good
+                patched.restore()
         if whole:
             trace.compare_programs()
 
@@ -250,3 +253,5 @@ def traced(package: str, programs: Callable[[Grid], Iterator[Grid]] = every) -> 
     finally:
         builder.create_masked_load, builder.create_masked_store, builder.create_barrier = load, store, barrier
         executor.__call__, interpreter._patch_lang = call, patch
+        if tl.range is steps:
+            tl.range = usual

@@ -72,6 +72,14 @@ def _turned_kernel(x, BLOCK: tl.constexpr, WAITS: tl.constexpr):
         tl.store(x + BLOCK + ts, tl.load(x + BLOCK - 1 - n - ts))
 
 
+@triton.jit
+def _count_kernel(x, N):
+    steps = 0
+    for _ in tl.range(N):
+        steps += 1
+    tl.store(x, steps)
+
+
 def found_by(kernel, grid, *arguments, **constants):
     with traced(__name__, *([corners] if arguments[0].device.type == "meta" else [])) as trace:
         kernel[grid](*arguments, **constants)
@@ -90,6 +98,13 @@ def test_numbers_of_32_bits_that_overflow_are_found():
     found = found_by(_copy_kernel, (2**21 + 1,), x, x.clone(), x.numel(), BLOCK=1024)
     assert found == {"_copy_kernel, load out of bounds, x", "_copy_kernel, store out of bounds, y"}
     assert found_by(_copy_kernel, (2**20,), x, x.clone(), 2**30, BLOCK=1024) == set()
+
+
+def test_loops_are_whole_again_after_a_trace():
+    x, steps = torch.empty(8, device="meta"), torch.zeros(1, dtype=torch.int32)
+    found_by(_copy_kernel, (1,), x, x.clone(), 8, BLOCK=8)  # would take few steps of a loop
+    _count_kernel[(1,)](steps, 9)
+    assert steps == 9
 
 
 def test_grids_that_are_too_large_are_found():
