@@ -285,6 +285,13 @@ def assert_like_reference(operator: Operator, arguments: dict, backend: str, **o
     assert_as_expected(operator, arguments, expect(operator, arguments), call, **options)
 
 
+def unspecialized(kernel) -> tuple[str, ...]:
+    """The arguments of a kernel for whose values Triton does not compile it again."""
+    interpreted = hasattr(kernel, "rewriter")
+    settings = kernel.rewriter.kwargs if interpreted else vars(kernel)
+    return tuple(settings["do_not_specialize"] or ())
+
+
 def on_device(change: dict) -> dict:
     """A change of arguments, whose tensors are written down without a device."""
 

@@ -14,6 +14,7 @@ from kernel_cases import (
     expected,
     relative_error,
     triton,
+    unspecialized,
 )
 from kernel_cases.slot_memory import OPERATOR, make
 
@@ -132,11 +133,10 @@ def test_lengths_need_no_other_kernels(documents, monkeypatch):
 
     def note(kernel, grid, *arguments, **constants):
         """What Triton would compile the kernel for."""
-        free = kernel.kwargs["do_not_specialize"] if hasattr(kernel, "kwargs") else kernel.do_not_specialize
         given = [
             x.dtype if isinstance(x, torch.Tensor) else x and (x == 1, x % 16 == 0)
             for name, x in zip(inspect.signature(kernel.fn).parameters, arguments, strict=False)
-            if name not in (free or ())
+            if name not in unspecialized(kernel)
         ]
         variants.add((kernel.fn.__name__, *given, *sorted(constants.items(), key=str)))
 

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from kernel_cases import TRITON
+from kernel_cases import TRITON, unspecialized
 
 
 BATCH, HEADS, SIZE = 2, 4, 64
@@ -48,7 +48,6 @@ def run_group_norm_gate(kernels, length):
 def variant(kernel, grid, *arguments, **constants):
     """What Triton compiles a kernel for: constants, dtypes, and special values of the numbers."""
     function = getattr(kernel, "fn", kernel)
-    how = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)
     parameters = inspect.signature(function).parameters.values()
     found = [function.__name__, *sorted(constants.items())]
     for parameter, x in zip(parameters, arguments, strict=False):
@@ -56,7 +55,7 @@ def variant(kernel, grid, *arguments, **constants):
             found.append(x.dtype)
         elif "constexpr" in str(parameter.annotation) or not isinstance(x, int):
             found.append(x)
-        elif parameter.name not in (how.get("do_not_specialize") or ()):
+        elif parameter.name not in unspecialized(kernel):
             found.append((x == 1, x % 16 == 0))
     return tuple(found)
 
