@@ -27,7 +27,7 @@ def static_copy(x: torch.Tensor) -> torch.Tensor:
         return x.clone(memory_format=torch.contiguous_format)
     with torch.inference_mode(False):  # otherwise it could not be written outside of inference mode
         x = x.detach().clone(memory_format=torch.contiguous_format)
-    torch._dynamo.mark_static_address(x)
+    torch._dynamo.mark_static_address(x, guard=False)  # for another address no other code is compiled
     return x
 
 

@@ -27,7 +27,7 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-@torch.compiler.assume_constant_result  # Dynamo of torch < 2.13 would take every compiled call for an export
+@torch.compiler.assume_constant_result  # Dynamo of torch < 2.12 would take every compiled call for an export
 def is_exporting() -> bool:
     """Whether `torch.export` traces the call, with or without Dynamo. It may not leave anything out of its graph."""
     return torch.compiler.is_exporting()
