@@ -41,7 +41,8 @@ class _Step(nn.Module):
         cache = self.model.new_cache(static=True, max_cache_len=self.max_cache_len)
         cache.set_states(states)
         out = self.model(input_ids, attention_mask=attention_mask, cache=cache, logits_to_keep=1)
-        return out.logits[:, -1], cache.named_states()
+        found = cache.named_states()
+        return out.logits[:, -1], {name: found[name] for name in states}
 
 
 @torch.no_grad()
@@ -71,7 +72,8 @@ def initial_states(
         raise ValueError(f"`max_cache_len` must be given: the cache of {type(model).__name__} grows with the text.")
     padding = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
     model(padding, attention_mask=padding, cache=cache)  # padding changes no state
-    return {name: state.clone() for name, state in cache.named_states().items()}
+    # In the order of their names, as in a file of safetensors: programs of torch 2.8 take them in one order only.
+    return {name: state.clone() for name, state in sorted(cache.named_states().items())}
 
 
 @torch.no_grad()
