@@ -383,14 +383,14 @@ def test_what_a_cache_has_read_is_not_read_again(case):
 
 @each_model_case
 def test_some_hidden_states(case):
+    if not hasattr(output_capturing, "selected_hidden_states"):
+        pytest.skip("older versions of transformers number the blocks, not the hidden states")
     model, text = case.model(), case.text(2, 9)
     with torch.no_grad():
         every = model(**text, output_hidden_states=True).hidden_states
         some = model(**text, output_hidden_states=[1, -1]).hidden_states
-    assert torch.equal(some[1], every[1])
-    if hasattr(output_capturing, "selected_hidden_states"):  # older versions of transformers know no negative ones
-        assert [state is not None for state in some] == [False, True, *[False] * (len(every) - 3), True]
-        assert torch.equal(some[-1], every[-1])
+    assert [state is not None for state in some] == [False, True, *[False] * (len(every) - 3), True]
+    assert torch.equal(some[1], every[1]) and torch.equal(some[-1], every[-1])
 
 
 @each_model_case
