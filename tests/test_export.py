@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import subquad
 import subquad_kernels  # noqa: F401 (a program that is loaded may name its operators)
+from subquad import versions
 from subquad.torch_export import export_program, initial_states, inline_operators, save_onnx
 
 
@@ -248,7 +249,7 @@ def test_exporter_of_transformers(model_type, dynamic):
 
     def call(name, ids, cache, begin):
         places = torch.arange(begin, begin + ids.shape[1]).expand(ids.shape)
-        inputs = {"input_ids": ids, "position_ids": places, "cache": cache}
+        inputs = {"input_ids": ids, "position_ids": places, versions.CACHE_NAME: cache}
         return runners[name](**inputs)
 
     out = call("prefill", ids, model.new_cache(static=True, max_cache_len=ROOM), 0)

@@ -401,3 +401,13 @@ def test_options_of_a_command(command, capsys):
             assert exit_status.value.code == 2
             error = capsys.readouterr().err.splitlines()[-1]
             assert f"unrecognized arguments: {wrong}. Did you mean " in error and f"`{option}`" in error
+
+
+def test_fields_of_transformers_4():
+    """Files of that time have them, with values that change nothing."""
+    fields = {"tie_encoder_decoder": False, "cross_attention_hidden_size": None, "add_cross_attention": False}
+    fields |= {"is_decoder": False, "finetuning_task": None, "torchscript": False, "pruned_heads": {}}
+    for architecture in REGISTRY.values():
+        config_class = getattr(subquad, architecture.config)
+        assert type(config_class.from_dict(dict(fields))) is config_class
+        assert type(config_class(**fields)) is config_class

@@ -1,11 +1,14 @@
 """What depends on the version of transformers: the names of the cache, unknown arguments, and the check of itself."""
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 
+import accelerate
 import pytest
 import torch
 import transformers
-from cases import BASE, GENERATING, GREEDY, VISUAL, each, random_ids, tiny_model
+from cases import BASE, GENERATING, GREEDY, VISUAL, each, model_class, random_ids, tiny_config, tiny_model
+from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from subquad import arguments, self_check, self_test, versions
@@ -55,6 +58,8 @@ def test_generate_takes_and_returns_either_name(case):
         cache = model.new_cache()
         inputs = model.prepare_inputs_for_generation(ids, attention_mask=torch.ones_like(ids), **{name: cache})
         assert [value for key, value in inputs.items() if key in NAMES] == [cache]
+        assert inputs["cache"] is inputs["past_key_values"] is inputs.get("cache") is inputs.get("past_key_values")
+        assert inputs.get("invented", 3) == 3
 
 
 @pytest.mark.fast
@@ -110,6 +115,38 @@ def test_a_stop_that_is_noticed_one_step_late(case, monkeypatch):
         with torch.no_grad():
             after = [model(ids[:, :3], cache=out.cache).logits for out in (found, expected)]
         torch.testing.assert_close(*after, atol=1e-4, rtol=1e-4)
+
+
+@each(*GENERATING)
+def test_a_text_is_not_read_again_into_its_cache(case):
+    model, ids = case.model(), case.ids(1, 12)
+    options = {"max_new_tokens": 4, **GREEDY}
+    expected = model.generate(ids, **options)
+
+    def cache():
+        with torch.no_grad():
+            return model(ids[:, :8]).cache
+
+    assert torch.equal(model.generate(ids, cache=cache(), **options), expected)
+    with pytest.raises(ValueError, match="`cache` was given, but `use_cache` is False"):
+        model.generate(ids, cache=cache(), use_cache=False, **options)
+    assisted = (
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_model": model},
+        {"generation_config": GenerationConfig(prompt_lookup_num_tokens=3)},
+    )
+    for how in assisted:
+        with pytest.raises(ValueError, match="assisted decoding reads all tokens of the text, but `cache` has read 8"):
+            model.generate(ids, cache=cache(), **how, **options)
+    mask, read = torch.ones_like(ids), cache()
+    read.activate_past_recording()
+    out = model.generate(ids[:, 8:], attention_mask=mask, cache=read, prompt_lookup_num_tokens=3, **options)
+    assert torch.equal(out, expected[:, 8:])
+    if versions.CHUNKS_FROM_THE_BEGINNING:
+        with pytest.raises(ValueError, match="`prefill_chunk_size`: transformers before 5.23"):
+            model.generate(ids, cache=cache(), prefill_chunk_size=3, **options)
+    else:
+        assert torch.equal(model.generate(ids, cache=cache(), prefill_chunk_size=3, **options), expected)
 
 
 # Arguments that nobody reads.
@@ -192,6 +229,36 @@ def test_the_check_passes(case, newer, caplog):
     assert self_check._checked == {type(model)}
     for dtype in (torch.bfloat16, torch.float16):
         assert self_check.difference_of_cache(case.model().to(dtype)) < self_check.TOLERANCE
+
+
+def test_the_check_leaves_the_model_alone(newer):
+    """Also if threads generate with it, or its weights are offloaded."""
+    model, ids = tiny_model("rwkv6"), random_ids(1, 6)
+    settings = model.generation_config
+    settings.max_new_tokens = 3
+    with ThreadPoolExecutor(4) as pool:
+        lengths = list(pool.map(lambda _: model.generate(ids, **GREEDY).shape[1], range(4)))
+    assert lengths == [9] * 4 and model.generation_config is settings and settings.max_new_tokens == 3
+    self_check._checked.clear()
+    expected = model.generate(ids, **GREEDY)
+    self_check._checked.clear()
+    offloaded = accelerate.cpu_offload(model, execution_device="cpu")
+    assert torch.equal(offloaded.generate(ids, **GREEDY), expected)
+
+
+def test_the_arguments_of_a_subclass_are_known():
+    class Subclass(model_class("rwkv6")):
+        def forward(self, input_ids=None, of_subclass=None, **kwargs):
+            assert of_subclass == 3
+            return super().forward(input_ids, **kwargs)
+
+        def prepare_inputs_for_generation(self, *args, of_preparation=None, **kwargs):
+            assert of_preparation == 4
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    model, ids = Subclass(tiny_config("rwkv6")), random_ids(1, 6)
+    out = model.generate(ids, max_new_tokens=2, of_subclass=3, of_preparation=4, **GREEDY)
+    assert out.shape == (1, 8)
 
 
 def test_the_check_fails(newer, monkeypatch):

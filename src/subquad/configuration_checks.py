@@ -31,6 +31,21 @@ READ_BY_TRANSFORMERS = (
     "tokenizer_class",
     "transformers_weights",
 )
+# Fields that transformers 4 wrote into files, and that change nothing.
+LEGACY = (
+    "add_cross_attention",
+    "cross_attention_hidden_size",
+    "finetuning_task",
+    "is_decoder",
+    "prefix",
+    "pruned_heads",
+    "sep_token_id",
+    "task_specific_params",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "torchscript",
+    "use_bfloat16",
+)
 # What implementations call the epsilon of their norms.
 EPSILONS = ("eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rms_norm_eps")
 # How alike two names are, from 0 to 1, to be taken for each other in a file. Other files of configurations have names
@@ -164,7 +179,7 @@ def _is_known(config_class: type[PreTrainedConfig], name: str) -> bool:
 
 @functools.cache
 def _is_read_by_transformers(name: str) -> bool:
-    if name in READ_BY_TRANSFORMERS or name in vars(GenerationConfig()):
+    if name in READ_BY_TRANSFORMERS or name in LEGACY or name in vars(GenerationConfig()):
         return True
     # It keeps what it does not read as an attribute.
     return not hasattr(PreTrainedConfig, name) and name not in vars(PreTrainedConfig(**{name: None}))

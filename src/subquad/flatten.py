@@ -129,6 +129,7 @@ class Module:
         for first, last, replacement in sorted(edits, reverse=True):
             lines[first - 1 : last] = replacement
         text = re.sub(r"\n{3,}", "\n\n\n", "\n".join(lines))
+        text = re.sub(r'\A("""(?:(?!""").)*""")\n{3}', r"\1\n\n", text, flags=re.DOTALL)  # if no import is left
         text = re.sub(r"\n{3}(?=(import|from) )", "\n\n", text)  # if nothing is left of a group of imports
         return text.rstrip("\n") + "\n"
 

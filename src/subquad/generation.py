@@ -8,10 +8,10 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMixin, GenerationMode, MaxLengthCriteria, StoppingCriteriaList
 from transformers.utils import ModelOutput, logging
 
-from .arguments import refuse_unknown, with_own_names
+from .arguments import parameter_names, refuse_unknown, with_own_names
 from .cache import RecurrentCache
 from .self_check import check_once
-from .versions import CACHE_NAME, cache_of, named_cache
+from .versions import CACHE_NAME, CACHE_NAMES, CHUNKS_FROM_THE_BEGINNING, cache_of, named_cache
 
 
 logger = logging.get_logger(__name__)
@@ -58,8 +58,10 @@ class RecurrentGenerationMixin(GenerationMixin):
     def _generate(self, *args, cache: RecurrentCache | None = None, **kwargs):
         """`generate` of transformers. Its output has the cache under both names."""
         if cache is not None:
+            _check_continuation_of(cache, args, kwargs, self.generation_config)
             kwargs |= named_cache(cache)
-        check_once(self)
+        given = _given_ids(args, kwargs)
+        check_once(self, None if given is None else given.device)
         out = super().generate(*args, **kwargs)
         if CACHE_NAME != "cache" and isinstance(out, ModelOutput):
             out.cache = cache_of(out)
@@ -70,7 +72,8 @@ class RecurrentGenerationMixin(GenerationMixin):
         As in transformers, but a name that neither `generate` nor the model knows is a TypeError with the names that
         look like it.
         """
-        known = self.known_arguments | vars(GenerationConfig()).keys() | {"prefix_cache"}
+        known = parameter_names(type(self).forward, type(self).prepare_inputs_for_generation)
+        known |= self.known_arguments | vars(GenerationConfig()).keys() | {"prefix_cache"}
         refuse_unknown(model_kwargs, known, f"{type(self).__name__}.generate()")
         super()._validate_model_kwargs(model_kwargs)
 
@@ -153,8 +156,8 @@ class RecurrentGenerationMixin(GenerationMixin):
         **kwargs,
     ) -> dict:
         """
-        As in transformers, but without a mask for a single generated token, which is never padding. The cache keeps
-        the name `past_key_values` among the inputs: PEFT looks for it there, and the models take either name.
+        As in transformers, but without a mask for a single generated token, which is never padding. The cache is found
+        among the inputs under either name.
         """
         kwargs = with_own_names(kwargs)
         cache, of_prompt = kwargs.pop("cache", None), kwargs.pop("of_prompt", is_first_iteration)
@@ -169,8 +172,7 @@ class RecurrentGenerationMixin(GenerationMixin):
             **named_cache(cache),
             **kwargs,
         )
-        if CACHE_NAME in inputs:
-            inputs["past_key_values"] = inputs.pop(CACHE_NAME)
+        inputs = _Inputs(inputs)
         ids = inputs.get("input_ids")
         if not of_prompt and cache is not None and ids is not None and ids.shape[1] == 1:
             inputs.pop("attention_mask", None)
@@ -218,6 +220,21 @@ class RecurrentGenerationMixin(GenerationMixin):
         return attention_mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
 
 
+class _Inputs(dict):
+    """The inputs of a step. PEFT looks for the cache among them, under the name that it knows."""
+
+    def __missing__(self, name: str) -> Any:
+        if name in CACHE_NAMES and CACHE_NAME in self:
+            return self[CACHE_NAME]
+        raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+
 def _given_ids(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
     return args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
 
@@ -225,15 +242,49 @@ def _given_ids(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
 def _why_not_one_text(args: tuple, kwargs: dict[str, Any]) -> str | None:
     """Why a prefix cache cannot be used with arguments of `generate`; None if it can."""
     for name in NOT_WITH_PREFIXES:
-        given = kwargs.get(name, getattr(kwargs.get("generation_config"), name, None))
-        if given is not None:
+        if _setting(kwargs, name) is not None:
             return f"`{name}` cannot be given together with `prefix_cache`."
+    if _setting(kwargs, "use_cache") is False:
+        return "`use_cache` must not be False if `prefix_cache` is given."
     ids, mask = _given_ids(args, kwargs), kwargs.get("attention_mask")
     if ids is None or ids.shape[0] != 1:
         return f"`prefix_cache` needs `input_ids` with one row, got {None if ids is None else tuple(ids.shape)}."
     if mask is not None and not mask.all():
         return "`attention_mask` must not have zeros if `prefix_cache` is given."
     return None
+
+
+def _setting(kwargs: dict[str, Any], name: str, default: GenerationConfig | None = None) -> Any:
+    """An argument of `generate`, or the field of that name of its `generation_config`, or of the model's."""
+    given = kwargs.get(name, getattr(kwargs.get("generation_config"), name, None))
+    return getattr(default, name, None) if given is None else given
+
+
+def _check_continuation_of(
+    cache: RecurrentCache, args: tuple, kwargs: dict[str, Any], default: GenerationConfig
+) -> None:
+    """
+    Raises:
+        ValueError: if `generate` would read a text from its beginning into a cache that has read some of it.
+    """
+    if _setting(kwargs, "use_cache", default) is False:
+        raise ValueError("`cache` was given, but `use_cache` is False.")
+    ids, mask = _given_ids(args, kwargs), kwargs.get("attention_mask")
+    if not isinstance(cache, RecurrentCache) or ids is None or not cache.get_seq_length():
+        return
+    if _setting(kwargs, "prefill_chunk_size", default) is not None and CHUNKS_FROM_THE_BEGINNING:
+        raise ValueError(
+            "`prefill_chunk_size`: transformers before 5.23 reads chunks from the beginning of a text, but `cache` "
+            f"has read {cache.get_seq_length()} tokens."
+        )
+    if mask is not None and mask.shape[1] > ids.shape[1]:  # only the new tokens
+        return
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
+        if _setting(kwargs, name, default) is not None:
+            raise ValueError(
+                f"`{name}`: assisted decoding reads all tokens of the text, but `cache` has read "
+                f"{cache.get_seq_length()}. Give only the new tokens, with the `attention_mask` of the whole text."
+            )
 
 
 def _check_continuation(cache: RecurrentCache, generation_config: GenerationConfig, model_kwargs: dict) -> None:

@@ -1,5 +1,6 @@
 """Whether `generate` of a transformers or torch that is newer than those tested still passes the cache on."""
 
+import copy
 import os
 
 import torch
@@ -19,33 +20,34 @@ _checked: set[type] = set()
 
 
 @torch.no_grad()
-def difference_of_cache(model: GenerationMixin) -> float:
+def difference_of_cache(model: GenerationMixin, device: torch.device | None = None) -> float:
     """
     The largest difference of the logits of a step of `generate` with a cache and of the same step without one, as a
     part of the largest logit. The step reads a fixed token after a fixed prompt, so nothing is drawn.
+
+    Args:
+        device: where the tokens are; that of an offloaded model's weights may be none.
     """
-    prompt = torch.tensor([PROMPT], device=model.device)
+    prompt = torch.tensor([PROMPT], device=device or model.device)
     options = {"max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
     # Without EOS, sampling, and whatever else the model's own configuration asks for.
-    own, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
-    try:
-        logits = [
-            GenerationMixin.generate(
-                model,
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                prefix_allowed_tokens_fn=lambda row, ids: [PROMPT[0]],
-                use_cache=use_cache,
-                **options,
-            ).logits[1]
-            for use_cache in (True, False)
-        ]
-    finally:
-        model.generation_config = own
+    plain = copy.copy(model)  # other threads may use the model
+    plain.generation_config = GenerationConfig(pad_token_id=0)
+    logits = [
+        GenerationMixin.generate(
+            plain,
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            prefix_allowed_tokens_fn=lambda row, ids: [PROMPT[0]],
+            use_cache=use_cache,
+            **options,
+        ).logits[1]
+        for use_cache in (True, False)
+    ]
     return ((logits[0] - logits[1]).abs().max() / logits[1].abs().max().clamp_min(1e-30)).item()
 
 
-def check_once(model: GenerationMixin) -> None:
+def check_once(model: GenerationMixin, device: torch.device | None = None) -> None:
     """
     Checks the class of a model before its first text, if transformers or torch is newer than what was tested.
     `SUBQUAD_SELF_CHECK=0` turns this off.
@@ -57,7 +59,7 @@ def check_once(model: GenerationMixin) -> None:
         return
     if newer := newer_than_tested():
         untested = f"{' and '.join(newer)}: newer than what was tested. {describe_tested()}"
-        if not difference_of_cache(model) <= TOLERANCE:
+        if not difference_of_cache(model, device) <= TOLERANCE:
             raise RuntimeError(
                 f"{untested} `generate` of {type(model).__name__} gives other logits with the cache than without it. "
                 f"Install versions that were tested, or a newer subquad. {VARIABLE}=0 turns this check off."

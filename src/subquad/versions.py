@@ -2,7 +2,7 @@
 What depends on the version of transformers: the range that was tested, and the name of the cache.
 
 transformers 5.24 renamed `past_key_values` to `cache`, as an argument and as a field of outputs. The models call it
-`cache`, and everybody may use either name with every version.
+`cache`. With every version they take it as an argument of either name, and outputs have it as attributes of both.
 """
 
 import dataclasses
@@ -25,6 +25,12 @@ TESTED = {"torch": ((2, 8), (2, 14)), "transformers": ((5, 16), (5, 24))}
 CACHE_NAMES = ("cache", "past_key_values")
 
 
+def minor_version(version: str) -> tuple[int, int]:
+    """(5, 24) of "5.24.0"."""
+    major, minor = re.match(r"(\d+)\.(\d+)", version).groups()
+    return int(major), int(minor)
+
+
 def describe_tested() -> str:
     """The versions that were tested, as a sentence."""
     ranges = (f"{name} {a}.{b} to {c}.{d}" for name, ((a, b), (c, d)) in TESTED.items())
@@ -34,11 +40,7 @@ def describe_tested() -> str:
 def newer_than_tested() -> list[str]:
     """The installed packages whose minor version is newer than the newest that was tested, with their versions."""
     installed = {"torch": str(torch.__version__), "transformers": transformers.__version__}
-    return [
-        f"{name} {version}"
-        for name, version in installed.items()
-        if tuple(map(int, re.match(r"(\d+)\.(\d+)", version).groups())) > TESTED[name][1]
-    ]
+    return [f"{name} {version}" for name, version in installed.items() if minor_version(version) > TESTED[name][1]]
 
 
 def _name_of_cache() -> str:
@@ -54,6 +56,8 @@ def _name_of_cache() -> str:
 
 
 CACHE_NAME = _name_of_cache()
+# Whether `prefill_chunk_size` reads a text from its beginning, although a cache has read some of it.
+CHUNKS_FROM_THE_BEGINNING = minor_version(transformers.__version__) < (5, 23)
 
 
 def named_cache(cache: Any) -> dict[str, Any]:
@@ -76,12 +80,12 @@ class _EitherName:
 
 
 class RecurrentModelOutput(_EitherName, BaseModelOutputWithPast):
-    """`BaseModelOutputWithPast`, with `cache` and `past_key_values` in every version of transformers."""
+    """`BaseModelOutputWithPast`, with the attributes `cache` and `past_key_values` in every version."""
 
 
 class RecurrentCausalLMOutput(_EitherName, CausalLMOutputWithPast):
-    """`CausalLMOutputWithPast`, with `cache` and `past_key_values` in every version of transformers."""
+    """`CausalLMOutputWithPast`, with the attributes `cache` and `past_key_values` in every version."""
 
 
 class RecurrentClassifierOutput(_EitherName, SequenceClassifierOutputWithPast):
-    """`SequenceClassifierOutputWithPast`, with `cache` and `past_key_values` in every version of transformers."""
+    """`SequenceClassifierOutputWithPast`, with the attributes `cache` and `past_key_values` in every version."""

@@ -133,7 +133,7 @@ def _unknown(keywords: Mapping[str, Any], known: Collection[str]) -> Iterator[tu
     for name, value in keywords.items():
         if name in known or name.startswith("_"):
             continue
-        if value in (None, False) and not get_close_matches(name, known, cutoff=ALIKE):
+        if (value is None or value is False) and not get_close_matches(name, known, cutoff=ALIKE):
             continue
         found = get_close_matches(name, sorted({*known} - {"self", "kwargs"}))
         yield name, f" Did you mean {' or '.join(f'`{each}`' for each in found)}?" if found else ""
