@@ -227,7 +227,7 @@ def test_client_example(models, url, capsys, monkeypatch):
         example.main()
         return capsys.readouterr().out
 
-    assert run() == f"{FINCH}\n"
+    assert run().splitlines()[0] == FINCH  # newer servers also list what they have loaded
 
     path = str(models / "world")
     arguments = ("--complete", "--model", FINCH, "--temperature", "0", "--max-tokens", "20")
