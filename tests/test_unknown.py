@@ -411,3 +411,15 @@ def test_fields_of_transformers_4():
         config_class = getattr(subquad, architecture.config)
         assert type(config_class.from_dict(dict(fields))) is config_class
         assert type(config_class(**fields)) is config_class
+
+
+def test_a_rotary_embedding_that_is_not_scaled():
+    """vLLM sets it after the configuration was made."""
+    default = {"rope_type": "default", "rope_theta": 10000.0}
+    for architecture in REGISTRY.values():
+        config = getattr(subquad, architecture.config)(rope_parameters=default)
+        config.rope_parameters = {**default, "rope_theta": getattr(config, "rope_theta", 10000.0)}
+        config.check_fields()
+        config.rope_parameters = {"rope_type": "linear", "factor": 2.0}
+        with pytest.raises(ValueError, match="`rope_parameters` must be None, got .*linear"):
+            config.check_fields()

@@ -88,7 +88,7 @@ class CheckedConfig(PreTrainedConfig):
                 del kwargs[name]
             elif name in only_values:
                 del kwargs[name]
-                if not _is_among(value, only_values[name][0]):
+                if not self._changes_nothing(value, only_values[name][0]):
                     refused[name] = value
             elif _is_read_only(type(self), name):
                 if value not in (None, getattr(self, name)):
@@ -121,6 +121,13 @@ class CheckedConfig(PreTrainedConfig):
         """As in transformers."""
         return cls.from_dict(cls._dict_from_json_file(json_file))
 
+    def _changes_nothing(self, value: Any, values: tuple[Any, ...]) -> bool:
+        if isinstance(value, dict) and value.get("rope_type", value.get("type")) == "default":
+            # The rotary embedding as it is; transformers and vLLM set this on any configuration with a `rope_theta`.
+            theta = value.get("rope_theta")
+            return theta is None or theta == getattr(self, "rope_theta", theta)
+        return all(each is None or each in values for each in (value if isinstance(value, list) else [value]))
+
     def check_fields(self) -> None:
         """
         Raises:
@@ -128,7 +135,7 @@ class CheckedConfig(PreTrainedConfig):
                 set later, and would be saved with the others.
         """
         for name, (values, reason) in self.only_values.items():
-            if not _is_among(value := vars(self).get(name), values):
+            if not self._changes_nothing(value := vars(self).get(name), values):
                 raise ValueError(f"`{name}` must be {' or '.join(map(repr, values))}, got {value!r}: {reason}.")
         for name in vars(self):
             if not _is_known(type(self), name) and (hint := nearest_fields(type(self), name, ALIKE)):
@@ -188,10 +195,6 @@ def _is_read_by_transformers(name: str) -> bool:
 def _is_read_only(config_class: type[PreTrainedConfig], name: str) -> bool:
     attribute = getattr(config_class, name, None)
     return isinstance(attribute, property) and attribute.fset is None
-
-
-def _is_among(value: Any, values: tuple[Any, ...]) -> bool:
-    return all(each is None or each in values for each in (value if isinstance(value, list) else [value]))
 
 
 def _warn_of_generation(keywords: Mapping[str, Any]) -> None:
