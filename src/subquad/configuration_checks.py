@@ -215,7 +215,8 @@ def check_configuration(config: PreTrainedConfig, sizes: Iterable[str], positive
     Raises:
         ValueError: if a field has a value that no model has.
     """
-    if isinstance(config, CheckedConfig):
+    # Names do not change while a graph is traced, and Dynamo cannot look for them.
+    if isinstance(config, CheckedConfig) and not torch.compiler.is_compiling():
         config.check_fields()
     layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     for name in sizes:

@@ -109,7 +109,19 @@ def _add_processor_code(directory: Path, architecture: Architecture) -> dict[str
 
 
 def _write_code(directory: Path, *modules: str) -> None:
-    for file, text in repository_code(*modules).items():
+    """
+    Writes the code of modules, and again that of the same architecture's modules which are there already: files that
+    they share have what all of them use.
+    """
+    packages = {module.rpartition(".")[0] for module in modules}
+    kinds = ("configuration", "modeling", "processing")
+    there = (
+        f"{architecture.package}.{kind}_{architecture.folder}"
+        for architecture in REGISTRY.values()
+        for kind in kinds
+        if architecture.package in packages and (directory / f"{kind}_{architecture.folder}.py").exists()
+    )
+    for file, text in repository_code(*dict.fromkeys((*modules, *there))).items():
         _write(directory / file, text)
 
 
