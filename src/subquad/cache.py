@@ -273,8 +273,8 @@ class RecurrentCache(Cache):
     The states of a recurrent model: a few named tensors per block, whose size does not depend on the length of the
     text.
 
-    `generate` and the models create one by themselves. Passed to a later call (`cache`), it continues the
-    text. Rolling back (`crop`) rebuilds the states from those before the recorded tokens and from what each of these
+    `generate` and the models create one by themselves. Passed to a later call (`cache`), it continues the text.
+    Rolling back (`crop`) rebuilds the states from those before the recorded tokens and from what each of these
     contributed, so call [`~RecurrentCache.activate_past_recording`] before the tokens are read. Assisted decoding does
     that.
 

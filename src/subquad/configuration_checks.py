@@ -2,8 +2,8 @@
 What every configuration is checked for before any tensor is made: the names of its fields, and their values.
 
 transformers keeps every field that it does not know as an attribute, which nobody reads. Here a keyword that is no
-field is a TypeError. A `config.json` may be that of another implementation: a field that nobody reads is ignored with
-a warning, and refused if it resembles one that is read.
+field is a TypeError. A `config.json` may come from another implementation: a field that nobody reads is ignored with a
+warning, and refused if it resembles one that is read.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from .arguments import UnknownArgument, nearest
+from .arguments import ALIKE, UnknownArgument, nearest
 
 
 logger = logging.get_logger(__name__)
@@ -48,9 +48,6 @@ LEGACY = (
 )
 # What implementations call the epsilon of their norms.
 EPSILONS = ("eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rms_norm_eps")
-# How alike two names are, from 0 to 1, to be taken for each other in a file. Other files of configurations have names
-# that are as long and not much less alike: `bos_token` is 0.86 of `bos_token_id`.
-ALIKE = 0.87
 
 # More than any model has. Without limits, a file of a few bytes could ask for more memory or time than there is.
 MAX_LAYERS = 4096
@@ -198,7 +195,7 @@ def _is_read_only(config_class: type[PreTrainedConfig], name: str) -> bool:
 
 
 def _warn_of_generation(keywords: Mapping[str, Any]) -> None:
-    """Warns of settings that transformers drops. Those in a `config.json` are read if there is no other file."""
+    """Warns of settings that transformers drops. It reads them in a `config.json` if there is no other file."""
     for name, default in GenerationConfig._get_default_generation_params().items():
         if keywords.get(name, default) not in (None, default):
             logger.warning_once(

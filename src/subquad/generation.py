@@ -15,11 +15,13 @@ from .versions import CACHE_NAME, CACHE_NAMES, CHUNKS_FROM_THE_BEGINNING, cache_
 
 
 logger = logging.get_logger(__name__)
+# Arguments of `generate` that ask for assisted decoding.
+ASSISTED = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 # Arguments of `generate` that exclude a prefix cache. Assisted decoding reads the whole text into the cache that it is
 # given.
 NOT_WITH_PREFIXES = (
     *("inputs_embeds", "pixel_values", "cache", "cache_implementation"),
-    *("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),
+    *ASSISTED,
 )
 
 
@@ -58,7 +60,7 @@ class RecurrentGenerationMixin(GenerationMixin):
     def _generate(self, *args, cache: RecurrentCache | None = None, **kwargs):
         """`generate` of transformers. Its output has the cache under both names."""
         if cache is not None:
-            _check_continuation_of(cache, args, kwargs, self.generation_config)
+            _check_not_read_again(cache, args, kwargs, self.generation_config)
             kwargs |= named_cache(cache)
         given = _given_ids(args, kwargs)
         check_once(self, None if given is None else given.device)
@@ -260,7 +262,7 @@ def _setting(kwargs: dict[str, Any], name: str, default: GenerationConfig | None
     return getattr(default, name, None) if given is None else given
 
 
-def _check_continuation_of(
+def _check_not_read_again(
     cache: RecurrentCache, args: tuple, kwargs: dict[str, Any], default: GenerationConfig
 ) -> None:
     """
@@ -279,7 +281,7 @@ def _check_continuation_of(
         )
     if mask is not None and mask.shape[1] > ids.shape[1]:  # only the new tokens
         return
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
+    for name in ASSISTED:
         if _setting(kwargs, name, default) is not None:
             raise ValueError(
                 f"`{name}`: assisted decoding reads all tokens of the text, but `cache` has read "

@@ -110,8 +110,8 @@ def _add_processor_code(directory: Path, architecture: Architecture) -> dict[str
 
 def _write_code(directory: Path, *modules: str) -> None:
     """
-    Writes the code of modules, and again that of the same architecture's modules which are there already: files that
-    they share have what all of them use.
+    Writes the code of modules. Modules of the same architecture that are already in the directory are written again,
+    because a file that several modules share must have what all of them use.
     """
     packages = {module.rpartition(".")[0] for module in modules}
     kinds = ("configuration", "modeling", "processing")

@@ -255,8 +255,8 @@ class Tokens:
         position_ids = position_ids.to(device)
         if mask is None:
             return (position_ids[:, 1:] != position_ids[:, :-1] + 1).expand(self.batch, -1)
-        # The positions of padding mean nothing. Behind it, a text goes on at the next position, or if the positions
-        # count columns, at that of its column.
+        # Padding has no position of its own. After it a text goes on at the next position, or at the number of its
+        # column if the positions count columns.
         last = last_real(mask)[:, :-1]
         position_ids = position_ids.expand(self.batch, -1)
         step = position_ids[:, 1:] - position_ids.gather(1, (last - 1).clamp_min(0))

@@ -4,7 +4,7 @@ import os
 
 from transformers import ProcessorMixin
 
-from .arguments import PUSH_ARGUMENTS, UnknownArgument, nearest, parameter_names, refuse_unknown
+from .arguments import ALIKE, PUSH_ARGUMENTS, UnknownArgument, nearest, parameter_names, refuse_unknown
 
 
 # The arguments of a call that transformers reads without listing them.
@@ -27,7 +27,7 @@ class SavedProcessor(ProcessorMixin):
         """
         names = parameter_names(cls.__init__)
         for name in kwargs:
-            if name not in names and (hint := nearest(name, names, 0.87)):
+            if name not in names and (hint := nearest(name, names, ALIKE)):
                 raise UnknownArgument(f"{cls.__name__} has no setting `{name}`.{hint}")
         made = super().from_args_and_dict(args, processor_dict, **kwargs)
         if "auto_map" in processor_dict:

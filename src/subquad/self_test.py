@@ -5,6 +5,7 @@ are stored, which come from the recurrences as the papers write them, in float64
 `python -m subquad.self_test` writes them to `self_test.json`.
 """
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -23,6 +24,7 @@ TOKENS = 90  # more than one chunk or window of every embedded model
 EVERY = 8  # of the logits, one of so many is compared
 
 
+@functools.lru_cache(maxsize=1)  # `subquad doctor` asks for two results of each model
 def _load(name: str, device: str | torch.device, dtype: torch.dtype) -> transformers.PreTrainedModel:
     path = embedded_model(name)
     model_type = transformers.AutoConfig.from_pretrained(path).model_type

@@ -99,7 +99,7 @@ class GeckoConfig(CheckedConfig):
     @property
     def only_values(self) -> dict[str, tuple[tuple[Any, ...], str]]:
         """As in [`CheckedConfig`]. The field is one of the authors' code."""
-        return super().only_values | {"output_size": ((self.vocab_size, -1), "every output is that of a token")}
+        return super().only_values | {"output_size": ((self.vocab_size, -1), "every output belongs to a token")}
 
     @plan_property
     def base_model_tp_plan(self) -> dict[str, str]:

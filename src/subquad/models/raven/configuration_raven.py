@@ -141,7 +141,7 @@ class RavenConfig(CheckedConfig):
 
     @property
     def only_values(self) -> dict[str, tuple[tuple[Any, ...], str]]:
-        """As in [`CheckedConfig`]. The fields are those of other models of flash-linear-attention."""
+        """As in [`CheckedConfig`]. Other models of flash-linear-attention have these fields."""
         return super().only_values | {
             "attnres_block_size": ((None, 0), "residual attention is not supported"),
             "clamp_max": ((None,), "decays are not clamped"),

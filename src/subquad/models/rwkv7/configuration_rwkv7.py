@@ -103,7 +103,7 @@ class Rwkv7Config(CheckedConfig):
 
     @property
     def only_values(self) -> dict[str, tuple[tuple[Any, ...], str]]:
-        """As in [`CheckedConfig`]. The values are those of all published models."""
+        """As in [`CheckedConfig`]. All published models have these values."""
         return super().only_values | {
             "attn": ((None,), "softmax attention is not supported"),
             "attention_hidden_size": ((self.hidden_size,), "heads of another width than the model are not supported"),
