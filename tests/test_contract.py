@@ -741,7 +741,7 @@ def test_compiled_decode_step(case, graphs):
     assert len(graphs) <= case.decode_graphs
 
 
-@pytest.mark.quick_cases("rwkv6", "gecko")
+@pytest.mark.quick_cases("rwkv6")
 @each(*BASE, *VISUAL, RAVEN_FULL, RAVEN_BOTH)
 def test_compiled_with_a_default_device(case, graphs):
     """It is a mode of torch, under which Dynamo traces also those methods of tensors that are written in Python."""

@@ -419,7 +419,7 @@ def test_a_rotary_embedding_that_is_not_scaled():
     for architecture in REGISTRY.values():
         config = getattr(subquad, architecture.config)(rope_parameters=default)
         config.rope_parameters = {**default, "rope_theta": getattr(config, "rope_theta", 10000.0)}
-        config.check_fields()
+        config.validate_names()
         config.rope_parameters = {"rope_type": "linear", "factor": 2.0}
         with pytest.raises(ValueError, match="`rope_parameters` must be None, got .*linear"):
-            config.check_fields()
+            config.validate_names()

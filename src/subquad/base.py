@@ -24,6 +24,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         config.validate_architecture()  # its fields may have been set since it was created
+        config.validate_names()
         super().__init__(config, *args, **kwargs)
 
     def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RecurrentCache:

@@ -97,7 +97,7 @@ class CheckedConfig(PreTrainedConfig):
         if not _from_file:
             _warn_of_generation(kwargs)
         super().__post_init__(**kwargs)
-        vars(self).update(refused)  # `check_fields` refuses them
+        vars(self).update(refused)  # `validate_names` refuses them
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -125,7 +125,7 @@ class CheckedConfig(PreTrainedConfig):
             return theta is None or theta == getattr(self, "rope_theta", theta)
         return all(each is None or each in values for each in (value if isinstance(value, list) else [value]))
 
-    def check_fields(self) -> None:
+    def validate_names(self) -> None:
         """
         Raises:
             ValueError: if a field has a value that belongs to another model, or an attribute resembles a field. It was
@@ -212,9 +212,6 @@ def check_configuration(config: PreTrainedConfig, sizes: Iterable[str], positive
     Raises:
         ValueError: if a field has a value that no model has.
     """
-    # Names do not change while a graph is traced, and Dynamo cannot look for them.
-    if isinstance(config, CheckedConfig) and not torch.compiler.is_compiling():
-        config.check_fields()
     layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     for name in sizes:
         value, most = getattr(config, name), MAX_LAYERS if name == layers else MAX_SIZE

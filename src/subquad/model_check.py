@@ -105,6 +105,7 @@ def check_model(directory: str | os.PathLike, values: bool = True) -> PreTrained
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         complete_sizes(config, directory)
         config.validate_architecture()
+        config.validate_names()
     for name in SETTINGS:
         if (directory / name).is_file():
             read_json(directory / name)

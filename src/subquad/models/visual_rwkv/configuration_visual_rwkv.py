@@ -118,6 +118,7 @@ class VisualRwkvConfig(CheckedConfig):
         if text.model_type not in TEXT_CONFIGS:
             raise ValueError(f"`text_config`: its `model_type` must be rwkv5 or rwkv6, got {text.model_type!r}.")
         text.validate_architecture()
+        text.validate_names()
         sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels")
         check_configuration(vision, (*sizes, "image_size", "patch_size"), ("layer_norm_eps",))
         check_configuration(self, ())
