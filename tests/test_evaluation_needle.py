@@ -201,9 +201,11 @@ def test_runs_go_on_and_repeat(run, monkeypatch, tmp_path):
     assert trained[5:] == ["finch"]
 
 
-def test_every_architecture_trains_and_answers(run, tmp_path):
-    record = run("--architectures", *needle.ARCHITECTURES, "--steps", "1")
-    assert [row["architecture"] for row in record["rows"]] == [name for name in needle.ARCHITECTURES for _ in "12"]
+@pytest.mark.quick_cases("two")
+@pytest.mark.parametrize("names", [("finch", "gecko"), tuple(needle.ARCHITECTURES)], ids=["two", "all"])
+def test_architectures_train_and_answer(names, run, tmp_path):
+    record = run("--architectures", *names, "--steps", "1")
+    assert [row["architecture"] for row in record["rows"]] == [name for name in names for _ in "12"]
     for name, labels in {
         "needle_depth": ("tokens", "passkey: depth (%)", "number: depth (%)", "right answers (share)"),
         "needle_length": ("length (tokens)", "right answers (share)"),

@@ -182,6 +182,7 @@ assert lora["rwkv6"] and PEFT_TYPE_TO_CONFIG_MAPPING["STATE_TUNING"] is subquad.
 """
 
 
+@pytest.mark.thorough
 def test_every_order_of_imports(server):
     server(f"IMPORTS = {IMPORTS!r}; CHECK = {CHECK!r}\n{EVERY_ORDER}")
 
