@@ -8,7 +8,8 @@ Runs the tests in the oldest, in middle and in the newest supported versions of 
 Each environment is installed once, in .venv-versions, and takes up to 7 GB if pip finds torch with CUDA. Without a
 GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves most of them.
 
-Every part runs, even if an earlier one has failed; the exit status is then 1. A part also fails if a test was skipped
+Every part runs in each environment. Between the middle transformers and the newest, the fast tests of some parts run
+with each minor version. A part that fails does not end the run; the exit status is then 1. A part also fails if a test was skipped
 because a package is missing. Except with --quick, the results are written to docs/versions.json, from which the
 documentation makes a table. A run of some parts keeps the results of the others, unless versions have changed. Logs
 are in the folder of each environment.
@@ -60,7 +61,7 @@ PARTS = {
     "pipelines": ["test_pipelines.py", "test_encoder_pipelines.py"],
     "kernels": ["kernels/test_operator_contract.py"],
 }
-# The parts of which --quick runs the tests that are marked as fast.
+# The parts whose tests that are marked as fast run with packages that are laid over those of an environment.
 QUICK = ("contract", "conformance", "generation", "repositories", "tokenizers")
 
 
@@ -83,8 +84,8 @@ class Environment:
     Attributes:
         python: the version of Python, or None for the environment of this Python, where nothing is installed.
         requirements: what pip is given beside this package and what its tests need.
-        overlays: requirements that replace installed packages for a run of the tests. They are installed without their
-            own requirements.
+        overlays: requirements that replace installed packages for a run of the fast tests. They are installed without
+            their own requirements. An empty one stands for all tests with what is installed.
     """
 
     python: str | None
@@ -285,9 +286,9 @@ def main() -> int:
             variables["USE_HUB_KERNELS"] = "0"
             found = versions(python, variables)
             print(f"{name}:", ", ".join(f"{package} {version}" for package, version in found.items()), flush=True)
-            for part in args.part:
+            for part in args.part if not requirements else [part for part in QUICK if part in args.part]:
                 log = folder / "logs" / f"{part}-transformers-{found['transformers']}.log"
-                tests = [*PARTS[part], "-m", "fast"] if args.quick else PARTS[part]
+                tests = [*PARTS[part], "-m", "fast"] if requirements else PARTS[part]
                 result, wrong = run_part(python, tests, variables, log, args.jobs)
                 print("  {:14}{passed} passed, {failed} failed, {skipped} skipped, {seconds} s".format(part, **result))
                 if wrong:
