@@ -4,6 +4,7 @@ import itertools
 import re
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 from cases import (
@@ -283,6 +284,67 @@ def test_continuing_from_a_returned_cache(case):
     text["attention_mask"] = torch.ones_like(first.sequences)  # the id of padding may have been generated, too
     second = model.generate(**text, cache=first.cache, max_new_tokens=9, **GREEDY)
     assert torch.equal(second, expected)
+
+
+def until(row: torch.Tensor, token: int, start: int) -> torch.Tensor:
+    """The ids of a row, up to the first such token from `start` on."""
+    found = (row[start:] == token).nonzero().flatten().tolist()
+    return row[: start + found[0] + 1] if found else row
+
+
+@pytest.mark.fast
+@pytest.mark.quick_cases(
+    *("rwkv?-dynamic", "avey-*", "raven-*c", "gecko-*c", "visual-rwkv6-dynamic", "goose-abc-dynamic")
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_implementation": "static", "max_cache_len": 32}], ids=["dynamic", "static"]
+)
+@each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
+def test_rows_that_end_early(case, options):
+    """The state of a row that has ended stays that after its last token, and a second turn goes on from there."""
+    model, options = case.model(), {**GREEDY, **options, "return_dict_in_generate": True}
+    texts = [case.text(1, n, seed=n) for n in (7, 4, 6)]
+    text = padded(texts, "left")
+    free = model.generate(**text, max_new_tokens=8, **GREEDY)
+    # The token that some row has early, and another late or not at all.
+    end = max(free[:, 7:12].flatten().tolist(), key=lambda end: np.ptp([len(until(row, end, 7)) for row in free]))
+    first = model.generate(**text, max_new_tokens=8, **{**options, "eos_token_id": end})
+    rows = [until(row, end, 7) for row in first.sequences]
+    lengths, width = torch.tensor([len(row) for row in rows], device=DEVICE), first.sequences.shape[1]
+    assert width - lengths.min() >= 3
+    mask = (torch.arange(width, device=DEVICE) < lengths[:, None]).long()
+    mask[:, :7] = text["attention_mask"]
+
+    # What was generated, alone, and a second turn.
+    said = [join(alone, {"input_ids": row[None, 7:]}) for alone, row in zip(texts, rows, strict=True)]
+    turn = case.ids(3, 2, seed=9)
+    expected = []
+    for row in range(3):
+        ids = torch.cat((said[row]["input_ids"], turn[row : row + 1]), 1)
+        alone = {**said[row], "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        expected.append(model.generate(**alone, max_new_tokens=5, **GREEDY)[0, -5:])
+    text["input_ids"] = torch.cat((first.sequences, turn), 1)
+    text["attention_mask"] = torch.cat((mask, torch.ones_like(turn)), 1)
+    kept = first.cache.clone()
+    second = model.generate(**text, cache=first.cache, max_new_tokens=5, **GREEDY)
+    assert torch.equal(second[:, -5:], torch.stack(expected))
+    new = {"attention_mask": text["attention_mask"], "cache": kept.clone()}
+    rest = text["input_ids"][:, kept.get_seq_length() :]
+    with torch.no_grad():
+        logits = model(rest, **{**new, "cache": kept.clone()}).logits[:, -1]
+    assert torch.equal(logits[:, : case.new_ids].argmax(-1), torch.stack(expected)[:, 0])
+
+    # A mask of other tokens than were read.
+    new["attention_mask"] = torch.ones_like(new["attention_mask"])
+    with pytest.raises(ValueError, match=rf"`attention_mask`, row \d: 0 of the first {width - 1} tokens are marked"):
+        model(rest, **new)
+    new["attention_mask"] = text["attention_mask"][:, 1:]
+    with pytest.raises(
+        ValueError, match=f"`attention_mask` has {width + 1} columns, but `cache` has read {width - 1}"
+    ):
+        model(rest, **new)
+    with pytest.raises(ValueError, match=f"`attention_mask` has {width + 2} columns, but the input has 3 tokens"):
+        model(rest, attention_mask=text["attention_mask"])
 
 
 @pytest.mark.fast

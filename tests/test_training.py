@@ -436,10 +436,11 @@ def test_trl(model_type, tmp_path):
     packing = trl.SFTConfig(packing=True, max_length=64, gradient_checkpointing=False, **shared)
     trainer = train(trl.SFTTrainer, packing, rows)
     batch = next(iter(trainer.get_train_dataloader()))
-    assert len(batch["input_ids"]) == 1 and len(batch["cu_seq_lens_q"]) > 4
+    begins = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    assert len(batch["input_ids"]) == 1 and len(begins) > 4
     total, items = 0.0, 0
     with torch.no_grad():
-        for begin, end in itertools.pairwise(batch["cu_seq_lens_q"].tolist()):
+        for begin, end in itertools.pairwise([*begins, batch["input_ids"].shape[1]]):
             labels = batch["labels"][:, begin + 1 : end]
             logits = trainer.model(batch["input_ids"][:, begin:end]).logits[:, :-1]
             total += torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum")

@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from .cache import RecurrentCache, check_cache
+from .cache import RecurrentCache, check_cache, check_class
 from .layers import read_tokens
 from .padding import Tokens, last_token
 from .saving import SavedPreTrainedModel
@@ -60,6 +60,8 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         use_cache, cache = self._without_cache_if_checkpointing(use_cache, cache)
+        if cache is not None:
+            check_class(cache, self.cache_class)
         if cache is not None and torch.compiler.is_compiling():
             # `generate` compiles its steps to one graph each. Their positions only count the tokens.
             position_ids = None
@@ -74,7 +76,12 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
             wanted,
         )
         if cache is not None:
-            check_cache(cache, self.config, tokens, self.cache_class)
+            check_cache(cache, self.config, tokens, attention_mask)
+        elif attention_mask is not None and attention_mask.shape[1] > tokens.length:
+            raise ValueError(
+                f"`attention_mask` has {attention_mask.shape[1]} columns, but the input has {tokens.length} tokens. "
+                "Earlier tokens need the `cache` that has read them."
+            )
         elif use_cache:
             cache = self.new_cache()
         return x, tokens, cache, use_cache
@@ -100,7 +107,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         """
         x = self.fill_output(x, tokens, cache)
         if cache is not None:
-            cache.advance(x.shape[1])
+            cache.advance(tokens)
         return RecurrentModelOutput(last_hidden_state=x, **named_cache(cache if use_cache else None))
 
     def _without_cache_if_checkpointing(self, use_cache: bool, cache: RecurrentCache | None):

@@ -7,16 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, StaticCache
 
-from .padding import Tokens
+from .padding import Tokens, read_values, should_check
 from .state_file import ModelIdentity, check_owner, describe_owner, read_state_file, write_state_file
 
 
 # How many of the last tokens can be removed while the past is recorded. No draft is nearly as long.
 MAX_RECORDED = 256
+
+# The name of the count of padding among the states of a cache.
+PADDING = "after_blocks.padding"
+# Added to that count, it makes it negative: the row was joined to a longer one, and has columns that it never read.
+NOT_COMPARED = -(2**62)
 
 States = dict[str, torch.Tensor | None]
 
@@ -268,6 +274,11 @@ class LinearAttentionState(LayerState):
         return dict.fromkeys(range(self.number_of_states), bool(self.states) and not self.fresh)
 
 
+def add_marked(count: torch.Tensor | None, marks: torch.Tensor) -> torch.Tensor:
+    """A number of tokens of each row, (batch), after a call in which those that count are marked, (batch, tokens)."""
+    return marks.sum(1) if count is None else count + marks.sum(1).to(count.device)
+
+
 class RecurrentCache(Cache):
     """
     The states of a recurrent model: a few named tensors per block, whose size does not depend on the length of the
@@ -409,13 +420,53 @@ class RecurrentCache(Cache):
         if tokens.cu_seqlens is not None and self.records_past:
             raise ValueError("Packed documents cannot be read while `cache` records the past.")
 
-    def advance(self, tokens: int) -> None:
-        """Counts the tokens of a call, after every block has read them."""
+    def advance(self, tokens: Tokens) -> None:
+        """Counts the tokens of a call, and the padding among them, after every block has read them."""
+        after = self.after_blocks
+        device = next(iter(after.states.values())).device
+        # Later calls without padding add nothing, but a record is about the same tokens for every state.
+        if tokens.mask is not None or after.record_past or "padding" not in after.states:
+            none = torch.zeros(tokens.batch, tokens.length, dtype=torch.bool, device=device)
+            after.step("padding", add_marked, none if tokens.mask is None else ~tokens.mask)
         if isinstance(self.seen_tokens, int):
-            self.seen_tokens += tokens
+            self.seen_tokens += tokens.length
             return
-        self._move_count(next(iter(self.after_blocks.states.values())).device)
-        self.seen_tokens.add_(tokens)
+        self._move_count(device)
+        self.seen_tokens.add_(tokens.length)
+
+    def _padding(self) -> torch.Tensor:
+        """Number of padding tokens that each row has read, int64 (batch)."""
+        held = self.after_blocks.states.get("padding")
+        return torch.zeros(self.batch_size, dtype=torch.long) if held is None else held
+
+    def check_mask(self, mask: torch.Tensor, length: int) -> None:
+        """
+        Compares a mask with what was read. Like the values of other inputs, it is not read where that would make a GPU
+        wait for every token, or while a graph is traced.
+
+        Args:
+            mask: (batch, earlier tokens + length), 0 for padding.
+            length: number of tokens of the call.
+
+        Raises:
+            ValueError: if it has columns for other earlier tokens than were read, or if the number of those that it
+                marks as padding is not that of the padding that was read; the message names the row.
+        """
+        if (earlier := mask.shape[1] - length) == 0 or not should_check(mask[:, earlier:]):
+            return
+        if earlier != (seen := self.get_seq_length()):
+            raise ValueError(
+                f"`attention_mask` has {mask.shape[1]} columns, but `cache` has read {seen} tokens and the input has "
+                f"{length}. Give the mask of the whole text, or of the input alone."
+            )
+        marked = (mask[:, :earlier] == 0).sum(1)
+        values = read_values(marked=marked, read=self._padding().to(marked.device))
+        for row in np.flatnonzero((values["marked"] != values["read"]) & (values["read"] >= 0)):
+            raise ValueError(
+                f"`attention_mask`, row {row}: {values['marked'][row]} of the first {seen} tokens are marked as "
+                f"padding, but when `cache` read them, {values['read'][row]} were. Give the same mask as then, or read "
+                "the text again without `cache`."
+            )
 
     def _move_count(self, device: torch.device | str) -> None:
         if isinstance(self.seen_tokens, torch.Tensor) and self.seen_tokens.device != torch.device(device):
@@ -499,7 +550,7 @@ class RecurrentCache(Cache):
 
         The texts may have different lengths. The longest counts for [`~RecurrentCache.get_seq_length`], as if the
         others had been padded on the left, so `generate` takes an `attention_mask` of that length and of the new
-        tokens.
+        tokens. It may have anything for the earlier tokens of the shorter texts.
 
         Raises:
             ValueError: if the caches are not of one model and one dtype, if one of them has not read a token, or is
@@ -517,17 +568,22 @@ class RecurrentCache(Cache):
                 raise ValueError(f"{what} is static: its batch has a fixed size.")
             if not cache.is_initialized:
                 raise ValueError(f"{what} has not read a token.")
-            kinds = [{name: x.dtype for name, x in c.named_states().items()} for c in (first, cache)]
+            kinds = [
+                {name: x.dtype for name, x in c.named_states().items() if name != PADDING} for c in (first, cache)
+            ]
             if kinds[0] != kinds[1]:
                 raise ValueError(f"{what} has states of {cache.dtype}, `caches[0]` of {first.dtype}.")
         joined = first._mapped(torch.clone)
+        joined.seen_tokens = max(cache.get_seq_length() for cache in caches)
         for number, layer in enumerate(joined.all_layers):
             layer.records.clear()
             layer.states = {
                 name: _concatenate([cache.all_layers[number].states[name] for cache in caches])
-                for name in layer.states
+                for name in layer.states.keys() - {"padding"}
             }
-        joined.seen_tokens = max(cache.get_seq_length() for cache in caches)
+        shorter = [cache.get_seq_length() < joined.seen_tokens for cache in caches]
+        padding = [cache._padding() + short * NOT_COMPARED for cache, short in zip(caches, shorter, strict=True)]
+        joined.after_blocks.states["padding"] = _concatenate(padding)
         return joined
 
     def split(self) -> list["RecurrentCache"]:
@@ -682,26 +738,32 @@ class StaticRecurrentCache(RecurrentCache, StaticCache):
 RecurrentCache.static_class = StaticRecurrentCache
 
 
+def check_class(cache: Any, cache_class: type[RecurrentCache]) -> None:
+    """
+    Raises:
+        ValueError: if a cache is not one of this kind of model.
+    """
+    if not isinstance(cache, cache_class):
+        raise ValueError(
+            f"`cache` must be a {cache_class.__name__}, which `model.new_cache()` makes and `use_cache=True` returns; "
+            f"got {type(cache).__name__}."
+        )
+
+
 def check_cache(
-    cache: Any,
-    config: PreTrainedConfig,
-    tokens: Tokens,
-    cache_class: type[RecurrentCache],
+    cache: RecurrentCache, config: PreTrainedConfig, tokens: Tokens, attention_mask: torch.Tensor | None
 ) -> None:
     """
     Raises:
         ValueError: if a cache is not one of this model or of this batch, or cannot continue with these tokens.
     """
-    if not isinstance(cache, cache_class):
-        raise ValueError(
-            f"`cache` must be a {cache_class.__name__}, which the model returns with `use_cache=True`; got "
-            f"{type(cache).__name__}."
-        )
-    _check_sizes("`cache`", cache.sizes, cache_class.sizes_of(config))
+    _check_sizes("`cache`", cache.sizes, cache.sizes_of(config))
     held = cache.batch_size
     if held not in (-1, tokens.batch):
         raise ValueError(f"`cache` holds the state of {held} sequences, the input has {tokens.batch}.")
     cache.check_tokens(tokens)
+    if attention_mask is not None:
+        cache.check_mask(attention_mask, tokens.length)
 
 
 def _concatenate(states: list[torch.Tensor]) -> torch.Tensor:

@@ -2,13 +2,8 @@
 
 import torch
 
-from .cache import RecurrentCache
+from .cache import RecurrentCache, add_marked
 from .layout import TokenLayout
-
-
-def _add_tokens(lengths: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
-    """Tokens of each row, (batch), after a call whose real tokens are marked in `real` (batch, tokens)."""
-    return real.sum(1) if lengths is None else lengths + real.sum(1)
 
 
 class CountingCache(RecurrentCache):
@@ -21,8 +16,7 @@ class CountingCache(RecurrentCache):
 
     def count(self, real: torch.Tensor) -> None:
         """Counts the tokens of a call; `real` (batch, tokens) is False for padding."""
-        lengths = _add_tokens(self.after_blocks.get("lengths"), real)
-        self.after_blocks.update("lengths", lengths, _add_tokens, real)
+        self.after_blocks.step("lengths", add_marked, real)
 
     def count_tokens(self, layout: TokenLayout) -> None:
         """Counts the tokens of a layout: those of each row's last document, which may continue the cache."""

@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation import GenerationMixin, GenerationMode, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import (
+    GenerationMixin,
+    GenerationMode,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 from transformers.utils import ModelOutput, logging
 
 from .arguments import parameter_names, refuse_unknown, with_own_names
@@ -148,6 +154,20 @@ class RecurrentGenerationMixin(GenerationMixin):
         finally:
             del model_kwargs["of_prompt"]
 
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        *args,
+        **kwargs,
+    ):
+        """As in transformers, but a row that has ended reads no padding: its state stays that after its last token."""
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        if pads and input_ids.shape[0] > 1:
+            stopping_criteria = kwargs["ended_rows"] = _EndedRows(stopping_criteria)
+        return super()._sample(input_ids, logits_processor, stopping_criteria, *args, **kwargs)
+
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.Tensor,
@@ -158,11 +178,12 @@ class RecurrentGenerationMixin(GenerationMixin):
         **kwargs,
     ) -> dict:
         """
-        As in transformers, but without a mask for a single generated token, which is never padding. The cache is found
-        among the inputs under either name.
+        As in transformers, but the mask of a generated token has no columns for earlier ones, and is left out if no row
+        has ended. The cache is found among the inputs under either name.
         """
         kwargs = with_own_names(kwargs)
         cache, of_prompt = kwargs.pop("cache", None), kwargs.pop("of_prompt", is_first_iteration)
+        ended = kwargs.pop("ended_rows", None)
         for name in ("tokenizer", "assistant_tokenizer"):  # `generate` has read them, and gives them to every step
             kwargs.pop(name, None)
         inputs = super().prepare_inputs_for_generation(
@@ -178,6 +199,8 @@ class RecurrentGenerationMixin(GenerationMixin):
         ids = inputs.get("input_ids")
         if not of_prompt and cache is not None and ids is not None and ids.shape[1] == 1:
             inputs.pop("attention_mask", None)
+            if ended is not None and ended.may_pad():
+                inputs["attention_mask"] = (~ended.padding)[:, None].to(ids.dtype)
         return inputs
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict, generation_config: GenerationConfig) -> bool:
@@ -220,6 +243,23 @@ class RecurrentGenerationMixin(GenerationMixin):
             return None
         # A copy, because the strides of a slice grow with the mask.
         return attention_mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
+
+
+class _EndedRows(StoppingCriteriaList):
+    """Stopping criteria that note in which rows the newest token is padding, bool (batch): those that had ended."""
+
+    padding: torch.Tensor | None = None
+    _ended: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        done = super().__call__(input_ids, scores, **kwargs)
+        self.padding = torch.zeros_like(done) if self._ended is None else self._ended
+        self._ended = self.padding | done
+        return done
+
+    def may_pad(self) -> bool:
+        """Whether there may be padding. A GPU is not asked: it would have to be waited for at every token."""
+        return self.padding is not None and (self.padding.device.type != "cpu" or bool(self.padding.any()))
 
 
 class _Inputs(dict):

@@ -72,7 +72,6 @@ class OneCall:
             or x.shape[-1] < WORTHWHILE_CHANNELS
             or state is None
             or state.record_past
-            or tokens.mask is not None
             or tokens.cu_seqlens is not None
             or torch_module._global_forward_hooks
             or torch_module._global_forward_pre_hooks
@@ -85,11 +84,13 @@ class OneCall:
         prepared = _prepare(self, block)
         if prepared is None or prepared.step.dtype != x.dtype:
             return None
-        done = prepared.step(x, before, before_ffn, held, state.can_overwrite("wkv"), *v_first)
+        overwrite = tokens.mask is None and state.can_overwrite("wkv")
+        done = prepared.step(x, before, before_ffn, held, overwrite, *v_first)
         if done is None:
             return None
-        out, after, after_ffn, held, first = done
-        state.set({"attention_shift": after, "feed_forward_shift": after_ffn, "wkv": held})
+        out, after, after_ffn, new, first = done
+        pairs = {"attention_shift": (before, after), "feed_forward_shift": (before_ffn, after_ffn), "wkv": (held, new)}
+        state.set({name: tokens.keep_rows(*pair) for name, pair in pairs.items()})
         return out, first
 
 

@@ -300,6 +300,12 @@ class Tokens:
         """x (batch, length, ...) with zeros at padding tokens."""
         return x if self.mask is None else x.masked_fill(~expand_to(self.mask, x), 0.0)
 
+    def keep_rows(self, before: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor:
+        """A state (batch, ...) after a call of one token, in which rows with padding keep the state before it."""
+        if self.mask is None:
+            return after
+        return torch.where(expand_to(self.mask, after), after, 0 if before is None else before)
+
     def by_document(
         self, operator: Callable, initial_state: torch.Tensor | None, inplace: bool = False, **arguments
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,8 @@ states. Two programs generate text: one reads the prompt, the other continues to
     logits, states = prefill(input_ids, states, attention_mask)    # tokens (batch, length)
     logits, states = decode(logits.argmax(-1, keepdim=True), states)
 
-States are the tensors of a static cache, with the batch first, under the names and in the order of [`initial_states`].
+States are the tensors of a static cache but the count of padding, with the batch first, under the names and in the order of
+[`initial_states`].
 """
 
 import os
@@ -20,6 +21,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
+from .cache import PADDING
 from .heads import CausalLMHead
 
 
@@ -73,7 +75,7 @@ def initial_states(
     padding = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
     model(padding, attention_mask=padding, cache=cache)  # padding changes no state
     # In the order of their names, as in a file of safetensors: programs of torch 2.8 take them in one order only.
-    return {name: state.clone() for name, state in sorted(cache.named_states().items())}
+    return {name: state.clone() for name, state in sorted(cache.named_states().items()) if name != PADDING}
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from transformers.cache_utils import StaticCache
 from subquad_kernels import maxsim
 
 from ...growing_cache import GrowingCache
-from ...padding import read_values
+from ...padding import Tokens, read_values
 
 
 class AveyCache(GrowingCache):
@@ -42,7 +42,7 @@ class AveyCache(GrowingCache):
 
     @property
     def num_elements(self) -> int:
-        return sum(state.numel() for state in self.after_blocks.states.values())
+        return sum(state.numel() for name, state in self.after_blocks.states.items() if name != "padding")
 
     def rank(self, scores: torch.Tensor) -> None:
         """Keeps the scores (batch, splits) of the split with each row's last token; -inf means no candidate."""
@@ -50,8 +50,8 @@ class AveyCache(GrowingCache):
         sums = scores.detach().masked_fill(scores.isneginf(), 0.0)
         self.after_blocks.write("sums", torch.nn.functional.pad(sums, (0, room - sums.shape[1])))
 
-    def replace(self, embeddings: torch.Tensor, lengths: torch.Tensor, tokens: int) -> None:
-        """Replaces what was kept, after a call of `tokens` tokens in which documents began."""
+    def replace(self, embeddings: torch.Tensor, lengths: torch.Tensor, tokens: Tokens) -> None:
+        """Replaces what was kept, after a call in which documents began."""
         self.after_blocks.write("embeddings", embeddings)
         self.after_blocks.write("lengths", lengths)
         self.advance(tokens)

@@ -348,7 +348,7 @@ def _read_documents(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, si
         begin, lengths = begins[tokens.last, None] * size, sizes[tokens.last]
         steps = torch.arange(room, device=device)
         kept = embeddings[(begin + steps).clamp_max(splits * size - 1)]
-        cache.replace(kept * (steps < lengths[:, None])[..., None], lengths, tokens.length)
+        cache.replace(kept * (steps < lengths[:, None])[..., None], lengths, tokens)
         if known is not None:
             cache.know_lengths(known_sizes[np.append(known_first[1:], documents) - 1])
     return Text(embeddings.view(1, splits, size, -1), position[None], first[None], False, known)

@@ -222,7 +222,7 @@ class AveyModel(AveyPreTrainedModel):
                 cache.count(torch.ones_like(text.position, dtype=torch.bool) if tokens.mask is None else tokens.mask)
                 if text.known is not None:
                     cache.know_lengths(text.known[:, -1] + 1)
-                cache.advance(tokens.length)
+                cache.advance(tokens)
         return index.flatten(0, 1), weights.flatten(0, 1)
 
     def read_together(

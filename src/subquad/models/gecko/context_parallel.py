@@ -225,8 +225,8 @@ class ContextParallelCache(GeckoCache):
     def end_block(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         return self.all_layers[layer].end_block(x)
 
-    def advance(self, tokens: int) -> None:
-        super().advance(tokens)
+    def advance(self, tokens: Tokens) -> None:
+        self.seen_tokens += tokens.length
         self.link.wait()
 
 
