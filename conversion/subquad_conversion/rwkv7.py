@@ -37,7 +37,7 @@ STATE = re.compile(r"rwkv7\.blocks\.\d+\.att\.time_state")
 # Vectors, which come with and without axes of length 1.
 VECTORS = re.compile(r"(att\.(x_[rwkvag]|[wav]0|k_[ka])|ffn\.x_k)$")
 # Tensors that only relatives of the model have. The names of their other tensors may be the same.
-RELATED = re.compile(r"\.ffn\.s_emb|\.qkv\.|\.enn|\.attn\.q_proj\.|^(rwkv|vit)\.")
+RELATED = re.compile(r"\.ffn\.s_emb|\.qkv\.|\.(enn|emm)|\.attn\.q_proj\.|^(rwkv|vit)\.")
 
 
 class Rwkv7Format(Format):
