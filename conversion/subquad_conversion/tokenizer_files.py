@@ -150,6 +150,10 @@ def _own(
     return TokenizerChoice(title, tokenizer.save_pretrained, note, token_ids, vocabulary)
 
 
+def has_tokenizer(directory: Path) -> bool:
+    return bool(_files(directory))
+
+
 def _files(directory: Path) -> list[str]:
     found = [name for name in FILES if (directory / name).is_file()]
     return found if any(name in VOCABULARIES for name in found) else []
