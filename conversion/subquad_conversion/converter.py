@@ -45,7 +45,7 @@ from .targets import (
     write_file,
     write_gguf,
 )
-from .tokenizer_files import choose_tokenizer, has_tokenizer
+from .tokenizer_files import choose_tokenizer, has_tokenizer, lost_tokenizer
 from .writer import OutputTensor, parse_size
 
 
@@ -233,11 +233,13 @@ def convert(
             notes.append(f"the adapter in {beside} was left out")
         if to in WEIGHTS_ONLY:
             tokenizer = "none"
+            notes += lost_tokenizer(beside, checkpoint.vocabulary)
         chosen = choose_tokenizer(
             tokenizer if isinstance(tokenizer, str) else Path(tokenizer),
             beside,
             known.text_type,
             known.text_fields(plan.sizes)["vocab_size"],
+            checkpoint.vocabulary,
         )
         if chosen.note:
             notes.append(chosen.note)
@@ -260,9 +262,10 @@ def convert(
         if quantize is not None:
             outputs = _quantized(outputs, model_config, quantize)
         generation_config = None
-        if to not in FILES and subquad.lm_auto_class(known.model_type) != "AutoModelForMaskedLM":
+        if to not in WEIGHTS_ONLY and subquad.lm_auto_class(known.model_type) != "AutoModelForMaskedLM":
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
-            notes += generation_notes
+            if to not in FILES:
+                notes += generation_notes
 
         model = Model(
             model_config,
