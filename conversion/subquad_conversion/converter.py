@@ -221,26 +221,28 @@ def convert(
             if directory is not None and directory.is_dir():
                 check_links(directory)
         notes = plan.notes + _contradictions(known, given, plan.sizes)
-        beside, changes = checkpoint.directory, {}
+        beside, stored, changes = checkpoint.directory, checkpoint.vocabulary, {}
         if adapter is not None:
             initial = None if pissa_init is None else stack.enter_context(open_checkpoint(pissa_init))
             rename = partial(_renamed, trainer_layout(known.model_type))
             changes, adapter_notes = merge(adapter, plan, known, rename, lora_alpha, initial)
             notes += adapter_notes
             if has_tokenizer(Path(source)):
-                beside = Path(source)
+                beside, stored = Path(source), None
         elif beside is not None and (beside / SETTINGS).is_file():
             notes.append(f"the adapter in {beside} was left out")
-        if to in WEIGHTS_ONLY:
-            tokenizer = "none"
-            notes += lost_tokenizer(beside, checkpoint.vocabulary)
-        chosen = choose_tokenizer(
-            tokenizer if isinstance(tokenizer, str) else Path(tokenizer),
-            beside,
-            known.text_type,
-            known.text_fields(plan.sizes)["vocab_size"],
-            checkpoint.vocabulary,
+        choose = partial(
+            choose_tokenizer,
+            source=beside,
+            model_type=known.text_type,
+            vocab_size=known.text_fields(plan.sizes)["vocab_size"],
+            stored=stored,
         )
+        if to in WEIGHTS_ONLY:
+            if tokenizer == "auto" and (stored or (beside and has_tokenizer(beside))):
+                notes += lost_tokenizer(partial(choose, "auto"), beside)
+            tokenizer = "none"
+        chosen = choose(tokenizer if isinstance(tokenizer, str) else Path(tokenizer))
         if chosen.note:
             notes.append(chosen.note)
 

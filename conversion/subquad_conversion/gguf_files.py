@@ -121,7 +121,10 @@ def _read_vocabulary(file: Path, reader: Any, entries: Mapping[str, Any]) -> Voc
             f"{file} has a tokenizer of the type {kind!r}, which is not read; give a directory with one as "
             "`tokenizer`, or none."
         )
-    lists = {name: reader.fields[name].contents() for name in LISTS if name in reader.fields}
+    try:
+        lists = {name: reader.fields[name].contents() for name in LISTS if name in reader.fields}
+    except Exception as error:  # a damaged file may raise anything
+        raise ConversionError(f"{file} has a damaged tokenizer: {foreign_files.one_line(error)}.") from error
     texts, kinds, named = (lists.get(name, []) for name in LISTS)
     kinds = kinds or [NORMAL] * len(texts)
     ids = {use: entries[name] for use, key in TOKEN_IDS.items() if (name := TOKEN_ID.format(key)) in entries}
@@ -294,7 +297,7 @@ def token_texts(vocabulary: Vocabulary, vocab_size: int) -> tuple[list[str], lis
         ConversionError: if llama.cpp would look for a token in another way, or refuse the file.
     """
     tokens, added = vocabulary.tokens, vocabulary.added
-    if (size := max(len(tokens), *added, 0) + (max(added, default=0) >= len(tokens))) > vocab_size:
+    if (size := max([len(tokens), *(index + 1 for index in added)])) > vocab_size:
         raise ConversionError(f"The tokenizer has {size} ids, the model a vocabulary of {vocab_size}.")
     # llama.cpp's greedy tokenizer has bytes with Python's escapes.
     texts = [repr(token)[2:-1] for token in tokens] + [UNUSED.format(i) for i in range(len(tokens), vocab_size)]

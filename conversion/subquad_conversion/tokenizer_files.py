@@ -58,7 +58,7 @@ class TokenizerChoice:
         save: writes its files into a directory.
         note: why, if the user did not choose it.
         token_ids: `bos_token_id` and so on, as far as the tokenizer has them; some configurations lack some.
-        vocabulary: what it consists of; None if the tokenizer is not greedy.
+        vocabulary: reads what it consists of; None if the tokenizer is not greedy.
     """
 
     title: str | None
@@ -241,18 +241,22 @@ def _special_ids(directory: Path) -> dict[str, int]:
     return found
 
 
-def lost_tokenizer(beside: Path | None, stored: Callable[[], Vocabulary | None] | None) -> list[str]:
-    """A note about the tokenizer of a source, for a file without one: nobody could guess that it is not World's."""
-    if beside is not None and (files := _files(beside)):
-        if _needs_foreign_code(beside):
-            return []
-        vocabulary, where = _copy(beside, files, None).vocabulary, f"that in {beside}"
-    else:
-        vocabulary, where = stored, "that of the source"
-    if vocabulary is None:
-        found = ["it is of another kind"] if beside is not None and files else []
-    else:
-        found = [] if (read := vocabulary()) is None else beyond_world(read)
+def lost_tokenizer(choose: Callable[[], TokenizerChoice], source: Path | None) -> list[str]:
+    """
+    A note about the tokenizer of a source, for a file without one: nobody could guess that it is not World's.
+
+    Args:
+        choose: finds it.
+        source: the directory of a Hub model, None for any other file.
+    """
+    try:
+        chosen = choose()
+        if (vocabulary := chosen.vocabulary and chosen.vocabulary()) is not None:
+            found = beyond_world(vocabulary)
+        else:
+            found = ["it is of another kind"] if source and has_tokenizer(source) else []
+    except ConversionError as error:
+        found = [str(error).rstrip(".")]
     if not found:
         return []
-    return [f"the file has no tokenizer, and {where} is not the plain one of RWKV World ({listed(found, 4)}): keep it"]
+    return [f"the file has no tokenizer, and the source's is not the plain one of RWKV World: {listed(found, 4)}"]

@@ -270,12 +270,12 @@ def test_ids_with_gaps_keep_their_places():
 def test_files_without_a_tokenizer_say_what_is_lost(world, chatml, tmp_path):
     notes = convert(world[1], tmp_path / "out.pth", to="pth", progress=False).notes
     (note,) = (note for note in notes if "tokenizer" in note)
-    assert f"that in {world[1]} is not the plain one of RWKV World ('<|im_end|>' has the id 65530, " in note
+    assert "the source's is not the plain one of RWKV World: '<|im_end|>' has the id 65530, '<|pad|>' has" in note
     notes = convert(world[0], tmp_path / "plain.st", to="st", progress=False).notes
     assert not any("tokenizer" in note for note in notes)
     convert(chatml, tmp_path / "out.gguf", to="gguf", progress=False)
     notes = convert(tmp_path / "out.gguf", tmp_path / "again.st", to="st", progress=False).notes
-    assert any("that of the source is not the plain one of RWKV World (its vocabulary" in note for note in notes)
+    assert any("the source's is not the plain one of RWKV World: its vocabulary is another" in note for note in notes)
 
 
 @pytest.mark.parametrize("to", ["directory", "hub", "fla"])
@@ -334,6 +334,8 @@ def test_a_tokenizer_of_another_kind(chatml, tmp_path):
     with pytest.raises(ConversionError, match="a tokenizer of the type 'gpt2', which is not read"):
         convert(tmp_path / "other.gguf", tmp_path / "model", progress=False)
     assert convert(tmp_path / "other.gguf", tmp_path / "model", tokenizer="none", progress=False).tokenizer is None
+    notes = convert(tmp_path / "other.gguf", tmp_path / "other.st", to="st", progress=False).notes
+    assert any("the source's is not the plain one of RWKV World: " in note and "'gpt2'" in note for note in notes)
     at = data.index(b"tokenizer.ggml.eos_token_id") + len(b"tokenizer.ggml.eos_token_id") + 4
     (tmp_path / "bad.gguf").write_bytes(data[:at] + (270).to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises(ConversionError, match="bad.gguf has a damaged tokenizer: 270 tokens, 270 types"):

@@ -33,7 +33,7 @@ examples:
   subquad convert ./finch-1b6 ./finch-1b6-int8 --quantize int8
   subquad convert ./v5-Eagle-7B-HF ./eagle-7b --dtype bfloat16 --max-shard-size 2GB
   subquad convert visual.pth ./visual-3b --vision-tower ./clip-vit-large-patch14-336
-  subquad convert adapter.pth ./tuned --base ./goose-0b4 --lora-alpha 32
+  subquad convert adapter.pth ./tuned --base ./goose-0.4b --lora-alpha 32
   subquad convert ./finch-1b6 finch-1b6.pth --to pth
   subquad convert ./finch-1b6 finch-1b6-q8.gguf --to gguf --gguf-type Q8_0
 """
