@@ -24,6 +24,7 @@ from subquad.weight_files import DTYPES, open_weights, read_headers, read_weight
 
 from .errors import ConversionError, as_conversion_error
 from .gguf_files import open_gguf
+from .vocabularies import Vocabulary
 
 
 # Weights of a directory, the first that exists: a single file or the index of several. The order is transformers'.
@@ -63,11 +64,13 @@ class Checkpoint:
         tensors: name to [`TensorInfo`], in stored order.
         settings: contents of the `config.json` beside a Hub model's weights, or of the header of a GGUF file; {} if
             there is none.
+        vocabulary: reads the tokenizer in a GGUF file; None for other files.
     """
 
     path: Path
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    vocabulary: Callable[[], Vocabulary | None] | None = None
     _readers: dict[str, tuple[Path, Any]] = field(default_factory=dict, repr=False)
 
     @property
@@ -161,7 +164,7 @@ def _open_file(checkpoint: Checkpoint, file: Path, names: set[str] | None, stack
     if file.suffix in SAFETENSORS:
         found = _open_safetensors(file, stack)
     elif file.suffix == ".gguf":
-        stored, checkpoint.settings = open_gguf(file)
+        stored, checkpoint.settings, checkpoint.vocabulary = open_gguf(file)
         found = {name: (TensorInfo(shape, dtype), reader) for name, (shape, dtype, reader) in stored.items()}
     else:
         found = _open_torch(file)

@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ from transformers import GenerationConfig, PreTrainedConfig
 import subquad
 import subquad.quantized
 from subquad.foreign_files import check_links
+from subquad.loading import Layout
 from subquad.quantization_methods import METHODS, SCALE
 from subquad.weight_files import check_finite
 
-from .checkpoint import Checkpoint, read_json
+from .adapter_files import SETTINGS, Change, merge, open_adapter
+from .checkpoint import Checkpoint, open_checkpoint, read_json
 from .errors import ConversionError, as_conversion_error
 from .formats import (
     INVALID,
@@ -29,7 +33,7 @@ from .formats import (
     object_in,
     one_line,
 )
-from .registry import find_format, find_target, open_source
+from .registry import find_format, find_target, open_source, trainer_layout
 from .targets import (
     FILES,
     WEIGHTS_ONLY,
@@ -41,7 +45,7 @@ from .targets import (
     write_file,
     write_gguf,
 )
-from .tokenizer_files import choose_tokenizer
+from .tokenizer_files import choose_tokenizer, has_tokenizer, lost_tokenizer
 from .writer import OutputTensor, parse_size
 
 
@@ -121,6 +125,9 @@ def convert(
     head_size_divisor: int | None = None,
     vision_tower: str | os.PathLike | None = None,
     grid_size: int | None = None,
+    base: str | os.PathLike | None = None,
+    lora_alpha: float | None = None,
+    pissa_init: str | os.PathLike | None = None,
     max_shard_size: int | str | None = None,
     progress: bool = True,
 ) -> Report:
@@ -156,6 +163,10 @@ def convert(
         vision_tower: directory of the CLIP model whose vision tower a VisualRWKV was trained with, if the source has
             none; its files also tell how images are prepared.
         grid_size: sets that field of VisualRWKV's configuration. No tensor tells it; -1, all patches, by default.
+        base: the model that `source`, an adapter, was trained on, as a source of its own. They are merged. An adapter
+            is a file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA) or a directory of PEFT (LoRA, MiSS).
+        lora_alpha: alpha of a LoRA in a file of RWKV-PEFT, which no tensor tells: W + alpha / rank * B A.
+        pissa_init: the file `init_pissa.pth` that RWKV-PEFT wrote when it began to train a PiSSA adapter.
         max_shard_size: most bytes of a weight file, as a number or like `5GB`, which is the default.
         progress: whether to show a progress bar on stderr.
 
@@ -178,13 +189,22 @@ def convert(
     if to in FILES and max_shard_size is not None:
         raise ConversionError(f"`max_shard_size` means nothing for {to}, which is one file.")
     check_target(destination, to, gguf_type, dtype, tokenizer)
+    for argument, value in (("lora_alpha", lora_alpha), ("pissa_init", pissa_init)):
+        if value is not None and base is None:
+            raise ConversionError(f"`{argument}` needs `base`, the model that the adapter {source} was trained on.")
+    if lora_alpha is not None and not 0 < lora_alpha < inf:
+        raise ConversionError(f"`lora_alpha` must be a positive number, got {lora_alpha!r}.")
 
-    with as_conversion_error(), open_source(source, vision_tower) as checkpoint:
+    with as_conversion_error(), ExitStack() as stack:
+        checkpoint = stack.enter_context(open_source(source if base is None else base, vision_tower))
+        adapter = None if base is None else stack.enter_context(open_adapter(Path(source)))
         known = find_format(checkpoint)
         target = None if to == "directory" else find_target(known.model_type, to)
         given = checkpoint.settings
         if given.get("quantization_config"):
-            raise ConversionError(f"{source} is quantised already. Convert the checkpoint that it was made from.")
+            raise ConversionError(
+                f"{checkpoint.path} is quantised already. Convert the checkpoint that it was made from."
+            )
         if config is not None:
             given = read_json(Path(config))
             if given.get("model_type", known.model_type) not in (known.model_type, *known.config_types):
@@ -201,14 +221,28 @@ def convert(
             if directory is not None and directory.is_dir():
                 check_links(directory)
         notes = plan.notes + _contradictions(known, given, plan.sizes)
-        if to in WEIGHTS_ONLY:
-            tokenizer = "none"
-        chosen = choose_tokenizer(
-            tokenizer if isinstance(tokenizer, str) else Path(tokenizer),
-            checkpoint.directory,
-            known.text_type,
-            known.text_fields(plan.sizes)["vocab_size"],
+        beside, stored, changes = checkpoint.directory, checkpoint.vocabulary, {}
+        if adapter is not None:
+            initial = None if pissa_init is None else stack.enter_context(open_checkpoint(pissa_init))
+            rename = partial(_renamed, trainer_layout(known.model_type))
+            changes, adapter_notes = merge(adapter, plan, known, rename, lora_alpha, initial)
+            notes += adapter_notes
+            if has_tokenizer(Path(source)):
+                beside, stored = Path(source), None
+        elif beside is not None and (beside / SETTINGS).is_file():
+            notes.append(f"the adapter in {beside} was left out")
+        choose = partial(
+            choose_tokenizer,
+            source=beside,
+            model_type=known.text_type,
+            vocab_size=known.text_fields(plan.sizes)["vocab_size"],
+            stored=stored,
         )
+        if to in WEIGHTS_ONLY:
+            if tokenizer == "auto" and (stored or (beside and has_tokenizer(beside))):
+                notes += lost_tokenizer(partial(choose, "auto"), beside)
+            tokenizer = "none"
+        chosen = choose(tokenizer if isinstance(tokenizer, str) else Path(tokenizer))
         if chosen.note:
             notes.append(chosen.note)
 
@@ -217,7 +251,7 @@ def convert(
                 tensor.target,
                 tensor.shape,
                 OUTPUT_DTYPES.get("float16" if to == "st" else dtype, checkpoint.tensors[tensor.source].dtype),
-                partial(_fetch, checkpoint, tensor),
+                partial(_fetch, checkpoint, tensor, changes.get(tensor.target)),
             )
             for tensor in plan.tensors
         ]
@@ -230,9 +264,10 @@ def convert(
         if quantize is not None:
             outputs = _quantized(outputs, model_config, quantize)
         generation_config = None
-        if to not in FILES and subquad.lm_auto_class(known.model_type) != "AutoModelForMaskedLM":
+        if to not in WEIGHTS_ONLY and subquad.lm_auto_class(known.model_type) != "AutoModelForMaskedLM":
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
-            notes += generation_notes
+            if to not in FILES:
+                notes += generation_notes
 
         model = Model(
             model_config,
@@ -286,9 +321,15 @@ def _quantized(outputs: list[OutputTensor], config: PreTrainedConfig, method: st
     return quantized
 
 
-def _fetch(checkpoint: Checkpoint, tensor: PlannedTensor) -> torch.Tensor:
+def _fetch(checkpoint: Checkpoint, tensor: PlannedTensor, change: Change | None) -> torch.Tensor:
     stored = checkpoint.read(tensor.source)
-    return stored if tensor.take is None else tensor.take(stored)
+    if tensor.take is not None:
+        stored = tensor.take(stored)
+    return stored if change is None else change(stored.reshape(tensor.shape))
+
+
+def _renamed(layout: Layout, name: str) -> str:
+    return next(iter(layout.read_name(name)))
 
 
 def _recognised(checkpoint: Checkpoint, known: Format, plan: Plan) -> Recognised:

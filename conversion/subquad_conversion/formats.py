@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 import subquad
+from subquad.foreign_files import TIME_STATE
 from subquad.loading import Layout, name_pattern, name_replacement
 
 from .checkpoint import Checkpoint, TensorInfo
@@ -23,6 +24,8 @@ from .writer import OutputTensor
 Tensors = Mapping[str, TensorInfo]
 Shape = tuple[int, ...]
 LISTED = 12  # names of each kind that an error lists
+# A note about `TIME_STATE`, for which no model has a place.
+STATE_LEFT_OUT = "the tuned initial state was left out; `subquad.load_time_states` reads it into an adapter"
 
 
 # Takes a tensor of ours out of one of the source. None stands for the whole tensor as it is.
@@ -271,7 +274,8 @@ class Format:
         Raises:
             ConversionError: with a list of all that is missing, unexpected or of the wrong shape.
         """
-        found = rename_all(tensors, self.parts)
+        stateless = {name: info for name, info in tensors.items() if not TIME_STATE.fullmatch(name)}
+        found = rename_all(stateless, self.parts)
         reading = self.read(found, given)
         weights = {name: tensor for name, tensor in found.items() if not self.is_buffer(name)}
         twins = []
@@ -282,7 +286,8 @@ class Format:
                 twins.append((weights[embeddings].source, twin.source))
         planned = self._plan_tensors(weights, reading)
         sizes = reading.fields | dict(reading.finish())
-        return Plan(sizes, planned, twins, reading.notes, reading.zeros, reading.tied)
+        notes = [*reading.notes, STATE_LEFT_OUT] if len(stateless) < len(tensors) else reading.notes
+        return Plan(sizes, planned, twins, notes, reading.zeros, reading.tied)
 
     def _expected(self, weights: Mapping[str, Found], reading: Reading) -> tuple[dict[str, Shape], str | None]:
         """

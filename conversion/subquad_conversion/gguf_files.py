@@ -4,6 +4,7 @@ package `gguf` reads and writes it.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -12,10 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from transformers import AddedToken
 
 from subquad import foreign_files
 
 from .errors import ConversionError
+from .vocabularies import ENDS, SPECIAL, Vocabulary
 from .writer import OutputTensor, whole
 
 
@@ -28,7 +31,15 @@ MATRICES = re.compile(r"(token_embd|output|blk\.\d+\.(time|channel)_mix_(recepta
 RESCALED = re.compile(r"blk\.(\d+)\.(time_mix_output|channel_mix_value)\.weight")
 RESCALE_EVERY = "rescale_every_n_layers"
 MOST_ENTRIES = 2**20  # of a list in the header, such as the tokens
-END_OF_TURN = b"\n\n"
+# Types of tokens, and the text of those that nothing uses.
+NORMAL, CONTROL, USER_DEFINED, UNUSED_KIND, BYTE = 1, 3, 4, 5, 6
+UNUSED = "[PAD{}]"
+TOKENIZER, TEMPLATE = "tokenizer.ggml.model", "tokenizer.chat_template"
+LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", f"{TEMPLATE}s")
+TOKEN_ID, AROUND = "tokenizer.ggml.{}_token_id", "tokenizer.ggml.add_{}_token"
+# What a token is for to the name in the header. The last two end a turn and a message.
+TOKEN_IDS = {name: name for name in SPECIAL} | {"unk": "unknown", "sep": "seperator", "pad": "padding"}
+TOKEN_IDS |= {name: name for name in ENDS}
 
 
 def import_gguf() -> ModuleType:
@@ -61,9 +72,10 @@ def check_type(name: str) -> None:
 Stored = tuple[tuple[int, ...], torch.dtype, Callable[[str], torch.Tensor]]
 
 
-def open_gguf(file: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+def open_gguf(file: Path) -> tuple[dict[str, Stored], dict[str, Any], Callable[[], Vocabulary | None]]:
     """
-    The tensors of a file, and the entries of its header that are not lists. Quantised weights are read as float32.
+    The tensors of a file; the entries of its header that are not lists; and what reads its tokenizer. Quantised
+    weights are read as float32.
 
     Raises:
         ConversionError: if it is damaged, or has parts in other files.
@@ -92,7 +104,59 @@ def open_gguf(file: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
         raise ConversionError(
             f"{file} is one of {parts} parts; `llama-gguf-split --merge FIRST.gguf OUT.gguf` makes one file of them."
         )
-    return tensors, entries
+    return tensors, entries, partial(_read_vocabulary, file, reader, entries)
+
+
+def _read_vocabulary(file: Path, reader: Any, entries: Mapping[str, Any]) -> Vocabulary | None:
+    """
+    The tokenizer in a file, None if there is none.
+
+    Raises:
+        ConversionError: if it is of another type, or damaged.
+    """
+    if (kind := entries.get(TOKENIZER, "none")) in ("none", "no_vocab"):
+        return None
+    if kind != "rwkv":
+        raise ConversionError(
+            f"{file} has a tokenizer of the type {kind!r}, which is not read; give a directory with one as "
+            "`tokenizer`, or none."
+        )
+    try:
+        lists = {name: reader.fields[name].contents() for name in LISTS if name in reader.fields}
+    except Exception as error:  # a damaged file may raise anything
+        raise ConversionError(f"{file} has a damaged tokenizer: {foreign_files.one_line(error)}.") from error
+    texts, kinds, named = (lists.get(name, []) for name in LISTS)
+    kinds = kinds or [NORMAL] * len(texts)
+    ids = {use: entries[name] for use, key in TOKEN_IDS.items() if (name := TOKEN_ID.format(key)) in entries}
+    places = range(len(texts))
+    if not texts or len(kinds) != len(texts) or not all(index in places for index in ids.values()):
+        raise ConversionError(f"{file} has a damaged tokenizer: {len(texts)} tokens, {len(kinds)} types, ids {ids}.")
+    # Behind the last ordinary token are those that were added, and places for more of them.
+    size = 1 + max((index for index, kind in enumerate(kinds) if kind in (NORMAL, BYTE)), default=0)
+    last = max((index for index, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)), default=0)
+    tokens = [_unescaped(text) for text in texts[:size]]
+    added = {0: AddedToken(tokens[0].decode(errors="replace"), normalized=False, special=True)}
+    for index in range(1, last + 1):
+        if kinds[index] in (CONTROL, USER_DEFINED) or index >= size:
+            special = kinds[index] == CONTROL
+            content = _unescaped(texts[index]).decode(errors="replace")
+            added[index] = AddedToken(content, normalized=not special, special=special)
+    template = entries.get(TEMPLATE)
+    if named:
+        template = {"default": template} | {name: entries.get(f"{TEMPLATE}.{name}") for name in named}
+        template = {name: text for name, text in template.items() if text}
+    around = tuple(name for name in ("bos", "eos") if entries.get(AROUND.format(name)))
+    return Vocabulary(tokens, added, ids, template, around)
+
+
+def _unescaped(text: str) -> bytes:
+    """The bytes of a token, which has some of Python's escapes."""
+    letters = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
+
+    def plain(found: re.Match) -> bytes:
+        return bytes([int(found[2], 16)]) if found[2] else letters.get(found[1], found[1])
+
+    return re.sub(rb"\\(x([0-9a-f]{2})|.)", plain, text.encode(errors="surrogateescape"), flags=re.DOTALL)
 
 
 def _reader(gguf: ModuleType, file: Path) -> Any:
@@ -157,8 +221,8 @@ def write_gguf(
     main: str,
     architecture: str,
     fields: Mapping[str, int | float],
-    tokens: Sequence[bytes] | None,
-    chat_template: str | None,
+    vocabulary: Vocabulary | None,
+    ends: Mapping[str, int],
 ) -> None:
     """
     Writes a file, a tensor at a time.
@@ -169,9 +233,8 @@ def write_gguf(
         main: that of most weights, which the header tells.
         architecture: llama.cpp's name of it.
         fields: the entries of the header that begin with that name.
-        tokens: the tokens of a greedy tokenizer, in the order of their ids; None for a file without one. The first one
-            is the boundary between documents.
-        chat_template: how conversations become text.
+        vocabulary: a greedy tokenizer; None for a file without one.
+        ends: as [`find_ends`] returns them.
     """
     gguf = import_gguf()
     writer = gguf.GGUFWriter(path, architecture)
@@ -182,7 +245,7 @@ def write_gguf(
             add(f"{architecture}.{name}", value)
         writer.add_file_type(gguf.LlamaFileType["ALL_F32" if main == "F32" else f"MOSTLY_{main}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        _add_tokenizer(gguf, writer, tokens, chat_template, fields["vocab_size"])
+        _add_tokenizer(gguf, writer, vocabulary, ends, fields["vocab_size"])
         for tensor in tensors:
             kind = kinds[tensor.name]
             type_number = gguf.GGMLQuantizationType[kind]
@@ -206,21 +269,84 @@ def _encoded(gguf: ModuleType, tensor: OutputTensor, kind: str) -> Any:
 
 
 def _add_tokenizer(
-    gguf: ModuleType, writer: Any, tokens: Sequence[bytes] | None, chat_template: str | None, vocab_size: int
+    gguf: ModuleType, writer: Any, vocabulary: Vocabulary | None, ends: Mapping[str, int], vocab_size: int
 ) -> None:
-    if tokens is None:
+    if vocabulary is None:
         writer.add_tokenizer_model("no_vocab")
         return
-    # llama.cpp's greedy tokenizer has bytes with Python's escapes.
-    texts = [repr(token)[2:-1] for token in tokens]
-    unused = range(len(tokens), vocab_size)
-    kinds = gguf.TokenType
+    texts, kinds = token_texts(vocabulary, vocab_size)
     writer.add_tokenizer_model("rwkv")
-    writer.add_token_list([*texts, *(f"[PAD{index}]" for index in unused)])
-    writer.add_token_types([kinds.CONTROL, *[kinds.NORMAL] * (len(tokens) - 1), *[kinds.UNUSED] * len(unused)])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    if chat_template:
-        writer.add_chat_template(chat_template)
-        if END_OF_TURN in tokens:
-            writer.add_eot_token_id(tokens.index(END_OF_TURN))
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    for name, index in {**vocabulary.ids, **ends}.items():
+        writer.add_uint32(TOKEN_ID.format(TOKEN_IDS[name]), index)
+    for name in vocabulary.around:
+        writer.add_bool(AROUND.format(name), True)
+    template = vocabulary.chat_template
+    if isinstance(template, Mapping):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:
+        writer.add_chat_template(template)
+
+
+def token_texts(vocabulary: Vocabulary, vocab_size: int) -> tuple[list[str], list[int]]:
+    """
+    The texts of all tokens, and their types.
+
+    Raises:
+        ConversionError: if llama.cpp would look for a token in another way, or refuse the file.
+    """
+    tokens, added = vocabulary.tokens, vocabulary.added
+    if (size := max([len(tokens), *(index + 1 for index in added)])) > vocab_size:
+        raise ConversionError(f"The tokenizer has {size} ids, the model a vocabulary of {vocab_size}.")
+    # llama.cpp's greedy tokenizer has bytes with Python's escapes.
+    texts = [repr(token)[2:-1] for token in tokens] + [UNUSED.format(i) for i in range(len(tokens), vocab_size)]
+    kinds = [NORMAL] * len(tokens) + [UNUSED_KIND] * (vocab_size - len(tokens))
+    for index, token in added.items():
+        content, kinds[index] = token.content, CONTROL if token.special else USER_DEFINED
+        if index >= len(tokens):
+            # It is looked for in the text as it is stored, so that there must be no escapes in it.
+            kinds[index] = UNUSED_KIND if content == UNUSED.format(index) else kinds[index]
+            texts[index] = content
+        faults = {
+            "is searched for together with spaces around it": token.lstrip or token.rstrip,
+            "is only found as a word of its own": token.single_word,
+            "has a backslash": "\\" in content,
+            "is empty": not content,
+            f"differs from {tokens[index : index + 1]}": index < len(tokens) and content.encode() != tokens[index],
+        }
+        if fault := next((name for name, found in faults.items() if found), None):
+            raise ConversionError(f"GGUF cannot hold the token {content!r} (id {index}), which {fault}. {WITHOUT}")
+    for text, times in Counter(texts).items():
+        if times > 1:
+            first, second, *_ = (index for index, each in enumerate(texts) if each == text)
+            raise ConversionError(
+                f"The token {text!r} has the ids {first} and {second}; llama.cpp refuses such files. {WITHOUT}"
+            )
+    return texts, kinds
+
+
+WITHOUT = "With `tokenizer` none, the file has none."
+
+
+def find_ends(vocabulary: Vocabulary, stops: Sequence[int], vocab_size: int) -> dict[str, int]:
+    """
+    The tokens that end an answer, by GGUF's names of them: the tokenizer's EOS, if it is one of these, and up to two
+    others. If only the end of a document ends an answer, llama.cpp is also told what ends a turn of World's template.
+
+    Raises:
+        ConversionError: if there are more, or if they are no tokens.
+    """
+    if strange := [index for index in stops if not isinstance(index, int) or not 0 <= index < vocab_size]:
+        raise ConversionError(f"`eos_token_id` has {strange[0]!r}, which is no id of a vocabulary of {vocab_size}.")
+    eos = vocabulary.ids.get("eos")
+    if eos is None and not stops:
+        return {}
+    eos = eos if eos in stops or not stops else stops[0]
+    turn = vocabulary.end_of_turn
+    others = sorted(dict.fromkeys(index for index in stops if index != eos), key=lambda index: index != turn)
+    if len(others) > 2:
+        raise ConversionError(f"`eos_token_id` is {[*stops]}; GGUF has room for 3 tokens that end an answer.")
+    if not others:
+        others = [eos] if eos else [turn] if turn is not None else []
+    return {"eos": eos, **dict(zip(("eot", "eom"), others, strict=False))}

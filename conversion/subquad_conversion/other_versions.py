@@ -72,10 +72,11 @@ OTHER_VISUAL = (
     ),
 )
 
+# The first that matches is the answer. RWKV-8 has tensors of RWKV-7b too, and that those of RWKV-7a.
 REFUSALS = (
     *OTHER_VISUAL,
+    Refusal("an RWKV-8 preview", lambda tensors: _has_part(tensors, ".enn", ".emm")),
     Refusal("RWKV-7b, with DeepEmbed and attention", lambda tensors: _has_part(tensors, ".qkv.qq.")),
-    Refusal("an RWKV-8 preview", lambda tensors: _has_part(tensors, ".enn")),
     Refusal("RWKV-7a, with DeepEmbed", lambda tensors: _has_part(tensors, ".ffn.s_emb")),
     Refusal(
         "a hybrid of RWKV-7 (Goose) and softmax attention, by flash-linear-attention",

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from subquad.loading import Layout
+
 from . import (
     avey,
     avey_b,
@@ -22,6 +24,7 @@ from . import (
     rwkv7_gguf,
     visual_rwkv,
 )
+from .adapter_files import describe_directory, describe_file, is_adapter_directory
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import ConversionError
 from .formats import Format
@@ -62,6 +65,8 @@ def open_source(source: str | Path, vision_tower: Path | None = None) -> Iterato
     Raises:
         ConversionError: also if such a file is missing or does not fit.
     """
+    if is_adapter_directory(Path(source)):
+        raise ConversionError(describe_directory(Path(source)))
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(source))
         gathered = (known.gather(checkpoint, stack, vision_tower) for known in FORMATS)
@@ -85,6 +90,11 @@ def find_target(model_type: str, name: str) -> Format:
     raise ConversionError(f"`to` is {name!r}, but a model of the type {model_type} cannot be written so: {possible}.")
 
 
+def trainer_layout(model_type: str) -> Layout:
+    """How the trainer of a model type names its tensors; the names of other types are those of the models."""
+    return next((x.layout for x in FORMATS if x.model_type == model_type and x.target == "pth"), Layout({}))
+
+
 def find_format(checkpoint: Checkpoint) -> Format:
     """
     The format of a checkpoint, from the names and shapes of its tensors alone.
@@ -95,11 +105,14 @@ def find_format(checkpoint: Checkpoint) -> Format:
     """
     tensors = checkpoint.tensors
     supported = f"Supported are: {'; '.join(known.title for known in FORMATS)}."
+    examples = sorted(tensors)[:4]
+    what = f"{checkpoint.path} holds {len(tensors)} tensors such as {', '.join(examples)}"
+    # An adapter may have the tensors by which a format is known.
+    if description := describe_file(tensors):
+        raise ConversionError(f"{what}: this is {description}")
     for known in FORMATS:
         if known.matches(tensors):
             return known
-    examples = sorted(tensors)[:4]
-    what = f"{checkpoint.path} holds {len(tensors)} tensors such as {', '.join(examples)}"
     for refusal in REFUSALS:
         if refusal.matches(tensors):
             raise ConversionError(f"{what}: this is {refusal.title}, which is not supported. {supported}")

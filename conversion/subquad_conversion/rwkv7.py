@@ -32,12 +32,10 @@ PLACES = {
 }
 # Many files have them, and no runtime reads them.
 UNUSED = re.compile(r"rwkv7\.blocks\.0\.att\.v[012]")
-# A tuned initial state among the weights.
-STATE = re.compile(r"rwkv7\.blocks\.\d+\.att\.time_state")
 # Vectors, which come with and without axes of length 1.
 VECTORS = re.compile(r"(att\.(x_[rwkvag]|[wav]0|k_[ka])|ffn\.x_k)$")
 # Tensors that only relatives of the model have. The names of their other tensors may be the same.
-RELATED = re.compile(r"\.ffn\.s_emb|\.qkv\.|\.enn|\.attn\.q_proj\.|^(rwkv|vit)\.")
+RELATED = re.compile(r"\.ffn\.s_emb|\.qkv\.|\.(enn|emm)|\.attn\.q_proj\.|^(rwkv|vit)\.")
 
 
 class Rwkv7Format(Format):
@@ -57,22 +55,18 @@ class Rwkv7Format(Format):
         return self.sign in tensors and not any(RELATED.search(name) for name in tensors)
 
     def is_buffer(self, name: str) -> bool:
-        return any(pattern.fullmatch(name) for pattern in (UNUSED, STATE))
+        return UNUSED.fullmatch(name) is not None
 
     def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
         layers = count_blocks(found, "rwkv7.blocks.")
         places, fields = dict(PLACES), {"num_hidden_layers": layers}
         if layers < 2:
             del places["v_low_rank_dim"]
-        notes = []
-        if any(STATE.fullmatch(name) for name in found):
-            notes.append("the tuned initial state was left out; `subquad.load_time_states` reads it into an adapter")
         return Reading(
             lengths_of(found, places) | fields,
             fields,
             places,
             tied=(EMBEDDINGS, HEAD) if given.get("tie_word_embeddings") is True else None,
-            notes=notes,
         )
 
     def fits(self, name: str, stored: Shape, shape: Shape, fields: Mapping[str, Any]) -> bool:

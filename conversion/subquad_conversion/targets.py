@@ -18,6 +18,7 @@ from .checkpoint import TensorInfo
 from .errors import ConversionError, as_conversion_error
 from .formats import Format
 from .tokenizer_files import TokenizerChoice
+from .vocabularies import Vocabulary
 from .writer import OutputTensor, plan_shards, write_safetensors, write_shards, write_torch
 
 
@@ -143,14 +144,15 @@ def write_gguf(model: Model, target: Format, destination: Path, gguf_type: str |
     notes = []
     if wider:
         notes.append(f"{len(wider)} tensors, such as {wider[0]}, are F16: {main} does not divide their rows")
-    tokenizer = model.tokenizer
+    tokenizer, vocab_size, ends = model.tokenizer, model.config.vocab_size, {}
     vocabulary = tokenizer.vocabulary and tokenizer.vocabulary()
     if vocabulary is None:
         notes.append("the file has no tokenizer: llama.cpp takes and gives ids")
-    elif len(vocabulary.tokens) > model.config.vocab_size:
-        raise ConversionError(
-            f"The tokenizer has {len(vocabulary.tokens)} ids, the model a vocabulary of {model.config.vocab_size}."
-        )
+    else:
+        gguf_files.token_texts(vocabulary, vocab_size)  # refuses what cannot be written, before anything is
+        stops, stop_notes = _stops(model, vocabulary)
+        notes += stop_notes
+        ends = gguf_files.find_ends(vocabulary, stops, vocab_size)
     size = sum(gguf_files.size_of(tensor, kinds[tensor.name]) for tensor in model.tensors)
     write = partial(
         gguf_files.write_gguf,
@@ -158,13 +160,30 @@ def write_gguf(model: Model, target: Format, destination: Path, gguf_type: str |
         main=main,
         architecture=model.config.model_type,
         fields=target.target_fields(model.config),
-        tokens=vocabulary and vocabulary.tokens,
-        chat_template=vocabulary and vocabulary.chat_template,
+        vocabulary=vocabulary,
+        ends=ends,
     )
     with new_file(destination, size) as path, _bar(size, progress) as bar:
         write(path, model.tensors, bar.update)
     title = tokenizer.title if vocabulary else None
     return Written(destination.parent, [destination.name], size, main, title, notes)
+
+
+def _stops(model: Model, vocabulary: Vocabulary) -> tuple[list[int], list[str]]:
+    """The ids at which `generate` ends an answer, and notes about what a file for llama.cpp has no place for."""
+    generation, notes = model.generation, []
+    told = {"the generation configuration": generation and generation.eos_token_id}
+    told |= {"the configuration": model.config.eos_token_id, "the tokenizer": vocabulary.ids.get("eos")}
+    told = {who: ids if isinstance(ids, list) else [ids] for who, ids in told.items() if ids is not None}
+    (who, stops), *others = told.items() if told else [("", [])]
+    if differ := [f"{other} has {', '.join(map(str, ids))}" for other, ids in others if not {*ids} <= {*stops}]:
+        notes.append(f"an answer ends at {', '.join(map(str, stops))}, as in {who}; {' and '.join(differ)}")
+    if strings := generation and generation.stop_strings:
+        notes.append(f"llama.cpp has to be told the `stop_strings` {strings!r}, which GGUF has no place for")
+    if vocabulary.around:
+        names = " and ".join(name.upper() for name in vocabulary.around)
+        notes.append(f"the tokenizer puts {names} around every text; llama.cpp's greedy one does not")
+    return stops, notes
 
 
 def main_dtype(tensors: Iterable[OutputTensor | TensorInfo]) -> str:

@@ -2,22 +2,36 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from subquad.foreign_files import check_links
-from subquad_tokenizers import WORLD_MODEL_TYPES, WORLD_VOCAB_FILE, WORLD_VOCAB_FILE_NAME, read_vocabulary
+from transformers import PreTrainedTokenizerBase
+
+from subquad.foreign_files import check_links, listed, one_line, reading
+from subquad_tokenizers import WORLD_MODEL_TYPES, WORLD_VOCAB_FILE_NAME
 
 from .checkpoint import read_json
 from .errors import ConversionError
+from .vocabularies import (
+    BYTES_VOCABULARY,
+    ENDS,
+    Vocabulary,
+    beyond_world,
+    check_ids,
+    tokenizer_of,
+    vocabulary_of,
+)
 
 
 # The World vocabulary has 65,530 ids; published models round it up to 65,536 rows.
 WORLD_VOCABULARIES = range(65530, 65537)
-BYTES_VOCABULARY = 128
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"  # a directory
+# Classes of tokenizers that are greedy.
+GREEDY = ("ByteTokenizer", "RwkvWorldTokenizer", "RwkvWorldTokenizerFast")
+# Some published files have it as a special token. The tokenizers here keep the ordinary one.
+BLANK_LINE = "\n\n"
 FILES = (
     "tokenizer.json",
     CONFIG,
@@ -35,20 +49,6 @@ VOCABULARIES = ("tokenizer.json", WORLD_VOCAB_FILE_NAME, "vocab.json", "vocab.tx
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """
-    What a greedy tokenizer consists of, for files that hold a tokenizer of their own.
-
-    Attributes:
-        tokens: in the order of their ids. The first one is the boundary between documents.
-        chat_template: how conversations become text, None if the tokenizer has no template.
-    """
-
-    tokens: list[bytes]
-    chat_template: str | None
-
-
-@dataclass(frozen=True)
 class TokenizerChoice:
     """
     A tokenizer to write.
@@ -58,17 +58,23 @@ class TokenizerChoice:
         save: writes its files into a directory.
         note: why, if the user did not choose it.
         token_ids: `bos_token_id` and so on, as far as the tokenizer has them; some configurations lack some.
-        vocabulary: reads the tokens; None if the tokenizer is not greedy.
+        vocabulary: reads what it consists of; None if the tokenizer is not greedy.
     """
 
     title: str | None
     save: Callable[[Path], object]
     note: str | None
-    token_ids: dict[str, int]
+    token_ids: dict[str, int | list[int]]
     vocabulary: Callable[[], Vocabulary] | None = None
 
 
-def choose_tokenizer(choice: str | Path, source: Path | None, model_type: str, vocab_size: int) -> TokenizerChoice:
+def choose_tokenizer(
+    choice: str | Path,
+    source: Path | None,
+    model_type: str,
+    vocab_size: int,
+    stored: Callable[[], Vocabulary | None] | None = None,
+) -> TokenizerChoice:
     """
     The tokenizer that `choice` means, found before any weight is written.
 
@@ -77,10 +83,11 @@ def choose_tokenizer(choice: str | Path, source: Path | None, model_type: str, v
         source: the directory of a Hub model, None for any other file.
         model_type: of the model to write.
         vocab_size: number of rows of the embeddings.
+        stored: reads the tokenizer in the source's file, if it has one.
 
     Raises:
-        ConversionError: if a directory holds no tokenizer or one that needs code of its own, or if a tokenizer made
-            here has more ids than the model.
+        ConversionError: if a directory holds no tokenizer or one that needs code of its own, if a tokenizer made here
+            has more ids than the model, or if one cannot be read.
     """
     if choice == "none":
         return TokenizerChoice(None, lambda directory: None, None, {})
@@ -100,13 +107,15 @@ def choose_tokenizer(choice: str | Path, source: Path | None, model_type: str, v
             raise ConversionError(f"The tokenizer in {directory} needs code of its own, which is never run.")
         return _copy(directory, files, None)
 
+    if stored is not None and (vocabulary := stored()) is not None:
+        return _stored(vocabulary, vocab_size)
     files = _files(source) if source else []
     is_world = model_type in WORLD_MODEL_TYPES and vocab_size in WORLD_VOCABULARIES
     if source and files:
         if not _needs_foreign_code(source):
             return _copy(source, files, "the tokenizer was found beside the weights")
         if is_world:
-            return _world(vocab_size, "the tokenizer replaces the source's, which needs code of its own")
+            return _world(vocab_size, "the tokenizer replaces the source's, which needs code of its own", source)
     elif is_world:
         return _world(vocab_size, f"the tokenizer was chosen by the vocabulary of {vocab_size}")
     elif vocab_size == BYTES_VOCABULARY:
@@ -116,38 +125,45 @@ def choose_tokenizer(choice: str | Path, source: Path | None, model_type: str, v
     return TokenizerChoice(None, lambda directory: None, f"no tokenizer was written: {why}", {})
 
 
-def _world(vocab_size: int, note: str | None) -> TokenizerChoice:
+def _world(vocab_size: int, note: str | None, replaced: Path | None = None) -> TokenizerChoice:
     from subquad_tokenizers import RwkvWorldTokenizerFast
 
-    tokenizer = RwkvWorldTokenizerFast()
-    vocabulary = partial(_world_vocabulary, WORLD_VOCAB_FILE, tokenizer.chat_template)
-    return _own("RWKV World", tokenizer, vocab_size, note, vocabulary)
+    # A tokenizer of the same vocabulary whose code is not run may have more tokens than that.
+    more = replaced is not None and max(_stated_ids(replaced), default=0) >= WORLD_VOCABULARIES.start
+    return _own("RWKV World", _load_greedy(replaced) if more else RwkvWorldTokenizerFast(), vocab_size, note)
 
 
 def _bytes(vocab_size: int, note: str | None) -> TokenizerChoice:
     from subquad_tokenizers import ByteTokenizer
 
-    return _own("bytes", ByteTokenizer(), vocab_size, note, _bytes_vocabulary)
+    return _own("bytes", ByteTokenizer(), vocab_size, note)
 
 
-def _world_vocabulary(file: str | Path, chat_template: str | None) -> Vocabulary:
-    return Vocabulary([b"<|endoftext|>", *read_vocabulary(file)], chat_template)
+def _stored(vocabulary: Vocabulary, vocab_size: int) -> TokenizerChoice:
+    """The tokenizer that a file of another program holds."""
+    note, ids = "the tokenizer was found in the file", vocabulary.ids
+    turn = vocabulary.end_of_turn
+    ends = [ids[name] for name in ("eos", *ENDS) if name in ids and (name == "eos" or ids[name] != turn)]
+    if turn is not None and turn in (ids.get(name) for name in ENDS):
+        note += f", where a blank line ({turn}) ends a turn; `generate` goes on, unless `eos_token_id` has that, too"
+    choice = _own("found in the file", tokenizer_of(vocabulary), vocab_size, note)
+    special = {"bos": ids.get("bos"), "eos": sorted({*ends}) if len({*ends}) > 1 else next(iter(ends), None)}
+    special = {f"{name}_token_id": index for name, index in special.items() if index is not None}
+    return replace(choice, token_ids=choice.token_ids | special)
 
 
-def _bytes_vocabulary() -> Vocabulary:
-    return Vocabulary([bytes([code]) for code in range(BYTES_VOCABULARY)], None)
-
-
-def _own(
-    title: str, tokenizer: Any, vocab_size: int, note: str | None, vocabulary: Callable[[], Vocabulary]
-) -> TokenizerChoice:
+def _own(title: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int, note: str | None) -> TokenizerChoice:
     if len(tokenizer) > vocab_size:
         raise ConversionError(
             f"The {title} tokenizer has {len(tokenizer)} ids, the model a vocabulary of {vocab_size}."
         )
     token_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     token_ids = {name: number for name, number in token_ids.items() if number is not None}
-    return TokenizerChoice(title, tokenizer.save_pretrained, note, token_ids, vocabulary)
+    return TokenizerChoice(title, tokenizer.save_pretrained, note, token_ids, partial(vocabulary_of, tokenizer))
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return bool(_files(directory))
 
 
 def _files(directory: Path) -> list[str]:
@@ -165,33 +181,57 @@ def _copy(directory: Path, files: list[str], note: str | None) -> TokenizerChoic
     def save(destination: Path) -> None:
         for name in files:
             shutil.copyfile(directory / name, destination / name)
+        if (directory / TEMPLATES).is_dir():
+            shutil.copytree(directory / TEMPLATES, destination / TEMPLATES)
 
-    title, vocabulary = f"copied from {directory}", _vocabulary_in(directory, files)
-    return TokenizerChoice(title, save, note, _special_ids(directory), vocabulary)
-
-
-def _vocabulary_in(directory: Path, files: list[str]) -> Callable[[], Vocabulary] | None:
-    """Reads the tokens of one of our tokenizers, or of a published one of RWKV."""
     settings = read_json(directory / CONFIG) if CONFIG in files else {}
-    if settings.get("tokenizer_class") == "ByteTokenizer":
-        return _bytes_vocabulary
-    if WORLD_VOCAB_FILE_NAME not in files:
-        return None
-    template = settings.get("chat_template")
-    if TEMPLATE in files:
-        template = (directory / TEMPLATE).read_text(encoding="utf-8")
-    if not isinstance(template, str):
-        template = None
-    return partial(_world_vocabulary, directory / WORLD_VOCAB_FILE_NAME, template)
+    greedy = WORLD_VOCAB_FILE_NAME in files or settings.get("tokenizer_class") in GREEDY
+    vocabulary = (lambda: vocabulary_of(_load_greedy(directory))) if greedy else None
+    return TokenizerChoice(f"copied from {directory}", save, note, _special_ids(directory), vocabulary)
+
+
+def _load_greedy(directory: Path) -> PreTrainedTokenizerBase:
+    """
+    The tokenizer of RWKV World or of bytes in a directory, whatever class of these its files name.
+
+    Raises:
+        ConversionError: if it cannot be read, or gives a token another id than its files do.
+    """
+    from subquad_tokenizers import ByteTokenizer
+    from subquad_tokenizers.published import RWKVWorldTokenizer
+
+    settings = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
+    made = ByteTokenizer if settings.get("tokenizer_class") == "ByteTokenizer" else RWKVWorldTokenizer
+    try:
+        with reading(directory, "the tokenizer"):
+            tokenizer = made.from_pretrained(directory)
+    except ValueError as error:
+        raise ConversionError(str(error)) from error
+    check_ids(tokenizer, {i: content for i, content in _stated_ids(directory).items() if content != BLANK_LINE})
+    return tokenizer
+
+
+def _stated_ids(directory: Path) -> dict[int, str]:
+    """The tokens that were added to a tokenizer, by the ids that its files have for them."""
+    found = {}
+    try:
+        if (file := directory / "added_tokens.json").is_file():
+            found |= {int(index): content for content, index in read_json(file).items()}
+        if (file := directory / CONFIG).is_file():
+            tokens = read_json(file).get("added_tokens_decoder") or {}
+            found |= {int(index): token["content"] for index, token in tokens.items()}
+        if (file := directory / "tokenizer.json").is_file():
+            found |= {int(token["id"]): token["content"] for token in read_json(file).get("added_tokens") or ()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConversionError(f"{file} has damaged tokens: {one_line(error)}.") from error
+    return found
 
 
 def _special_ids(directory: Path) -> dict[str, int]:
-    """The ids of the special tokens that `tokenizer_config.json` names, as far as `tokenizer.json` has them."""
-    settings, contents = directory / CONFIG, directory / "tokenizer.json"
-    if not settings.is_file() or not contents.is_file():
+    """The ids of the special tokens that `tokenizer_config.json` names, as far as files have them."""
+    if not (directory / CONFIG).is_file():
         return {}
-    settings, contents = read_json(settings), read_json(contents)
-    ids = {token["content"]: token["id"] for token in contents.get("added_tokens") or ()}
+    settings, ids = read_json(directory / CONFIG), {content: i for i, content in _stated_ids(directory).items()}
     found = {}
     for name in ("bos_token", "eos_token", "pad_token", "cls_token", "sep_token", "mask_token"):
         token = settings.get(name)
@@ -199,3 +239,24 @@ def _special_ids(directory: Path) -> dict[str, int]:
         if token in ids:
             found[f"{name}_id"] = ids[token]
     return found
+
+
+def lost_tokenizer(choose: Callable[[], TokenizerChoice], source: Path | None) -> list[str]:
+    """
+    A note about the tokenizer of a source, for a file without one: nobody could guess that it is not World's.
+
+    Args:
+        choose: finds it.
+        source: the directory of a Hub model, None for any other file.
+    """
+    try:
+        chosen = choose()
+        if (vocabulary := chosen.vocabulary and chosen.vocabulary()) is not None:
+            found = beyond_world(vocabulary)
+        else:
+            found = ["it is of another kind"] if source and has_tokenizer(source) else []
+    except ConversionError as error:
+        found = [str(error).rstrip(".")]
+    if not found:
+        return []
+    return [f"the file has no tokenizer, and the source's is not the plain one of RWKV World: {listed(found, 4)}"]

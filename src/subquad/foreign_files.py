@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 # A file that git-lfs has not fetched yet.
 _POINTER = b"version https://git-lfs.github.com/spec/"
+
+# A tuned initial state in a file of RWKV's trainers and runtimes, alone or among the weights of a model.
+TIME_STATE = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
 
 # What is said of the argument `gguf_file` of `from_pretrained`.
 GGUF = (

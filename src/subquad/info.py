@@ -201,8 +201,11 @@ def format_bytes(number: int) -> str:
 def _describe_directory(name: str, path: Path) -> ModelInfo:
     from transformers import AutoConfig
 
+    from subquad_conversion.adapter_files import is_adapter_directory
     from subquad_conversion.checkpoint import open_checkpoint
 
+    if is_adapter_directory(path):
+        return _describe_checkpoint(name, path)  # says what it is
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the file may contain anything, so any part of the reader may fail

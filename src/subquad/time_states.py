@@ -13,14 +13,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from .foreign_files import check_file, listed, one_line
+from .foreign_files import TIME_STATE, check_file, listed, one_line
 from .state_tuning import StateTuningLayer
 from .weight_files import open_weights
 
 
 WEB = ".st"  # how the names of web-rwkv's files end
 SAFETENSORS = (".safetensors", WEB)
-NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
 
 
 def load_time_states(model: nn.Module, path: str | os.PathLike) -> None:
@@ -111,7 +110,7 @@ def _parameter(layer: StateTuningLayer) -> nn.Parameter:
 def _read(path: Path) -> dict[int, torch.Tensor]:
     if path.suffix in SAFETENSORS:
         with open_weights(path) as file:
-            content = {name: file.get_tensor(name) for name in file.keys() if NAME.fullmatch(name)}
+            content = {name: file.get_tensor(name) for name in file.keys() if TIME_STATE.fullmatch(name)}
     else:
         check_file(path)
         try:
@@ -122,7 +121,7 @@ def _read(path: Path) -> dict[int, torch.Tensor]:
         raise ValueError(f"{path} must hold a dictionary of tensors, found a {type(content).__name__}.")
     states = {}
     for name, tensor in content.items():
-        if (match := NAME.fullmatch(str(name))) and isinstance(tensor, torch.Tensor):
+        if (match := TIME_STATE.fullmatch(str(name))) and isinstance(tensor, torch.Tensor):
             states[int(match[1])] = tensor
     if not states:
         raise ValueError(f"{path} holds no tensor with a name like blocks.0.att.time_state.")

@@ -119,8 +119,13 @@ def version_7():
     return tensors | {f"blocks.0.att.{name}": torch.zeros(1, 1, 64) for name in ("k_k", "k_a", "x_r", "w0")}
 
 
-def goose_with(name, make=rwkv7_files.trainer_tensors):
-    return lambda: make() | {name: torch.zeros(4, 4)}
+def goose_with(*names, make=rwkv7_files.trainer_tensors):
+    return lambda: make() | {name: torch.zeros(4, 4) for name in names}
+
+
+# RWKV-7b has what RWKV-7a has, and the hybrid of RWKV-8 what RWKV-7b has.
+SEVEN_B = ("blocks.0.ffn.s_emb.weight", "blocks.0.ffn.s_emb_x.weight", "blocks.0.qkv.qq.weight")
+EIGHT = (*SEVEN_B, *(f"blocks.0.qkv.{name}" for name in ("kk.weight", "kkup", "ennk", "vv.weight", "vvup", "emm")))
 
 
 def goose_in_another_model():
@@ -151,10 +156,12 @@ def visual():
         (version_5_1, "RWKV-5.1"),
         (version_7, r"RWKV-7 \(Goose\) in a layout that is not known"),
         (goose_with("blocks.0.ffn.s_emb.weight"), "RWKV-7a, with DeepEmbed"),
-        (goose_with("blocks.0.qkv.qq.weight"), "RWKV-7b, with DeepEmbed and attention"),
+        (goose_with(*SEVEN_B), "RWKV-7b, with DeepEmbed and attention"),
         (goose_with("blocks.0.ffn.enn.weight"), "an RWKV-8 preview"),
+        (goose_with(*EIGHT), "an RWKV-8 preview"),
+        (goose_with("blocks.0.qkv.emm"), "an RWKV-8 preview"),
         (
-            goose_with("model.layers.1.attn.q_proj.weight", rwkv7_files.fla_tensors),
+            goose_with("model.layers.1.attn.q_proj.weight", make=rwkv7_files.fla_tensors),
             r"a hybrid of RWKV-7 \(Goose\) and softmax attention",
         ),
         (goose_in_another_model, r"RWKV-7 \(Goose\) in the layers of another model"),

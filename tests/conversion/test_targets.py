@@ -425,7 +425,7 @@ def test_heads_that_others_do_not_know(tmp_path):
 
 def test_weights_that_float16_cannot_represent(tmp_path):
     case = CASES["rwkv6-trainer"]
-    tensors = case.tensors
+    tensors = {name: x.clone() for name, x in case.tensors.items()}
     tensors["blocks.1.ffn.key.weight"][0, 0] = 7e4
     source = case.write_file(tmp_path / "trained.pth", tensors)
     for to, options in (("st", {}), ("gguf", {"gguf_type": "F16"})):
@@ -436,7 +436,7 @@ def test_weights_that_float16_cannot_represent(tmp_path):
 
 def test_diverged_weights_are_not_written(tmp_path):
     case = CASES["rwkv6-trainer"]
-    tensors = case.tensors
+    tensors = {name: x.clone() for name, x in case.tensors.items()}
     tensors["blocks.1.ffn.key.weight"][0, 0] = torch.nan
     save_file({name: x.contiguous() for name, x in tensors.items()}, tmp_path / "trained.safetensors")
     for to in FILES:

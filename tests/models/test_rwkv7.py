@@ -216,18 +216,21 @@ def test_a_directory_of_the_rwkv_organisation(prefix, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "title"),
+    ("names", "title"),
     [
-        ("rwkv7.blocks.0.ffn.s_emb.weight", "RWKV-7a, with DeepEmbed"),
-        ("blocks.0.qkv.qq.weight", "RWKV-7b, with DeepEmbed and attention"),
-        ("blocks.0.ffn.enn.weight", "an RWKV-8 preview"),
-        ("model.layers.1.attn.q_proj.weight", "a hybrid with softmax attention"),
+        (["rwkv7.blocks.0.ffn.s_emb.weight"], "RWKV-7a, with DeepEmbed"),
+        (["blocks.0.qkv.qq.weight", "blocks.0.ffn.s_emb.weight"], "RWKV-7b, with DeepEmbed and attention"),
+        (["blocks.0.ffn.enn.weight"], "an RWKV-8 preview"),
+        (["blocks.0.qkv.emm", "blocks.0.qkv.qq.weight", "blocks.0.ffn.s_emb.weight"], "an RWKV-8 preview"),
+        (["model.layers.1.attn.q_proj.weight"], "a hybrid with softmax attention"),
     ],
+    ids=str,
 )
-def test_relatives_are_refused_by_their_names(name, title, tmp_path):
-    weights = tiny_model("rwkv7").state_dict() | {name: torch.zeros(4, 4)}
+def test_relatives_are_refused_by_their_names(names, title, tmp_path):
+    """One relative has the tensors of another, too."""
+    weights = tiny_model("rwkv7").state_dict() | {name: torch.zeros(4, 4) for name in names}
     source = write(tmp_path / "source", weights, **GOOSE.fields, vocab_size=97)
-    with pytest.raises(ValueError, match=f"{name} is a tensor of {title}, which is not supported"):
+    with pytest.raises(ValueError, match=f"{names[0]} is a tensor of {title}, which is not supported"):
         AutoModelForCausalLM.from_pretrained(source)
 
 

@@ -20,7 +20,9 @@ SOURCE is either
     pytorch_model.bin in it, with the configuration and the tokenizer in the same directory; a Finch or a Goose in the
     layout of flash-linear-attention, and a Goose in that of rwkv-rs, too; or
   - an .st file of web-rwkv and Ai00 (RWKV-5.2, RWKV-6.0, RWKV-7); or
-  - a .gguf file of llama.cpp (RWKV-6.0, RWKV-7), whose quantised weights become float32.
+  - a .gguf file of llama.cpp (RWKV-6.0, RWKV-7), whose quantised weights become float32; or
+  - with --base, an adapter, which is merged: the .pth file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA) or a directory of
+    PEFT (LoRA, MiSS).
 
 The names and shapes of the tensors tell which of these SOURCE is. No code in SOURCE is ever run. DEST appears only
 when it is complete. docs/how-to/formats.md has a table of what comes in and what goes out.
@@ -31,6 +33,7 @@ examples:
   subquad convert ./finch-1b6 ./finch-1b6-int8 --quantize int8
   subquad convert ./v5-Eagle-7B-HF ./eagle-7b --dtype bfloat16 --max-shard-size 2GB
   subquad convert visual.pth ./visual-3b --vision-tower ./clip-vit-large-patch14-336
+  subquad convert adapter.pth ./tuned --base ./goose-0.4b --lora-alpha 32
   subquad convert ./finch-1b6 finch-1b6.pth --to pth
   subquad convert ./finch-1b6 finch-1b6-q8.gguf --to gguf --gguf-type Q8_0
 """
@@ -94,6 +97,22 @@ def add_arguments(parser: ArgumentParser) -> None:
         "patches; no tensor shows it (default: the configuration's, or -1)",
     )
     add(
+        "--base",
+        metavar="PATH",
+        help="if SOURCE is an adapter: the model that it was trained on, anything that could be SOURCE otherwise",
+    )
+    add(
+        "--lora-alpha",
+        type=float,
+        metavar="N",
+        help="if SOURCE is a LoRA of RWKV-PEFT: its alpha in training, which the file does not tell",
+    )
+    add(
+        "--pissa-init",
+        metavar="FILE",
+        help="if SOURCE is a PiSSA adapter of RWKV-PEFT: the init_pissa.pth that training wrote at its start",
+    )
+    add(
         "--max-shard-size",
         type=size,
         metavar="SIZE",
@@ -117,6 +136,9 @@ def run(args: Namespace) -> None:
         "head_size_divisor",
         "vision_tower",
         "grid_size",
+        "base",
+        "lora_alpha",
+        "pissa_init",
     )
     # Those that are not given are fields of a configuration in the messages.
     given = [name for name in names if getattr(args, name) is not None]
@@ -133,6 +155,9 @@ def run(args: Namespace) -> None:
             head_size_divisor=args.head_size_divisor,
             vision_tower=args.vision_tower,
             grid_size=args.grid_size,
+            base=args.base,
+            lora_alpha=args.lora_alpha,
+            pissa_init=args.pissa_init,
             max_shard_size=args.max_shard_size,
             progress=sys.stderr.isatty(),
         )

@@ -20,11 +20,12 @@ RANKS = {
     "v_low_rank_dim": (1, "v"),
     "gate_low_rank_dim": (0, "g"),
 }
-# Patterns of tensors in the first two blocks that only relatives of the model have, and what these are.
+# Patterns of tensors in the first two blocks that only relatives of the model have, and what these are. A relative may
+# have the tensors of those after it too: RWKV-8 those of RWKV-7b, and that those of RWKV-7a.
 RELATIVES = {
-    r"\.s_emb": "RWKV-7a, with DeepEmbed",
+    r"\.(enn|emm)": "an RWKV-8 preview",
     r"\.qkv\.qq\.": "RWKV-7b, with DeepEmbed and attention",
-    r"\.enn\.|\.ennk": "an RWKV-8 preview",
+    r"\.s_emb": "RWKV-7a, with DeepEmbed",
     r"\.attn\.q_proj\.": "a hybrid with softmax attention",
 }
 
