@@ -12,21 +12,38 @@ from cases import (
     CASES,
     CAUSAL,
     ENCODERS,
+    GREEDY,
+    IMAGE_ID,
+    each_case,
     each_causal,
     each_head,
     each_model,
     lm_class,
     model_class,
+    padded,
     random_ids,
     tiny_model,
 )
-from peft import AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoraConfig,
+    MultitaskPromptTuningConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from peft.tuners.ia3 import IA3Layer
 from peft.utils.hotswap import hotswap_adapter
 from torch import nn
 
 import subquad
 from subquad.layers import Linear
+from subquad.versions import CACHE_NAME
 
 
 TASKS = {
@@ -44,6 +61,12 @@ METHODS = {
     "vera": (VeraConfig, {}),
     "ia3": (IA3Config, {}),
     "ln_tuning": (LNTuningConfig, {}),
+}
+# What trains embeddings before a text, and what differs between the rows of two texts.
+PROMPTS = {
+    "prompt": (PromptTuningConfig, {}, {}),
+    "p": (PromptEncoderConfig, {"encoder_hidden_size": 8}, {}),
+    "multitask": (MultitaskPromptTuningConfig, {"num_tasks": 2}, {"task_ids": torch.tensor([1, 0])}),
 }
 # Not adapted unless asked for.
 ROUTING = {"r_proj", "a_proj", "f_proj"}
@@ -323,6 +346,70 @@ def test_generate(model_type):
     with adapted.disable_adapter():
         assert torch.equal(adapted.generate(input_ids=ids, **options), base)
     assert torch.equal(generated, adapted.merge_and_unload().generate(ids, **options))
+
+
+def with_prompt(model, config_class=PromptTuningConfig, **options):
+    torch.manual_seed(0)
+    return get_peft_model(model, config_class(task_type="CAUSAL_LM", num_virtual_tokens=4, **options)).eval()
+
+
+@pytest.mark.quick_cases("*-prompt", "rwkv7-*")
+@pytest.mark.parametrize("method", PROMPTS)
+@each_case
+def test_prompts(case, method):
+    """Padding changes nothing, also between a learned prompt and the text."""
+    config_class, options, rows = PROMPTS[method]
+    adapted = with_prompt(case.model(), config_class, **options)
+    texts = [case.text(1, n, seed=n) for n in (12, 7)]
+    of_row = [{name: x[n : n + 1] for name, x in rows.items()} for n in range(2)]
+
+    def run(inputs, mask, **more):
+        adapted.zero_grad()
+        out = adapted(**inputs, labels=inputs["input_ids"].where(mask, -100), **more)
+        out.loss.backward()
+        return out, [p.grad.clone() for p in adapted.parameters() if p.requires_grad]
+
+    alone = [run(t, t["input_ids"] > 0, **more) for t, more in zip(texts, of_row, strict=True)]
+    counts = [(t["input_ids"] != IMAGE_ID).sum() for t in texts]
+    expected = [
+        sum(n * x for n, x in zip(counts, each, strict=True)) / sum(counts)
+        for each in zip(*([out.loss, *gradients] for out, gradients in alone), strict=True)
+    ]
+    for side in ("left", "right", "anywhere"):
+        batch = padded(texts, side)
+        mask = batch["attention_mask"].bool()
+        out, gradients = run(batch, mask, **rows)
+        for n, (single, _) in enumerate(alone):
+            of_text = torch.nn.functional.pad(mask[n], (4, 0), value=True)
+            torch.testing.assert_close(out.logits[n, of_text], single.logits[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close([out.loss, *gradients], expected, atol=1e-4, rtol=1e-4)
+
+    options = {"max_new_tokens": 5, **GREEDY}
+    generated = adapted.generate(**padded(texts, "left"), **rows, **options)
+    for n, (text, more) in enumerate(zip(texts, of_row, strict=True)):
+        for cached in (True, False):
+            answer = adapted.generate(**text, **more, use_cache=cached, **options)
+            assert torch.equal(generated[n, -5:], answer[0, -5:])
+
+
+@each_case
+def test_prompts_that_cannot_be(case):
+    """What would read a text without its learned prompt, or needs what the models do not have, is refused."""
+    instead = "`PromptTuningConfig`" if case.model_type in ("avey", "gecko") else "`subquad.StateTuningConfig`"
+    with pytest.raises(ValueError, match=f"PREFIX_TUNING trains keys and values, .*{instead}"):
+        with_prompt(case.model(), PrefixTuningConfig)
+    adapted, text = with_prompt(case.model()), case.text(1, 12)
+    out = adapted.generate(**text, max_new_tokens=2, return_dict_in_generate=True, **GREEDY)
+    for name, value in (
+        ("cache", out[CACHE_NAME]),
+        ("prefix_cache", subquad.PrefixCache()),
+        ("prefill_chunk_size", 6),
+        ("prompt_lookup_num_tokens", 2),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}`: after a prompt that PEFT has learned"):
+            adapted.generate(**text, **{name: value}, max_new_tokens=2, **GREEDY)
+    with adapted.disable_adapter():
+        adapted.generate(**text, prompt_lookup_num_tokens=2, max_new_tokens=2, **GREEDY)
 
 
 @each_model

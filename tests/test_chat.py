@@ -120,6 +120,13 @@ def test_an_answer_that_ends_by_itself(finch, tmp_path, capsys, monkeypatch):
         assert out == f"{begin}\n{expected.partition(end)[0]}\n"
 
 
+def test_penalties_of_every_turn(finch, capsys, monkeypatch):
+    """They count the tokens of one answer."""
+    options = (*GREEDY, "--presence-penalty", 9, "--penalty-decay", 0.9)
+    answers = talk(capsys, monkeypatch, finch, "Hi", "/reset", "Hi", options=options)[0].splitlines()
+    assert answers[0] == answers[1] != talk(capsys, monkeypatch, finch, "Hi")[0].strip()
+
+
 def test_commands(finch, tmp_path, capsys, monkeypatch):
     state = tmp_path / "state"
     first, second = talk(capsys, monkeypatch, finch, "Hi", "And?")[0].splitlines()

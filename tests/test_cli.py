@@ -599,7 +599,15 @@ def test_generate_passes_its_arguments_on(directory, asked, capsys):
     vars(asked).clear()
     generate(capsys, "x", "--model", directory, "--greedy")
     assert asked.do_sample is False and asked.model.dtype == torch.float32
-    assert not {"temperature", "top_p", "top_k", "stop_strings"} & vars(asked).keys()
+    assert not {"temperature", "top_p", "top_k", "stop_strings", "logits_processor"} & vars(asked).keys()
+    for arguments, expected in (
+        (["--presence-penalty", 0.4, "--frequency-penalty", -0.1, "--penalty-decay", 0.9], (0.4, -0.1, 0.9)),
+        (["--frequency-penalty", 0.2, "--greedy"], (0.0, 0.2, 0.996)),
+    ):
+        generate(capsys, "X:1", "--model", directory, *arguments)
+        (found,) = asked.logits_processor
+        assert (found.presence, found.frequency, found.decay) == expected
+        assert found.prompt_length == asked.input_ids.shape[1]
 
 
 @pytest.mark.parametrize("prompt", ["caf\udce9", "-"])
@@ -785,6 +793,9 @@ def test_generate_about_an_image(directory, tmp_path, capsys):
         (["x", "--dtype", "int8"], "--dtype"),
         (["x", "--greedy", "--top-k", "3"], "--greedy does not sample"),
         (["x", "--greedy", "--seed", "3"], "--greedy does not sample"),
+        (["x", "--presence-penalty", "inf"], "--presence-penalty: must be a number, got 'inf'"),
+        (["x", "--penalty-decay", "1.1"], "--penalty-decay: must be from 0 to 1, got '1.1'"),
+        (["x", "--penalty-decay", "0.9"], "--penalty-decay needs --presence-penalty or --frequency-penalty."),
         (["x", "--force"], "--force replaces a file: it needs --midi, --score or --state-out."),
         (["x", "--temp", "3"], "unrecognized arguments: --temp 3. Did you mean "),
         (["x", "--num-beams", "3"], "unrecognized arguments: --num-beams 3."),

@@ -1,7 +1,6 @@
 """Every block of code in the README and on the site runs, in the order of its page, or says why it does not."""
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +8,12 @@ from pathlib import Path
 import pytest
 from cases import tiny_config
 from markdown_it import MarkdownIt
+from pages import run_page
 from PIL import Image
 from transformers import AutoModelForCausalLM
 from visual_cases import save_visual
 
 import subquad
-from subquad.cli import main
 from subquad_tokenizers import RwkvWorldTokenizer
 
 
@@ -22,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "_generated" not in path.parts)]
 REASON = re.compile(r"<!-- not run: (.+) -->\s*")
+NAME = re.compile(r"\bsubquad(?:_[a-z]+)?(?:\.[a-zA-Z]\w*)+")
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 # What is shown and not run: output, and files that a reader writes.
 NO_CODE = {"text", "yaml", "json", "dockerfile"}
@@ -84,14 +84,48 @@ def test_dead_links_of_the_built_site_are_found(tmp_path):
     assert subprocess.run([sys.executable, DOCS / "links.py", tmp_path]).returncode == 0
 
 
-@each([page for page in PAGES if runnable(page)])
-def test_the_code_of_a_page_runs(page, directory, monkeypatch, capsys):
-    monkeypatch.chdir(directory)
-    namespace = {}
-    for language, code in runnable(page):
-        if language == "python":
-            exec(compile(code, page.name, "exec"), namespace)
-            continue
-        for command, *arguments in filter(None, (shlex.split(line, comments=True) for line in code.splitlines())):
-            assert command == "subquad", f"{page.name} runs {command}: say why not, in a comment"
-            assert main(arguments) == 0, capsys.readouterr().err
+def names(page):
+    """The names of our packages in the code that stands inside sentences."""
+    inline = [
+        child.content
+        for token in MarkdownIt().parse(page.read_text(encoding="utf-8"))
+        for child in token.children or ()
+        if child.type == "code_inline"
+    ]
+    return sorted({name for code in inline for name in NAME.findall(code)})
+
+
+@each([page for page in PAGES if runnable(page) or names(page)])
+def test_the_code_of_a_page_runs(page, directory, tmp_path):
+    failed = run_page(page.name, runnable(page), names(page), directory, tmp_path / "output")
+    assert failed is None, failed
+
+
+def test_pages_have_an_interpreter_of_their_own(tmp_path):
+    """What an earlier page has imported is missing, and so is what nobody has imported."""
+    assert (
+        run_page(
+            "a",
+            [("python", "from subquad.losses import l2wrap_loss")],
+            ["subquad.losses"],
+            tmp_path,
+            tmp_path / "output",
+        )
+        is None
+    )
+    for blocks, missing in (
+        ([("python", "import subquad")], ["subquad.losses.l2wrap_loss"]),
+        ([("python", "import subquad\nsubquad.losses")], []),
+        ([("python", "l2wrap_loss")], []),
+        ([("bash", "subquad info no-such-model")], []),
+    ):
+        assert "Error" in run_page("b", blocks, missing, tmp_path, tmp_path / "output")
+
+
+def test_blocks_that_are_not_run_import_their_names(tmp_path):
+    for number, page in enumerate(PAGES):
+        code = "\n".join(code for language, code, _ in blocks(page) if language == "python")
+        (tmp_path / f"{number}_{page.stem}.py").write_text(code)
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--quiet", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout

@@ -5,8 +5,11 @@ import asyncio
 import pytest
 import torch
 from cases import CASES, GREEDY, TEXT, TRAINED_GENERATING, VARIANTS, each, padded
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import GenerationConfig
 
+import subquad
 from subquad import PrefixCache
 from subquad.cli.run import _keep_states
 from subquad.generation import RecurrentGenerationMixin
@@ -157,6 +160,118 @@ def test_files_have_a_limit(tmp_path):
     assert prefixes.tokens_read == 80
     prefixes.clear()
     assert list(tmp_path.iterdir()) == []
+
+
+def adapted(config, *others):
+    """A model with adapters, "0" active, "1", ..., as if they had been trained."""
+    model = get_peft_model(FINCH.model(), config, adapter_name="0")
+    for n, other in enumerate(others, 1):
+        model.add_adapter(str(n), other)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "state_tuning" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model.eval()
+
+
+def train(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(FINCH.ids(1, 9), labels=FINCH.ids(1, 9)).loss.backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def write(model, through_data):
+    """Changes weights, also so that torch does not count it."""
+    for parameter in model.parameters():
+        (parameter.data if through_data else parameter).mul_(1.1)
+
+
+def load(model, assign):
+    model.load_state_dict(FINCH.model(seed=1).state_dict(), assign=assign)
+
+
+def steer(model):
+    model.base_model.blocks[0].register_forward_hook(lambda module, inputs, output: output.flip(-1))
+
+
+def scale(model):
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.scale_layer(0.5)
+
+
+LORA = LoraConfig(task_type="CAUSAL_LM")
+TUNED = subquad.StateTuningConfig(task_type="CAUSAL_LM")
+# What makes a model, and what changes it.
+CHANGES = {
+    "training": (FINCH.model, train),
+    "weights": (FINCH.model, lambda model: write(model, False)),
+    "data": (FINCH.model, lambda model: write(model, True)),
+    "load": (FINCH.model, lambda model: load(model, False)),
+    "assign": (FINCH.model, lambda model: load(model, True)),
+    "hook": (FINCH.model, steer),
+    "new-adapter": (FINCH.model, lambda model: model.add_adapter(LoraConfig(init_lora_weights=False))),
+    "adapter": (lambda: adapted(LORA, LORA), lambda model: model.set_adapter("1")),
+    "disabled": (lambda: adapted(LORA), lambda model: model.base_model.disable_adapter_layers()),
+    "scaling": (lambda: adapted(LORA), scale),
+    "state": (lambda: adapted(TUNED, TUNED), lambda model: model.set_adapter("1")),
+    "tuning": (lambda: adapted(TUNED), lambda model: write(model, False)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_model_reads_anew(name, any_peft):
+    make, change = CHANGES[name]
+    model, ids, options = make(), FINCH.ids(1, 30), {"max_new_tokens": 5, **GREEDY}
+    prefixes, ids = PrefixCache(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def answer():
+        before = prefixes.tokens_read
+        out = model.generate(**ids, prefix_cache=prefixes, output_logits=True, return_dict_in_generate=True, **options)
+        return torch.stack(out.logits), prefixes.tokens_read - before
+
+    first, read = answer()
+    same, again = answer()
+    assert (read, again) == (29, 0)
+    torch.testing.assert_close(same, first)
+    change(model)
+    changed, read = answer()
+    expected = model.generate(**ids, output_logits=True, return_dict_in_generate=True, **options).logits
+    assert read == 29
+    torch.testing.assert_close(changed, torch.stack(expected), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(changed, first, atol=1e-2)
+    assert answer()[1] == 0
+
+
+def test_weights_made_in_inference_mode():
+    """Their changes are not counted."""
+    with torch.inference_mode():
+        model = FINCH.model()
+        prefixes = PrefixCache()
+        prefixes.read(model, FINCH.ids(20))
+        write(model, False)
+        prefixes.read(model, FINCH.ids(20))
+        prefixes.read(model, FINCH.ids(20))
+    assert prefixes.tokens_read == 40
+
+
+def test_files_of_a_model_that_changes(tmp_path):
+    """They belong to the model as it was."""
+    model, ids = adapted(LORA), FINCH.ids(20)
+    base, prefixes = model.get_base_model(), PrefixCache(directory=tmp_path, model=OWNER)
+    prefixes.read(base, ids)
+    with model.disable_adapter():
+        prefixes.read(base, ids)
+        prefixes.read(base, FINCH.ids(25, seed=1))
+    assert prefixes.tokens_read == 20 + 20 + 25
+    assert len(list(tmp_path.iterdir())) == 1
+    prefixes.read(base, ids)
+    assert prefixes.tokens_read == 65
+    model.merge_adapter()
+    prefixes.read(base, ids)
+    assert prefixes.tokens_read == 85
 
 
 def test_refusals(tmp_path):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .identity import identify as identify
     from .info import embedded_model as embedded_model
     from .models import *
+    from .penalties import DecayingPenaltyLogitsProcessor as DecayingPenaltyLogitsProcessor
     from .prefix_cache import PrefixCache as PrefixCache
     from .presets import PRESETS as PRESETS
     from .presets import preset_config as preset_config
@@ -40,6 +41,7 @@ PROCESSORS: dict[str, str] = {
 }
 # Public name to the module that defines it. They are imported when they are first used.
 _EXPORTS = {
+    "DecayingPenaltyLogitsProcessor": "subquad.penalties",
     "Int4Config": "subquad.quantized",
     "Int8Config": "subquad.quantized",
     "PRESETS": "subquad.presets",

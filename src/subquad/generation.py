@@ -49,6 +49,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         refusal = _why_not_one_text(args, kwargs)
         if prefix_cache is None and self.make_prefix_cache is not None and refusal is None:
             prefix_cache = self.__dict__.setdefault("own_prefix_cache", self.make_prefix_cache())
+        _check_learned_prompt(self, kwargs | {"prefix_cache": prefix_cache})
         if prefix_cache is None:
             return self._generate(*args, **kwargs)
         if refusal is not None:
@@ -80,7 +81,8 @@ class RecurrentGenerationMixin(GenerationMixin):
         As in transformers, but a name that neither `generate` nor the model knows is a TypeError with the names that
         look like it.
         """
-        known = parameter_names(type(self).forward, type(self).prepare_inputs_for_generation)
+        prepare = self.prepare_inputs_for_generation  # PEFT puts another method there, which reads `task_ids`
+        known = parameter_names(type(self).forward, getattr(prepare, "__func__", prepare))
         known |= self.known_arguments | vars(GenerationConfig()).keys() | {"prefix_cache"}
         refuse_unknown(model_kwargs, known, f"{type(self).__name__}.generate()")
         super()._validate_model_kwargs(model_kwargs)
@@ -279,6 +281,21 @@ class _Inputs(dict):
 
 def _given_ids(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
     return args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+
+
+def _check_learned_prompt(model: RecurrentGenerationMixin, kwargs: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: if PEFT puts a learned prompt before the text, and the text is not read in one step.
+    """
+    adapted = getattr(model.prepare_inputs_for_generation, "__self__", None)
+    if getattr(getattr(adapted, "active_peft_config", None), "is_prompt_learning", False):
+        for name in ("cache", "prefix_cache", "prefill_chunk_size", *ASSISTED):
+            value = _setting(kwargs, name, model.generation_config)
+            if value is not None and not (isinstance(value, RecurrentCache) and not value.get_seq_length()):
+                raise ValueError(
+                    f"`{name}`: after a prompt that PEFT has learned, the whole text is read in one step."
+                )
 
 
 def _why_not_one_text(args: tuple, kwargs: dict[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from transformers.utils import logging
 
 from .cache import RecurrentCache
+from .fingerprint import Fingerprint
 from .state_file import ModelIdentity, read_about, read_state_file
 
 
@@ -54,7 +55,9 @@ class PrefixCache:
     Attributes:
         tokens_asked, tokens_read: numbers of tokens that texts had, and that had to be read.
 
-    The states depend on the weights: after training, or with another adapter, call [`~PrefixCache.clear`].
+    The states depend on the weights. If these have changed since the last call, by training, by loading, or because
+    another adapter is active, merged or unmerged, the states in memory are forgotten. Files are read and written only
+    while the model is as it was at the first call, as `model` describes it.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class PrefixCache:
         # The one that was used last comes last.
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._model: weakref.ref | None = None
+        self._fingerprint = self._of_files = None
+        self._uses_files = directory is not None
 
     def __len__(self) -> int:
         """Number of states."""
@@ -132,7 +137,7 @@ class PrefixCache:
             cache = cache.clone()
             cache.crop(0)
             self._entries[key] = entry = _Entry(ids.copy(), cache, None, cache.nbytes)
-            if self.directory is not None:
+            if self._uses_files:
                 self._write(entry)
         self._entries.move_to_end(key)
         self._drop_oldest()
@@ -145,12 +150,20 @@ class PrefixCache:
         self._model = None
 
     def _check_model(self, model: "PreTrainedModel") -> None:
+        """Forgets the states of earlier weights."""
+        now = Fingerprint(model)
         if self._model is None:
-            self._model = weakref.ref(model)
-            if self.directory is not None:
-                self._find_files(model)
+            self._model, self._of_files = weakref.ref(model), now
         elif self._model() is not model:
             raise ValueError("`prefix_cache` holds the states of another model; each model needs one of its own.")
+        elif now.matches(self._fingerprint):
+            return
+        else:
+            self._entries.clear()
+        self._fingerprint = now
+        self._uses_files = self.directory is not None and now.matches(self._of_files)
+        if self._uses_files:
+            self._find_files(model)
 
     def _longest(self, model: "PreTrainedModel", ids: np.ndarray) -> tuple[int, RecurrentCache | None]:
         """The number of tokens of the longest known beginning of a text, and a copy of its state."""

@@ -134,6 +134,12 @@ def _register_adapters(module: ModuleType) -> None:
     register()
 
 
+def _register_prompts(module: ModuleType) -> None:
+    from .adapters import register_prompts
+
+    register_prompts(module)
+
+
 def _register_state_tuning(module: ModuleType) -> None:
     importlib.import_module("subquad.state_tuning")  # it registers itself, also if it is what imported PEFT
 
@@ -170,6 +176,7 @@ _TABLES: dict[str, Callable[[ModuleType], None]] = {
     "transformers.quantizers.auto": _register_quantisers,
     "transformers.pipelines": _register_pipelines,
     "peft.utils.constants": _register_adapters,
+    "peft.peft_model": _register_prompts,
     "peft": _register_state_tuning,
 }
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .cache import RecurrentCache
+from .penalties import DecayingPenaltyLogitsProcessor
 from .state_file import ModelIdentity, check_owner, read_state_file
 
 
@@ -44,12 +45,19 @@ class Session:
         return replace(self, cache=self.cache.clone(), unread=list(self.unread))
 
     @torch.no_grad()
-    def generate(self, model: "PreTrainedModel", ids: list[int], **options: Any) -> list[int]:
+    def generate(
+        self,
+        model: "PreTrainedModel",
+        ids: list[int],
+        penalties: dict[str, float] | None = None,
+        **options: Any,
+    ) -> list[int]:
         """
         Reads the unread tokens and `ids`, and generates more.
 
         Args:
             ids: the next tokens of the text.
+            penalties: arguments of [`DecayingPenaltyLogitsProcessor`] for the new tokens; None: there are none.
             options: those of `model.generate`.
 
         Returns:
@@ -62,6 +70,8 @@ class Session:
         if not ids:
             raise ValueError("There is no token to read: the text ends where the state does, so it needs more text.")
         tokens = self.cache.get_seq_length() + len(ids)
+        if penalties is not None:
+            options["logits_processor"] = [DecayingPenaltyLogitsProcessor(len(ids), **penalties)]
         out = model.generate(
             input_ids=torch.tensor([ids], device=model.device),
             attention_mask=torch.ones(1, tokens, dtype=torch.long, device=model.device),

@@ -1,5 +1,6 @@
 """Options that several commands have, and the types of options. Each type raises an error that argparse prints."""
 
+import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
@@ -31,12 +32,15 @@ def add_sampling(parser: ArgumentParser) -> None:
     add("--temperature", type=temperature, metavar="T", help="below 1 more predictable, above 1 more varied")
     add("--top-p", type=probability, metavar="P", help="sample from the most likely tokens that sum to P")
     add("--top-k", type=positive_int, metavar="K", help="sample from the K most likely tokens")
+    add("--presence-penalty", type=penalty, metavar="X", help="lower the scores of generated tokens by X (RWKV: 0.3)")
+    add("--frequency-penalty", type=penalty, metavar="X", help="the same, by X for each time (RWKV: 0.3)")
+    add("--penalty-decay", type=fraction, metavar="X", help="let times count X times as much after each token (0.996)")
     add("--seed", type=seed, metavar="N", help="seed of the sampling, which makes it repeatable")
 
 
 def sampling_options(args: Namespace) -> dict[str, Any]:
     """
-    The options of `generate` that the arguments of [`add_sampling`] stand for.
+    The options of [`subquad.session.Session.generate`] that the arguments of [`add_sampling`] stand for.
 
     Raises:
         UsageError: if they contradict each other.
@@ -45,7 +49,15 @@ def sampling_options(args: Namespace) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     if args.greedy and (given or args.seed is not None):
         raise UsageError("--greedy does not sample: leave out --temperature, --top-p, --top-k and --seed.")
-    return given | {"do_sample": not args.greedy}
+    given["do_sample"] = not args.greedy
+    penalties = {"presence": args.presence_penalty, "frequency": args.frequency_penalty}
+    if any(value is not None for value in penalties.values()):
+        given["penalties"] = {name: value or 0.0 for name, value in penalties.items()}
+        if args.penalty_decay is not None:
+            given["penalties"]["decay"] = args.penalty_decay
+    elif args.penalty_decay is not None:
+        raise UsageError("--penalty-decay needs --presence-penalty or --frequency-penalty.")
+    return given
 
 
 def positive_int(text: str) -> int:
@@ -82,6 +94,18 @@ def temperature(text: str) -> float:
 def probability(text: str) -> float:
     if not 0 < _float(text) <= 1:
         raise ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
+    return float(text)
+
+
+def penalty(text: str) -> float:
+    if not math.isfinite(_float(text)):
+        raise ArgumentTypeError(f"must be a number, got {text!r}")
+    return float(text)
+
+
+def fraction(text: str) -> float:
+    if not 0 <= _float(text) <= 1:
+        raise ArgumentTypeError(f"must be from 0 to 1, got {text!r}")
     return float(text)
 
 
