@@ -79,6 +79,20 @@ def test_the_layouts_of_training(parts, prompt):
     assert text == f"{prompt} A house.\n\nUser: Why?\n\nAssistant:"
 
 
+def test_answers_that_are_continued_or_trained_on():
+    processor = make_processor()
+    text = {"role": "user", "content": [TEXT]}
+    for begun in ("", "One:\n\n1. ", "```\n"):
+        answer = {"role": "assistant", "content": [{"type": "text", "text": begun}]}
+        prompt = processor.apply_chat_template([text, answer], continue_final_message=True)
+        assert prompt == f"User: {QUESTION}\n\nAssistant:{' ' if begun else ''}{begun}"
+    chat = [text, {"role": "assistant", "content": [{"type": "text", "text": "A house.\n\nRed."}]}]
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "return_assistant_tokens_mask": True}
+    inputs = processor.apply_chat_template(chat, **options)
+    ids, mask = inputs["input_ids"][0], torch.as_tensor(inputs["assistant_masks"])[0].bool()
+    assert processor.decode(ids[mask]) == " A house.\n\nRed.\n\n"
+
+
 def test_errors(tmp_path):
     processor = make_processor()
     (tmp_path / "broken.png").write_bytes(b"no image")

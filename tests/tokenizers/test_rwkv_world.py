@@ -496,7 +496,9 @@ def test_chat_template(world):
         {"role": "assistant", "content": "Yes.\n\nNo."},
         {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": " now?"}]},
     ]
-    expected = "System: Be brief.\n\nUser: First\nsecond\nthird \n line\n\nAssistant: Yes.\nNo.\n\nUser: And now?\n\n"
+    expected = (
+        "System: Be brief.\n\nUser: First\nsecond\nthird \n line\n\nAssistant: Yes.\n\nNo.\n\nUser: And now?\n\n"
+    )
     assert world.apply_chat_template(messages, tokenize=False) == expected
     prompt = world.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == expected + "Assistant:"
@@ -513,8 +515,13 @@ def test_chat_template_of_odd_messages(world):
     render = world.apply_chat_template
     assert render([{"role": "user", "content": ""}], tokenize=False) == "User:\n\n"
     assert render([{"role": "assistant", "content": None}], tokenize=False) == "Assistant:\n\n"
-    with pytest.raises(Exception, match="The role judge is none of system, user, assistant and tool"):
-        render([{"role": "judge", "content": "x"}], tokenize=False)
+    assert render([{"role": "tool", "content": {"a": 1}}], tokenize=False) == 'User: Function output:\n{"a": 1}\n\n'
+    for message, error in (
+        ({"role": "judge", "content": "x"}, "The role judge is none of system, user, assistant and tool"),
+        ({"role": "user", "content": [{"type": "image"}]}, "The type image is not text"),
+    ):
+        with pytest.raises(Exception, match=error):
+            render([message], tokenize=False)
     batch = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b c d"}]]
     encoded = render(batch, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True)
     assert encoded["input_ids"].shape == encoded["attention_mask"].shape
@@ -525,9 +532,23 @@ def test_chat_template_of_thoughts(world):
     messages = [{"role": "user", "content": "Why? (think a bit)"}]
     begins = {None: "", True: " <think", False: " <think></think>\n"}
     for thinking, begin in begins.items():
-        options = {} if thinking is None else {"thinking": thinking}
-        prompt = world.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        assert prompt == f"User: Why? (think a bit)\n\nAssistant:{begin}"
+        for options in ({"thinking": thinking}, {"enable_thinking": thinking}):
+            prompt = world.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+            assert prompt == f"User: Why? (think a bit)\n\nAssistant:{begin}"
+
+
+@pytest.mark.parametrize("text", ["", "Sure: ", "```python\n", "Sure:\n\n1.", "def f():\n    "])
+def test_an_answer_that_is_continued(text, world, tmp_path):
+    """The prompt ends with the beginning of the answer as it is given, also without this package."""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    world.save_pretrained(tmp_path)
+    for tokenizer in (world, PreTrainedTokenizerFast.from_pretrained(tmp_path)):
+        prompt = tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+        assert prompt == f"User: Hi\n\nAssistant:{' ' if text else ''}{text}"
+        chat[1]["content"] = [{"type": "text", "text": text}]
+    thought = [chat[0], {"role": "assistant", "content": "", "reasoning_content": f"One.\n\n{text}"}]
+    prompt = world.apply_chat_template(thought, tokenize=False, continue_final_message="reasoning_content")
+    assert prompt == f"User: Hi\n\nAssistant: <think>One.\n\n{text}"
 
 
 def test_chat_template_of_tools(world):
@@ -549,11 +570,21 @@ def test_chat_template_of_tools(world):
     assert world.apply_chat_template(messages, tokenize=False) == f"System: Be brief.\n\n{turns}"
 
 
-def test_assistant_mask(world):
+@pytest.mark.parametrize("kind", ["as made", "saved", "of an earlier version"])
+def test_assistant_mask(kind, world, tmp_path):
+    """Files have the marks of an assistant's turn in comments, or not, as earlier versions and others write them."""
+    world.save_pretrained(tmp_path)
+    if kind == "of an earlier version":
+        template = (tmp_path / "chat_template.jinja").read_text(encoding="utf-8")
+        template = template.replace("{#- {% generation %} -#}", "{%- generation -%}")
+        template = template.replace("{#- {% endgeneration %} -#}", "{%- endgeneration -%}")
+        (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    tokenizer = world if kind == "as made" else AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
-    encoded = world.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    encoded = tokenizer.apply_chat_template(messages * 2, return_dict=True, return_assistant_tokens_mask=True)
     answer = [index for index, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
-    assert world.decode(answer) == " Hello there\n\n"
+    assert world.decode(answer) == " Hello there\n\n" * 2
+    assert encoded["input_ids"] == tokenizer.apply_chat_template(messages * 2, return_dict=False)
 
 
 CALL = '```json\n{"name": "add", "arguments": {"a": {"b": 2}}}\n```'
@@ -592,13 +623,36 @@ def test_responses(world, thinking, answer, message):
     assert parser.finalize()[0] == message
 
 
-def test_a_response_with_a_call_goes_on(world):
-    """The message of a call, and the answer to it, make the same turns as the model wrote."""
+@pytest.mark.parametrize("as_text", [False, True], ids=["a dictionary", "a string"])
+@pytest.mark.parametrize(
+    ("thinking", "answer"),
+    [
+        (None, f" I ask.\n{CALL}\n\n"),
+        (None, f" {CALL}\n{CALL.replace('2', '[1.5, null, true]')}\n\n"),
+        (None, f" {CALL.replace('2', json.dumps('<é> & x' + chr(10), ensure_ascii=False))}\n\n"),
+        (None, ' ```json\n{"name": "now", "arguments": {}}\n```\n\n'),
+        (None, " Two lines:\n\n1. one\n\n    code\n\n"),
+        (True, f">First.\n\nThen.</think>\nI ask.\n{CALL}\n\n"),
+        (True, ">First.</think>\nSo.\n\n"),
+    ],
+)
+def test_a_response_goes_on(thinking, answer, as_text, world):
+    """The message of a response makes the same turn as the model wrote, with the arguments of calls in either form."""
     chat = [{"role": "user", "content": "1 + 2?"}]
-    prompt = world.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    answer = f" I ask.\n{CALL}\n\n"
-    text = world.apply_chat_template([*chat, world.parse_response(answer, prefix=prompt)], tokenize=False)
-    assert text == prompt + answer
+    options = {} if thinking is None else {"thinking": thinking}
+    prompt = world.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
+    message = world.parse_response(answer, prefix=prompt)
+    for call in message.get("tool_calls", []) if as_text else []:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    assert world.apply_chat_template([*chat, message], tokenize=False) == prompt + answer
+
+
+def test_arguments_of_a_call_as_they_are_written(world):
+    """OpenAI's messages have them as a string, which is not encoded again."""
+    calls = [{"type": "function", "function": {"name": "add", "arguments": text}} for text in ('{"a":1,  "b":2}', "")]
+    text = world.apply_chat_template([{"role": "assistant", "content": None, "tool_calls": calls}], tokenize=False)
+    written = ('{"name": "add", "arguments": {"a":1,  "b":2}}', '{"name": "add", "arguments": {}}')
+    assert text == "Assistant: " + "\n".join(f"```json\n{call}\n```" for call in written) + "\n\n"
 
 
 def test_response_template_of_other_files(tmp_path):

@@ -29,41 +29,95 @@ DOCUMENT_BOUNDARY = "<|endoftext|>"
 # that of the ordinary token.
 BLANK_LINE = "\n\n"
 
-# A blank line ends a turn, so there must be none inside a message. No space follows the last colon: the space belongs
-# to the first token of the answer. Goose's G1 models think first: `thinking=True` begins the thought with ` <think`,
-# to which the model adds `>`, and `thinking=False` gives an empty thought. Tools are listed in the system's turn, a
-# call is a block of JSON, and what it returns is a turn of the user.
+# A blank line ends a turn, so there must be none inside a message of the user. Those of the assistant stay as the
+# model wrote them, up to their last line. No space follows the last colon: the space belongs to the first token of
+# the answer. So there is none before an answer that transformers continues at its beginning, the place of its tag.
+# Goose's G1 models think first: `thinking=True`, or `enable_thinking=True` as others call it, begins the thought
+# with ` <think`, to which the model adds `>`, and False gives an empty thought. Tools are listed in the system's
+# turn, a call is a block of JSON, and what it returns is a turn of the user.
+#
+# Programs that render it alone are jinja2, minijinja, llama.cpp and @huggingface/jinja. The `tojson` of the first
+# two escapes characters of HTML, and jinja2's sorts keys. None knows the marks of an assistant's turn, which stand
+# in comments: see `SelfContainedMixin.get_chat_template`.
 WORLD_CHAT_TEMPLATE = r"""
 {%- set names = {'system': 'System', 'user': 'User', 'assistant': 'Assistant', 'tool': 'User'} -%}
-{%- set schemas = tools | tojson if tools else '' -%}
+{%- macro json(value) -%}
+    {%- if '<é' | tojson == '"<é"' -%}
+        {{- value | tojson -}}
+    {%- elif value is string -%}
+        {%- set escaped = value.replace('\\', '\\\\').replace('"', '\\"').replace('\n', '\\n') -%}
+        {{- '"' ~ escaped.replace('\r', '\\r').replace('\t', '\\t') ~ '"' -}}
+    {%- elif value is mapping -%}
+        {{- '{' -}}
+        {%- for key, item in value.items() -%}
+            {{- (', ' if not loop.first else '') ~ json(key) ~ ': ' ~ json(item) -}}
+        {%- endfor -%}
+        {{- '}' -}}
+    {%- elif value is iterable and value is not none -%}
+        {{- '[' -}}
+        {%- for item in value -%}{{- (', ' if not loop.first else '') ~ json(item) -}}{%- endfor -%}
+        {{- ']' -}}
+    {%- else -%}
+        {{- value | tojson -}}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set schemas = json(tools) if tools else '' -%}
 {%- if schemas and messages[0].role != 'system' -%}{{- 'System: ' ~ schemas ~ '\n\n' -}}{%- endif -%}
 {%- for message in messages -%}
     {%- if message.role not in names -%}
         {{- raise_exception('The role ' ~ message.role ~ ' is none of system, user, assistant and tool.') -}}
     {%- endif -%}
-    {%- set content = message.content or '' -%}
-    {%- if content is not string -%}
-        {%- set content = content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join -%}
+    {%- set answer = message.role == 'assistant' -%}
+    {%- set turn = namespace(given='', text='', gap='') -%}
+    {%- if message.role == 'tool' -%}{%- set turn.given = 'Function output:\n' -%}{%- endif -%}
+    {%- if answer and message.reasoning_content -%}
+        {%- set turn.given = '<think>' ~ message.reasoning_content ~ '</think>\n' -%}
     {%- endif -%}
-    {%- if message.role == 'tool' -%}{%- set content = 'Function output:\n' ~ content -%}{%- endif -%}
-    {%- if message.role == 'system' and loop.first -%}{%- set content = content ~ '\n' ~ schemas -%}{%- endif -%}
-    {%- set said = namespace(text=content) -%}
-    {%- for call in message.tool_calls or [] -%}
-        {%- set said.text = said.text ~ '\n```json\n' ~ (call.function or call) | tojson ~ '\n```' -%}
-    {%- endfor -%}
-    {%- set content = said.text -%}
-    {%- set content = content.replace('\r\n', '\n').split('\n') | select | join('\n') | trim -%}
-    {%- set content = (' ' ~ content if content else '') ~ '\n\n' -%}
-    {{- names[message.role] ~ ':' -}}
-    {%- if message.role == 'assistant' -%}
-        {%- generation -%}{{- content -}}{%- endgeneration -%}
+    {%- set content = message.content or '' -%}
+    {%- if content is string -%}
+        {%- set turn.given = turn.given ~ content -%}
+    {%- elif content is mapping -%}
+        {%- set turn.given = turn.given ~ json(content) -%}
     {%- else -%}
-        {{- content -}}
+        {%- for part in content -%}
+            {%- if part.type != 'text' -%}
+                {{- raise_exception('The type ' ~ part.type ~ ' is not text.') -}}
+            {%- endif -%}
+            {%- set turn.given = turn.given ~ part.text -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {%- if message.role == 'system' and loop.first -%}{%- set turn.given = turn.given ~ '\n' ~ schemas -%}{%- endif -%}
+    {%- for call in message.tool_calls or [] -%}
+        {%- set function = call.function or call -%}
+        {%- set arguments = function.arguments or {} -%}
+        {%- set arguments = arguments if arguments is string else json(arguments) -%}
+        {%- set written = '{"name": ' ~ json(function.name) ~ ', "arguments": ' ~ arguments ~ '}' -%}
+        {%- set turn.given = turn.given ~ '\n```json\n' ~ written ~ '\n```' -%}
+    {%- endfor -%}
+    {%- if not answer -%}{%- set turn.given = turn.given.replace('\r\n', '\n') -%}{%- endif -%}
+    {%- for line in turn.given.split('\n') -%}
+        {%- if line.strip() or (line and not answer) -%}
+            {%- set turn.text = turn.text ~ turn.gap ~ line -%}
+            {%- set turn.gap = '\n' -%}
+        {%- elif answer -%}
+            {%- set turn.gap = turn.gap ~ line ~ '\n' -%}
+        {%- endif -%}
+    {%- endfor -%}
+    {%- set text = turn.text.lstrip() if answer else turn.text | trim -%}
+    {%- set space = ' ' if text and not text.startswith('CONTINUE_FINAL_MESSAGE_TAG') else '' -%}
+    {{- names[message.role] ~ ':' -}}
+    {%- if answer -%}
+        {#- {% generation %} -#}{{- space ~ text ~ '\n\n' -}}{#- {% endgeneration %} -#}
+    {%- else -%}
+        {{- space ~ text ~ '\n\n' -}}
     {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
+    {%- set thought = thinking if thinking is defined else enable_thinking -%}
     {{- 'Assistant:' -}}
-    {%- if thinking is defined -%}{{- ' <think' if thinking else ' <think></think>\n' -}}{%- endif -%}
+    {%- if thought is defined and thought is not none -%}
+        {{- ' <think' if thought else ' <think></think>\n' -}}
+    {%- endif -%}
 {%- endif -%}
 """.strip()
 
@@ -183,8 +237,9 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
             from the loss by its id also removes the end of documents. If that matters, use one of the unused ids.
         unk_token: never needed, because every byte is a token.
         chat_template: the template of `apply_chat_template`; by default that of the World models, `User: ...` and
-            `Assistant: ...` with a blank line after each turn. It also takes `tools`, and `thinking` (True or False)
-            for Goose's G1 models. With such turns, `parse_response` makes a message of an answer.
+            `Assistant: ...` with a blank line after each turn. It also takes `tools`, and `thinking` (True or False),
+            or `enable_thinking`, for Goose's G1 models. With such turns, `parse_response` makes a message of an
+            answer.
         padding_side: "left" by default, which generation needs.
         kwargs: as in `PreTrainedTokenizerFast`.
     """
