@@ -39,7 +39,7 @@ WITHOUT_TORCH = """
 import sys, subquad, subquad_tokenizers, subquad_vllm
 from subquad.info import known_names
 assert all(subquad.embedded_model(name) for name in known_names()["embedded models"])
-world = subquad_tokenizers.RwkvWorldTokenizer()
+world = subquad_tokenizers.RwkvWorldTokenizerFast()
 text = "The Eiffel tower is in 東京? \\n\\n"
 assert world.decode(world(text)["input_ids"]) == text
 assert all(module.__file__.startswith(sys.prefix) for module in (subquad, subquad_tokenizers, subquad_vllm))

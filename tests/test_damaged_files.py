@@ -25,7 +25,7 @@ from visual_cases import save_visual
 import subquad
 from subquad import cli, hub
 from subquad_conversion import ConversionError, convert
-from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer
+from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
 from subquad_tokenizers.vocabulary import write_vocabulary
 
 
@@ -56,7 +56,7 @@ def sound(tmp_path_factory):
     adapter.save_pretrained(root / "adapter")
     ByteTokenizer().save_pretrained(root / "adapter")
     write_vocabulary([bytes([byte]) for byte in range(256)] + [b"ab", "é".encode()], root / "vocabulary.txt")
-    RwkvWorldTokenizer(str(root / "vocabulary.txt")).save_pretrained(root / "vocabulary")
+    RwkvWorldTokenizerFast(str(root / "vocabulary.txt")).save_pretrained(root / "vocabulary")
     return root
 
 
@@ -117,7 +117,7 @@ def convert_directory(path: Path, out: Path) -> None:
 
 
 def load_tokenizer(path: Path, out: Path) -> None:
-    RwkvWorldTokenizer.from_pretrained(path)("ab é")
+    RwkvWorldTokenizerFast.from_pretrained(path)("ab é")
 
 
 GENERATE = command("generate", "ab", "--model", "PATH", "--max-new-tokens", "2")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from visual_cases import save_visual
 
 import subquad
-from subquad_tokenizers import RwkvWorldTokenizer
+from subquad_tokenizers import RwkvWorldTokenizerFast
 
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +51,7 @@ def directory(tmp_path_factory):
     """What the pages call `./finch-1b6`, `photo.jpg`, ...: tiny models of the same architecture, and a picture."""
     path = tmp_path_factory.mktemp("pages")
     (path / "finch-1b6").symlink_to(subquad.embedded_model("finch-abc"))
-    tokenizer = RwkvWorldTokenizer()
+    tokenizer = RwkvWorldTokenizerFast()
     AutoModelForCausalLM.from_config(tiny_config("rwkv7", vocab_size=65536)).save_pretrained(path / "goose-0.4b")
     tokenizer.save_pretrained(path / "goose-0.4b")
     save_visual(path / "visual-1b6")

@@ -33,10 +33,10 @@ from visual_cases import save_visual
 import subquad
 from subquad import hub
 from subquad.cli import main
-from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer, RwkvWorldTokenizerFast
+from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
 
 
-TOKENIZERS = {"rwkv5": RwkvWorldTokenizer, "rwkv6": RwkvWorldTokenizerFast}
+TOKENIZERS = {"rwkv6": RwkvWorldTokenizerFast}
 OURS = ("subquad", "subquad_kernels", "subquad_tokenizers", "subquad_conversion")
 
 # Runs in an environment with torch, transformers and their dependencies alone.

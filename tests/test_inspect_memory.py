@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from byte_level_bpe import TEXT, encoder_tokenizer
 from cases import tiny_config, tiny_model
 from PIL import Image
+from transformers import ByT5Tokenizer
 
 from subquad import cli
 from subquad.models.raven.inspect_memory import (
@@ -24,7 +25,7 @@ from subquad.models.raven.inspect_memory import (
 )
 from subquad.models.raven.inspect_memory import _recorded as recorded
 from subquad.models.raven.inspect_memory import _strongest as strongest
-from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer
+from subquad_tokenizers import ByteTokenizer
 
 
 PROMPT = "The password is 1378, keep it. Now tell me: the password is "
@@ -228,7 +229,7 @@ def test_default_layers(layers, attention, expected):
         ({"mark": ["1378", ""]}, r"`mark`: no token of the prompt has a part of ''"),
         ({"prompt": ""}, r"`prompt` is empty"),
         ({"threshold": 0.5}, r"`threshold` must be above 0.5 and at most 1, got 0.5"),
-        ({"tokenizer": RwkvWorldTokenizer(), "mark": "1378"}, r"`mark` needs a fast tokenizer.* RwkvWorldTokenizer"),
+        ({"tokenizer": ByT5Tokenizer(), "mark": "1378"}, r"`mark` needs a fast tokenizer.* ByT5Tokenizer"),
     ],
 )
 def test_wrong_arguments(options, message):

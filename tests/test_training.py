@@ -28,9 +28,11 @@ from cases import (
     tiny_model,
 )
 from transformers import (
+    AutoTokenizer,
     DataCollatorForTokenClassification,
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
@@ -40,7 +42,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from subquad import ARCHITECTURES
 from subquad.losses import l2wrap_loss
 from subquad.optimizer import parameter_groups
-from subquad_tokenizers import ByteTokenizer
+from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -463,6 +465,32 @@ def test_trl(model_type, tmp_path):
     arguments = trl.GRPOConfig(num_generations=4, max_completion_length=6, beta=0.1, **shared)
     train(trl.GRPOTrainer, arguments, rows, reward_funcs=reward)
     assert len(told) == 4 and all(len(completion) <= 6 for completion in told)
+
+
+def test_trl_on_answers_alone(tmp_path):
+    """`assistant_only_loss` with a tokenizer from files, whose template has the marks of answers in comments."""
+    import trl
+    from datasets import Dataset
+
+    model = tiny_model("rwkv6", vocab_size=128, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    ByteTokenizer(chat_template=WORLD_CHAT_TEMPLATE).save_pretrained(tmp_path)
+    chats = [[("user", "Hi"), ("assistant", "Ho")], [("user", "A"), ("assistant", "B\n\nC"), ("user", "D")]]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    shared = {"output_dir": str(tmp_path / "out"), "per_device_train_batch_size": 2, "report_to": [], "use_cpu": True}
+    arguments = trl.SFTConfig(assistant_only_loss=True, bf16=False, max_steps=1, save_strategy="no", **shared)
+
+    def make(tokenizer):
+        data = Dataset.from_list(rows)
+        return trl.SFTTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer)
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    trainer = make(tokenizer)
+    labels = next(iter(trainer.get_train_dataloader()))["labels"]
+    assert {tokenizer.decode(row[row != -100]) for row in labels} == {" Ho\n\n", " B\n\nC\n\n"}
+    assert torch.isfinite(torch.tensor(trainer.train().training_loss))
+    # Without the code of the tokenizer nothing is trained on by mistake.
+    with pytest.raises(RuntimeError, match="at least one example has no assistant"):
+        make(PreTrainedTokenizerFast.from_pretrained(tmp_path))
 
 
 # The examples.

@@ -325,12 +325,6 @@ def test_settings_in_the_files_of_a_tokenizer(cls, tmp_path):
     assert text.startswith(f"`add_bos` (True) is not a setting of {cls.__name__} and is ignored. Did you mean")
 
 
-def test_a_tokenizer_without_offsets():
-    tokenizer = subquad_tokenizers.RwkvWorldTokenizer()
-    with pytest.raises(ValueError, match="`return_offsets_mapping` needs RwkvWorldTokenizerFast"):
-        tokenizer("a", return_offsets_mapping=True)
-
-
 # Processors, pipelines and what else takes keywords.
 
 

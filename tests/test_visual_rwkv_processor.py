@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedT
 from visual_cases import each_generation, make_processor, save_visual
 
 from subquad import VisualRwkvForConditionalGeneration, VisualRwkvProcessor, hub
-from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizer, RwkvWorldTokenizerFast
+from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
 
 
 QUESTION = "What is it?"
@@ -20,15 +20,13 @@ TEXT = {"type": "text", "text": QUESTION}
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("tokenizer_class", [RwkvWorldTokenizer, RwkvWorldTokenizerFast])
-def test_placeholders(tokenizer_class):
-    tokenizer = tokenizer_class()
-    processor = make_processor(tokenizer)
+def test_placeholders():
+    processor = make_processor(RwkvWorldTokenizerFast())
     assert processor.image_token_id == 65530  # the first id that World leaves
     text, images = f"User: <image>\n{QUESTION}\n\nAssistant:", [IMAGE["image"]] * 3
     inputs = processor(images=images, text=[text, "A", f"<image><image>{QUESTION}"], padding=True, return_tensors="pt")
     rows = [row[mask.bool()] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
-    plain = RwkvWorldTokenizer()
+    plain = RwkvWorldTokenizerFast()
     assert rows[0].tolist() == plain("User: ").input_ids + [65530] * 5 + plain(f"\n{QUESTION}\n\nAssistant:").input_ids
     assert rows[1].tolist() == plain("A").input_ids
     assert rows[2].tolist() == [65530] * 10 + plain(QUESTION).input_ids
@@ -79,6 +77,20 @@ def test_the_layouts_of_training(parts, prompt):
     messages += [{"role": "assistant", "content": "A house."}, {"role": "user", "content": "Why?"}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     assert text == f"{prompt} A house.\n\nUser: Why?\n\nAssistant:"
+
+
+def test_answers_that_are_continued_or_trained_on():
+    processor = make_processor()
+    text = {"role": "user", "content": [TEXT]}
+    for begun in ("", "One:\n\n1. ", "```\n"):
+        answer = {"role": "assistant", "content": [{"type": "text", "text": begun}]}
+        prompt = processor.apply_chat_template([text, answer], continue_final_message=True)
+        assert prompt == f"User: {QUESTION}\n\nAssistant:{' ' if begun else ''}{begun}"
+    chat = [text, {"role": "assistant", "content": [{"type": "text", "text": "A house.\n\nRed."}]}]
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "return_assistant_tokens_mask": True}
+    inputs = processor.apply_chat_template(chat, **options)
+    ids, mask = inputs["input_ids"][0], torch.as_tensor(inputs["assistant_masks"])[0].bool()
+    assert processor.decode(ids[mask]) == " A house.\n\nRed.\n\n"
 
 
 def test_errors(tmp_path):

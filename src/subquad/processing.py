@@ -1,6 +1,7 @@
 """Loading and saving that every processor shares: processors that bring their code."""
 
 import os
+import re
 
 from transformers import ProcessorMixin
 
@@ -9,6 +10,8 @@ from .arguments import ALIKE, PUSH_ARGUMENTS, UnknownArgument, nearest, paramete
 
 # The arguments of a call that transformers reads without listing them.
 CALL_ARGUMENTS = ("common_kwargs", "sanitize_control_tokens")
+# The marks of an assistant's turn in a chat template, in comments, as tokenizers have them.
+HIDDEN_MARK = re.compile(r"\{#-? *(\{% *(?:end)?generation *%\}) *-?#\}")
 
 
 class SavedProcessor(ProcessorMixin):
@@ -52,6 +55,14 @@ class SavedProcessor(ProcessorMixin):
         if not push_to_hub:
             self._add_code(save_directory, self_contained)
         return files
+
+    def apply_chat_template(self, conversation, chat_template: str | None = None, *args, **kwargs):
+        """As in transformers, with the marks of an assistant's turn, which the template may have in comments."""
+        templates = self.chat_template if isinstance(self.chat_template, dict) else {"default": self.chat_template}
+        template = templates.get(chat_template or "default", chat_template)
+        if template is not None:
+            template = HIDDEN_MARK.sub(r"\1", template)
+        return super().apply_chat_template(conversation, template, *args, **kwargs)
 
     def validate_inputs(self, images=None, text=None, videos=None, audio=None, **kwargs) -> None:
         """

@@ -92,12 +92,8 @@ def _register_tokenizers(module: ModuleType) -> None:
     from subquad_tokenizers import auto
 
     _add(module.TOKENIZER_MAPPING, _by_configuration({name: auto.default_class(name) for name in REGISTRY}))
-    for table, paths in (
-        ("REGISTERED_TOKENIZER_CLASSES", auto.CLASSES),
-        ("REGISTERED_FAST_ALIASES", auto.FAST_CLASSES),
-    ):
-        if not isinstance(getattr(module, table), LazyClasses):
-            setattr(module, table, LazyClasses(getattr(module, table), paths))
+    if not isinstance(module.REGISTERED_TOKENIZER_CLASSES, LazyClasses):
+        module.REGISTERED_TOKENIZER_CLASSES = LazyClasses(module.REGISTERED_TOKENIZER_CLASSES, auto.CLASSES)
 
 
 def _register_models(module: ModuleType) -> None:

@@ -5,6 +5,7 @@ import warnings
 import vllm
 from vllm import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.reasoning import ReasoningParserManager
 from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
 from subquad.models import REGISTRY  # importing subquad also tells AutoConfig and AutoTokenizer
@@ -28,3 +29,4 @@ def register() -> None:
         MODEL_ARCH_CONFIG_CONVERTORS[model_type] = ServedConvertor
     for model_type in REFUSED:
         MODEL_ARCH_CONFIG_CONVERTORS[model_type] = RefusedConvertor
+    ReasoningParserManager.register_lazy_module("rwkv", "subquad_vllm.reasoning", "RwkvReasoningParser")

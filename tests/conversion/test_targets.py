@@ -19,7 +19,7 @@ import subquad
 from subquad.cli import main
 from subquad_conversion import FORMATS, ConversionError, convert, recognise
 from subquad_conversion.gguf_files import TYPES
-from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer, RwkvWorldTokenizer
+from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer, RwkvWorldTokenizerFast
 
 
 TARGETS = {known.name: known.target for known in FORMATS if known.target}
@@ -189,7 +189,7 @@ def test_the_header_of_a_gguf_file(tmp_path):
     assert "rwkv6.rescale_every_n_layers" not in entries
     assert entries["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q8_0
 
-    tokenizer, tokens = RwkvWorldTokenizer(), entries["tokenizer.ggml.tokens"]
+    tokenizer, tokens = RwkvWorldTokenizerFast(), entries["tokenizer.ggml.tokens"]
     assert entries["tokenizer.ggml.model"] == "rwkv" and len(tokens) == 65536
     for index in (1, 11, 33, 257, 261, 40000, 65529):
         assert ast.literal_eval(f'b"""{tokens[index]}"""') == tokenizer.decode_bytes([index])
@@ -346,7 +346,7 @@ def test_llama_cpp_writes_the_same(name, kind, tmp_path):
     assert len(out) == ids.shape[1] + 64
     text = tokenizer.decode(out).encode()
     if name != "finch-abc":
-        text = RwkvWorldTokenizer().decode_bytes(out.tolist())
+        text = RwkvWorldTokenizerFast().decode_bytes(out.tolist())
     if kind == "F32" or name == "finch-abc":
         assert written == text.rstrip(b"\n")
     else:

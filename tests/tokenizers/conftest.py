@@ -6,7 +6,7 @@ import rwkv
 from rwkv.rwkv_tokenizer import TRIE_TOKENIZER
 
 import subquad  # noqa: F401 (registers the architectures)
-from subquad_tokenizers import RwkvWorldTokenizer, RwkvWorldTokenizerFast
+from subquad_tokenizers import RwkvWorldTokenizerFast
 
 
 @pytest.fixture(scope="session")
@@ -20,19 +20,9 @@ def reference(reference_file):
 
 
 @pytest.fixture(scope="session")
-def slow():
-    return RwkvWorldTokenizer()
-
-
-@pytest.fixture(scope="session")
-def fast():
+def world():
+    """A test that changes it takes a copy."""
     return RwkvWorldTokenizerFast()
-
-
-@pytest.fixture(scope="session", params=["slow", "fast"])
-def world(request):
-    """Both World tokenizers; a test that changes one takes a copy."""
-    return request.getfixturevalue(request.param)
 
 
 def _random_unicode(seed, length):

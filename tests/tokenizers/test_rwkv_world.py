@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer
+from transformers import (
+    AddedToken,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    StopStringCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 
 from subquad_tokenizers import (
     WORLD_VOCAB_FILE,
@@ -24,7 +31,6 @@ from subquad_tokenizers import (
 
 
 BOUNDARY = "<|endoftext|>"
-BOTH = (RwkvWorldTokenizer, RwkvWorldTokenizerFast)
 
 
 # Ids
@@ -56,27 +62,25 @@ def test_a_megabyte_in_one_string(world, reference, texts):
     assert world.decode(ids) == text
 
 
-def test_bytes(slow, reference):
+def test_bytes(world, reference):
     rng = random.Random(0)
     for data in (b"", bytes(range(256)), rng.randbytes(50_000), bytearray(b"abc")):
-        ids = slow.encode_bytes(data)
+        ids = world.encode_bytes(data)
         assert ids == reference.encodeBytes(data)
-        assert slow.decode_bytes(ids) == data
-    assert slow.encode_bytes(BOUNDARY.encode()) == reference.encode(BOUNDARY)
-    assert slow.decode_bytes([0, 66]) == b"<|endoftext|>A"
-    assert slow.decode_bytes([0, 66], skip_special_tokens=True) == b"A"
+        assert world.decode_bytes(ids) == data
+    assert world.encode_bytes(BOUNDARY.encode()) == reference.encode(BOUNDARY)
+    assert world.decode_bytes([0, 66]) == b"<|endoftext|>A"
+    assert world.decode_bytes([0, 66], skip_special_tokens=True) == b"A"
 
 
-def test_vocabularies_agree(slow, fast):
-    vocabulary = slow.get_vocab()
-    assert vocabulary == fast.get_vocab()
+def test_vocabulary(world):
+    vocabulary = world.get_vocab()
     assert sorted(vocabulary.values()) == list(range(65530))
-    assert slow.vocab_size == fast.vocab_size == len(slow) == len(fast) == 65530
-    assert vocabulary[BOUNDARY] == 0 and vocabulary["Ġthe"] == slow.encode(" the")[0]
-    for tokenizer in (slow, fast):
-        assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id == 0
-        assert tokenizer.unk_token is None
-        assert tokenizer.convert_tokens_to_ids(["no such token", "Ġthe"]) == [None, vocabulary["Ġthe"]]
+    assert world.vocab_size == len(world) == 65530
+    assert vocabulary[BOUNDARY] == 0 and vocabulary["Ġthe"] == world.encode(" the")[0]
+    assert world.bos_token_id == world.eos_token_id == world.pad_token_id == 0
+    assert world.unk_token is None
+    assert world.convert_tokens_to_ids(["no such token", "Ġthe"]) == [None, vocabulary["Ġthe"]]
 
 
 def test_ids_without_a_token_decode_to_nothing(world):
@@ -84,14 +88,14 @@ def test_ids_without_a_token_decode_to_nothing(world):
     assert world.convert_ids_to_tokens(65535) is None
 
 
-def test_invalid_utf8_decodes_to_replacement_characters(slow, fast):
+def test_invalid_utf8_decodes_to_replacement_characters(world):
     rng = random.Random(1)
     for data in (b"a\xffb", "é".encode()[:1], "🎉".encode()[:3], "🎉".encode()[1:], rng.randbytes(5000)):
-        ids = slow.encode_bytes(data)
+        ids = world.encode_bytes(data)
         expected = data.decode("utf-8", errors="replace")
         assert "\ufffd" in expected
-        assert slow.decode(ids) == fast.decode(ids) == expected
-        assert slow.convert_tokens_to_string(slow.convert_ids_to_tokens(ids)) == expected
+        assert world.decode(ids) == expected
+        assert world.convert_tokens_to_string(world.convert_ids_to_tokens(ids)) == expected
 
 
 def test_decode_accepts_what_transformers_does(world):
@@ -104,12 +108,12 @@ def test_decode_accepts_what_transformers_does(world):
     assert world.decode(world.encode("a , b . n't")) == "a , b . n't"
 
 
-def test_several_threads(slow, reference, texts):
+def test_several_threads(world, reference, texts):
     expected = [reference.encode(text) for text in texts]
     encoded = {}
 
     def work(number):
-        encoded[number] = [slow.encode(text) for text in texts]
+        encoded[number] = [world.encode(text) for text in texts]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -137,9 +141,7 @@ def test_split_special_tokens(world, reference):
     assert world(text, split_special_tokens=True)["input_ids"] == reference.encode(text)
     assert world.encode(text, split_special_tokens=True) == reference.encode(text)
     assert world(text)["input_ids"][-1] == 0  # and this was for one call
-    for cls in BOTH:
-        if isinstance(world, cls):
-            assert cls(split_special_tokens=True).encode(text) == reference.encode(text)
+    assert RwkvWorldTokenizerFast(split_special_tokens=True).encode(text) == reference.encode(text)
 
 
 @pytest.mark.fast
@@ -150,37 +152,30 @@ def test_split_special_tokens(world, reference):
         [AddedToken("<tool>", lstrip=True, rstrip=True, special=True, normalized=False)],
     ],
 )
-def test_added_tokens(added, slow, fast):
+def test_added_tokens(added, world):
     text = "a <tool>> b<tool> two words, größer <tool><tool> "
-    ids = []
-    for tokenizer in (slow, fast):
-        tokenizer = copy.deepcopy(tokenizer)
-        assert tokenizer.add_tokens(added) == len(added)
-        # The ids that published models have embeddings for, but no tokens.
-        assert tokenizer.convert_tokens_to_ids(str(added[0])) == 65530
-        assert len(tokenizer) == 65530 + len(added) == tokenizer.vocab_size + len(added)
-        ids.append(tokenizer.encode(text))
-        assert tokenizer.encode(text) == tokenizer([text, ""])["input_ids"][0]
-        if len(added) > 1:
-            assert tokenizer.convert_ids_to_tokens(ids[-1]).count("<tool>") == 3
-        if len(added) > 1:
-            assert tokenizer.decode(ids[-1]) == text
-    assert ids[0] == ids[1]
-    assert 65530 in ids[0]
-    assert len(slow) == len(fast) == 65530
+    tokenizer = copy.deepcopy(world)
+    assert tokenizer.add_tokens(added) == len(added)
+    # The ids that published models have embeddings for, but no tokens.
+    assert tokenizer.convert_tokens_to_ids(str(added[0])) == 65530
+    assert len(tokenizer) == 65530 + len(added) == tokenizer.vocab_size + len(added)
+    ids = tokenizer.encode(text)
+    assert ids == tokenizer([text, ""])["input_ids"][0] and 65530 in ids
+    if len(added) > 1:
+        assert tokenizer.convert_ids_to_tokens(ids).count("<tool>") == 3
+        assert tokenizer.decode(ids) == text and tokenizer.decode_bytes(ids) == text.encode()
+    assert len(world) == 65530
 
 
 def test_end_of_turn_token_of_ones_own():
-    for cls in BOTH:
-        tokenizer = cls(eos_token="<|im_end|>")
-        assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id) == (65530, 0, 0)
-        assert tokenizer.encode("a<|im_end|>")[-1] == 65530
+    tokenizer = RwkvWorldTokenizerFast(eos_token="<|im_end|>")
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id) == (65530, 0, 0)
+    assert tokenizer.encode("a<|im_end|>")[-1] == 65530
 
 
 def test_boundary_that_is_a_token():
-    for cls in BOTH:
-        with pytest.raises(ValueError, match="'the' cannot be the name of id 0"):
-            cls(added_tokens_decoder={0: AddedToken("the")})
+    with pytest.raises(ValueError, match="'the' cannot be the name of id 0"):
+        RwkvWorldTokenizerFast(added_tokens_decoder={0: AddedToken("the")})
 
 
 # What a call can do
@@ -205,26 +200,29 @@ def test_padding_and_truncation(world):
 
 
 def test_padding_side_can_be_chosen():
-    for cls in BOTH:
-        tokenizer = cls(padding_side="right")
-        assert tokenizer(["a b", "a"], padding=True)["attention_mask"][1] == [1, 0]
+    tokenizer = RwkvWorldTokenizerFast(padding_side="right")
+    assert tokenizer(["a b", "a"], padding=True)["attention_mask"][1] == [1, 0]
 
 
-def test_pairs_words_and_targets(slow, fast):
-    for tokenizer in (slow, fast):
-        one, two = tokenizer.encode("one"), tokenizer.encode(" two")
-        assert tokenizer("one", " two")["input_ids"] == one + two
-        assert tokenizer(["one", "one"], [" two", "one"])["input_ids"] == [one + two, one + one]
-        assert tokenizer([("one", " two")])["input_ids"] == [one + two]
-        assert tokenizer([["one", " two"]])["input_ids"] == [one + two]
-        assert tokenizer(["one", " two"], is_split_into_words=True)["input_ids"] == one + two
-        assert tokenizer("one", text_target=" two")["labels"] == two
-    for arguments in (("", ""), ("", "a"), ("a", ""), (["", "a"],), (["a", ""],), (["", ""],)):
-        assert slow(*arguments)["input_ids"] == fast(*arguments)["input_ids"]
-    for arguments in (("",), ("a", "b")):
-        assert slow(*arguments, return_special_tokens_mask=True).data == (
-            fast(*arguments, return_special_tokens_mask=True).data
-        )
+def test_pairs_words_and_targets(world):
+    one, two = world.encode("one"), world.encode(" two")
+    assert world("one", " two")["input_ids"] == one + two
+    assert world(["one", "one"], [" two", "one"])["input_ids"] == [one + two, one + one]
+    assert world([("one", " two")])["input_ids"] == [one + two]
+    assert world([["one", " two"]])["input_ids"] == [one + two]
+    assert world(["one", " two"], is_split_into_words=True)["input_ids"] == one + two
+    assert world("one", text_target=" two")["labels"] == two
+    for arguments, ids in ((("", ""), []), (("", "one"), one), (("one", ""), one), ((["", "one"],), [[], one])):
+        assert world(*arguments)["input_ids"] == ids
+    assert world("a", "b", return_special_tokens_mask=True)["special_tokens_mask"] == [0, 0]
+
+
+def test_texts_in_pieces(world):
+    """A long text in windows that overlap, as for question answering."""
+    ids = world.encode("one two three four five")
+    options = {"max_length": 3, "stride": 1, "truncation": True, "return_overflowing_tokens": True}
+    pieces = world(["one", "one two three four five"], **options)
+    assert pieces["input_ids"][1:] == [ids[:3], ids[2:5]] and pieces["overflow_to_sample_mapping"] == [0, 1, 1]
 
 
 def test_text_that_is_no_unicode(world):
@@ -232,11 +230,11 @@ def test_text_that_is_no_unicode(world):
         world("\ud800")
 
 
-def test_offsets(fast, text):
-    encoding = fast(text, return_offsets_mapping=True)
+def test_offsets(world, text):
+    encoding = world(text, return_offsets_mapping=True)
     end = 0
     for index, (first, last) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
-        token = fast.decode(index)
+        token = world.decode(index)
         part = text[first:last]
         if "\ufffd" not in token or token == part:
             assert part == token
@@ -247,8 +245,8 @@ def test_offsets(fast, text):
     assert end == len(text)
 
 
-def test_offsets_of_parts_of_a_character(fast):
-    encoding = fast("a🎉b", return_offsets_mapping=True)
+def test_offsets_of_parts_of_a_character(world):
+    encoding = world("a🎉b", return_offsets_mapping=True)
     assert len(encoding["input_ids"]) == 5
     assert encoding["offset_mapping"] == [(0, 1), (1, 2), (1, 2), (1, 2), (2, 3)]
     assert [encoding.char_to_token(position) for position in range(3)] == [0, 1, 4]
@@ -270,11 +268,9 @@ def assert_same(tokenizer, other):
 
 
 @pytest.mark.fast
-@pytest.mark.quick_cases("*-changed")
 @pytest.mark.parametrize("changed", [False, True], ids=["as made", "changed"])
-@pytest.mark.parametrize("saved_as", BOTH)
-def test_save_and_load(saved_as, changed, tmp_path, slow, fast):
-    tokenizer = copy.deepcopy(fast if saved_as is RwkvWorldTokenizerFast else slow)
+def test_save_and_load(changed, tmp_path, world):
+    tokenizer = copy.deepcopy(world)
     if changed:
         tokenizer.add_tokens(["<new>"])
         tokenizer.add_special_tokens({"eos_token": "<end>"})
@@ -283,39 +279,62 @@ def test_save_and_load(saved_as, changed, tmp_path, slow, fast):
         tokenizer.chat_template = "{{ messages[0].content }}"
     tokenizer.save_pretrained(tmp_path)
     loaded = {
-        RwkvWorldTokenizer: RwkvWorldTokenizer.from_pretrained(tmp_path),
         RwkvWorldTokenizerFast: RwkvWorldTokenizerFast.from_pretrained(tmp_path),
         AutoTokenizer: AutoTokenizer.from_pretrained(tmp_path),
+        PreTrainedTokenizerFast: PreTrainedTokenizerFast.from_pretrained(tmp_path),
     }
     assert type(loaded[AutoTokenizer]) is RwkvWorldTokenizerFast
-    if saved_as is RwkvWorldTokenizerFast:
-        loaded[PreTrainedTokenizerFast] = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-        backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-        assert backend.encode("a 中").ids == tokenizer.encode("a 中")
-        # Either file is enough for the class in Python, and other programs read the vocabulary only.
-        (tmp_path / "rwkv_vocab_v20230424.txt").rename(tmp_path / "elsewhere.txt")
-        loaded["without the vocabulary"] = RwkvWorldTokenizer.from_pretrained(tmp_path)
-        (tmp_path / "tokenizer.json").unlink()
-        (tmp_path / "elsewhere.txt").rename(tmp_path / "rwkv_vocab_v20230424.txt")
-        if not changed:
-            loaded["vocabulary only"] = RwkvWorldTokenizer.from_pretrained(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert backend.encode("a 中").ids == tokenizer.encode("a 中")
+    # Other programs read the vocabulary only.
+    (tmp_path / "tokenizer.json").unlink()
+    if not changed:
+        loaded["vocabulary only"] = RwkvWorldTokenizerFast.from_pretrained(tmp_path)
     for cls, other in loaded.items():
-        assert cls is AutoTokenizer or isinstance(cls, str) or isinstance(other, cls)
-        if changed:
-            # The side is an attribute that both classes only take from what they were made with.
-            other.padding_side = tokenizer.padding_side
-        elif cls is PreTrainedTokenizerFast:
-            other.padding_side = "left"
+        assert isinstance(cls, str) or cls is AutoTokenizer or isinstance(other, cls)
+        # The side is an attribute that only comes from what the class was made with.
+        other.padding_side = tokenizer.padding_side
         assert_same(tokenizer, other)
         if changed:
             assert other.convert_tokens_to_ids(["<new>", "<end>", BOUNDARY]) == [65530, 65531, 0]
             assert other.eos_token_id == 65531
-    # And once more, from what was loaded as the other class.
-    other_class = RwkvWorldTokenizer if saved_as is RwkvWorldTokenizerFast else RwkvWorldTokenizerFast
-    loaded[other_class].save_pretrained(tmp_path / "again")
-    again = saved_as.from_pretrained(tmp_path / "again")
+    loaded[RwkvWorldTokenizerFast].save_pretrained(tmp_path / "again")
+    again = RwkvWorldTokenizerFast.from_pretrained(tmp_path / "again")
     again.padding_side = tokenizer.padding_side
     assert_same(tokenizer, again)
+
+
+@pytest.mark.parametrize("use_fast", [True, False])
+def test_directories_of_the_class_in_python(use_fast, tmp_path):
+    """Earlier versions had two classes. What either saved loads as the only one, whichever is asked for."""
+    shutil.copy(WORLD_VOCAB_FILE, tmp_path)
+    settings = {
+        "added_tokens_decoder": {
+            "0": {"content": BOUNDARY, "normalized": False, "special": True},
+            "65530": {"content": "<new>", "normalized": True, "special": False},
+            "65531": {"content": "<end>", "normalized": False, "special": True},
+        },
+        "backend": "custom",
+        **{"bos_token": BOUNDARY, "eos_token": "<end>", "pad_token": BOUNDARY, "unk_token": None},
+        "special_tokens_pattern": "bos",
+        "tokenizer_class": "RwkvWorldTokenizer",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "added_tokens.json").write_text('{"<end>": 65531, "<new>": 65530}')
+    (tmp_path / "chat_template.jinja").write_text("{% generation %}{{ messages | select }}{% endgeneration %}")
+    for cls in (AutoTokenizer, RwkvWorldTokenizer, RwkvWorldTokenizerFast):
+        tokenizer = cls.from_pretrained(tmp_path, use_fast=use_fast)
+        assert type(tokenizer) is RwkvWorldTokenizerFast and tokenizer.is_fast
+        assert tokenizer("a<new><end>").input_ids == [0, 98, 65530, 65531]
+        assert tokenizer.eos_token_id == 65531 and tokenizer.chat_template.startswith("{% generation %}")
+
+
+@pytest.mark.parametrize("text", ["用户：", "龘", "😀", "User:"])
+def test_texts_that_end_an_answer(text, world):
+    """A stop string may be several tokens, and parts of characters."""
+    ids = world.encode(f"好的。{text}")
+    stop = StopStringCriteria(world, [text])
+    assert stop(torch.tensor([ids]), None).all() and not stop(torch.tensor([ids[:-1]]), None).any()
 
 
 def test_saved_vocabulary_file(tmp_path, world):
@@ -338,12 +357,12 @@ def model_directory(tmp_path):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
-def test_auto_tokenizer_of_a_model(model_type, model_directory, fast):
+def test_auto_tokenizer_of_a_model(model_type, model_directory, world):
     directory = model_directory(model_type)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert type(tokenizer) is RwkvWorldTokenizerFast
-    assert_same(fast, tokenizer)
-    assert_same(fast, RwkvWorldTokenizer.from_pretrained(directory))
+    assert_same(world, tokenizer)
+    assert_same(world, RwkvWorldTokenizerFast.from_pretrained(directory))
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="right", eos_token="<end>")
     assert tokenizer.padding_side == "right" and tokenizer.eos_token_id == 65530
 
@@ -352,7 +371,7 @@ def test_auto_tokenizer_of_a_model(model_type, model_directory, fast):
 @pytest.mark.parametrize(
     "name, file", [("Rwkv6Tokenizer", "rwkv_vocab_v20230424.txt"), ("Rwkv5Tokenizer", "vocab.txt")]
 )
-def test_published_repository(name, file, model_directory, slow):
+def test_published_repository(name, file, model_directory, world):
     """As on the Hub: the repository's own class, another spelling of id 0, perhaps another vocabulary file."""
     directory = model_directory("rwkv6")
     (directory / "rwkv_vocab_v20230424.txt").rename(directory / file)
@@ -366,16 +385,16 @@ def test_published_repository(name, file, model_directory, slow):
     assert type(tokenizer) is RwkvWorldTokenizerFast
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id == 0
     assert len(tokenizer) == 65530
-    assert tokenizer.encode("a<s> b") == [*slow.encode("a"), 0, *slow.encode(" b")]
+    assert tokenizer.encode("a<s> b") == [*world.encode("a"), 0, *world.encode(" b")]
     if file.startswith("rwkv"):
-        assert RwkvWorldTokenizer.from_pretrained(directory).encode("a<s> b") == tokenizer.encode("a<s> b")
+        assert RwkvWorldTokenizerFast.from_pretrained(directory).encode("a<s> b") == tokenizer.encode("a<s> b")
     tokenizer.save_pretrained(directory / "again")
     again = AutoTokenizer.from_pretrained(directory / "again")
     assert again.encode("a<s> b") == tokenizer.encode("a<s> b") and again.pad_token_id == 0
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["vocabulary", "tokenizer.json"])
-def test_a_blank_line_is_no_special_token(whole, model_directory, slow):
+def test_a_blank_line_is_no_special_token(whole, model_directory, world):
     """As in repositories of Goose whose EOS token it is: an added token with the id 65530, which no model has seen."""
     directory = model_directory("rwkv7")
     settings = {
@@ -398,15 +417,15 @@ def test_a_blank_line_is_no_special_token(whole, model_directory, slow):
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = AutoTokenizer.from_pretrained(directory)
     text = "User: a\n\nAssistant:"
-    assert tokenizer.encode(text) == slow.encode(text) and 261 in tokenizer.encode(text)
+    assert tokenizer.encode(text) == world.encode(text) and 261 in tokenizer.encode(text)
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == 0 and len(tokenizer) == 65530
     if not whole:
-        assert RwkvWorldTokenizer.from_pretrained(directory).encode(text) == slow.encode(text)
+        assert RwkvWorldTokenizerFast.from_pretrained(directory).encode(text) == world.encode(text)
 
 
 def test_directory_without_vocabulary(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "rwkv6", "vocab_size": 128}')
-    for cls in (*BOTH, AutoTokenizer):
+    for cls in (RwkvWorldTokenizerFast, AutoTokenizer):
         with pytest.raises(ValueError, match=r"has no rwkv_vocab_v20230424\.txt"):
             cls.from_pretrained(tmp_path)
 
@@ -416,7 +435,7 @@ def test_damaged_vocabulary(model_directory):
     lines = (directory / "rwkv_vocab_v20230424.txt").read_text(encoding="utf-8").split("\n")
     lines[299] = lines[299].replace(" ", "  ")
     (directory / "rwkv_vocab_v20230424.txt").write_text("\n".join(lines), encoding="utf-8")
-    for cls in (*BOTH, AutoTokenizer):
+    for cls in (RwkvWorldTokenizerFast, AutoTokenizer):
         with pytest.raises(ValueError, match=r"rwkv_vocab_v20230424\.txt, line 300"):
             cls.from_pretrained(directory)
 
@@ -424,11 +443,11 @@ def test_damaged_vocabulary(model_directory):
 def test_small_vocabulary_of_ones_own(tmp_path):
     tokens = [bytes([byte]) for byte in range(256)] + [b"ab", b"abcd", b"]-[", b"^-\\", "é".encode()]
     write_vocabulary(tokens, tmp_path / "small.txt")
-    for cls in BOTH:
-        tokenizer = cls(vocab_file=str(tmp_path / "small.txt"))
-        assert tokenizer.vocab_size == 262
-        assert tokenizer.encode("abcabcd]-[^-\\é(") == [257, 100, 258, 259, 260, 261, 41]
-        assert tokenizer.decode(tokenizer.encode("abcabcd]-[^-\\é(")) == "abcabcd]-[^-\\é("
+    tokenizer = RwkvWorldTokenizerFast(vocab_file=str(tmp_path / "small.txt"))
+    assert tokenizer.vocab_size == 262
+    ids = tokenizer.encode("abcabcd]-[^-\\é(")
+    assert ids == [257, 100, 258, 259, 260, 261, 41] == tokenizer.encode_bytes("abcabcd]-[^-\\é(".encode())
+    assert tokenizer.decode(ids) == "abcabcd]-[^-\\é("
 
 
 @pytest.mark.parametrize(
@@ -438,9 +457,9 @@ def test_small_vocabulary_of_ones_own(tmp_path):
         "import subquad; from transformers import AutoTokenizer",
     ],
 )
-def test_import_order(statement, tmp_path, fast):
+def test_import_order(statement, tmp_path, world):
     ByteTokenizer().save_pretrained(tmp_path / "bytes")
-    fast.save_pretrained(tmp_path / "world")
+    world.save_pretrained(tmp_path / "world")
     program = (
         f"{statement}\n"
         "for name in ('bytes', 'world'):\n"
@@ -477,7 +496,9 @@ def test_chat_template(world):
         {"role": "assistant", "content": "Yes.\n\nNo."},
         {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": " now?"}]},
     ]
-    expected = "System: Be brief.\n\nUser: First\nsecond\nthird \n line\n\nAssistant: Yes.\nNo.\n\nUser: And now?\n\n"
+    expected = (
+        "System: Be brief.\n\nUser: First\nsecond\nthird \n line\n\nAssistant: Yes.\n\nNo.\n\nUser: And now?\n\n"
+    )
     assert world.apply_chat_template(messages, tokenize=False) == expected
     prompt = world.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == expected + "Assistant:"
@@ -494,8 +515,13 @@ def test_chat_template_of_odd_messages(world):
     render = world.apply_chat_template
     assert render([{"role": "user", "content": ""}], tokenize=False) == "User:\n\n"
     assert render([{"role": "assistant", "content": None}], tokenize=False) == "Assistant:\n\n"
-    with pytest.raises(Exception, match="The role judge is none of system, user, assistant and tool"):
-        render([{"role": "judge", "content": "x"}], tokenize=False)
+    assert render([{"role": "tool", "content": {"a": 1}}], tokenize=False) == 'User: Function output:\n{"a": 1}\n\n'
+    for message, error in (
+        ({"role": "judge", "content": "x"}, "The role judge is none of system, user, assistant and tool"),
+        ({"role": "user", "content": [{"type": "image"}]}, "The type image is not text"),
+    ):
+        with pytest.raises(Exception, match=error):
+            render([message], tokenize=False)
     batch = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b c d"}]]
     encoded = render(batch, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True)
     assert encoded["input_ids"].shape == encoded["attention_mask"].shape
@@ -506,9 +532,23 @@ def test_chat_template_of_thoughts(world):
     messages = [{"role": "user", "content": "Why? (think a bit)"}]
     begins = {None: "", True: " <think", False: " <think></think>\n"}
     for thinking, begin in begins.items():
-        options = {} if thinking is None else {"thinking": thinking}
-        prompt = world.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        assert prompt == f"User: Why? (think a bit)\n\nAssistant:{begin}"
+        for options in ({"thinking": thinking}, {"enable_thinking": thinking}):
+            prompt = world.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+            assert prompt == f"User: Why? (think a bit)\n\nAssistant:{begin}"
+
+
+@pytest.mark.parametrize("text", ["", "Sure: ", "```python\n", "Sure:\n\n1.", "def f():\n    "])
+def test_an_answer_that_is_continued(text, world, tmp_path):
+    """The prompt ends with the beginning of the answer as it is given, also without this package."""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    world.save_pretrained(tmp_path)
+    for tokenizer in (world, PreTrainedTokenizerFast.from_pretrained(tmp_path)):
+        prompt = tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+        assert prompt == f"User: Hi\n\nAssistant:{' ' if text else ''}{text}"
+        chat[1]["content"] = [{"type": "text", "text": text}]
+    thought = [chat[0], {"role": "assistant", "content": "", "reasoning_content": f"One.\n\n{text}"}]
+    prompt = world.apply_chat_template(thought, tokenize=False, continue_final_message="reasoning_content")
+    assert prompt == f"User: Hi\n\nAssistant: <think>One.\n\n{text}"
 
 
 def test_chat_template_of_tools(world):
@@ -530,11 +570,21 @@ def test_chat_template_of_tools(world):
     assert world.apply_chat_template(messages, tokenize=False) == f"System: Be brief.\n\n{turns}"
 
 
-def test_assistant_mask(fast):
+@pytest.mark.parametrize("kind", ["as made", "saved", "of an earlier version"])
+def test_assistant_mask(kind, world, tmp_path):
+    """Files have the marks of an assistant's turn in comments, or not, as earlier versions and others write them."""
+    world.save_pretrained(tmp_path)
+    if kind == "of an earlier version":
+        template = (tmp_path / "chat_template.jinja").read_text(encoding="utf-8")
+        template = template.replace("{#- {% generation %} -#}", "{%- generation -%}")
+        template = template.replace("{#- {% endgeneration %} -#}", "{%- endgeneration -%}")
+        (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    tokenizer = world if kind == "as made" else AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
-    encoded = fast.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    encoded = tokenizer.apply_chat_template(messages * 2, return_dict=True, return_assistant_tokens_mask=True)
     answer = [index for index, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
-    assert fast.decode(answer) == " Hello there\n\n"
+    assert world.decode(answer) == " Hello there\n\n" * 2
+    assert encoded["input_ids"] == tokenizer.apply_chat_template(messages * 2, return_dict=False)
 
 
 CALL = '```json\n{"name": "add", "arguments": {"a": {"b": 2}}}\n```'
@@ -573,18 +623,41 @@ def test_responses(world, thinking, answer, message):
     assert parser.finalize()[0] == message
 
 
-def test_a_response_with_a_call_goes_on(world):
-    """The message of a call, and the answer to it, make the same turns as the model wrote."""
+@pytest.mark.parametrize("as_text", [False, True], ids=["a dictionary", "a string"])
+@pytest.mark.parametrize(
+    ("thinking", "answer"),
+    [
+        (None, f" I ask.\n{CALL}\n\n"),
+        (None, f" {CALL}\n{CALL.replace('2', '[1.5, null, true]')}\n\n"),
+        (None, f" {CALL.replace('2', json.dumps('<é> & x' + chr(10), ensure_ascii=False))}\n\n"),
+        (None, ' ```json\n{"name": "now", "arguments": {}}\n```\n\n'),
+        (None, " Two lines:\n\n1. one\n\n    code\n\n"),
+        (True, f">First.\n\nThen.</think>\nI ask.\n{CALL}\n\n"),
+        (True, ">First.</think>\nSo.\n\n"),
+    ],
+)
+def test_a_response_goes_on(thinking, answer, as_text, world):
+    """The message of a response makes the same turn as the model wrote, with the arguments of calls in either form."""
     chat = [{"role": "user", "content": "1 + 2?"}]
-    prompt = world.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    answer = f" I ask.\n{CALL}\n\n"
-    text = world.apply_chat_template([*chat, world.parse_response(answer, prefix=prompt)], tokenize=False)
-    assert text == prompt + answer
+    options = {} if thinking is None else {"thinking": thinking}
+    prompt = world.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
+    message = world.parse_response(answer, prefix=prompt)
+    for call in message.get("tool_calls", []) if as_text else []:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    assert world.apply_chat_template([*chat, message], tokenize=False) == prompt + answer
 
 
-@pytest.mark.parametrize("cls", BOTH)
-def test_response_template_of_other_files(cls, tmp_path):
+def test_arguments_of_a_call_as_they_are_written(world):
+    """OpenAI's messages have them as a string, which is not encoded again."""
+    calls = [{"type": "function", "function": {"name": "add", "arguments": text}} for text in ('{"a":1,  "b":2}', "")]
+    text = world.apply_chat_template([{"role": "assistant", "content": None, "tool_calls": calls}], tokenize=False)
+    written = ('{"name": "add", "arguments": {"a":1,  "b":2}}', '{"name": "add", "arguments": {}}')
+    assert text == "Assistant: " + "\n".join(f"```json\n{call}\n```" for call in written) + "\n\n"
+
+
+def test_response_template_of_other_files(tmp_path):
     """It belongs to the turns of World, is saved, and knows the spelling of id 0."""
+    cls = RwkvWorldTokenizerFast
     assert cls(chat_template=None).response_template is None
     assert cls(chat_template="{{ messages[0].content }}").response_template is None
     assert cls(response_template={}).response_template == {}
@@ -594,8 +667,8 @@ def test_response_template_of_other_files(cls, tmp_path):
     assert loaded.parse_response(" x<s>", prefix="Assistant:")["content"] == "x"
 
 
-@pytest.mark.parametrize("cls", BOTH)
-def test_documents_that_begin_with_the_boundary(cls, tmp_path):
+def test_documents_that_begin_with_the_boundary(tmp_path):
+    cls = RwkvWorldTokenizerFast
     cls().save_pretrained(tmp_path)
     ids = cls()("Hello there").input_ids
     for tokenizer in (cls(add_bos_token=True), cls.from_pretrained(tmp_path, add_bos_token=True)):
@@ -607,18 +680,13 @@ def test_documents_that_begin_with_the_boundary(cls, tmp_path):
 
 
 @pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (True, True), (False, False)])
-@pytest.mark.parametrize("cls", BOTH)
-def test_what_is_added_to_a_text_is_saved(cls, bos, eos, tmp_path):
-    """Both classes add the same, and read it from each other's files."""
+def test_what_is_added_to_a_text_is_saved(bos, eos, tmp_path):
+    cls = RwkvWorldTokenizerFast
     tokenizer = cls(add_bos_token=bos, add_eos_token=eos)
     tokenizer.save_pretrained(tmp_path)
     one, two = cls()("one").input_ids, cls()("two").input_ids
     begin, end = [0] * bos, [0] * eos
-    for other in (
-        tokenizer,
-        *(each.from_pretrained(tmp_path) for each in BOTH),
-        AutoTokenizer.from_pretrained(tmp_path),
-    ):
+    for other in (tokenizer, cls.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
         assert (other.add_bos_token, other.add_eos_token) == (bos, eos)
         assert other("one").input_ids == [*begin, *one, *end]
         pair = other("one", "two", return_special_tokens_mask=True)
@@ -628,32 +696,25 @@ def test_what_is_added_to_a_text_is_saved(cls, bos, eos, tmp_path):
     changed.add_bos_token, changed.add_eos_token = not bos, not eos
     assert changed("one").input_ids == [*([0] * (not bos)), *one, *([0] * (not eos))]
     changed.save_pretrained(tmp_path / "changed")
-    for each in BOTH:
-        assert each.from_pretrained(tmp_path / "changed")("one").input_ids == changed("one").input_ids
-        assert each.from_pretrained(tmp_path, add_bos_token=False, add_eos_token=False)("one").input_ids == one
+    assert cls.from_pretrained(tmp_path / "changed")("one").input_ids == changed("one").input_ids
+    assert cls.from_pretrained(tmp_path, add_bos_token=False, add_eos_token=False)("one").input_ids == one
 
 
 @pytest.mark.parametrize("flags", [{"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}])
 def test_added_tokens_that_take_spaces(flags, tmp_path):
     texts = ("a <m> b", "<m>", "a<m>b", "  <m>  <m> ", "\n<m>\n", "a <n> <m>")
-    found = []
-    for cls in BOTH:
-        tokenizer = cls()
-        tokenizer.add_tokens([AddedToken("<m>", **flags), "<n>"])
-        tokenizer.save_pretrained(tmp_path / cls.__name__)
-        found += [
-            [each(text).input_ids for text in texts]
-            for each in (tokenizer, cls.from_pretrained(tmp_path / cls.__name__))
-        ]
-    assert found[0] == found[1] == found[2] == found[3]
-    assert (
-        tokenizer.decode(found[0][0]) == f"a{'' if 'lstrip' in flags else ' '}<m>{'' if 'rstrip' in flags else ' '}b"
-    )
+    tokenizer = RwkvWorldTokenizerFast()
+    tokenizer.add_tokens([AddedToken("<m>", **flags), "<n>"])
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer(list(texts)).input_ids
+    assert RwkvWorldTokenizerFast.from_pretrained(tmp_path)(list(texts)).input_ids == ids
+    assert tokenizer.decode(ids[0]) == f"a{'' if 'lstrip' in flags else ' '}<m>{'' if 'rstrip' in flags else ' '}b"
+    spaces = sum("strip" in flag for flag in flags)
+    assert len(ids[4]) == 3 - spaces and len(ids[5]) == (4 if "lstrip" in flags else 5)
 
 
-@pytest.mark.parametrize("cls", BOTH)
-def test_added_tokens_that_are_single_words(cls):
-    tokenizer = cls()
+def test_added_tokens_that_are_single_words():
+    tokenizer = RwkvWorldTokenizerFast()
     tokenizer.add_tokens([AddedToken("<m>", single_word=True)])
     index = tokenizer.convert_tokens_to_ids("<m>")
     assert [index in tokenizer(text).input_ids for text in ("a <m> b", "<m>", "a<m>b")] == [True, True, False]

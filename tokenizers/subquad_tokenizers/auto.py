@@ -13,9 +13,6 @@ CLASSES = {
     }.items()
     for name in names
 }
-# A class name to the class that `AutoTokenizer` takes instead. `RwkvWorldTokenizer.from_pretrained` loads the one in
-# Python from the same directory.
-FAST_CLASSES = {"RwkvWorldTokenizer": CLASSES["RwkvWorldTokenizerFast"]}
 
 
 def default_class(model_type: str) -> str:

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -35,6 +36,8 @@ SAVING = (
 )
 # What transformers gives to a call, by name, without a place in every signature.
 CALLING = {"max_target_length", "return_offsets_mapping", "sanitize_control_tokens", "split_special_tokens"}
+# The marks of an assistant's turn in a chat template, in comments. Only transformers knows the statements.
+HIDDEN_MARK = re.compile(r"\{#-? *(\{% *(?:end)?generation *%\}) *-?#\}")
 # How alike two names are, from 0 to 1, if the one is a misspelling of the other.
 ALIKE = 0.87
 
@@ -56,6 +59,15 @@ class SelfContainedMixin:
             # The setting comes from a file, or through `AutoTokenizer` from somebody who means its configuration.
             logger.warning_once(f"`{name}` ({kwargs[name]!r:.80}) is not a setting of {title} and is ignored.{hint}")
         super().__init__(**kwargs)
+
+    def get_chat_template(self, chat_template: str | None = None, tools: list[dict] | None = None) -> str:
+        """
+        As in transformers, whose `apply_chat_template` renders what this returns. Chat templates may have the marks
+        of an assistant's turn, `{% generation %}` and `{% endgeneration %}`, in comments, because programs other than
+        transformers do not know them. Here they are uncommented: `return_assistant_tokens_mask` and the
+        `assistant_only_loss` of TRL need them.
+        """
+        return HIDDEN_MARK.sub(r"\1", super().get_chat_template(chat_template, tools))
 
     def _encode_plus(self, *args, **kwargs):
         """As in transformers. All that make ids of texts come here with the keywords that they do not read."""

@@ -10,9 +10,12 @@ from ...arguments import parameter_names, refuse_unknown
 from ...processing import SavedProcessor
 
 
-# A blank line ends a turn, so there must be none in a message. An image has a line of its own, before the question,
-# after it, or between the question and its repetition, in the order of the message's parts. No space follows the last
-# colon: the space belongs to the first token of the answer.
+# A blank line ends a turn, so there must be none in a message of the user. Those of the assistant stay as they are,
+# up to their last line. An image has a line of its own, before the question, after it, or between the question and
+# its repetition, in the order of the message's parts. No space follows the last colon: the space belongs to the
+# first token of the answer. So there is none before an answer that transformers continues at its beginning, the
+# place of its tag. The marks of an assistant's turn stand in comments, because other programs than transformers do
+# not know them.
 CHAT_TEMPLATE = r"""
 {%- set names = {'system': 'System', 'user': 'User', 'assistant': 'Assistant'} -%}
 {%- if tools -%}{{- raise_exception('The model was not trained with tools; leave out `tools`.') -}}{%- endif -%}
@@ -23,31 +26,37 @@ CHAT_TEMPLATE = r"""
     {%- if message.tool_calls -%}
         {{- raise_exception('The model was not trained with tools; leave out `tool_calls`.') -}}
     {%- endif -%}
+    {%- set answer = message.role == 'assistant' -%}
+    {%- set turn = namespace(given='', text='', gap='') -%}
     {%- set content = message.content or '' -%}
-    {%- if content is not string -%}
-        {%- set parts = namespace(text='') -%}
+    {%- if content is string -%}
+        {%- set turn.given = content -%}
+    {%- else -%}
         {%- for part in content -%}
             {%- if part.type == 'image' -%}
-                {%- set parts.text = parts.text ~ '\n<image>\n' -%}
+                {%- set turn.given = turn.given ~ '\n<image>\n' -%}
             {%- elif part.type == 'text' -%}
-                {%- set parts.text = parts.text ~ part.text -%}
+                {%- set turn.given = turn.given ~ part.text -%}
             {%- else -%}
                 {{- raise_exception('The type ' ~ part.type ~ ' is none of image and text.') -}}
             {%- endif -%}
         {%- endfor -%}
-        {%- set content = parts.text -%}
     {%- endif -%}
-    {%- set folded = namespace(text='') -%}
-    {%- for line in content.replace('\r\n', '\n').split('\n') if line.strip() -%}
-        {%- set folded.text = folded.text ~ '\n' ~ line.rstrip() -%}
+    {%- for line in turn.given.split('\n') -%}
+        {%- if line.strip() -%}
+            {%- set turn.text = turn.text ~ turn.gap ~ (line if answer else line.rstrip()) -%}
+            {%- set turn.gap = '\n' -%}
+        {%- elif answer -%}
+            {%- set turn.gap = turn.gap ~ line ~ '\n' -%}
+        {%- endif -%}
     {%- endfor -%}
-    {%- set content = folded.text | trim -%}
-    {%- set content = (' ' ~ content if content else '') ~ '\n\n' -%}
+    {%- set text = turn.text.lstrip() -%}
+    {%- set space = ' ' if text and not text.startswith('CONTINUE_FINAL_MESSAGE_TAG') else '' -%}
     {{- names[message.role] ~ ':' -}}
-    {%- if message.role == 'assistant' -%}
-        {%- generation -%}{{- content -}}{%- endgeneration -%}
+    {%- if answer -%}
+        {#- {% generation %} -#}{{- space ~ text ~ '\n\n' -}}{#- {% endgeneration %} -#}
     {%- else -%}
-        {{- content -}}
+        {{- space ~ text ~ '\n\n' -}}
     {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}
