@@ -297,7 +297,7 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
         Returns:
             last_hidden_state (batch, length, hidden_size), in which padding repeats the last real token before it, or
             is zero if there is none; cache; hidden_states (the embeddings and the output of every block, the last one
-            normalised) if `output_hidden_states` is set.
+            normalised; between the blocks of a float16 model in float32) if `output_hidden_states` is set.
 
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
