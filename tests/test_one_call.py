@@ -114,6 +114,26 @@ def test_equals_the_blocks(model, dtype, batch, calls):
     torch.testing.assert_close(logits / scale, whole / scale, rtol=0, atol=tolerance)
 
 
+def test_stream_beyond_float16(model, calls):
+    """In float16, what the blocks read and put out is float32."""
+    if torch.float16 not in native.library().dtypes:
+        pytest.skip("needs conversions of float16")
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            x.copy_(
+                (
+                    x * 2**16 if name.endswith(("output.weight", "ffn.value.weight", "forward.value.weight")) else x
+                ).half()
+            )
+    ids = random_ids(2, 6)
+    with torch.no_grad():
+        expected = model(ids, output_hidden_states=True)
+    assert expected.hidden_states[1].abs().max() > 65504
+    logits, _ = read(model.half(), ids)
+    assert calls == 6 * LAYERS * [2]
+    assert (logits - expected.logits).norm() < 4e-3 * expected.logits.norm()
+
+
 @pytest.mark.parametrize("method", [Int8Config, Int4Config])
 def test_integers(model, method, calls, tmp_path):
     model.save_pretrained(tmp_path)

@@ -13,11 +13,43 @@ from subquad_kernels import linear
 from .padding import Tokens
 
 
+# How many times 65,504, the largest number of float16, a wide layer may put out. The published runtime of Eagle and
+# Finch divides the weights of the last of 32 blocks by as much.
+MARGIN = 32
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """The residual stream: float32 in a float16 model, because sums of many blocks may be larger than 65,504."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
+def multiply_wide(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """The product of x (float16) with a weight, without a bias, in float32."""
+    return product(x / MARGIN).float() * MARGIN
+
+
 class Linear(nn.Linear):
-    """`nn.Linear` through [`subquad_kernels.linear`]."""
+    """`nn.Linear` through [`subquad_kernels.linear`]. With `wide`, the output in float16 is float32, see [`widen`]."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, wide: bool = False):
+        super().__init__(in_features, out_features, bias)
+        self.wide = wide
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.wide and self.weight.dtype == torch.float16:
+            out = multiply_wide(lambda x: linear(x, self.weight), x)
+            return out if self.bias is None else out + self.bias
         return linear(x, self.weight, self.bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` that also reads the residual stream of a float16 model, see [`widen`]. The output is float16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == self.weight.dtype or self.weight.dtype != torch.float16:
+            return super().forward(x)
+        out = nn.functional.layer_norm(x, self.normalized_shape, eps=self.eps)
+        return torch.addcmul(self.bias, out, self.weight).to(self.weight.dtype)
 
 
 # Linear layers whose weights a C library reads: the names that it has for them, and their attributes.

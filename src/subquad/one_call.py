@@ -16,7 +16,7 @@ from subquad_kernels.block_step import BlockStep
 from subquad_kernels.native import MOST_ROWS, WORTHWHILE_CHANNELS, readable, watched
 
 from .cache import LayerState
-from .layers import PRODUCTS
+from .layers import PRODUCTS, LayerNorm
 from .padding import Tokens
 
 
@@ -46,7 +46,7 @@ class OneCall:
     _forwards: list[tuple[type[nn.Module], Callable]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        kinds = (*self.classes.values(), *PRODUCTS, nn.LayerNorm)
+        kinds = (*self.classes.values(), *PRODUCTS, LayerNorm, nn.LayerNorm)
         object.__setattr__(self, "_forwards", [(kind, kind.forward) for kind in kinds])
 
     def __call__(
@@ -79,10 +79,12 @@ class OneCall:
         ):
             return None
         before, before_ffn, held = (state.get(name) for name in ("attention_shift", "feed_forward_shift", "wkv"))
-        if not readable(x.dtype, x, before, before_ffn, *v_first) or not readable(torch.float32, held):
+        if not readable(x.dtype, x) or not readable(torch.float32, held):
             return None
         prepared = _prepare(self, block)
-        if prepared is None or prepared.step.dtype != x.dtype:
+        if prepared is None or prepared.step.stream_dtype != x.dtype:
+            return None
+        if not readable(prepared.step.dtype, before, before_ffn, *v_first):
             return None
         overwrite = tokens.mask is None and state.can_overwrite("wkv")
         done = prepared.step(x, before, before_ffn, held, overwrite, *v_first)
@@ -191,7 +193,7 @@ def _make(parts: OneCall, block: nn.Module) -> _Prepared:
         absent.append((layer._parameters, "bias"))
     for name, path in parts.norms.items():
         norm = find(path)
-        if not (type(norm) is nn.LayerNorm or path in parts.classes):
+        if not (type(norm) is LayerNorm or path in parts.classes):
             raise ValueError(f"`{path}` is a {type(norm).__name__}.")
         add(name, norm, "weight")
         add(f"{name}_bias", norm, "bias")

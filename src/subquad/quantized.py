@@ -25,7 +25,7 @@ from subquad_kernels.int4_linear import fits_groups
 from subquad_kernels.native import GROUP, STRIP
 
 from .arguments import nearest
-from .layers import PRODUCTS
+from .layers import PRODUCTS, widen
 from .quantization_methods import METHODS, SCALE
 
 
@@ -136,8 +136,10 @@ class Int8Linear(IntegerLayer):
     def __init__(self, layer: nn.Linear, pre_quantized: bool, own_scale: bool = True):
         super().__init__(layer, pre_quantized, own_scale)
         self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
+        self.wide = getattr(layer, "wide", False)  # as in [`Linear`]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = widen(x) if self.wide else x
         if torch.is_grad_enabled() and x.requires_grad:
             return _Inference.apply(self.product, x, self.weight, self.weight_scale, self.bias)
         return self.product(x, self.weight, self.weight_scale, self.bias)

@@ -22,6 +22,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from subquad.layers import multiply_wide
+
 
 # Style of a linear layer in a plan to vLLM's layer and its options.
 LINEAR = {
@@ -74,6 +76,13 @@ def apply_to_rows(
     return apply(layer, x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
 
+def apply_wide(
+    apply: Callable[..., torch.Tensor], layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A product as in a wide [`subquad.layers.Linear`] in float16, by a method of vLLM. No such layer has a bias."""
+    return multiply_wide(partial(apply, layer), x)
+
+
 def round_up(count: int) -> int:
     """The next of 1, ..., 16, and from there on of eight numbers between two powers of two."""
     step = max(1, (1 << (count - 1).bit_length()) // 16)
@@ -119,12 +128,15 @@ def use_vllm_layers(model: nn.Module, plan: dict[str, str], vllm_config: VllmCon
                 return_bias=False,
                 **options,
             )
-            if device.type == "cpu" and type(new.quant_method) is UnquantizedLinearMethod:
-                layers[new.prefix] = new
-                outputs = getattr(new, "output_size_per_partition", new.output_size)
-                new.quant_method = RoundedRowsMethod(new.prefix, outputs)
-            elif not isinstance(new.quant_method, UnquantizedLinearMethod):
+            if not isinstance(new.quant_method, UnquantizedLinearMethod):
                 new.quant_method.apply = partial(apply_to_rows, new.quant_method.apply)
+            else:
+                if device.type == "cpu" and type(new.quant_method) is UnquantizedLinearMethod:
+                    layers[new.prefix] = new
+                    outputs = getattr(new, "output_size_per_partition", new.output_size)
+                    new.quant_method = RoundedRowsMethod(new.prefix, outputs)
+                if getattr(module, "wide", False) and module.weight.dtype == torch.float16:
+                    new.quant_method.apply = partial(apply_wide, new.quant_method.apply)
         else:
             continue
         model.set_submodule(name, new)

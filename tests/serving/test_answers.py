@@ -60,18 +60,12 @@ def test_answers_of_a_compiled_step(name, tmp_path):
         assert serve(llm, requests) == expected(model, requests)
 
 
-@pytest.mark.parametrize("name", ["rwkv5", "rwkv6", "rwkv7", "raven-window", "gecko"])
-def test_log_probabilities_in_bfloat16(name, tmp_path):
+def assert_close_log_probabilities(llm, model, atol):
     """Those of prompts, read in pieces, and of answers are close to the model's in float32."""
-    path = model_directory(name, tmp_path)
     requests = make_requests(6, VOCABULARY, longest=150, answer=24)
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in requests]
     options = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0, prompt_logprobs=0)
-    with engine(path, dtype="bfloat16") as llm:
-        found = llm.generate(prompts, options, use_tqdm=False)
-    # Weights are rounded in both.
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float()
-    for output in found:
+    for output in llm.generate(prompts, options, use_tqdm=False):
         [answer] = output.outputs
         text = torch.tensor([*output.prompt_token_ids, *answer.token_ids])
         steps = [*output.prompt_logprobs[1:], *answer.logprobs]
@@ -79,7 +73,33 @@ def test_log_probabilities_in_bfloat16(name, tmp_path):
         with torch.no_grad():
             logits = model(text[None]).logits[0, :-1].log_softmax(-1)
         wanted = logits.gather(1, text[1:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(own), wanted, atol=0.2, rtol=0)
+        torch.testing.assert_close(torch.tensor(own), wanted, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["rwkv5", "rwkv6", "rwkv7", "raven-window", "gecko"])
+def test_log_probabilities_in_bfloat16(name, tmp_path):
+    path = model_directory(name, tmp_path)
+    # Weights are rounded in both.
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float()
+    with engine(path, dtype="bfloat16") as llm:
+        assert_close_log_probabilities(llm, model, 0.2)
+
+
+@pytest.mark.parametrize(("name", "eager"), [("rwkv5", True), ("rwkv6", True), ("rwkv7", False)])
+def test_stream_beyond_float16(name, eager, tmp_path):
+    """The residual stream is larger than the largest number of float16, and so is what some layers put out."""
+    path = model_directory(name, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter, x in model.named_parameters():
+            if parameter.endswith(("output.weight", "ffn.value.weight", "feed_forward.value.weight")):
+                x *= 2**14
+            x.copy_(x.half())
+    model.save_pretrained(path)
+    stream = model(torch.arange(3, 100)[None], output_hidden_states=True).hidden_states[:-1]
+    assert max(x.abs().max() for x in stream) > 2 * 65504
+    with engine(path, dtype="float16", enforce_eager=eager) as llm:
+        assert_close_log_probabilities(llm, model, 0.2)
 
 
 @pytest.mark.slow

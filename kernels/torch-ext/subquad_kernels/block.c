@@ -1,7 +1,7 @@
 /*
  * One token of a whole block of RWKV on a CPU: token shifts, products, recurrence, norms and feed-forward network in one
- * call. What comes in and goes out has the dtype of the weights, but for the state of the recurrence. Between them
- * everything is float32. Compiled by `native.py`.
+ * call. What comes in and goes out has the dtype of the weights, but for the state of the recurrence and, with weights in
+ * float16, the residual stream, which are float32. Between them everything is float32. Compiled by `native.py`.
  */
 
 #include "steps.c"
@@ -24,7 +24,8 @@ struct offset {
 
 /* What the blocks have in common, and what is the same for every product. */
 struct block {
-    int dtype; /* of x, of the states of token shifts, and of the weights that are not integers */
+    int dtype; /* of the states of token shifts, and of the weights that are not integers */
+    int stream; /* the dtype of x and out */
     int largest; /* to which 8-bit products round what they multiply */
     unsigned threads;
     parallel run;
@@ -180,7 +181,7 @@ static int wkv_block(const struct wkv_block *p, struct scratch s)
     const struct matrix *into[4] = {&p->receptance, &p->key, &p->value, &p->gate};
     float *heads[4] = {r, k, v, g};
 
-    widen(dtype, b->x, 1, size, x, size);
+    widen(b->stream, b->x, 1, size, x, size);
     normalise_rows(b, x, b->ln1, b->ln1_bias, normed, b->after);
     if (p->shift.up) {
         shift(b, normed, b->before, p->mu_x, NULL, p->of_token, mixed);
@@ -226,7 +227,7 @@ static int wkv_block(const struct wkv_block *p, struct scratch s)
     activate(SIGMOID, gate, size);
     for (ptrdiff_t i = 0; i < size; i += LANES)
         store(FLOAT32, x, i, load(FLOAT32, x, i) + load(FLOAT32, gate, i) * load(FLOAT32, values, i), LANES);
-    narrow(dtype, x, b->out, size);
+    narrow(b->stream, x, b->out, size);
     return 0;
 }
 
@@ -253,7 +254,7 @@ static int delta_block(const struct delta_block *p, struct scratch s)
     float *w = take(&s, inner), *a = take(&s, inner), *mix = take(&s, inner), *out = take(&s, inner);
     float *middle = take(&s, b->rows * b->middle);
 
-    widen(dtype, b->x, 1, size, x, size);
+    widen(b->stream, b->x, 1, size, x, size);
     normalise_rows(b, x, b->ln1, b->ln1_bias, normed, b->after);
     shift(b, normed, b->before, p->mu_r, NULL, 0, mixed);
     if (multiply(b, &p->receptance, mixed, r))
@@ -294,7 +295,7 @@ static int delta_block(const struct delta_block *p, struct scratch s)
     if (multiply(b, &p->ffn_value, middle, mixed))
         return 1;
     add_to(x, mixed, size);
-    narrow(dtype, x, b->out, size);
+    narrow(b->stream, x, b->out, size);
     return 0;
 }
 

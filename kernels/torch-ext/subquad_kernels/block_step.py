@@ -27,7 +27,7 @@ class _Offset(ctypes.Structure):
 
 class _Block(ctypes.Structure):
     _fields_ = [
-        *_fields(_number, "dtype", "largest"),
+        *_fields(_number, "dtype", "stream", "largest"),
         ("threads", ctypes.c_uint),
         ("run", _pointer),
         *_fields(_size, "rows", "width", "inner", "heads", "middle"),
@@ -89,6 +89,10 @@ class BlockStep:
         eps_x: of the norm of the heads.
         of_token: whether the interpolations weigh the token itself, as in Eagle, and not the one before.
 
+    Attributes:
+        dtype: of the parameters, and of the tokens that are kept.
+        stream_dtype: of the input and the output: float32 if `dtype` is float16, whose range they may exceed.
+
     Raises:
         ValueError: if the library cannot compute such a block; the message says why.
     """
@@ -110,11 +114,13 @@ class BlockStep:
         self.width, self.inner = parameters["ln1"].shape[0], parameters["ln_x"].shape[0]
         self._sizes = {"": self.width, "inner": self.inner, "middle": _shape(parameters["ffn_key.weight"])[0]}
         self.dtype = parameters["ln1"].dtype
+        self.stream_dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
         self._check_sizes(found, heads)
         for name, x in parameters.items():
             self._set(name, x)
         common = self._struct.common
-        common.dtype, common.largest = found.dtypes[self.dtype], LARGEST if adds_exactly() else LARGEST // 2
+        common.dtype, common.stream = found.dtypes[self.dtype], found.dtypes[self.stream_dtype]
+        common.largest = LARGEST if adds_exactly() else LARGEST // 2
         common.width, common.inner, common.middle = self._sizes.values()
         common.heads, common.eps, common.eps_x = heads, eps, eps_x
         common.run = found.parallel
@@ -185,7 +191,7 @@ class BlockStep:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """
         Args:
-            x: (B, 1, D), contiguous, of the dtype of the parameters.
+            x: (B, 1, D), contiguous, in `stream_dtype`.
             before, before_ffn: the normalised token before, of the two token shifts, (B, D); None means zeros.
             state: of the recurrence, float32 (B, H, K, V), or (B, H, V, K) of Goose; None means zeros.
             inplace: whether the new state is written into `state`.
@@ -211,7 +217,8 @@ class BlockStep:
         # A copy, because other threads may call the same block.
         p = type(self._struct).from_buffer_copy(self._struct)
         b = p.common
-        out, after, after_ffn = torch.empty_like(x), x.new_empty(rows, self.width), x.new_empty(rows, self.width)
+        out = torch.empty_like(x)
+        after, after_ffn = (x.new_empty(rows, self.width, dtype=self.dtype) for _ in range(2))
         new_state = state
         if not inplace:
             new_state = x.new_empty((rows, *self.state_shape), dtype=torch.float32)
@@ -226,7 +233,7 @@ class BlockStep:
         b.new_state = new_state.data_ptr()
         if type(p) is _DeltaBlock:
             if v_first is None:
-                v_first = x.new_empty(rows, 1, self.inner)
+                v_first = x.new_empty(rows, 1, self.inner, dtype=self.dtype)
             p.v_first = v_first.data_ptr()
         if self._run(ctypes.byref(p)):
             raise MemoryError("There is no memory for a token of a block.")

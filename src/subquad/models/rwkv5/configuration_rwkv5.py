@@ -30,7 +30,8 @@ class Rwkv5Config(CheckedConfig):
         layer_norm_epsilon: epsilon of every layer norm except the one over the heads.
         initializer_range: the embeddings are initialised uniformly in +- this; the paper uses the maximum learning
             rate (table 14).
-        rescale_every: accepted and kept, without effect. It halved weights for the float16 runtime of the time.
+        rescale_every: accepted and kept, without effect. The published runtime halves weights and residual stream as
+            often in float16. Here the stream is float32 instead.
     """
 
     model_type = "rwkv5"

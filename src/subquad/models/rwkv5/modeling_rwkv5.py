@@ -15,7 +15,7 @@ from ...base import RecurrentPreTrainedModel
 from ...cache import LayerState, RecurrentCache
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
-from ...layers import Linear, replaceable
+from ...layers import LayerNorm, Linear, replaceable, widen
 from ...one_call import OneCall
 from ...padding import Tokens, last_token
 from ...tensor_parallel import local_part
@@ -52,7 +52,7 @@ class Rwkv5TimeMixing(nn.Module):
         self.key = Linear(width, inner, bias=False)
         self.value = Linear(width, inner, bias=False)
         self.gate = Linear(width, inner, bias=False)
-        self.output = Linear(inner, width, bias=False)
+        self.output = Linear(inner, width, bias=False, wide=True)
         self.ln_x = Rwkv5GatedRecurrence(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
 
     def add_mixing(self, config: Rwkv5Config) -> None:
@@ -117,7 +117,7 @@ class Rwkv5ChannelMixing(nn.Module):
         self.add_mixing(config)
         self.key = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.receptance = Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.value = Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.value = Linear(config.intermediate_size, config.hidden_size, bias=False, wide=True)
 
     def add_mixing(self, config: Rwkv5Config) -> None:
         """The parameters of the token shift."""
@@ -176,15 +176,15 @@ class Rwkv5Block(GradientCheckpointingLayer):
         self.layer_idx = layer_idx
         if layer_idx == 0:
             self.pre_ln = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.ln1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.ln2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.ln1 = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.ln2 = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.attention = self.time_mixing_class(config, layer_idx)
         self.feed_forward = self.channel_mixing_class(config, layer_idx)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None = None) -> torch.Tensor:
         state = None if cache is None else cache.layers[self.layer_idx]
         if self.layer_idx == 0:
-            x = self.pre_ln(x)
+            x = widen(self.pre_ln(x))
         if (done := self.one_call(self, x, tokens, state)) is not None:
             return done[0]
         x = x + self.attention(self.ln1(x), tokens, state)
@@ -265,7 +265,7 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(self.block_class(config, i) for i in range(config.num_hidden_layers))
-        self.ln_out = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.ln_out = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.post_init()
 
     @checks_arguments
@@ -297,7 +297,7 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
         Returns:
             last_hidden_state (batch, length, hidden_size), in which padding repeats the last real token before it, or
             is zero if there is none; cache; hidden_states (the embeddings and the output of every block, the last one
-            normalised) if `output_hidden_states` is set.
+            normalised; between the blocks of a float16 model in float32) if `output_hidden_states` is set.
 
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.

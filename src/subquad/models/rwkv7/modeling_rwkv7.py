@@ -16,7 +16,7 @@ from ...base import RecurrentPreTrainedModel
 from ...cache import LayerState, RecurrentCache
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
-from ...layers import Linear, relu_squared, replaceable
+from ...layers import LayerNorm, Linear, relu_squared, replaceable, widen
 from ...one_call import OneCall
 from ...padding import Tokens, last_token
 from ...tensor_parallel import local_part, low_rank_of_heads
@@ -29,9 +29,9 @@ FLASH_LINEAR_ATTENTION.register(Rwkv7Config.model_type)
 gated_delta_wkv, token_shift = replaceable(gated_delta_wkv, token_shift)
 
 
-def projection(inputs: int, outputs: int, gain: float) -> Linear:
-    """A linear layer without bias. The published trainer initialises it orthogonally, times `gain`."""
-    layer = Linear(inputs, outputs, bias=False)
+def projection(inputs: int, outputs: int, gain: float, wide: bool = False) -> Linear:
+    """A [`Linear`] without bias. The published trainer initialises it orthogonally, times `gain`."""
+    layer = Linear(inputs, outputs, bias=False, wide=wide)
     layer.gain = gain
     return layer
 
@@ -77,7 +77,7 @@ class Rwkv7TimeMixing(nn.Module):
         self.receptance = projection(width, width, gain=1.0)
         self.key = projection(width, width, gain=0.1)
         self.value = projection(width, width, gain=1.0)
-        self.output = projection(width, width, gain=0.0)
+        self.output = projection(width, width, gain=0.0, wide=True)
         self.ln_x = Rwkv7GatedRecurrence(config.num_heads, width, eps=self.head_size * config.norm_eps)
 
     def forward(
@@ -143,7 +143,7 @@ class Rwkv7ChannelMixing(nn.Module):
         self.layer_idx = layer_idx
         self.x_k = nn.Parameter(torch.empty(1, 1, config.hidden_size))
         self.key = projection(config.hidden_size, config.intermediate_size, gain=1.0)
-        self.value = projection(config.intermediate_size, config.hidden_size, gain=0.0)
+        self.value = projection(config.intermediate_size, config.hidden_size, gain=0.0, wide=True)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, state: LayerState | None = None) -> torch.Tensor:
         """x (batch, length, hidden_size); the output has the same shape."""
@@ -187,8 +187,8 @@ class Rwkv7Block(GradientCheckpointingLayer):
         self.layer_idx = layer_idx
         if layer_idx == 0:
             self.ln0 = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.ln1 = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.ln2 = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.ln1 = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.ln2 = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.att = Rwkv7TimeMixing(config, layer_idx)
         self.ffn = Rwkv7ChannelMixing(config, layer_idx)
 
@@ -202,7 +202,7 @@ class Rwkv7Block(GradientCheckpointingLayer):
         """The output and `v_first`, as [`Rwkv7TimeMixing`] has them: the first layer's values go with x everywhere."""
         state = None if cache is None else cache.layers[self.layer_idx]
         if self.layer_idx == 0:
-            x = self.ln0(x)
+            x = widen(self.ln0(x))
         if (done := self.one_call(self, x, tokens, state, v_first)) is not None:
             return done
         out, v_first = self.att(self.ln1(x), tokens, v_first, state)
@@ -281,7 +281,7 @@ class Rwkv7Model(Rwkv7PreTrainedModel):
         super().__init__(config)
         self.emb = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Rwkv7Block(config, i) for i in range(config.num_hidden_layers))
-        self.ln_out = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.ln_out = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.post_init()
 
     @checks_arguments
@@ -313,7 +313,7 @@ class Rwkv7Model(Rwkv7PreTrainedModel):
         Returns:
             last_hidden_state (batch, length, hidden_size), in which padding repeats the last real token before it, or
             is zero if there is none; cache; hidden_states (the embeddings and the output of every block, the last one
-            normalised) if `output_hidden_states` is set.
+            normalised; between the blocks of a float16 model in float32) if `output_hidden_states` is set.
 
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
