@@ -9,10 +9,10 @@ Each environment is installed once, in .venv-versions, and takes up to 7 GB if p
 GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves most of them.
 
 Every part runs in each environment. Between the middle transformers and the newest, the fast tests of some parts run
-with each minor version. A part that fails does not end the run; the exit status is then 1. A part also fails if a test was skipped
-because a package is missing. Except with --quick, the results are written to docs/versions.json, from which the
-documentation makes a table. A run of some parts keeps the results of the others, unless versions have changed. Logs
-are in the folder of each environment.
+with each minor version. A part that fails does not end the run; the exit status is then 1. A part also fails if a
+test was skipped because a package is missing. Except with --quick, the results are written to docs/versions.json, from
+which the documentation makes a table. A run of some parts keeps the results of the others, unless versions have
+changed. Logs are in the folder of each environment.
 """
 
 import argparse

@@ -464,8 +464,8 @@ class RecurrentCache(Cache):
         for row in np.flatnonzero((values["marked"] != values["read"]) & (values["read"] >= 0)):
             raise ValueError(
                 f"`attention_mask`, row {row}: {values['marked'][row]} of the first {seen} tokens are marked as "
-                f"padding, but when `cache` read them, {values['read'][row]} were. Give the same mask as then, or read "
-                "the text again without `cache`."
+                f"padding, but when `cache` read them, {values['read'][row]} were. Give the same mask as then, or "
+                "read the text again without `cache`."
             )
 
     def _move_count(self, device: torch.device | str) -> None:
@@ -568,9 +568,9 @@ class RecurrentCache(Cache):
                 raise ValueError(f"{what} is static: its batch has a fixed size.")
             if not cache.is_initialized:
                 raise ValueError(f"{what} has not read a token.")
-            kinds = [
-                {name: x.dtype for name, x in c.named_states().items() if name != PADDING} for c in (first, cache)
-            ]
+            kinds = [{name: x.dtype for name, x in c.named_states().items()} for c in (first, cache)]
+            for kind in kinds:
+                kind.pop(PADDING, None)
             if kinds[0] != kinds[1]:
                 raise ValueError(f"{what} has states of {cache.dtype}, `caches[0]` of {first.dtype}.")
         joined = first._mapped(torch.clone)

@@ -180,8 +180,8 @@ class RecurrentGenerationMixin(GenerationMixin):
         **kwargs,
     ) -> dict:
         """
-        As in transformers, but the mask of a generated token has no columns for earlier ones, and is left out if no row
-        has ended. The cache is found among the inputs under either name.
+        As in transformers, but the mask of a generated token has no columns for earlier ones, and is left out if no
+        row has ended. The cache is found among the inputs under either name.
         """
         kwargs = with_own_names(kwargs)
         cache, of_prompt = kwargs.pop("cache", None), kwargs.pop("of_prompt", is_first_iteration)

@@ -9,8 +9,8 @@ states. Two programs generate text: one reads the prompt, the other continues to
     logits, states = prefill(input_ids, states, attention_mask)    # tokens (batch, length)
     logits, states = decode(logits.argmax(-1, keepdim=True), states)
 
-States are the tensors of a static cache but the count of padding, with the batch first, under the names and in the order of
-[`initial_states`].
+States are the tensors of a static cache, but not its count of padding. The batch comes first. Their names and their
+order are those of [`initial_states`].
 """
 
 import os
