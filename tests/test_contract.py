@@ -11,6 +11,7 @@ from cases import (
     DEVICE,
     GENERATING,
     GREEDY,
+    IMAGE_ID,
     RAVEN_BOTH,
     RAVEN_FULL,
     READERS,
@@ -154,6 +155,49 @@ def test_gradients_under_padding(case):
     expected = {name: sum(grads[name] for grads in alone) for name in alone[0]}
     for side in ("left", "right", "anywhere"):
         assert_all_close(grads(padded(rows, side)), expected, atol=1e-3, rtol=1e-3)
+
+
+def summed_loss(model, inputs, **options):
+    """The loss of one text, summed, and the number of its labels; images have none."""
+    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE_ID, -100)
+    labels[:, 0] = -100
+    return model(**inputs, labels=labels, num_items_in_batch=1, **options).loss.item(), (labels != -100).sum().item()
+
+
+@pytest.mark.quick_cases("*-rwkv?", "*-avey", "*-raven", "*-gecko", "left-visual*")
+@pytest.mark.fast
+@each_case_and_variant
+@each_side
+@torch.no_grad()
+def test_loss_under_padding(case, side):
+    """That of the texts alone, as a mean, a sum, with shifted labels, and for the count of the Trainer."""
+    model, rows = case.model(), texts(case, 7, 20, 2)
+    alone = [summed_loss(model, row) for row in rows]
+    total, items = (sum(x) for x in zip(*alone, strict=True))
+    inputs = padded(rows, side)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    for options, weight in (
+        ({}, items),
+        ({"num_items_in_batch": 2}, 2),
+        ({"shift_labels": shifted}, items),
+        ({"num_items_in_batch": (labels[:, 1:] != -100).sum()}, items),
+        ({"num_items_in_batch": (shifted != -100).sum().item(), "shift_labels": shifted}, items),
+    ):
+        found = model(**inputs, labels=labels, **options).loss
+        assert found.item() * weight == pytest.approx(total, rel=1e-4)
+
+
+@each_case
+@torch.no_grad()
+def test_loss_of_a_later_call(case):
+    """The first real token of each row has none: the token before it is in another call."""
+    model, first, second = case.model(), texts(case, 4, 9), texts(case, 19, 2)
+    alone = [summed_loss(model, row, cache=model(**start).cache) for start, row in zip(first, second, strict=True)]
+    inputs = padded(second, "left", more=1)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    loss = model(**inputs, labels=labels, num_items_in_batch=1, cache=model(**padded(first, "right")).cache).loss
+    assert loss.item() == pytest.approx(sum(total for total, _ in alone), rel=1e-4)
 
 
 @pytest.mark.fast
@@ -575,6 +619,27 @@ def test_packed_documents_in_several_rows(case):
         torch.testing.assert_close(out.logits[1:], model(**rows[1], cache=second).logits, **TOLERANCE)
         out.cache.batch_select_indices(torch.tensor([0]))
         assert_same_states(out.cache, model(**rest).cache)
+
+
+@each_case_and_reader
+@torch.no_grad()
+def test_loss_of_packed_documents(case):
+    """The first token of a document has none, however the boundaries are given."""
+    model, lengths = case.model(), (5, 1, 19, 8)
+    documents = texts(case, *lengths)
+    alone = [summed_loss(model, document) for document in documents]
+    total, items = (sum(x) for x in zip(*alone, strict=True))
+    packed = join(*documents)
+    positions = torch.cat([torch.arange(n, device=DEVICE) for n in lengths])[None]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE)
+    for way in ({"cu_seqlens": bounds}, {"cu_seq_lens_q": bounds.int()}, {"position_ids": positions}):
+        loss = model(**packed, **way, labels=packed["input_ids"]).loss
+        assert loss.item() * items == pytest.approx(total, rel=1e-4)
+    rows = batch([join(*documents[:3]), case.text(1, 25)])  # two rows, one of them packed
+    positions = torch.stack((positions[0, :25], torch.arange(25, device=DEVICE)))
+    loss = model(**rows, position_ids=positions, labels=rows["input_ids"], num_items_in_batch=1).loss
+    expected = sum(loss for loss, _ in alone[:3]) + summed_loss(model, case.text(1, 25))[0]
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.fast
