@@ -43,6 +43,7 @@ from cases import (
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from kernel_cases import triton
 from transformers import DynamicCache, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 LENGTH = 83  # more than one chunk of the time-parallel operators, and not a multiple
@@ -683,15 +684,55 @@ def test_gradient_checkpointing(case, backend, monkeypatch):
         model.gradient_checkpointing_disable()
 
 
+@pytest.mark.quick_cases("*rwkv?", "*-avey", "*-raven", "*-raven-both", "*-gecko")
+@each(*GENERATING, RAVEN_FULL, RAVEN_BOTH)
+@pytest.mark.parametrize("detached", [False, True])
+def test_gradient_checkpointing_in_pieces(case, detached):
+    """A text in pieces: gradients go back through the states, or end where they are detached."""
+    model = case.model(**case.quiet).train()
+    text = padded([{"input_ids": case.ids(1, n, seed=n)} for n in (70, 22)], "anywhere")
+
+    def read():
+        model.zero_grad()
+        cache, total = None, 0
+        for start, stop in split(text, (40, 1, 29)):
+            piece = {name: x[:, start:stop] for name, x in text.items()}
+            out = model(**piece, labels=piece["input_ids"], num_items_in_batch=9, cache=cache, use_cache=True)
+            cache, total = out.cache, total + out.loss
+            if detached:
+                assert cache.detach() is cache
+                assert not any(state.requires_grad for state in cache.named_states().values())
+                with torch.no_grad():  # which writes over no state that the gradients need
+                    model(case.ids(2, 1), cache=cache)
+        total.backward()
+        return cache, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    block = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)][-1]
+    next(block.children()).register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    runs = []
+    cache, expected = read()
+    for use_reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        runs = []
+        again, found = read()
+        assert sum(runs) == 3 * (2 - use_reentrant)  # with gradients; the block has computed each piece twice
+        assert_same_states(again, cache)
+        assert_all_close(found, expected, atol=1e-4, rtol=1e-4)
+        model.gradient_checkpointing_disable()
+
+
 @pytest.mark.fast
 @each_case
 def test_gradient_checkpointing_and_caches(case):
     model, text = case.model(), case.text(1, 8)
     cache = model(**text).cache
+    cache.activate_past_recording()
     model.train().gradient_checkpointing_enable()
-    assert model(**text, use_cache=True).cache is None
-    with pytest.raises(ValueError, match="`cache` cannot be continued in training with gradient"):
+    with pytest.raises(ValueError, match="`cache` records the past"):
         model(**text, cache=cache)
+    assert cache.get_seq_length() == 8
+    assert model(**text).cache is None
     assert model.eval()(**text, cache=cache).cache.get_seq_length() == 16
 
 

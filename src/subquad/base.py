@@ -1,8 +1,11 @@
 """The base class of every model with a recurrent state."""
 
+import functools
+from collections.abc import Callable
+
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
-from transformers.utils import logging
 
 from .cache import RecurrentCache, check_cache
 from .layers import read_tokens
@@ -11,7 +14,31 @@ from .saving import SavedPreTrainedModel
 from .versions import CACHE_NAMES, RecurrentModelOutput, named_cache
 
 
-logger = logging.get_logger(__name__)
+def checkpoint_block(
+    checkpoint: Callable, layer_idx: int, block: Callable, *inputs
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """
+    Gradient checkpointing of a block whose last input may be a cache. The states go into what is computed twice, and
+    come out of it, as tensors like x. So gradients pass through them, and the second time the cache is not changed.
+    """
+    *inputs, cache = inputs
+    if not isinstance(cache, RecurrentCache):
+        return checkpoint(block, *inputs, cache)
+    layer, entering, names = cache.layers[layer_idx], cache.frozen(), []
+    before = {name: layer.get(name) for name in layer.states}
+
+    def run(*tensors):
+        states = dict(zip(before, tensors[len(inputs) :], strict=True))
+        used = entering.with_states(layer_idx, states)
+        outputs = block(*tensors[: len(inputs)], used)
+        names[:] = states
+        return *(outputs if isinstance(outputs, tuple) else (outputs,)), *states.values()
+
+    results = checkpoint(run, *inputs, *before.values())
+    outputs = results[: len(results) - len(names)]
+    layer.set(dict(zip(names, results[len(outputs) :], strict=True)))
+    layer.lent.update(names)
+    return outputs if len(outputs) > 1 else outputs[0]
 
 
 class RecurrentPreTrainedModel(SavedPreTrainedModel):
@@ -26,6 +53,20 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         config.validate_architecture()  # its fields may have been set since it was created
         config.validate_names()
         super().__init__(config, *args, **kwargs)
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, *args, **kwargs
+    ) -> None:
+        """As in transformers; the blocks may have a cache."""
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
+        for module in self.modules():
+            if hasattr(module, "gradient_checkpointing") and hasattr(module, "layer_idx"):
+                function = functools.partial(checkpoint_block, gradient_checkpointing_func, module.layer_idx)
+                module._gradient_checkpointing_func = function
+
+    def _recomputes(self) -> bool:
+        """Whether gradient checkpointing computes blocks again."""
+        return self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing
 
     def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RecurrentCache:
         """
@@ -59,7 +100,6 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        use_cache, cache = self._without_cache_if_checkpointing(use_cache, cache)
         if cache is not None and torch.compiler.is_compiling():
             # `generate` compiles its steps to one graph each. Their positions only count the tokens.
             position_ids = None
@@ -75,6 +115,8 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         )
         if cache is not None:
             check_cache(cache, self.config, tokens, self.cache_class)
+            if not cache.is_recomputable and self._recomputes():
+                raise ValueError("`cache` records the past, or has states of other processes: no gradient checkpointing.")
         elif use_cache:
             cache = self.new_cache()
         return x, tokens, cache, use_cache
@@ -102,19 +144,3 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         if cache is not None:
             cache.advance(x.shape[1])
         return RecurrentModelOutput(last_hidden_state=x, **named_cache(cache if use_cache else None))
-
-    def _without_cache_if_checkpointing(self, use_cache: bool, cache: RecurrentCache | None):
-        """
-        A block that runs again in the backward pass would read its tokens into the state twice.
-
-        Raises:
-            ValueError: if a cache was given nevertheless.
-        """
-        if not (self.training and torch.is_grad_enabled() and (use_cache or cache is not None)):
-            return use_cache, cache
-        if not any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
-            return use_cache, cache
-        if cache is not None:
-            raise ValueError("`cache` cannot be continued in training with gradient checkpointing.")
-        logger.warning_once("`use_cache=True` is incompatible with gradient checkpointing: no cache is returned.")
-        return False, None
