@@ -12,14 +12,14 @@ from subquad.models import REGISTRY
 
 # The maximum number of lines of Python in a repository, without those of its tokenizer.
 LIMITS = {
-    "rwkv5": 7250,
-    "rwkv6": 7800,
-    "rwkv7": 7500,
-    "avey": 6250,
+    "rwkv5": 7450,
+    "rwkv6": 8000,
+    "rwkv7": 7700,
+    "avey": 6450,
     "avey-b": 4600,
-    "raven": 7650,
-    "gecko": 9600,
-    "visual_rwkv": 8450,
+    "raven": 7850,
+    "gecko": 9800,
+    "visual_rwkv": 8650,
 }
 each_architecture = pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
 

@@ -64,10 +64,6 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
                 function = functools.partial(checkpoint_block, gradient_checkpointing_func, module.layer_idx)
                 module._gradient_checkpointing_func = function
 
-    def _recomputes(self) -> bool:
-        """Whether gradient checkpointing computes blocks again."""
-        return self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing
-
     def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RecurrentCache:
         """
         An empty cache for this model.
@@ -115,8 +111,12 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         )
         if cache is not None:
             check_cache(cache, self.config, tokens, self.cache_class)
-            if not cache.is_recomputable and self._recomputes():
-                raise ValueError("`cache` records the past, or has states of other processes: no gradient checkpointing.")
+            recomputes = self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing
+            if not cache.is_recomputable and recomputes:
+                raise ValueError(
+                    "`cache` records the past, or gets states from another process: this is impossible in training "
+                    "with gradient checkpointing."
+                )
         elif use_cache:
             cache = self.new_cache()
         return x, tokens, cache, use_cache

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import pad
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
 from .arguments import checks_arguments
@@ -16,9 +17,9 @@ from .versions import RecurrentCausalLMOutput, RecurrentClassifierOutput, cache_
 
 logger = logging.get_logger(__name__)
 MISCOUNTED = (
-    "There are labels that no token predicts. If `num_items_in_batch` counts them, as that of Trainer does, the loss is "
-    'not exactly that of the texts alone. Pad on the right in training (`tokenizer.padding_side = "right"`), and give '
-    "the first tokens of packed texts and the placeholders of images the label -100."
+    "There are labels that no token predicts. If `num_items_in_batch` counts them, as that of Trainer does, the loss "
+    'is not exactly that of the texts alone. Pad on the right in training (`tokenizer.padding_side = "right"`), and '
+    "give the first tokens of packed texts and the placeholders of images the label -100."
 )
 
 
@@ -79,6 +80,12 @@ class CausalLMHead:
     """
 
     lm_head_name: str
+
+    def post_init(self) -> None:
+        super().post_init()
+        # For label smoothing, `Trainer` shifts the labels of the classes that this table names. Its keys are the types
+        # of transformers' models; those of a repository, of VisualRWKV and of a subclass are not among them.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[type(self).__name__] = type(self).__name__
 
     @property
     def unpredicted_id(self) -> int | None:

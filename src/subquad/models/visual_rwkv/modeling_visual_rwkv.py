@@ -300,8 +300,8 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         Args:
             input_ids, pixel_values, attention_mask, position_ids, cache, inputs_embeds, use_cache,
                 cu_seqlens: see [`VisualRwkvModel`].
-            labels: (batch, kept) ids to predict, shifted inside the model, as in [`Rwkv5ForCausalLM`]. Placeholders are
-                ignored too.
+            labels: (batch, kept) ids to predict, shifted inside the model, as in [`Rwkv5ForCausalLM`]. Those that are
+                placeholders are ignored too.
             logits_to_keep: the number of last tokens to compute logits for (0: all), or the indices of the tokens.
 
         Returns:
