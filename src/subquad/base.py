@@ -1,11 +1,11 @@
 """The base class of every model with a recurrent state."""
 
-import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .cache import RecurrentCache, check_cache
 from .layers import read_tokens
@@ -14,31 +14,44 @@ from .saving import SavedPreTrainedModel
 from .versions import CACHE_NAMES, RecurrentModelOutput, named_cache
 
 
-def checkpoint_block(
-    checkpoint: Callable, layer_idx: int, block: Callable, *inputs
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+class RecurrentBlock(GradientCheckpointingLayer):
     """
-    Gradient checkpointing of a block whose last input may be a cache. The states go into what is computed twice, and
-    come out of it, as tensors like x. So gradients pass through them, and the second time the cache is not changed.
+    A block with states of its own. The last positional argument of its `forward` is the cache, or None.
+
+    For gradient checkpointing, the states go into what is computed twice, and come out of it, as tensors like x. So
+    gradients pass through them, and the second time the cache is not changed.
     """
-    *inputs, cache = inputs
-    if not isinstance(cache, RecurrentCache):
-        return checkpoint(block, *inputs, cache)
-    layer, entering, names = cache.layers[layer_idx], cache.frozen(), []
-    before = {name: layer.get(name) for name in layer.states}
 
-    def run(*tensors):
-        states = dict(zip(before, tensors[len(inputs) :], strict=True))
-        used = entering.with_states(layer_idx, states)
-        outputs = block(*tensors[: len(inputs)], used)
-        names[:] = states
-        return *(outputs if isinstance(outputs, tuple) else (outputs,)), *states.values()
+    layer_idx: int
+    _checkpoint: Callable | None = None
 
-    results = checkpoint(run, *inputs, *before.values())
-    outputs = results[: len(results) - len(names)]
-    layer.set(dict(zip(names, results[len(outputs) :], strict=True)))
-    layer.lent.update(names)
-    return outputs if len(outputs) > 1 else outputs[0]
+    @property
+    def _gradient_checkpointing_func(self) -> Callable:
+        """transformers sets this to `torch.utils.checkpoint.checkpoint`, and calls it instead of `forward`."""
+        return self._forward_with_checkpointing
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, checkpoint: Callable) -> None:
+        self._checkpoint = checkpoint
+
+    def _forward_with_checkpointing(self, forward: Callable, *inputs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        *inputs, cache = inputs
+        if not isinstance(cache, RecurrentCache):
+            return self._checkpoint(forward, *inputs, cache)
+        layer, entering, names = cache.layers[self.layer_idx], cache.frozen(), []
+        before = {name: layer.get(name) for name in layer.states}
+
+        def run(*tensors):
+            states = dict(zip(before, tensors[len(inputs) :], strict=True))
+            outputs = forward(*tensors[: len(inputs)], entering.with_states(self.layer_idx, states))
+            names[:] = states
+            return *(outputs if isinstance(outputs, tuple) else (outputs,)), *states.values()
+
+        results = self._checkpoint(run, *inputs, *before.values())
+        outputs = results[: len(results) - len(names)]
+        layer.set(dict(zip(names, results[len(outputs) :], strict=True)))
+        layer.lent.update(names)
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 class RecurrentPreTrainedModel(SavedPreTrainedModel):
@@ -53,16 +66,6 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         config.validate_architecture()  # its fields may have been set since it was created
         config.validate_names()
         super().__init__(config, *args, **kwargs)
-
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, *args, **kwargs
-    ) -> None:
-        """As in transformers; the blocks may have a cache."""
-        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
-        for module in self.modules():
-            if hasattr(module, "gradient_checkpointing") and hasattr(module, "layer_idx"):
-                function = functools.partial(checkpoint_block, gradient_checkpointing_func, module.layer_idx)
-                module._gradient_checkpointing_func = function
 
     def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> RecurrentCache:
         """
@@ -111,15 +114,23 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         )
         if cache is not None:
             check_cache(cache, self.config, tokens, self.cache_class)
-            recomputes = self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing
-            if not cache.is_recomputable and recomputes:
-                raise ValueError(
-                    "`cache` records the past, or gets states from another process: this is impossible in training "
-                    "with gradient checkpointing."
-                )
+            self._check_recomputable(cache)
         elif use_cache:
             cache = self.new_cache()
         return x, tokens, cache, use_cache
+
+    def _check_recomputable(self, cache: RecurrentCache) -> None:
+        """
+        Raises:
+            ValueError: if gradient checkpointing would compute a block again from other states than the first time.
+        """
+        if cache.is_recomputable or not (self.training and torch.is_grad_enabled()):
+            return
+        if any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
+            raise ValueError(
+                "`cache` records the past, or gets states from another process: this is impossible in training with "
+                "gradient checkpointing."
+            )
 
     @staticmethod
     def fill_output(x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None) -> torch.Tensor:
