@@ -190,6 +190,23 @@ def test_loss_under_padding(case, side):
 
 
 @each_case
+def test_labels_of_another_shape(case):
+    model, ids = case.model(), case.ids(2, 9)
+    for labels in ({"labels": ids[:, 1:]}, {"labels": ids, "shift_labels": ids[:1]}):
+        name, given = labels.copy().popitem()
+        with pytest.raises(
+            ValueError, match=re.escape(f"`{name}` must be (2, 9), as the logits, got {tuple(given.shape)}")
+        ):
+            model(ids, **labels)
+    with pytest.raises(ValueError, match=re.escape("`labels` must be (2, 4), as the logits, got (2, 9)")):
+        model(ids, labels=ids, logits_to_keep=4)
+    with torch.no_grad():
+        logits = model(ids, labels=ids[:, -4:], logits_to_keep=4)
+        expected = torch.nn.functional.cross_entropy(logits.logits[:, :-1].flatten(0, 1), ids[:, -3:].flatten())
+        torch.testing.assert_close(logits.loss, expected)
+
+
+@each_case
 @torch.no_grad()
 def test_loss_of_a_later_call(case):
     """The first real token of each row has none: the token before it is in another call."""

@@ -502,11 +502,11 @@ class RecurrentCache(Cache):
         return other
 
     def with_states(self, number: int, states: dict[str, torch.Tensor]) -> "RecurrentCache":
-        """A copy that holds `states`, and sets them, in the block of that number. It shares all others."""
+        """A copy whose block of that number reads `states`, a dictionary, and writes to it. It shares all others."""
         other = copy.copy(self)
         other.layers = list(self.layers)
-        other.layers[number] = copy.copy(self.layers[number])
-        other.layers[number].states = states
+        other.layers[number] = layer = self.layers[number].frozen()
+        layer.states = states
         return other
 
     def detach(self) -> "RecurrentCache":
