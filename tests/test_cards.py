@@ -136,6 +136,17 @@ def test_same_model_same_card(model_type, repositories, tmp_path):
 
 @pytest.mark.fast
 @each_model
+def test_layers_that_adapters_need(model_type, repositories):
+    """Where this package is not imported, PEFT has to be told what it finds by itself otherwise."""
+    peft = pytest.importorskip("peft")
+    text = (repositories / model_type / "README.md").read_text(encoding="utf-8")
+    targets = json.loads(re.search(r"LoraConfig\(target_modules=(\[.*\])\)", text)[1])
+    adapted = [peft.get_peft_model(tiny_model(model_type), peft.LoraConfig(target_modules=x)) for x in (targets, None)]
+    assert adapted[0].targeted_module_names == adapted[1].targeted_module_names != []
+
+
+@pytest.mark.fast
+@each_model
 def test_sizes_are_those_of_the_model(model_type, tmp_path):
     model = save(tmp_path / "model", model_type, tokenizer=False)
     text = cards.model_card(tmp_path / "model").text

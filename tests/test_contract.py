@@ -12,6 +12,7 @@ from cases import (
     DEVICE,
     GENERATING,
     GREEDY,
+    IMAGE_ID,
     RAVEN_BOTH,
     RAVEN_FULL,
     READERS,
@@ -43,6 +44,7 @@ from cases import (
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from kernel_cases import triton
 from transformers import DynamicCache, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 LENGTH = 83  # more than one chunk of the time-parallel operators, and not a multiple
@@ -155,6 +157,66 @@ def test_gradients_under_padding(case):
     expected = {name: sum(grads[name] for grads in alone) for name in alone[0]}
     for side in ("left", "right", "anywhere"):
         assert_all_close(grads(padded(rows, side)), expected, atol=1e-3, rtol=1e-3)
+
+
+def summed_loss(model, inputs, **options):
+    """The loss of one text, summed, and the number of its labels; images have none."""
+    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE_ID, -100)
+    labels[:, 0] = -100
+    return model(**inputs, labels=labels, num_items_in_batch=1, **options).loss.item(), (labels != -100).sum().item()
+
+
+@pytest.mark.quick_cases("*-rwkv?", "*-avey", "*-raven", "*-gecko", "left-visual*")
+@pytest.mark.fast
+@each_case_and_variant
+@each_side
+@torch.no_grad()
+def test_loss_under_padding(case, side):
+    """That of the texts alone, as a mean, a sum, with shifted labels, and for the count of the Trainer."""
+    model, rows = case.model(), texts(case, 7, 20, 2)
+    alone = [summed_loss(model, row) for row in rows]
+    total, items = (sum(x) for x in zip(*alone, strict=True))
+    inputs = padded(rows, side)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    for options, weight in (
+        ({}, items),
+        ({"num_items_in_batch": 2}, 2),
+        ({"shift_labels": shifted}, items),
+        ({"num_items_in_batch": (labels[:, 1:] != -100).sum()}, items),
+        ({"num_items_in_batch": (shifted != -100).sum().item(), "shift_labels": shifted}, items),
+    ):
+        found = model(**inputs, labels=labels, **options).loss
+        assert found.item() * weight == pytest.approx(total, rel=1e-4)
+
+
+@each_case
+def test_labels_of_another_shape(case):
+    model, ids = case.model(), case.ids(2, 9)
+    for labels in ({"labels": ids[:, 1:]}, {"labels": ids, "shift_labels": ids[:1]}):
+        name, given = labels.copy().popitem()
+        with pytest.raises(
+            ValueError, match=re.escape(f"`{name}` must be (2, 9), as the logits, got {tuple(given.shape)}")
+        ):
+            model(ids, **labels)
+    with pytest.raises(ValueError, match=re.escape("`labels` must be (2, 4), as the logits, got (2, 9)")):
+        model(ids, labels=ids, logits_to_keep=4)
+    with torch.no_grad():
+        logits = model(ids, labels=ids[:, -4:], logits_to_keep=4)
+        expected = torch.nn.functional.cross_entropy(logits.logits[:, :-1].flatten(0, 1), ids[:, -3:].flatten())
+        torch.testing.assert_close(logits.loss, expected)
+
+
+@each_case
+@torch.no_grad()
+def test_loss_of_a_later_call(case):
+    """The first real token of each row has none: the token before it is in another call."""
+    model, first, second = case.model(), texts(case, 4, 9), texts(case, 19, 2)
+    alone = [summed_loss(model, row, cache=model(**start).cache) for start, row in zip(first, second, strict=True)]
+    inputs = padded(second, "left", more=1)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    loss = model(**inputs, labels=labels, num_items_in_batch=1, cache=model(**padded(first, "right")).cache).loss
+    assert loss.item() == pytest.approx(sum(total for total, _ in alone), rel=1e-4)
 
 
 @pytest.mark.fast
@@ -639,6 +701,27 @@ def test_packed_documents_in_several_rows(case):
         assert_same_states(out.cache, model(**rest).cache)
 
 
+@each_case_and_reader
+@torch.no_grad()
+def test_loss_of_packed_documents(case):
+    """The first token of a document has none, however the boundaries are given."""
+    model, lengths = case.model(), (5, 1, 19, 8)
+    documents = texts(case, *lengths)
+    alone = [summed_loss(model, document) for document in documents]
+    total, items = (sum(x) for x in zip(*alone, strict=True))
+    packed = join(*documents)
+    positions = torch.cat([torch.arange(n, device=DEVICE) for n in lengths])[None]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE)
+    for way in ({"cu_seqlens": bounds}, {"cu_seq_lens_q": bounds.int()}, {"position_ids": positions}):
+        loss = model(**packed, **way, labels=packed["input_ids"]).loss
+        assert loss.item() * items == pytest.approx(total, rel=1e-4)
+    rows = batch([join(*documents[:3]), case.text(1, 25)])  # two rows, one of them packed
+    positions = torch.stack((positions[0, :25], torch.arange(25, device=DEVICE)))
+    loss = model(**rows, position_ids=positions, labels=rows["input_ids"], num_items_in_batch=1).loss
+    expected = sum(loss for loss, _ in alone[:3]) + summed_loss(model, case.text(1, 25))[0]
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.fast
 @each_case_and_variant
 def test_gradients_of_packed_documents(case):
@@ -680,15 +763,55 @@ def test_gradient_checkpointing(case, backend, monkeypatch):
         model.gradient_checkpointing_disable()
 
 
+@pytest.mark.quick_cases("*rwkv?", "*-avey", "*-raven", "*-raven-both", "*-gecko")
+@each(*GENERATING, RAVEN_FULL, RAVEN_BOTH)
+@pytest.mark.parametrize("detached", [False, True])
+def test_gradient_checkpointing_in_pieces(case, detached):
+    """A text in pieces: gradients go back through the states, or end where they are detached."""
+    model = case.model(**case.quiet).train()
+    text = padded([{"input_ids": case.ids(1, n, seed=n)} for n in (70, 22)], "anywhere")
+
+    def read():
+        model.zero_grad()
+        cache, total = None, 0
+        for start, stop in split(text, (40, 1, 29)):
+            piece = {name: x[:, start:stop] for name, x in text.items()}
+            out = model(**piece, labels=piece["input_ids"], num_items_in_batch=9, cache=cache, use_cache=True)
+            cache, total = out.cache, total + out.loss
+            if detached:
+                assert cache.detach() is cache
+                assert not any(state.requires_grad for state in cache.named_states().values())
+                with torch.no_grad():  # which writes over no state that the gradients need
+                    model(case.ids(2, 1), cache=cache)
+        total.backward()
+        return cache, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    block = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)][-1]
+    next(block.children()).register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    runs = []
+    cache, expected = read()
+    for use_reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        runs = []
+        again, found = read()
+        assert sum(runs) == 3 * (2 - use_reentrant)  # with gradients; the block has computed each piece twice
+        assert_same_states(again, cache)
+        assert_all_close(found, expected, atol=1e-4, rtol=1e-4)
+        model.gradient_checkpointing_disable()
+
+
 @pytest.mark.fast
 @each_case
 def test_gradient_checkpointing_and_caches(case):
     model, text = case.model(), case.text(1, 8)
     cache = model(**text).cache
+    cache.activate_past_recording()
     model.train().gradient_checkpointing_enable()
-    assert model(**text, use_cache=True).cache is None
-    with pytest.raises(ValueError, match="`cache` cannot be continued in training with gradient"):
+    with pytest.raises(ValueError, match="`cache` records the past"):
         model(**text, cache=cache)
+    assert cache.get_seq_length() == 8
+    assert model(**text).cache is None
     assert model.eval()(**text, cache=cache).cache.get_seq_length() == 16
 
 

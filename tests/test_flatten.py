@@ -12,14 +12,14 @@ from subquad.models import REGISTRY
 
 # The maximum number of lines of Python in a repository, without those of its tokenizer.
 LIMITS = {
-    "rwkv5": 7250,
-    "rwkv6": 7850,
-    "rwkv7": 7500,
-    "avey": 6250,
+    "rwkv5": 7600,
+    "rwkv6": 8150,
+    "rwkv7": 7850,
+    "avey": 6550,
     "avey-b": 4600,
-    "raven": 7650,
-    "gecko": 9600,
-    "visual_rwkv": 8500,
+    "raven": 8000,
+    "gecko": 9900,
+    "visual_rwkv": 8850,
 }
 each_architecture = pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
 

@@ -25,9 +25,12 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
     pipeline,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from visual_cases import save_visual
 
 import subquad
@@ -50,6 +53,7 @@ from transformers import (
     AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, StaticCache,
     pipeline,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 for name in ("subquad", "subquad_kernels", "subquad_tokenizers", "peft", "accelerate", "kernels"):
     assert not find_spec(name), name
@@ -67,6 +71,7 @@ for name in sys.argv[2:]:
         results[f"{name}.tokens"] = model.generate(ids, **options)
         assert isinstance(model.new_cache(static=True, max_cache_len=32), StaticCache)
         assert pipeline("text-generation", model, tokenizer=tokenizer)("A", max_new_tokens=2)
+        assert type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # by which Trainer knows it
     classifier = AutoModelForSequenceClassification.from_pretrained(f"{path}-classifier", trust_remote_code=True)
     results[f"{name}.classes"] = classifier.eval()(ids).logits.detach()
     results[f"{name}.encoded"] = torch.tensor(tokenizer("Hello 12").input_ids)
@@ -205,6 +210,29 @@ def test_installed_classes_load_a_repository(model_type, tmp_path):
     for one in (copy, loaded, copy):
         torch.testing.assert_close(one.eval()(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
         one.train()(ids).last_hidden_state.sum().backward()
+
+
+@pytest.mark.parametrize("model_type", ["rwkv7", "visual_rwkv"])
+def test_label_smoothing_of_a_repository(model_type, tmp_path, monkeypatch):
+    """The Trainer shifts the labels of a model whose code is in a repository, and of a subclass."""
+    if model_type == "visual_rwkv":
+        model, _ = save_visual(tmp_path / "source")
+    else:
+        model = saved(model_type, tmp_path / "source")
+    name = type(model).__name__
+    hub.export(tmp_path / "source", tmp_path / "repository")
+    reference = next(x for x in AutoConfig.from_pretrained(tmp_path / "repository").auto_map.values() if name in x)
+    # As if nobody had imported this package.
+    for key in [key for key, value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if value == name]:
+        monkeypatch.delitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key)
+    copy = get_class_from_dynamic_module(reference, tmp_path / "repository")
+    batch = {"input_ids": random_ids(2, 9), "labels": random_ids(2, 9)}
+    arguments = {"label_smoothing_factor": 1e-9, "use_cpu": True, "report_to": []}
+    for cls in (copy, type("Mine", (copy,), {})):
+        model = cls.from_pretrained(tmp_path / "repository")
+        trainer = Trainer(model, TrainingArguments(str(tmp_path), **arguments))
+        found = trainer.compute_loss(model, dict(batch))
+        torch.testing.assert_close(found, model(**batch).loss)
 
 
 @pytest.mark.fast

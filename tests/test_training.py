@@ -29,6 +29,7 @@ from cases import (
 )
 from transformers import (
     AutoTokenizer,
+    DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
@@ -39,6 +40,7 @@ from transformers import (
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+import subquad.heads
 from subquad import ARCHITECTURES
 from subquad.losses import l2wrap_loss
 from subquad.optimizer import parameter_groups
@@ -278,6 +280,42 @@ def test_parts_of_a_batch_with_several_targets(model_type, problem, tmp_path):
         trainer.train()
         curves.append(losses(trainer))
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
+@pytest.mark.quick_cases("rwkv6", "avey")
+@each_causal
+def test_padding_side(model_type, tmp_path, monkeypatch):
+    """Training and evaluation report the same on either side. Where the Trainer cannot do so, there is a warning."""
+    rows, warned = [{"input_ids": random_ids(n, seed=n)} for n in (5, 20, 11, 8)], []
+    monkeypatch.setattr(subquad.heads.logger, "warning_once", warned.append)
+
+    def curve(side, size=4, **options):
+        trainer = trainer_of(
+            tiny_model(model_type, **CASES[model_type].quiet),
+            *(tmp_path, rows, torch.optim.SGD, 1e-2),
+            data_collator=DataCollatorForLanguageModeling(ByteTokenizer(padding_side=side), mlm=False),
+            eval_dataset=rows,
+            compute_loss_func=options.pop("compute_loss_func", None),
+            arguments={
+                "max_steps": 2,
+                "per_device_train_batch_size": size,
+                "gradient_accumulation_steps": 4 // size,
+                **options,
+            },
+        )
+        trainer.train()
+        return [*losses(trainer), trainer.evaluate()["eval_loss"]]
+
+    expected = curve("right")
+    assert curve("left") == pytest.approx(expected, rel=1e-5)
+    assert curve("right", size=2)[:2] == pytest.approx(expected[:2], rel=1e-5)
+    assert not warned
+    for options in ({"size": 2}, {"label_smoothing_factor": 0.1}, {"compute_loss_func": l2wrap_loss}):
+        curve("right", **options)
+        assert not warned
+        curve("left", **options)
+        assert warned and "Pad on the right in training" in warned[0]
+        warned.clear()
 
 
 @pytest.mark.fast

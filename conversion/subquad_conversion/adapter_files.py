@@ -317,7 +317,7 @@ class Form:
 def _by_blocks(weight: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Every r x r block of the weight W becomes W + W X + X; the X are (out / r or 1, in / r or 1, r, r)."""
     r = blocks.shape[-1]
-    found = weight.unflatten(1, (-1, r)).unflatten(0, (-1, r)).movedim(1, 2)
+    found = torch.unflatten(torch.unflatten(weight, 1, (-1, r)), 0, (-1, r)).movedim(1, 2)
     return (found + found @ blocks + blocks).movedim(2, 1).reshape(weight.shape)
 
 

@@ -1,8 +1,11 @@
 """The base class of every model with a recurrent state."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from transformers import PreTrainedConfig
-from transformers.utils import logging
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .cache import RecurrentCache, check_cache, check_class
 from .layers import read_tokens
@@ -11,7 +14,44 @@ from .saving import SavedPreTrainedModel
 from .versions import CACHE_NAMES, RecurrentModelOutput, named_cache
 
 
-logger = logging.get_logger(__name__)
+class RecurrentBlock(GradientCheckpointingLayer):
+    """
+    A block with states of its own. The last positional argument of its `forward` is the cache, or None.
+
+    For gradient checkpointing, the states go into what is computed twice, and come out of it, as tensors like x. So
+    gradients pass through them, and the second time the cache is not changed.
+    """
+
+    layer_idx: int
+    _checkpoint: Callable | None = None
+
+    @property
+    def _gradient_checkpointing_func(self) -> Callable:
+        """transformers sets this to `torch.utils.checkpoint.checkpoint`, and calls it instead of `forward`."""
+        return self._forward_with_checkpointing
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, checkpoint: Callable) -> None:
+        self._checkpoint = checkpoint
+
+    def _forward_with_checkpointing(self, forward: Callable, *inputs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        *inputs, cache = inputs
+        if not isinstance(cache, RecurrentCache):
+            return self._checkpoint(forward, *inputs, cache)
+        layer, entering, names = cache.layers[self.layer_idx], cache.frozen(), []
+        before = {name: layer.get(name) for name in layer.states}
+
+        def run(*tensors):
+            states = dict(zip(before, tensors[len(inputs) :], strict=True))
+            outputs = forward(*tensors[: len(inputs)], entering.with_states(self.layer_idx, states))
+            names[:] = states
+            return *(outputs if isinstance(outputs, tuple) else (outputs,)), *states.values()
+
+        results = self._checkpoint(run, *inputs, *before.values())
+        outputs = results[: len(results) - len(names)]
+        layer.set(dict(zip(names, results[len(outputs) :], strict=True)))
+        layer.lent.update(names)
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 class RecurrentPreTrainedModel(SavedPreTrainedModel):
@@ -59,7 +99,6 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        use_cache, cache = self._without_cache_if_checkpointing(use_cache, cache)
         if cache is not None:
             check_class(cache, self.cache_class)
         if cache is not None and torch.compiler.is_compiling():
@@ -77,6 +116,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         )
         if cache is not None:
             check_cache(cache, self.config, tokens, attention_mask)
+            self._check_recomputable(cache)
         elif attention_mask is not None and attention_mask.shape[1] > tokens.length:
             raise ValueError(
                 f"`attention_mask` has {attention_mask.shape[1]} columns, but the input has {tokens.length} tokens. "
@@ -85,6 +125,19 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         elif use_cache:
             cache = self.new_cache()
         return x, tokens, cache, use_cache
+
+    def _check_recomputable(self, cache: RecurrentCache) -> None:
+        """
+        Raises:
+            ValueError: if gradient checkpointing would compute a block again from other states than the first time.
+        """
+        if cache.is_recomputable or not (self.training and torch.is_grad_enabled()):
+            return
+        if any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
+            raise ValueError(
+                "`cache` records the past, or gets states from another process: this is impossible in training with "
+                "gradient checkpointing."
+            )
 
     @staticmethod
     def fill_output(x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None) -> torch.Tensor:
@@ -109,19 +162,3 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         if cache is not None:
             cache.advance(tokens)
         return RecurrentModelOutput(last_hidden_state=x, **named_cache(cache if use_cache else None))
-
-    def _without_cache_if_checkpointing(self, use_cache: bool, cache: RecurrentCache | None):
-        """
-        A block that runs again in the backward pass would read its tokens into the state twice.
-
-        Raises:
-            ValueError: if a cache was given nevertheless.
-        """
-        if not (self.training and torch.is_grad_enabled() and (use_cache or cache is not None)):
-            return use_cache, cache
-        if not any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
-            return use_cache, cache
-        if cache is not None:
-            raise ValueError("`cache` cannot be continued in training with gradient checkpointing.")
-        logger.warning_once("`use_cache=True` is incompatible with gradient checkpointing: no cache is returned.")
-        return False, None

@@ -200,6 +200,18 @@ class LayerState:
         other.records = {name: record.map(function) for name, record in self.records.items()}
         return other
 
+    def frozen(self) -> "LayerState":
+        """A copy with the same tensors, which neither modifies from now on. It is not static."""
+        self.lent.update(self.states)
+        other = copy.copy(self)
+        other.states, other.records, other.lent, other.static = dict(self.states), {}, set(self.states), False
+        return other
+
+    def detach(self) -> None:
+        """Cuts the states from their graph, which may still need their memory."""
+        self.lent.update(self.states)
+        self.apply(torch.Tensor.detach)
+
     def activate_past_recording(self) -> None:
         # A record holds the state before its tokens, which must not be overwritten.
         self.record_past, self.static = True, False
@@ -526,6 +538,36 @@ class RecurrentCache(Cache):
         if isinstance(self.seen_tokens, torch.Tensor):
             other.seen_tokens = static_copy(self.seen_tokens)
         return other
+
+    @property
+    def is_recomputable(self) -> bool:
+        """Whether blocks can be computed again from what it held before: not while the past is recorded."""
+        return not self.records_past
+
+    def frozen(self) -> "RecurrentCache":
+        """The cache as it is now, whatever is read later. It shares the tensors of the blocks' states."""
+        other = copy.copy(self)
+        other.layers = [layer.frozen() for layer in self.layers]
+        if isinstance(self.seen_tokens, torch.Tensor):
+            other.seen_tokens = self.seen_tokens.clone()
+        return other
+
+    def with_states(self, number: int, states: dict[str, torch.Tensor]) -> "RecurrentCache":
+        """A copy whose block of that number reads `states`, a dictionary, and writes to it. It shares all others."""
+        other = copy.copy(self)
+        other.layers = list(self.layers)
+        other.layers[number] = layer = self.layers[number].frozen()
+        layer.states = states
+        return other
+
+    def detach(self) -> "RecurrentCache":
+        """
+        Cuts the states from the graph that computed them, in place, and returns the cache. Gradients then end where
+        the next call begins, so a long text can be trained on in pieces.
+        """
+        for layer in self.all_layers:
+            layer.detach()
+        return self
 
     def clone(self) -> "RecurrentCache":
         """An independent copy, also of the recorded past."""

@@ -99,6 +99,7 @@ def model_card(
         name=name,
         architecture=_fill(architecture.text, **values),
         use=_fill(_template(f"use/{TASKS[auto_class] if has_tokenizer else 'no-tokenizer'}"), **values),
+        targets=json.dumps(REGISTRY[config.model_type].adapter_targets.projections),
         sizes=_table(["", ""], labelled(info).items()),
         evaluation=_evaluation(data.eval_results),
         license=data.license,

@@ -1,12 +1,76 @@
 """The heads that architectures share, as mixins."""
 
+from typing import Any
+
 import torch
 from torch import nn
-from transformers.utils import can_return_tuple
+from torch.nn.functional import pad
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import can_return_tuple, logging
 
 from .arguments import checks_arguments
 from .cache import RecurrentCache
+from .layers import check_inputs
+from .padding import can_read_values, find_predicting
 from .versions import RecurrentCausalLMOutput, RecurrentClassifierOutput, cache_of, named_cache
+
+
+logger = logging.get_logger(__name__)
+MISCOUNTED = (
+    "There are labels that no token predicts. If `num_items_in_batch` counts them, as that of Trainer does, the loss "
+    'is not exactly that of the texts alone. Pad on the right in training (`tokenizer.padding_side = "right"`), and '
+    "give the first tokens of packed texts and the placeholders of images the label -100."
+)
+
+
+def predicted_labels(
+    labels: torch.Tensor | None,
+    arguments: dict[str, Any],
+    shape: tuple[int, int],
+    predicting: torch.Tensor | None,
+    unpredicted_id: int | None = None,
+) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """
+    The labels, and the other arguments of a loss, without the labels that no token predicts.
+
+    `Trainer` counts them all in `num_items_in_batch`, because it knows no padding. If it counts this batch alone, they
+    are taken off. If it counts several, there is a warning, and one if the labels stay outside of the model.
+
+    Args:
+        labels: (batch, length), not yet shifted; None if there are none.
+        arguments: of the loss, maybe with `shift_labels` and `num_items_in_batch`.
+        shape: batch and length of the logits.
+        predicting: which tokens predict the next one, bool (batch, length); None if all do.
+        unpredicted_id: a label that no token predicts, wherever it is.
+
+    Raises:
+        ValueError: if labels have another shape.
+    """
+    items, shifted = arguments.get("num_items_in_batch"), arguments.get("shift_labels")
+    for name, x in (("labels", labels), ("shift_labels", shifted)):
+        if x is not None and tuple(x.shape) != tuple(shape):
+            raise ValueError(f"`{name}` must be {tuple(shape)}, as the logits, got {tuple(x.shape)}.")
+    if predicting is None and (unpredicted_id is None or labels is None):
+        return labels, arguments
+    miscounted = None if predicting is None else ~predicting[:, 0]
+    if labels is not None:
+        ignored = -100 if arguments.get("ignore_index") is None else arguments["ignore_index"]
+        targets = pad(labels[:, 1:], (0, 1), value=ignored) if shifted is None else shifted
+        predicted = targets if unpredicted_id is None else targets.masked_fill(targets == unpredicted_id, ignored)
+        if predicting is not None:
+            predicted = predicted.masked_fill(~predicting.to(predicted.device), ignored)
+        if shifted is None:
+            labels = pad(predicted[:, :-1], (1, 0), value=ignored)
+        else:
+            arguments = arguments | {"shift_labels": predicted}
+        if items is not None:
+            items = torch.as_tensor(items, device=labels.device)
+            counted, count = (targets != ignored).sum(), (predicted != ignored).sum()
+            arguments = arguments | {"num_items_in_batch": torch.where(items == counted, count.clamp_min(1), items)}
+            miscounted = (items != counted) & (items != count) & (count < counted)
+    if items is not None and can_read_values(miscounted) and bool(miscounted.any()):
+        logger.warning_once(MISCOUNTED)
+    return labels, arguments
 
 
 class CausalLMHead:
@@ -16,6 +80,17 @@ class CausalLMHead:
     """
 
     lm_head_name: str
+
+    def post_init(self) -> None:
+        super().post_init()
+        # For label smoothing, `Trainer` shifts the labels of the classes that this table names. Its keys are the types
+        # of transformers' models; those of a repository, of VisualRWKV and of a subclass are not among them.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[type(self).__name__] = type(self).__name__
+
+    @property
+    def unpredicted_id(self) -> int | None:
+        """The id of tokens that the model reads, but never predicts."""
+        return None
 
     def get_output_embeddings(self) -> nn.Module:
         return self.get_submodule(self.lm_head_name)
@@ -42,7 +117,10 @@ class CausalLMHead:
         Args:
             input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, cu_seqlens: see the
                 base model.
-            labels: (batch, length) ids to predict, shifted inside the model; -100 is ignored.
+            labels: (batch, kept) ids to predict, shifted inside the model; -100 is ignored, and so is the label of a
+                token that no real token of its document precedes in this call. Behind padding, a token is predicted
+                from the last real one before it. `shift_labels`, which are shifted already, are used instead if they
+                are given too.
             logits_to_keep: the number of last tokens to compute logits for (0: all), or the indices of the tokens.
 
         Returns:
@@ -50,6 +128,13 @@ class CausalLMHead:
         """
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"`logits_to_keep` must be 0 or more, got {logits_to_keep}.")
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if labels is not None or kwargs.get("num_items_in_batch") is not None:
+            x = check_inputs(self.config.get_text_config(), input_ids, inputs_embeds)
+            predicting = find_predicting(*x.shape[:2], x.device, attention_mask, position_ids, cu_seqlens)
+            predicting = None if predicting is None else predicting[:, kept]
+            shape = x[:, kept].shape[:2]
+            labels, kwargs = predicted_labels(labels, kwargs, shape, predicting, self.unpredicted_id)
         outputs = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -62,7 +147,6 @@ class CausalLMHead:
             return_dict=True,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:

@@ -23,7 +23,8 @@ def l2wrap_loss(
 
     Args:
         outputs: of the model, with `logits` (batch, length, vocabulary).
-        labels: (batch, length) ids to predict, shifted here; -100 is ignored.
+        labels: (batch, length) ids to predict, shifted here; -100 is ignored. The first token of a text that is padded
+            on the left counts, although no token predicts it, so pad on the right.
         num_items_in_batch: what the sums are divided by; the number of positions that predict a label if None.
         factor: how strong the pull is. The trainers of RWKV have 1e-4.
     """

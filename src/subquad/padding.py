@@ -81,6 +81,78 @@ def last_token(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return x[:, -1].clone()
 
 
+def find_mask(
+    attention_mask: torch.Tensor | None, batch: int, length: int, device: torch.device
+) -> torch.Tensor | None:
+    """[`Tokens.mask`], also if there is no padding."""
+    if attention_mask is None:
+        return None
+    shape = tuple(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != batch or shape[1] < length:
+        raise ValueError(f"`attention_mask` must be ({batch}, {length} or more), got {shape}.")
+    return attention_mask[:, -length:].to(device) != 0
+
+
+def find_boundaries(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`cu_seqlens` on a device. Its values are not read."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"`cu_seqlens` must be int32 or int64 of shape (documents + 1,), got {cu_seqlens.dtype} "
+            f"{tuple(cu_seqlens.shape)}."
+        )
+    return cu_seqlens.to(device)
+
+
+def find_starts(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
+    """[`Tokens.starts`] of one row with these boundaries. Those outside the row are not looked at."""
+    starts = torch.zeros(length + 1, dtype=torch.bool, device=cu_seqlens.device)
+    return starts.index_fill(0, cu_seqlens[1:].long().clamp(0, length), True)[None, :length]
+
+
+def find_restarts(
+    position_ids: torch.Tensor, mask: torch.Tensor | None, batch: int, length: int, device: torch.device
+) -> torch.Tensor:
+    """Where positions do not follow those before, bool (batch, length - 1). Their values are not read."""
+    shape = tuple(position_ids.shape)
+    if shape not in ((1, length), (batch, length)):
+        raise ValueError(f"`position_ids` must be ({batch}, {length}), got {shape}.")
+    position_ids = position_ids.to(device)
+    if mask is None:
+        return (position_ids[:, 1:] != position_ids[:, :-1] + 1).expand(batch, -1)
+    # Padding has no position of its own. After it a text goes on at the next position, or at the number of its
+    # column if the positions count columns.
+    last = last_real(mask)[:, :-1]
+    position_ids = position_ids.expand(batch, -1)
+    step = position_ids[:, 1:] - position_ids.gather(1, (last - 1).clamp_min(0))
+    columns = torch.arange(2, length + 1, device=device) - last
+    return mask[:, 1:] & (last > 0) & (step != 1) & (step != columns)
+
+
+def find_predicting(
+    batch: int,
+    length: int,
+    device: torch.device,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """
+    Which tokens of a call predict the token after them, bool (batch, length): those that are real or follow a real one
+    of the call, unless the next token begins a document. None if all do. For the arguments see [`Tokens`]; their
+    values are not read.
+    """
+    mask = find_mask(attention_mask, batch, length, device)
+    predicting = None if mask is None else last_real(mask) > 0
+    if cu_seqlens is not None:
+        begins = find_starts(find_boundaries(cu_seqlens, device), length)[:, 1:]
+    elif position_ids is not None and length > 1:
+        begins = find_restarts(position_ids, mask, batch, length, device)
+    else:
+        return predicting
+    continues = ~torch.nn.functional.pad(begins, (0, 1))
+    return continues if predicting is None else predicting & continues
+
+
 @torch.compiler.disable(
     reason="`position_ids` may mark packed documents, and a graph cannot read where: pass `cu_seqlens` instead"
 )
@@ -142,12 +214,12 @@ class Tokens:
         wanted: dict[str, torch.Tensor] | None = None,
     ):
         self.batch, self.length = batch, length
-        mask = self._find_mask(attention_mask, device)
+        mask = find_mask(attention_mask, batch, length, device)
         restarts = None
         if cu_seqlens is not None:
-            cu_seqlens = self._find_boundaries(cu_seqlens, device)
+            cu_seqlens = find_boundaries(cu_seqlens, device)
         elif position_ids is not None and length > 1:
-            restarts = self._find_restarts(position_ids, mask, device)
+            restarts = find_restarts(position_ids, mask, batch, length, device)
             if not can_read_values(restarts):
                 if torch.compiler.is_compiling():
                     # `torch.compile` may leave a function out of its graphs. An export may not.
@@ -211,27 +283,10 @@ class Tokens:
             return self.known["mask"].sum(1) if "mask" in self.known else None
         return np.full(self.batch, self.length)
 
-    def _find_mask(self, attention_mask, device):
-        if attention_mask is None:
-            return None
-        shape = tuple(attention_mask.shape)
-        if len(shape) != 2 or shape[0] != self.batch or shape[1] < self.length:
-            raise ValueError(f"`attention_mask` must be ({self.batch}, {self.length} or more), got {shape}.")
-        return attention_mask[:, -self.length :].to(device) != 0
-
     def _set_mask(self, mask):
         self.mask, self._source = mask, None
         if mask is not None:
             self._source = last_real(mask)  # 0 is what the cache holds
-
-    @staticmethod
-    def _find_boundaries(cu_seqlens, device):
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"`cu_seqlens` must be int32 or int64 of shape (documents + 1,), got {cu_seqlens.dtype} "
-                f"{tuple(cu_seqlens.shape)}."
-            )
-        return cu_seqlens.to(device)
 
     def _set_boundaries(self, cu_seqlens):
         if self.batch != 1 or self.mask is not None:
@@ -243,25 +298,9 @@ class Tokens:
                     f"`cu_seqlens` must increase from 0 to {self.length}, with no empty document; got {bounds}."
                 )
         self.cu_seqlens = cu_seqlens
-        starts = torch.zeros(self.length + 1, dtype=torch.bool, device=cu_seqlens.device)
-        self.starts = starts.index_fill(0, cu_seqlens[1:].long(), True)[None, : self.length]
+        self.starts = find_starts(cu_seqlens, self.length)
         self.first = torch.zeros(1, dtype=torch.long, device=cu_seqlens.device)
         self.last = self.first + (cu_seqlens.shape[0] - 2)
-
-    def _find_restarts(self, position_ids, mask, device):
-        shape = tuple(position_ids.shape)
-        if shape not in ((1, self.length), (self.batch, self.length)):
-            raise ValueError(f"`position_ids` must be ({self.batch}, {self.length}), got {shape}.")
-        position_ids = position_ids.to(device)
-        if mask is None:
-            return (position_ids[:, 1:] != position_ids[:, :-1] + 1).expand(self.batch, -1)
-        # Padding has no position of its own. After it a text goes on at the next position, or at the number of its
-        # column if the positions count columns.
-        last = last_real(mask)[:, :-1]
-        position_ids = position_ids.expand(self.batch, -1)
-        step = position_ids[:, 1:] - position_ids.gather(1, (last - 1).clamp_min(0))
-        columns = torch.arange(2, self.length + 1, device=device) - last
-        return mask[:, 1:] & (last > 0) & (step != 1) & (step != columns)
 
     def _set_restarts(self, restarts, known):
         if self.mask is not None:

@@ -80,6 +80,9 @@ def compare(size, group, results):
     for refused in ({"attention_mask": mask}, {"position_ids": torch.zeros_like(ids)}):
         with pytest.raises(ValueError, match="a text on several devices has no"):
             model(ids, cache=ContextParallelCache(model.config, group=group), **refused)
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gets states from another process"):
+        model(ids, cache=ContextParallelCache(model.config, group=group))
     with pytest.raises(ValueError, match=f"`input_ids` has 1 tokens, for {size} processes"):
         split_text(ids[:, :1], group=group)
 

@@ -190,6 +190,8 @@ class ContextParallelCache(GeckoCache):
         self.layers = [_Layer(self.link, shapes) for _ in range(config.num_layers)]
         self.after_blocks = _AfterBlocks(self.link, moments, self.window)
 
+    is_recomputable = False
+
     def check_tokens(self, tokens: Tokens) -> None:
         if tokens.mask is not None or tokens.cu_seqlens is not None:
             given = "`attention_mask`" if tokens.cu_seqlens is None else "`cu_seqlens` or `position_ids`"

@@ -8,13 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import cema, chunk_attention, chunk_attention_step, timestep_decay_norm, working_memory
 
 from ...arguments import checks_arguments
-from ...base import RecurrentPreTrainedModel
+from ...base import RecurrentBlock, RecurrentPreTrainedModel
 from ...cache import LayerState
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
@@ -231,7 +230,7 @@ class GeckoNFFN(nn.Module):
 
 
 @use_kernelized_func([cema, chunk_attention, timestep_decay_norm, working_memory])
-class GeckoBlock(GradientCheckpointingLayer):
+class GeckoBlock(RecurrentBlock):
     def __init__(self, config: GeckoConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx

@@ -7,14 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import slot_memory, slot_memory_state, slot_routing
 
 from ...arguments import checks_arguments
-from ...base import RecurrentPreTrainedModel
+from ...base import RecurrentBlock, RecurrentPreTrainedModel
 from ...cache import LayerState
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
@@ -211,7 +210,7 @@ class RavenMLP(nn.Module):
 
 
 @use_kernelized_func([slot_memory, slot_routing])
-class RavenBlock(GradientCheckpointingLayer):
+class RavenBlock(RecurrentBlock):
     def __init__(self, config: RavenConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx

@@ -5,13 +5,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import gated_wkv, token_shift, wkv_state
 
 from ...arguments import checks_arguments
-from ...base import RecurrentPreTrainedModel
+from ...base import RecurrentBlock, RecurrentPreTrainedModel
 from ...cache import LayerState, RecurrentCache
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
@@ -147,7 +146,7 @@ LAYERS |= {f"ffn_{name}": f"feed_forward.{name}" for name in ("key", "receptance
 
 
 @use_kernelized_func([gated_wkv, token_shift])
-class Rwkv5Block(GradientCheckpointingLayer):
+class Rwkv5Block(RecurrentBlock):
     time_mixing_class, channel_mixing_class = Rwkv5TimeMixing, Rwkv5ChannelMixing
     one_call = OneCall(
         kind="wkv",

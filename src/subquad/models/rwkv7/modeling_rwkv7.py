@@ -6,13 +6,12 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import delta_keys, delta_wkv_state, gated_delta_wkv, token_shift
 
 from ...arguments import checks_arguments
-from ...base import RecurrentPreTrainedModel
+from ...base import RecurrentBlock, RecurrentPreTrainedModel
 from ...cache import LayerState, RecurrentCache
 from ...generation import RecurrentGenerationMixin
 from ...heads import CausalLMHead, SequenceClassificationHead
@@ -157,7 +156,7 @@ class Rwkv7ChannelMixing(nn.Module):
 
 
 @use_kernelized_func([gated_delta_wkv, token_shift])
-class Rwkv7Block(GradientCheckpointingLayer):
+class Rwkv7Block(RecurrentBlock):
     one_call = OneCall(
         kind="delta_wkv",
         classes={"att": Rwkv7TimeMixing, "att.ln_x": Rwkv7GatedRecurrence, "ffn": Rwkv7ChannelMixing},

@@ -273,6 +273,10 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         self.head = Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.post_init()
 
+    @property
+    def unpredicted_id(self) -> int:
+        return self.config.image_token_id
+
     def get_image_features(self, pixel_values: torch.Tensor, **kwargs) -> BaseModelOutputWithPooling:
         """See [`VisualRwkvModel.get_image_features`]."""
         return self.model.get_image_features(pixel_values, **kwargs)
@@ -296,7 +300,8 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         Args:
             input_ids, pixel_values, attention_mask, position_ids, cache, inputs_embeds, use_cache,
                 cu_seqlens: see [`VisualRwkvModel`].
-            labels: (batch, length) ids to predict, shifted inside the model; -100 and placeholders are ignored.
+            labels: (batch, kept) ids to predict, shifted inside the model, as in [`Rwkv5ForCausalLM`]. Those that are
+                placeholders are ignored too.
             logits_to_keep: the number of last tokens to compute logits for (0: all), or the indices of the tokens.
 
         Returns:
@@ -305,8 +310,6 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
         """
-        if labels is not None:
-            labels = labels.masked_fill(labels == self.config.image_token_id, -100)
         return super().forward(
             input_ids=input_ids,
             pixel_values=pixel_values,
