@@ -135,8 +135,8 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, status: int = 200, body: bytes | dict | list = b"", **headers: str) -> None:
         if not isinstance(body, bytes):
             body = json.dumps(body).encode()
-            headers.setdefault("Content-Type", "application/json")
-        headers.setdefault("Content-Length", str(len(body)))
+            headers.setdefault("Content_Type", "application/json")
+        headers.setdefault("Content_Length", str(len(body)))
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)

@@ -91,6 +91,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         # The attention implementation that was chosen is the tower's.
         config.text_config._attn_implementation = NO_ATTENTION
         self.rwkv = TEXT_MODELS[config.text_config.model_type](config.text_config)
+        self.tower_arguments = parameter_names(CLIPVisionModel.forward) | {"output_hidden_states", "output_attentions"}
         self.post_init()
 
     @can_return_tuple
@@ -107,8 +108,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             ValueError: if the shape does not fit the tower.
             UnknownArgument: if neither the tower nor transformers' hooks read an argument.
         """
-        known = parameter_names(CLIPVisionModel.forward) | {"output_hidden_states", "output_attentions"}
-        refuse_unknown(kwargs, known, f"{type(self).__name__}.get_image_features()")
+        refuse_unknown(kwargs, self.tower_arguments, f"{type(self).__name__}.get_image_features()")
         self._check_pixels(pixel_values)
         outputs = self.vit(pixel_values.to(self.vit.dtype), return_dict=True, **kwargs)
         # A frozen tower may have another dtype than the parts that are trained.
