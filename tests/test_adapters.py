@@ -43,7 +43,7 @@ from torch import nn
 
 import subquad
 from subquad.layers import Linear
-from subquad.versions import CACHE_NAME
+from subquad.versions import CACHE_NAME, minor_version
 
 
 TASKS = {
@@ -257,11 +257,13 @@ def test_files_of_an_adapter(model_type, auto_class, tmp_path):
     assert not any(file.name.startswith("model") for file in (tmp_path / "adapter").iterdir())
     loaded = PeftModel.from_pretrained(base(1), tmp_path / "adapter")
     torch.testing.assert_close(loaded.eval()(input_ids=ids)[0], expected)
-    for found in (getattr(transformers, auto_class), model_class(model_type, auto_class)):
-        torch.testing.assert_close(found.from_pretrained(tmp_path / "adapter")(ids)[0], expected)
-    loaded = base(1)
-    loaded.load_adapter(str(tmp_path / "adapter"))
-    torch.testing.assert_close(loaded.eval()(ids)[0], expected)
+    # Before 5.18, transformers does not find the head in the file, of any model, and reports that it is missing.
+    if not head or minor_version(transformers.__version__) >= (5, 18):
+        for found in (getattr(transformers, auto_class), model_class(model_type, auto_class)):
+            torch.testing.assert_close(found.from_pretrained(tmp_path / "adapter")(ids)[0], expected)
+        loaded = base(1)
+        loaded.load_adapter(str(tmp_path / "adapter"))
+        torch.testing.assert_close(loaded.eval()(ids)[0], expected)
     if TASKS[auto_class] is not None:
         kind = "ForFeatureExtraction" if auto_class == "AutoModel" else auto_class.removeprefix("AutoModel")
         loaded = getattr(peft, f"AutoPeftModel{kind}").from_pretrained(tmp_path / "adapter")
