@@ -5,6 +5,8 @@ import torch
 from cases import AVEY, AVEY_B, DEVICE, EAGLE, FINCH, GECKO, GREEDY, RAVEN, VISUAL, each, random_ids
 from kernel_cases import Waits
 
+import subquad.cache
+import subquad.generation
 import subquad.models.visual_rwkv.modeling_visual_rwkv
 import subquad.padding
 
@@ -15,8 +17,9 @@ GECKO_FIELDS = {} if DEVICE == "cuda" else {"document_boundaries": False}
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    for module in (subquad.padding, subquad.models.visual_rwkv.modeling_visual_rwkv):
+    for module in (subquad.padding, subquad.cache, subquad.models.visual_rwkv.modeling_visual_rwkv):
         monkeypatch.setattr(module, "should_check", lambda x: x.shape[1] > 1)
+    monkeypatch.setattr(subquad.generation._EndedRows, "may_pad", lambda rows: rows.padding is not None)
 
 
 @pytest.fixture(params=["whole", "padding", "documents"])
@@ -73,5 +76,10 @@ def test_generate(case):
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     with Waits() as waits:
-        model.generate(ids, attention_mask=mask, **GREEDY, max_new_tokens=8)
+        free = model.generate(ids, attention_mask=mask, **GREEDY, max_new_tokens=8)
     assert len(found(waits)) <= 1, found(waits)
+    # A row that ends early.
+    # A row may end early. Then Avey asks at every token how long the texts are.
+    with Waits() as waits:
+        model.generate(ids, attention_mask=mask, **{**GREEDY, "eos_token_id": int(free[0, 14])}, max_new_tokens=8)
+    assert len(found(waits)) <= (8 if case is AVEY else 1), found(waits)
