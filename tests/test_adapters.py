@@ -392,6 +392,13 @@ def test_prompts(case, method):
         for cached in (True, False):
             answer = adapted.generate(**text, **more, use_cache=cached, **options)
             assert torch.equal(generated[n, -5:], answer[0, -5:])
+    # A row that ends before the other.
+    end = int(generated[0, -4])
+    ended = adapted.generate(**padded(texts, "left"), **rows, **{**options, "eos_token_id": end})
+    start = generated.shape[1] - 5
+    for row, free in zip(ended[:, start:], generated[:, start:], strict=True):
+        seen = (free == end).cumsum(0).cumsum(0) <= 1
+        assert torch.equal(row[: seen.sum()], free[seen][: len(row)])
 
 
 @each_case

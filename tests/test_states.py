@@ -97,6 +97,28 @@ def test_generating_from_joined_states(case):
 
 
 @pytest.mark.fast
+@each_case
+def test_masks_of_other_caches(case, tmp_path):
+    """Rows that were joined to longer ones, however often, and old files have no count of padding to compare with."""
+    model, text = case.model(), padded([case.text(1, n, seed=n) for n in (9, 6)], "right")
+    with torch.no_grad():
+        cache = model(**text).cache
+    more = {"input_ids": case.ids(2, 3), "attention_mask": torch.ones(2, 12, dtype=torch.long)}
+    with pytest.raises(ValueError, match="row 1: 0 of the first 9 tokens are marked as padding, but .*, 3 were"):
+        model.generate(**more, cache=cache.clone(), max_new_tokens=2, **GREEDY)
+    row = cache.split()[1]
+    for n in (12, 20, 30, 40):
+        row = type(row).join([row, read(model, case.text(1, n)).cache]).split()[0]
+        mask = torch.ones(1, n + 3, dtype=torch.long)
+        model(more["input_ids"][:1], attention_mask=mask, cache=row.clone())
+    del cache.after_blocks.states["padding"]
+    cache.save(tmp_path / "old.state")
+    old = type(cache).load(tmp_path / "old.state", model.config)
+    for mask in (more["attention_mask"], torch.cat((text["attention_mask"], torch.ones(2, 3, dtype=torch.long)), 1)):
+        model(more["input_ids"], attention_mask=mask, cache=old.clone())
+
+
+@pytest.mark.fast
 @each_case_and_variant
 def test_another_dtype(case):
     """A state goes on in a model of another dtype, with the dtypes that the model itself gives its states."""

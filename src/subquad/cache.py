@@ -21,7 +21,7 @@ MAX_RECORDED = 256
 
 # The name of the count of padding among the states of a cache.
 PADDING = "after_blocks.padding"
-# Added to that count, it makes it negative: the row was joined to a longer one, and has columns that it never read.
+# A count that is not known, or has no meaning: that of a row with columns that it never read, joined to a longer one.
 NOT_COMPARED = -(2**62)
 
 States = dict[str, torch.Tensor | None]
@@ -447,14 +447,13 @@ class RecurrentCache(Cache):
         self.seen_tokens.add_(tokens.length)
 
     def _padding(self) -> torch.Tensor:
-        """Number of padding tokens that each row has read, int64 (batch)."""
+        """A copy of the number of padding tokens that each row has read, int64 (batch)."""
         held = self.after_blocks.states.get("padding")
-        return torch.zeros(self.batch_size, dtype=torch.long) if held is None else held
+        return torch.zeros(self.batch_size, dtype=torch.long) if held is None else held.clone()
 
     def check_mask(self, mask: torch.Tensor, length: int) -> None:
         """
-        Compares a mask with what was read. Like the values of other inputs, it is not read where that would make a GPU
-        wait for every token, or while a graph is traced.
+        Compares a mask with what was read. A GPU is waited for.
 
         Args:
             mask: (batch, earlier tokens + length), 0 for padding.
@@ -464,7 +463,7 @@ class RecurrentCache(Cache):
             ValueError: if it has columns for other earlier tokens than were read, or if the number of those that it
                 marks as padding is not that of the padding that was read; the message names the row.
         """
-        if (earlier := mask.shape[1] - length) == 0 or not should_check(mask[:, earlier:]):
+        if (earlier := mask.shape[1] - length) == 0:
             return
         if earlier != (seen := self.get_seq_length()):
             raise ValueError(
@@ -623,8 +622,10 @@ class RecurrentCache(Cache):
                 name: _concatenate([cache.all_layers[number].states[name] for cache in caches])
                 for name in layer.states.keys() - {"padding"}
             }
-        shorter = [cache.get_seq_length() < joined.seen_tokens for cache in caches]
-        padding = [cache._padding() + short * NOT_COMPARED for cache, short in zip(caches, shorter, strict=True)]
+        padding = [cache._padding() for cache in caches]
+        for count, cache in zip(padding, caches, strict=True):
+            if cache.get_seq_length() < joined.seen_tokens:
+                count.fill_(NOT_COMPARED)
         joined.after_blocks.states["padding"] = _concatenate(padding)
         return joined
 
@@ -768,6 +769,9 @@ class RecurrentCache(Cache):
         _check_sizes(path, about["sizes"], cache.sizes)
         if len({len(state) if state.dim() else 0 for state in states.values()}) > 1:
             raise ValueError(f"{path} is damaged: its states have different numbers of rows.")
+        rows = max(map(len, states.values()), default=0)
+        if rows and PADDING not in states:  # written by an earlier version
+            states = {**states, PADDING: torch.full((rows,), NOT_COMPARED)}
         cache.set_states(states)
         cache.seen_tokens += about["seen_tokens"]
         return cache
@@ -787,8 +791,8 @@ def check_class(cache: Any, cache_class: type[RecurrentCache]) -> None:
     """
     if not isinstance(cache, cache_class):
         raise ValueError(
-            f"`cache` must be a {cache_class.__name__}, which `model.new_cache()` makes and `use_cache=True` returns; "
-            f"got {type(cache).__name__}."
+            f"`cache` must be of the class {cache_class.__name__}, which `model.new_cache()` makes, not "
+            f"{type(cache).__name__}."
         )
 
 
@@ -804,7 +808,7 @@ def check_cache(
     if held not in (-1, tokens.batch):
         raise ValueError(f"`cache` holds the state of {held} sequences, the input has {tokens.batch}.")
     cache.check_tokens(tokens)
-    if attention_mask is not None:
+    if attention_mask is not None and should_check(attention_mask[:, -tokens.length :]):
         cache.check_mask(attention_mask, tokens.length)
 
 

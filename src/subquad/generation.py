@@ -202,7 +202,9 @@ class RecurrentGenerationMixin(GenerationMixin):
         if not of_prompt and cache is not None and ids is not None and ids.shape[1] == 1:
             inputs.pop("attention_mask", None)
             if ended is not None and ended.may_pad():
-                inputs["attention_mask"] = (~ended.padding)[:, None].to(ids.dtype)
+                mask = ended.mask(input_ids, attention_mask)
+                # PEFT puts columns for a learned prompt before those of the whole text.
+                inputs["attention_mask"] = mask if _has_learned_prompt(self) else mask[:, -1:].contiguous()
         return inputs
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict, generation_config: GenerationConfig) -> bool:
@@ -248,16 +250,24 @@ class RecurrentGenerationMixin(GenerationMixin):
 
 
 class _EndedRows(StoppingCriteriaList):
-    """Stopping criteria that note in which rows the newest token is padding, bool (batch): those that had ended."""
+    """Stopping criteria that count the padding behind the end of each row, int64 (batch)."""
 
     padding: torch.Tensor | None = None
     _ended: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
         done = super().__call__(input_ids, scores, **kwargs)
-        self.padding = torch.zeros_like(done) if self._ended is None else self._ended
-        self._ended = self.padding | done
+        if self.padding is None:
+            self.padding, self._ended = torch.zeros_like(done, dtype=torch.long), torch.zeros_like(done)
+        self.padding = self.padding + self._ended  # the newest token of a row that had ended before
+        self._ended = self._ended | done
         return done
+
+    def mask(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """The mask of the whole text (batch, length), with zeros also for the padding behind the end of a row."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        return torch.where(columns < mask.shape[1] - self.padding[:, None], mask, 0)
 
     def may_pad(self) -> bool:
         """Whether there may be padding. A GPU is not asked: it would have to be waited for at every token."""
@@ -283,13 +293,18 @@ def _given_ids(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
     return args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
 
 
+def _has_learned_prompt(model: RecurrentGenerationMixin) -> bool:
+    """Whether PEFT puts a learned prompt before the text: it has replaced a method of the model by its own."""
+    adapted = getattr(model.prepare_inputs_for_generation, "__self__", None)
+    return getattr(getattr(adapted, "active_peft_config", None), "is_prompt_learning", False)
+
+
 def _check_learned_prompt(model: RecurrentGenerationMixin, kwargs: dict[str, Any]) -> None:
     """
     Raises:
         ValueError: if PEFT puts a learned prompt before the text, and the text is not read in one step.
     """
-    adapted = getattr(model.prepare_inputs_for_generation, "__self__", None)
-    if getattr(getattr(adapted, "active_peft_config", None), "is_prompt_learning", False):
+    if _has_learned_prompt(model):
         for name in ("cache", "prefix_cache", "prefill_chunk_size", *ASSISTED):
             value = _setting(kwargs, name, model.generation_config)
             if value is not None and not (isinstance(value, RecurrentCache) and not value.get_seq_length()):
@@ -349,12 +364,18 @@ def _check_not_read_again(
 def _check_continuation(cache: RecurrentCache, generation_config: GenerationConfig, model_kwargs: dict) -> None:
     """
     Raises:
-        ValueError: if there is no token to read after those that the cache has read.
+        ValueError: if there is no token to read after those that the cache has read, or the mask, also one that
+            transformers has made, does not agree with what was read.
     """
-    mask = model_kwargs.get("attention_mask")  # transformers drops a mask without zeros, and keeps its length
-    length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-    if length is not None and length <= (read := cache.get_seq_length()):
+    mask, read = model_kwargs.get("attention_mask"), cache.get_seq_length()
+    if mask is None and (length := getattr(generation_config, "_mask_length", None)) is not None:
+        mask = torch.ones(cache.batch_size, length)  # transformers drops a mask without zeros, and keeps its length
+    if mask is None or not read:
+        return
+    if mask.shape[1] <= read:
         raise ValueError(
-            f"`cache` has read {read} tokens, but the text has {length}. Give the whole text, or only its "
+            f"`cache` has read {read} tokens, but the text has {mask.shape[1]}. Give the whole text, or only its "
             "new tokens with the `attention_mask` of the whole text."
         )
+    if mask.shape[0] == cache.batch_size:
+        cache.check_mask(mask, mask.shape[1] - read)
