@@ -791,8 +791,8 @@ def check_class(cache: Any, cache_class: type[RecurrentCache]) -> None:
     """
     if not isinstance(cache, cache_class):
         raise ValueError(
-            f"`cache` must be of the class {cache_class.__name__}, which `model.new_cache()` makes, not "
-            f"{type(cache).__name__}."
+            f"`cache` must be a {cache_class.__name__}, which `model.new_cache()` makes and `use_cache=True` returns; "
+            f"got {type(cache).__name__}."
         )
 
 
