@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 from cases import CASES, GREEDY, TEXT, TRAINED_GENERATING, VARIANTS, each, padded
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import GenerationConfig
 
@@ -291,6 +291,9 @@ def test_refusals(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(**options, prefix_cache=prefixes, **GREEDY)
+    model.generation_config.prompt_lookup_num_tokens = 3
+    with pytest.raises(ValueError, match="`prompt_lookup_num_tokens` cannot be given together"):
+        model.generate(ids, prefix_cache=prefixes, **GREEDY)
     with torch.no_grad():
         cache = model(FINCH.ids(2, 20)).cache
     with pytest.raises(ValueError, match="`cache` must hold one sequence, got 2"):
@@ -332,3 +335,23 @@ def test_transformers_serve_goes_on_from_earlier_turns(monkeypatch):
     other = FINCH.model()
     assert torch.equal(torch.cat((ids, second), 1), other.generate(ids, generation_config=config, prefix_cache=None))
     assert other.own_prefix_cache is not model.own_prefix_cache
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"use_cache": False}, {"prompt_lookup_num_tokens": 3}, {"cache_implementation": "static"}, "prompt"],
+    ids=str,
+)
+def test_no_cache_is_made_where_none_can_be_used(setting, monkeypatch):
+    """Nobody gave one, so there is nothing to refuse."""
+    model, inputs = FINCH.model(), {"input_ids": FINCH.ids(1, 20)}
+    if setting == "prompt":
+        model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    else:
+        for name, value in setting.items():
+            setattr(model.generation_config, name, value)
+    expected = model.generate(**inputs, max_new_tokens=3, **GREEDY)
+    monkeypatch.setattr(RecurrentGenerationMixin, "make_prefix_cache", None)
+    _keep_states()
+    assert torch.equal(model.generate(**inputs, max_new_tokens=3, **GREEDY), expected)
+    assert not hasattr(model, "own_prefix_cache")

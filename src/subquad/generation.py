@@ -46,10 +46,11 @@ class RecurrentGenerationMixin(GenerationMixin):
                 keeps the states after the prompt and after the generated text. One text at a time, without padding.
         """
         kwargs = with_own_names(kwargs)
-        refusal = _why_not_one_text(args, kwargs)
-        if prefix_cache is None and self.make_prefix_cache is not None and refusal is None:
-            prefix_cache = self.__dict__.setdefault("own_prefix_cache", self.make_prefix_cache())
         _check_learned_prompt(self, kwargs | {"prefix_cache": prefix_cache})
+        refusal = _why_not_one_text(args, kwargs, self.generation_config)
+        wants_own = self.make_prefix_cache is not None and refusal is None and not _has_learned_prompt(self)
+        if prefix_cache is None and wants_own:
+            prefix_cache = self.__dict__.setdefault("own_prefix_cache", self.make_prefix_cache())
         if prefix_cache is None:
             return self._generate(*args, **kwargs)
         if refusal is not None:
@@ -283,13 +284,18 @@ def _given_ids(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
     return args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
 
 
+def _has_learned_prompt(model: RecurrentGenerationMixin) -> bool:
+    """Whether PEFT puts a learned prompt before the text."""
+    adapted = getattr(model.prepare_inputs_for_generation, "__self__", None)
+    return getattr(getattr(adapted, "active_peft_config", None), "is_prompt_learning", False)
+
+
 def _check_learned_prompt(model: RecurrentGenerationMixin, kwargs: dict[str, Any]) -> None:
     """
     Raises:
         ValueError: if PEFT puts a learned prompt before the text, and the text is not read in one step.
     """
-    adapted = getattr(model.prepare_inputs_for_generation, "__self__", None)
-    if getattr(getattr(adapted, "active_peft_config", None), "is_prompt_learning", False):
+    if _has_learned_prompt(model):
         for name in ("cache", "prefix_cache", "prefill_chunk_size", *ASSISTED):
             value = _setting(kwargs, name, model.generation_config)
             if value is not None and not (isinstance(value, RecurrentCache) and not value.get_seq_length()):
@@ -298,12 +304,12 @@ def _check_learned_prompt(model: RecurrentGenerationMixin, kwargs: dict[str, Any
                 )
 
 
-def _why_not_one_text(args: tuple, kwargs: dict[str, Any]) -> str | None:
+def _why_not_one_text(args: tuple, kwargs: dict[str, Any], default: GenerationConfig) -> str | None:
     """Why a prefix cache cannot be used with arguments of `generate`; None if it can."""
     for name in NOT_WITH_PREFIXES:
-        if _setting(kwargs, name) is not None:
+        if _setting(kwargs, name, default) is not None:
             return f"`{name}` cannot be given together with `prefix_cache`."
-    if _setting(kwargs, "use_cache") is False:
+    if _setting(kwargs, "use_cache", default) is False:
         return "`use_cache` must not be False if `prefix_cache` is given."
     ids, mask = _given_ids(args, kwargs), kwargs.get("attention_mask")
     if ids is None or ids.shape[0] != 1:
