@@ -1,6 +1,7 @@
 """Beginnings that many texts share are read once, and the answers stay the same."""
 
 import asyncio
+import gc
 
 import pytest
 import torch
@@ -272,6 +273,48 @@ def test_files_of_a_model_that_changes(tmp_path):
     model.merge_adapter()
     prefixes.read(base, ids)
     assert prefixes.tokens_read == 85
+
+
+def test_cleared_after_a_change(tmp_path):
+    """The files still belong to the model as it was. Without files, another model may come."""
+    model, ids = FINCH.model(), FINCH.ids(20)
+    prefixes = PrefixCache(directory=tmp_path, model=OWNER)
+    prefixes.read(model, ids)
+    write(model, False)
+    prefixes.clear()
+    prefixes.read(model, ids)
+    assert prefixes.tokens_read == 40 and list(tmp_path.iterdir()) == []
+    prefixes.clear()
+    del model
+    gc.collect()
+    prefixes.clear()
+    prefixes.read(FINCH.model(), ids)
+    assert len(list(tmp_path.iterdir())) == 1
+    prefixes = PrefixCache()
+    models = FINCH.model(), FINCH.model(seed=1)
+    for model in models:
+        prefixes.read(model, ids)
+        prefixes.clear()
+
+
+def test_a_state_of_a_changed_model_is_not_kept():
+    model, ids = adapted(LORA, LORA), FINCH.ids(1, 30)
+    base, prefixes = model.get_base_model(), PrefixCache()
+    first = prefixes.read(base, ids[0, :20])
+    model.set_adapter("1")
+    with torch.no_grad():
+        changed = base(ids, use_cache=True).cache
+    prefixes.put(ids[0], changed)
+    prefixes.put(ids[0, :20], first)  # nor one of the model as it was
+    model.set_adapter("0")
+    prefixes.read(base, ids[0])
+    assert prefixes.tokens_read == 30
+    model.set_adapter("1")
+    prefixes.read(base, ids[0, :20])
+    assert prefixes.tokens_read == 50
+    prefixes.put(ids[0], changed)
+    prefixes.read(base, ids[0])
+    assert prefixes.tokens_read == 50
 
 
 def test_refusals(tmp_path):
