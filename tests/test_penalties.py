@@ -98,6 +98,22 @@ def test_assisted_decoding_and_going_on():
     assert new == expected.sequences[0, 57:].tolist()
 
 
+def test_penalties_beside_other_processors():
+    """A session adds its penalties to the processors that are given."""
+
+    class Only(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            allowed = torch.tensor([7, 8])
+            return torch.full_like(scores, -torch.inf).index_copy(1, allowed, scores[:, allowed])
+
+    model, processors = FINCH.model(), [Only()]
+    sizes = {"presence": 1e4, "frequency": 0.0, "decay": 1.0}
+    new = Session(model.new_cache()).generate(
+        model, FINCH.ids(1, 9)[0].tolist(), sizes, logits_processor=processors, max_new_tokens=2, **GREEDY
+    )
+    assert sorted(new) == [7, 8] and len(processors) == 1
+
+
 def test_refusals():
     for arguments, message in (
         ({"prompt_length": -1}, "`prompt_length` must be a whole number of at least 0, got -1"),

@@ -1,11 +1,12 @@
 """Beginnings that many texts share are read once, and the answers stay the same."""
 
 import asyncio
+import gc
 
 import pytest
 import torch
 from cases import CASES, GREEDY, TEXT, TRAINED_GENERATING, VARIANTS, each, padded
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import GenerationConfig
 
@@ -274,6 +275,48 @@ def test_files_of_a_model_that_changes(tmp_path):
     assert prefixes.tokens_read == 85
 
 
+def test_cleared_after_a_change(tmp_path):
+    """The files still belong to the model as it was. Without files, another model may come."""
+    model, ids = FINCH.model(), FINCH.ids(20)
+    prefixes = PrefixCache(directory=tmp_path, model=OWNER)
+    prefixes.read(model, ids)
+    write(model, False)
+    prefixes.clear()
+    prefixes.read(model, ids)
+    assert prefixes.tokens_read == 40 and list(tmp_path.iterdir()) == []
+    prefixes.clear()
+    del model
+    gc.collect()
+    prefixes.clear()
+    prefixes.read(FINCH.model(), ids)
+    assert len(list(tmp_path.iterdir())) == 1
+    prefixes = PrefixCache()
+    models = FINCH.model(), FINCH.model(seed=1)
+    for model in models:
+        prefixes.read(model, ids)
+        prefixes.clear()
+
+
+def test_a_state_of_a_changed_model_is_not_kept():
+    model, ids = adapted(LORA, LORA), FINCH.ids(1, 30)
+    base, prefixes = model.get_base_model(), PrefixCache()
+    first = prefixes.read(base, ids[0, :20])
+    model.set_adapter("1")
+    with torch.no_grad():
+        changed = base(ids, use_cache=True).cache
+    prefixes.put(ids[0], changed)
+    prefixes.put(ids[0, :20], first)  # nor one of the model as it was
+    model.set_adapter("0")
+    prefixes.read(base, ids[0])
+    assert prefixes.tokens_read == 30
+    model.set_adapter("1")
+    prefixes.read(base, ids[0, :20])
+    assert prefixes.tokens_read == 50
+    prefixes.put(ids[0], changed)
+    prefixes.read(base, ids[0])
+    assert prefixes.tokens_read == 50
+
+
 def test_refusals(tmp_path):
     model, ids = FINCH.model(), FINCH.ids(1, 20)
     prefixes = PrefixCache()
@@ -291,6 +334,9 @@ def test_refusals(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(**options, prefix_cache=prefixes, **GREEDY)
+    model.generation_config.prompt_lookup_num_tokens = 3
+    with pytest.raises(ValueError, match="`prompt_lookup_num_tokens` cannot be given together"):
+        model.generate(ids, prefix_cache=prefixes, **GREEDY)
     with torch.no_grad():
         cache = model(FINCH.ids(2, 20)).cache
     with pytest.raises(ValueError, match="`cache` must hold one sequence, got 2"):
@@ -332,3 +378,23 @@ def test_transformers_serve_goes_on_from_earlier_turns(monkeypatch):
     other = FINCH.model()
     assert torch.equal(torch.cat((ids, second), 1), other.generate(ids, generation_config=config, prefix_cache=None))
     assert other.own_prefix_cache is not model.own_prefix_cache
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"use_cache": False}, {"prompt_lookup_num_tokens": 3}, {"cache_implementation": "static"}, "prompt"],
+    ids=str,
+)
+def test_no_cache_is_made_where_none_can_be_used(setting, monkeypatch):
+    """Nobody gave one, so there is nothing to refuse."""
+    model, inputs = FINCH.model(), {"input_ids": FINCH.ids(1, 20)}
+    if setting == "prompt":
+        model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    else:
+        for name, value in setting.items():
+            setattr(model.generation_config, name, value)
+    expected = model.generate(**inputs, max_new_tokens=3, **GREEDY)
+    monkeypatch.setattr(RecurrentGenerationMixin, "make_prefix_cache", None)
+    _keep_states()
+    assert torch.equal(model.generate(**inputs, max_new_tokens=3, **GREEDY), expected)
+    assert not hasattr(model, "own_prefix_cache")

@@ -46,10 +46,11 @@ class RecurrentGenerationMixin(GenerationMixin):
                 keeps the states after the prompt and after the generated text. One text at a time, without padding.
         """
         kwargs = with_own_names(kwargs)
-        refusal = _why_not_one_text(args, kwargs)
-        if prefix_cache is None and self.make_prefix_cache is not None and refusal is None:
-            prefix_cache = self.__dict__.setdefault("own_prefix_cache", self.make_prefix_cache())
         _check_learned_prompt(self, kwargs | {"prefix_cache": prefix_cache})
+        refusal = _why_not_one_text(args, kwargs, self.generation_config)
+        wants_own = self.make_prefix_cache is not None and refusal is None and not _has_learned_prompt(self)
+        if prefix_cache is None and wants_own:
+            prefix_cache = self.__dict__.setdefault("own_prefix_cache", self.make_prefix_cache())
         if prefix_cache is None:
             return self._generate(*args, **kwargs)
         if refusal is not None:
@@ -313,12 +314,12 @@ def _check_learned_prompt(model: RecurrentGenerationMixin, kwargs: dict[str, Any
                 )
 
 
-def _why_not_one_text(args: tuple, kwargs: dict[str, Any]) -> str | None:
+def _why_not_one_text(args: tuple, kwargs: dict[str, Any], default: GenerationConfig) -> str | None:
     """Why a prefix cache cannot be used with arguments of `generate`; None if it can."""
     for name in NOT_WITH_PREFIXES:
-        if _setting(kwargs, name) is not None:
+        if _setting(kwargs, name, default) is not None:
             return f"`{name}` cannot be given together with `prefix_cache`."
-    if _setting(kwargs, "use_cache") is False:
+    if _setting(kwargs, "use_cache", default) is False:
         return "`use_cache` must not be False if `prefix_cache` is given."
     ids, mask = _given_ids(args, kwargs), kwargs.get("attention_mask")
     if ids is None or ids.shape[0] != 1:

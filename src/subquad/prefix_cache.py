@@ -124,13 +124,24 @@ class PrefixCache:
         return cache
 
     def put(self, ids: Sequence[int] | torch.Tensor | np.ndarray, cache: RecurrentCache) -> None:
-        """Keeps a copy of the state after the beginning `ids` of a text, if it is long enough. It has one row."""
+        """
+        Keeps a copy of the state after the beginning `ids` of a text, if it is long enough.
+
+        If the model has changed since the last `read`, nothing is kept, because the state may be from either model.
+
+        Args:
+            ids: the ids of the tokens that the model has read, (tokens).
+            cache: the state after them, one row.
+
+        Raises:
+            ValueError: if `cache` has several rows, or another number of tokens than `ids`.
+        """
         ids = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids, dtype=np.int64)
         if cache.batch_size not in (-1, 1):
             raise ValueError(f"`cache` must hold one sequence, got {cache.batch_size}.")
         if cache.get_seq_length() != len(ids):
             raise ValueError(f"`cache` has read {cache.get_seq_length()} tokens, but `ids` has {len(ids)}.")
-        if len(ids) < self.shortest:
+        if len(ids) < self.shortest or not self._is_unchanged():
             return
         key = ids.tobytes()
         if key not in self._entries:
@@ -147,7 +158,16 @@ class PrefixCache:
         for entry in self._entries.values():
             _delete(entry.file)
         self._entries.clear()
-        self._model = None
+        # Files still belong to the model as it was at the first call. It may have changed since.
+        if self.directory is None or (self._model is not None and self._model() is None):
+            self._model = None
+
+    def _is_unchanged(self) -> bool:
+        """Whether the model of the last `read`, if there was one, is as it was then."""
+        if self._model is None:
+            return True
+        model = self._model()
+        return model is not None and Fingerprint(model).matches(self._fingerprint)
 
     def _check_model(self, model: "PreTrainedModel") -> None:
         """Forgets the states of earlier weights."""

@@ -58,7 +58,7 @@ class Session:
         Args:
             ids: the next tokens of the text.
             penalties: arguments of [`DecayingPenaltyLogitsProcessor`] for the new tokens; None: there are none.
-            options: those of `model.generate`.
+            options: those of `model.generate`. The penalties come after the processors in `logits_processor`.
 
         Returns:
             the ids of the new tokens. If it is interrupted by an error, the session is of no use any more.
@@ -71,7 +71,8 @@ class Session:
             raise ValueError("There is no token to read: the text ends where the state does, so it needs more text.")
         tokens = self.cache.get_seq_length() + len(ids)
         if penalties is not None:
-            options["logits_processor"] = [DecayingPenaltyLogitsProcessor(len(ids), **penalties)]
+            given = options.get("logits_processor") or []
+            options["logits_processor"] = [*given, DecayingPenaltyLogitsProcessor(len(ids), **penalties)]
         out = model.generate(
             input_ids=torch.tensor([ids], device=model.device),
             attention_mask=torch.ones(1, tokens, dtype=torch.long, device=model.device),
