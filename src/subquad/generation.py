@@ -369,10 +369,12 @@ def _check_continuation(cache: RecurrentCache, generation_config: GenerationConf
             transformers has made, does not agree with what was read.
     """
     mask, read = model_kwargs.get("attention_mask"), cache.get_seq_length()
-    if mask is None and (length := getattr(generation_config, "_mask_length", None)) is not None:
-        mask = torch.ones(cache.batch_size, length)  # transformers drops a mask without zeros, and keeps its length
-    if mask is None or not read:
+    if not read:
         return
+    if mask is None:  # transformers drops a mask without zeros, and keeps its length
+        if (length := getattr(generation_config, "_mask_length", None)) is None:
+            return
+        mask = torch.ones(cache.batch_size, length)
     if mask.shape[1] <= read:
         raise ValueError(
             f"`cache` has read {read} tokens, but the text has {mask.shape[1]}. Give the whole text, or only its "
