@@ -12,14 +12,14 @@ from subquad.models import REGISTRY
 
 # The maximum number of lines of Python in a repository, without those of its tokenizer.
 LIMITS = {
-    "rwkv5": 7600,
-    "rwkv6": 8150,
-    "rwkv7": 7850,
+    "rwkv5": 7650,
+    "rwkv6": 8200,
+    "rwkv7": 7900,
     "avey": 6550,
-    "avey-b": 4600,
-    "raven": 8000,
-    "gecko": 9900,
-    "visual_rwkv": 8850,
+    "avey-b": 4650,
+    "raven": 8050,
+    "gecko": 9950,
+    "visual_rwkv": 8900,
 }
 each_architecture = pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
 
