@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import subquad
+from subquad.layers import Linear
 
 
 each_recurrent = each(*(CASES[name] for name in ("rwkv5", "rwkv6", "rwkv7", "visual-rwkv6")))
@@ -142,3 +143,27 @@ def test_gradients(model_type, checkpointing):
         assert x.grad.isfinite().all(), name
         if x is half.get_input_embeddings().weight:
             assert error(x.grad, wanted) < 0.15
+
+
+@pytest.mark.parametrize("size", [1e4, 1, 1e-3, 1e-6])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_wide_products(size, compiled):
+    """Neither large nor small inputs and gradients leave the range of float16 on the way."""
+    torch.manual_seed(0)
+    half = Linear(64, 48, bias=False, wide=True).half()
+    layer = Linear(64, 48, bias=False)
+    layer.load_state_dict(half.state_dict())
+    # Tokens of one text differ as well. The gradients of a weight are sums of products of both.
+    x = (torch.randn(2, 8, 64).clamp(-3, 3) * size * torch.tensor([1, 0.01]).view(2, 1, 1)).half()
+    grad = torch.randn(2, 8, 48) * (3000 if size < 1e4 else 1e-2)
+    multiply = torch.compile(half, backend="aot_eager", fullgraph=True) if compiled else half
+    inputs = [x.clone().requires_grad_(), x.float().requires_grad_()]
+    for product, given in zip((multiply, layer), inputs, strict=True):
+        out = product(given)
+        out.backward(grad)
+        with torch.no_grad():
+            for row, wanted in zip(product(given), layer(x.float()), strict=True):
+                assert error(row, wanted) < 1e-3
+            assert error(out, layer(x.float())) < 1e-3
+    assert error(inputs[0].grad, inputs[1].grad) < 1e-3
+    assert error(half.weight.grad, layer.weight.grad) < 1e-3

@@ -13,9 +13,9 @@ from subquad_kernels import linear
 from .padding import Tokens
 
 
-# How many times 65,504, the largest number of float16, a wide layer may put out. The published runtime of Eagle and
-# Finch divides the weights of the last of 32 blocks by as much.
-MARGIN = 32
+# The largest number that a wide product gets. It overflows only if the absolute weights of one output sum to more than
+# 32 times 65,504, the largest number of float16.
+LARGEST = 1 / 32
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
@@ -24,8 +24,42 @@ def widen(x: torch.Tensor) -> torch.Tensor:
 
 
 def multiply_wide(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """The product of x (float16) with a weight, without a bias, in float32."""
-    return product(x / MARGIN).float() * MARGIN
+    """
+    The product of x with a float16 matrix, without a bias, in float32. A power of two for each row of x makes its
+    largest number 1/64 to 1/32, and is taken out of the result: neither is too large or too small for float16.
+    """
+    largest = x.abs().amax(-1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny)
+    scale = largest.log2().ceil().exp2() / LARGEST
+    return product((x / scale).half()) * scale
+
+
+class _WideProduct(torch.autograd.Function):
+    """
+    [`multiply_wide`] of x (..., in) and a weight (out, in). Autograd would multiply gradients by its scales in
+    float16; here they get scales of their own.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return multiply_wide(lambda x: linear(x, weight), x)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+        x, weight = inputs
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = multiply_wide(lambda grad: grad @ weight, grad).to(weight.dtype)
+        if ctx.needs_input_grad[1]:  # a sum over tokens: with scales for inputs and for outputs
+            x, grad = x.reshape(-1, x.shape[-1]).mT, grad.reshape(-1, grad.shape[-1]).mT
+            of_weight = multiply_wide(lambda grad: multiply_wide(lambda x: x @ grad.mT, x).mT, grad).to(weight.dtype)
+        return of_x, of_weight
 
 
 class Linear(nn.Linear):
@@ -37,7 +71,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.wide and self.weight.dtype == torch.float16:
-            out = multiply_wide(lambda x: linear(x, self.weight), x)
+            grads = torch.is_grad_enabled()
+            out = (_WideProduct.apply if grads else _WideProduct.forward)(x, self.weight)
             return out if self.bias is None else out + self.bias
         return linear(x, self.weight, self.bias)
 
