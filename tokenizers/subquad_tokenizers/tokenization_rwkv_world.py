@@ -34,9 +34,9 @@ BLANK_LINE = "\n\n"
 # the answer. So there is none before an answer that transformers continues at its beginning, the place of its tag.
 # Goose's G1 models think first: `thinking=True`, or `enable_thinking=True` as others call it, begins the thought
 # with ` <think`, to which the model adds `>`, and False gives an empty thought. A message with an empty
-# `reasoning_content` has an empty thought too; None means no thought. A list without typed parts, as tools return
-# them, is written as JSON. Tools are listed in the system's
-# turn, a call is a block of JSON, and what it returns is a turn of the user.
+# `reasoning_content` has an empty thought too; None means no thought. Tools are listed in the system's turn, a call is
+# a block of JSON, and its result is a turn of the user. Results that are neither text nor typed parts are written as
+# JSON.
 #
 # Programs that render it alone are jinja2, minijinja, llama.cpp and @huggingface/jinja. The `tojson` of the first
 # two escapes characters of HTML, and jinja2's sorts keys. None knows the marks of an assistant's turn, which stand
