@@ -478,7 +478,7 @@ def test_convert_arguments(arguments, directory, tmp_path, capsys):
 
 def test_convert_speaks_of_options(directory, tmp_path, capsys):
     line = fails(capsys, 2, "convert", directory, tmp_path / "out", "--grid-size", 2)
-    assert line.endswith(f"{directory}: --grid-size means nothing to the model type rwkv6.")
+    assert line.endswith(f"{directory}: --grid-size does not apply to the model type rwkv6.")
     (tmp_path / "config.json").write_text('{"model_type": "rwkv6", "head_size_divisor": "many"}')
     # A field of a file is not an option.
     line = fails(capsys, 1, "convert", directory, tmp_path / "out", "--config", tmp_path / "config.json")

@@ -222,7 +222,7 @@ def _changes(
     for argument, value in (("lora_alpha", lora_alpha), ("pissa_init", initial)):
         if value is not None and (kind != LORA or adapter.settings):
             why = f"its {SETTINGS} has the scale" if kind == LORA else f"its tensors are called {kind[0]}, not lora_A"
-            raise ConversionError(f"`{argument}` means nothing for {path}: {why}.")
+            raise ConversionError(f"`{argument}` does not apply to {path}: {why}.")
     return _lora(adapter, shapes, lora_alpha, initial) if kind == LORA else _blocks(adapter, shapes, kind[0])
 
 
@@ -241,8 +241,8 @@ def _lora(
     if (lora_alpha is None) == (initial is None):
         raise ConversionError(
             f"{path} is an adapter of LoRA or of PiSSA, whose tensors have the same names. For LoRA give `lora_alpha` "
-            "(--lora-alpha) as in training, which no tensor tells. For PiSSA give `pissa_init` (--pissa-init), the "
-            "file init_pissa.pth of the training."
+            "(--lora-alpha) as in training; it is not stored in the file. For PiSSA give `pissa_init` (--pissa-init), "
+            "the file init_pissa.pth of the training."
         )
     terms = [(adapter.checkpoint, adapter.layers)]
     if initial is not None:

@@ -165,7 +165,7 @@ def convert(
         grid_size: sets that field of VisualRWKV's configuration. No tensor tells it; -1, all patches, by default.
         base: the model that `source`, an adapter, was trained on, as a source of its own. They are merged. An adapter
             is a file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA) or a directory of PEFT (LoRA, MiSS).
-        lora_alpha: alpha of a LoRA in a file of RWKV-PEFT, which no tensor tells: W + alpha / rank * B A.
+        lora_alpha: alpha of a LoRA in a file of RWKV-PEFT, which is not stored there: W + alpha / rank * B A.
         pissa_init: the file `init_pissa.pth` that RWKV-PEFT wrote when it began to train a PiSSA adapter.
         max_shard_size: most bytes of a weight file, as a number or like `5GB`, which is the default.
         progress: whether to show a progress bar on stderr.
@@ -187,7 +187,7 @@ def convert(
         raise ConversionError(f"`head_size_divisor` must be at least 1, got {head_size_divisor}.")
     shard_size = parse_size(SHARD_SIZE if max_shard_size is None else max_shard_size)
     if to in FILES and max_shard_size is not None:
-        raise ConversionError(f"`max_shard_size` means nothing for {to}, which is one file.")
+        raise ConversionError(f"`max_shard_size` does not apply to {to}, which is one file.")
     check_target(destination, to, gguf_type, dtype, tokenizer)
     for argument, value in (("lora_alpha", lora_alpha), ("pissa_init", pissa_init)):
         if value is not None and base is None:

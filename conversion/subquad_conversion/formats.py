@@ -228,7 +228,7 @@ class Format:
         """
         for name in options:
             if not hasattr(self.config_class, name):
-                raise ConversionError(f"`{name}` means nothing to the model type {self.model_type}.")
+                raise ConversionError(f"`{name}` does not apply to the model type {self.model_type}.")
         return {**given, **options}
 
     @property

@@ -230,7 +230,7 @@ def write_gguf(
     Args:
         advance: called with the number of bytes written, again and again.
         kinds: the type of every tensor.
-        main: that of most weights, which the header tells.
+        main: the type of most weights, as the header records it.
         architecture: llama.cpp's name of it.
         fields: the entries of the header that begin with that name.
         vocabulary: a greedy tokenizer; None for a file without one.

@@ -1,5 +1,10 @@
 """Formats that are known by name and not supported, so that the answer can say what a file is."""
 
+import re
+from functools import partial
+
+from subquad.models.rwkv7.configuration_rwkv7 import RELATIVES
+
 from .formats import Refusal, Tensors
 from .rwkv import has_gate, has_vector_decay
 
@@ -18,6 +23,10 @@ def _has_part(tensors: Tensors, *parts: str) -> bool:
 
 def _has(tensors: Tensors, name: str) -> bool:
     return any(f"{attention}{name}" in tensors for attention in ATTENTIONS)
+
+
+def _is_relative_of_goose(pattern: str, tensors: Tensors) -> bool:
+    return _ends(tensors, ".r_k") and any(re.search(pattern, name) for name in tensors)
 
 
 def _is_version_4(tensors: Tensors) -> bool:
@@ -72,16 +81,10 @@ OTHER_VISUAL = (
     ),
 )
 
-# The first that matches is the answer. RWKV-8 has tensors of RWKV-7b too, and that those of RWKV-7a.
+# The first that matches is the answer.
 REFUSALS = (
     *OTHER_VISUAL,
-    Refusal("an RWKV-8 preview", lambda tensors: _has_part(tensors, ".enn", ".emm")),
-    Refusal("RWKV-7b, with DeepEmbed and attention", lambda tensors: _has_part(tensors, ".qkv.qq.")),
-    Refusal("RWKV-7a, with DeepEmbed", lambda tensors: _has_part(tensors, ".ffn.s_emb")),
-    Refusal(
-        "a hybrid of RWKV-7 (Goose) and softmax attention, by flash-linear-attention",
-        lambda tensors: _ends(tensors, ".r_k") and _has_part(tensors, ".attn.q_proj."),
-    ),
+    *(Refusal(title, partial(_is_relative_of_goose, pattern)) for pattern, title in RELATIVES.items()),
     Refusal(
         "RWKV-7 (Goose) in the layers of another model, such as ARWKV or QRWKV",
         lambda tensors: _has_part(tensors, ".mlp.gate_proj.") and _ends(tensors, ".r_k", ".k_k", ".k_a"),

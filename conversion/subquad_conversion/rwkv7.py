@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from subquad.loading import Layout, transposed
+from subquad.models.rwkv7.configuration_rwkv7 import RELATIVES
 from subquad.models.rwkv7.loading_rwkv7 import FLASH_LINEAR_ATTENTION
 
 from .errors import ConversionError
@@ -34,8 +35,8 @@ PLACES = {
 UNUSED = re.compile(r"rwkv7\.blocks\.0\.att\.v[012]")
 # Vectors, which come with and without axes of length 1.
 VECTORS = re.compile(r"(att\.(x_[rwkvag]|[wav]0|k_[ka])|ffn\.x_k)$")
-# Tensors that only relatives of the model have. The names of their other tensors may be the same.
-RELATED = re.compile(r"\.ffn\.s_emb|\.qkv\.|\.(enn|emm)|\.attn\.q_proj\.|^(rwkv|vit)\.")
+# Tensors of relatives and of larger models. The names of their other tensors may be the same.
+RELATED = re.compile("|".join((*RELATIVES, r"^(rwkv|vit)\.")))
 
 
 class Rwkv7Format(Format):

@@ -68,14 +68,14 @@ def check_target(destination: Path, to: str, gguf_type: str | None, dtype: str, 
         raise ConversionError(f"`to` must be one of {', '.join(TARGETS)}; got {to!r}.")
     if gguf_type is not None:
         if to != "gguf":
-            raise ConversionError(f"`gguf_type` means nothing for {to}; it is for gguf.")
+            raise ConversionError(f"`gguf_type` does not apply to {to}; it is for gguf.")
         gguf_files.check_type(gguf_type)
     if to == "gguf" and dtype != "keep":
-        raise ConversionError(f"`dtype` means nothing for gguf, got {dtype!r}; `gguf_type` says what is written.")
+        raise ConversionError(f"`dtype` does not apply to gguf, got {dtype!r}; give `gguf_type`.")
     if to == "st" and dtype not in ("keep", "float16"):
         raise ConversionError(f"`dtype` must be float16 for st, got {dtype!r}: web-rwkv reads no other.")
     if to in WEIGHTS_ONLY and tokenizer not in ("auto", "none"):
-        raise ConversionError(f"`tokenizer` means nothing for {to}, whose files hold weights only.")
+        raise ConversionError(f"`tokenizer` does not apply to {to}, whose files hold weights only.")
     if to in FILES and destination.suffix != f".{to}":
         raise ConversionError(f"{destination} must have a name that ends in .{to}.")
     with as_conversion_error():

@@ -205,7 +205,7 @@ def _describe_directory(name: str, path: Path) -> ModelInfo:
     from subquad_conversion.checkpoint import open_checkpoint
 
     if is_adapter_directory(path):
-        return _describe_checkpoint(name, path)  # says what it is
+        return _describe_checkpoint(name, path)  # the error describes the adapter
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the file may contain anything, so any part of the reader may fail

@@ -170,7 +170,7 @@ KEY = "blocks.1.att.key"
         ({f"{KEY}.bone": torch.zeros(2, 8, 8)}, {}, "blocks of square weights only"),
         ({f"{KEY}.bone": torch.zeros(2, 4, 4)}, {}, rf"{KEY}.bone has the shape \(2, 4, 4\).*weight \(16, 16\)"),
         ({f"{KEY}.bone": torch.zeros(0, 8, 8)}, {}, r"the shape \(0, 8, 8\)"),
-        ({f"{KEY}.disha": torch.zeros(4, 16)}, {"lora_alpha": 1}, "`lora_alpha` means nothing for .*called disha"),
+        ({f"{KEY}.disha": torch.zeros(4, 16)}, {"lora_alpha": 1}, "`lora_alpha` does not apply to .*called disha"),
         (without(lora(), f"{KEY}.lora_B"), {"lora_alpha": 1}, "every layer has lora_A and lora_B, or all have one of"),
         (lora() | {f"{KEY}.lora_M": torch.zeros(1, 16)}, {"lora_alpha": 1}, f"no weight for {KEY}.lora_M"),
         (lora() | {f"{KEY}.lora_A": torch.zeros(3, 8)}, {"lora_alpha": 1}, r"the shapes \(3, 8\) and \(16, 3\)"),

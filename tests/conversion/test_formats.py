@@ -215,7 +215,7 @@ def test_options_of_other_architectures(case, option, tmp_path):
         written = report.config if hasattr(report.config, option) else report.config.get_text_config()
         assert getattr(written, option) == 2
         return
-    with pytest.raises(ConversionError, match=f"^`{option}` means nothing to the model type {case.model_type}"):
+    with pytest.raises(ConversionError, match=f"^`{option}` does not apply to the model type {case.model_type}"):
         convert(source, tmp_path / "model", progress=False, **{option: 2})
     assert not (tmp_path / "model").exists()
 

@@ -360,7 +360,7 @@ def test_llama_cpp_writes_the_same(name, kind, tmp_path):
     ("options", "name", "message"),
     [
         ({"to": "onnx"}, "out", "`to` must be one of directory, fla, hub, pth, st, gguf; got 'onnx'"),
-        ({"to": "pth", "gguf_type": "F16"}, "out.pth", "`gguf_type` means nothing for pth; it is for gguf"),
+        ({"to": "pth", "gguf_type": "F16"}, "out.pth", "`gguf_type` does not apply to pth; it is for gguf"),
         (
             {"to": "gguf", "gguf_type": "Q4_K"},
             "out.gguf",
@@ -372,10 +372,10 @@ def test_llama_cpp_writes_the_same(name, kind, tmp_path):
             "out.gguf",
             "`gguf_type` must be one of F32, F16, BF16, Q8_0, .*; got 'q8'",
         ),
-        ({"to": "gguf", "dtype": "float16"}, "out.gguf", "`dtype` means nothing for gguf, got 'float16'"),
+        ({"to": "gguf", "dtype": "float16"}, "out.gguf", "`dtype` does not apply to gguf, got 'float16'"),
         ({"to": "st", "dtype": "float32"}, "out.st", "`dtype` must be float16 for st, got 'float32'"),
-        ({"to": "st", "tokenizer": "bytes"}, "out.st", "`tokenizer` means nothing for st"),
-        ({"to": "pth", "max_shard_size": 10}, "out.pth", "`max_shard_size` means nothing for pth, which is one file"),
+        ({"to": "st", "tokenizer": "bytes"}, "out.st", "`tokenizer` does not apply to st"),
+        ({"to": "pth", "max_shard_size": 10}, "out.pth", "`max_shard_size` does not apply to pth, which is one file"),
         ({"to": "pth"}, "out.bin", r"out.bin must have a name that ends in \.pth"),
         ({"to": "pth"}, "there.pth", "there.pth exists already"),
         ({"to": "pth"}, "there.pth/out.pth", r"out.pth cannot be made, because .*there.pth is a file"),

@@ -329,7 +329,7 @@ def test_what_no_tensor_tells(vision, save, make, tmp_path):
         with pytest.raises(ConversionError, match=message):
             make(source, "wrong", fields, **options)
         assert not (tmp_path / "wrong").exists()
-    with pytest.raises(ConversionError, match="`grid_size` means nothing to the model type rwkv6"):
+    with pytest.raises(ConversionError, match="`grid_size` does not apply to the model type rwkv6"):
         make(save("finch.pth", trainer_tensors("rwkv6")), "wrong", grid_size=2)
 
 

@@ -222,7 +222,7 @@ def test_a_directory_of_the_rwkv_organisation(prefix, tmp_path):
         (["blocks.0.qkv.qq.weight", "blocks.0.ffn.s_emb.weight"], "RWKV-7b, with DeepEmbed and attention"),
         (["blocks.0.ffn.enn.weight"], "an RWKV-8 preview"),
         (["blocks.0.qkv.emm", "blocks.0.qkv.qq.weight", "blocks.0.ffn.s_emb.weight"], "an RWKV-8 preview"),
-        (["model.layers.1.attn.q_proj.weight"], "a hybrid with softmax attention"),
+        (["model.layers.1.attn.q_proj.weight"], r"a hybrid of RWKV-7 \(Goose\) and softmax attention"),
     ],
     ids=str,
 )

@@ -54,6 +54,14 @@ WORLD = {
     "no arguments": {
         "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]
     },
+    **{
+        f"a tool's {result}": {"messages": [USER, {"role": "tool", "content": result}]}
+        for result in ([1, "é<"], [{"a": 1}], [[]], 3, [], {})
+    },
+    "an empty thought": {"messages": [{"role": "assistant", "content": "So.", "reasoning_content": ""}, USER]},
+    "a thought and no content": {"messages": [{"role": "assistant", "reasoning_content": " \nOne.\n"}, USER]},
+    "a thought and a call": {"messages": [{**ASKED, "content": "\n", "reasoning_content": "One."}, USER]},
+    "no thought": {"messages": [{"role": "assistant", "content": "So.", "reasoning_content": None}, USER]},
     "a thought": {"messages": [{"role": "assistant", "content": "So.", "reasoning_content": "One.\n\nTwo."}, USER]},
     **{
         f"{name} {value}": {"messages": [USER], "add_generation_prompt": True, name: value}

@@ -517,10 +517,13 @@ def test_chat_template_of_odd_messages(world):
     render = world.apply_chat_template
     assert render([{"role": "user", "content": ""}], tokenize=False) == "User:\n\n"
     assert render([{"role": "assistant", "content": None}], tokenize=False) == "Assistant:\n\n"
-    assert render([{"role": "tool", "content": {"a": 1}}], tokenize=False) == 'User: Function output:\n{"a": 1}\n\n'
+    for result in ({"a": 1}, [1, "é"], [{"a": 1}], 3):  # of a tool
+        text = json.dumps(result, ensure_ascii=False)
+        assert render([{"role": "tool", "content": result}], tokenize=False) == f"User: Function output:\n{text}\n\n"
     for message, error in (
         ({"role": "judge", "content": "x"}, "The role judge is none of system, user, assistant and tool"),
         ({"role": "user", "content": [{"type": "image"}]}, "The type image is not text"),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}, {"text": "y"}]}, 'A part .*: "y".* no type'),
     ):
         with pytest.raises(Exception, match=error):
             render([message], tokenize=False)
@@ -604,7 +607,8 @@ CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": {"b
         (None, BOUNDARY, {}),
         (True, ">First.\n\nThen.</think>\nSo.", {"reasoning_content": "First.\n\nThen.", "content": "So."}),
         (True, ">First.\n\nUser:", {"reasoning_content": "First."}),
-        (False, "So." + BOUNDARY, {"content": "So."}),
+        (True, ">\nFirst. \n</think>\n\nSo. " + BOUNDARY, {"reasoning_content": "\nFirst. \n", "content": "\nSo. "}),
+        (False, "So." + BOUNDARY, {"reasoning_content": "", "content": "So."}),
         (None, f" I ask.\n{CALL}\n\nUser:", {"content": "I ask.", "tool_calls": CALLS}),
         (None, f" {CALL}\n{CALL}\nWait.{BOUNDARY}", {"content": "Wait.", "tool_calls": CALLS * 2}),
         (None, f" {CALL[:-7]}", {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": CUT}}]}),
@@ -616,13 +620,17 @@ def test_responses(world, thinking, answer, message):
     options = {} if thinking is None else {"thinking": thinking}
     chat = [{"role": "user", "content": "Assistant: <think>"}]
     prompt = world.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
-    message = {"role": "assistant", **message}
+    message = {"role": "assistant", "reasoning_content": None, **message}
     assert world.parse_response(answer, prefix=prompt) == message
     assert world.parse_response(world.encode(answer), prefix=world.encode(prompt)) == message
+    assert letter_by_letter(world, answer, prompt) == message
+
+
+def letter_by_letter(world, answer, prompt):
     parser = world.get_response_parser(prefix=prompt)
     for letter in answer:
         parser.feed(letter)
-    assert parser.finalize()[0] == message
+    return parser.finalize()[0]
 
 
 @pytest.mark.parametrize("as_text", [False, True], ids=["a dictionary", "a string"])
@@ -636,6 +644,15 @@ def test_responses(world, thinking, answer, message):
         (None, " Two lines:\n\n1. one\n\n    code\n\n"),
         (True, f">First.\n\nThen.</think>\nI ask.\n{CALL}\n\n"),
         (True, ">First.</think>\nSo.\n\n"),
+        (True, "> \nFirst.\n\n</think>\n\n\n So.\n\n"),
+        (True, f">First.</think>\n{CALL}\n\n"),
+        (True, f">First.</think>\n\n{CALL}\n\n"),
+        (True, "></think>\nSo.\n\n"),
+        (False, "So.\n\n"),
+        (False, f"{CALL}\n\n"),
+        (None, " <think></think>\nSo.\n\n"),
+        (None, f" I ask: \n\n\n{CALL}\n{CALL}\n\n"),
+        (None, " A  \n\n B  \n\n"),
     ],
 )
 def test_a_response_goes_on(thinking, answer, as_text, world):
@@ -644,6 +661,7 @@ def test_a_response_goes_on(thinking, answer, as_text, world):
     options = {} if thinking is None else {"thinking": thinking}
     prompt = world.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
     message = world.parse_response(answer, prefix=prompt)
+    assert letter_by_letter(world, answer, prompt) == message
     for call in message.get("tool_calls", []) if as_text else []:
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     assert world.apply_chat_template([*chat, message], tokenize=False) == prompt + answer

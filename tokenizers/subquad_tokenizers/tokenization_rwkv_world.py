@@ -33,8 +33,10 @@ BLANK_LINE = "\n\n"
 # model wrote them, up to their last line. No space follows the last colon: the space belongs to the first token of
 # the answer. So there is none before an answer that transformers continues at its beginning, the place of its tag.
 # Goose's G1 models think first: `thinking=True`, or `enable_thinking=True` as others call it, begins the thought
-# with ` <think`, to which the model adds `>`, and False gives an empty thought. Tools are listed in the system's
-# turn, a call is a block of JSON, and what it returns is a turn of the user.
+# with ` <think`, to which the model adds `>`, and False gives an empty thought. A message with an empty
+# `reasoning_content` has an empty thought too; None means no thought. Tools are listed in the system's turn, a call is
+# a block of JSON, and its result is a turn of the user. Results that are neither text nor typed parts are written as
+# JSON.
 #
 # Programs that render it alone are jinja2, minijinja, llama.cpp and @huggingface/jinja. The `tojson` of the first
 # two escapes characters of HTML, and jinja2's sorts keys. None knows the marks of an assistant's turn, which stand
@@ -68,23 +70,30 @@ WORLD_CHAT_TEMPLATE = r"""
         {{- raise_exception('The role ' ~ message.role ~ ' is none of system, user, assistant and tool.') -}}
     {%- endif -%}
     {%- set answer = message.role == 'assistant' -%}
-    {%- set turn = namespace(given='', text='', gap='') -%}
-    {%- if message.role == 'tool' -%}{%- set turn.given = 'Function output:\n' -%}{%- endif -%}
-    {%- if answer and message.reasoning_content -%}
-        {%- set turn.given = '<think>' ~ message.reasoning_content ~ '</think>\n' -%}
-    {%- endif -%}
     {%- set content = message.content or '' -%}
+    {%- set turn = namespace(given='', typed=false, text='', gap='') -%}
+    {%- set parts = content if content is iterable and content is not string and content is not mapping else [] -%}
+    {%- for part in parts -%}
+        {%- if part is mapping and part.type is defined -%}{%- set turn.typed = true -%}{%- endif -%}
+    {%- endfor -%}
     {%- if content is string -%}
-        {%- set turn.given = turn.given ~ content -%}
-    {%- elif content is mapping -%}
-        {%- set turn.given = turn.given ~ json(content) -%}
+        {%- set turn.given = content -%}
+    {%- elif not turn.typed -%}
+        {%- set turn.given = json(content) -%}
     {%- else -%}
-        {%- for part in content -%}
-            {%- if part.type != 'text' -%}
+        {%- for part in parts -%}
+            {%- if part is not mapping or part.type is not defined -%}
+                {{- raise_exception('A part of the content, ' ~ json(part) ~ ', has no type.') -}}
+            {%- elif part.type != 'text' -%}
                 {{- raise_exception('The type ' ~ part.type ~ ' is not text.') -}}
             {%- endif -%}
             {%- set turn.given = turn.given ~ part.text -%}
         {%- endfor -%}
+    {%- endif -%}
+    {%- if message.role == 'tool' -%}{%- set turn.given = 'Function output:\n' ~ turn.given -%}{%- endif -%}
+    {%- if answer and message.reasoning_content is string -%}
+        {%- set gap = '\n' if turn.given.strip() else '' -%}
+        {%- set turn.given = '<think>' ~ message.reasoning_content ~ '</think>' ~ gap ~ turn.given -%}
     {%- endif -%}
     {%- if message.role == 'system' and loop.first -%}{%- set turn.given = turn.given ~ '\n' ~ schemas -%}{%- endif -%}
     {%- for call in message.tool_calls or [] -%}
@@ -126,26 +135,34 @@ def _response_template(end: str | AddedToken | None) -> dict:
     """
     How `parse_response` reads an answer to a prompt of `WORLD_CHAT_TEMPLATE`: thoughts, calls of tools, and the rest.
     A block of JSON is a call if it begins with a name and arguments. The next turn of the user is none of the answer,
-    nor is `end`, the EOS token.
+    nor is `end`, the EOS token. The fields keep all white space but what the template writes: a space before the
+    answer, a line break after a thought and before a call, and the end of the turn.
     """
     ends = [r"(?<=\n\n)User:", *([re.escape(str(end))] if end else [])]
     return {
-        "defaults": {"role": "assistant"},
+        # An empty thought is kept only if the field has a default.
+        "defaults": {"role": "assistant", "reasoning_content": None},
         "start_anchor": "Assistant:",
         "fields": {
             "reasoning_content": {
                 "open_pattern": r"\A\s*<think>",
-                "close_pattern": rf"</think>\s*|(?={'|'.join(ends)})",
+                "close_pattern": rf"</think>\n?|\s*(?={'|'.join(ends)})",
+                "content_args": {"strip": False},
             },
             "tool_calls": {
-                "open_pattern": r'\s*```json\s*\{\s*"name":\s*"(?P<name>[^"\n]*)",\s*"arguments":',
+                "open_pattern": r'(?:(?<!</think>\n)\n)?```json\s*\{\s*"name":\s*"(?P<name>[^"\n]*)",\s*"arguments":',
                 "close_pattern": r"\}\s*```\s*",
                 "repeats": True,
                 "content": "json",
                 "content_args": {"allow_non_json": True},
                 "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
             },
-            "content": {"close_pattern": rf"\s*(?:{'|'.join(ends)}).*", "repeats": True, "join": "\n"},
+            "content": {
+                "close_pattern": rf"\A\s+|\n\s*\Z|(?:\n\s*)?(?:{'|'.join(ends)}).*",
+                "content_args": {"strip": False},
+                "repeats": True,
+                "join": "\n",
+            },
         },
     }
 

@@ -26,7 +26,7 @@ RELATIVES = {
     r"\.(enn|emm)": "an RWKV-8 preview",
     r"\.qkv\.qq\.": "RWKV-7b, with DeepEmbed and attention",
     r"\.s_emb": "RWKV-7a, with DeepEmbed",
-    r"\.attn\.q_proj\.": "a hybrid with softmax attention",
+    r"\.attn\.q_proj\.": "a hybrid of RWKV-7 (Goose) and softmax attention",
 }
 
 
