@@ -16,7 +16,7 @@ LIMITS = {
     "rwkv6": 8250,
     "rwkv7": 7950,
     "avey": 6600,
-    "avey-b": 4600,
+    "avey-b": 4650,
     "raven": 8100,
     "gecko": 10000,
     "visual_rwkv": 8950,
