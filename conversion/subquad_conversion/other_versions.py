@@ -26,7 +26,9 @@ def _has(tensors: Tensors, name: str) -> bool:
 
 
 def _is_relative_of_goose(pattern: str, tensors: Tensors) -> bool:
-    return _ends(tensors, ".r_k") and any(re.search(pattern, name) for name in tensors)
+    if re.search(pattern, ".attn.q_proj.") and not _ends(tensors, ".r_k"):  # a name that many models have
+        return False
+    return any(re.search(pattern, name) for name in tensors)
 
 
 def _is_version_4(tensors: Tensors) -> bool:
