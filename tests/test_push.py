@@ -23,6 +23,7 @@ from visual_cases import save_visual
 
 from subquad import cli, embedded_model, hub
 from subquad.push import PushError, push, push_model
+from subquad.versions import minor_version
 from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
 
 
@@ -191,7 +192,7 @@ def test_what_was_pushed_loads_without_this_package(server, tmp_path, capsys):
     assert server.repositories["user/raven"].private
 
     save_file({"ids": ids}, tmp_path / "ids.safetensors")
-    server.break_downloads = 1
+    server.break_downloads = int(minor_version(huggingface_hub.__version__) > (1, 5))  # which gives up
     online = elsewhere(tmp_path, *pushed, HF_ENDPOINT=server.url, HF_TOKEN="hf_user")
     assert not server.break_downloads
     torch.testing.assert_close(online, expected, atol=1e-5, rtol=1e-5)
