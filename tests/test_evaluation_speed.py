@@ -86,7 +86,8 @@ def test_an_error_is_one(run):
 
 # Of two layers of width 32, by the architectures that have a state: its elements after 32 tokens, or None if they
 # depend on the room that it has; those that each further token adds; and by how much this may differ.
-EAGLE = 2 * (32 * 32 + 2 * 32) + 32, 0, 0  # a head of 32 x 32 and two shifts a layer, and the last output
+# A head of 32 x 32 and two shifts a layer, the last output, and the count of padding in 8 bytes.
+EAGLE = 2 * (32 * 32 + 2 * 32) + 32 + 2, 0, 0
 STATE_ELEMENTS = {
     "transformer": (2 * 2 * 32 * 32, 2 * 2 * 32, 0),
     "avey": (None, 32, 16),
