@@ -1,6 +1,6 @@
 """
 Adapters that are merged into the model that they were trained on: the files of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA),
-whose names are those of the trainer, and directories of PEFT (LoRA, MiSS).
+which use the trainer's tensor names, and directories of PEFT (LoRA, MiSS).
 """
 
 import re
@@ -117,7 +117,7 @@ def open_adapter(source: Path) -> Iterator[Adapter]:
     Opens a file of RWKV-PEFT or a directory of PEFT.
 
     Raises:
-        ConversionError: if it is no adapter, or one that is not merged here.
+        ConversionError: if it is not an adapter, or cannot be merged here.
     """
     file, settings = source, {}
     if source.is_dir():
@@ -189,7 +189,7 @@ def merge(
     whole = {plain: find(plain) for plain in adapter.others if plain not in states}
     strange = [name for layer, parts in adapter.layers.items() if not layers[layer] for name in parts.values()]
     if strange := strange + [adapter.others[plain] for plain, target in whole.items() if not target]:
-        raise ConversionError(f"{source}: the model has no weight for {listed(strange)}. {OTHER_BASE}")
+        raise ConversionError(f"{source}: the model lacks the weights that {listed(strange)} belong to. {OTHER_BASE}")
     if both := [adapter.others[plain] for plain in whole if plain.removesuffix(".weight") in layers]:
         raise ConversionError(
             f"{source} holds the weights of layers that have an adapter: {listed(both)}. They may be those before "
@@ -206,7 +206,7 @@ def merge(
             )
         changes[target.target] = lambda weight, name=name: adapter.checkpoint.read(name)
     if whole:
-        notes.append(f"{len(whole)} tensors of the adapter, such as {next(iter(whole))}, replace those of the model")
+        notes.append(f"{len(whole)} tensors of the adapter, such as {next(iter(whole))}, replace the model's")
     if states:
         notes.append(STATE_LEFT_OUT)
     return changes, notes

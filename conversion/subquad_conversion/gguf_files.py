@@ -335,7 +335,7 @@ def find_ends(vocabulary: Vocabulary, stops: Sequence[int], vocab_size: int) -> 
     others. If only the end of a document ends an answer, llama.cpp is also told what ends a turn of World's template.
 
     Raises:
-        ConversionError: if there are more, or if they are no tokens.
+        ConversionError: if there are more than three, or an id is not in the vocabulary.
     """
     if strange := [index for index in stops if not isinstance(index, int) or not 0 <= index < vocab_size]:
         raise ConversionError(f"`eos_token_id` has {strange[0]!r}, which is no id of a vocabulary of {vocab_size}.")

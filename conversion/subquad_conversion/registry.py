@@ -91,7 +91,7 @@ def find_target(model_type: str, name: str) -> Format:
 
 
 def trainer_layout(model_type: str) -> Layout:
-    """How the trainer of a model type names its tensors; the names of other types are those of the models."""
+    """The trainer's tensor names for a model type, or the model's own if there is no trainer's format."""
     return next((x.layout for x in FORMATS if x.model_type == model_type and x.target == "pth"), Layout({}))
 
 

@@ -170,7 +170,7 @@ def write_gguf(model: Model, target: Format, destination: Path, gguf_type: str |
 
 
 def _stops(model: Model, vocabulary: Vocabulary) -> tuple[list[int], list[str]]:
-    """The ids at which `generate` ends an answer, and notes about what a file for llama.cpp has no place for."""
+    """The ids at which `generate` ends an answer, and notes on what a GGUF file cannot store."""
     generation, notes = model.generation, []
     told = {"the generation configuration": generation and generation.eos_token_id}
     told |= {"the configuration": model.config.eos_token_id, "the tokenizer": vocabulary.ids.get("eos")}
@@ -179,7 +179,7 @@ def _stops(model: Model, vocabulary: Vocabulary) -> tuple[list[int], list[str]]:
     if differ := [f"{other} has {', '.join(map(str, ids))}" for other, ids in others if not {*ids} <= {*stops}]:
         notes.append(f"an answer ends at {', '.join(map(str, stops))}, as in {who}; {' and '.join(differ)}")
     if strings := generation and generation.stop_strings:
-        notes.append(f"llama.cpp has to be told the `stop_strings` {strings!r}, which GGUF has no place for")
+        notes.append(f"GGUF cannot store the `stop_strings` {strings!r}: give them to llama.cpp")
     if vocabulary.around:
         names = " and ".join(name.upper() for name in vocabulary.around)
         notes.append(f"the tokenizer puts {names} around every text; llama.cpp's greedy one does not")

@@ -1,7 +1,7 @@
 """Greedy tokenizers, such as RWKV World: what they consist of, for files that have no room for a tokenizer's own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,7 +46,7 @@ class Vocabulary:
     added: Mapping[int, AddedToken]
     ids: Mapping[str, int]
     chat_template: str | Mapping[str, str] | None = None
-    around: tuple[str, ...] = field(default=())
+    around: tuple[str, ...] = ()
 
     @property
     def template(self) -> str:

@@ -438,8 +438,11 @@ class RecurrentCache(Cache):
         device = next(iter(after.states.values())).device
         # Later calls without padding add nothing, but a record is about the same tokens for every state.
         if tokens.mask is not None or after.record_past or "padding" not in after.states:
-            none = torch.zeros(tokens.batch, tokens.length, dtype=torch.bool, device=device)
-            after.step("padding", add_marked, none if tokens.mask is None else ~tokens.mask)
+            if tokens.mask is None:
+                padding = torch.zeros(tokens.batch, tokens.length, dtype=torch.bool, device=device)
+            else:
+                padding = ~tokens.mask
+            after.step("padding", add_marked, padding)
         if isinstance(self.seen_tokens, int):
             self.seen_tokens += tokens.length
             return

@@ -203,9 +203,10 @@ class RecurrentGenerationMixin(GenerationMixin):
         if not of_prompt and cache is not None and ids is not None and ids.shape[1] == 1:
             inputs.pop("attention_mask", None)
             if ended is not None and ended.may_pad():
-                mask = ended.mask(input_ids, attention_mask)
                 # PEFT puts columns for a learned prompt before those of the whole text.
-                inputs["attention_mask"] = mask if _has_learned_prompt(self) else mask[:, -1:].contiguous()
+                if not _has_learned_prompt(self):
+                    input_ids, attention_mask = input_ids[:, -1:], None
+                inputs["attention_mask"] = ended.mask(input_ids, attention_mask)
         return inputs
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict, generation_config: GenerationConfig) -> bool:
@@ -265,7 +266,7 @@ class _EndedRows(StoppingCriteriaList):
         return done
 
     def mask(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """The mask of the whole text (batch, length), with zeros also for the padding behind the end of a row."""
+        """The mask of the last tokens (batch, n), with zeros also for the padding behind the end of a row."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         columns = torch.arange(mask.shape[1], device=mask.device)
         return torch.where(columns < mask.shape[1] - self.padding[:, None], mask, 0)
