@@ -189,7 +189,7 @@ def merge(
     whole = {plain: find(plain) for plain in adapter.others if plain not in states}
     strange = [name for layer, parts in adapter.layers.items() if not layers[layer] for name in parts.values()]
     if strange := strange + [adapter.others[plain] for plain, target in whole.items() if not target]:
-        raise ConversionError(f"{source}: the model lacks the weights that {listed(strange)} belong to. {OTHER_BASE}")
+        raise ConversionError(f"{source}: the model has no weight for {listed(strange)}. {OTHER_BASE}")
     if both := [adapter.others[plain] for plain in whole if plain.removesuffix(".weight") in layers]:
         raise ConversionError(
             f"{source} holds the weights of layers that have an adapter: {listed(both)}. They may be those before "
