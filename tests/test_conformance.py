@@ -220,11 +220,15 @@ def test_attention_weights(case):
     ids = random_ids(2, 20)
     for _, model in each_class(case):
         assert model(ids).attentions is None
+        if case.window is None:
+            message = f"`output_attentions`: {type(model).__name__} has no attention weights"
+            with pytest.raises(ValueError, match=message):
+                model(ids, output_attentions=True)
+            continue
+        with pytest.raises(ValueError, match="`output_attentions` needs `attn_implementation=\"eager\"`, got 'sdpa'"):
+            model(ids, output_attentions=True)
         model.set_attn_implementation("eager")
         attentions = model(ids, output_attentions=True).attentions
-        if case.window is None:
-            assert attentions is None
-            continue
         (weights,) = attentions
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 20))
         window = torch.ones(20, 20, dtype=torch.bool).tril().triu(1 - case.window)
@@ -677,13 +681,35 @@ def test_predictions_are_logits_alone(case, tmp_path):
             torch.testing.assert_close(logits, [x for name, x in expected.items() if name.endswith("logits")])
 
 
+@pytest.mark.fast
+@each_case
+def test_no_label_counts(case):
+    """The loss of a batch without labels is 0, and so are its gradients."""
+    ids, labels = random_ids(2, 6), torch.full((2, 6), -100)
+    for auto_class, model in each_class(case):
+        if auto_class == "AutoModel":
+            continue
+        ignored = {"labels": labels[:, 0] if auto_class == "AutoModelForSequenceClassification" else labels}
+        if auto_class == "AutoModelForQuestionAnswering":
+            ignored = {"start_positions": torch.tensor([6, 6]), "end_positions": torch.tensor([6, 9])}
+        given = [ignored, ignored | {"num_items_in_batch": torch.tensor(0)}]
+        if auto_class == case.lm_class and case.causal:  # the first label is that of no token
+            given += [{"labels": labels.index_fill(1, torch.tensor([0]), 3)}, {"labels": ids, "shift_labels": labels}]
+        for arguments in given:
+            model.zero_grad()
+            loss = model(ids, **arguments).loss
+            loss.backward()
+            assert loss == 0
+            assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
 # `generate`.
 
 
 @each_case
 def test_outputs_of_generate(case):
     model, text = case.model(), half_padded(case, 7, 3)
-    asked = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
+    asked = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
     for options, returned, rows in (
         ({}, 2, 2),
         ({"do_sample": True, "num_return_sequences": 2}, 4, 4),
@@ -797,7 +823,7 @@ def test_arguments_that_change_nothing(case):
         {"logits_to_keep": 0},
         {"logits_to_keep": 3},
         {"cache": model.new_cache()},
-        {"output_hidden_states": True, "output_attentions": True},
+        {"output_hidden_states": True},
     ):
         assert torch.equal(model.generate(ids, **options, **arguments), expected)
     prepared = model.prepare_inputs_for_generation(ids, attention_mask=mask, of_a_subclass=1)

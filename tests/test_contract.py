@@ -626,6 +626,37 @@ def test_cache_operations(case, tmp_path):
         torch.testing.assert_close(model(**text, cache=cache).logits, model(**text).logits)
 
 
+@pytest.mark.fast
+@each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
+def test_reset_rows(case, tmp_path):
+    """A row that was reset begins anew, and the others go on, with their gradients."""
+    model, before, rows = case.model(), texts(case, 70, 9, 33), torch.tensor([False, True, False])
+    more, last = case.text(3, 40, seed=1), case.text(3, 2, seed=2)
+    alone = [pick(more, n) if reset else join(before[n], pick(more, n)) for n, reset in enumerate(rows)]
+    for static in (False, True):
+        cache = model.new_cache(static, max_cache_len=128)
+        with torch.set_grad_enabled(not static):
+            model(**padded(before, "anywhere"), cache=cache)
+            states = [state for state in cache.named_states().values() if state.requires_grad]
+            cache.reset_rows(rows)
+            with pytest.raises(ValueError, match="Rows that were reset must read a token"):
+                cache.save(tmp_path / "cache")
+            found = model(**more, cache=cache).logits
+            for n, text in enumerate(alone):
+                torch.testing.assert_close(found[n], model(**text).logits[0, -40:], **TOLERANCE)
+        for n, reset in enumerate([] if static else rows):
+            gradients = torch.autograd.grad(found[n].sum(), states, allow_unused=True, retain_graph=True)
+            assert reset != any(x is not None and bool(x.any()) for x in gradients)
+        with torch.no_grad():
+            found = model(**last, cache=cache.detach()).logits
+            for n, text in enumerate(alone):
+                expected = model(**join(text, pick(last, n))).logits[0, -2:]
+                torch.testing.assert_close(found[n], expected, **TOLERANCE)
+    for wrong in (rows[:2], rows.int(), 1):
+        with pytest.raises(ValueError, match=r"`rows` must be bool \(3\), one for each row of the cache, got"):
+            cache.reset_rows(wrong)
+
+
 # 4. The state does not grow.
 
 
@@ -1032,8 +1063,18 @@ def test_wrong_input(case, inputs, message):
 def test_foreign_caches(case, tmp_path):
     model, text = case.model(), case.text(2, 4)
     deeper, cache_class = case.config(num_hidden_layers=4), type(model.new_cache())
+    for empty in (DynamicCache(), DynamicCache(config=model.config)):
+        out = model(**text, cache=empty, use_cache=True)
+        assert_same_states(out.cache, model(**text).cache)
+        with pytest.raises(ValueError, match="`cache` is a DynamicCache that was given before, and is still empty"):
+            model(**text, cache=empty)
+    options = {"max_new_tokens": 2, **GREEDY}
+    generated = model.generate(**text, **options, past_key_values=DynamicCache())
+    assert torch.equal(generated, model.generate(**text, **options))
+    filled = DynamicCache()
+    filled.update(torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), 0)
     with pytest.raises(ValueError, match=f"`cache` must be a {cache_class.__name__}.*DynamicCache"):
-        model(**text, cache=DynamicCache(config=model.config))
+        model(**text, cache=filled)
     other = tiny_config(case.other_type)
     other.chunk_size = 8  # which the caches of Avey and Gecko read
     with pytest.raises(ValueError, match=f"`cache` is the cache of another model: `model_type` '{case.other_type}'"):

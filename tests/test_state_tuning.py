@@ -95,6 +95,13 @@ def test_a_text_begins_with_the_state(model_type, fields, tmp_path):
     check(read(model, padded[:, 7:], attention_mask=mask, cache=cache))
     right = torch.nn.functional.pad(ids, (0, 7))
     check(read(model, right, attention_mask=mask.flip(1))[:, :19])
+    # A row that was reset, also in a cache that was joined since.
+    cache = model(input_ids=ids[:, :5]).cache
+    cache.reset_rows(torch.tensor([True, False]))
+    alone = type(cache).join([model(input_ids=ids[1:, :5]).cache, *cache.split()[:1]])
+    check(read(model, ids[:, 5:], cache=cache.clone())[1:], found[1:, 5:])
+    check(read(model, ids, cache=cache)[:1], found[:1])
+    check(read(model, ids, cache=alone)[1:], found[1:])
     # What was read is taken back, to nothing.
     cache = model.get_base_model().new_cache()
     cache.activate_past_recording()

@@ -380,6 +380,9 @@ def test_l2wrap_pulls_the_largest_logits():
             expected[row, position, best] = 0.1 * logits[row, position, best] / (6 if count is None else count)
         pull = torch.autograd.grad(pulled, logits)[0] - torch.autograd.grad(plain, logits)[0]
         torch.testing.assert_close(pull, expected, rtol=1e-4, atol=1e-6)
+    for count in (None, 0):
+        loss = l2wrap_loss(outputs, torch.full_like(labels, -100), count)
+        assert loss == 0 and not torch.autograd.grad(loss, logits)[0].any()
 
 
 def test_l2wrap_with_the_trainer(tmp_path):

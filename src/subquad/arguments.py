@@ -26,7 +26,7 @@ REPEATED = {
 COMMON_ARGUMENTS = {
     "return_dict": "transformers' decorators read it",
     "output_hidden_states": "transformers' hooks read it",
-    "output_attentions": "transformers' hooks read it; layers without attention have no weights to return",
+    "output_attentions": "transformers' hooks read it; it is an error if there are no weights to return",
     "logits_to_keep": "a head gives it to the model below, which may then compute fewer tokens",
     "num_items_in_batch": "Trainer: the loss reads it",
     "ignore_index": "the loss reads it",
@@ -113,6 +113,18 @@ def _is_ours(forward: Callable | None) -> bool:
     return getattr(forward, "checks_arguments", False)
 
 
+def _check_attentions(model: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: if a model does not compute attention weights.
+    """
+    kind = (model.base_model._can_record_outputs or {}).get("attentions", ())
+    if not any(isinstance(module, kind) for module in model.modules()):
+        raise ValueError(f"`output_attentions`: {type(model).__name__} has no attention weights to return.")
+    if (implementation := model.config._attn_implementation) != "eager":
+        raise ValueError(f'`output_attentions` needs `attn_implementation="eager"`, got {implementation!r}.')
+
+
 def checks_arguments(forward: Callable) -> Callable:
     """
     Decorates the `forward` of a model or of a mixin for models. Arguments may have their other names, and one that
@@ -125,6 +137,8 @@ def checks_arguments(forward: Callable) -> Callable:
     def wrapper(self, *args, **kwargs):
         kwargs = with_own_names(kwargs)
         refuse_unknown(kwargs, self.known_arguments, f"{type(self).__name__}.forward()")
+        if kwargs.get("output_attentions") or self.config.output_attentions:
+            _check_attentions(self)
         repeated = [name for name in REPEATED if kwargs.get(name) is not None]
         marked = [name for name in MARKERS if kwargs.get(name) is not None or name in positional[: len(args)]]
         if repeated and not marked:

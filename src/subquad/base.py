@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .cache import RecurrentCache, check_cache, check_class
+from .cache import RecurrentCache, check_cache, own_cache
 from .layers import read_tokens
 from .padding import Tokens, last_token
 from .saving import SavedPreTrainedModel
@@ -99,8 +99,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        if cache is not None:
-            check_class(cache, self.cache_class)
+        cache = own_cache(cache, self.cache_class)
         if cache is not None and torch.compiler.is_compiling():
             # `generate` compiles its steps to one graph each. Their positions only count the tokens.
             position_ids = None

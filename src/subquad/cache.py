@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, StaticCache
 
 from .padding import Tokens, read_values, should_check
 from .state_file import ModelIdentity, check_owner, describe_owner, read_state_file, write_state_file
@@ -87,6 +87,8 @@ class LayerState:
     static: bool = False
     # Whether static states were reset and no token has been read since.
     fresh: bool = False
+    # The rows that were reset and have read no token since, bool (batch); None if there are none.
+    fresh_rows: torch.Tensor | None = None
     # Names of states that were read with gradients enabled: a graph may hold them, whether they require any or not.
     lent: set[str] = field(default_factory=set, repr=False)
 
@@ -181,7 +183,7 @@ class LayerState:
         self._replace(states)
 
     def _replace(self, states: States) -> None:
-        self.fresh = False
+        self.fresh, self.fresh_rows = False, None
         for name, state in states.items():
             self.write(name, state)
 
@@ -189,6 +191,7 @@ class LayerState:
         """Replaces every tensor by `function(tensor)`."""
         for name, state in self.states.items():
             self.write(name, function(state))
+        self.fresh_rows = None if self.fresh_rows is None else function(self.fresh_rows)
         self.records = {name: record.map(function) for name, record in self.records.items()}
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LayerState":
@@ -197,6 +200,7 @@ class LayerState:
         other.states, other.lent = {}, set()
         for name, state in self.states.items():
             other.write(name, function(state))
+        other.fresh_rows = None if self.fresh_rows is None else function(self.fresh_rows)
         other.records = {name: record.map(function) for name, record in self.records.items()}
         return other
 
@@ -235,8 +239,15 @@ class LayerState:
             return state.shape[0]
         return -1
 
+    def reset_rows(self, rows: torch.Tensor) -> None:
+        self.records.clear()
+        for name, state in self.states.items():
+            self.write(name, state.masked_fill(rows.to(state.device).view(-1, *[1] * (state.dim() - 1)), 0))
+        self.fresh_rows = rows if self.fresh_rows is None else rows | self.fresh_rows.to(rows.device)
+
     def reset(self) -> None:
         self.records.clear()
+        self.fresh_rows = None
         if self.static:
             self.fresh = True
             for state in self.states.values():
@@ -533,6 +544,28 @@ class RecurrentCache(Cache):
             layer.reset()
         self.seen_tokens *= 0  # in place if it is a tensor
 
+    def reset_rows(self, rows: torch.Tensor) -> None:
+        """
+        Forgets the texts of some rows, which begin anew with the next call, as in training on streams of documents.
+        The other rows stay as they are, with their gradients. [`~RecurrentCache.get_seq_length`] counts on, and a mask
+        may have anything for what the rows had read. A record of the past is dropped.
+
+        Args:
+            rows: bool (batch), True for the rows to forget.
+
+        Raises:
+            ValueError: if `rows` is something else.
+        """
+        rows = torch.as_tensor(rows)
+        number = max(self.batch_size, 0)
+        if rows.dtype != torch.bool or rows.shape != (number,):
+            found = f"{rows.dtype} {tuple(rows.shape)}"
+            raise ValueError(f"`rows` must be bool ({number}), one for each row of the cache, got {found}.")
+        padding = self._padding()
+        for layer in self.all_layers:
+            layer.reset_rows(rows)
+        self.after_blocks.write("padding", padding.masked_fill(rows.to(padding.device), NOT_COMPARED))
+
     def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RecurrentCache":
         """A copy that holds `function(tensor)` of every tensor, which must not share memory with it."""
         other = copy.copy(self)
@@ -625,6 +658,11 @@ class RecurrentCache(Cache):
                 name: _concatenate([cache.all_layers[number].states[name] for cache in caches])
                 for name in layer.states.keys() - {"padding"}
             }
+            fresh = [cache.all_layers[number].fresh_rows for cache in caches]
+            if any(rows is not None for rows in fresh):
+                pairs = zip(fresh, caches, strict=True)
+                fresh = [torch.zeros(c.batch_size, dtype=torch.bool) if rows is None else rows for rows, c in pairs]
+                layer.fresh_rows = _concatenate(fresh)
         padding = [cache._padding() for cache in caches]
         for count, cache in zip(padding, caches, strict=True):
             if cache.get_seq_length() < joined.seen_tokens:
@@ -710,7 +748,12 @@ class RecurrentCache(Cache):
             model: the model that filled the cache, which `subquad.identify` names. [`~RecurrentCache.load`] can then
                 refuse another one.
             text: what else is to be known about the text, for JSON.
+
+        Raises:
+            ValueError: if rows were reset and have read no token since: the file would not have that.
         """
+        if any(layer.fresh_rows is not None for layer in self.all_layers):
+            raise ValueError("Rows that were reset must read a token before the cache can be saved.")
         fresh = tuple(f"{of}." for of, layer in self._named_layers() if layer.fresh)
         states = {name: state for name, state in self.named_states().items() if not name.startswith(fresh)}
         about = {
@@ -787,16 +830,29 @@ class StaticRecurrentCache(RecurrentCache, StaticCache):
 RecurrentCache.static_class = StaticRecurrentCache
 
 
-def check_class(cache: Any, cache_class: type[RecurrentCache]) -> None:
+def own_cache(cache: Any, cache_class: type[RecurrentCache]) -> RecurrentCache | None:
     """
+    The cache that a model was given. An unused `DynamicCache` of transformers counts as none, the first time: nothing
+    is written to it.
+
     Raises:
         ValueError: if a cache is not one of this kind of model.
     """
-    if not isinstance(cache, cache_class):
-        raise ValueError(
-            f"`cache` must be a {cache_class.__name__}, which `model.new_cache()` makes and `use_cache=True` returns; "
-            f"got {type(cache).__name__}."
-        )
+    if cache is None or isinstance(cache, cache_class):
+        return cache
+    wanted = f"a {cache_class.__name__}, which `model.new_cache()` makes and `use_cache=True` returns"
+    if type(cache) is not DynamicCache or not all(map(_is_unused, cache.layers)):
+        raise ValueError(f"`cache` must be {wanted}; got {type(cache).__name__}.")
+    if getattr(cache, "_was_given", False):
+        raise ValueError(f"`cache` is a DynamicCache that was given before, and is still empty. It must be {wanted}.")
+    cache._was_given = True
+    return None
+
+
+def _is_unused(layer: Any) -> bool:
+    """Whether a layer of a cache of transformers is empty."""
+    started = [getattr(layer, f"is_{kind}initialized", False) for kind in ("", "conv_states_", "recurrent_states_")]
+    return not any(any(each.values()) if isinstance(each, dict) else each for each in started)
 
 
 def check_cache(

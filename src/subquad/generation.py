@@ -15,7 +15,7 @@ from transformers.generation import (
 from transformers.utils import ModelOutput, logging
 
 from .arguments import parameter_names, refuse_unknown, with_own_names
-from .cache import RecurrentCache
+from .cache import RecurrentCache, own_cache
 from .self_check import check_once
 from .versions import CACHE_NAME, CACHE_NAMES, CHUNKS_FROM_THE_BEGINNING, cache_of, named_cache
 
@@ -46,6 +46,8 @@ class RecurrentGenerationMixin(GenerationMixin):
                 keeps the states after the prompt and after the generated text. One text at a time, without padding.
         """
         kwargs = with_own_names(kwargs)
+        if kwargs.get("cache") is not None:
+            kwargs["cache"] = own_cache(kwargs["cache"], self.cache_class)
         _check_learned_prompt(self, kwargs | {"prefix_cache": prefix_cache})
         refusal = _why_not_one_text(args, kwargs, self.generation_config)
         wants_own = self.make_prefix_cache is not None and refusal is None and not _has_learned_prompt(self)

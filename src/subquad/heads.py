@@ -10,7 +10,7 @@ from transformers.utils import can_return_tuple, logging
 
 from .arguments import checks_arguments
 from .cache import RecurrentCache
-from .layers import check_inputs
+from .layers import check_inputs, zero_without_labels
 from .padding import can_read_values, find_predicting
 from .versions import RecurrentCausalLMOutput, RecurrentClassifierOutput, cache_of, named_cache
 
@@ -124,7 +124,8 @@ class CausalLMHead:
             logits_to_keep: the number of last tokens to compute logits for (0: all), or the indices of the tokens.
 
         Returns:
-            loss if `labels` are given, logits (batch, kept, vocabulary), cache, hidden_states.
+            loss if `labels` are given, 0 if none of them counts; logits (batch, kept, vocabulary), cache,
+            hidden_states.
         """
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"`logits_to_keep` must be 0 or more, got {logits_to_keep}.")
@@ -152,6 +153,8 @@ class CausalLMHead:
         if labels is not None:
             vocabulary = self.config.get_text_config().vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **kwargs)
+            targets = labels[:, 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
+            loss = zero_without_labels(loss, targets, kwargs.get("ignore_index"))
         return RecurrentCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -210,6 +213,7 @@ class SequenceClassificationHead:
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            loss = zero_without_labels(loss, labels, kwargs.get("ignore_index"))
         return RecurrentClassifierOutput(
             loss=loss,
             logits=logits,

@@ -194,3 +194,18 @@ def replaceable(*operators: Callable) -> list[Callable]:
     share a modeling file. They stay as they are if no mapping names them, and if `kernels` is not installed.
     """
     return [use_kernel_forward_from_hub(operator.__name__)(operator) for operator in operators]
+
+
+def zero_without_labels(loss: torch.Tensor, labels: torch.Tensor, ignore_index: int | None = None) -> torch.Tensor:
+    """
+    A loss, or 0 with gradients of 0 if no label counts: a mean over none is not a number.
+
+    Args:
+        loss: a number.
+        labels: any shape; targets of a regression, which are not integers, all count.
+        ignore_index: the label that does not count; -100 if None.
+    """
+    if labels.is_floating_point():
+        return loss
+    counts = (labels != (-100 if ignore_index is None else ignore_index)).any()
+    return torch.where(counts.to(loss.device), loss, torch.zeros_like(loss))

@@ -29,9 +29,10 @@ def l2wrap_loss(
         factor: how strong the pull is. The trainers of RWKV have 1e-4.
     """
     logits = outputs.logits
-    loss = ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch)
     predicting = (labels[:, 1:] != -100).to(logits.device)
     largest = logits[:, :-1].max(-1).values.float()
     count = predicting.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).to(logits.device)
+    count = count.clamp_min(1)  # if there are none, their sum is 0
+    loss = ForCausalLMLoss(logits, labels, logits.shape[-1], count)
     pull = factor / 2 * torch.where(predicting, largest, 0).square().sum() / count
     return loss + (pull - pull.detach())

@@ -136,10 +136,14 @@ class StateTuningLayer(nn.Module, BaseTunerLayer):
             tokens = TunedTokens(tokens, initial)
         state: LayerState | None = cache_and_state[-1] if cache_and_state else None
         name = self.tunable.name
-        if state is None or not (state.fresh or state.get(name) is None):
+        held = None if state is None or state.fresh else state.get(name)
+        if state is None or (held is not None and state.fresh_rows is None):
             return self.base_layer(x, tokens, *cache_and_state)
-        # The text begins with this call. A copy, because operators may write over what a cache holds.
+        # Texts begin with this call. A copy, because operators may write over what a cache holds.
         rows = initial.expand(len(x), *initial.shape)
+        if held is not None:
+            begins = state.fresh_rows.to(held.device).view(-1, *[1] * initial.dim())
+            rows = torch.where(begins, rows, held)
         state.write(name, rows.clone(memory_format=torch.contiguous_format))
         out = self.base_layer(x, tokens, *cache_and_state)
         if (record := state.records.get(name)) is not None:

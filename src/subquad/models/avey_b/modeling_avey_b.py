@@ -18,7 +18,7 @@ from transformers.utils import can_return_tuple
 from subquad_kernels import dynamic_mixing, matmul, maxsim, split_ranker, static_mixing
 
 from ...arguments import checks_arguments
-from ...layers import Linear, chosen_states, read_tokens, relu_squared, replaceable
+from ...layers import Linear, chosen_states, read_tokens, relu_squared, replaceable, zero_without_labels
 from ...padding import can_read_values
 from ...saving import SavedPreTrainedModel
 from .configuration_avey_b import AveyBConfig
@@ -268,6 +268,7 @@ class AveyBForMaskedLM(AveyBPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = zero_without_labels(loss, labels, kwargs.get("ignore_index"))
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
@@ -322,6 +323,7 @@ class AveyBForSequenceClassification(AveyBPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            loss = zero_without_labels(loss, labels, kwargs.get("ignore_index"))
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
@@ -361,6 +363,7 @@ class AveyBForTokenClassification(AveyBPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
+            loss = zero_without_labels(loss, labels, kwargs.get("ignore_index"))
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
@@ -426,6 +429,8 @@ class AveyBForQuestionAnswering(AveyBPreTrainedModel):
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+            last = torch.maximum(start_positions, end_positions)
+            loss = zero_without_labels(loss, last.clamp_max(logits.shape[1]), logits.shape[1])
         return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start_logits, end_logits=end_logits, hidden_states=outputs.hidden_states
         )

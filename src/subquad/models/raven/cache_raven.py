@@ -102,6 +102,10 @@ class RavenCache(GrowingCache):
         self.same_lengths = lengths is None or bool((lengths == self.get_seq_length()).all())
         return self
 
+    def reset_rows(self, rows: torch.Tensor) -> None:
+        super().reset_rows(rows)
+        self.same_lengths = False
+
     def reset(self) -> None:
         super().reset()
         self.same_lengths = True
