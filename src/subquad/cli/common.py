@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..foreign_files import one_line, reading
+from .templates import limit_templates
 
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def find_directory(name: str) -> str:
 def load_reader(auto_class: type, name: str, path: Path | str) -> Any:
     """
     The tokenizer of a model, or its processor, as the Auto class says. For an adapter without one, it is that of the
-    model that the adapter was trained on.
+    model that the adapter was trained on. Chat templates have limits from now on.
 
     Args:
         name: the model, as the user calls it.
@@ -183,6 +184,8 @@ def load_reader(auto_class: type, name: str, path: Path | str) -> Any:
     from subquad_conversion.tokenizer_files import VOCABULARIES
 
     from ..weight_files import QUIET, adapted_model
+
+    limit_templates()
 
     def has_tokenizer(path):
         return any(cached_file(os.fspath(path), file, **QUIET) for file in ("tokenizer_config.json", *VOCABULARIES))

@@ -5,6 +5,7 @@ import sys
 import traceback
 
 from .common import UsageError
+from .templates import limit_templates
 
 
 SUMMARY = "run the command of another package with these models known to it"
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> None:
     _put_classes_into_transformers()
     if args.name == "transformers" and args.arguments[:1] == ["serve"]:
         _keep_states()
+        limit_templates()
     sys.argv = [args.name, *args.arguments]
     try:
         status = next(iter(scripts)).load()()
