@@ -11,8 +11,11 @@ state is, how many tokens it holds and how fast they come. "Text" continues any 
 tokenizer has a chat template. If the model reads pictures, as VisualRWKV does, a message may have some.
 
 A conversation is kept as a state, so no earlier turn is read again. The state before each message is kept too, so that
-"Undo" and "Retry" need no time. A temperature of 0 always takes the most likely token. The app answers one request
-after the other. It listens to this machine alone; `--host 0.0.0.0` opens it to the network, without a password.
+"Undo" and "Retry" need no time. A temperature of 0 always takes the most likely token. It listens to this machine
+alone; `--host 0.0.0.0` opens it to the network, without a password.
+
+The app answers one request after the other. A request is refused if its text is too long, if too many wait, or if it
+has waited for two minutes. An answer ends after `--seconds`.
 
 Programs ask the same app through gradio_client:
 
@@ -42,6 +45,9 @@ from subquad.session import Session
 
 # The states before earlier messages are kept, as far as they have this size together.
 KEPT_BYTES = 2**28
+# Requests that wait for others, and how long one waits, in seconds.
+WAITING, WAIT = 32, 120
+MOST_IMAGES = 8
 TUNE = "X:1\nT:The Finch\nM:6/8\nL:1/8\nK:D\n"
 
 
@@ -51,6 +57,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", default="finch-abc", help="model directory, embedded model, or name on the Hub")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="dtype of the weights")
     add("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    add("--max-characters", type=int, default=2**15, help="length of the longest text that is read")
+    add("--seconds", type=float, default=120, help="time after which an answer ends")
     add("--host", default="127.0.0.1", help="address to listen to")
     add("--port", type=int, default=7860, help="port to listen to")
     return parser.parse_args()
@@ -100,13 +108,23 @@ class Demo:
         name: a model directory, an embedded model, or a name on the Hub.
         dtype: of the weights, such as "bfloat16"; "auto" is that of the files.
         device: such as "cuda"; None is a GPU if there is one.
+        max_characters: length of the longest text, or message with a system's message, that is read.
+        seconds: time after which an answer ends.
 
     Attributes:
         turns: the turns of the chat template; None if there is none.
         reads_images: whether messages may have pictures.
     """
 
-    def __init__(self, name: str, dtype: str = "auto", device: str | None = None):
+    def __init__(
+        self,
+        name: str,
+        dtype: str = "auto",
+        device: str | None = None,
+        max_characters: int = 2**15,
+        seconds: float = 120,
+    ):
+        self.max_characters, self.seconds = max_characters, seconds
         path, device = find_model(name), usable_device(device)
         auto_class = find_auto_class(name, path, images=False)
         self.name, self.reads_images = name, auto_class == "AutoModelForImageTextToText"
@@ -125,6 +143,7 @@ class Demo:
 
     def text(self, prompt: str, sampling: Sampling) -> Iterator[tuple[str, str]]:
         """Yields the prompt and its continuation so far, and a line about the state."""
+        self._check_length(prompt)
         ids = self.tokenizer(prompt)["input_ids"]
         if not ids and self.tokenizer.bos_token_id is None:
             raise ValueError("The text is empty, and the model has no BOS token.")
@@ -150,6 +169,9 @@ class Demo:
             images: files of pictures, put before the message.
             system: what the conversation begins with; may be empty.
         """
+        self._check_length(message, system)
+        if len(images) > MOST_IMAGES:
+            raise ValueError(f"The message has {len(images)} images; at most {MOST_IMAGES} are read.")
         for file in images:
             read_image("the file", file)
         session = conversation.before(turns, self.model)
@@ -163,6 +185,10 @@ class Demo:
 
         ids = inputs["input_ids"][0].tolist()
         yield from self._stream(session, ids, sampling, self.turns.opening, self.turns.end, finish, **more)
+
+    def _check_length(self, *texts: str) -> None:
+        if (length := sum(map(len, texts))) > self.max_characters:
+            raise ValueError(f"The text has {length:,} characters; at most {self.max_characters:,} are read.")
 
     def _stream(
         self,
@@ -193,16 +219,22 @@ class Demo:
             return torch.full((len(input_ids),), done, device=input_ids.device, dtype=torch.bool)
 
         def work() -> None:
+            error = None
             try:
-                with self.lock:
+                if not self.lock.acquire(timeout=WAIT):
+                    raise TimeoutError("The model is busy with other requests. Try again later.")
+                try:
                     if sampling.seed >= 0:
                         transformers.set_seed(int(sampling.seed))
-                    options = sampling.options() | more
-                    finish(
-                        session.generate(self.model, ids, streamer=streamer, stopping_criteria=[stopped], **options)
-                    )
-                pieces.put(None)
-            except Exception as error:
+                    options = {**sampling.options(), "max_time": self.seconds, "stopping_criteria": [stopped], **more}
+                    finish(session.generate(self.model, ids, streamer=streamer, **options))
+                finally:
+                    self.lock.release()
+            except Exception as raised:
+                error = raised
+            except BaseException as raised:  # nobody waits for this thread but the one that reads its pieces
+                error = RuntimeError(f"The generation ended with {type(raised).__name__}.")
+            finally:
                 pieces.put(error)
 
         thread = threading.Thread(target=work, daemon=True)
@@ -280,10 +312,10 @@ def main() -> None:
     require("gradio", extra="demo")
     import gradio as gr
 
-    demo = Demo(arguments.model, arguments.dtype, arguments.device)
+    demo = Demo(arguments.model, arguments.dtype, arguments.device, arguments.max_characters, arguments.seconds)
     # Fonts of this machine: those of gradio's theme would be fetched from another host.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-    build_app(demo).launch(
+    build_app(demo).queue(max_size=WAITING).launch(
         server_name=arguments.host, server_port=arguments.port, show_error=True, footer_links=["api"], theme=theme
     )
 

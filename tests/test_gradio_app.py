@@ -92,7 +92,31 @@ def test_errors_come_to_who_asked_and_leave_the_conversation(demo, tmp_path, mon
         patch.setattr(demo.model, "generate", lambda **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ask(demo, conversation, 0, "Hi")
+        patch.setattr(demo.model, "generate", lambda **options: sys.exit(3))
+        with pytest.raises(RuntimeError, match="The generation ended with SystemExit"):
+            ask(demo, conversation, 0, "Hi")
+    for texts in ({"message": "a" * 2**15 + "b"}, {"message": "a" * 2**14, "system": "a" * 2**14 + "b"}):
+        with pytest.raises(ValueError, match="The text has 32,769 characters; at most 32,768 are read"):
+            ask(demo, conversation, 0, **texts)
+    with pytest.raises(ValueError, match="The text has 300,000 characters"):
+        next(demo.text("a" * 300_000, GREEDY))
+    with pytest.raises(ValueError, match="The message has 9 images; at most 8 are read"):
+        ask(demo, conversation, 0, "Hi", ["a.png"] * 9)
     assert not conversation.sessions and not demo.lock.locked()
+
+
+def test_requests_wait_for_each_other(demo, monkeypatch):
+    threads = threading.active_count()
+    with demo.lock:
+        waits = demo.text("Hi", GREEDY)
+        monkeypatch.setattr("gradio_app.WAIT", 0.3)
+        with pytest.raises(TimeoutError, match="The model is busy"):
+            list(waits)
+    assert list(demo.text("Hi", GREEDY)) and not demo.lock.locked()
+    assert threading.active_count() == threads
+    # An answer ends after some time.
+    monkeypatch.setattr(demo, "seconds", 0.0)
+    assert len(list(demo.text("Hi", GREEDY))) < 4
 
 
 def test_pictures(tmp_path):
