@@ -53,7 +53,7 @@ class RwkvFormat(Format):
     """
 
     # Published configurations have the size of a head in this field.
-    misused_fields = ("num_attention_heads",)
+    misused_fields = {"num_attention_heads": 64}
     places: Mapping[str, tuple[str, int]]
     vectors_of_heads: tuple[str, ...]
 

@@ -93,6 +93,8 @@ class CheckedConfig(PreTrainedConfig):
                         f"`{name}` must be {getattr(self, name)!r}, which follows from other fields, got {value!r}."
                     )
                 del kwargs[name]
+        if isinstance(kwargs.get("model_type"), str):
+            del kwargs["model_type"]  # the class has it; other packages' directories have other types
         check_names(type(self), kwargs, _from_file)
         if not _from_file:
             _warn_of_generation(kwargs)

@@ -38,6 +38,8 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 FLOATING = (*DTYPES, "F8_E4M3", "F8_E5M2")  # those that transformers casts
+# How names of files of weights end, all of which `subquad convert` reads.
+WEIGHT_SUFFIXES = (".bin", ".gguf", ".pth", ".pt", ".safetensors", ".st")
 PIECE = 1 << 22  # elements of a tensor that are looked at at a time
 
 # Shape and name of the dtype, as a safetensors file has them.
@@ -58,6 +60,23 @@ def pickled_weights(directory: str | os.PathLike) -> list[Path]:
     """The weight files in a directory that are not safetensors, except for the files of a Trainer."""
     files = (file for pattern in ("pytorch_model*.bin", "*.pth") for file in Path(directory).glob(pattern))
     return sorted(file for file in files if not file.name.startswith("rng_state"))
+
+
+def check_directory(path: str | os.PathLike | None, options: dict) -> None:
+    """
+    Args:
+        path, options: the arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: if a file of weights is to be loaded, and no configuration is given with it.
+    """
+    if path is None or isinstance(options.get("config"), PreTrainedConfig):
+        return
+    if os.path.splitext(path)[1] in WEIGHT_SUFFIXES and os.path.isfile(path):
+        raise ValueError(
+            f"{path} is a file of weights, and models are loaded from directories: `subquad convert {path} OUT` makes "
+            "one of the file."
+        )
 
 
 def unsafe_weights(path: str | os.PathLike, options: dict) -> list[Path]:
