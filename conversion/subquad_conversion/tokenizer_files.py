@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from subquad.foreign_files import check_links, listed, one_line, reading
@@ -45,6 +44,8 @@ FILES = (
     "vocab.txt",
     "tokenizer.model",
 )
+# What the package tokenizers has in a `tokenizer.json`.
+MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 # Any of these makes a tokenizer; the others only accompany one.
 VOCABULARIES = ("tokenizer.json", WORLD_VOCAB_FILE_NAME, "vocab.json", "vocab.txt", "tokenizer.model")
 
@@ -178,7 +179,7 @@ def _unreadable(directory: Path) -> str | None:
         return "it needs code of its own, which is never run"
     model = read_json(file).get("model") if (file := directory / "tokenizer.json").is_file() else None
     kind = model.get("type") if isinstance(model, dict) else None
-    if isinstance(kind, str) and not hasattr(tokenizers.models, kind):
+    if isinstance(kind, str) and kind not in MODELS:
         return f"its tokenizer.json has a model {kind}, which the package tokenizers does not know"
     return None
 

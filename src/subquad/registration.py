@@ -125,7 +125,7 @@ def _load_directory(theirs: Callable, *args, **kwargs) -> Any:
     """`from_pretrained` of an Auto class, which takes a file of weights for the name of a repository."""
     from .weight_files import check_directory
 
-    check_directory(args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
+    check_directory(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
     return theirs(*args, **kwargs)
 
 

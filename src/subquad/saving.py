@@ -74,7 +74,7 @@ class SavedPreTrainedModel(PreTrainedModel):
             except ImportError:  # this file is a copy in a repository, which has safetensors and all sizes
                 pass
             else:
-                check_directory(path, kwargs)
+                check_directory(path)
                 source = adapted_model(path, kwargs)
                 check_weights(source, kwargs)
                 kwargs = with_sizes(cls.config_class, source, kwargs)

@@ -62,17 +62,12 @@ def pickled_weights(directory: str | os.PathLike) -> list[Path]:
     return sorted(file for file in files if not file.name.startswith("rng_state"))
 
 
-def check_directory(path: str | os.PathLike | None, options: dict) -> None:
+def check_directory(path: str | os.PathLike | None) -> None:
     """
-    Args:
-        path, options: the arguments of `from_pretrained`.
-
     Raises:
-        ValueError: if a file of weights is to be loaded, and no configuration is given with it.
+        ValueError: if what `from_pretrained` was given is a file of weights.
     """
-    if path is None or isinstance(options.get("config"), PreTrainedConfig):
-        return
-    if os.path.splitext(path)[1] in WEIGHT_SUFFIXES and os.path.isfile(path):
+    if path is not None and os.path.splitext(path)[1] in WEIGHT_SUFFIXES and os.path.isfile(path):
         raise ValueError(
             f"{path} is a file of weights, and models are loaded from directories: `subquad convert {path} OUT` makes "
             "one of the file."

@@ -359,7 +359,7 @@ def _holds_trie(tokenizer_file: str | None) -> bool:
     if tokenizer_file is None:
         return False
     with open(tokenizer_file, encoding="utf-8") as file:
-        return '"RwkvTrie"' in file.read()
+        return re.search(r'"type"\s*:\s*"RwkvTrie"', file.read()) is not None
 
 
 def _save_vocabulary(tokens: Sequence[bytes], save_directory: str, filename_prefix: str | None) -> tuple[str]:
