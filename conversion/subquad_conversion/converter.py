@@ -366,10 +366,9 @@ def _contradictions(known: Format, given: Mapping[str, Any], sizes: Mapping[str,
             continue
         aliases = (alias for alias, field in known.config_class.attribute_map.items() if field == name)
         for told in (name, *aliases):
-            if given.get(told) not in (None, size, known.misused_fields.get(told)):
-                notes.append(
-                    f"the configuration's `{prefix}{told}` of {given[told]} was replaced by the tensors' {size}"
-                )
+            value = given.get(told)
+            if value not in (None, size) and not known.is_misused(told, value, sizes):
+                notes.append(f"the configuration's `{prefix}{told}` of {value} was replaced by the tensors' {size}")
     return notes
 
 
@@ -406,7 +405,7 @@ def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -
             fields.pop("transformers_version", None)
             generation = GenerationConfig.from_dict(fields)
             if fields.get("_from_model_config"):  # ours may have another than the source's
-                generation.bos_token_id = config.bos_token_id
+                generation.bos_token_id = config.get_text_config(decoder=True).bos_token_id
         notes = _mend_sampling(generation)
         generation.to_json_string()
     except Exception as error:  # a file may hold anything, so that any part of the reader may fail

@@ -120,7 +120,6 @@ class Format:
         model_type: the `model_type` of the configuration to write.
         config_types: values of `model_type` that published configurations of this format have, besides those of the
             model's descriptor.
-        misused_fields: fields with another meaning in published configurations, with the value that means it.
         layout: how its names become ours; None if `parts` or `rename` says it.
         target: the name under which `subquad convert --to` writes it; None if it is only read.
     """
@@ -129,7 +128,6 @@ class Format:
     title: str
     model_type: str
     config_types: tuple[str, ...] = ()
-    misused_fields: Mapping[str, Any] = {}
     layout: Layout | None = None
     target: str | None = None
 
@@ -151,6 +149,10 @@ class Format:
             ConversionError: if tensors and configuration contradict each other.
         """
         raise NotImplementedError
+
+    def is_misused(self, name: str, value: Any, sizes: Mapping[str, Any]) -> bool:
+        """Whether published configurations have a value in a field that is not the size of that name."""
+        return False
 
     def rename(self, name: str) -> str:
         """Our name of a tensor of the source. Unknown names stay as they are."""

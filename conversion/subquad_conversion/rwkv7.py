@@ -49,12 +49,13 @@ class Rwkv7Format(Format):
     """
 
     model_type = "rwkv7"
-    # Published configurations have numbers of heads that mean nothing.
-    misused_fields = {"num_heads": MEANINGLESS_HEADS}
     sign: str
 
     def matches(self, tensors: Tensors) -> bool:
         return self.sign in tensors and not any(RELATED.search(name) for name in tensors)
+
+    def is_misused(self, name: str, value: Any, sizes: Mapping[str, Any]) -> bool:
+        return name == "num_heads" and value == MEANINGLESS_HEADS
 
     def is_buffer(self, name: str) -> bool:
         return UNUSED.fullmatch(name) is not None

@@ -106,7 +106,7 @@ def choose_tokenizer(
         if not files:
             raise ConversionError(f"{directory} holds no tokenizer (none of {', '.join(VOCABULARIES)}).")
         if reason := _unreadable(directory):
-            raise ConversionError(f"The tokenizer in {directory} is not copied: {reason}.")
+            raise ConversionError(f"The tokenizer in {directory} {reason}, so it is not copied.")
         return _copy(directory, files, None)
 
     if stored is not None and (vocabulary := stored()) is not None:
@@ -117,13 +117,13 @@ def choose_tokenizer(
         if not (reason := _unreadable(source)):
             return _copy(source, files, "the tokenizer was found beside the weights")
         if is_world:
-            return _world(vocab_size, f"the tokenizer replaces the source's: {reason}", source)
+            return _world(vocab_size, f"the tokenizer replaces the source's, which {reason}", source)
     elif is_world:
         return _world(vocab_size, f"the tokenizer was chosen by the vocabulary of {vocab_size}")
     elif vocab_size == BYTES_VOCABULARY:
         return _bytes(vocab_size, f"the tokenizer was chosen by the vocabulary of {vocab_size}")
     unknown = f"none is known for {model_type} and a vocabulary of {vocab_size}"
-    why = f"of the source's, {reason}" if files else unknown
+    why = f"the source's {reason}" if files else unknown
     return TokenizerChoice(None, lambda directory: None, f"no tokenizer was written: {why}", {})
 
 
@@ -174,13 +174,13 @@ def _files(directory: Path) -> list[str]:
 
 
 def _unreadable(directory: Path) -> str | None:
-    """Why the tokenizer there would not load without the package that wrote it; None if it would."""
+    """What keeps the tokenizer there from loading without the package that wrote it; None if nothing does."""
     if (file := directory / CONFIG).is_file() and "auto_map" in read_json(file):
-        return "it needs code of its own, which is never run"
+        return "needs code of its own"
     model = read_json(file).get("model") if (file := directory / "tokenizer.json").is_file() else None
     kind = model.get("type") if isinstance(model, dict) else None
     if isinstance(kind, str) and kind not in MODELS:
-        return f"its tokenizer.json has a model {kind}, which the package tokenizers does not know"
+        return f"has a model {kind} in tokenizer.json, which the package tokenizers does not know"
     return None
 
 

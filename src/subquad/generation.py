@@ -41,7 +41,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         """As in transformers. A file that was made from a configuration has the BOS token that this one has."""
         super().adjust_generation_fn(generation_config, *args, **kwargs)
         if generation_config is None and self.generation_config._from_model_config:
-            self.generation_config.bos_token_id = self.config.bos_token_id
+            self.generation_config.bos_token_id = self.config.get_text_config(decoder=True).bos_token_id
 
     def generate(self, *args, prefix_cache=None, **kwargs):
         """
