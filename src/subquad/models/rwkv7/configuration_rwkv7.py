@@ -22,8 +22,8 @@ RANKS = {
 }
 # Published files of flash-linear-attention have it in `num_heads`, whatever the size of the model.
 MEANINGLESS_HEADS = 32
-# Why only heads that are together as wide as the model are possible.
-HEADS_AS_WIDE = "the trainer's heads are together as wide as the model"
+# The trainer has an option for them, which only the shape of `r_k` follows: it would not run.
+OTHER_WIDTH = "heads that are not together as wide as the model are not supported"
 PACKED = "rwkv7-hf's 8-bit and 4-bit weights are not read; convert the directory that they were made of"
 # How the fields of rwkv7-hf begin that mean something to it alone.
 RWKV7_HF = ("native_mm", "rwkv7_")
@@ -116,8 +116,8 @@ class Rwkv7Config(CheckedConfig):
         """As in [`CheckedConfig`]. All published models have these values."""
         return super().only_values | {
             "attn": ((None,), "softmax attention is not supported"),
-            "attention_hidden_size": ((self.hidden_size,), HEADS_AS_WIDE),
-            "value_dim": ((self.hidden_size,), HEADS_AS_WIDE),
+            "attention_hidden_size": ((self.hidden_size,), OTHER_WIDTH),
+            "value_dim": ((self.hidden_size,), OTHER_WIDTH),
             "hidden_act": (("sqrelu",), "another activation is not supported"),
             "norm_first": ((True,), "a model without a norm of the embeddings is not supported"),
             "norm_bias": ((True,), "norms without biases are not supported"),
@@ -179,7 +179,7 @@ class Rwkv7Config(CheckedConfig):
         if self.num_heads * self.head_dim != self.hidden_size:
             raise ValueError(
                 f"`num_heads` ({self.num_heads}) times `head_dim` ({self.head_dim}) must be `hidden_size` "
-                f"({self.hidden_size}): {HEADS_AS_WIDE}."
+                f"({self.hidden_size}): {OTHER_WIDTH}."
             )
 
     def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
