@@ -14,7 +14,7 @@ from subquad.models import REGISTRY
 LIMITS = {
     "rwkv5": 7700,
     "rwkv6": 8250,
-    "rwkv7": 7950,
+    "rwkv7": 8050,
     "avey": 6600,
     "avey-b": 4650,
     "raven": 8100,

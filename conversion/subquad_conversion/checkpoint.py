@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ DIRECTORY_FILES = (
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 # How names of safetensors files end; the second is web-rwkv's.
 SAFETENSORS = (".safetensors", ".st")
+# What DistributedDataParallel and torch.compile put into names.
+WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")
 # Tensors of a file may share memory, as tied weights do. Together they may have this many times the size of the file.
 MOST_SHARED = 4
 
@@ -61,7 +64,7 @@ class Checkpoint:
 
     Attributes:
         path: the file or directory it was opened from.
-        tensors: name to [`TensorInfo`], in stored order.
+        tensors: name to [`TensorInfo`], in stored order, without what wrappers for training put into the names.
         settings: contents of the `config.json` beside a Hub model's weights, or of the header of a GGUF file; {} if
             there is none.
         vocabulary: reads the tokenizer in a GGUF file; None for other files.
@@ -71,7 +74,7 @@ class Checkpoint:
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     vocabulary: Callable[[], Vocabulary | None] | None = None
-    _readers: dict[str, tuple[Path, Any]] = field(default_factory=dict, repr=False)
+    _readers: dict[str, tuple[Path, Callable[[], torch.Tensor]]] = field(default_factory=dict, repr=False)
 
     @property
     def directory(self) -> Path | None:
@@ -84,7 +87,7 @@ class Checkpoint:
         """The tensor of that name, a view of the mapped file if the container allows it."""
         file, reader = self._readers[name]
         try:
-            return reader(name)
+            return reader()
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ConversionError(f"Tensor {name} of {file} cannot be read: {error}") from error
 
@@ -93,9 +96,9 @@ class Checkpoint:
         for name, info in other.tensors.items():
             file, reader = other._readers[name]
             if (renamed := rename(name)) is not None:
-                self._add(file, renamed, info, lambda _, reader=reader, name=name: reader(name))
+                self._add(file, renamed, info, reader)
 
-    def _add(self, file: Path, name: str, info: TensorInfo, reader: Any) -> None:
+    def _add(self, file: Path, name: str, info: TensorInfo, reader: Callable[[], torch.Tensor]) -> None:
         if not name.isprintable():
             raise ConversionError(f"{self.path} holds a tensor with the name {name!r}.")
         if name in self.tensors:
@@ -171,7 +174,7 @@ def _open_file(checkpoint: Checkpoint, file: Path, names: set[str] | None, stack
     if names is not None and (lost := sorted(names - found.keys())):
         raise ConversionError(f"{file} lacks tensors that the index has for it: {', '.join(map(repr, lost[:5]))}.")
     for name, (info, reader) in found.items():
-        checkpoint._add(file, name, info, reader)
+        checkpoint._add(file, WRAPPERS.sub("", name), info, partial(reader, name))
 
 
 def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, tuple[TensorInfo, Any]]:

@@ -207,10 +207,7 @@ def convert(
             )
         if config is not None:
             given = read_json(Path(config))
-            if given.get("model_type", known.model_type) not in (known.model_type, *known.config_types):
-                raise ConversionError(
-                    f"{config} is for the model type {given['model_type']!r}, the tensors are {known.model_type!r}."
-                )
+        known.check_type(given, Path(config or checkpoint.path))
         options = {"vision_tower": vision_tower, "head_size_divisor": head_size_divisor, "grid_size": grid_size}
         given = known.with_options(given, {name: value for name, value in options.items() if value is not None})
 
@@ -366,8 +363,12 @@ def _contradictions(known: Format, given: Mapping[str, Any], sizes: Mapping[str,
     for name, size in sizes.items():
         if _is_config(size):
             notes += _contradictions(known, object_in(given, name), size, f"{name}.")
-        elif name not in known.misused_fields and given.get(name) not in (None, size):
-            notes.append(f"the configuration's `{prefix}{name}` of {given[name]} was replaced by the tensors' {size}")
+            continue
+        aliases = (alias for alias, field in known.config_class.attribute_map.items() if field == name)
+        for told in (name, *aliases):
+            value = given.get(told)
+            if value not in (None, size) and not known.is_misused(told, value, sizes):
+                notes.append(f"the configuration's `{prefix}{told}` of {value} was replaced by the tensors' {size}")
     return notes
 
 
@@ -403,6 +404,8 @@ def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -
         else:
             fields.pop("transformers_version", None)
             generation = GenerationConfig.from_dict(fields)
+            if fields.get("_from_model_config"):  # ours may have another than the source's
+                generation.bos_token_id = config.get_text_config(decoder=True).bos_token_id
         notes = _mend_sampling(generation)
         generation.to_json_string()
     except Exception as error:  # a file may hold anything, so that any part of the reader may fail

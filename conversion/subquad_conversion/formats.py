@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 import subquad
 from subquad.foreign_files import TIME_STATE
 from subquad.loading import Layout, name_pattern, name_replacement
+from subquad.models import REGISTRY
 
 from .checkpoint import Checkpoint, TensorInfo
 from .errors import ConversionError
@@ -117,8 +118,8 @@ class Format:
         name: short and stable, for programs.
         title: for people.
         model_type: the `model_type` of the configuration to write.
-        config_types: other values of `model_type` that published configurations of this format have.
-        misused_fields: fields with another meaning in published configurations, which may differ from the tensors.
+        config_types: values of `model_type` that published configurations of this format have, besides those of the
+            model's descriptor.
         layout: how its names become ours; None if `parts` or `rename` says it.
         target: the name under which `subquad convert --to` writes it; None if it is only read.
     """
@@ -127,7 +128,6 @@ class Format:
     title: str
     model_type: str
     config_types: tuple[str, ...] = ()
-    misused_fields: tuple[str, ...] = ()
     layout: Layout | None = None
     target: str | None = None
 
@@ -149,6 +149,10 @@ class Format:
             ConversionError: if tensors and configuration contradict each other.
         """
         raise NotImplementedError
+
+    def is_misused(self, name: str, value: Any, sizes: Mapping[str, Any]) -> bool:
+        """Whether published configurations have a value in a field that is not the size of that name."""
+        return False
 
     def rename(self, name: str) -> str:
         """Our name of a tensor of the source. Unknown names stay as they are."""
@@ -263,6 +267,18 @@ class Format:
     def architecture(self) -> str:
         """Name of the class of the language model."""
         return subquad.ARCHITECTURES[self.model_type][2][subquad.lm_auto_class(self.model_type)]
+
+    def check_type(self, given: Mapping[str, Any], source: Path) -> None:
+        """
+        Raises:
+            ConversionError: if a configuration has a model type that tensors of this format do not have.
+        """
+        known = self.model_type, *self.config_types, *REGISTRY[self.model_type].other_types
+        if given.get("model_type", self.model_type) not in known:
+            raise ConversionError(
+                f"{source} is for the model type {given['model_type']!r}, the tensors are {self.model_type!r} "
+                f"({self.title}). Give the configuration that belongs to them as `config`."
+            )
 
     def plan(self, tensors: Tensors, given: Mapping[str, Any]) -> Plan:
         """

@@ -93,7 +93,7 @@ REFUSALS = (
     ),
     Refusal(
         "RWKV-7 (Goose) in a layout that is not known",
-        lambda tensors: _ends(tensors, ".k_k", ".r_k") and not _starts(tensors, "module.", "_orig_mod."),
+        lambda tensors: _ends(tensors, ".k_k", ".r_k"),
     ),
     Refusal("RWKV-4", _is_version_4),
     Refusal("RWKV-5.0, without a gate", _is_version_5_0),

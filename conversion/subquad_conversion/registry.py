@@ -1,6 +1,5 @@
 """The source formats, and the one place that tells which of them a checkpoint has."""
 
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -49,9 +48,6 @@ FORMATS: tuple[Format, ...] = (
     gecko.FORMAT,
     *visual_rwkv.FORMATS,
 )
-
-# DistributedDataParallel and torch.compile put these before every name.
-WRAPPERS = re.compile(r"(module\.|_orig_mod\.)+")
 
 
 @contextmanager
@@ -116,8 +112,4 @@ def find_format(checkpoint: Checkpoint) -> Format:
     for refusal in REFUSALS:
         if refusal.matches(tensors):
             raise ConversionError(f"{what}: this is {refusal.title}, which is not supported. {supported}")
-    wrapper = WRAPPERS.match(examples[0])
-    hint = ""
-    if wrapper and all(name.startswith(wrapper[0]) for name in tensors):
-        hint = f" All names start with `{wrapper[0]}`, which wrappers for training put there: strip it."
-    raise ConversionError(f"{what}: no format that is known here.{hint} {supported}")
+    raise ConversionError(f"{what}: no format that is known here. {supported}")

@@ -52,10 +52,11 @@ class RwkvFormat(Format):
         vectors_of_heads: tensors of the first block's time mixing with a row for each head.
     """
 
-    # Published configurations have the size of a head in this field.
-    misused_fields = ("num_attention_heads",)
     places: Mapping[str, tuple[str, int]]
     vectors_of_heads: tuple[str, ...]
+
+    def is_misused(self, name: str, value: Any, sizes: Mapping[str, Any]) -> bool:
+        return name == "num_attention_heads" and value == sizes["head_size"]
 
     def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
         """Every size is read by itself: the sizes of published models follow no formula."""

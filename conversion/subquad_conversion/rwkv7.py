@@ -1,7 +1,8 @@
 """
-Goose (RWKV-7), in five layouts: the trainer's names, alone or after `rwkv7.` as in the RWKV organisation's
-repositories, which are ours; those of flash-linear-attention and of rwkv-rs; and web-rwkv's, the trainer's with
-transposed matrices. The type in a configuration does not tell them apart: several have `rwkv7`.
+Goose (RWKV-7), in six layouts: the trainer's names, alone, after `rwkv7.` as in the RWKV organisation's repositories,
+which are ours, or after `model.` as in those of rwkv-rs; older names of rwkv-rs; those of flash-linear-attention; and
+web-rwkv's, the trainer's with transposed matrices. The type in a configuration does not tell them apart: several have
+`rwkv7`.
 """
 
 import re
@@ -11,8 +12,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from subquad.loading import Layout, transposed
-from subquad.models.rwkv7.configuration_rwkv7 import RELATIVES
-from subquad.models.rwkv7.loading_rwkv7 import FLASH_LINEAR_ATTENTION
+from subquad.models.rwkv7.configuration_rwkv7 import MEANINGLESS_HEADS, RELATIVES
+from subquad.models.rwkv7.loading_rwkv7 import BONUS, FLASH_LINEAR_ATTENTION, OLD_RWKV_RS, RWKV_RS
 
 from .errors import ConversionError
 from .formats import Format, Found, Reading, Shape, Tensors, count_blocks, lengths_of
@@ -48,12 +49,13 @@ class Rwkv7Format(Format):
     """
 
     model_type = "rwkv7"
-    # Published configurations have numbers of heads that mean nothing.
-    misused_fields = ("num_heads",)
     sign: str
 
     def matches(self, tensors: Tensors) -> bool:
         return self.sign in tensors and not any(RELATED.search(name) for name in tensors)
+
+    def is_misused(self, name: str, value: Any, sizes: Mapping[str, Any]) -> bool:
+        return name == "num_heads" and value == MEANINGLESS_HEADS
 
     def is_buffer(self, name: str) -> bool:
         return UNUSED.fullmatch(name) is not None
@@ -80,7 +82,9 @@ class Rwkv7Trainer(Rwkv7Format):
     name = "rwkv7-trainer"
     title = "Goose (RWKV-7), trainer checkpoint"
     sign = "blocks.0.att.r_k"
-    layout = Layout({"^emb.": "rwkv7.emb.", "^blocks.": "rwkv7.blocks.", "^ln_out.": "rwkv7.ln_out."})
+    layout = Layout(
+        {"^emb.": "rwkv7.emb.", "^blocks.": "rwkv7.blocks.", "^ln_out.": "rwkv7.ln_out."}, {".att.r_k": BONUS}
+    )
     target = "pth"
 
     def matches(self, tensors: Tensors) -> bool:
@@ -95,8 +99,8 @@ class Rwkv7Web(Rwkv7Format):
     name = "rwkv7-web"
     title = "Goose (RWKV-7), web-rwkv's layout"
     sign = Rwkv7Trainer.sign
-    layout = Layout(
-        Rwkv7Trainer.layout.names, {f".att.{x}{i}": transposed(f".att.{x}{i}") for x in "wavg" for i in (1, 2)}
+    layout = Rwkv7Trainer.layout | Layout(
+        {}, {f".att.{x}{i}": transposed(f".att.{x}{i}") for x in "wavg" for i in (1, 2)}
     )
     target = "st"
 
@@ -136,7 +140,7 @@ class Rwkv7Hub(Rwkv7Format):
     name = "rwkv7-hub"
     title = "Goose (RWKV-7), Hub model"
     sign = "rwkv7.blocks.0.att.r_k"
-    layout = Layout({})
+    layout = Layout({}, {".att.r_k": BONUS})
     target = "hub"
 
     def unused(self, config: PreTrainedConfig) -> dict[str, Shape]:
@@ -150,7 +154,6 @@ class Rwkv7Hub(Rwkv7Format):
 class Rwkv7Fla(Rwkv7Format):
     name = "rwkv7-fla"
     title = "Goose (RWKV-7), flash-linear-attention's layout"
-    config_types = ("rwkv7_native",)
     sign = "model.layers.0.attn.r_k"
     layout = FLASH_LINEAR_ATTENTION
     target = "fla"
@@ -171,26 +174,15 @@ class Rwkv7Fla(Rwkv7Format):
 class Rwkv7Rs(Rwkv7Format):
     name = "rwkv7-rs"
     title = "Goose (RWKV-7), rwkv-rs's layout"
-    config_types = ("rwkv",)
+    sign = "model.blocks.0.att.r_k"
+    layout = RWKV_RS
+
+
+class Rwkv7OldRs(Rwkv7Format):
+    name = "rwkv7-old-rs"
+    title = "Goose (RWKV-7), rwkv-rs's older layout"
     sign = "model.layers.0.linear_attn.r_k"
-    layout = Layout(
-        {
-            "^model.embed_tokens.": "rwkv7.emb.",
-            "^model.embedding_norm.": "rwkv7.blocks.0.ln0.",
-            "^model.norm.": "rwkv7.ln_out.",
-            "^lm_head.": "head.",
-            "^model.layers.": "rwkv7.blocks.",
-            ".input_layernorm.": ".ln1.",
-            ".post_attention_layernorm.": ".ln2.",
-            ".linear_attn.g_norm.": ".att.ln_x.",
-            ".linear_attn.r_proj.": ".att.receptance.",
-            ".linear_attn.k_proj.": ".att.key.",
-            ".linear_attn.v_proj.": ".att.value.",
-            ".linear_attn.o_proj.": ".att.output.",
-            ".linear_attn.": ".att.",
-            ".mlp.": ".ffn.",
-        }
-    )
+    layout = OLD_RWKV_RS
 
 
-FORMATS = (Rwkv7Trainer(), Rwkv7Web(), Rwkv7Hub(), Rwkv7Fla(), Rwkv7Rs())
+FORMATS = (Rwkv7Trainer(), Rwkv7Web(), Rwkv7Hub(), Rwkv7Fla(), Rwkv7Rs(), Rwkv7OldRs())

@@ -44,6 +44,8 @@ FILES = (
     "vocab.txt",
     "tokenizer.model",
 )
+# What the package tokenizers has in a `tokenizer.json`.
+MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 # Any of these makes a tokenizer; the others only accompany one.
 VOCABULARIES = ("tokenizer.json", WORLD_VOCAB_FILE_NAME, "vocab.json", "vocab.txt", "tokenizer.model")
 
@@ -103,8 +105,8 @@ def choose_tokenizer(
         files = _files(directory)
         if not files:
             raise ConversionError(f"{directory} holds no tokenizer (none of {', '.join(VOCABULARIES)}).")
-        if _needs_foreign_code(directory):
-            raise ConversionError(f"The tokenizer in {directory} needs code of its own, which is never run.")
+        if reason := _unreadable(directory):
+            raise ConversionError(f"The tokenizer in {directory} {reason}, so it is not copied.")
         return _copy(directory, files, None)
 
     if stored is not None and (vocabulary := stored()) is not None:
@@ -112,16 +114,16 @@ def choose_tokenizer(
     files = _files(source) if source else []
     is_world = model_type in WORLD_MODEL_TYPES and vocab_size in WORLD_VOCABULARIES
     if source and files:
-        if not _needs_foreign_code(source):
+        if not (reason := _unreadable(source)):
             return _copy(source, files, "the tokenizer was found beside the weights")
         if is_world:
-            return _world(vocab_size, "the tokenizer replaces the source's, which needs code of its own", source)
+            return _world(vocab_size, f"the tokenizer replaces the source's, which {reason}", source)
     elif is_world:
         return _world(vocab_size, f"the tokenizer was chosen by the vocabulary of {vocab_size}")
     elif vocab_size == BYTES_VOCABULARY:
         return _bytes(vocab_size, f"the tokenizer was chosen by the vocabulary of {vocab_size}")
     unknown = f"none is known for {model_type} and a vocabulary of {vocab_size}"
-    why = "the source's needs code of its own" if files else unknown
+    why = f"the source's {reason}" if files else unknown
     return TokenizerChoice(None, lambda directory: None, f"no tokenizer was written: {why}", {})
 
 
@@ -171,10 +173,15 @@ def _files(directory: Path) -> list[str]:
     return found if any(name in VOCABULARIES for name in found) else []
 
 
-def _needs_foreign_code(directory: Path) -> bool:
-    """Whether the tokenizer there is a class of the repository, whose code is not copied."""
-    file = directory / CONFIG
-    return file.is_file() and "auto_map" in read_json(file)
+def _unreadable(directory: Path) -> str | None:
+    """What keeps the tokenizer there from loading without the package that wrote it; None if nothing does."""
+    if (file := directory / CONFIG).is_file() and "auto_map" in read_json(file):
+        return "needs code of its own"
+    model = read_json(file).get("model") if (file := directory / "tokenizer.json").is_file() else None
+    kind = model.get("type") if isinstance(model, dict) else None
+    if isinstance(kind, str) and kind not in MODELS:
+        return f"has a model {kind} in tokenizer.json, which the package tokenizers does not know"
+    return None
 
 
 def _copy(directory: Path, files: list[str], note: str | None) -> TokenizerChoice:
@@ -197,17 +204,18 @@ def _load_greedy(directory: Path) -> PreTrainedTokenizerBase:
     Raises:
         ConversionError: if it cannot be read, or gives a token another id than its files do.
     """
-    from subquad_tokenizers import ByteTokenizer
-    from subquad_tokenizers.published import RWKVWorldTokenizer
+    from subquad_tokenizers import ByteTokenizer, published
 
     settings = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
-    made = ByteTokenizer if settings.get("tokenizer_class") == "ByteTokenizer" else RWKVWorldTokenizer
+    classes = {"ByteTokenizer": ByteTokenizer, "RWKV7Tokenizer": published.RWKV7Tokenizer}
+    made = classes.get(settings.get("tokenizer_class"), published.RWKVWorldTokenizer)
+    misstated = getattr(made, "misstated", (BLANK_LINE,))
     try:
         with reading(directory, "the tokenizer"):
             tokenizer = made.from_pretrained(directory)
     except ValueError as error:
         raise ConversionError(str(error)) from error
-    check_ids(tokenizer, {i: content for i, content in _stated_ids(directory).items() if content != BLANK_LINE})
+    check_ids(tokenizer, {i: content for i, content in _stated_ids(directory).items() if content not in misstated})
     return tokenizer
 
 

@@ -55,12 +55,14 @@ class VisualFormat(Format):
     """
 
     model_type = "visual_rwkv"
-    misused_fields = RwkvFormat.misused_fields
 
     def __init__(self, text: RwkvFormat, title: str):
         self.text = text
         self.title = title
         self.name = f"visual-{text.model_type}"
+
+    def is_misused(self, name: str, value: Any, sizes: Mapping[str, Any]) -> bool:
+        return "head_size" in sizes and self.text.is_misused(name, value, sizes)
 
     # --- tensors ---
 

@@ -160,6 +160,8 @@ class Architecture:
         support: see [`Support`].
         presets: name of a published size to its configuration fields.
         exports: other public names to the modules in the folder that define them, such as the cache.
+        other_types: other values of `model_type` in directories of this model that other packages write. If
+            transformers has a model of such a type, too, these are the fields by which the files differ.
         processor: name of the class behind `AutoProcessor`, for models that read images.
         tunable_state: see [`TunableState`]; None if state tuning cannot train the state.
         onnx: the exported functions that ONNX can express: "prefill", "decode".
@@ -182,6 +184,7 @@ class Architecture:
     support: Support
     presets: dict[str, dict[str, Any]] = field(default_factory=dict)
     exports: dict[str, str] = field(default_factory=dict)
+    other_types: dict[str, dict[str, Any]] = field(default_factory=dict)
     processor: str | None = None
     tunable_state: TunableState | None = None
     onnx: tuple[str, ...] = ()

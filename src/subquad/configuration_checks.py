@@ -93,6 +93,8 @@ class CheckedConfig(PreTrainedConfig):
                         f"`{name}` must be {getattr(self, name)!r}, which follows from other fields, got {value!r}."
                     )
                 del kwargs[name]
+        if isinstance(kwargs.get("model_type"), str):
+            del kwargs["model_type"]  # the class has it; other packages' directories have other types
         check_names(type(self), kwargs, _from_file)
         if not _from_file:
             _warn_of_generation(kwargs)
@@ -105,6 +107,8 @@ class CheckedConfig(PreTrainedConfig):
         returns_unused = kwargs.pop("return_unused_kwargs", False)
         fields = {**config_dict, "_from_file": True}
         config, unused = super().from_dict(fields, return_unused_kwargs=True, **kwargs)
+        for name in unused.keys() & config.only_values.keys():
+            config._check_value(name, unused.pop(name))
         if returns_unused:
             return config, unused
         # Others are not refused: `AutoTokenizer`, too, passes its keywords on to here.
@@ -125,15 +129,19 @@ class CheckedConfig(PreTrainedConfig):
             return theta is None or theta == getattr(self, "rope_theta", theta)
         return all(each is None or each in values for each in (value if isinstance(value, list) else [value]))
 
+    def _check_value(self, name: str, value: Any) -> None:
+        values, reason = self.only_values[name]
+        if not self._changes_nothing(value, values):
+            raise ValueError(f"`{name}` must be {' or '.join(map(repr, values))}, got {value!r}: {reason}.")
+
     def validate_names(self) -> None:
         """
         Raises:
             ValueError: if a field has a value that belongs to another model, or an attribute resembles a field. It was
                 set later, and would be saved with the others.
         """
-        for name, (values, reason) in self.only_values.items():
-            if not self._changes_nothing(value := vars(self).get(name), values):
-                raise ValueError(f"`{name}` must be {' or '.join(map(repr, values))}, got {value!r}: {reason}.")
+        for name in self.only_values:
+            self._check_value(name, vars(self).get(name))
         for name in vars(self):
             if not _is_known(type(self), name) and (hint := nearest_fields(type(self), name, ALIKE)):
                 raise ValueError(f"`{name}` is not a field of {type(self).__name__}.{hint}")

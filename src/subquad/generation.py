@@ -37,6 +37,12 @@ class RecurrentGenerationMixin(GenerationMixin):
     # Makes a prefix cache for every model that is not given one. `subquad run transformers serve` sets it.
     make_prefix_cache: Callable | None = None
 
+    def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args, **kwargs) -> None:
+        """As in transformers. A file that was made from a configuration has the BOS token that this one has."""
+        super().adjust_generation_fn(generation_config, *args, **kwargs)
+        if generation_config is None and self.generation_config._from_model_config:
+            self.generation_config.bos_token_id = self.config.get_text_config(decoder=True).bos_token_id
+
     def generate(self, *args, prefix_cache=None, **kwargs):
         """
         As in transformers.

@@ -82,6 +82,10 @@ class Layout:
     names: Mapping[str, str]
     parts: Mapping[str, Part] = field(default_factory=dict)
 
+    def __or__(self, other: "Layout") -> "Layout":
+        """A layout that reads the names of both. What either replaces in a name must not be in those of the other."""
+        return Layout({**self.names, **other.names}, {**self.parts, **other.parts})
+
     def read_name(self, name: str) -> dict[str, Take | None]:
         """Our names of the tensors that one of the package holds, and how each is taken out of it (None: whole)."""
         for theirs, ours in self.names.items():

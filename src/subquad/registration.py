@@ -5,6 +5,7 @@ transformers' Auto classes take as long to import as torch does, so registration
 Then it adds import paths to their tables: a class of ours is imported when it is looked up, like transformers' own.
 """
 
+import functools
 import importlib
 import importlib.abc
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from types import ModuleType
 from typing import Any
 
+from .architecture import Architecture
 from .foreign_files import GGUF
 from .models import REGISTRY
 from .quantization_methods import METHODS
@@ -85,7 +87,46 @@ def _register_configurations(module: ModuleType) -> None:
         warnings.warn(f"subquad replaces the registration of {names}.", stacklevel=2)
     for name in owners:
         mapping._extra_content.pop(name, None)
-    _add(mapping, {name: architecture.path(architecture.config) for name, architecture in REGISTRY.items()})
+    paths = {name: architecture.path(architecture.config) for name, architecture in REGISTRY.items()}
+    for architecture in REGISTRY.values():
+        others = (name for name, fields in architecture.other_types.items() if not fields)
+        paths |= dict.fromkeys(others, architecture.path(architecture.config))
+    _add(mapping, paths)
+
+
+def _share_type(module: ModuleType, model_type: str, fields: dict[str, Any], architecture: Architecture) -> None:
+    """
+    Lets transformers' configuration of a model type give the files that have certain fields to ours. Its own model
+    would get random weights instead of theirs. A later version may know the fields itself.
+    """
+    config_class = next(each for each in vars(module).values() if getattr(each, "model_type", None) == model_type)
+
+    def read(theirs, config_dict, **kwargs):
+        if fields.items() <= config_dict.items():
+            return architecture.config_class.from_dict(config_dict, **kwargs)
+        return theirs(config_dict, **kwargs)
+
+    if not any(hasattr(config_class, name) for name in fields):
+        _put_around(config_class, "from_dict", read)
+
+
+def _put_around(cls: type, name: str, function: Callable) -> None:
+    """Replaces a class method of transformers by a function that gets it, and its arguments."""
+    theirs = getattr(cls, name).__func__
+
+    @functools.wraps(theirs)
+    def method(cls, *args, **kwargs):
+        return function(functools.partial(theirs, cls), *args, **kwargs)
+
+    setattr(cls, name, classmethod(method))
+
+
+def _load_directory(theirs: Callable, *args, **kwargs) -> Any:
+    """`from_pretrained` of an Auto class, which takes a file of weights for the name of a repository."""
+    from .weight_files import check_directory
+
+    check_directory(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+    return theirs(*args, **kwargs)
 
 
 def _register_tokenizers(module: ModuleType) -> None:
@@ -98,6 +139,7 @@ def _register_tokenizers(module: ModuleType) -> None:
 
 def _register_models(module: ModuleType) -> None:
     for auto_class in {name for architecture in REGISTRY.values() for name in architecture.heads}:
+        _put_around(getattr(module, auto_class), "from_pretrained", _load_directory)
         mapping = getattr(module, auto_class)._model_mapping
         with_head = {name: entry for name, entry in REGISTRY.items() if auto_class in entry.heads}
         _add(mapping, _by_configuration({name: a.path(a.heads[auto_class]) for name, a in with_head.items()}))
@@ -174,6 +216,14 @@ _TABLES: dict[str, Callable[[ModuleType], None]] = {
     "peft.utils.constants": _register_adapters,
     "peft.peft_model": _register_prompts,
     "peft": _register_state_tuning,
+    **{
+        f"transformers.models.{name}.configuration_{name}": functools.partial(
+            _share_type, model_type=name, fields=fields, architecture=architecture
+        )
+        for architecture in REGISTRY.values()
+        for name, fields in architecture.other_types.items()
+        if fields
+    },
 }
 
 

@@ -10,6 +10,10 @@ from .arguments import PUSH_ARGUMENTS, known_arguments, parameter_names, refuse_
 from .layers import Linear
 
 
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
 class SavedPreTrainedModel(PreTrainedModel):
     """
     The base class of all models. Weights come from safetensors files only, because unpickling others may run code.
@@ -66,10 +70,11 @@ class SavedPreTrainedModel(PreTrainedModel):
         path = pretrained_model_name_or_path
         if path is not None:
             try:
-                from subquad.weight_files import adapted_model, check_weights, with_sizes
+                from subquad.weight_files import adapted_model, check_directory, check_weights, with_sizes
             except ImportError:  # this file is a copy in a repository, which has safetensors and all sizes
                 pass
             else:
+                check_directory(path)
                 source = adapted_model(path, kwargs)
                 check_weights(source, kwargs)
                 kwargs = with_sizes(cls.config_class, source, kwargs)
@@ -105,8 +110,10 @@ class SavedPreTrainedModel(PreTrainedModel):
         loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info, *args, **kwargs)
         body = sorted(name for name in loading_info.missing_keys if name.startswith(prefix))
         if path is not None and body:
-            listed = ", ".join(body[:8]) + (f" and {len(body) - 8} more" if len(body) > 8 else "")
-            raise ValueError(f"{path}: these weights of {type(model).__name__} are missing: {listed}.")
+            message = f"{path}: these weights of {type(model).__name__} are missing: {_listed(body)}."
+            if others := sorted(loading_info.unexpected_keys):
+                message += f" The model type is {model.config.model_type}, the files have {_listed(others)}."
+            raise ValueError(message)
         return loading_info
 
     def load_adapter(self, peft_model_id: str | os.PathLike | None = None, *args, **kwargs):

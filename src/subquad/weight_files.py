@@ -38,6 +38,8 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 FLOATING = (*DTYPES, "F8_E4M3", "F8_E5M2")  # those that transformers casts
+# How names of files of weights end, all of which `subquad convert` reads.
+WEIGHT_SUFFIXES = (".bin", ".gguf", ".pth", ".pt", ".safetensors", ".st")
 PIECE = 1 << 22  # elements of a tensor that are looked at at a time
 
 # Shape and name of the dtype, as a safetensors file has them.
@@ -58,6 +60,18 @@ def pickled_weights(directory: str | os.PathLike) -> list[Path]:
     """The weight files in a directory that are not safetensors, except for the files of a Trainer."""
     files = (file for pattern in ("pytorch_model*.bin", "*.pth") for file in Path(directory).glob(pattern))
     return sorted(file for file in files if not file.name.startswith("rng_state"))
+
+
+def check_directory(path: str | os.PathLike | None) -> None:
+    """
+    Raises:
+        ValueError: if what `from_pretrained` was given is a file of weights.
+    """
+    if path is not None and os.path.splitext(path)[1] in WEIGHT_SUFFIXES and os.path.isfile(path):
+        raise ValueError(
+            f"{path} is a file of weights, and models are loaded from directories: `subquad convert {path} OUT` makes "
+            "one of the file."
+        )
 
 
 def unsafe_weights(path: str | os.PathLike, options: dict) -> list[Path]:

@@ -35,7 +35,7 @@ class FinchForCausalLM(RwkvForCausalLM):
 
 
 class GooseForCausalLM(RwkvForCausalLM):
-    layout = loading_rwkv7.FLASH_LINEAR_ATTENTION
+    layout = loading_rwkv7.OTHER_LAYOUTS
 
     def run(self, x: torch.Tensor, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         v_first = None

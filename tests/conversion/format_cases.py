@@ -273,8 +273,8 @@ GOOSE_RANKS = {"decay_low_rank_dim": 5, "a_low_rank_dim": 2, "v_low_rank_dim": 3
 def goose_case(
     layout: str, what: str, block: str, embeddings: str, head: str, source: dict[str, Any] = GOOSE, **options
 ) -> Case:
-    tensors = getattr(rwkv7_files, f"{layout}_tensors")
-    prefix = {"trainer": "", "web": "", "hub": "rwkv7."}.get(layout)
+    tensors = getattr(rwkv7_files, f"{layout.replace('-', '_')}_tensors")
+    prefix = {"trainer": "", "web": "", "hub": "rwkv7.", "rs": "model."}.get(layout)
     unused = {} if prefix is None else {f"{prefix}{name}": torch.zeros(2, 2) for name in rwkv7_files.UNUSED}
     heads, head_size = source["heads"], source["head_size"]
     sizes = {
@@ -316,8 +316,14 @@ GOOSE_CASES = (
         "lm_head.weight",
         fields=FLA_FIELDS,
     ),
+    goose_case("rs", "rwkv-rs's layout", "model.blocks.", "model.emb.weight", "head.weight", fields=RS_FIELDS),
     goose_case(
-        "rs", "rwkv-rs's layout", "model.layers.", "model.embed_tokens.weight", "lm_head.weight", fields=RS_FIELDS
+        "old-rs",
+        "rwkv-rs's older layout",
+        "model.layers.",
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        fields=RS_FIELDS,
     ),
     goose_case(
         "gguf",

@@ -84,6 +84,12 @@ def fla_tensors(**sizes) -> Tensors:
 
 def rs_tensors(**sizes) -> Tensors:
     """In the layout of rwkv-rs."""
+    source = trainer_tensors(**sizes)
+    return {name if name == "head.weight" else f"model.{name}": x for name, x in source.items()}
+
+
+def old_rs_tensors(**sizes) -> Tensors:
+    """In its older layout."""
     return dict(_rs(name, x) for name, x in trainer_tensors(**sizes).items())
 
 

@@ -253,7 +253,7 @@ def test_variants_are_refused_before_any_weight_is_read(fields, tmp_path):
 
 
 def test_heads_under_other_names():
-    for fields in ({"head_size": 32}, {"num_attention_heads": 2}, {"head_dim": 32, "num_heads": 64}):
+    for fields in ({"head_size": 32}, {"num_attention_heads": 2}, {"head_dim": 32, "num_heads": 2}):
         config = Rwkv7Config(hidden_size=64, **fields)
         assert (config.num_heads, config.head_dim) == (config.num_attention_heads, config.head_size) == (2, 32)
 

@@ -7,7 +7,7 @@ from .vocabulary import WORLD_MODEL_TYPES
 CLASSES = {
     name: f"subquad_tokenizers.{module}.{name}"
     for module, names in {
-        "published": ("RWKVWorldTokenizer", "Rwkv5Tokenizer", "Rwkv6Tokenizer", "RwkvTokenizer"),
+        "published": ("RWKVWorldTokenizer", "Rwkv5Tokenizer", "Rwkv6Tokenizer", "RwkvTokenizer", "RWKV7Tokenizer"),
         "tokenization_bytes": ("ByteTokenizer",),
         "tokenization_rwkv_world": ("RwkvWorldTokenizer", "RwkvWorldTokenizerFast"),
     }.items()

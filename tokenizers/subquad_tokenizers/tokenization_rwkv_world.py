@@ -330,6 +330,13 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
         return super()._add_tokens([_in_raw_text(token) for token in new_tokens], special_tokens)
 
     @classmethod
+    def _from_pretrained(cls, resolved_vocab_files, *args, **kwargs):
+        if _holds_trie(resolved_vocab_files.get("tokenizer_file")):
+            del resolved_vocab_files["tokenizer_file"]
+            resolved_vocab_files["vocab_file"] = WORLD_VOCAB_FILE
+        return super()._from_pretrained(resolved_vocab_files, *args, **kwargs)
+
+    @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs):
         """Leaves the files to `__init__`: the base class would rebuild the tokenizer from parts of a file."""
         return kwargs
@@ -345,6 +352,14 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
 
 # The name in `tokenizer_config.json`, which transformers writes without the ending. It was that of a second class.
 RwkvWorldTokenizer = RwkvWorldTokenizerFast
+
+
+def _holds_trie(tokenizer_file: str | None) -> bool:
+    """Whether a `tokenizer.json` has a model that only rwkv-rs's fork of the tokenizers library reads."""
+    if tokenizer_file is None:
+        return False
+    with open(tokenizer_file, encoding="utf-8") as file:
+        return re.search(r'"type"\s*:\s*"RwkvTrie"', file.read()) is not None
 
 
 def _save_vocabulary(tokens: Sequence[bytes], save_directory: str, filename_prefix: str | None) -> tuple[str]:

@@ -18,7 +18,7 @@ SOURCE is either
     VisualRWKV has two files, NAME_rwkv.pth and NAME_visual.pth, give one of them; or
   - a Hub model of type rwkv5, rwkv6, rwkv7, avey, avey-b, raven or gecko: its directory, or the model.safetensors or
     pytorch_model.bin in it, with the configuration and the tokenizer in the same directory; a Finch or a Goose in the
-    layout of flash-linear-attention, and a Goose in that of rwkv-rs, too; or
+    layout of flash-linear-attention, and a Goose of rwkv7-hf or rwkv-rs, too; or
   - an .st file of web-rwkv and Ai00 (RWKV-5.2, RWKV-6.0, RWKV-7); or
   - a .gguf file of llama.cpp (RWKV-6.0, RWKV-7), whose quantised weights become float32; or
   - with --base, an adapter, which is merged: the .pth file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA) or a directory of

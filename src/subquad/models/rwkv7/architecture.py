@@ -75,6 +75,8 @@ RWKV7 = Architecture(
         transposed=False,
     ),
     onnx=("prefill", "decode"),
+    # Of rwkv7-hf, and of a fork of transformers. In transformers itself, `rwkv` is RWKV-4.
+    other_types={"rwkv7_native": {}, "rwkv7_hf_adapter": {}, "rwkv": {"architecture_version": "rwkv7"}},
 )
 
 __all__ = ["RWKV7"]

@@ -20,9 +20,17 @@ RANKS = {
     "v_low_rank_dim": (1, "v"),
     "gate_low_rank_dim": (0, "g"),
 }
+# Published files of flash-linear-attention have it in `num_heads`, whatever the size of the model.
+MEANINGLESS_HEADS = 32
+# The trainer has an option for them, which only the shape of `r_k` follows: it would not run.
+OTHER_WIDTH = "heads that are not together as wide as the model are not supported"
+PACKED = "rwkv7-hf's 8-bit and 4-bit weights are not read; convert the directory that they were made of"
+# How the fields of rwkv7-hf begin that mean something to it alone.
+RWKV7_HF = ("native_mm", "rwkv7_")
 # Patterns of tensors in the first two blocks that only relatives of the model have, and what these are. A relative may
 # have the tensors of those after it too: RWKV-8 those of RWKV-7b, and that those of RWKV-7a.
 RELATIVES = {
+    r"\.(w_u8|q_row|packed(_row|_group)?)$": "RWKV-7 (Goose) with weights that rwkv7-hf packed to 8 or 4 bits",
     r"\.(enn|emm)": "an RWKV-8 preview",
     r"\.qkv\.qq\.": "RWKV-7b, with DeepEmbed and attention",
     r"\.s_emb": "RWKV-7a, with DeepEmbed",
@@ -41,8 +49,9 @@ class Rwkv7Config(CheckedConfig):
         hidden_size: model dimension, D.
         num_hidden_layers: number of blocks, L.
         head_dim: width of a head, N; `hidden_size / num_heads` or, without that, 64 if None.
-        num_heads: number of heads. It always is `hidden_size / head_dim`: published files have other numbers in this
-            field, which mean nothing.
+        num_heads: number of heads, also as `num_attention_heads`; `hidden_size / head_dim` if None. Files of
+            flash-linear-attention have 32 in this field, whatever it is, so a file's 32 means nothing beside a
+            `head_dim`.
         intermediate_size: width of the channel mixing; 4 * `hidden_size`, rounded up to a multiple of 32, if None.
         decay_low_rank_dim, a_low_rank_dim, v_low_rank_dim, gate_low_rank_dim: ranks of the maps that make the decay w,
             the in-context learning rate a, the mixing of values v, and the gate g. If None, those of the trainer:
@@ -69,20 +78,20 @@ class Rwkv7Config(CheckedConfig):
         **dict.fromkeys(("r_k", "ln_x.weight", "ln_x.bias"), "colwise"),
     }
 
-    # Of other packages.
+    # Of other packages. The trainer has no limit on the length of a text, and a residual stream that is halved every
+    # few layers, as float16 needed it, gives the same output.
     ignored_fields = (
         "attn_mode",
-        "architecture_version",
         "context_length",
         "fuse_cross_entropy",
         "fuse_linear_cross_entropy",
         "fuse_norm",
         "initializer_range",
         "max_position_embeddings",
-        "number_of_conv_states",
+        "rescale_every",
         "use_l2warp",
+        "wkv_backend",
         "wkv_implementation",
-        "wkv_state_dtype",
     )
 
     vocab_size: int = 65536
@@ -107,23 +116,35 @@ class Rwkv7Config(CheckedConfig):
         """As in [`CheckedConfig`]. All published models have these values."""
         return super().only_values | {
             "attn": ((None,), "softmax attention is not supported"),
-            "attention_hidden_size": ((self.hidden_size,), "heads of another width than the model are not supported"),
-            "value_dim": ((self.hidden_size,), "values of another width than the model are not supported"),
+            "attention_hidden_size": ((self.hidden_size,), OTHER_WIDTH),
+            "value_dim": ((self.hidden_size,), OTHER_WIDTH),
             "hidden_act": (("sqrelu",), "another activation is not supported"),
             "norm_first": ((True,), "a model without a norm of the embeddings is not supported"),
             "norm_bias": ((True,), "norms without biases are not supported"),
             "group_norm_epsilon": ((self.head_dim * self.norm_eps,), "another epsilon is not supported"),
             "embedding_layer_norm_fused": ((False,), "a norm that is part of the embeddings is not supported"),
             "use_deep_embed": ((False,), "DeepEmbed is not supported"),
+            "architecture_version": (("rwkv7",), "this is another model"),
+            "number_of_conv_states": ((2,), "a block keeps one token before each of its two layers"),
+            "wkv_state_dtype": (("float32",), "states are kept in float32 only; leave the field out"),
+            **dict.fromkeys(("use_native_mm4", "use_native_mm8"), ((False,), PACKED)),
         }
 
     def __post_init__(self, **kwargs):
+        if kwargs.get("_from_file"):
+            self._read_rwkv7_hf(kwargs)
+            if self.head_dim is not None and self.num_heads == MEANINGLESS_HEADS:
+                self.num_heads = None
         for alias, name in self.attribute_map.items():
-            if alias in kwargs:  # sizes below depend on it
-                setattr(self, name, kwargs.pop(alias))
+            if (value := kwargs.pop(alias, None)) is None:
+                continue
+            if (given := getattr(self, name)) not in (getattr(type(self), name), value):
+                raise ValueError(f"`{alias}` is {value!r}, but `{name}`, which means the same, is {given!r}.")
+            setattr(self, name, value)  # sizes below depend on it
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_heads if self.num_heads else 64
-        self.num_heads = self.hidden_size // max(self.head_dim, 1)
+        if self.num_heads is None:
+            self.num_heads = self.hidden_size // max(self.head_dim, 1)
         ratio = kwargs.pop("hidden_ratio", None) or 4
         if self.intermediate_size is None:
             self.intermediate_size = math.ceil(self.hidden_size * ratio / 32) * 32
@@ -131,6 +152,14 @@ class Rwkv7Config(CheckedConfig):
             if getattr(self, name) is None:
                 setattr(self, name, max(32, round(factor * self.hidden_size**0.5 / 32) * 32))
         super().__post_init__(**kwargs)
+
+    def _read_rwkv7_hf(self, given: dict[str, Any]) -> None:
+        """Drops the fields of rwkv7-hf from those of a file. They have a BOS token that its tokenizer never gives."""
+        theirs = [name for name in given if name.startswith(RWKV7_HF)]
+        for name in theirs:
+            del given[name]
+        if self.bos_token_id == 1 and (theirs or str(given.get("model_type")).startswith(RWKV7_HF)):
+            self.bos_token_id = 0
 
     @plan_property
     def base_model_tp_plan(self) -> dict[str, str]:
@@ -148,7 +177,10 @@ class Rwkv7Config(CheckedConfig):
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "intermediate_size", *RANKS)
         check_configuration(self, sizes, ("norm_eps",))
         if self.num_heads * self.head_dim != self.hidden_size:
-            raise ValueError(f"`hidden_size` ({self.hidden_size}) must be a multiple of `head_dim` ({self.head_dim}).")
+            raise ValueError(
+                f"`num_heads` ({self.num_heads}) times `head_dim` ({self.head_dim}) must be `hidden_size` "
+                f"({self.hidden_size}): {OTHER_WIDTH}."
+            )
 
     def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """
@@ -165,15 +197,15 @@ class Rwkv7Config(CheckedConfig):
             if found := next((name for name in shapes if re.search(pattern, name)), None):
                 raise ValueError(f"{found} is a tensor of {title}, which is not supported.")
         for name, shape in shapes.items():
-            place = re.search(r"(?:blocks|layers)\.([01])\.(?:attn?|ffn)\.(.+)$", name)
-            if place is None or len(shape) != 2:
+            place = re.search(r"(?:blocks|layers)\.([01])\.(?:attn?|linear_attn|ffn|mlp)\.(.+)$", name)
+            if place is None or len(shape) < 2:
                 continue
             layer, leaf = int(place[1]), place[2]
             for size, (first, letter) in RANKS.items():
                 if layer == first and leaf in (f"{letter}1", f"{letter}_lora.lora.0.weight"):
                     setattr(self, size, shape[leaf == f"{letter}1"])
             if layer == 0 and leaf == "r_k":
-                self.num_heads, self.head_dim = shape
+                self.num_heads, self.head_dim = shape[-2:]
             elif layer == 0 and leaf == "key.weight" and shape[1] == self.hidden_size:  # unless packed to a few bits
                 self.intermediate_size = shape[0]
 

@@ -1,4 +1,7 @@
-"""The layout of flash-linear-attention, in which many RWKV-7 models are published. The type is `rwkv7` there too."""
+"""
+The layouts in which others publish RWKV-7 models: that of flash-linear-attention and rwkv7-hf, and the two of rwkv-rs.
+The type is `rwkv7` there too, or one of the descriptor's `other_types`.
+"""
 
 from functools import partial
 
@@ -8,6 +11,17 @@ from ...loading import Layout, Part, as_vector, transposed, vector
 
 
 SHIFTS = "rwkvag"
+
+
+VECTORS = (*(f"x_{x}" for x in SHIFTS), "w0", "a0", "v0", "k_k", "k_a")
+
+
+def of_heads(x: torch.Tensor) -> torch.Tensor:
+    """(heads, head_dim), which some files have after axes of length 1."""
+    return x.reshape(x.shape[-2:])
+
+
+BONUS = Part({".att.r_k": of_heads}, of_heads)
 
 
 def row(x: torch.Tensor, index: int) -> torch.Tensor:
@@ -29,7 +43,6 @@ FLASH_LINEAR_ATTENTION = Layout(
         ".attn.k_proj.": ".att.key.",
         ".attn.v_proj.": ".att.value.",
         ".attn.o_proj.": ".att.output.",
-        ".attn.r_k$": ".att.r_k",
         **{f".attn.x_{x}$": f".att.x_{x}" for x in SHIFTS},
     },
     # Low-rank matrices are those of linear layers. The first files had all token shifts in one tensor.
@@ -37,6 +50,7 @@ FLASH_LINEAR_ATTENTION = Layout(
         **{f".attn.{x}_lora.lora.0.weight": transposed(f".att.{x}1") for x in "wavg"},
         **{f".attn.{x}_lora.lora.2.weight": transposed(f".att.{x}2") for x in "wavg"},
         **{f".attn.{x}_lora.lora.2.bias": vector(f".att.{x}0") for x in "wav"},
+        ".attn.r_k": BONUS,
         ".attn.k_k": vector(".att.k_k"),
         ".attn.k_a": vector(".att.k_a"),
         ".ffn.flat_x_k": vector(".ffn.x_k"),
@@ -44,4 +58,44 @@ FLASH_LINEAR_ATTENTION = Layout(
     },
 )
 
-__all__ = ["FLASH_LINEAR_ATTENTION"]
+# Of a fork of transformers.
+RWKV_RS = Layout(
+    names={
+        "^model.emb.": "rwkv7.emb.",
+        "^model.ln_out.": "rwkv7.ln_out.",
+        "^model.blocks.{}.att.r_k$": "model.blocks.{}.att.stored_r_k",
+        "^model.blocks.": "rwkv7.blocks.",
+    },
+    parts={".att.stored_r_k": BONUS},
+)
+
+# The first one of the same fork.
+OLD_RWKV_RS = Layout(
+    names={
+        "^model.embed_tokens.": "rwkv7.emb.",
+        "^model.embedding_norm.": "rwkv7.blocks.0.ln0.",
+        "^model.norm.": "rwkv7.ln_out.",
+        "^lm_head.": "head.",
+        "^model.layers.": "rwkv7.blocks.",
+        ".input_layernorm.": ".ln1.",
+        ".post_attention_layernorm.": ".ln2.",
+        ".linear_attn.g_norm.": ".att.ln_x.",
+        ".linear_attn.r_proj.": ".att.receptance.",
+        ".linear_attn.k_proj.": ".att.key.",
+        ".linear_attn.v_proj.": ".att.value.",
+        ".linear_attn.o_proj.": ".att.output.",
+        **{f".linear_attn.{x}{i}$": f".att.{x}{i}" for x in "wavg" for i in (1, 2)},
+        ".mlp.x_k$": ".ffn.flat_x_k",
+        ".mlp.": ".ffn.",
+    },
+    parts={
+        **{f".linear_attn.{name}": vector(f".att.{name}") for name in VECTORS},
+        ".linear_attn.r_k": BONUS,
+        ".ffn.flat_x_k": vector(".ffn.x_k"),
+    },
+)
+
+# What `from_pretrained` reads besides our names.
+OTHER_LAYOUTS = FLASH_LINEAR_ATTENTION | RWKV_RS | OLD_RWKV_RS
+
+__all__ = ["BONUS", "FLASH_LINEAR_ATTENTION", "OLD_RWKV_RS", "OTHER_LAYOUTS", "RWKV_RS"]

@@ -21,10 +21,10 @@ from ...padding import Tokens, last_token
 from ...tensor_parallel import local_part, low_rank_of_heads
 from ...versions import RecurrentModelOutput
 from .configuration_rwkv7 import Rwkv7Config
-from .loading_rwkv7 import FLASH_LINEAR_ATTENTION
+from .loading_rwkv7 import OTHER_LAYOUTS
 
 
-FLASH_LINEAR_ATTENTION.register(Rwkv7Config.model_type)
+OTHER_LAYOUTS.register(Rwkv7Config.model_type)
 gated_delta_wkv, token_shift = replaceable(gated_delta_wkv, token_shift)
 
 
