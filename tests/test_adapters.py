@@ -209,6 +209,35 @@ def test_lora_on_the_router_of_raven(router, layers):
     assert not without_gradient(adapt(tiny_model("raven", **options)), ids)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "parameters"),
+    [
+        ("rwkv6", ["time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2"]),
+        ("rwkv7", [f"att.{letter}{number}" for letter in "wavg" for number in (1, 2)]),
+    ],
+)
+def test_lora_on_low_ranks(model_type, parameters):
+    """They are parameters, not layers: they learn, are used token by token too, and are merged."""
+    ids, model = random_ids(2, 12), tiny_model(model_type)
+    names = {name for name, p in model.named_parameters() if name.endswith(tuple(parameters))}
+    base = model(ids).logits
+    adapted = adapt(model, target_modules=[], target_parameters=parameters, r=2)
+    assert set(adapted.base_model.targeted_parameter_names) == names
+    assert not without_gradient(adapted, ids)
+    expected = disturb(adapted)(ids).logits
+    assert not torch.allclose(expected, base, atol=1e-2)
+    cache, logits = None, []
+    with torch.no_grad():
+        for token in ids.split(1, dim=1):
+            out = adapted(token, use_cache=True, **{CACHE_NAME: cache})
+            logits.append(out.logits)
+            cache = out[CACHE_NAME]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-4, rtol=1e-4)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert type(merged) is model_class(model_type) and {name for name, _ in merged.named_parameters()} >= names
+
+
 @each_model
 @pytest.mark.parametrize("method", METHODS)
 def test_merging_is_exact(model_type, method):

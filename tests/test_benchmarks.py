@@ -44,11 +44,22 @@ def models():
 
 
 @pytest.fixture
-def quantised(models, monkeypatch):
+def examples(models, monkeypatch):
+    """Lets scripts import the examples."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    yield importlib.import_module("quantised")
+    yield
     for name in {path.stem for path in (ROOT / "examples").glob("*.py")}:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def quantised(examples):
+    return importlib.import_module("quantised")
+
+
+@pytest.fixture
+def adapters(examples):
+    return importlib.import_module("adapters")
 
 
 @pytest.fixture
@@ -325,6 +336,9 @@ def test_the_start_is_measured(startup, tmp_path):
 def test_the_loss_of_int8_is_measured(quantised, tmp_path):
     quantised.main(["--quick", "--models", "finch-abc", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "quantised.json").read_text())["rows"]
+    errors = {row["dtype"]: float(row["note"].split("%")[0]) for row in rows if row["what"] == "finch-abc, trained"}
+    assert 0 < errors["int8, weights"] < errors["int8, inputs"] < errors["int8, both"] < 2 < errors["int4, both"] < 10
+    rows = [row for row in rows if row["part"] == "loss"]
     losses = {row["dtype"]: float(row["note"].split()[0]) for row in rows}
     sizes = {row["dtype"]: float(row["note"].split()[-2]) for row in rows}
     assert list(losses) == list(quantised.WAYS)
@@ -334,3 +348,18 @@ def test_the_loss_of_int8_is_measured(quantised, tmp_path):
         2 * sizes["bfloat16"] == pytest.approx(sizes["float32"], rel=0.01)
         and sizes["int4"] < sizes["int8"] < sizes["bfloat16"]
     )
+
+
+@pytest.mark.thorough
+def test_adapters_are_compared(adapters, tmp_path, monkeypatch):
+    from abc_corpus import Corpus
+
+    tunes = [f"X:1\nT:A\nM:C\nL:1/8\nK:G\nG2{letter}2 a'z|^f/2 z4 (3DEF|]" for letter in "ABcdefg"]
+    monkeypatch.setattr("abc_corpus.load_corpus", lambda: Corpus(tunes[2:], tunes[:2], {}))
+    chosen = ["state tuning", "both, rank 1", "low ranks, rank 4"]
+    adapters.main(["--quick", "--adapters", *chosen, "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "adapters.json").read_text())["rows"]
+    losses = {row["what"].removeprefix("spaced, "): float(row["note"].split()[0]) for row in rows}
+    assert list(losses) == chosen and len(set(losses.values())) == 3
+    assert [int(row["size"]) for row in rows] == [16_384, 14_048, 19_328]
+    assert adapters.degrees(tunes[0]).endswith("K:G\n1:22:2 2''z|^7'/2 z:4 (3567|]")

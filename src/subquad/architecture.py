@@ -32,7 +32,8 @@ class AdapterTargets:
     Attributes:
         projections: the linear layers of mixers and feed-forward networks, for LoRA and nearly all other methods.
             Adapters on all of them come closest to full training, as QLoRA found, and PEFT lists all of RWKV-4's too.
-            Raven's router and decay are left out, like the routers of mixtures of experts.
+            Raven's router and decay are left out, like the routers of mixtures of experts. So are the low-rank
+            maps of Finch and Goose, which add little (docs/how-to/fine-tune.md has the measurement).
         scaled: layers whose output (IA)³ scales: keys and values, or what takes their place.
         feed_forward: layers whose input (IA)³ scales: the last projection of a feed-forward network.
         norms: layers for the tuning of norms.
