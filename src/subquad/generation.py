@@ -10,6 +10,7 @@ from transformers.generation import (
     GenerationMode,
     LogitsProcessorList,
     MaxLengthCriteria,
+    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.utils import ModelOutput, logging
@@ -29,6 +30,41 @@ NOT_WITH_PREFIXES = (
     *("inputs_embeds", "pixel_values", "cache", "cache_implementation"),
     *ASSISTED,
 )
+
+
+class NextTurnCriteria(StoppingCriteria):
+    """
+    Ends the answer to a chat where the model begins the next turn. Other texts go on. It needs no tokenizer, and so
+    works wherever `generate` is called. Its ids are in the generation configuration: `subquad convert` writes
+    `chat_stops`, and None turns the criterion off.
+
+    Args:
+        stops: `answer`, the tokens that begin an answer; `turns`, the pairs of tokens that begin the other turns;
+            `blank` and `line`, the tokens that end with a blank line and with a line; `newline`, a line break alone.
+        prompt: the ids (N, T) that are continued. Each row is a chat if its last turn is the answer.
+    """
+
+    def __init__(self, stops: dict[str, Any], prompt: torch.Tensor):
+        ids = {name: torch.tensor(value, device=prompt.device) for name, value in stops.items()}
+        self.turns, self.blank, self.line, self.newline = (ids[n] for n in ("turns", "blank", "line", "newline"))
+        answer = _last_place(prompt, ids["answer"])
+        self.chats = answer > torch.stack([_last_place(prompt, turn) for turn in self.turns]).amax(0)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs) -> torch.Tensor:
+        chats = self.chats.repeat_interleave(input_ids.shape[0] // len(self.chats))
+        if input_ids.shape[1] < 4:
+            return torch.zeros_like(chats)
+        before, last = input_ids[:, -4], input_ids[:, -3]
+        blank = torch.isin(last, self.blank) | (last == self.newline) & torch.isin(before, self.line)
+        return chats & blank & (input_ids[:, None, -2:] == self.turns).all(-1).any(-1)
+
+
+def _last_place(ids: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Where `part` (K,) last begins in each row of `ids` (N, T): 1 is the first place, and 0 is nowhere."""
+    if ids.shape[1] < len(part):
+        return ids.new_zeros(ids.shape[0])
+    found = (ids.unfold(1, len(part), 1) == part).all(-1)
+    return (found * torch.arange(1, found.shape[1] + 1, device=ids.device)).amax(1)
 
 
 class RecurrentGenerationMixin(GenerationMixin):
@@ -72,6 +108,10 @@ class RecurrentGenerationMixin(GenerationMixin):
             kwargs |= named_cache(cache)
         given = _given_ids(args, kwargs)
         check_once(self, None if given is None else given.device)
+        stops = getattr(self.generation_config, "chat_stops", None)
+        if stops and given is not None and len(args) < 4:  # the fourth one is the criteria
+            criteria = kwargs.get("stopping_criteria") or ()
+            kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, NextTurnCriteria(stops, given)])
         out = super().generate(*args, **kwargs)
         if CACHE_NAME != "cache" and isinstance(out, ModelOutput):
             out.cache = cache_of(out)

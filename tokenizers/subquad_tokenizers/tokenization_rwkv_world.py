@@ -285,8 +285,14 @@ def _without_blank_line(options: dict) -> None:
 
 def _add_response_template(options: dict, chat_template: str | None, end: str | AddedToken | None) -> None:
     """Adds the response template to the arguments of a tokenizer, if its chat template has the turns of World."""
-    if isinstance(chat_template, str) and "Assistant:" in chat_template:
+    if _has_turns(chat_template):
         options.setdefault("response_template", _response_template(end))
+
+
+def _has_turns(chat_template: str | dict[str, str] | None) -> bool:
+    """Whether the template for conversations of all kinds has the turns of World."""
+    template = chat_template.get("default") if isinstance(chat_template, dict) else chat_template
+    return "Assistant:" in (template or "")
 
 
 def _read_pattern(options: dict) -> dict[str, bool]:
@@ -402,6 +408,15 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
         """What is added to a text, which is saved under this name."""
         added = {"bos": self.add_bos_token, "eos": self.add_eos_token}
         return "_".join(name for name in added if added[name]) or "none"
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """
+        How the turn after an answer begins, for the `stop_strings` of `generate`, the `stop` of a server, and so on;
+        empty if the chat template does not have the turns of World. In a directory that `subquad convert` wrote, the
+        model ends the answers to chats there without being told.
+        """
+        return [*STOP_STRINGS] if _has_turns(self.chat_template) else []
 
     @functools.cached_property
     def _encoder(self) -> GreedyEncoder:
