@@ -63,7 +63,11 @@ class Vocabulary:
 
     @property
     def chat_stops(self) -> dict[str, Any] | None:
-        """Where `generate` ends an answer, as in [`subquad.generation.NextTurnCriteria`]; only for World's turns."""
+        """
+        Where `generate` ends an answer, for World and its turns: `answer`, the tokens that begin one; `turns`, the
+        pairs of tokens that begin another turn; `blank` and `line`, those that end with a blank line and with a line;
+        and `newline`, a line break alone.
+        """
         if TURN not in self.template or not is_world(self):
             return None
         find = {token: index for index, token in enumerate(self.tokens) if index}

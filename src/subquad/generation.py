@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import GenerationConfig
 from transformers.generation import (
     GenerationMixin,
@@ -34,37 +35,28 @@ NOT_WITH_PREFIXES = (
 
 class NextTurnCriteria(StoppingCriteria):
     """
-    Ends the answer to a chat where the model begins the next turn. Other texts go on. It needs no tokenizer, and so
-    works wherever `generate` is called. Its ids are in the generation configuration: `subquad convert` writes
-    `chat_stops`, and None turns the criterion off.
-
-    Args:
-        stops: `answer`, the tokens that begin an answer; `turns`, the pairs of tokens that begin the other turns;
-            `blank` and `line`, the tokens that end with a blank line and with a line; `newline`, a line break alone.
-        prompt: the ids (N, T) that are continued. Each row is a chat if its last turn is the answer.
+    Ends the answers to chats, the rows of `prompt` (N, T) whose last turn is an answer, where another turn begins. The
+    ids are those of the generation configuration, `chat_stops`, which `subquad convert` writes. It needs no tokenizer.
     """
 
     def __init__(self, stops: dict[str, Any], prompt: torch.Tensor):
-        ids = {name: torch.tensor(value, device=prompt.device) for name, value in stops.items()}
-        self.turns, self.blank, self.line, self.newline = (ids[n] for n in ("turns", "blank", "line", "newline"))
-        answer = _last_place(prompt, ids["answer"])
-        self.chats = answer > torch.stack([_last_place(prompt, turn) for turn in self.turns]).amax(0)
+        self.ids = {name: torch.tensor(value, device=prompt.device) for name, value in stops.items()}
+        answer, *turns = (_last_place(prompt, part) for part in (self.ids["answer"], *self.ids["turns"]))
+        self.chats = answer > torch.stack(turns).amax(0)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs) -> torch.Tensor:
-        chats = self.chats.repeat_interleave(input_ids.shape[0] // len(self.chats))
-        if input_ids.shape[1] < 4:
-            return torch.zeros_like(chats)
-        before, last = input_ids[:, -4], input_ids[:, -3]
-        blank = torch.isin(last, self.blank) | (last == self.newline) & torch.isin(before, self.line)
-        return chats & blank & (input_ids[:, None, -2:] == self.turns).all(-1).any(-1)
+        ids, end = self.ids, F.pad(input_ids[:, -4:], (max(0, 4 - input_ids.shape[1]), 0), value=-1)
+        blank = torch.isin(end[:, 1], ids["blank"]) | (end[:, 1] == ids["newline"]) & torch.isin(
+            end[:, 0], ids["line"]
+        )
+        chats = self.chats.repeat_interleave(len(end) // len(self.chats))  # one for each beam
+        return chats & blank & (end[:, None, 2:] == ids["turns"]).all(-1).any(-1)
 
 
 def _last_place(ids: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Where `part` (K,) last begins in each row of `ids` (N, T): 1 is the first place, and 0 is nowhere."""
-    if ids.shape[1] < len(part):
-        return ids.new_zeros(ids.shape[0])
-    found = (ids.unfold(1, len(part), 1) == part).all(-1)
-    return (found * torch.arange(1, found.shape[1] + 1, device=ids.device)).amax(1)
+    """Where `part` (K,) last ends in each row of `ids` (N, T); 0 if it is not there."""
+    found = (F.pad(ids, (len(part), 0), value=-1).unfold(1, len(part), 1) == part).all(-1)
+    return (found * torch.arange(found.shape[1], device=ids.device)).amax(1)
 
 
 class RecurrentGenerationMixin(GenerationMixin):
@@ -108,8 +100,7 @@ class RecurrentGenerationMixin(GenerationMixin):
             kwargs |= named_cache(cache)
         given = _given_ids(args, kwargs)
         check_once(self, None if given is None else given.device)
-        stops = getattr(self.generation_config, "chat_stops", None)
-        if stops and given is not None and len(args) < 4:  # the fourth one is the criteria
+        if (stops := getattr(self.generation_config, "chat_stops", None)) and given is not None and len(args) < 4:
             criteria = kwargs.get("stopping_criteria") or ()
             kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, NextTurnCriteria(stops, given)])
         out = super().generate(*args, **kwargs)

@@ -355,9 +355,11 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
             from the loss by its id also removes the end of documents. If that matters, use one of the unused ids.
         unk_token: never needed, because every byte is a token.
         chat_template: the template of `apply_chat_template`; by default that of the World models, `User: ...` and
-            `Assistant: ...` with a blank line after each turn. It also takes `tools`, and `thinking` (True or False),
-            or `enable_thinking`, for Goose's G1 models. With such turns, `parse_response` makes a message of an
-            answer.
+            `Assistant: ...` with a blank line after each turn. For Goose's G1 models, it also takes `tools`,
+            `tool_style` ("json" or "signatures"), `thinking` (True or False), or `enable_thinking`, and `style`
+            ("2026", or "2025" for the models of that year). A wrong value of these, a tool that is not a JSON schema
+            of a function, and a call without a name are errors. With such turns, `parse_response` makes a message of
+            an answer, and `stop_strings` has the beginnings of the next turns.
         padding_side: "left" by default, which generation needs.
         kwargs: as in `PreTrainedTokenizerFast`.
     """
