@@ -668,6 +668,15 @@ def test_chat_template_of_thoughts(world):
     ):
         with pytest.raises(Exception, match=error):
             world.apply_chat_template([user("Why?")], tokenize=False, **options)
+    # A name that is not known would be rendered as the text.
+    several = RwkvWorldTokenizerFast(
+        chat_template={"default": world.chat_template, "short": "{{ messages[0].content }}"}
+    )
+    assert several.apply_chat_template([user("Why?")], chat_template="short", tokenize=False) == "Why?"
+    assert several.response_template is not None and several.stop_strings
+    for tokenizer, names in ((several, "'default', 'short'"), (world, "no named ones")):
+        with pytest.raises(ValueError, match=f"`chat_template` 'g1' is neither .* the tokenizer has {names}"):
+            tokenizer.apply_chat_template([user("Why?")], chat_template="g1")
 
 
 @pytest.mark.parametrize("text", ["", "Sure: ", "```python\n", "Sure:\n\n1.", "def f():\n    "])
