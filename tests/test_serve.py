@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import CAUSAL, each_causal, tiny_model
+from chat_cases import save_speaker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import subquad
@@ -44,6 +45,8 @@ def models(tmp_path_factory):
         ByteTokenizer().save_pretrained(directory / model_type)
     tiny_model("rwkv6", vocab_size=65536).save_pretrained(directory / "world")
     RwkvWorldTokenizerFast().save_pretrained(directory / "world")
+    save_speaker(directory / "calling", 'json[{"arguments":{"a":1},"id":"","name":"f"}]\n```\n\nUser:')
+    save_speaker(directory / "thinking", "think>\n\nSo。\n\nUser:")
     repository = directory / "hub" / f"models--{FINCH.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
@@ -145,6 +148,36 @@ def test_chat(client, url, models):
     assert "".join(chunks) == expected and sum(map(bool, chunks)) > 30 and not expected.isascii()
     with connect(url) as another, pytest.raises(openai.InternalServerError):  # this tokenizer has no chat template
         another.chat.completions.create(**request | {"model": str(models / "rwkv6")})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools(client, models, stream):
+    """A call is read, whatever its form, and the answer ends where the model begins the user's next turn."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
+    request = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool], "temperature": 0, "max_tokens": 60}
+    answer = client.chat.completions.create(model=str(models / "calling"), stream=stream, **request)
+    if stream:
+        *chunks, last = answer
+        [call] = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    else:
+        last, [call] = answer, answer.choices[0].message.tool_calls
+        text = answer.choices[0].message.content
+    assert (call.function.name, call.function.arguments, text) == ("f", '{"a": 1}', "")
+    assert last.choices[0].finish_reason == "tool_calls" and last.usage.completion_tokens < 30
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts(client, models, stream, thinking):
+    request = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 60}
+    request["extra_body"] = {"chat_template_kwargs": {"thinking": thinking}}
+    answer = client.chat.completions.create(model=str(models / "thinking"), stream=stream, **request)
+    found = [
+        chunk.choices[0].delta if stream else chunk.choices[0].message for chunk in (answer if stream else [answer])
+    ]
+    texts = ["".join(getattr(part, name, None) or "" for part in found) for name in ("reasoning_content", "content")]
+    assert texts == (["\n\nSo。", ""] if thinking else ["", "So。"])
 
 
 def test_requests_at_once(client, models):

@@ -263,6 +263,9 @@ def convert(
         generation_config = None
         if to not in WEIGHTS_ONLY and subquad.lm_auto_class(known.model_type) != "AutoModelForMaskedLM":
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
+            if not hasattr(generation_config, "chat_stops") and (stops := chosen.chat_stops()) is not None:
+                generation_config.chat_stops = stops
+                generation_config._from_model_config = False  # else only the fields of transformers are read again
             if to not in FILES:
                 notes += generation_notes
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -69,6 +70,13 @@ class TokenizerChoice:
     token_ids: dict[str, int | list[int]]
     vocabulary: Callable[[], Vocabulary] | None = None
 
+    def chat_stops(self) -> dict[str, Any] | None:
+        """Where the answers to its chats end, if it has the turns of World; see [`Vocabulary`]."""
+        try:
+            return self.vocabulary and self.vocabulary().chat_stops
+        except ConversionError:  # its files are copied, damaged or not
+            return None
+
 
 def choose_tokenizer(
     choice: str | Path,
@@ -132,7 +140,20 @@ def _world(vocab_size: int, note: str | None, replaced: Path | None = None) -> T
 
     # A tokenizer of the same vocabulary whose code is not run may have more tokens than that.
     more = replaced is not None and max(_stated_ids(replaced), default=0) >= WORLD_VOCABULARIES.start
-    return _own("RWKV World", _load_greedy(replaced) if more else RwkvWorldTokenizerFast(), vocab_size, note)
+    if more:
+        tokenizer = _load_greedy(replaced)
+    else:
+        template = None if replaced is None else _chat_template(replaced)
+        tokenizer = RwkvWorldTokenizerFast(**({} if template is None else {"chat_template": template}))
+    return _own("RWKV World", tokenizer, vocab_size, note)
+
+
+def _chat_template(directory: Path) -> str | None:
+    """The chat template that a directory has, which its model was trained with."""
+    if (file := directory / TEMPLATE).is_file():
+        return file.read_text(encoding="utf-8")
+    template = read_json(directory / CONFIG).get("chat_template") if (directory / CONFIG).is_file() else None
+    return template if isinstance(template, str) else None
 
 
 def _bytes(vocab_size: int, note: str | None) -> TokenizerChoice:

@@ -27,6 +27,8 @@ ENDS = ("eot", "eom")
 BYTES_VOCABULARY = 128
 # How the turns of World's template begin. They end with a blank line.
 TURN, END_OF_TURN = "Assistant:", b"\n\n"
+# The tokens of World that begin an answer, and that begin the other turns.
+ANSWER, OTHER_TURNS = (b"Ass", b"istant", b":"), ((b"User", b":"), (b"System", b":"))
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,24 @@ class Vocabulary:
     def end_of_turn(self) -> int | None:
         """The token that ends a turn of World's template; the tokenizer has no name for it."""
         return self.tokens.index(END_OF_TURN) if TURN in self.template and END_OF_TURN in self.tokens else None
+
+    @property
+    def chat_stops(self) -> dict[str, Any] | None:
+        """
+        Where `generate` ends an answer, for World and its turns: `answer`, the tokens that begin one; `turns`, the
+        pairs of tokens that begin another turn; `blank` and `line`, those that end with a blank line and with a line;
+        and `newline`, a line break alone.
+        """
+        if TURN not in self.template or not is_world(self):
+            return None
+        find = {token: index for index, token in enumerate(self.tokens) if index}
+        return {
+            "answer": [find[token] for token in ANSWER],
+            "turns": [[find[token] for token in turn] for turn in OTHER_TURNS],
+            "blank": [index for token, index in find.items() if token.endswith(END_OF_TURN)],
+            "line": [index for token, index in find.items() if token.endswith(b"\n")],
+            "newline": find[b"\n"],
+        }
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import GenerationConfig
 from transformers.generation import (
     GenerationMixin,
     GenerationMode,
     LogitsProcessorList,
     MaxLengthCriteria,
+    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.utils import ModelOutput, logging
@@ -29,6 +31,32 @@ NOT_WITH_PREFIXES = (
     *("inputs_embeds", "pixel_values", "cache", "cache_implementation"),
     *ASSISTED,
 )
+
+
+class NextTurnCriteria(StoppingCriteria):
+    """
+    Ends the answers to chats, the rows of `prompt` (N, T) whose last turn is an answer, where another turn begins. The
+    ids are those of the generation configuration, `chat_stops`, which `subquad convert` writes. It needs no tokenizer.
+    """
+
+    def __init__(self, stops: dict[str, Any], prompt: torch.Tensor):
+        self.ids = {name: torch.tensor(value, device=prompt.device) for name, value in stops.items()}
+        answer, *turns = (_last_place(prompt, part) for part in (self.ids["answer"], *self.ids["turns"]))
+        self.chats = answer > torch.stack(turns).amax(0)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs) -> torch.Tensor:
+        ids, end = self.ids, F.pad(input_ids[:, -4:], (max(0, 4 - input_ids.shape[1]), 0), value=-1)
+        blank = torch.isin(end[:, 1], ids["blank"]) | (end[:, 1] == ids["newline"]) & torch.isin(
+            end[:, 0], ids["line"]
+        )
+        chats = self.chats.repeat_interleave(len(end) // len(self.chats))  # one for each beam
+        return chats & blank & (end[:, None, 2:] == ids["turns"]).all(-1).any(-1)
+
+
+def _last_place(ids: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Where `part` (K,) last ends in each row of `ids` (N, T); 0 if it is not there."""
+    found = (F.pad(ids, (len(part), 0), value=-1).unfold(1, len(part), 1) == part).all(-1)
+    return (found * torch.arange(found.shape[1], device=ids.device)).amax(1)
 
 
 class RecurrentGenerationMixin(GenerationMixin):
@@ -80,6 +108,9 @@ class RecurrentGenerationMixin(GenerationMixin):
             kwargs |= named_cache(cache)
         given = _given_ids(args, kwargs)
         check_once(self, None if given is None else given.device)
+        if (stops := getattr(self.generation_config, "chat_stops", None)) and given is not None and len(args) < 4:
+            criteria = kwargs.get("stopping_criteria") or ()
+            kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, NextTurnCriteria(stops, given)])
         out = super().generate(*args, **kwargs)
         if CACHE_NAME != "cache" and isinstance(out, ModelOutput):
             out.cache = cache_of(out)

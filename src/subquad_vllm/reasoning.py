@@ -9,38 +9,65 @@ from vllm.reasoning import ReasoningParser
 ANSWER, BEGIN, END = "Assistant:", "<think>", "</think>"
 
 
+def stop_at_next_turn(request, tokenizer):
+    """Lets a request for a chat end where the model begins the next turn, besides at the stop strings that it has."""
+    if hasattr(request, "stop"):
+        given = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        request.stop = [*given, *(text for text in getattr(tokenizer, "stop_strings", ()) if text not in given)]
+    return request
+
+
 class RwkvReasoningParser(ReasoningParser):
     """
     Thoughts are what stands between `<think>` and `</think>` at the beginning of an answer. Both are several tokens of
     World, so they are looked for in text. If a request asks for thoughts, its prompt ends with ` <think`, and the
-    answer begins with `>`.
+    answer begins with `>`. If it asks for none, the same `>` completes ` <think></think`.
 
     A stream, and structured outputs, have thoughts only if the request asks for them: nothing else shows in time that
     a thought, and not the answer, is about to come.
 
     Args:
         tokenizer: of the model.
-        chat_template_kwargs: those of the request; `thinking` or `enable_thinking` asks for thoughts.
+        chat_template_kwargs: those of the request, such as `thinking`.
     """
 
     def __init__(self, tokenizer, *args, chat_template_kwargs: dict | None = None, **kwargs):
         super().__init__(tokenizer, *args, **kwargs)
-        given = chat_template_kwargs or {}
-        self.begun = bool(given.get("thinking", given.get("enable_thinking")))
+        self.options = chat_template_kwargs or {}
+        self.opening = self._opening()
+        self.before: list[int] = []  # the last ids of the prompt
+
+    def _opening(self, tools: bool = False) -> str:
+        """What a prompt begins the answer with."""
+        chat, tools = [{"role": "user", "content": "?"}], [{"name": "f"}] if tools else None
+        options = {"tokenize": False, "add_generation_prompt": True}
+        return self._answer(
+            self.model_tokenizer.apply_chat_template(chat, **self.options | {"tools": tools} | options)
+        )
+
+    @staticmethod
+    def _answer(text: str) -> str:
+        return text.rpartition(ANSWER)[2].lstrip()
+
+    def adjust_request(self, request):
+        return stop_at_next_turn(request, self.model_tokenizer)
+
+    def adjust_initial_state_from_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        self.opening, self.before = self._answer(self._decode(prompt_token_ids)), list(prompt_token_ids[-len(END) :])
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Whether a prompt of the chat template, and what follows it, has no thought that is still open."""
-        answer = self._decode(input_ids).rpartition(ANSWER)[2].lstrip()
+        answer = self._answer(self._decode(input_ids))
         return END in answer or not answer.startswith(BEGIN[:-1])
 
     def is_reasoning_end_streaming(self, input_ids: Sequence[int], delta_ids: Iterable[int]) -> bool:
         """Whether the thought ends in the last tokens, `delta_ids`. As bytes, its end is `len(END)` tokens."""
         new = len(list(delta_ids)) + len(END) - 1
-        return END in self._decode(input_ids[-new:]).rpartition(ANSWER)[2]
+        return END in self._decode([*self.before, *input_ids][-new:]).rpartition(ANSWER)[2]
 
     def extract_content_ids(self, input_ids: list[int]) -> list[int]:
         """The ids after those of the thought; none if it does not end in them."""
-        text = ""
+        text = self._answer(self._decode(self.before))
         for count, index in enumerate(input_ids, 1):
             text += self._decode([index])
             if END in text:
@@ -49,6 +76,7 @@ class RwkvReasoningParser(ReasoningParser):
 
     def extract_reasoning(self, model_output: str, request) -> tuple[str | None, str | None]:
         """The thought and the answer; None for either that is not there."""
+        self.opening = self._opening(bool(request is not None and request.tools))
         thought, answer = self._split(model_output)
         return thought or None, answer or None
 
@@ -68,14 +96,10 @@ class RwkvReasoningParser(ReasoningParser):
 
     def _split(self, text: str, partly: bool = False) -> tuple[str, str]:
         """The thought and the answer. With `partly`, more text will come, and what may begin a mark is left out."""
-        begun, rest = self.begun, text.lstrip()
-        if begun:
-            rest = text.removeprefix(BEGIN[-1])
-        elif rest.startswith(BEGIN):
-            begun, rest = True, rest.removeprefix(BEGIN)
-        if not begun:
+        rest = (self.opening + text).lstrip()
+        if not rest.startswith(BEGIN[:-1] if self.opening else BEGIN):
             return "", "" if partly and BEGIN.startswith(rest) else text
-        thought, end, answer = rest.partition(END)
+        thought, end, answer = rest.removeprefix(BEGIN[:-1]).removeprefix(BEGIN[-1]).partition(END)
         if partly and not end:
             held = next((n for n in range(len(END) - 1, 0, -1) if thought.endswith(END[:n])), 0)
             thought = thought[: len(thought) - held]

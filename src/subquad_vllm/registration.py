@@ -6,6 +6,7 @@ import vllm
 from vllm import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
 from subquad.models import REGISTRY  # importing subquad also tells AutoConfig and AutoTokenizer
@@ -30,3 +31,4 @@ def register() -> None:
     for model_type in REFUSED:
         MODEL_ARCH_CONFIG_CONVERTORS[model_type] = RefusedConvertor
     ReasoningParserManager.register_lazy_module("rwkv", "subquad_vllm.reasoning", "RwkvReasoningParser")
+    ToolParserManager.register_lazy_module("rwkv", "subquad_vllm.tools", "RwkvToolParser")

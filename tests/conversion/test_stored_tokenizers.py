@@ -178,6 +178,23 @@ def test_what_ends_a_turn_of_world():
     assert find_ends(replace(plain, ids={}), [], 3) == {}
 
 
+def test_where_a_chat_ends(world, tmp_path):
+    """The ids are written for the turns of World, and those of a directory are kept."""
+
+    def stops(directory):
+        return getattr(GenerationConfig.from_pretrained(directory), "chat_stops", None)
+
+    found = stops(world[0])
+    assert (found["answer"], found["turns"], found["newline"]) == ([5585, 41693, 59], [[24281, 59], [40812, 59]], 11)
+    assert 261 in found["blank"] and {261, 11, 28329} <= {*found["line"]}
+    convert(world[1], tmp_path / "another template", progress=False)
+    assert stops(tmp_path / "another template") is None
+    shutil.copytree(world[0], tmp_path / "own")
+    GenerationConfig(chat_stops={"answer": [1]}).save_pretrained(tmp_path / "own")
+    convert(tmp_path / "own", tmp_path / "copy", progress=False)
+    assert stops(tmp_path / "copy") == {"answer": [1]}
+
+
 def test_what_llama_cpp_has_to_be_told(copy, tmp_path):
     GenerationConfig(eos_token_id=259, stop_strings=["\n\nUser:"]).save_pretrained(copy)
     report = convert(copy, tmp_path / "out.gguf", to="gguf", progress=False)
@@ -311,6 +328,22 @@ def test_a_tokenizer_with_code_of_its_own_keeps_its_tokens(world, tmp_path):
     with pytest.raises(ConversionError, match="'<gap>' has the id 65533 in the tokenizer's files, and 65531 in"):
         convert(tmp_path / "source", tmp_path / "other", progress=False)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
+def test_the_template_of_a_tokenizer_with_code_of_its_own(place, world, tmp_path):
+    """It is what the model was trained with, also if the plain World tokenizer takes the place of the code."""
+    shutil.copytree(world[0], tmp_path / "source", ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
+    settings = {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}Assistant:"
+    if place.endswith("jinja"):
+        (tmp_path / "source" / place).write_text(template)
+    else:
+        settings["chat_template"] = template
+    (tmp_path / "source/tokenizer_config.json").write_text(json.dumps(settings))
+    convert(tmp_path / "source", tmp_path / "out", progress=False)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == template and tokenizer.response_template is not None
 
 
 def test_named_templates_come_along(copy, tmp_path):

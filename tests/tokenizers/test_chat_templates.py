@@ -38,16 +38,29 @@ TOOL = {
         "description": "Adds <b> & 'ü'.",
         "parameters": {
             "type": "object",
-            "properties": {"b": {"type": "integer"}, "a": {"enum": ["x"], "default": None}},
+            "properties": {
+                "b": {"type": "integer"},
+                "a": {"enum": ["x", 1], "default": None},
+                "items": {"type": "array", "items": {"type": ["string", "null"]}},
+                "either": {"anyOf": [{"type": "string"}, {"enum": [True]}, {"type": ["number", "null"]}, {}]},
+            },
+            "required": ["b"],
         },
     },
 }
-CALL = {"name": "add", "arguments": {"b": [1, 0.5, True, None, {}], "a": "é<'&\"\\\n\r\t中x"}}
+BARE = {"name": "now", "parameters": {"type": "object"}}
+CALL = {"name": "add", "arguments": {"b": [1, 0.5, True, None, {}], "a": "é<'&\"\\\n\r\t中x", "items": {"items": 1}}}
 CALLS = [{"type": "function", "function": CALL}, {"function": {"name": "add", "arguments": '{"b":1}'}}, CALL]
 ASKED = {"role": "assistant", "content": "I ask.", "tool_calls": CALLS}
 WORLD = {
     **PLAIN,
-    "tools": {"messages": [USER], "tools": [TOOL], "add_generation_prompt": True},
+    "tools": {"messages": [USER], "tools": [TOOL, BARE], "add_generation_prompt": True},
+    "signatures": {"messages": [USER], "tools": [TOOL, BARE], "tool_style": "signatures"},
+    "tools and thoughts": {"messages": [USER], "tools": [TOOL], "thinking": True, "add_generation_prompt": True},
+    "tools and no thoughts": {"messages": [USER], "tools": [TOOL], "thinking": False, "add_generation_prompt": True},
+    "texts": {"messages": [{"role": "user", "content": ["A", {"type": "text", "text": "B"}, "C"]}, USER]},
+    "white space": {"messages": [USER, {"role": "assistant", "content": "\n\n  So. \n"}, USER]},
+    "thoughts of 2025": {"messages": [USER], "thinking": False, "style": "2025", "add_generation_prompt": True},
     "tools and system": {"messages": [SYSTEM, USER], "tools": [TOOL]},
     "calls": {"messages": [USER, ASKED, {"role": "tool", "content": "3\n\n4"}], "tools": [TOOL]},
     "calls alone": {"messages": [USER, {**ASKED, "content": None}, {"role": "tool", "content": {"a": 1, "b": ["<"]}}]},
@@ -61,6 +74,7 @@ WORLD = {
     "an empty thought": {"messages": [{"role": "assistant", "content": "So.", "reasoning_content": ""}, USER]},
     "a thought and no content": {"messages": [{"role": "assistant", "reasoning_content": " \nOne.\n"}, USER]},
     "a thought and a call": {"messages": [{**ASKED, "content": "\n", "reasoning_content": "One."}, USER]},
+    "a thought and a space": {"messages": [{"role": "assistant", "content": " So.", "reasoning_content": "."}, USER]},
     "no thought": {"messages": [{"role": "assistant", "content": "So.", "reasoning_content": None}, USER]},
     "a thought": {"messages": [{"role": "assistant", "content": "So.", "reasoning_content": "One.\n\nTwo."}, USER]},
     **{

@@ -513,33 +513,170 @@ def test_chat_template(world):
     assert begun == prompt + " Now."
 
 
+def call(**function):
+    return {"role": "assistant", "tool_calls": [{"function": function}]}
+
+
 def test_chat_template_of_odd_messages(world):
     render = world.apply_chat_template
     assert render([{"role": "user", "content": ""}], tokenize=False) == "User:\n\n"
     assert render([{"role": "assistant", "content": None}], tokenize=False) == "Assistant:\n\n"
-    for result in ({"a": 1}, [1, "é"], [{"a": 1}], 3):  # of a tool
-        text = json.dumps(result, ensure_ascii=False)
+    for result in ({"a": 1}, [1, "é"], ["a", "b"], [{"a": 1}], 3):  # of a tool
+        text = json.dumps(result, ensure_ascii=False, separators=(",", ":"))
         assert render([{"role": "tool", "content": result}], tokenize=False) == f"User: Function output:\n{text}\n\n"
     for message, error in (
         ({"role": "judge", "content": "x"}, "The role judge is none of system, user, assistant and tool"),
         ({"role": "user", "content": [{"type": "image"}]}, "The type image is not text"),
-        ({"role": "user", "content": [{"type": "text", "text": "x"}, {"text": "y"}]}, 'A part .*: "y".* no type'),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}, {"text": "y"}]}, 'A part .*:"y".* no type'),
+        ({"role": "user", "content": {"a": 1}}, 'The content {"a":1} is neither a text nor a list of texts'),
+        ({"role": "user", "content": 3}, "The content 3 is neither"),
+        (call(arguments={}), r'The call {"function":{"arguments":{}}} has no name'),
+        (call(name=3), "has no name"),
+        (call(name="f", arguments=[1]), r"The arguments of the call .*\[1\].* are neither an object nor a string"),
     ):
         with pytest.raises(Exception, match=error):
             render([message], tokenize=False)
+    for texts in (["a", " b"], [{"type": "text", "text": "a"}, " b"]):
+        assert render([{"role": "user", "content": texts}], tokenize=False) == "User: a b\n\n"
     batch = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b c d"}]]
     encoded = render(batch, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True)
     assert encoded["input_ids"].shape == encoded["attention_mask"].shape
     assert encoded["input_ids"][0, 0] == 0
 
 
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def schema(name, description, **properties):
+    parameters = {"type": "object", "properties": properties, "required": [*properties][:1]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+WEATHER = schema("weather", "Tells <it>.", city={"type": "string"}, unit={"enum": ["C", "F"]})
+TIME = schema("time", "Tells it.", at={"type": ["string", "null"]})
+ASKED = {
+    **assistant(None),
+    "tool_calls": [
+        {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo", "days": [1, 2]}}}
+    ],
+}
+RESULT = {"role": "tool", "content": {"sky": "blue", "wind": None}}
+LISTED = (
+    "System: Tools:\n[\n"
+    '{"name":"weather","description":"Tells <it>.","arguments":{"city":{"type":"string"},"unit":{"enum":["C","F"]}}},'
+    "\n"
+    '{"name":"time","description":"Tells it.","arguments":{"at":{"type":["string","null"]}}}\n'
+    "]\nReturn only a JSON function call.\n\n"
+)
+SIGNATURES = (
+    'System: Tools:\n- weather(city: string, unit?: "C" | "F")\n- time(at: string | null)\n'
+    "Return only a JSON function call.\n\n"
+)
+ASKING = 'User: Why?\n\nAssistant: ```json\n{"name":"weather","arguments":{"city":"Oslo","days":[1,2]}}\n```\n\n'
+BEGUN = [5585, 41693, 59]  # `Assistant:`
+OFFICIAL = {
+    "one turn": ([user("Why?")], {}, "User: Why?\n\nAssistant:", BEGUN),
+    "turns": (
+        [user("Why?"), assistant("So.\n\nThus."), user("And?")],
+        {},
+        "User: Why?\n\nAssistant: So.\n\nThus.\n\nUser: And?\n\nAssistant:",
+        BEGUN,
+    ),
+    "a system's": ([SYSTEM, user("Why?")], {}, "System: Be brief.\n\nUser: Why?\n\nAssistant:", BEGUN),
+    "think": ([user("Why?")], {"thinking": True}, "User: Why?\n\nAssistant: <think", [*BEGUN, 295, 35762]),
+    "think a bit": (
+        [user("Why? (think a bit)")],
+        {"enable_thinking": True},
+        "User: Why? (think a bit)\n\nAssistant: <think",
+        [*BEGUN, 295, 35762],
+    ),
+    "no thoughts": (
+        [user("Why?")],
+        {"thinking": False},
+        "User: Why?\n\nAssistant: <think></think",
+        [*BEGUN, 295, 35762, 5439, 35762],
+    ),
+    "no thoughts, in 2025": (
+        [user("Why?")],
+        {"enable_thinking": False, "style": "2025"},
+        "User: Why?\n\nAssistant: <think>\n</think",
+        [*BEGUN, 295, 35762, 63, 11, 754, 35762],
+    ),
+    "tools": (
+        [user("Why?")],
+        {"tools": [WEATHER, TIME]},
+        f"{LISTED}User: Why?\n\nAssistant: ```json",
+        [*BEGUN, 21214, 26060],
+    ),
+    "signatures": (
+        [user("Why?")],
+        {"tools": [WEATHER, TIME], "tool_style": "signatures", "thinking": False},
+        f"{SIGNATURES}User: Why?\n\nAssistant: ```json",
+        [*BEGUN, 21214, 26060],
+    ),
+    "tools and thoughts": (
+        [user("Why?")],
+        {"tools": [WEATHER, TIME], "thinking": True},
+        f"{LISTED}User: Why?\n\nAssistant: <think",
+        [*BEGUN, 295, 35762],
+    ),
+    "a result": (
+        [user("Why?"), ASKED, RESULT],
+        {"tools": [WEATHER, TIME]},
+        f'{LISTED}{ASKING}User: Function output:\n{{"sky":"blue","wind":null}}\n\nAssistant: ```json',
+        [*BEGUN, 21214, 26060],
+    ),
+    "clean texts": (
+        [
+            {"role": "system", "content": "\nBe\r\n\r\nbrief. "},
+            user(" Why\n\n\nso?\n"),
+            assistant("A\r\n\r\n\nB"),
+            user("C"),
+        ],
+        {},
+        "System: Be\nbrief.\n\nUser: Why\nso?\n\nAssistant: A\r\n\r\n\nB\n\nUser: C\n\nAssistant:",
+        BEGUN,
+    ),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_official_prompts(name, world, reference):
+    messages, options, expected, last = OFFICIAL[name]
+    assert world.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options) == expected
+    ids = world.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+    assert ids == reference.encode(expected) and ids[-len(last) :] == last
+
+
 def test_chat_template_of_thoughts(world):
-    messages = [{"role": "user", "content": "Why? (think a bit)"}]
-    begins = {None: "", True: " <think", False: " <think></think>\n"}
-    for thinking, begin in begins.items():
+    for thinking, begin in {None: "", True: " <think", False: " <think></think"}.items():
         for options in ({"thinking": thinking}, {"enable_thinking": thinking}):
-            prompt = world.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-            assert prompt == f"User: Why? (think a bit)\n\nAssistant:{begin}"
+            prompt = world.apply_chat_template([user("Why?")], tokenize=False, add_generation_prompt=True, **options)
+            assert prompt == f"User: Why?\n\nAssistant:{begin}"
+    for options, error in (
+        ({"thinking": "a bit"}, '`thinking` is "a bit", which is none of true, false and null'),
+        ({"enable_thinking": []}, r"`thinking` is \[\], which is none"),
+        ({"style": "g1"}, '`style` is "g1", which is neither "2026" nor "2025"'),
+        ({"tool_style": "xml"}, '`tool_style` is "xml", which is neither "json" nor "signatures"'),
+    ):
+        with pytest.raises(Exception, match=error):
+            world.apply_chat_template([user("Why?")], tokenize=False, **options)
+    # A name that is not known would be rendered as the text.
+    several = RwkvWorldTokenizerFast(
+        chat_template={"default": world.chat_template, "short": "{{ messages[0].content }}"}
+    )
+    assert several.apply_chat_template([user("Why?")], chat_template="short", tokenize=False) == "Why?"
+    assert several.response_template is not None and several.stop_strings
+    for tokenizer, names in ((several, "'default', 'short'"), (world, "no named ones")):
+        with pytest.raises(ValueError, match=f"`chat_template` 'g1' is neither .* the tokenizer has {names}"):
+            tokenizer.apply_chat_template([user("Why?")], chat_template="g1")
 
 
 @pytest.mark.parametrize("text", ["", "Sure: ", "```python\n", "Sure:\n\n1.", "def f():\n    "])
@@ -557,22 +694,39 @@ def test_an_answer_that_is_continued(text, world, tmp_path):
 
 
 def test_chat_template_of_tools(world):
-    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    call = {"name": "add", "arguments": {"a": 1, "b": 2}}
-    messages = [
-        {"role": "user", "content": "1 + 2?"},
-        {"role": "assistant", "content": "I ask.", "tool_calls": [{"type": "function", "function": call}]},
-        {"role": "tool", "content": "3"},
-        {"role": "assistant", "content": "It is 3."},
-    ]
-    schemas = json.dumps([schema])
-    turns = f"User: 1 + 2?\n\nAssistant: I ask.\n```json\n{json.dumps(call)}\n```\n\n"
-    turns += "User: Function output:\n3\n\nAssistant: It is 3.\n\n"
-    assert world.apply_chat_template(messages, tools=[schema], tokenize=False) == f"System: {schemas}\n\n{turns}"
-    messages = [{"role": "system", "content": "Be brief."}, *messages]
-    text = world.apply_chat_template(messages, tools=[schema], tokenize=False)
-    assert text == f"System: Be brief.\n{schemas}\n\n{turns}"
-    assert world.apply_chat_template(messages, tokenize=False) == f"System: Be brief.\n\n{turns}"
+    def add(a: int, b: list[str] = ()):
+        """
+        Adds.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+
+    def render(messages, *tools, **options):
+        return world.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+
+    turns = [user("1 + 2?"), call(name="add", arguments={"a": 1, "b": 2}), assistant("It is 3.")]
+    turns[1]["content"] = "I ask."
+    rest = 'User: 1 + 2?\n\nAssistant: I ask.\n```json\n{"name":"add","arguments":{"a":1,"b":2}}\n```\n\n'
+    rest += "Assistant: It is 3.\n\n"
+    arguments = '{"a":{"type":"integer","description":"One."},'
+    arguments += '"b":{"type":"array","items":{"type":"string"},"description":"Another."}}'
+    tools = f'Tools:\n[\n{{"name":"add","description":"Adds.","arguments":{arguments}}}\n]\n'
+    tools += "Return only a JSON function call.\n\n"
+    assert render(turns, add) == f"System: {tools}{rest}"
+    assert render([SYSTEM, *turns], add) == f"System: Be brief.\n{tools}{rest}"
+    assert world.apply_chat_template([SYSTEM, *turns], tokenize=False) == f"System: Be brief.\n\n{rest}"
+    bare = {"name": "now"}
+    assert '\n[\n{"name":"now","arguments":{}}\n]\n' in render(turns, bare)
+    assert "\n- now()\n- add(a: integer, b?: array)\n" in render(turns, bare, add, tool_style="signatures")
+    for tool in ({}, {"function": {}}, {"name": 3}, {"name": "f", "parameters": {"a": {"type": "string"}}}):
+        with pytest.raises(Exception, match="The tool {.*} is not a JSON schema of a function"):
+            render(turns, tool)
+    for parameters in ([], ["a"], {"properties": ["a"]}):
+        if parameters:
+            with pytest.raises(Exception, match="is not a JSON schema"):
+                render(turns, {"name": "f", "parameters": parameters})
 
 
 @pytest.mark.parametrize("kind", ["as made", "saved", "of an earlier version"])
@@ -592,9 +746,10 @@ def test_assistant_mask(kind, world, tmp_path):
     assert encoded["input_ids"] == tokenizer.apply_chat_template(messages * 2, return_dict=False)
 
 
-CALL = '```json\n{"name": "add", "arguments": {"a": {"b": 2}}}\n```'
-CUT = '{"a": {"b": 2'
+CALL = '```json\n{"name":"add","arguments":{"a":{"b":2}}}\n```'
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": {"b": 2}}}}]
+TURNED = '{"arguments": {"a": {"b": 2}}, "id": "c}1", "name": "add"}'
+NUMBERED = '{ "name" : "add", "arguments":{"a":{"b":2}},"id":[1, -2.5e3, null] }'
 
 
 @pytest.mark.fast
@@ -602,28 +757,58 @@ CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": {"b
     ("thinking", "answer", "message"),
     [
         (None, " Hello.\n\nHow are you?\n\nUser: Well", {"content": "Hello.\n\nHow are you?"}),
+        (None, " Hello.\n\nSystem:", {"content": "Hello."}),
         (None, " Hello, User: you.\n\n", {"content": "Hello, User: you."}),
         (None, " A <think>.</think>" + BOUNDARY, {"content": "A <think>.</think>"}),
         (None, BOUNDARY, {}),
-        (True, ">First.\n\nThen.</think>\nSo.", {"reasoning_content": "First.\n\nThen.", "content": "So."}),
+        (True, ">First.\n\nThen.</think>\n\nSo.", {"reasoning_content": "First.\n\nThen.", "content": "So."}),
         (True, ">First.\n\nUser:", {"reasoning_content": "First."}),
-        (True, ">\nFirst. \n</think>\n\nSo. " + BOUNDARY, {"reasoning_content": "\nFirst. \n", "content": "\nSo. "}),
-        (False, "So." + BOUNDARY, {"reasoning_content": "", "content": "So."}),
+        (True, ">\nFirst. \n</think>\nSo. " + BOUNDARY, {"reasoning_content": "\nFirst. \n", "content": "\nSo. "}),
+        (False, ">\n\nSo." + BOUNDARY, {"reasoning_content": "", "content": "So."}),
+        (False, ">\n\nUser:", {"reasoning_content": ""}),
         (None, f" I ask.\n{CALL}\n\nUser:", {"content": "I ask.", "tool_calls": CALLS}),
         (None, f" {CALL}\n{CALL}\nWait.{BOUNDARY}", {"content": "Wait.", "tool_calls": CALLS * 2}),
-        (None, f" {CALL[:-7]}", {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": CUT}}]}),
-        (None, ' ```json\n{"a": 1}\n```\n\nUser:', {"content": '```json\n{"a": 1}\n```'}),
+        (None, f" ```json\n{TURNED}\n```\n\n", {"tool_calls": CALLS}),
+        (None, f" ```json\n{NUMBERED}\n\nUser:", {"tool_calls": CALLS}),
+        (None, f" <tool_call>\n{NUMBERED}\n</tool_call>{BOUNDARY}", {"tool_calls": CALLS}),
+        (None, f" So:\n**Tool Call:**\n{CALL}\n\nUser:", {"content": "So:", "tool_calls": CALLS}),
+        (None, f" **Tool Call:** {TURNED}", {"tool_calls": CALLS}),
+        (None, f" I ask.\n{TURNED}\n{NUMBERED}", {"content": "I ask.", "tool_calls": CALLS * 2}),
+        (None, f" ```json\n[{TURNED},\n {NUMBERED}]\n``", {"tool_calls": CALLS * 2}),
+        ("call", f"\n{NUMBERED}\n```\n\nUser:", {"tool_calls": CALLS}),
+        ("call", f"\n{TURNED}\n{NUMBERED}\n```", {"tool_calls": CALLS * 2}),
+        ("call", '\n{"a": 1}\n```\n\nUser:', {"content": '```json\n{"a": 1}\n```'}),
+        *(
+            (None, f" {text}\n\nUser:", {"content": text})  # which is no call
+            for text in (
+                CALL[:-8],
+                '```json\n{"a": 1}\n```',
+                '```json\n{"name": "add", "arguments": {"a": 01}}\n```',
+                '```json\n{"name": "add", "arguments": "{}"}\n```',
+                '```json\n{"name": "add", "arguments": {}, "name": 3}\n```',
+                f"It is {TURNED} there.",
+            )
+        ),
     ],
 )
 def test_responses(world, thinking, answer, message):
     """The answer to a prompt as a message, read at once or letter by letter."""
-    options = {} if thinking is None else {"thinking": thinking}
+    options = {None: {}, "call": {"tools": [WEATHER]}}.get(thinking, {"thinking": thinking})
     chat = [{"role": "user", "content": "Assistant: <think>"}]
     prompt = world.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
     message = {"role": "assistant", "reasoning_content": None, **message}
     assert world.parse_response(answer, prefix=prompt) == message
     assert world.parse_response(world.encode(answer), prefix=world.encode(prompt)) == message
     assert letter_by_letter(world, answer, prompt) == message
+
+
+def test_a_call_is_streamed_when_it_is_complete(world):
+    parser = world.get_response_parser(prefix="Assistant: ```json")
+    text, seen = f"\n{NUMBERED}\n{TURNED}\n", []
+    for count, letter in enumerate(text, 1):
+        seen += [(count, event["type"]) for event in parser.feed(letter) if event["type"] == "region_close"]
+    assert seen == [(len(f"\n{NUMBERED}\n{{"), "region_close")]
+    assert parser.finalize()[0]["tool_calls"] == CALLS * 2
 
 
 def letter_by_letter(world, answer, prompt):
@@ -633,45 +818,59 @@ def letter_by_letter(world, answer, prompt):
     return parser.finalize()[0]
 
 
+def dump(value):
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 @pytest.mark.parametrize("as_text", [False, True], ids=["a dictionary", "a string"])
 @pytest.mark.parametrize(
     ("thinking", "answer"),
     [
         (None, f" I ask.\n{CALL}\n\n"),
-        (None, f" {CALL}\n{CALL.replace('2', '[1.5, null, true]')}\n\n"),
+        (None, f" {CALL}\n{CALL.replace('2', '[1.5,null,true]')}\n\n"),
         (None, f" {CALL.replace('2', json.dumps('<é> & x' + chr(10), ensure_ascii=False))}\n\n"),
-        (None, ' ```json\n{"name": "now", "arguments": {}}\n```\n\n'),
+        (None, ' ```json\n{"name":"now","arguments":{}}\n```\n\n'),
         (None, " Two lines:\n\n1. one\n\n    code\n\n"),
+        (None, "\n\n  Two lines:\n\n1. one\n\n"),
         (True, f">First.\n\nThen.</think>\nI ask.\n{CALL}\n\n"),
         (True, ">First.</think>\nSo.\n\n"),
         (True, "> \nFirst.\n\n</think>\n\n\n So.\n\n"),
         (True, f">First.</think>\n{CALL}\n\n"),
         (True, f">First.</think>\n\n{CALL}\n\n"),
-        (True, "></think>\nSo.\n\n"),
-        (False, "So.\n\n"),
-        (False, f"{CALL}\n\n"),
-        (None, " <think></think>\nSo.\n\n"),
+        (True, "></think>\n\nSo.\n\n"),
+        (False, ">\n\nSo.\n\n"),
+        (False, "> So.\n\n"),
+        (False, f">\n{CALL}\n\n"),
+        (None, " <think></think>\n\nSo.\n\n"),
         (None, f" I ask: \n\n\n{CALL}\n{CALL}\n\n"),
         (None, " A  \n\n B  \n\n"),
+        ("call", CALL.removeprefix("```json") + "\n\n"),
+        ("2025", ">\n\nSo.\n\n"),
     ],
 )
 def test_a_response_goes_on(thinking, answer, as_text, world):
     """The message of a response makes the same turn as the model wrote, with the arguments of calls in either form."""
     chat = [{"role": "user", "content": "1 + 2?"}]
-    options = {} if thinking is None else {"thinking": thinking}
+    odd = {None: {}, "call": {"tools": [WEATHER]}, "2025": {"thinking": False, "style": "2025"}}
+    options = odd.get(thinking, {"thinking": thinking})
     prompt = world.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
     message = world.parse_response(answer, prefix=prompt)
     assert letter_by_letter(world, answer, prompt) == message
     for call in message.get("tool_calls", []) if as_text else []:
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    assert world.apply_chat_template([*chat, message], tokenize=False) == prompt + answer
+        call["function"]["arguments"] = dump(call["function"]["arguments"])
+    turns, options["tools"] = [*chat, message], options.get("tools")
+    assert world.apply_chat_template(turns, tokenize=False, **options) == prompt + answer
+    # As tokens, so that the states of the earlier turns are found again.
+    ids = world.apply_chat_template([*turns, user("And?")], return_dict=False, **options)
+    generated = world.encode(prompt) + world.encode(answer)
+    assert ids[: len(generated)] == generated
 
 
 def test_arguments_of_a_call_as_they_are_written(world):
     """OpenAI's messages have them as a string, which is not encoded again."""
     calls = [{"type": "function", "function": {"name": "add", "arguments": text}} for text in ('{"a":1,  "b":2}', "")]
     text = world.apply_chat_template([{"role": "assistant", "content": None, "tool_calls": calls}], tokenize=False)
-    written = ('{"name": "add", "arguments": {"a":1,  "b":2}}', '{"name": "add", "arguments": {}}')
+    written = ('{"name":"add","arguments":{"a":1,  "b":2}}', '{"name":"add","arguments":{}}')
     assert text == "Assistant: " + "\n".join(f"```json\n{call}\n```" for call in written) + "\n\n"
 
 

@@ -66,7 +66,16 @@ class SelfContainedMixin:
         of an assistant's turn, `{% generation %}` and `{% endgeneration %}`, in comments, because programs other than
         transformers do not know them. Here they are uncommented: `return_assistant_tokens_mask` and the
         `assistant_only_loss` of TRL need them.
+
+        Raises:
+            ValueError: if `chat_template` is a word, but not the name of a template. It would be rendered as it is.
         """
+        named = self.chat_template if isinstance(self.chat_template, dict) else {}
+        if chat_template is not None and "{" not in chat_template and chat_template not in named:
+            raise ValueError(
+                f"`chat_template` {chat_template!r} is neither a template nor the name of one: the tokenizer has "
+                f"{', '.join(map(repr, named)) or 'no named ones'}."
+            )
         return HIDDEN_MARK.sub(r"\1", super().get_chat_template(chat_template, tools))
 
     def _encode_plus(self, *args, **kwargs):

@@ -29,41 +29,91 @@ DOCUMENT_BOUNDARY = "<|endoftext|>"
 # that of the ordinary token.
 BLANK_LINE = "\n\n"
 
-# A blank line ends a turn, so there must be none inside a message of the user. Those of the assistant stay as the
-# model wrote them, up to their last line. No space follows the last colon: the space belongs to the first token of
-# the answer. So there is none before an answer that transformers continues at its beginning, the place of its tag.
-# Goose's G1 models think first: `thinking=True`, or `enable_thinking=True` as others call it, begins the thought
-# with ` <think`, to which the model adds `>`, and False gives an empty thought. A message with an empty
-# `reasoning_content` has an empty thought too; None means no thought. Tools are listed in the system's turn, a call is
-# a block of JSON, and its result is a turn of the user. Results that are neither text nor typed parts are written as
-# JSON.
+# The turns are those of the official templates of Goose's G1 models. A blank line ends a turn, so there is none inside
+# a turn of the system or the user. The assistant's own text stays as the model wrote it, up to its last line: no space
+# follows the last colon, because the space belongs to the first token of the answer, and text that begins with white
+# space gets none. So an answer that is rendered in a later prompt has the tokens that were generated.
+#
+# - `thinking`, or `enable_thinking` as others call it: True begins a thought with ` <think`, to which the model adds
+#   `>`, and False gives an empty thought, whose end the model completes in the same way. With `style="2025"`, it has
+#   the line break of the models of that year.
+# - `tools`: JSON schemas, listed in the system's turn, one a line. With `tool_style="signatures"`, as signatures. If
+#   no thoughts are asked for, the prompt begins the block of JSON that a call is. Its result is a turn of the user,
+#   and JSON if it is neither text nor typed parts.
+# - `reasoning_content` of a message is its thought, also an empty one; None means no thought.
 #
 # Programs that render it alone are jinja2, minijinja, llama.cpp and @huggingface/jinja. The `tojson` of the first
-# two escapes characters of HTML, and jinja2's sorts keys. None knows the marks of an assistant's turn, which stand
-# in comments: see `SelfContainedMixin.get_chat_template`.
+# two escapes characters of HTML, and jinja2's sorts keys; separators differ, too. None knows the marks of an
+# assistant's turn, which stand in comments: see `SelfContainedMixin.get_chat_template`.
 WORLD_CHAT_TEMPLATE = r"""
 {%- set names = {'system': 'System', 'user': 'User', 'assistant': 'Assistant', 'tool': 'User'} -%}
 {%- macro json(value) -%}
-    {%- if '<é' | tojson == '"<é"' -%}
-        {{- value | tojson -}}
-    {%- elif value is string -%}
+    {%- if value is string and '<é' | tojson != '"<é"' -%}
         {%- set escaped = value.replace('\\', '\\\\').replace('"', '\\"').replace('\n', '\\n') -%}
         {{- '"' ~ escaped.replace('\r', '\\r').replace('\t', '\\t') ~ '"' -}}
     {%- elif value is mapping -%}
         {{- '{' -}}
-        {%- for key, item in value.items() -%}
-            {{- (', ' if not loop.first else '') ~ json(key) ~ ': ' ~ json(item) -}}
+        {%- for key, item in value | items -%}
+            {{- (',' if not loop.first else '') ~ json(key) ~ ':' ~ json(item) -}}
         {%- endfor -%}
         {{- '}' -}}
-    {%- elif value is iterable and value is not none -%}
+    {%- elif value is iterable and value is not string and value is not none -%}
         {{- '[' -}}
-        {%- for item in value -%}{{- (', ' if not loop.first else '') ~ json(item) -}}{%- endfor -%}
+        {%- for item in value -%}{{- (',' if not loop.first else '') ~ json(item) -}}{%- endfor -%}
         {{- ']' -}}
     {%- else -%}
         {{- value | tojson -}}
     {%- endif -%}
 {%- endmacro -%}
-{%- set schemas = json(tools) if tools else '' -%}
+{%- macro kind(schema) -%}
+    {%- if schema.enum -%}
+        {%- for value in schema.enum -%}{{- (' | ' if not loop.first else '') ~ json(value) -}}{%- endfor -%}
+    {%- elif schema.type is string -%}
+        {{- schema.type -}}
+    {%- else -%}
+        {%- for each in schema.type or schema.anyOf or schema.oneOf or ['any'] -%}
+            {{- (' | ' if not loop.first else '') ~ (each if each is string else kind(each)) -}}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro list_tools() -%}
+    {{- 'Tools:\n' ~ ('[\n' if not by_signature else '') -}}
+    {%- for tool in tools -%}
+        {%- set function = tool.function or tool -%}
+        {%- set parameters = function.parameters or {'type': 'object'} -%}
+        {%- set properties = parameters.properties or {} -%}
+        {%- if function is not mapping or function.name is not string or parameters is not mapping
+               or properties is not mapping or (parameters.type != 'object' and not properties) -%}
+            {{- raise_exception('The tool ' ~ json(tool) ~ ' is not a JSON schema of a function: it needs a `name`, '
+                ~ 'and `parameters` of the type "object" if there are any.') -}}
+        {%- endif -%}
+        {%- if by_signature -%}
+            {{- '- ' ~ function.name ~ '(' -}}
+            {%- for key, schema in properties | items -%}
+                {%- set optional = '' if key in (parameters.required or []) else '?' -%}
+                {{- (', ' if not loop.first else '') ~ key ~ optional ~ ': ' ~ kind(schema) -}}
+            {%- endfor -%}
+            {{- ')\n' -}}
+        {%- else -%}
+            {{- '{"name":' ~ json(function.name) -}}
+            {{- ',"description":' ~ json(function.description) if function.description else '' -}}
+            {{- ',"arguments":' ~ json(properties) ~ ('}\n' if loop.last else '},\n') -}}
+        {%- endif -%}
+    {%- endfor -%}
+    {{- ('' if by_signature else ']\n') ~ 'Return only a JSON function call.' -}}
+{%- endmacro -%}
+{%- set thought = thinking if thinking is defined else enable_thinking if enable_thinking is defined else none -%}
+{%- set year = style if style is defined else '2026' -%}
+{%- set tools_as = tool_style if tool_style is defined else 'json' -%}
+{%- if thought is not none and thought not in [true, false] -%}
+    {{- raise_exception('`thinking` is ' ~ json(thought) ~ ', which is none of true, false and null.') -}}
+{%- elif year not in ['2026', '2025'] -%}
+    {{- raise_exception('`style` is ' ~ json(year) ~ ', which is neither "2026" nor "2025".') -}}
+{%- elif tools_as not in ['json', 'signatures'] -%}
+    {{- raise_exception('`tool_style` is ' ~ json(tools_as) ~ ', which is neither "json" nor "signatures".') -}}
+{%- endif -%}
+{%- set by_signature = tools_as == 'signatures' -%}
+{%- set schemas = list_tools() if tools else '' -%}
 {%- if schemas and messages[0].role != 'system' -%}{{- 'System: ' ~ schemas ~ '\n\n' -}}{%- endif -%}
 {%- for message in messages -%}
     {%- if message.role not in names -%}
@@ -78,31 +128,41 @@ WORLD_CHAT_TEMPLATE = r"""
     {%- endfor -%}
     {%- if content is string -%}
         {%- set turn.given = content -%}
-    {%- elif not turn.typed -%}
+    {%- elif message.role == 'tool' and not turn.typed -%}
         {%- set turn.given = json(content) -%}
+    {%- elif not parts -%}
+        {{- raise_exception('The content ' ~ json(content) ~ ' is neither a text nor a list of texts.') -}}
     {%- else -%}
         {%- for part in parts -%}
-            {%- if part is not mapping or part.type is not defined -%}
+            {%- if part is string -%}
+                {%- set turn.given = turn.given ~ part -%}
+            {%- elif part is not mapping or part.type is not defined -%}
                 {{- raise_exception('A part of the content, ' ~ json(part) ~ ', has no type.') -}}
             {%- elif part.type != 'text' -%}
                 {{- raise_exception('The type ' ~ part.type ~ ' is not text.') -}}
+            {%- else -%}
+                {%- set turn.given = turn.given ~ part.text -%}
             {%- endif -%}
-            {%- set turn.given = turn.given ~ part.text -%}
         {%- endfor -%}
     {%- endif -%}
     {%- if message.role == 'tool' -%}{%- set turn.given = 'Function output:\n' ~ turn.given -%}{%- endif -%}
-    {%- if answer and message.reasoning_content is string -%}
-        {%- set gap = '\n' if turn.given.strip() else '' -%}
-        {%- set turn.given = '<think>' ~ message.reasoning_content ~ '</think>' ~ gap ~ turn.given -%}
-    {%- endif -%}
     {%- if message.role == 'system' and loop.first -%}{%- set turn.given = turn.given ~ '\n' ~ schemas -%}{%- endif -%}
     {%- for call in message.tool_calls or [] -%}
         {%- set function = call.function or call -%}
         {%- set arguments = function.arguments or {} -%}
+        {%- if function.name is not string -%}
+            {{- raise_exception('The call ' ~ json(call) ~ ' has no name.') -}}
+        {%- elif arguments is not string and arguments is not mapping -%}
+            {{- raise_exception('The arguments of the call ' ~ json(call) ~ ' are neither an object nor a string.') -}}
+        {%- endif -%}
         {%- set arguments = arguments if arguments is string else json(arguments) -%}
-        {%- set written = '{"name": ' ~ json(function.name) ~ ', "arguments": ' ~ arguments ~ '}' -%}
-        {%- set turn.given = turn.given ~ '\n```json\n' ~ written ~ '\n```' -%}
+        {%- set written = '```json\n{"name":' ~ json(function.name) ~ ',"arguments":' ~ arguments ~ '}\n```' -%}
+        {%- set turn.given = turn.given ~ ('\n' if turn.given.strip() else '') ~ written -%}
     {%- endfor -%}
+    {%- if answer and message.reasoning_content is string -%}
+        {%- set gap = '\n\n' if turn.given and turn.given == turn.given.lstrip() else '' -%}
+        {%- set turn.given = '<think>' ~ message.reasoning_content ~ '</think>' ~ gap ~ turn.given -%}
+    {%- endif -%}
     {%- if not answer -%}{%- set turn.given = turn.given.replace('\r\n', '\n') -%}{%- endif -%}
     {%- for line in turn.given.split('\n') -%}
         {%- if line.strip() or (line and not answer) -%}
@@ -112,8 +172,9 @@ WORLD_CHAT_TEMPLATE = r"""
             {%- set turn.gap = turn.gap ~ line ~ '\n' -%}
         {%- endif -%}
     {%- endfor -%}
-    {%- set text = turn.text.lstrip() if answer else turn.text | trim -%}
-    {%- set space = ' ' if text and not text.startswith('CONTINUE_FINAL_MESSAGE_TAG') else '' -%}
+    {%- set text = turn.text if answer else turn.text | trim -%}
+    {%- set begun = text.startswith('CONTINUE_FINAL_MESSAGE_TAG') or text != text.lstrip() -%}
+    {%- set space = ' ' if text and not begun else '' -%}
     {{- names[message.role] ~ ':' -}}
     {%- if answer -%}
         {#- {% generation %} -#}{{- space ~ text ~ '\n\n' -}}{#- {% endgeneration %} -#}
@@ -122,23 +183,52 @@ WORLD_CHAT_TEMPLATE = r"""
     {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
-    {%- set thought = thinking if thinking is defined else enable_thinking -%}
     {{- 'Assistant:' -}}
-    {%- if thought is defined and thought is not none -%}
-        {{- ' <think' if thought else ' <think></think>\n' -}}
+    {%- if thought -%}
+        {{- ' <think' -}}
+    {%- elif tools -%}
+        {{- ' ```json' -}}
+    {%- elif thought is not none -%}
+        {{- ' <think>\n</think' if year == '2025' else ' <think></think' -}}
     {%- endif -%}
 {%- endif -%}
 """.strip()
+# How the turns after an answer begin.
+STOP_STRINGS = ("\n\nUser:", "\n\nSystem:")
+
+# Valid JSON, in the language of the package `regex`, up to an object that is a call: a name and an object of
+# arguments, in any order, and other fields that do not matter. `~` is white space, and `@` a string.
+_CALL = r"""(?(DEFINE)
+(?P<value>@|-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+|true|false|null|(?&array)|(?&object))
+(?P<array>\[~(?:(?&value)~(?:,~(?&value)~)*+)?+\])
+(?P<object>\{~(?:(?&pair)(?:,~(?&pair))*+)?+\})
+(?P<pair>@~:~(?&value)~)
+(?P<name>"name"~:~@~)
+(?P<arguments>"arguments"~:~(?&object)~)
+(?P<other>(?!"(?:name|arguments)")(?&pair))
+(?P<one>(?&name),~(?:(?&other),~)*+(?&arguments)|(?&arguments),~(?:(?&other),~)*+(?&name))
+(?P<call>\{~(?:(?&other),~)*+(?&one)(?:,~(?&other))*+\})
+)""".replace("\n", "")
+_CALL = _CALL.replace("@", r'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"')
+_CALL = _CALL.replace("~", r"[ \t\n\r]*+")
 
 
 def _response_template(end: str | AddedToken | None) -> dict:
     """
     How `parse_response` reads an answer to a prompt of `WORLD_CHAT_TEMPLATE`: thoughts, calls of tools, and the rest.
-    A block of JSON is a call if it begins with a name and arguments. The next turn of the user is none of the answer,
-    nor is `end`, the EOS token. The fields keep all white space but what the template writes: a space before the
-    answer, a line break after a thought and before a call, and the end of the turn.
+    The next turn is none of the answer, nor is `end`, the EOS token. The fields keep all white space but what the
+    template writes: a space before the answer, a blank line after a thought, a line break before a call, and the end
+    of the turn.
+
+    A call is a complete object of JSON with a name and arguments. It stands in a block of JSON, in `<tool_call>`,
+    after `**Tool Call:**`, on a line of its own, or in a list; the ends of these may be missing. A call that is cut
+    off is content.
     """
-    ends = [r"(?<=\n\n)User:", *([re.escape(str(end))] if end else [])]
+    ends = "|".join([r"(?<=\n\n)(?:User|System):", *([re.escape(str(end))] if end else [])])
+    marks = r"(?:(?:\*\*Tool Calls?:?\*\*:?|<tool_call>|```(?:json)?)\s*+)++"
+    # In a stream, a match that reaches the end of the text waits for more.
+    fence, tag = r"(?:```|`{1,2}\Z)", r"(?:</tool_call>|</?[a-z_]*\Z)"
+    on_its_own = r"(?<=(?:\A|\n|\},?)\s*)"
     return {
         # An empty thought is kept only if the field has a default.
         "defaults": {"role": "assistant", "reasoning_content": None},
@@ -146,19 +236,24 @@ def _response_template(end: str | AddedToken | None) -> dict:
         "fields": {
             "reasoning_content": {
                 "open_pattern": r"\A\s*<think>",
-                "close_pattern": rf"</think>\n?|\s*(?={'|'.join(ends)})",
+                "close_pattern": rf"</think>(?:\n\n(?=\S)|\n{{1,2}}\Z)?|\s*(?={ends})",
                 "content_args": {"strip": False},
             },
             "tool_calls": {
-                "open_pattern": r'(?:(?<!</think>\n)\n)?```json\s*\{\s*"name":\s*"(?P<name>[^"\n]*)",\s*"arguments":',
-                "close_pattern": r"\}\s*```\s*",
+                # The first group lets the search skip what cannot be one.
+                "open_pattern": r"(?=[\n*<`\[{])(?:(?<!(?:\A|</think>)\s*)\n)?"
+                + rf"(?:{marks}|{on_its_own})(?:\[\s*+)?(?=\{{)(?=(?&call)){_CALL}",
+                # The call itself is the content: the match is what follows it.
+                "close_pattern": rf"(?:(?<!\}})(?&call)\K)?\s*+,?\s*+\]?\s*+(?:{fence}\s*+)?(?:{tag}\s*+)?{_CALL}",
                 "repeats": True,
                 "content": "json",
-                "content_args": {"allow_non_json": True},
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
+                },
             },
             "content": {
-                "close_pattern": rf"\A\s+|\n\s*\Z|(?:\n\s*)?(?:{'|'.join(ends)}).*",
+                "close_pattern": rf"\A (?=\S)|\A\s+\Z|\n\s*\Z|(?:\n\s*)?(?:{ends}).*",
                 "content_args": {"strip": False},
                 "repeats": True,
                 "join": "\n",
@@ -190,8 +285,14 @@ def _without_blank_line(options: dict) -> None:
 
 def _add_response_template(options: dict, chat_template: str | None, end: str | AddedToken | None) -> None:
     """Adds the response template to the arguments of a tokenizer, if its chat template has the turns of World."""
-    if isinstance(chat_template, str) and "Assistant:" in chat_template:
+    if _has_turns(chat_template):
         options.setdefault("response_template", _response_template(end))
+
+
+def _has_turns(chat_template: str | dict[str, str] | None) -> bool:
+    """Whether the template for conversations of all kinds has the turns of World."""
+    template = chat_template.get("default") if isinstance(chat_template, dict) else chat_template
+    return "Assistant:" in (template or "")
 
 
 def _read_pattern(options: dict) -> dict[str, bool]:
@@ -254,9 +355,11 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
             from the loss by its id also removes the end of documents. If that matters, use one of the unused ids.
         unk_token: never needed, because every byte is a token.
         chat_template: the template of `apply_chat_template`; by default that of the World models, `User: ...` and
-            `Assistant: ...` with a blank line after each turn. It also takes `tools`, and `thinking` (True or False),
-            or `enable_thinking`, for Goose's G1 models. With such turns, `parse_response` makes a message of an
-            answer.
+            `Assistant: ...` with a blank line after each turn. For Goose's G1 models, it also takes `tools`,
+            `tool_style` ("json" or "signatures"), `thinking` (True or False), or `enable_thinking`, and `style`
+            ("2026", or "2025" for the models of that year). A wrong value of these, a tool that is not a JSON schema
+            of a function, and a call without a name are errors. With such turns, `parse_response` makes a message of
+            an answer, and `stop_strings` has the beginnings of the next turns.
         padding_side: "left" by default, which generation needs.
         kwargs: as in `PreTrainedTokenizerFast`.
     """
@@ -307,6 +410,15 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
         """What is added to a text, which is saved under this name."""
         added = {"bos": self.add_bos_token, "eos": self.add_eos_token}
         return "_".join(name for name in added if added[name]) or "none"
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """
+        How the turn after an answer begins, for the `stop_strings` of `generate`, the `stop` of a server, and so on;
+        empty if the chat template does not have the turns of World. In a directory that `subquad convert` wrote, the
+        model ends the answers to chats there without being told.
+        """
+        return [*STOP_STRINGS] if _has_turns(self.chat_template) else []
 
     @functools.cached_property
     def _encoder(self) -> GreedyEncoder:

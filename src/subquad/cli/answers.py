@@ -27,6 +27,8 @@ class ChatFormat:
 
     Attributes:
         opening: what the prompt begins the thoughts with, empty if there are to be none.
+        completes: what the model completes the end of an empty thought with, before its answer; empty if the prompt
+            has the whole end, or no empty thought.
         end: the text by which an answer ends.
         thinking: the argument of the template that turns thinking on or off.
 
@@ -41,7 +43,9 @@ class ChatFormat:
         self.thinking = {} if think is None else _thinking_option(self.tokenizer, think)
         if self.thinking is None:
             raise UsageError(f"{name} cannot be told whether to think; leave out --think and --no-think.")
-        self.opening, self.end = _around_answer(self.tokenizer, self.thinking)
+        begun, self.end = _around_answer(self.tokenizer, self.thinking)
+        thinks = any(self.thinking.values())
+        self.opening, self.completes = (begun, "") if thinks else ("", _missing_end(begun))
 
     def encode(
         self, question: str, images: list[str], after: str | None = None, system: str | None = None
@@ -74,6 +78,10 @@ class ChatFormat:
         inputs = self.reader(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
         return {name: inputs[name] for name in ("input_ids", "pixel_values") if name in inputs}
 
+    def shown(self, answer: str) -> str:
+        """The answer without what completes an empty thought."""
+        return _without(answer, self.completes)
+
     def after(self, turns: int, rest: str, ended: bool, **more) -> str | None:
         """What [`~ChatFormat.encode`] puts the next message after, given the attributes of a [`Session`]."""
         return None if turns == 0 else rest if ended else self.end
@@ -93,17 +101,27 @@ def _thinking_option(tokenizer, think: bool) -> dict[str, bool] | None:
 
 def _around_answer(tokenizer, thinking: dict[str, bool]) -> tuple[str, str]:
     """
-    By the chat template: what the prompt begins the thoughts with, empty if there are to be none, and the text by
-    which the answer ends. If only white space follows an answer, which may also be in the middle of one, the beginning
-    of the user's next message belongs to that text.
+    By the chat template: what the prompt begins the answer with, and the text by which the answer ends. If only white
+    space follows an answer, which may also be in the middle of one, the beginning of the user's next message belongs
+    to that text.
     """
     before, _, end = _render(tokenizer, QUESTION, ANSWER).rpartition(ANSWER["content"])
     prompt = _render(tokenizer, QUESTION, add_generation_prompt=True, **thinking)
-    opening = prompt[len(before) :] if any(thinking.values()) and prompt.startswith(before) else ""
+    opening = prompt[len(before) :] if prompt.startswith(before) else ""
     if not end.strip():
         turns = _render(tokenizer, QUESTION, ANSWER, NEXT)
         end = turns.rpartition(ANSWER["content"])[2].partition(NEXT["content"])[0]
     return opening, end.rstrip()
+
+
+def _missing_end(opening: str) -> str:
+    """The end of the last tag of a text, if the text lacks it."""
+    return ">" if "<" in opening.rpartition(">")[2] else ""
+
+
+def _without(answer: str, completes: str) -> str:
+    begun = completes and answer.startswith(completes)
+    return answer.removeprefix(completes).lstrip() if begun else answer
 
 
 def _render(tokenizer, *messages: dict[str, str], **options) -> str:
@@ -116,6 +134,7 @@ def character_streamer(
     opening: str = "",
     end: str = "",
     known: list[int] | None = None,
+    completes: str = "",
     write: Callable[[str], None] | None = None,
 ):
     """
@@ -124,12 +143,13 @@ def character_streamer(
 
     Args:
         known: ids that the prompt begins with, and that are not printed.
+        completes: what an answer may begin with that is not printed, and neither is white space behind it.
         write: takes the text instead of standard output.
     """
     from transformers import TextStreamer
 
     class CharacterStreamer(TextStreamer):
-        held, ended = opening, False
+        held, ended, begins = opening, False, bool(completes)
 
         def put(self, value):
             ids = value.reshape(-1).tolist()
@@ -150,6 +170,13 @@ def character_streamer(
 
         def on_finalized_text(self, text, stream_end=False):
             text = self.held + text
+            if self.begins:
+                shown = _without(text, completes)
+                self.begins = not shown and not stream_end
+                if self.begins:
+                    self.held = text
+                    return
+                text = shown
             stop = text.find(end) if end else -1
             self.ended = stop >= 0
             if stop < 0:  # the last characters may be the first ones of `end`

@@ -217,7 +217,7 @@ class Chat:
             note("Stopped; the message and its answer are taken back.")
             return
         streamer.finish()
-        answer = session.end_answer(tokenizer, new, self.turns.end)
+        answer = self.turns.shown(session.end_answer(tokenizer, new, self.turns.end))
         session.end = f"{message}\n{answer}"
         self.images = []
         if stop.is_set():
@@ -229,7 +229,9 @@ class AnswerStreamer:
 
     def __init__(self, tokenizer, turns: ChatFormat, in_terminal: bool):
         self.thinks, self.in_terminal, self.held = False, in_terminal, ""
-        self.inner = character_streamer(tokenizer, True, turns.opening, turns.end, write=self.write)
+        self.inner = character_streamer(
+            tokenizer, True, turns.opening, turns.end, completes=turns.completes, write=self.write
+        )
 
     @property
     def ended(self) -> bool:

@@ -139,11 +139,11 @@ def run(args: Namespace) -> None:
     reader = transformers.AutoProcessor if args.image else transformers.AutoTokenizer
     reader = load_reader(reader, args.model, path)
     tokenizer = getattr(reader, "tokenizer", reader)
-    opening = end = ""
+    opening = completes = end = ""
     if chat:
         with reading(args.model, "the chat template"):
             turns = ChatFormat(reader, args.model, args.think)
-            opening, end = turns.opening, turns.end
+            opening, completes, end = turns.opening, turns.completes, turns.end
             inputs = turns.encode(prompt, args.image, saved and turns.after(**saved.text))
     else:
         with reading(args.model, "the tokenizer"):
@@ -176,12 +176,12 @@ def run(args: Namespace) -> None:
             model,
             ids,
             max_new_tokens=args.max_new_tokens,
-            streamer=character_streamer(tokenizer, skip_prompt=chat, opening=opening, end=end, known=known),
+            streamer=character_streamer(tokenizer, chat, opening, end, known, completes),
             **options,
         )
     text = tokenizer.decode(new if chat else ids + new, skip_special_tokens=True)
     if chat:
-        text = session.end_answer(tokenizer, new, end)
+        text = turns.shown(session.end_answer(tokenizer, new, end))
     if args.state_out is not None:
         session.end = f"{prompt}\n{text}" if chat else text
         with signals_raise():
