@@ -42,6 +42,13 @@ def stops(tokenizer):
     return vocabulary_of(tokenizer).chat_stops
 
 
+@pytest.mark.parametrize("damage", [{"answer": None}, {"turns": [[1, 2], [3]]}, {"turns": [1, 2, 3]}, {"blank": "a"}])
+def test_damaged_ids(stops, damage):
+    damaged = {name: value for name, value in (stops | damage).items() if value is not None}
+    with pytest.raises(ValueError, match="`chat_stops` of the generation configuration is damaged: "):
+        NextTurnCriteria(damaged, torch.zeros(1, 3, dtype=torch.long))
+
+
 def load(path):
     return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
 

@@ -33,6 +33,10 @@ NOT_WITH_PREFIXES = (
 )
 
 
+# The shapes of the ids in `chat_stops`.
+CHAT_STOPS = {"answer": (-1,), "turns": (-1, 2), "blank": (-1,), "line": (-1,), "newline": ()}
+
+
 class NextTurnCriteria(StoppingCriteria):
     """
     Ends the answers to chats, the rows of `prompt` (N, T) whose last turn is an answer, where another turn begins. The
@@ -40,7 +44,13 @@ class NextTurnCriteria(StoppingCriteria):
     """
 
     def __init__(self, stops: dict[str, Any], prompt: torch.Tensor):
-        self.ids = {name: torch.tensor(value, device=prompt.device) for name, value in stops.items()}
+        try:
+            self.ids = {
+                name: torch.tensor(stops[name], dtype=torch.long, device=prompt.device).view(shape)
+                for name, shape in CHAT_STOPS.items()
+            }
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"`chat_stops` of the generation configuration is damaged: {error!r}.") from error
         answer, *turns = (_last_place(prompt, part) for part in (self.ids["answer"], *self.ids["turns"]))
         self.chats = answer > torch.stack(turns).amax(0)
 
