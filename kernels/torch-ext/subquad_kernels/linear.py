@@ -84,6 +84,7 @@ def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and type(x) is torch.Tensor
         and type(weight) in (torch.Tensor, torch.nn.Parameter)
+        and not x.is_neg()
     )
 
 
@@ -103,7 +104,7 @@ def fits_library(x: torch.Tensor, weight: torch.Tensor, inner: int, bias: torch.
 
 def fits_memory(weight: torch.Tensor, numbers: int) -> bool:
     """Whether the library of `native.py` may read a weight, and whether so many numbers are worthwhile."""
-    return numbers >= WORTHWHILE and weight.is_cpu and weight.is_contiguous() and not watched()
+    return numbers >= WORTHWHILE and readable(weight.dtype, weight) and not watched()
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

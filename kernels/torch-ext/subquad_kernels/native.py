@@ -332,10 +332,19 @@ def watched() -> bool:
 
 
 def readable(dtype: torch.dtype, *tensors: torch.Tensor | None) -> bool:
-    """Whether those that are not None are plain tensors of a dtype, in one piece of the memory of the CPU."""
+    """
+    Whether those that are not None are plain tensors of a real dtype, in one piece of the memory of the CPU, which
+    holds their numbers as they are. (torch changes the sign of a negative view only when it reads it.)
+    """
     return all(
         x is None
-        or (type(x) in (torch.Tensor, torch.nn.Parameter) and x.dtype == dtype and x.is_cpu and x.is_contiguous())
+        or (
+            type(x) in (torch.Tensor, torch.nn.Parameter)
+            and x.dtype == dtype
+            and x.is_cpu
+            and x.is_contiguous()
+            and not x.is_neg()
+        )
         for x in tensors
     )
 
