@@ -42,7 +42,7 @@ def check_stored(
     Raises:
         ValueError: with the name of the tensor, what was found, and what was expected.
     """
-    if x.dtype == dtype and x.shape == shape and x.is_contiguous() and device in (None, x.device):
+    if x.dtype == dtype and x.shape == shape and x.is_contiguous() and (device is None or x.device == device):
         return
     found = [str(x.dtype).removeprefix("torch."), str(tuple(x.shape)), *([] if device is None else [f"on {x.device}"])]
     found += [] if x.is_contiguous() else ["not contiguous"]

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from .int8_linear import Layout, _finished, _quantize, check_product
-from .linear import fits_memory
-from .native import GROUP, STRIP, library, readable
+from .native import GROUP, STRIP, WORTHWHILE, in_memory, library, watched
 
 
 # Numbers that are rounded, or become floats, at a time.
@@ -115,12 +114,16 @@ def int4_linear(
     blocks = weight.shape[:2] if weight.dim() == 3 else (scale.numel() // STRIP, x.shape[-1] // GROUP)
     size = blocks[0] * STRIP, blocks[1] * GROUP
     check_product(x, weight, scale, bias, size, int4_layout(*size))
-    rows = x.detach().resolve_neg().reshape(-1, size[1])
+    rows = x.detach()
+    rows = rows if x.dim() == 2 else rows.reshape(-1, size[1])
     if (
         rows.numel()
         and not torch.compiler.is_compiling()
-        and readable(torch.bfloat16, scale)
-        and fits_memory(weight, 2 * weight.numel())
+        and 2 * weight.numel() >= WORTHWHILE
+        and in_memory(rows)
+        and in_memory(weight)
+        and in_memory(scale)
+        and not watched()
         and (found := library())
         and (out := found.int4_linear(rows.float(), weight, scale)) is not None
     ):

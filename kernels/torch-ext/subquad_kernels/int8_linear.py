@@ -5,8 +5,7 @@ import functools
 import torch
 
 from .checks import check_stored, check_tensors
-from .linear import fits_library
-from .native import Library, library, readable
+from .native import WORTHWHILE, Library, in_memory, library, watched
 
 
 # The largest integer. -128 is left out, so that every number has a negative.
@@ -73,8 +72,8 @@ def check_product(
         ValueError: with the name of the argument, what was found, and what was expected.
     """
     outputs, inputs = size
-    for name, stored, (shape, dtype) in zip(("weight", "scale"), (weight, scale), layout, strict=True):
-        check_stored(name, stored, shape, dtype, x.device)
+    check_stored("weight", weight, *layout[0], x.device)
+    check_stored("scale", scale, *layout[1], x.device)
     if x.dim() == 0 or x.shape[-1] != inputs:
         raise ValueError(f"`x` must have {inputs} channels, as the weight has, got {tuple(x.shape)}.")
     if not x.is_floating_point():
@@ -108,7 +107,8 @@ def int8_linear(
     """
     size = (weight.shape[0], weight.shape[1]) if weight.dim() == 2 else (scale.numel(), x.shape[-1])
     check_product(x, weight, scale, bias, size, int8_layout(*size))
-    rows = x.detach().resolve_neg().reshape(-1, size[1])
+    rows = x.detach()
+    rows = rows if x.dim() == 2 else rows.reshape(-1, size[1])
     exact = adds_exactly()
     largest = LARGEST if exact else LARGEST // 2
     found = _library_for(rows, weight, scale)
@@ -140,7 +140,8 @@ def _sums(integers: torch.Tensor, weight: torch.Tensor, exact: bool) -> torch.Te
 def _finished(out: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """The rows of a product, plus the bias, in the dtype and the dimensions of x."""
     out = out if bias is None else out + bias
-    return out.to(x.dtype).view(*x.shape[:-1], out.shape[-1])
+    out = out if out.dtype == x.dtype else out.to(x.dtype)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _library_for(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> Library | None:
@@ -148,8 +149,10 @@ def _library_for(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) 
     if (
         torch.compiler.is_compiling()
         or not rows.numel()
+        or weight.numel() < WORTHWHILE
         or weight.shape[1] > MOST_INPUTS
-        or not (readable(torch.float32, scale) and fits_library(rows, weight, 1))
+        or not (in_memory(rows) and in_memory(weight) and in_memory(scale))
+        or watched()
     ):
         return None
     return library()

@@ -333,21 +333,16 @@ def watched() -> bool:
 
 
 def readable(dtype: torch.dtype, *tensors: torch.Tensor | None) -> bool:
+    """Whether those that are not None are in the memory of the CPU, in one piece and in a real dtype."""
+    return all(x is None or (x.dtype == dtype and x.is_contiguous() and in_memory(x)) for x in tensors)
+
+
+def in_memory(x: torch.Tensor) -> bool:
     """
-    Whether those that are not None are plain tensors of a real dtype, in one piece of the memory of the CPU, which
-    holds their numbers as they are. (torch changes the sign of a negative view only when it reads it.)
+    Whether a tensor of a real dtype is a plain one, whose numbers are in the memory of the CPU as they are. (torch
+    changes the sign of a negative view only when it reads it.)
     """
-    return all(
-        x is None
-        or (
-            type(x) in (torch.Tensor, torch.nn.Parameter)
-            and x.dtype == dtype
-            and x.is_cpu
-            and x.is_contiguous()
-            and not x.is_neg()
-        )
-        for x in tensors
-    )
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and not x.is_neg()
 
 
 def library_for(channels: int, dtype: torch.dtype, *tensors: torch.Tensor | None) -> Library | None:
