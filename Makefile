@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: demo test test-fast test-thorough test-slow test-versions fuzz test-vllm test-vllm-slow lint bench gpu report docs kernels
+.PHONY: demo test test-fast test-thorough test-slow test-versions test-sanitized fuzz test-vllm test-vllm-slow lint bench gpu report docs kernels
 
 demo: $(VENV)/.installed
 	$(BIN)/subquad generate --seed 1
@@ -34,6 +34,16 @@ test-vllm: .venv-vllm/.installed
 
 test-vllm-slow: .venv-vllm/.installed
 	$(TEST_VLLM) -m slow $(ARGS)
+
+# What the C library reads and writes, under gcc's sanitizers of addresses and of undefined behaviour.
+SANITIZED := OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 \
+	SUBQUAD_NATIVE_FLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" CC=gcc \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" $(BIN)/python
+test-sanitized: $(VENV)/.installed-dev
+	$(SANITIZED) -c "from subquad_kernels import native; assert native.library(), native.explain()"
+	$(SANITIZED) -m pytest -n 2 --dist worksteal -k "not v3 and (not quantized or directories or states)" \
+		tests/kernels/test_native.py tests/kernels/test_one_token.py tests/kernels/test_int8_linear.py \
+		tests/kernels/test_int4_linear.py tests/test_one_call.py tests/test_quantized.py $(ARGS)
 
 # Thousands of damaged files, of which `make test` reads some.
 fuzz: $(VENV)/.installed-dev

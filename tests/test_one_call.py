@@ -267,6 +267,40 @@ def test_forwards_of_classes(model, calls, monkeypatch):
     assert len(calls) == 2 * LAYERS
 
 
+def test_classes_that_change(model, calls):
+    """A module that is made another one runs the `forward` of its new class, and becomes what it was."""
+    ids = random_ids(1, 2)
+    first = read(model, ids)[0]
+    block = model.base_model.blocks[0]
+    mixing = getattr(block, "att", None) or block.attention
+    for module in (mixing.key, mixing, mixing.ln_x, block.ln2):
+        kind, seen = type(module), []
+        calls.clear()
+
+        def forward(self, *args, kind=kind, seen=seen, **kwargs):
+            seen.append(1)
+            return kind.forward(self, *args, **kwargs)
+
+        module.__class__ = type("Other", (kind,), {"forward": forward})
+        torch.testing.assert_close(read(model, ids)[0], first, rtol=1e-4, atol=1e-4)
+        assert len(seen) == 2 and len(calls) == 2 * (LAYERS - 1), kind
+        module.__class__ = kind
+        assert read(model, ids)[0].equal(first)
+
+
+def test_parameters_that_are_negative_views(model):
+    """torch changes their sign when it reads them, and their memory is the same."""
+    ids = random_ids(1, 2)
+    read(model, ids)
+    block = model.base_model.blocks[0]
+    mixing = getattr(block, "att", None) or block.attention
+    for module in (mixing.key, block.ln1):
+        old, module.weight = module.weight, torch.nn.Parameter(torch._neg_view(module.weight.detach()))
+        assert module.weight.data_ptr() == old.data_ptr() and module.weight.is_neg()
+        torch.testing.assert_close(read(model, ids)[0], plainly(read, model, ids)[0], rtol=1e-4, atol=1e-4)
+        module.weight = old
+
+
 def test_operators_that_are_replaced(model, calls):
     """`use_kernels=True` gives an operator, which the package `kernels` has made a module, another `forward`."""
     ids, operator = random_ids(1, 2), torch.nn.Identity()
@@ -434,5 +468,62 @@ def test_refuses_parameters_that_do_not_fit(model, monkeypatch):
             BlockStep(kind, {**parameters, name: x[..., : x.shape[-1] // 2].contiguous()}, *numbers)
         with pytest.raises(ValueError, match="must be|does not read"):
             BlockStep(kind, {**parameters, name: x.double()}, *numbers)
-    with pytest.raises(ValueError, match="3 heads"):
-        BlockStep(kind, parameters, 3, *numbers[1:])
+        freed = x.clone()
+        freed.untyped_storage().resize_(x.nbytes - 1)
+        for other in (
+            x.new_empty((*x.shape, 2))[..., 0],
+            torch._neg_view(x),
+            torch.cat((x, x), -1),
+            x.to("meta"),
+            freed,
+            x.mT.contiguous() if x.dim() > 1 and x.shape[-2] > 1 and x.shape != x.mT.shape else x[None, :0],
+        ):
+            with pytest.raises(ValueError, match="`.*` must|must be multiples of 16"):
+                BlockStep(kind, {**parameters, name: other}, *numbers)
+        with pytest.raises(ValueError, match=f"There must be a tensor `{name}`|`.*down` must|has no `"):
+            BlockStep(kind, {key: y for key, y in parameters.items() if key != name}, *numbers)
+    with pytest.raises(ValueError, match="has no `more`, `key.scale`"):
+        BlockStep(kind, {**parameters, "more": x, "key.scale": x}, *numbers)
+    for heads in (0, 3):
+        with pytest.raises(ValueError, match=f"{heads} heads"):
+            BlockStep(kind, parameters, heads, *numbers[1:])
+
+
+@pytest.mark.parametrize("method", [Int8Config, Int4Config])
+def test_refuses_integers_that_do_not_fit(method, monkeypatch, tmp_path):
+    made, init = [], BlockStep.__init__
+    monkeypatch.setattr(BlockStep, "__init__", lambda self, *args: made.append(args) or init(self, *args))
+    make("goose").save_pretrained(tmp_path)
+    read(Rwkv7ForCausalLM.from_pretrained(tmp_path, quantization_config=method()), random_ids(1, 1))
+    kind, parameters, *numbers = made[-1]
+    for name in ("key", "output", "ffn_key", "ffn_value"):
+        weight, scale = parameters[f"{name}.weight"], parameters[f"{name}.scale"]
+        wrong = {
+            "weight": [
+                weight.to(torch.int16),
+                weight.flatten(),
+                weight[:-1],
+                torch.cat((weight, weight), 1),
+                weight.mT,
+            ],
+            "scale": [scale.to(torch.int8), scale.half(), scale[:1], scale.double(), torch._neg_view(scale)],
+        }
+        for part, tensors in wrong.items():
+            for x in tensors:
+                with pytest.raises(ValueError, match="`.*` must be|multiples of 16"):
+                    BlockStep(kind, {**parameters, f"{name}.{part}": x}, *numbers)
+        with pytest.raises(ValueError, match=f"There must be a tensor `{name}.scale`"):
+            BlockStep(kind, {key: x for key, x in parameters.items() if key != f"{name}.scale"}, *numbers)
+
+
+def test_tokens_that_do_not_fit(model, monkeypatch):
+    """The block is not run in one call: nothing is read from memory that holds other numbers."""
+    given, run = [], BlockStep.__call__
+    monkeypatch.setattr(BlockStep, "__call__", lambda self, *args: given.append((self, args)) or run(self, *args))
+    read(model, random_ids(1, 2))
+    step, args = given[-1]
+    assert run(step, *args) is not None
+    for number, x in enumerate(args):
+        if isinstance(x, torch.Tensor):
+            for other in (x.double(), torch._neg_view(x), x.to("meta"), torch.stack((x, x), -1)[..., 0], x[..., :48]):
+                assert run(step, *args[:number], other, *args[number + 1 :]) is None, number

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import GREEDY, each_head, each_model, each_model_case, lm_class, model_class, random_ids, tiny_model
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.trainer import Trainer
@@ -184,12 +185,69 @@ def test_what_is_refused(tmp_path):
     fields = json.loads((tmp_path / "source" / "config.json").read_text())
     fields["quantization_config"] = {"quant_method": "subquad_int8"}
     (tmp_path / "source" / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match="weight_scale of Rwkv6ForCausalLM is not in the checkpoint"):
+    with pytest.raises(ValueError, match=r"source: rwkv.*\.weight must hold the integers of subquad_int8, got F32"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    tensors = load_file(tmp_path / "int8" / "model.safetensors")
+    del tensors["rwkv.blocks.0.attention.key.weight_scale"]
+    save_file(tensors, tmp_path / "int8" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="weight_scale of Rwkv6ForCausalLM is not in the checkpoint"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
     with torch.no_grad():
         source.rwkv.blocks[0].attention.key.weight[0, 0] = torch.inf
     with pytest.raises(Exception, match="NaN or infinite"):
         load(source, tmp_path / "infinite")
+
+
+@pytest.mark.parametrize(("method", "with_head"), [(subquad.Int8Config, True), (subquad.Int4Config, False)])
+def test_directories_with_other_tensors(method, with_head, tmp_path):
+    """C code reads integers and scales as they are: a file of other dtypes or shapes is refused when it is loaded."""
+    model = load(tiny_model("rwkv7", hidden_size=64), tmp_path / "source", method)
+    model.save_pretrained(tmp_path / "stored")
+    file = tmp_path / "stored" / "model.safetensors"
+    stored, cls = load_file(file), type(model) if with_head else type(model.base_model)
+    scales = [name for name in stored if name.endswith("weight_scale")]
+    blocks = [name for name in scales if ".blocks.0." in name]
+    assert {stored[name.removesuffix("_scale")].dim() for name in blocks} == {3 if method is subquad.Int4Config else 2}
+    for scale in (blocks[0], next(name for name in scales if "emb" in name)):
+        weight = scale.removesuffix("_scale")
+        for name, change in (
+            *((scale, lambda x, dtype=dtype: x.to(dtype)) for dtype in (torch.int8, torch.int64, torch.bool)),
+            *((weight, lambda x, dtype=dtype: x.to(dtype)) for dtype in (torch.float32, torch.float16, torch.int32)),
+            (weight, lambda x: x.view(torch.int8 if x.dtype == torch.uint8 else torch.uint8)),
+            *((name, lambda x: x.flatten()[:16].clone()) for name in (scale, weight)),
+            *((name, lambda x: torch.cat((x, x))) for name in (scale, weight)),
+        ):
+            save_file({**stored, name: change(stored[name])}, file, {"format": "pt"})
+            with pytest.raises((ValueError, RuntimeError), match=name.partition(".")[2].replace(".", r"\.")):
+                cls.from_pretrained(tmp_path / "stored")
+    save_file(stored, file, {"format": "pt"})
+    cls.from_pretrained(tmp_path / "stored")
+
+
+@METHODS
+@pytest.mark.fast
+def test_states_with_other_tensors(method, tmp_path):
+    """`load_state_dict` refuses what torch would cast, or with `assign=True` take."""
+    model = load(tiny_model("rwkv7", hidden_size=64), tmp_path, method)
+    stored, ids = {name: x.clone() for name, x in model.state_dict().items()}, random_ids(1, 5)
+    expected = model(ids).logits
+    scale = next(name for name in stored if name.endswith("key.weight_scale"))
+    weight = scale.removesuffix("_scale")
+    for assign in (True, False):
+        for name, x in (
+            (scale, stored[scale].half()),
+            (scale, stored[scale].to(torch.int8)),
+            (scale, stored[scale][:1]),
+            (weight, stored[weight].float()),
+        ):
+            with pytest.raises(RuntimeError, match=f"`{name}` must be .* and contiguous, got"):
+                model.load_state_dict({**stored, name: x}, assign=assign)
+        model.load_state_dict(stored, assign=assign)
+        assert torch.equal(model(ids).logits, expected)
+    tied = load(tiny_model("rwkv7", tie_word_embeddings=True), tmp_path / "tied", method)
+    tied.load_state_dict(tied.state_dict())
+    with pytest.raises(RuntimeError, match="`head.weight_scale` is that of the embeddings, which `assign=True`"):
+        tied.load_state_dict(tied.state_dict(), assign=True)
 
 
 @METHODS

@@ -70,6 +70,7 @@ class OneCall:
             or x.shape[1] != 1
             or x.shape[0] > MOST_ROWS
             or x.shape[-1] < WORTHWHILE_CHANNELS
+            or not x.is_cpu
             or state is None
             or state.record_past
             or tokens.cu_seqlens is not None
@@ -79,12 +80,8 @@ class OneCall:
         ):
             return None
         before, before_ffn, held = (state.get(name) for name in ("attention_shift", "feed_forward_shift", "wkv"))
-        if not readable(x.dtype, x) or not readable(torch.float32, held):
-            return None
         prepared = _prepare(self, block)
-        if prepared is None or prepared.step.stream_dtype != x.dtype:
-            return None
-        if not readable(prepared.step.dtype, before, before_ffn, *v_first):
+        if prepared is None:
             return None
         overwrite = tokens.mask is None and state.can_overwrite("wkv")
         done = prepared.step(x, before, before_ffn, held, overwrite, *v_first)
@@ -100,9 +97,9 @@ class OneCall:
 class _Prepared:
     """A block's step, and what it was made of."""
 
-    # The dictionary of a module, the name of a part of it, and that part: nobody has put another layer there since,
-    # such as an adapter.
-    modules: list[tuple[dict[str, nn.Module], str, nn.Module]]
+    # The dictionary of a module, the name of a part of it, that part and its class: nobody has put another layer there
+    # since, such as an adapter, or made it another one.
+    modules: list[tuple[dict[str, nn.Module], str, nn.Module, type[nn.Module]]]
     # The dictionary of a module, the name of a parameter in it, and the parameter's type, dtype, address and shape.
     places: list[tuple[dict[str, torch.Tensor], str, type, torch.dtype, int, torch.Size]]
     # The dictionary of a module, and the name of a parameter that it may have but does not.
@@ -113,8 +110,8 @@ class _Prepared:
 
     def is_current(self) -> bool:
         """Whether nothing has changed its place. (It is asked for every token, and must be quick.)"""
-        for names, name, module in self.modules:
-            if names.get(name) is not module or not _is_plain(module):
+        for names, name, module, kind in self.modules:
+            if names.get(name) is not module or type(module) is not kind or not _is_plain(module):
                 return False
         for names, name, kind, dtype, address, shape in self.places:
             x = names.get(name)
@@ -124,6 +121,7 @@ class _Prepared:
                 or x.dtype != dtype
                 or x.shape != shape
                 or not x.is_contiguous()
+                or x.is_neg()
             ):
                 return False
         for names, name in self.absent:
@@ -215,4 +213,5 @@ def _make(parts: OneCall, block: nn.Module) -> _Prepared:
     if ln1.eps != ln2.eps:
         raise ValueError(f"The norms have {ln1.eps} and {ln2.eps}.")
     step = BlockStep(parts.kind, tensors, ln_x.num_groups, ln1.eps, ln_x.eps, parts.of_token)
+    modules = [(*place, type(place[-1])) for place in modules]
     return _Prepared(modules, places, absent, [(norm, norm.eps) for norm in (ln1, ln2, ln_x)], step)

@@ -11,7 +11,8 @@ rounded to 8 bits as well, each token with a scale of its own. Everything else k
 ranks, the layers that an architecture names in `float_layers`, and heads that are no language model's.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +22,14 @@ from transformers.quantizers.quantizers_utils import get_module_from_name, shoul
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from subquad_kernels import int4_linear, int8_linear, quantize_groups, quantize_rows
-from subquad_kernels.int4_linear import fits_groups
-from subquad_kernels.native import GROUP, STRIP
+from subquad_kernels.checks import check_stored
+from subquad_kernels.int4_linear import fits_groups, int4_layout
+from subquad_kernels.int8_linear import Layout, int8_layout
 
 from .arguments import nearest
 from .layers import PRODUCTS, widen
 from .quantization_methods import METHODS, SCALE
+from .weight_files import FLOATING, read_headers
 
 
 if TYPE_CHECKING:
@@ -99,22 +102,45 @@ class IntegerLayer(nn.Module):
 
     # From a weight in floating point to integers and scales.
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = staticmethod(quantize_rows)
-
-    @staticmethod
-    def stored(
-        rows: int, width: int
-    ) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], torch.dtype]]:
-        """The shape and dtype of the integers, and those of the scales, of a weight (rows, width)."""
-        return ((rows, width), torch.int8), ((rows,), torch.float32)
+    # The shape and dtype of the integers, and those of the scales, of a weight (rows, width).
+    stored: Callable[[int, int], tuple[Layout, Layout]] = staticmethod(int8_layout)
 
     def __init__(self, layer: nn.Linear | nn.Embedding, pre_quantized: bool, own_scale: bool = True):
         super().__init__()
-        (shape, dtype), (scale_shape, scale_dtype) = self.stored(*layer.weight.shape)
+        self.size = tuple(layer.weight.shape)
+        (shape, dtype), (scale_shape, scale_dtype) = self.stored(*self.size)
         if not pre_quantized:  # a checkpoint's float weight is still to be rounded; the result takes its place
             shape, dtype = layer.weight.shape, layer.weight.dtype
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
         scale = torch.empty(scale_shape, dtype=scale_dtype, device="meta")
         self.register_buffer(SCALE, scale, persistent=own_scale)
+
+    def check_stored(self, tensors: Mapping[str, torch.Tensor | None], prefix: str) -> None:
+        """
+        Checks integers and scales, those that are there. C code reads their memory.
+
+        Args:
+            tensors: by the names of the layer's own ones, after a prefix.
+
+        Raises:
+            ValueError: with the name of the tensor, what was found, and what was expected.
+        """
+        for name, (shape, dtype) in zip(("weight", SCALE), self.stored(*self.size), strict=True):
+            if (x := tensors.get(prefix + name)) is not None:
+                check_stored(prefix + name, x, shape, dtype)
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        """As in torch, which would cast integers and scales, or with `assign=True` take any."""
+        try:
+            self.check_stored(state_dict, prefix)
+            if SCALE in self._non_persistent_buffers_set and metadata.get("assign_to_params_buffers"):
+                raise ValueError(
+                    f"`{prefix}{SCALE}` is that of the embeddings, which `assign=True` would leave behind."
+                )
+        except ValueError as error:
+            errors.append(str(error))
+        else:
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
     def _apply(self, fn, recurse=True):
         """Moves and casts as other modules do; the scales keep their dtype."""
@@ -153,14 +179,8 @@ class Int4Linear(Int8Linear):
 
     packed = True  # a byte of the weight has two numbers
     quantize = staticmethod(quantize_groups)
+    stored = staticmethod(int4_layout)
     product = staticmethod(int4_linear)
-
-    @staticmethod
-    def stored(
-        rows: int, width: int
-    ) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], torch.dtype]]:
-        blocks = rows // STRIP, width // GROUP
-        return ((*blocks, STRIP * GROUP // 2), torch.uint8), ((*blocks, STRIP), torch.bfloat16)
 
 
 PRODUCTS.update({layer: {"weight": "weight", "scale": SCALE} for layer in (Int8Linear, Int4Linear)})
@@ -292,11 +312,29 @@ class IntegerQuantizer(HfQuantizer):
             if isinstance(module, IntegerLayer) and hasattr(module.weight, "device_mesh"):
                 raise ValueError(f"{name}: {self.method} does not split weights between processes.")
 
+    def check_files(self, model: "PreTrainedModel", files: Iterable[str | os.PathLike]) -> None:
+        """
+        Args:
+            model: a model on the meta device.
+            files: its weight files, in safetensors.
+
+        Raises:
+            ValueError: if integers of such a checkpoint are floating point, of which transformers would keep what is
+                before the point.
+        """
+        headers, prefix = read_headers(files) if self.pre_quantized else {}, f"{model.base_model_prefix}."
+        for name, module in model.named_modules():
+            for stored in {name, prefix + name, name.removeprefix(prefix)} if isinstance(module, IntegerLayer) else ():
+                _, dtype = headers.get(f"{stored}.weight", ((), ""))
+                if dtype in FLOATING:
+                    where = model.config.name_or_path
+                    raise ValueError(f"{where}: {stored}.weight must hold the integers of {self.method}, got {dtype}.")
+
     def check_loaded(self, model: "PreTrainedModel", missing: set[str]) -> None:
         """
         Raises:
-            ValueError: if weights that are to be 8-bit are not in the checkpoint, because such weights cannot be
-                initialised, or are not finite.
+            ValueError: if weights that are to be integers are not in the checkpoint, because such weights cannot be
+                initialised, are not finite, or have another dtype or shape there than they must have.
         """
         if self.not_finite:
             raise ValueError(f"{self.not_finite[0]} holds NaN or infinite numbers, which {self.method} cannot.")
@@ -307,6 +345,11 @@ class IntegerQuantizer(HfQuantizer):
                     f"{name} of {type(model).__name__} is not in the checkpoint, and {self.method} cannot initialise "
                     "it."
                 )
+        for name, module in model.named_modules():
+            if isinstance(module, IntegerLayer):
+                loaded = {f"{name}.weight": module.weight, f"{name}.{SCALE}": module.weight_scale}
+                # Those of a tied head are still to become the embeddings'.
+                module.check_stored({part: x for part, x in loaded.items() if not x.is_meta}, f"{name}.")
 
     def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs) -> bool:
         module, name = get_module_from_name(model, param_name)

@@ -90,6 +90,8 @@ class SavedPreTrainedModel(PreTrainedModel):
         else:
             if checkpoint_files and load_config.hf_quantizer is None:  # packed weights are fewer than the model's
                 check_room(model, checkpoint_files)
+            elif checkpoint_files and hasattr(load_config.hf_quantizer, "check_files"):
+                load_config.hf_quantizer.check_files(model, checkpoint_files)
         return PreTrainedModel._load_pretrained_model(
             model, state_dict, checkpoint_files, load_config, *args, **kwargs
         )

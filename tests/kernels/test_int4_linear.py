@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_native import library, needs_library  # noqa: F401, the first is a fixture
 
-from subquad_kernels import int4_linear, quantize_groups, quantize_rows
+from subquad_kernels import int4_linear, int8_linear, quantize_groups, quantize_rows
 from subquad_kernels.int4_linear import unpack_groups
 
 
@@ -79,6 +79,40 @@ def test_the_function(dtype, with_library, monkeypatch):
     assert not int4_linear(torch.zeros(1, 256), packed, scale).any()
     with pytest.raises(ValueError, match=r"`x` must have 256 channels, as the weight has, got \(3, 64\)"):
         int4_linear(torch.zeros(3, 64), packed, scale)
+
+
+@pytest.mark.parametrize("with_library", [True, False])
+@pytest.mark.parametrize(("product", "quantize"), [(int8_linear, quantize_rows), (int4_linear, quantize_groups)])
+def test_what_is_stored_otherwise_is_refused(product, quantize, with_library, monkeypatch):
+    """Before it is read: C code takes the memory as it is. So do those that torch's functions would broadcast."""
+    if not with_library:
+        for name in ("int8_linear", "int4_linear"):
+            monkeypatch.setattr(sys.modules[f"subquad_kernels.{name}"], "library", lambda: None)
+    weight, scale = quantize(torch.randn(256, 128))
+    x, bias = torch.randn(2, 128), torch.randn(256)
+    wrong = {
+        "weight": [
+            weight.float(), weight.to(torch.int16), weight.view(torch.int8 if product is int4_linear else torch.uint8),
+            weight.flatten(), weight[..., :-1].contiguous(), weight[..., :1].contiguous(), weight.mT, weight[None],
+            weight[:0], weight[:8], weight.to("meta"),
+        ],
+        "scale": [
+            scale.to(torch.int8), scale.half(), scale.double(), scale.flatten()[:1], scale[:8], scale.flatten()[None],
+            torch.cat((scale, scale)), torch.stack((scale, scale), -1)[..., 0], scale.to("meta"),
+        ],
+        "x": [x.int(), x[..., :64], x[..., :1], x.to(torch.complex64), x.to("meta"), x[0, 0]],
+        "bias": [bias[:1], bias[:128], bias.int(), bias[None], bias.to("meta")],
+    }  # fmt: skip
+    given = {"x": x, "weight": weight, "scale": scale, "bias": bias}
+    for name, tensors in wrong.items():
+        for tensor in tensors:
+            with torch.no_grad(), pytest.raises(ValueError, match=r"^`(x|weight|scale|bias)` (must|is)"):
+                product(**given | {name: tensor})
+    expected = product(**given)
+    with torch.no_grad():  # views of which torch changes the sign when it reads them
+        torch.testing.assert_close(product(-x, weight, scale), product(torch._neg_view(x), weight, scale))
+        torch.testing.assert_close(product(x, weight, -scale), product(x, weight, torch._neg_view(scale)))
+        torch.testing.assert_close(product(x, weight, scale, bias), expected)
 
 
 def test_layout():

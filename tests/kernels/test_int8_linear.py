@@ -60,6 +60,16 @@ def test_rows_do_not_depend_on_each_other():
     assert not int8_linear(torch.zeros(1, 96), weight, scale).any()
 
 
+@pytest.mark.parametrize("rows", [1, 6, 20])
+def test_more_inputs_than_32_bits_hold_the_sum_of(rows):
+    width = 2**17 + 2400
+    weight = torch.full((3, width), 127, dtype=torch.int8)
+    weight[1], weight[2, ::2] = -127, 0
+    out = int8_linear(torch.ones(rows, width), weight, torch.full((3,), 1 / 127))
+    expected = torch.tensor([width, -width, width / 2]).expand(rows, 3)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=0)
+
+
 def test_rounding():
     """Each number is off by half a step at most, and the largest of a row is exact."""
     torch.manual_seed(0)

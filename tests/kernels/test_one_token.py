@@ -86,6 +86,24 @@ def test_recurrences(dtype, sizes, used):
     assert used == ["step"] * (6 * 2 + 4)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays(value, used):
+    """As in torch, also where it is multiplied by a state of zeros, which is not read."""
+    torch.manual_seed(0)
+    tokens = heads_of(torch.float32, 1, 3, 64, 64)
+    for operator, order in ((gated_delta_wkv, range(10)), (gated_wkv, (0, 1, 2, 6, 3, 7, 8, 9))):
+        for number, index in enumerate(order):
+            changed = [tokens[each].clone() for each in order]
+            place = changed[number].view(3, 64)  # of the head in the middle
+            place[1, 5] = -value if index == 3 else value
+            with torch.no_grad():
+                found = operator(*changed, 1e-5)
+            expected = operator(*doubled(*changed, 1e-5), backend="reference")
+            for x, y in zip(found, expected, strict=True):
+                assert torch.equal(x.isnan(), y.isnan()), (operator, index)
+    assert used == ["step"] * 18
+
+
 @pytest.mark.parametrize("sizes", [(2, 2, 24, 16), (2, 2, 16, 24), (1, 1, 272, 16), (1, 1, 16, 272)])
 def test_sizes_that_it_does_not_take(sizes, used):
     torch.manual_seed(0)

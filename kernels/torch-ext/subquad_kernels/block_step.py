@@ -4,8 +4,10 @@ import ctypes
 
 import torch
 
-from .int8_linear import LARGEST, adds_exactly
-from .native import GROUP, STRIP, Library, library
+from .checks import check_stored
+from .int4_linear import int4_layout
+from .int8_linear import LARGEST, MOST_INPUTS, adds_exactly, int8_layout
+from .native import STRIP, Library, library, readable
 
 
 _pointer, _size, _number = ctypes.c_size_t, ctypes.c_ssize_t, ctypes.c_int
@@ -65,13 +67,58 @@ class _DeltaBlock(ctypes.Structure):
 _KINDS = {"wkv": _WkvBlock, "delta_wkv": _DeltaBlock}
 
 
-# Of matrices of integers.
-_BITS = {torch.int8: 8, torch.uint8: 4}
+# The low ranks of a block, and into how many maps each is divided.
+_MAPS = {"wkv": {"shift": 5, "decay": 1}, "delta_wkv": {"decay": 1, "rate": 1, "mix": 1, "gate": 1}}
+# Of matrices of integers: their bits, and how they are stored.
+_INTEGERS = {torch.int8: (8, int8_layout), torch.uint8: (4, int4_layout)}
 
 
-def _shape(weight: torch.Tensor) -> tuple[int, int]:
-    """Outputs and inputs of a matrix."""
-    return (weight.shape[0] * STRIP, weight.shape[1] * GROUP) if weight.dim() == 3 else tuple(weight.shape)
+def _shapes(kind: str, sizes: tuple[int, int, int], parameters: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """
+    The shapes of all that a block has, matrices as (outputs, inputs). `parameters` are asked for the ranks, and for
+    what some blocks do not have.
+
+    Raises:
+        ValueError: if there are low ranks with a part that is missing, or too many ranks.
+    """
+    width, inner, middle = sizes
+    names = ["ln1", "ln1_bias", "ln2", "ln2_bias", "mu_r", "mu_k", "mu_v", "mu_g", "mu_ffn_key"]
+    of_inner = ["ln_x", "ln_x_bias", "bonus", "decay.base"]
+    shapes = dict.fromkeys((f"{name}.weight" for name in ("receptance", "key", "value")), (inner, width))
+    shapes |= {"output.weight": (width, inner), "ffn_key.weight": (middle, width), "ffn_value.weight": (width, middle)}
+    low_ranks = [name for name in _MAPS[kind] if f"{name}.up" in parameters]
+    if kind == "wkv":
+        names.append("mu_ffn_receptance")
+        names += [mu for name, mu in (("shift", "mu_x"), ("decay", "mu_w")) if name in low_ranks]
+        shapes |= {"gate.weight": (inner, width), "ffn_receptance.weight": (width, width)}
+    else:
+        names += ["mu_w", "mu_a"]
+        of_inner += ["k_k", "k_a", "rate.base", *(["mix.base"] if "mix" in low_ranks else [])]
+        low_ranks += [name for name in ("decay", "rate", "gate") if name not in low_ranks]
+    for name in low_ranks:
+        maps, down = _MAPS[kind][name], parameters.get(f"{name}.down")
+        ranks = down.shape[-1] if down is not None and down.dim() else 0
+        if not 0 < ranks <= _MOST_RANKS or ranks % maps:
+            raise ValueError(f"`{name}.down` must have up to {_MOST_RANKS} columns for {maps} maps, got {ranks}.")
+        shapes[f"{name}.down"] = (width, ranks)
+        shapes[f"{name}.up"] = (maps, ranks // maps, width) if maps > 1 else (ranks, inner)
+    return shapes | dict.fromkeys(names, (width,)) | dict.fromkeys(of_inner, (inner,))
+
+
+def _address(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """
+    Where a parameter begins.
+
+    Raises:
+        ValueError: if it is not what the library reads there, or does not lie within its storage.
+    """
+    check_stored(name, x, shape, dtype, torch.device("cpu"))
+    if not readable(dtype, x):
+        raise ValueError(f"`{name}` must be a plain tensor, whose memory holds its numbers, got {type(x).__name__}.")
+    storage, address = x.untyped_storage(), x.data_ptr()
+    if not storage.data_ptr() <= address <= address + x.nbytes <= storage.data_ptr() + storage.nbytes():
+        raise ValueError(f"`{name}` must lie within its storage, which has {storage.nbytes()} bytes.")
+    return address
 
 
 class BlockStep:
@@ -111,17 +158,20 @@ class BlockStep:
             raise ValueError("There is no library.")
         self._run = found.wkv_block if kind == "wkv" else found.delta_block
         self._struct = _KINDS[kind]()
-        self.width, self.inner = parameters["ln1"].shape[0], parameters["ln_x"].shape[0]
-        self._sizes = {"": self.width, "inner": self.inner, "middle": _shape(parameters["ffn_key.weight"])[0]}
+        for name in ("ln1", "ln_x", "ffn_key.weight"):
+            if name not in parameters or not parameters[name].dim():
+                raise ValueError(f"There must be a tensor `{name}`.")
+        self.width, self.inner = parameters["ln1"].shape[-1], parameters["ln_x"].shape[-1]
+        key = parameters["ffn_key.weight"]
+        sizes = self.width, self.inner, key.shape[0] * (STRIP if key.dtype == torch.uint8 else 1)
         self.dtype = parameters["ln1"].dtype
         self.stream_dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
-        self._check_sizes(found, heads)
-        for name, x in parameters.items():
-            self._set(name, x)
+        self._check_sizes(found, heads, sizes)
+        self._set_addresses(parameters, _shapes(kind, sizes, parameters), heads)
         common = self._struct.common
         common.dtype, common.stream = found.dtypes[self.dtype], found.dtypes[self.stream_dtype]
         common.largest = LARGEST if adds_exactly() else LARGEST // 2
-        common.width, common.inner, common.middle = self._sizes.values()
+        common.width, common.inner, common.middle = sizes
         common.heads, common.eps, common.eps_x = heads, eps, eps_x
         common.run = found.parallel
         self.state_shape = heads, self.inner // heads, self.inner // heads
@@ -130,55 +180,45 @@ class BlockStep:
         if kind == "wkv":
             self._struct.of_token = of_token
 
-    def _check_sizes(self, found: Library, heads: int) -> None:
+    def _check_sizes(self, found: Library, heads: int, sizes: tuple[int, int, int]) -> None:
         if self.dtype not in found.dtypes:
             raise ValueError(f"The library does not read {self.dtype}.")
-        if any(not size or size % 16 for size in self._sizes.values()):
-            raise ValueError(f"The widths must be multiples of 16, got {list(self._sizes.values())}.")
-        if self.inner % heads or not found.fits_head(self.inner // heads):
+        if any(not size or size % 16 for size in sizes):
+            raise ValueError(f"The widths must be multiples of 16, got {list(sizes)}.")
+        if heads < 1 or self.inner % heads or not found.fits_head(self.inner // heads):
             raise ValueError(f"There cannot be {heads} heads of {self.inner} channels.")
 
-    def _set(self, name: str, x: torch.Tensor) -> None:
-        """Notes the address of a parameter."""
-        group, _, part = name.rpartition(".")
-        target = getattr(self._struct, group) if group else self._struct
-        wanted = self.dtype
-        if part == "weight" and x.dtype in _BITS:
-            wanted, target.bits = x.dtype, _BITS[x.dtype]
-        elif part == "scale":
-            wanted = torch.bfloat16 if x.dim() == 3 else torch.float32
-        if x.dtype != wanted or not x.is_cpu or not x.is_contiguous():
-            raise ValueError(f"`{name}` must be contiguous, on the CPU and {wanted}.")
-        if part == "weight":
-            target.outputs, target.inputs = _shape(x)
-            if (target.outputs, target.inputs) != self._matrix_shape(group):
-                raise ValueError(f"`{name}` must be {self._matrix_shape(group)}, got {_shape(x)}.")
-        elif part == "down":
-            maps = 5 if group == "shift" else 1
-            target.rank = x.shape[1] // maps
-            if x.shape[0] != self.width or x.shape[1] % maps or x.shape[1] > _MOST_RANKS:
-                raise ValueError(f"`{name}` is {tuple(x.shape)}.")
-        elif part == "up":
-            if x.numel() != (5 * target.rank * self.width if group == "shift" else target.rank * self.inner):
-                raise ValueError(f"`{name}` is {tuple(x.shape)}.")
-        else:
-            of_inner = part == "base" or name in ("ln_x", "ln_x_bias", "bonus", "k_k", "k_a")
-            size = self.inner if of_inner else self.width
-            if part == "scale":
-                outputs, inputs = self._matrix_shape(group)
-                size = outputs * inputs // GROUP if x.dim() == 3 else outputs
-            if x.numel() != size:
-                raise ValueError(f"`{name}` must have {size} elements, got {tuple(x.shape)}.")
-        setattr(target if group or hasattr(self._struct, part) else self._struct.common, part, x.data_ptr())
-
-    def _matrix_shape(self, name: str) -> tuple[int, int]:
-        width, inner, middle = self._sizes.values()
-        return {
-            "output": (width, inner),
-            "ffn_key": (middle, width),
-            "ffn_value": (width, middle),
-            "ffn_receptance": (width, width),
-        }.get(name, (inner, width))
+    def _set_addresses(
+        self, parameters: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]], heads: int
+    ) -> None:
+        """Notes the addresses of parameters of these shapes, which may have axes of length 1 in front."""
+        left = dict(parameters)
+        for name, shape in shapes.items():
+            group, _, part = name.rpartition(".")
+            target = getattr(self._struct, group) if group else self._struct
+            if (x := left.pop(name, None)) is None:
+                raise ValueError(f"There must be a tensor `{name}`.")
+            if part == "weight" and x.dtype in _INTEGERS:
+                if (scale := left.pop(f"{group}.scale", None)) is None:
+                    raise ValueError(f"There must be a tensor `{group}.scale`.")
+                target.bits, layout = _INTEGERS[x.dtype]
+                if target.bits == 8 and shape[1] > MOST_INPUTS:
+                    raise ValueError(f"`{name}` must have at most {MOST_INPUTS} inputs, got {shape[1]}.")
+                stored, of_scale = layout(*shape)
+                target.weight = _address(name, x, *stored)
+                target.scale = _address(f"{group}.scale", scale, *of_scale)
+            else:
+                if len(shape) == 1:  # some are stored by heads, and some with axes for rows and tokens
+                    by_heads = shape == (self.inner,) and x.shape == (heads, self.inner // heads)
+                    shape = tuple(x.shape) if by_heads else (*(x.dim() - 1) * [1], *shape)
+                owner = target if group or hasattr(target, part) else target.common
+                setattr(owner, part, _address(name, x, shape, self.dtype))
+            if part == "weight":
+                target.outputs, target.inputs = shapes[name]
+            elif part == "up":
+                target.rank = x.shape[-2]
+        if left:
+            raise ValueError(f"Such a block has no {', '.join(f'`{name}`' for name in left)}.")
 
     def __call__(
         self,
@@ -195,7 +235,8 @@ class BlockStep:
             before, before_ffn: the normalised token before, of the two token shifts, (B, D); None means zeros.
             state: of the recurrence, float32 (B, H, K, V), or (B, H, V, K) of Goose; None means zeros.
             inplace: whether the new state is written into `state`.
-            v_first: the values of the first block of Goose, (B, 1, H * V); None in that block.
+            v_first: the values of the first block of Goose, (B, 1, H * V); None in that block. All but x and state are
+                in `dtype`, and all are contiguous.
 
         Returns:
             the output (B, 1, D); this token, normalised, for the next call's `before` and `before_ffn`; the new state;
@@ -212,6 +253,9 @@ class BlockStep:
             or (state is not None and state.shape != (rows, *self.state_shape))
             or (v_first is None) == self._mixes
             or (v_first is not None and v_first.shape != (rows, 1, self.inner))
+            or not readable(self.stream_dtype, x)
+            or not readable(torch.float32, state)
+            or not readable(self.dtype, before, before_ffn, v_first)
         ):
             return None
         # A copy, because other threads may call the same block.

@@ -33,6 +33,23 @@ def check_tensors(
             raise ValueError(f"`{name}` is on {x.device}, `{first}` on {device}.")
 
 
+def check_stored(
+    name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """
+    Checks a tensor whose memory is read as it is: dtype, shape, one piece, and the device unless that is None.
+
+    Raises:
+        ValueError: with the name of the tensor, what was found, and what was expected.
+    """
+    if x.dtype == dtype and x.shape == shape and x.is_contiguous() and (device is None or x.device == device):
+        return
+    found = [str(x.dtype).removeprefix("torch."), str(tuple(x.shape)), *([] if device is None else [f"on {x.device}"])]
+    found += [] if x.is_contiguous() else ["not contiguous"]
+    wanted = f"{str(dtype).removeprefix('torch.')} {tuple(shape)}{'' if device is None else f' on {device}'}"
+    raise ValueError(f"`{name}` must be {wanted} and contiguous, got {' '.join(found)}.")
+
+
 def check_flags(name: str, flags: torch.Tensor | None, shapes: list[tuple[int, int]], x: torch.Tensor) -> None:
     """Checks that the flags of tokens are bool, have one of the shapes, and are on the device of x."""
     if flags is None:

@@ -3,9 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from .int8_linear import _finished, _quantize
-from .linear import fits_memory
-from .native import GROUP, STRIP, library
+from .int8_linear import Layout, _finished, _quantize, check_product
+from .native import GROUP, STRIP, WORTHWHILE, in_memory, library, watched
 
 
 # Numbers that are rounded, or become floats, at a time.
@@ -17,6 +16,12 @@ _TRIED = (1.0, 0.92, 0.82)
 def fits_groups(outputs: int, inputs: int) -> bool:
     """Whether a weight (outputs, inputs) may have 4 bits: multiples of 16 and of 32."""
     return outputs > 0 and inputs > 0 and outputs % STRIP == 0 and inputs % GROUP == 0
+
+
+def int4_layout(outputs: int, inputs: int) -> tuple[Layout, Layout]:
+    """The shape and dtype of the integers, and those of the scales, of a weight (outputs, inputs) of 4 bits."""
+    blocks = outputs // STRIP, inputs // GROUP
+    return ((*blocks, STRIP * GROUP // 2), torch.uint8), ((*blocks, STRIP), torch.bfloat16)
 
 
 def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,25 +101,29 @@ def int4_linear(
 
     Args:
         x: (..., in), floating point, on a CPU.
-        weight: uint8 (out / 16, in / 32, 256), two integers in a byte, see [`quantize_groups`].
-        scale: bfloat16 (out / 16, in / 32, 16).
-        bias: (out), or None.
+        weight: uint8 (out / 16, in / 32, 256), contiguous, two integers in a byte, see [`quantize_groups`].
+        scale: bfloat16 (out / 16, in / 32, 16), contiguous.
+        bias: floating point (out), or None.
 
     Returns:
         (..., out), in the dtype of x. It has no gradient.
 
     Raises:
-        ValueError: if the widths of x and of the weight differ.
+        ValueError: if a dtype, a shape or a device does not fit.
     """
-    inputs = weight.shape[1] * GROUP
-    if x.shape[-1] != inputs:
-        raise ValueError(f"`x` must have {inputs} channels, as the weight has, got {tuple(x.shape)}.")
-    rows = x.detach().reshape(-1, x.shape[-1])
+    blocks = weight.shape[:2] if weight.dim() == 3 else (scale.numel() // STRIP, x.shape[-1] // GROUP)
+    size = blocks[0] * STRIP, blocks[1] * GROUP
+    check_product(x, weight, scale, bias, size, int4_layout(*size))
+    rows = x.detach()
+    rows = rows if x.dim() == 2 else rows.reshape(-1, size[1])
     if (
         rows.numel()
         and not torch.compiler.is_compiling()
-        and scale.is_contiguous()
-        and fits_memory(weight, 2 * weight.numel())
+        and 2 * weight.numel() >= WORTHWHILE
+        and in_memory(rows)
+        and in_memory(weight)
+        and in_memory(scale)
+        and not watched()
         and (found := library())
         and (out := found.int4_linear(rows.float(), weight, scale)) is not None
     ):

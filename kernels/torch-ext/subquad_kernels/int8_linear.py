@@ -4,8 +4,8 @@ import functools
 
 import torch
 
-from .linear import fits_library
-from .native import Library, library
+from .checks import check_stored, check_tensors
+from .native import WORTHWHILE, Library, in_memory, library, watched
 
 
 # The largest integer. -128 is left out, so that every number has a negative.
@@ -14,6 +14,10 @@ LARGEST = 127
 _PIECE = 1 << 22
 # Rows of a weight in one call of `_by_columns`: oneDNN is several times slower for more.
 _ROWS = 2048
+# Inputs up to which the sum of products of two numbers of 8 bits, 128 * 127 each, fits in 32 bits.
+MOST_INPUTS = 2**17
+# The shape and the dtype of a tensor.
+Layout = tuple[tuple[int, ...], torch.dtype]
 
 
 def quantize_rows(x: torch.Tensor, largest: int = LARGEST) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,27 +52,63 @@ def _quantize(x: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor
     return integers.nan_to_num_(0, 0, 0).to(torch.int8), scale
 
 
+def int8_layout(outputs: int, inputs: int) -> tuple[Layout, Layout]:
+    """The shape and dtype of the integers, and those of the scales, of a weight (outputs, inputs) of 8 bits."""
+    return ((outputs, inputs), torch.int8), ((outputs,), torch.float32)
+
+
+def check_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    size: tuple[int, int],
+    layout: tuple[Layout, Layout],
+) -> None:
+    """
+    Checks the arguments of a product with a weight of integers, whose outputs and inputs are `size`.
+
+    Raises:
+        ValueError: with the name of the argument, what was found, and what was expected.
+    """
+    outputs, inputs = size
+    check_stored("weight", weight, *layout[0], x.device)
+    check_stored("scale", scale, *layout[1], x.device)
+    if x.dim() == 0 or x.shape[-1] != inputs:
+        raise ValueError(f"`x` must have {inputs} channels, as the weight has, got {tuple(x.shape)}.")
+    if not x.is_floating_point():
+        raise ValueError(f"`x` must be floating point, got {x.dtype}.")
+    if bias is not None:
+        check_tensors({"bias": (bias, (outputs,))}, "x", x)
+
+
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
     `x @ (weight * scale[:, None]).T + bias`, with x rounded to 8 bits: every row of x gets a scale of its own, see
     [`quantize_rows`]. The products and sums of the integers are exact. So the result of a row does not depend on the
-    other rows.
+    other rows. (A sum of more than 131,072 products is added up in 64 bits; `torch._int_mm` would overflow.)
 
     On x86 CPUs without VNNI, torch adds products in 16 bits. There the integers of x have 7 bits, so that no sum
     overflows.
 
     Args:
         x: (..., in), floating point, on a CPU.
-        weight: int8 (out, in), none of them -128.
-        scale: float32 (out).
-        bias: (out), or None.
+        weight: int8 (out, in), contiguous, none of them -128.
+        scale: float32 (out), contiguous.
+        bias: floating point (out), or None.
 
     Returns:
         (..., out), in the dtype of x. It has no gradient.
+
+    Raises:
+        ValueError: if a dtype, a shape or a device does not fit.
     """
-    rows = x.detach().reshape(-1, x.shape[-1])
+    size = (weight.shape[0], weight.shape[1]) if weight.dim() == 2 else (scale.numel(), x.shape[-1])
+    check_product(x, weight, scale, bias, size, int8_layout(*size))
+    rows = x.detach()
+    rows = rows if x.dim() == 2 else rows.reshape(-1, size[1])
     exact = adds_exactly()
     largest = LARGEST if exact else LARGEST // 2
     found = _library_for(rows, weight, scale)
@@ -76,15 +116,8 @@ def int8_linear(
     if few and (out := found.int8_linear(rows.float(), weight, scale, largest)) is not None:
         return _finished(out, bias, x)
     integers, row_scale = found.round_rows(rows.float(), largest) if found else _quantize(rows, largest)
-    if not (rows.shape[0] and weight.numel()):
-        sums = rows.new_zeros(rows.shape[0], weight.shape[0], dtype=torch.int32)
-    elif rows.shape[1] == 1:  # `_int_mm` misreads such a weight
-        sums = integers.int() * weight.int().T
-    elif exact:
-        sums = torch._int_mm(integers, weight.T)
-    else:
-        sums = _by_columns(integers, weight)
-    if found and sums.is_contiguous():
+    sums = _sums(integers, weight, exact)
+    if found and sums.dtype == torch.int32 and sums.is_contiguous():
         return _finished(found.scale_sums(sums, row_scale, scale), bias, x)
     out = sums.float()  # torch is slow where the dtypes of factors differ
     out *= scale
@@ -92,10 +125,23 @@ def int8_linear(
     return _finished(out, bias, x)
 
 
+def _sums(integers: torch.Tensor, weight: torch.Tensor, exact: bool) -> torch.Tensor:
+    """The product of integers (rows, in) and a weight (out, in): int32 (rows, out), or int64 if it has many inputs."""
+    if not (integers.shape[0] and weight.numel()):
+        return integers.new_zeros(integers.shape[0], weight.shape[0], dtype=torch.int32)
+    if weight.shape[1] > MOST_INPUTS:
+        parts = zip(integers.split(MOST_INPUTS, 1), weight.split(MOST_INPUTS, 1), strict=True)
+        return sum(_sums(x.contiguous(), part.contiguous(), exact).long() for x, part in parts)
+    if weight.shape[1] == 1:  # `_int_mm` misreads such a weight
+        return integers.int() * weight.int().T
+    return torch._int_mm(integers, weight.T) if exact else _by_columns(integers, weight)
+
+
 def _finished(out: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """The rows of a product, plus the bias, in the dtype and the dimensions of x."""
     out = out if bias is None else out + bias
-    return out.to(x.dtype).view(*x.shape[:-1], out.shape[-1])
+    out = out if out.dtype == x.dtype else out.to(x.dtype)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _library_for(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> Library | None:
@@ -103,7 +149,10 @@ def _library_for(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) 
     if (
         torch.compiler.is_compiling()
         or not rows.numel()
-        or not (scale.is_contiguous() and fits_library(rows, weight, 1))
+        or weight.numel() < WORTHWHILE
+        or weight.shape[1] > MOST_INPUTS
+        or not (in_memory(rows) and in_memory(weight) and in_memory(scale))
+        or watched()
     ):
         return None
     return library()

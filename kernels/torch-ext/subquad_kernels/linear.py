@@ -84,6 +84,7 @@ def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and type(x) is torch.Tensor
         and type(weight) in (torch.Tensor, torch.nn.Parameter)
+        and not x.is_neg()
     )
 
 
@@ -97,13 +98,10 @@ def fits_library(x: torch.Tensor, weight: torch.Tensor, inner: int, bias: torch.
         weight.dim() >= 2
         and x.shape[-1] == weight.shape[inner]
         and (bias is None or (bias.shape == weight.shape[:1] and readable(x.dtype, bias)))
-        and fits_memory(weight, weight.numel())
+        and weight.numel() >= WORTHWHILE
+        and readable(weight.dtype, weight)
+        and not watched()
     )
-
-
-def fits_memory(weight: torch.Tensor, numbers: int) -> bool:
-    """Whether the library of `native.py` may read a weight, and whether so many numbers are worthwhile."""
-    return numbers >= WORTHWHILE and weight.is_cpu and weight.is_contiguous() and not watched()
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,7 +4,6 @@ C compiler of this machine makes when the first computation of a worthwhile size
 possible, `library` returns None.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import os
@@ -21,6 +20,8 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from .library_file import find_library, keep_library
 
 
 # Up to this number of rows the library is asked; above, torch's libraries are faster.
@@ -332,12 +333,16 @@ def watched() -> bool:
 
 
 def readable(dtype: torch.dtype, *tensors: torch.Tensor | None) -> bool:
-    """Whether those that are not None are plain tensors of a dtype, in one piece of the memory of the CPU."""
-    return all(
-        x is None
-        or (type(x) in (torch.Tensor, torch.nn.Parameter) and x.dtype == dtype and x.is_cpu and x.is_contiguous())
-        for x in tensors
-    )
+    """Whether those that are not None are in the memory of the CPU, in one piece and in a real dtype."""
+    return all(x is None or (x.dtype == dtype and x.is_contiguous() and in_memory(x)) for x in tensors)
+
+
+def in_memory(x: torch.Tensor) -> bool:
+    """
+    Whether a tensor of a real dtype is a plain one, whose numbers are in the memory of the CPU as they are. (torch
+    changes the sign of a negative view only when it reads it.)
+    """
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and not x.is_neg()
 
 
 def library_for(channels: int, dtype: torch.dtype, *tensors: torch.Tensor | None) -> Library | None:
@@ -398,38 +403,36 @@ def _compile() -> tuple[Library, str]:
     compiler = next((found for name in names if name and (found := shutil.which(name))), None)
     if compiler is None:
         raise Unavailable("there is no C compiler: neither $CC nor cc, gcc or clang is there")
-    command = [compiler, *_FLAGS, "-march=native" if machine == "x86_64" else "-mcpu=native", str(_SOURCES[0]), "-o"]
+    flags = *_FLAGS, "-march=native" if machine == "x86_64" else "-mcpu=native"
+    command = [compiler, *flags, *os.environ.get("SUBQUAD_NATIVE_FLAGS", "").split(), str(_SOURCES[0]), "-o"]
     version = (_run([compiler, "--version"]).splitlines() or [""])[0]
     key = "\0".join((*command, version, machine, _cpu()))
     code = b"".join(source.read_bytes() for source in _SOURCES)
-    name = f"steps-{hashlib.sha256(key.encode() + code).hexdigest()[:24]}.so"
-    reason = None
+    name = f"steps-{hashlib.sha256(key.encode() + code).hexdigest()[:24]}"
+    reasons = []
     for folder in _folders():
         try:
-            return _library_at(folder / name, command), f"compiled by {version}"
-        except OSError as error:  # of a folder that cannot be written, or where no code may be executed
-            reason = error
-    raise Unavailable(f"no folder for it can be used: {reason}")
+            found = _library_in(folder, name, command)
+        except OSError as error:  # of a folder that is no safe place, cannot be written, or may hold no code
+            reasons.append(str(error))
+        else:
+            return found, "; ".join([f"compiled by {version}", *(f"not kept: {reason}" for reason in reasons)])
+    raise Unavailable(f"no folder for it can be used: {reasons[-1]}")
 
 
-def _library_at(path: Path, command: list[str]) -> Library:
-    """
-    The library in that file, which the command writes if there is none. It appears there when it is known to load, so
-    that several processes may do this at the same time.
-    """
-    if path.is_file():
+def _library_in(folder: Path, name: str, command: list[str]) -> Library:
+    """The library of that name in a folder, which the command writes if there is none."""
+    if folder.is_dir() and (path := find_library(folder, name)):
         return Library(path)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    os.close(descriptor)
-    try:
-        _run([*command, temporary])
-        found = Library(Path(temporary))
-        os.replace(temporary, path)
-        return found
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+    made = []
+
+    def make(path: Path) -> None:
+        # The compiler's own files go the way of this one.
+        _run([*command, str(path)], path.parent)
+        made.append(Library(path))
+
+    keep_library(folder, name, make)
+    return made[0]
 
 
 def _folders() -> Iterator[Path]:
@@ -443,16 +446,23 @@ def _folders() -> Iterator[Path]:
     yield Path(folder.name)
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], temporary: Path | None = None) -> str:
     """
-    The output of a command.
+    The output of a command, which has a folder for temporary files.
 
     Raises:
         Unavailable: if it fails, or takes too long.
     """
+    environment = os.environ | ({} if temporary is None else {"TMPDIR": str(temporary)})
     try:
         done = subprocess.run(
-            command, capture_output=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL, text=True, errors="replace"
+            command,
+            capture_output=True,
+            timeout=_PATIENCE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            env=environment,
         )
     except subprocess.TimeoutExpired:
         raise Unavailable(f"{command[0]} took more than {_PATIENCE} seconds") from None

@@ -165,14 +165,14 @@ static void delta_wkv_head(const struct step *p, ptrdiff_t n)
         const float *s = p->state ? p->state + at + value * keys : NULL;
         float *after = p->new_state + at + value * keys;
         floats removed = all(0.f), sum = all(0.f);
-        if (s)
-            for (ptrdiff_t i = 0; i < keys; i += LANES)
-                removed += load(FLOAT32, s, i) * load(FLOAT32, kappa, i);
+        /* Zeros are multiplied as well: so NaN in one of the factors stays. */
+        for (ptrdiff_t i = 0; i < keys; i += LANES)
+            removed += (s ? load(FLOAT32, s, i) : all(0.f)) * load(FLOAT32, kappa, i);
         removed = all(sum_of(removed));
         for (ptrdiff_t i = 0; i < keys; i += LANES) {
+            floats before = s ? load(FLOAT32, s, i) : all(0.f);
             floats x = v[value] * load(FLOAT32, k, i);
-            if (s)
-                x += load(FLOAT32, s, i) * load(FLOAT32, w, i) - removed * load(FLOAT32, replaced, i);
+            x += before * load(FLOAT32, w, i) - removed * load(FLOAT32, replaced, i);
             store(FLOAT32, after, i, x, LANES);
             sum += x * load(FLOAT32, r, i);
         }
