@@ -77,7 +77,8 @@ def test_states_are_refused_before_any_work(finch, tmp_path, capsys, monkeypatch
     line = run(capsys, *arguments, finch, "--state-out", tmp_path / "no" / "state", code=2).err
     assert "no is not a directory" in line
     content = state.read_bytes()
-    for damaged, message in ((content[:-1], "is damaged"), (b"", "is empty"), (content[:-1] + b"\0", "was changed")):
+    changed = content[:-1] + b"\0"
+    for damaged, message in ((content[:-1], "cannot be read"), (b"", "is empty"), (changed, "was changed")):
         state.write_bytes(damaged)
         assert message in run(capsys, *arguments, finch, "--state-in", state, code=1).err
     # A state of the library need not know where its text ends.
