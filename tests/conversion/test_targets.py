@@ -331,8 +331,11 @@ def test_gguf_files_that_are_not_what_they_say(tmp_path):
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), "it has 1,099,511,627,776 entries"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**40, 0), "it has 1,099,511,627,776 tensors"),
         (header([], [(b"%d" % n, vector) for n in range(40)]) + bytes(5000), "they overlap, as those of no model do"),
-        (header([(TOKENIZER.encode(), text), (LISTS[0].encode(), tokens)]) + bytes(64), "damaged tokenizer: .*at most"),
-        (header([(TOKENIZER.encode(), text), (LISTS[0].encode(), text)]) + bytes(64), "damaged tokenizer: .*no list"),
+        (
+            header([(TOKENIZER.encode(), text), (LISTS[0].encode(), tokens)]) + bytes(64),
+            "is no list of at most 262,144",
+        ),
+        (header([(TOKENIZER.encode(), text), (LISTS[0].encode(), text)]) + bytes(64), "is no list of at most 262,144"),
     ):
         path.write_bytes(content)
         with pytest.raises(ConversionError, match=message):
