@@ -176,9 +176,9 @@ def tensors(path: Path, chance: Random) -> None:
         elif way == 2:
             kinds = (torch.int8, torch.bool, torch.int64, torch.float64, torch.float8_e4m3fn, torch.complex64)
             states[name] = x.to(chance.choice(kinds))
-        elif way == 3:
-            number = chance.choice((float("nan"), float("inf"), -float("inf"), 3e38))
-            states[name] = torch.full_like(x, number if x.is_floating_point() else -1)
+        elif way == 3 and x.is_floating_point():
+            numbers = (float("nan"), float("inf"), -float("inf"), torch.finfo(x.dtype).max)
+            states[name] = torch.full_like(x, chance.choice(numbers))
         elif way == 4:
             states[chance.choice(NAMES) or "x"] = states.pop(name)
         elif way == 5:
