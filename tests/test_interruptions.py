@@ -23,8 +23,9 @@ from subquad.state_file import ModelIdentity
 from subquad_conversion import convert
 
 
-POINTS = int(os.environ.get("SUBQUAD_DAMAGES", "12"))  # at which each work is interrupted
+POINTS = int(os.environ.get("SUBQUAD_DAMAGES", "12")) // 2  # at which each work is interrupted
 FINCH = CASES["rwkv6"]
+TORCH = os.path.dirname(torch.__file__)
 OWNER = ModelIdentity("tiny", "0123456789abcdef")
 
 
@@ -33,7 +34,10 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """Counts the calls of functions in a block; at the call of that number it is raised, or kills the process."""
+    """
+    Counts the calls of functions in a block; at the call of that number it is raised, or kills the process. Those of
+    torch do not count: its context managers do not all survive an exception in their own code.
+    """
 
     def __init__(self, number=None, kill=False):
         self.number, self.kill, self.calls = number, kill, 0
@@ -47,7 +51,7 @@ class Interruption:
         return kind is Interrupted
 
     def count(self, frame, event, argument):
-        if event != "call":
+        if event != "call" or frame.f_code.co_filename.startswith(TORCH):
             return
         self.calls += 1
         if self.calls == self.number:
@@ -143,11 +147,13 @@ class ConvertFile(Convert):
 
 
 @only_on_linux
+@pytest.mark.parametrize("kill", [False, True], ids=["exception", "signal"])
 @pytest.mark.parametrize("kind", [Generate, Save, SaveTuned, Convert, ConvertFile])
-def test_interruptions(kind, tmp_path):
+def test_interruptions(kind, kill, tmp_path):
+    """What is left of a work that was interrupted is removed by the next one that writes there."""
     path = tmp_path / "work"
     path.mkdir()
-    each, chance = kind(path), random.Random(0)
+    each, chance = kind(path), random.Random(kill)
     each.work()
     each.check()
     with Interruption() as counted:
@@ -155,34 +161,16 @@ def test_interruptions(kind, tmp_path):
     each.check()
     for _ in range(POINTS):
         number = chance.randrange(1, counted.calls + 1)
-        with Interruption(number):
-            each.work()
-        left = [file.name for file in path.rglob("*") if PARTIAL.fullmatch(file.name)]
-        assert not left, (number, left)
-        each.check()
-
-
-@only_on_linux
-@pytest.mark.parametrize("kind", [Generate, Save, SaveTuned, Convert, ConvertFile])
-def test_killed_processes(kind, tmp_path):
-    """What they leave is removed by the next one that writes there."""
-    path = tmp_path / "work"
-    path.mkdir()
-    each, chance = kind(path), random.Random(1)
-    each.work()
-    each.check()
-    with Interruption() as counted:
-        each.work()
-    each.check()
-    for _ in range(POINTS // 2):
-        number = chance.randrange(1, counted.calls + 1)
 
         def work(number=number):
-            with Interruption(number, kill=True):
+            with Interruption(number, kill):
                 each.work()
 
-        with pytest.raises(AssertionError, match="ended by SIGKILL"):
-            limited(work)
+        if kill:
+            with pytest.raises(AssertionError, match="ended by SIGKILL"):
+                limited(work)
+        else:
+            work()
         each.check()
         each.work()
         assert not [file.name for file in path.rglob("*") if PARTIAL.fullmatch(file.name)], number

@@ -83,7 +83,7 @@ def check_new_file(destination: Path) -> None:
     """
     if destination.exists():
         raise DirectoryError(f"{destination} exists already.")
-    if not (existing := _nearest(destination)).is_dir():
+    if not (existing := _nearest(destination.parent)).is_dir():
         raise DirectoryError(f"{destination} cannot be made, because {existing} is a file.")
 
 
