@@ -83,8 +83,9 @@ class SavedPreTrainedModel(PreTrainedModel):
         except ImportError:  # this file is a copy in a repository
             pass
         else:
-            if checkpoint_files and load_config.hf_quantizer is None:  # packed weights are fewer than the model's
-                check_room(model, checkpoint_files)
+            quantizer = load_config.hf_quantizer
+            if checkpoint_files and (quantizer is None or hasattr(quantizer, "check_loaded")):
+                check_room(model, checkpoint_files, packed=quantizer is not None)
         return PreTrainedModel._load_pretrained_model(
             model, state_dict, checkpoint_files, load_config, *args, **kwargs
         )
