@@ -45,9 +45,14 @@ test-sanitized: $(VENV)/.installed-dev
 		tests/kernels/test_native.py tests/kernels/test_one_token.py tests/kernels/test_int8_linear.py \
 		tests/kernels/test_int4_linear.py tests/test_one_call.py tests/test_quantized.py $(ARGS)
 
-# Thousands of damaged files, of which `make test` reads some.
+# Thousands of damaged files and hundreds of interruptions, of which `make test` has some. Then the parsers of our own,
+# guided by what they execute, where atheris has a wheel (Linux on x86-64, Python 3.11 to 3.13).
+FUZZ_SECONDS := 300
 fuzz: $(VENV)/.installed-dev
-	SUBQUAD_DAMAGES=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_damaged_files.py $(ARGS)
+	SUBQUAD_DAMAGES=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
+		tests/test_damaged_files.py tests/test_interruptions.py $(ARGS)
+	$(PIP) --only-binary :all: atheris==3.0.0 || echo "There is no atheris for this machine: the parsers are left out."
+	for parser in vocabulary gguf; do $(BIN)/python tests/fuzz_parsers.py $$parser $(FUZZ_SECONDS) || exit 1; done
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

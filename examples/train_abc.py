@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import sys
 import time
@@ -41,6 +40,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from subquad.cards import TEMPLATES
+from subquad.new_files import replacing
 from subquad_tokenizers import ByteTokenizer
 
 
@@ -200,8 +200,8 @@ def beside(output: Path, name: str) -> Path:
 
 
 def save_atomically(state: dict, path: Path) -> None:
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    with replacing(path) as temporary:
+        torch.save(state, temporary)
 
 
 def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict[str, float]:

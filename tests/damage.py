@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from PIL import Image, TiffImagePlugin
 
+from subquad.state_file import read_state_file, write_state_file
+
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 399\n"
 # Whatever opens a file of this name has run code.
@@ -174,17 +176,93 @@ def tensors(path: Path, chance: Random) -> None:
         elif way == 2:
             kinds = (torch.int8, torch.bool, torch.int64, torch.float64, torch.float8_e4m3fn, torch.complex64)
             states[name] = x.to(chance.choice(kinds))
-        elif way == 3:
-            states[name] = torch.full_like(x, chance.choice((float("nan"), float("inf"), -float("inf"), 3e38)))
+        elif way == 3 and x.is_floating_point():
+            numbers = (float("nan"), float("inf"), -float("inf"), torch.finfo(x.dtype).max)
+            states[name] = torch.full_like(x, chance.choice(numbers))
         elif way == 4:
             states[chance.choice(NAMES) or "x"] = states.pop(name)
         elif way == 5:
             states[f"more.{name}"] = x.clone()
         elif way == 6:
             states[name.replace("0", "999999999")] = x.clone()
-        elif x.numel():
+        elif x.numel() and x.is_floating_point():
             x.view(-1)[chance.randrange(x.numel())] = float("nan")
     save_file({name: x.contiguous() for name, x in states.items()}, path, {"format": "pt"})
+
+
+def states(path: Path, chance: Random) -> None:
+    """Writes a file of states with a right checksum, whatever it holds."""
+    from safetensors.torch import load_file
+
+    held, about = read_state_file(path)
+    way = chance.randrange(4)
+    if way < 3:
+        for _ in range(chance.choice((1, 1, 2))):
+            parent = about
+            while isinstance(inner := parent[chance.choice(list(parent))], dict) and inner and chance.random() < 0.8:
+                parent = inner
+            value = copy.deepcopy(chance.choice((*VALUES, 2**24, 3 * 10**8, 9 * 10**18)))
+            parent[chance.choice([*parent, "x"])] = value
+    if way > 1:
+        tensors(path, chance)
+        held = load_file(path)
+    try:
+        write_state_file(path, held, about)
+    except (ValueError, TypeError):  # an integer that JSON has no digits for
+        any_bytes(path, chance)
+
+
+def literals(path: Path, chance: Random) -> None:
+    """Puts other literals of Python, ids and lengths into a vocabulary."""
+    lines = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+    odd = [str(value) for value in VALUES[:30]] + [
+        "{{}}",
+        "'\\ud800'",
+        "b'é'",
+        "f'{1}'",
+        "''",
+        "\0",
+        "'a' 'b'",
+        "x:=1",
+    ]
+    odd += ["[" * 3000, "(" * 90 + ")" * 90, "-" * 5000 + "1", "9" * 5000, f"[{'0,' * 10**6}]", f"'{'x' * 10**6}'"]
+    for _ in range(chance.choice((1, 1, 3))):
+        place = chance.randrange(len(lines))
+        number, _, rest = lines[place].partition(" ")
+        literal, _, length = rest.rpartition(" ")
+        fields = [number, literal, length]
+        fields[chance.randrange(3)] = chance.choice(odd)
+        lines[place] = " ".join(fields)
+    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
+
+
+def gguf(path: Path, chance: Random) -> None:
+    """Changes numbers in the header, or puts entries, lists and tensors into it."""
+    data = path.read_bytes()
+    way = chance.randrange(4)
+    if way == 0:
+        place = chance.choice((4, 8, 16, *range(24, 4000, 4)))
+        number = chance.choice((0, 1, 255, 2**20, 2**31, 2**32 - 1)).to_bytes(4, "little")
+        data = data[:place] + number + data[place + 4 :]
+    elif way == 1:
+        kind, size = chance.choice(((0, 1), (8, 8), (9, 12), (12, 8), (7, 1), (99, 0)))
+        number = chance.choice((0, 1, 10**4, 10**6))
+        name = chance.choice((b"a", b"tokenizer.ggml.tokens", b"general.architecture", b"tokenizer.ggml.token_type"))
+        said = chance.choice((number, number, number, 2**62))
+        added = struct.pack("<Q", len(name)) + name + struct.pack("<IIQ", 9, kind, said) + bytes(size * number)
+        (fields,) = struct.unpack_from("<Q", data, 16)
+        data = data[:16] + struct.pack("<Q", fields + 1) + added + data[24:]
+    elif way == 2:
+        number = chance.choice((1, 100, 10**5))
+        added = b"".join(
+            struct.pack("<Q", 6) + b"%6d" % n + struct.pack("<IQIQ", 1, 2**10, chance.choice((0, 8)), 0)
+            for n in range(number)
+        )
+        data = b"GGUF" + struct.pack("<IQQ", 3, number, 0) + added + data[-20000:]
+    else:
+        any_bytes(path, chance)
+        return
+    path.write_bytes(data)
 
 
 def index(path: Path, chance: Random) -> None:

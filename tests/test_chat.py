@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from visual_cases import save_visual
 
 import subquad
 from subquad import cli
+from subquad.cli.chat import Chat
+from subquad.state_file import read_state_file, write_state_file
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE
 
 
@@ -77,7 +80,8 @@ def test_states_are_refused_before_any_work(finch, tmp_path, capsys, monkeypatch
     line = run(capsys, *arguments, finch, "--state-out", tmp_path / "no" / "state", code=2).err
     assert "no is not a directory" in line
     content = state.read_bytes()
-    for damaged, message in ((content[:-1], "is damaged"), (b"", "is empty"), (content[:-1] + b"\0", "was changed")):
+    changed = content[:-1] + b"\0"
+    for damaged, message in ((content[:-1], "cannot be read"), (b"", "is empty"), (changed, "was changed")):
         state.write_bytes(damaged)
         assert message in run(capsys, *arguments, finch, "--state-in", state, code=1).err
     # A state of the library need not know where its text ends.
@@ -164,6 +168,33 @@ def test_what_a_conversation_begins_with(finch, capsys, monkeypatch):
     text = "s: Be good.|u: Hi|a:"
     expected = generate(capsys, text, "--model", finch, *GREEDY).removeprefix(text)
     assert talk(capsys, monkeypatch, finch, "Hi", options=options)[0] == expected
+
+
+def test_a_conversation_goes_on_after_what_fails(finch, tmp_path, capsys, monkeypatch):
+    """In a terminal: a message says what it was. A file may hold anything."""
+    state = tmp_path / "state"
+    talk(capsys, monkeypatch, finch, "Hi", f"/save {state}")
+    expected = talk(capsys, monkeypatch, finch, "Hi", "And?")[0].splitlines()
+    held, about = read_state_file(state)
+    for name, known in (
+        ("long", about | {"seen_tokens": 3 * 10**8}),
+        ("bare", {name: value for name, value in about.items() if name != "dtype"}),
+        ("more", about | {"text": about["text"] | {"x": 1}}),
+    ):
+        write_state_file(tmp_path / name, held, known)
+    monkeypatch.setattr(Chat, "fork", lambda *_: {}["fork"])
+    lines = iter([f"/load {tmp_path / name}" for name in ("long", "bare", "more")] + ["/fork", "Hi", "And?", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    captured = run(capsys, "chat", finch, *GREEDY)
+    assert captured.out.splitlines() == expected
+    for message in (
+        "long is the state of a text of 300,000,000 tokens",
+        "bare does not hold a cache that this version can read",
+        "more does not say where its text ends",
+        "KeyError: 'fork'",
+    ):
+        assert message in captured.err
 
 
 def test_models_that_do_not_chat(capsys, monkeypatch):

@@ -2,19 +2,21 @@
 
 import asyncio
 import gc
+import os
 
 import pytest
 import torch
 from cases import CASES, GREEDY, TEXT, TRAINED_GENERATING, VARIANTS, each, padded
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 import subquad
 from subquad import PrefixCache
 from subquad.cli.run import _keep_states
 from subquad.generation import RecurrentGenerationMixin
-from subquad.state_file import ModelIdentity
+from subquad.state_file import ModelIdentity, read_state_file, write_state_file
 
 
 FINCH = CASES["rwkv6"]
@@ -148,6 +150,80 @@ def test_files(name, tmp_path):
     damaged = PrefixCache(directory=tmp_path, model=OWNER)
     damaged.read(model, texts[0][0])
     assert damaged.tokens_read == texts[0].shape[1]
+
+
+@pytest.mark.fast
+def test_files_only_help(tmp_path):
+    """Whatever a directory holds, and whatever its disk is like, texts are read, with one warning."""
+    model, ids, options = FINCH.model(), FINCH.ids(1, 30), {"max_new_tokens": 5, **GREEDY}
+    expected = model.generate(ids, **options)
+    PrefixCache(directory=tmp_path, model=OWNER).read(model, ids[0, :-1])
+    (file,) = tmp_path.iterdir()
+    content, (states, about) = file.read_bytes(), read_state_file(file)
+    known = about["text"]["ids"]
+    for forged in (
+        {"seen_tokens": 28},
+        {"seen_tokens": 3 * 10**8},
+        {"text": {"ids": [10**30] * 29}},
+        {"text": {"ids": [0.5] * 29}},
+        {"text": {"ids": [[]] * 29}},
+        {"text": {"ids": [*known[:-1], -1]}},
+        {"text": {"ids": []}, "seen_tokens": 0},
+        {"sizes": {}},
+        {"model": 3},
+        {"dtype": 3},
+        {"layers.0.wkv": torch.zeros(1)},
+        {"after_blocks.output": None},
+        {"layers.0.wkv": torch.full((1, 3, 16, 16), torch.nan)},
+        {"x": torch.zeros(())},
+    ):
+        changed = states | {name: x for name, x in forged.items() if name not in about}
+        changed = {name: x for name, x in changed.items() if x is not None}
+        write_state_file(file, changed, about | {name: x for name, x in forged.items() if name in about})
+        prefixes = PrefixCache(directory=tmp_path, model=OWNER)
+        assert torch.equal(model.generate(ids, prefix_cache=prefixes, **options), expected), forged
+        assert prefixes.tokens_read == 29, forged
+        for path in tmp_path.iterdir():
+            path.unlink()
+    (tmp_path / "directory.state").mkdir()
+    os.mkfifo(tmp_path / "pipe.state")
+    (tmp_path / "bytes.state").write_bytes(content[:100])
+    (tmp_path / "not-a-directory").write_bytes(b"")
+    for directory in (tmp_path, tmp_path / "not-a-directory", tmp_path / "not-a-directory" / "below"):
+        prefixes = PrefixCache(directory=directory, model=OWNER)
+        for _ in range(2):
+            assert torch.equal(model.generate(ids, prefix_cache=prefixes, **options), expected)
+        assert prefixes.tokens_read == 29 and prefixes.tokens_asked == 58
+
+
+def test_a_file_that_is_damaged_later_is_written_again(tmp_path):
+    model, ids = FINCH.model(), FINCH.ids(20)
+    PrefixCache(directory=tmp_path, model=OWNER).read(model, ids)
+    (file,) = tmp_path.iterdir()
+    prefixes = PrefixCache(directory=tmp_path, model=OWNER)
+    prefixes.read(model, FINCH.ids(17, seed=3))
+    file.write_bytes(file.read_bytes()[:-1])
+    prefixes.read(model, ids)
+    assert prefixes.tokens_read == 37
+    again = PrefixCache(directory=tmp_path, model=OWNER)
+    again.read(model, ids)
+    assert again.tokens_read == 0
+
+
+def test_a_full_disk_loses_no_answer(tmp_path, monkeypatch):
+    model, ids, options = FINCH.model(), FINCH.ids(1, 30), {"max_new_tokens": 5, **GREEDY}
+    expected, warnings = model.generate(ids, **options), []
+    monkeypatch.setattr("subquad.prefix_cache.logger.warning_once", warnings.append)
+
+    def save_file(tensors, path, metadata):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("subquad.state_file.save_file", save_file)
+    prefixes = PrefixCache(directory=tmp_path, model=OWNER)
+    assert torch.equal(model.generate(ids, prefix_cache=prefixes, **options), expected)
+    assert torch.equal(model.generate(ids, prefix_cache=prefixes, **options), expected)
+    assert prefixes.tokens_read == 29 and not list(tmp_path.iterdir())
+    assert len({*warnings}) == 1 and "No space left on device" in warnings[0]
 
 
 def test_files_have_a_limit(tmp_path):

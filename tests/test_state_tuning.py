@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -403,3 +404,14 @@ def test_models_without_files_of_states(tmp_path):
         save_time_states(adapted_model("raven", {}), tmp_path / "states.pth")
     with pytest.raises(ValueError, match="`model` is a Rwkv7ForCausalLM without the adapter"):
         save_time_states(tiny_model("rwkv7"), tmp_path / "states.pth")
+
+
+def test_compressed_files_are_refused(tmp_path):
+    """A small one could hold states of any size."""
+    model = adapted_model("rwkv7", {})
+    save_time_states(model, tmp_path / "states.pth")
+    with ZipFile(tmp_path / "states.pth") as whole, ZipFile(tmp_path / "small.pth", "w", ZIP_DEFLATED) as small:
+        for member in whole.infolist():
+            small.writestr(member.filename, whole.read(member))
+    with pytest.raises(ValueError, match=r"small\.pth has the compressed member"):
+        load_time_states(model, tmp_path / "small.pth")

@@ -19,9 +19,10 @@ from cases import (
     each_case_and_variant,
     padded,
 )
+from safetensors.torch import save_file
 
 import subquad
-from subquad.state_file import ModelIdentity
+from subquad.state_file import ABOUT, ModelIdentity, read_state_file, write_state_file
 
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
@@ -186,7 +187,7 @@ def test_every_truncated_or_changed_file_is_refused(finch, content, tmp_path):
     header = 8 + struct.unpack("<Q", content[:8])[0]
     for length in (0, 5, 8, header - 1, header, len(content) - 1):
         path.write_bytes(content[:length])
-        with pytest.raises(ValueError, match=r"state (is damaged|is empty)"):
+        with pytest.raises(ValueError, match=r"state(: the states cannot be read| is damaged| is empty)"):
             load(path, finch)
     spaces = set(range(header - 8, header))  # the padding of the header
     for place in (*range(8), *(chance.randrange(len(content)) for _ in range(150)), len(content) - 1):
@@ -195,10 +196,10 @@ def test_every_truncated_or_changed_file_is_refused(finch, content, tmp_path):
         changed = bytearray(content)
         changed[place] ^= 1 << chance.randrange(8)
         path.write_bytes(changed)
-        with pytest.raises(ValueError, match=r"state (is damaged|does not hold a cache)"):
+        with pytest.raises(ValueError, match=r"state(: the states cannot be read| is damaged| does not hold a cache)"):
             load(path, finch)
     path.write_bytes(content + b"x")
-    with pytest.raises(ValueError, match="state is damaged"):
+    with pytest.raises(ValueError, match="state: the states cannot be read"):
         load(path, finch)
 
 
@@ -228,6 +229,74 @@ def test_foreign_states(finch, content, tmp_path):
     with pytest.raises(OSError, match="cannot be written"):
         finch.new_cache().save(tmp_path / "nowhere" / "state")
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
+
+
+# What is wrong with a file whose checksum is right: a change of what is known about the states, and of the states.
+FORGERIES = {
+    "tokens": ({"seen_tokens": -1}, {}, "does not hold a cache"),
+    "many tokens": ({"seen_tokens": 2**62}, {}, "does not hold a cache"),
+    "no dtype": ({"dtype": None}, {}, "does not hold a cache"),
+    "sizes": ({"sizes": {"hidden_size": 8}}, {}, "is the cache of another model"),
+    "unknown": ({}, {"layers.0.x": torch.zeros(1, 48)}, "'layers.0.x' is unknown"),
+    "layer": ({}, {"layers.99.wkv": torch.zeros(1, 3, 16, 16)}, "'layers.99.wkv' is unknown"),
+    "missing": ({}, {"layers.1.wkv": None}, "'layers.1.wkv' is missing"),
+    "rows": ({}, {"layers.1.wkv": torch.zeros(2, 3, 16, 16)}, "has the shape"),
+    "shape": ({}, {"layers.1.wkv": torch.zeros(1, 3, 16, 8)}, r"\(1, 3, 16, 8\), not \(1, 3, 16, 16\)"),
+    "scalar": ({}, {"layers.1.wkv": torch.zeros(())}, "has the shape"),
+    "dtype": ({}, {"layers.1.attention_shift": torch.zeros(1, 48, dtype=torch.int8)}, "is torch.int8"),
+    "narrow": ({}, {"layers.1.wkv": torch.zeros(1, 3, 16, 16).half()}, "is torch.float16"),
+    "nan": ({}, {"after_blocks.output": torch.full((1, 48), torch.nan)}, "NaN or infinite"),
+    "padding": ({}, {"after_blocks.padding": torch.tensor([10])}, "is 10 after 9 tokens"),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", FORGERIES)
+def test_forged_states_are_refused(name, finch, content, tmp_path):
+    about, states, message = FORGERIES[name]
+    path = tmp_path / "state"
+    path.write_bytes(content)
+    held, known = read_state_file(path)
+    write_state_file(path, {k: x for k, x in (held | states).items() if x is not None}, known | about)
+    with pytest.raises(ValueError, match=rf"state .*{message}"):
+        load(path, finch)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("name", "states", "about"),
+    [
+        ("avey", {"after_blocks.lengths": torch.tensor([-1])}, {}),
+        ("avey", {"after_blocks.lengths": torch.tensor([10**15])}, {}),
+        ("avey", {}, {"seen_tokens": 3 * 10**8}),
+        ("avey", {"after_blocks.sums": torch.zeros(1, 40)}, {}),
+        ("raven-full", {}, {"seen_tokens": 3 * 10**8}),
+        ("raven-full", {"layers.1.keys": torch.zeros(1, 128, 1, 16)}, {}),
+        ("gecko", {"layers.0.keys": torch.zeros(1, 3, 2, 8)}, {}),
+        ("gecko", {"layers.0.keys": torch.zeros(1, 3, 200, 8)}, {}),
+    ],
+)
+def test_forged_sizes_of_texts_are_refused(name, states, about, tmp_path):
+    """Where states have room for tokens, there is room for as many as were read, and no more is made for others."""
+    case = next(case for case in (*CASES.values(), *VARIANTS) if case.name == name)
+    model = case.model()
+    read(model, case.text(1, 9)).cache.save(tmp_path / "state", OWNER)
+    held, known = read_state_file(tmp_path / "state")
+    assert {*states} <= {*held}
+    write_state_file(tmp_path / "state", held | states, known | about)
+    with pytest.raises(ValueError, match="does not hold the states of such a model"):
+        load(tmp_path / "state", model)
+
+
+def test_what_a_file_may_hold_has_limits(finch, content, tmp_path):
+    path = tmp_path / "state"
+    path.write_bytes(content)
+    held, known = read_state_file(path)
+    with pytest.raises(ValueError, match="has [0-9,]+ characters, and may have 8,388,608"):
+        write_state_file(path, held, known | {"text": "x" * 2**23})
+    save_file({f"x{n}": torch.zeros(1) for n in range(2**14 + 1)}, path, {ABOUT: json.dumps(known)})
+    with pytest.raises(ValueError, match="has 16,385 states, more than any model"):
+        load(path, finch)
 
 
 # Identities.

@@ -5,10 +5,7 @@ Nothing here knows a model. Tensors stay in the memory-mapped source until they 
 unpickled.
 """
 
-import pickle
 import re
-import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from subquad import foreign_files
-from subquad.weight_files import DTYPES, open_weights, read_headers, read_weight_map
+from subquad.weight_files import DTYPES, is_dense, open_pytorch, open_weights, read_headers, read_weight_map
 
 from .errors import ConversionError, as_conversion_error
 from .gguf_files import open_gguf
@@ -41,8 +38,6 @@ HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 SAFETENSORS = (".safetensors", ".st")
 # What DistributedDataParallel and torch.compile put into names.
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")
-# Tensors of a file may share memory, as tied weights do. Together they may have this many times the size of the file.
-MOST_SHARED = 4
 
 
 @dataclass(frozen=True)
@@ -187,52 +182,17 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, tuple[TensorInf
 
 
 def _open_torch(file: Path) -> dict[str, tuple[TensorInfo, Any]]:
-    with file.open("rb") as handle:
-        # Archives from before PyTorch 1.6 are not zip files and cannot be mapped.
-        mappable = handle.read(4) == b"PK\x03\x04"
-    try:
-        if mappable:
-            _refuse_compression(file)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols, which the user cannot change
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mappable)
-    except ConversionError:
-        raise
-    except pickle.UnpicklingError as error:
-        # PyTorch's message recommends to switch the protection off.
-        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"wants to call {wanted[1]}" if wanted else "is not a PyTorch file, or is damaged"
-        raise ConversionError(
-            f"{file} {reason}. Only tensors are read from such a file; code in it is never run."
-        ) from None
-    except Exception as error:  # a damaged pickle may raise anything
-        reason = foreign_files.one_line(error).rstrip(".")
-        raise ConversionError(f"{file} is not a PyTorch file, or is damaged: {reason}.") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{file} must hold a dictionary of tensors, found a {type(content).__name__}.")
+    with as_conversion_error():
+        content = open_pytorch(file)
     found = {}
     for name, tensor in content.items():
-        usable = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
-        if not isinstance(name, str) or not usable:
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or not is_dense(tensor):
             raise ConversionError(
                 f"{file} must hold named dense tensors only, found {name!r}: {type(tensor).__name__}.{_hint(content)}"
             )
         dtype = tensor.dtype if tensor.dtype in DTYPES.values() else str(tensor.dtype).removeprefix("torch.")
         found[name] = (TensorInfo(tuple(tensor.shape), dtype), content.__getitem__)
-    size, claimed = file.stat().st_size, sum(tensor.nbytes for tensor in content.values())
-    if claimed > MOST_SHARED * size:
-        raise ConversionError(
-            f"{file} has {size:,} bytes, and tensors of {claimed:,}: they overlap, as those of no model do."
-        )
     return found
-
-
-def _refuse_compression(file: Path) -> None:
-    """PyTorch maps the bytes of a member as they are, so that compressed bytes would become weights."""
-    with zipfile.ZipFile(file) as archive:
-        for member in archive.infolist():
-            if member.compress_type != zipfile.ZIP_STORED:
-                raise ConversionError(f"{file} has the compressed member {member.filename!r}; save it with PyTorch.")
 
 
 def _hint(content: dict[Any, Any]) -> str:

@@ -4,6 +4,7 @@ package `gguf` reads and writes it.
 """
 
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from transformers import AddedToken
 
 from subquad import foreign_files
+from subquad.weight_files import check_shared
 
 from .errors import ConversionError
 from .vocabularies import ENDS, SPECIAL, Vocabulary
@@ -30,12 +32,14 @@ MATRICES = re.compile(r"(token_embd|output|blk\.\d+\.(time|channel)_mix_(recepta
 # Weights that are divided by two after every so many blocks, where the file says so.
 RESCALED = re.compile(r"blk\.(\d+)\.(time_mix_output|channel_mix_value)\.weight")
 RESCALE_EVERY = "rescale_every_n_layers"
-MOST_ENTRIES = 2**20  # of a list in the header, such as the tokens
+# Limits on what becomes objects of Python: entries and tensors of a header, and tokens. Lists stay in the mapped file.
+MOST_FIELDS, MOST_TENSORS, MOST_TOKENS = 2**12, 2**15, 2**18
 # Types of tokens, and the text of those that nothing uses.
 NORMAL, CONTROL, USER_DEFINED, UNUSED_KIND, BYTE = 1, 3, 4, 5, 6
 UNUSED = "[PAD{}]"
 TOKENIZER, TEMPLATE = "tokenizer.ggml.model", "tokenizer.chat_template"
 LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", f"{TEMPLATE}s")
+LENGTH = struct.Struct("<Q")  # of a string
 TOKEN_ID, AROUND = "tokenizer.ggml.{}_token_id", "tokenizer.ggml.add_{}_token"
 # What a token is for to the name in the header. The last two end a turn and a message.
 TOKEN_IDS = {name: name for name in SPECIAL} | {"unk": "unknown", "sep": "seperator", "pad": "padding"}
@@ -97,6 +101,7 @@ def open_gguf(file: Path) -> tuple[dict[str, Stored], dict[str, Any], Callable[[
             dtype = DTYPES.get(tensor.tensor_type.name, torch.float32)
             tensors[tensor.name] = shape, dtype, partial(_read, gguf, tensor, shape, every)
         parts = int(entries.get("split.count", 1))
+        check_shared(file, sum(int(tensor.n_bytes) for tensor in reader.tensors))
     except Exception as error:  # a damaged file may raise anything
         reason = foreign_files.one_line(error).rstrip(".")
         raise ConversionError(f"{file} is not a GGUF file, or is damaged: {reason}.") from error
@@ -104,10 +109,10 @@ def open_gguf(file: Path) -> tuple[dict[str, Stored], dict[str, Any], Callable[[
         raise ConversionError(
             f"{file} is one of {parts} parts; `llama-gguf-split --merge FIRST.gguf OUT.gguf` makes one file of them."
         )
-    return tensors, entries, partial(_read_vocabulary, file, reader, entries)
+    return tensors, entries, partial(_read_vocabulary, gguf, file, reader, entries)
 
 
-def _read_vocabulary(file: Path, reader: Any, entries: Mapping[str, Any]) -> Vocabulary | None:
+def _read_vocabulary(gguf: ModuleType, file: Path, reader: Any, entries: Mapping[str, Any]) -> Vocabulary | None:
     """
     The tokenizer in a file, None if there is none.
 
@@ -122,14 +127,15 @@ def _read_vocabulary(file: Path, reader: Any, entries: Mapping[str, Any]) -> Voc
             "`tokenizer`, or none."
         )
     try:
-        lists = {name: reader.fields[name].contents() for name in LISTS if name in reader.fields}
+        lists = {name: _entries(gguf, reader.fields[name]) for name in LISTS if name in reader.fields}
     except Exception as error:  # a damaged file may raise anything
         raise ConversionError(f"{file} has a damaged tokenizer: {foreign_files.one_line(error)}.") from error
     texts, kinds, named = (lists.get(name, []) for name in LISTS)
     kinds = kinds or [NORMAL] * len(texts)
     ids = {use: entries[name] for use, key in TOKEN_IDS.items() if (name := TOKEN_ID.format(key)) in entries}
-    places = range(len(texts))
-    if not texts or len(kinds) != len(texts) or not all(index in places for index in ids.values()):
+    places, template = range(len(texts)), entries.get(TEMPLATE)
+    whole = all(type(index) is int and index in places for index in ids.values()) and len(kinds) == len(texts)
+    if not (texts and whole) or {type(each) for each in (*texts, *named, template or "")} != {str}:
         raise ConversionError(f"{file} has a damaged tokenizer: {len(texts)} tokens, {len(kinds)} types, ids {ids}.")
     # Behind the last ordinary token are those that were added, and places for more of them.
     size = 1 + max((index for index, kind in enumerate(kinds) if kind in (NORMAL, BYTE)), default=0)
@@ -141,7 +147,6 @@ def _read_vocabulary(file: Path, reader: Any, entries: Mapping[str, Any]) -> Voc
             special = kinds[index] == CONTROL
             content = _unescaped(texts[index]).decode(errors="replace")
             added[index] = AddedToken(content, normalized=not special, special=special)
-    template = entries.get(TEMPLATE)
     if named:
         template = {"default": template} | {name: entries.get(f"{TEMPLATE}.{name}") for name in named}
         template = {name: text for name, text in template.items() if text}
@@ -161,7 +166,10 @@ def _unescaped(text: str) -> bytes:
 
 def _reader(gguf: ModuleType, file: Path) -> Any:
     class Reader(gguf.GGUFReader):
-        """As the base class, which would go on for as long as a damaged length says."""
+        """
+        As the base class, which would go on for as long as a damaged length says, and makes an object of every entry
+        of a list. Here the last part of a list has the bytes of all entries.
+        """
 
         def _get(self, offset, dtype, count=1, *args, **kwargs):
             found = super()._get(offset, dtype, count, *args, **kwargs)
@@ -169,12 +177,49 @@ def _reader(gguf: ModuleType, file: Path) -> Any:
                 raise ValueError("it ends too early")
             return found
 
+        def _build_fields(self, offs, count):
+            if count > MOST_FIELDS:
+                raise ValueError(f"it has {count:,} entries")
+            return super()._build_fields(offs, count)
+
+        def _build_tensor_info(self, offs, count):
+            if count > MOST_TENSORS:
+                raise ValueError(f"it has {count:,} tensors")
+            return super()._build_tensor_info(offs, count)
+
         def _get_field_parts(self, orig_offs, raw_type):
-            if raw_type == gguf.GGUFValueType.ARRAY and (length := self._get(orig_offs + 4, "u8")[0]) > MOST_ENTRIES:
-                raise ValueError(f"it has a list of {length:,} entries")
-            return super()._get_field_parts(orig_offs, raw_type)
+            if raw_type != gguf.GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            start = orig_offs + 12
+            kind, length = gguf.GGUFValueType(self._get(orig_offs, "<u4")[0]), int(self._get(orig_offs + 4, "<u8")[0])
+            if kind == gguf.GGUFValueType.STRING:
+                end = start
+                for _ in range(length):
+                    end += LENGTH.size + LENGTH.unpack_from(self.data, end)[0]
+                data = self._get(start, "u1", end - start)
+            elif kind in self.gguf_scalar_to_np:
+                data = self._get(start, self.gguf_scalar_to_np[kind], length)
+            else:
+                raise ValueError("it has a list of lists")
+            parts = [self._get(orig_offs, "<u4"), self._get(orig_offs + 4, "<u8"), data]
+            return 12 + data.nbytes, parts, [2], [gguf.GGUFValueType.ARRAY, kind]
 
     return Reader(file)
+
+
+def _entries(gguf: ModuleType, field: Any) -> list[Any]:
+    """The entries of a list in the header."""
+    kind, (*_, length, data) = field.types[-1], field.parts
+    if field.types[0] != gguf.GGUFValueType.ARRAY or (number := int(length[0])) > MOST_TOKENS:
+        raise ValueError(f"{field.name} is no list of at most {MOST_TOKENS:,} entries")
+    if kind != gguf.GGUFValueType.STRING:
+        return data.tolist()
+    entries, end = [], 0
+    for _ in range(number):
+        start = end + LENGTH.size
+        end = start + LENGTH.unpack_from(data, end)[0]
+        entries.append(str(data[start:end].tobytes(), encoding="utf-8"))
+    return entries
 
 
 def _read(gguf: ModuleType, tensor: Any, shape: tuple[int, ...], every: int, name: str) -> torch.Tensor:

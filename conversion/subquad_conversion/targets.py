@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig
 
 from subquad.directories import check_free, check_new_file, new_directory, new_file
+from subquad.new_files import writing
 
 from . import gguf_files
 from .checkpoint import TensorInfo
@@ -116,9 +117,10 @@ def write_directory(
         else:
             text = json.dumps(fields, indent=2, sort_keys=True)
             (directory / "config.json").write_text(f"{text}\n", encoding="utf-8")
-        tokenizer.save(directory)
-        if tokenizer.title:
-            model.save_processor(directory)
+        with writing(destination):
+            tokenizer.save(directory)
+            if tokenizer.title:
+                model.save_processor(directory)
         if model.generation is not None:
             model.generation.save_pretrained(directory)
         with _bar(size, progress) as bar:

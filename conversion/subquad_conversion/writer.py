@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from subquad.new_files import writing
 from subquad.weight_files import DTYPES, check_finite
 
 from .errors import ConversionError
@@ -100,7 +101,8 @@ def write_torch(path: Path, tensors: list[OutputTensor], advance: Callable[[int]
     for tensor in tensors:
         content[tensor.name] = whole(tensor, tensor.dtype)
         advance(tensor.bytes)
-    torch.save(content, path)
+    with writing(path):
+        torch.save(content, path)
 
 
 def whole(tensor: OutputTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -6,7 +6,6 @@ import csv
 import datetime
 import io
 import json
-import os
 import platform
 import shutil
 import time
@@ -19,6 +18,7 @@ import transformers
 from tqdm import tqdm
 
 import subquad
+from subquad.new_files import replacing
 
 
 def hardware(device: str = "cpu") -> str:
@@ -35,9 +35,8 @@ def hardware(device: str = "cpu") -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def rounded(value: Any) -> Any:

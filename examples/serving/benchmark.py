@@ -34,6 +34,7 @@ from clients import HEADER, Question, measure, server, vllm_command
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import subquad
+from subquad.new_files import replacing
 from subquad_tokenizers import ByteTokenizer
 
 
@@ -302,9 +303,8 @@ def main() -> None:
     }
     arguments.records.mkdir(parents=True, exist_ok=True)
     path = arguments.records / f"{arguments.part}-{arguments.model}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    partial.replace(path)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import platform
 import signal
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -255,12 +256,10 @@ def with_rate(milliseconds: float, tokens: int, floor: float) -> dict[str, Any]:
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """`write` makes the file under another name: a reader finds the old file or the whole new one."""
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
+    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as directory:
+        temporary = Path(directory) / path.name
         write(temporary)
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def versions(device: str) -> str:

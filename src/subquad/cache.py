@@ -334,8 +334,10 @@ class RecurrentCache(Cache):
     recurrent_names: tuple[str, ...] = ("wkv",)
     convolution_names: tuple[str, ...] = ("attention_shift", "feed_forward_shift")
 
-    # The states that are float32 in a model of less precision. The others have the model's dtype, or are integers.
+    # The states that are float32 in a model of less precision, and those that are integers. The others have the
+    # model's dtype.
     float32_names: tuple[str, ...] = ("wkv",)
+    integer_names: tuple[str, ...] = ("padding",)
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         config = config.get_text_config()
@@ -368,6 +370,19 @@ class RecurrentCache(Cache):
         return LinearAttentionState(
             static=static, recurrent_names=self.recurrent_names, convolution_names=self.convolution_names
         )
+
+    def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
+        """
+        The shapes of the states of a block once a token is read, by name, without the batch. None is a size that
+        depends on the text.
+
+        Args:
+            number: which block; None for what is kept after the blocks.
+        """
+        if number is None:
+            return {"output": (config.hidden_size,), "padding": ()}
+        wkv = (config.num_attention_heads, config.head_size, config.head_size)
+        return {"wkv": wkv} | dict.fromkeys(self.convolution_names, (config.hidden_size,))
 
     @property
     def all_layers(self) -> list[LayerState]:
@@ -811,16 +826,50 @@ class RecurrentCache(Cache):
             ValueError: if the states are those of another kind of model.
         """
         path = os.fspath(path)
+        config, tokens = config.get_text_config(), about["seen_tokens"]
         cache = cls(config, static)
         _check_sizes(path, about["sizes"], cache.sizes)
-        if len({len(state) if state.dim() else 0 for state in states.values()}) > 1:
-            raise ValueError(f"{path} is damaged: its states have different numbers of rows.")
-        rows = max(map(len, states.values()), default=0)
-        if rows and PADDING not in states:  # written by an earlier version
-            states = {**states, PADDING: torch.full((rows,), NOT_COMPARED)}
+        if states and PADDING not in states:  # written by an earlier version
+            rows = next(iter(states.values())).shape[:1]
+            states = {**states, PADDING: torch.full(rows, NOT_COMPARED)}
+        if fault := cache.find_fault(config, states, tokens):
+            raise ValueError(f"{path} does not hold the states of such a model: {fault}.")
         cache.set_states(states)
-        cache.seen_tokens += about["seen_tokens"]
+        cache.seen_tokens += tokens
         return cache
+
+    def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:
+        """
+        Why states cannot be those of this cache after `tokens` tokens; None if they can.
+
+        Args:
+            states: by the names of [`~RecurrentCache.named_states`].
+        """
+        numbers = {f"layers.{number}": number for number in range(len(self.layers))} | {"after_blocks": None}
+        shapes = {of: self.state_shapes(config, number) for of, number in numbers.items()}
+        shapes = {f"{of}.{name}": shape for of, named in shapes.items() for name, shape in named.items()}
+        if not states and not tokens:  # nothing was read
+            return None
+        if different := sorted(states.keys() ^ shapes.keys()):
+            return f"{different[0]!r} is {'missing' if different[0] in shapes else 'unknown'}"
+        rows = max([1, *(state.shape[0] for state in states.values() if state.dim())])
+        for name, state in states.items():
+            shape, short = (rows, *shapes[name]), name.rpartition(".")[2]
+            sizes = [size if wanted is None else wanted for size, wanted in zip(state.shape, shape, strict=False)]
+            if len(state.shape) != len(shape) or list(state.shape) != sizes:
+                return f"{name} has the shape {tuple(state.shape)}, not {shape}"
+            dtypes = (torch.float32, torch.float64)
+            if short in self.integer_names:
+                dtypes = (torch.long,)
+            elif short not in self.float32_names:
+                dtypes += (torch.float16, torch.bfloat16)
+            if state.dtype not in dtypes:
+                return f"{name} is {state.dtype}, not {' or '.join(map(str, dtypes))}"
+            if not state.isfinite().all():
+                return f"{name} holds NaN or infinite numbers"
+            if short in self.integer_names and (most := int(state.max())) > tokens:
+                return f"{name} is {most} after {tokens} tokens"
+        return None
 
 
 class StaticRecurrentCache(RecurrentCache, StaticCache):

@@ -1,13 +1,29 @@
 """A cache that knows the positions of the tokens."""
 
 import torch
+from transformers import PreTrainedConfig
 
 from .cache import RecurrentCache, add_marked
 from .layout import TokenLayout
 
 
+# The name of the counts among the states of a cache.
+LENGTHS = "after_blocks.lengths"
+
+
 class CountingCache(RecurrentCache):
     """A [`RecurrentCache`] that counts the tokens of each row: `lengths` (batch), kept after the blocks."""
+
+    integer_names = (*RecurrentCache.integer_names, "lengths")
+
+    def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
+        return super().state_shapes(config, number) | ({"lengths": ()} if number is None else {})
+
+    def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:
+        fault = super().find_fault(config, states, tokens)
+        if fault is None and states and (least := int(states[LENGTHS].min())) < 0:
+            return f"{LENGTHS} is {least}"
+        return fault
 
     def lengths(self, x: torch.Tensor) -> torch.Tensor:
         """Number of tokens of each row of the batch x (batch, ...), without padding: int64 (batch)."""

@@ -15,7 +15,7 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 # A tuned initial state in a file of RWKV's trainers and runtimes, alone or among the weights of a model.
-TIME_STATE = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
+TIME_STATE = re.compile(r"(?:.*\.)?blocks\.(\d{1,6})\.att\.time_state")
 
 # What is said of the argument `gguf_file` of `from_pretrained`.
 GGUF = (

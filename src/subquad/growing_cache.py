@@ -102,6 +102,16 @@ class GrowingCache(CountingCache):
         layer.lend(name)
         return held
 
+    def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:
+        if fault := super().find_fault(config, states, tokens):
+            return fault
+        shared = {name: self.growing.get(name.rpartition(".")[2]) for name in states}
+        rooms = {name: states[name].shape[1] * number for name, number in shared.items() if number is not None}
+        for name, room in rooms.items():
+            if room != max(rooms.values()) or room % self.unit or room < tokens:
+                return f"{name} has room for {room} tokens, after {tokens}"
+        return None
+
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         lengths = self.after_blocks.states.get("lengths")

@@ -19,6 +19,7 @@ from .flatten import repository_code
 from .foreign_files import check_links, listed, read_json, reading
 from .model_check import check_model, model_type_of, unknown_fields, weights_of
 from .models import REGISTRY
+from .new_files import writing
 from .quantization_methods import METHODS
 
 
@@ -198,7 +199,8 @@ def _copy_tokenizer(source: Path, destination: Path) -> None:
     with reading(source, "the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     ours = isinstance(tokenizer, SelfContainedMixin)
-    tokenizer.save_pretrained(destination, **({"self_contained": True} if ours else {}))
+    with writing(destination):
+        tokenizer.save_pretrained(destination, **({"self_contained": True} if ours else {}))
     path = destination / "tokenizer_config.json"
     fields = read_json(path)
     if not ours and fields.pop("auto_map", None):  # their code is not part of the repository

@@ -7,11 +7,12 @@ music21 reads the notation and writes MIDI, verovio draws the score; `pip instal
 import copy
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
+
+from .new_files import replacing
 
 
 MIDI_SUFFIXES = (".mid", ".midi")
@@ -88,10 +89,8 @@ def write(
     if score is not None:
         contents[Path(score)] = to_svg(tune).encode()
     for path, content in contents.items():
-        with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as temporary:
-            file = Path(temporary) / path.name
+        with replacing(path) as file:
             file.write_bytes(content)
-            os.replace(file, path)
 
 
 def read_tune(text: str):

@@ -5,6 +5,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from transformers.utils import logging
 
 from .cache import RecurrentCache
 from .fingerprint import Fingerprint
+from .foreign_files import one_line
 from .state_file import ModelIdentity, read_about, read_state_file
 
 
@@ -54,6 +56,9 @@ class PrefixCache:
 
     Attributes:
         tokens_asked, tokens_read: numbers of tokens that texts had, and that had to be read.
+
+    Files are a help, and no more. One that is damaged or forged is ignored, with a warning, and so is a disk that is
+    full or may not be written to.
 
     The states depend on the weights. If these have changed since the last call, by training, by loading, or because
     another adapter is active, merged or unmerged, the states in memory are forgotten. Files are read and written only
@@ -194,8 +199,9 @@ class PrefixCache:
             if entry.cache is None and not self._load(model, key, entry):
                 continue
             self._entries.move_to_end(key)
-            if entry.file is not None and entry.file.exists():
-                os.utime(entry.file)
+            if entry.file is not None:
+                with suppress(OSError):  # another process may have deleted it
+                    os.utime(entry.file)
             cache = entry.cache.clone()
             self._drop_oldest()
             return length, cache
@@ -230,58 +236,63 @@ class PrefixCache:
 
     def _write(self, entry: _Entry) -> None:
         name = hashlib.sha256(self.identity.digest.encode() + str(entry.cache.dtype).encode() + entry.ids.tobytes())
-        self.directory.mkdir(parents=True, exist_ok=True)
         file = self.directory / f"{name.hexdigest()}{SUFFIX}"
-        if not file.exists():
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
             entry.cache.save(file, self.identity, {"ids": entry.ids.tolist()})
-        entry.file = file
+        except (OSError, ValueError) as error:  # it is still in memory
+            reason = one_line(error).replace(str(file), "a state")
+            logger.warning_once(f"States are not kept in {self.directory}: {reason}")
+        else:
+            entry.file = file
 
     def _find_files(self, model: "PreTrainedModel") -> None:
         """Notes the files of this model, without reading their states."""
         files = []
-        for file in self.directory.glob(f"*{SUFFIX}"):
+        with suppress(OSError):  # a directory that is not there yet, or may not be read
+            files = [path for path in self.directory.iterdir() if path.suffix == SUFFIX and path.is_file()]
+        found = []
+        for file in files:
             try:
-                files.append((file.stat().st_mtime, file, read_about(file)))
+                if (ids := self._ids_of(read_about(file), model)) is not None:
+                    found.append((file.stat().st_mtime, file.stat().st_size, file, ids))
             except (OSError, ValueError) as error:
                 logger.warning(f"A state is ignored: {error}")
-        dtype = str(model.dtype).removeprefix("torch.")
-        for _, file, about in sorted(files, key=lambda each: each[0]):
-            if self._is_mine(about, dtype):
-                ids = np.array(about["text"]["ids"], dtype=np.int64)
-                self._entries[ids.tobytes()] = _Entry(ids, None, file, file.stat().st_size)
+        for _, size, file, ids in sorted(found, key=lambda each: each[0]):
+            self._entries[ids.tobytes()] = _Entry(ids, None, file, size)
 
-    def _is_mine(self, about: dict[str, Any], dtype: str) -> bool:
+    def _ids_of(self, about: dict[str, Any], model: "PreTrainedModel") -> np.ndarray | None:
+        """The ids of the text of a state, None if it is that of another model."""
         owner, text = about.get("model"), about.get("text")
-        return (
-            isinstance(owner, dict)
-            and owner.get("digest") == self.identity.digest
-            and about.get("dtype") == dtype
-            and isinstance(text, dict)
-            and isinstance(text.get("ids"), list)
-        )
+        owner = owner.get("digest") if isinstance(owner, dict) else None
+        ids = text.get("ids") if isinstance(text, dict) else None
+        if (owner, about["dtype"]) != (self.identity.digest, str(model.dtype).removeprefix("torch.")):
+            return None
+        if not isinstance(ids, list) or len(ids) != about["seen_tokens"] or {type(each) for each in ids} != {int}:
+            return None
+        vocabulary = model.config.get_text_config().vocab_size
+        return np.array(ids, dtype=np.int64) if min(ids) >= 0 and max(ids) < vocabulary else None
 
     def _load(self, model: "PreTrainedModel", key: bytes, entry: _Entry) -> bool:
         """Reads the state of an entry from its file; drops the entry if that fails."""
         try:
             states, about = read_state_file(entry.file)
-            if (
-                not self._is_mine(about, str(model.dtype).removeprefix("torch."))
-                or about["text"]["ids"] != entry.ids.tolist()
-            ):
+            if not np.array_equal(self._ids_of(about, model), entry.ids) or {len(x) for x in states.values()} != {1}:
                 raise ValueError(f"{entry.file} is not the file that was there before.")
             cache_class = type(model.new_cache())
             cache = cache_class.from_states(entry.file, model.config.get_text_config(), states, about)
-        except ValueError as error:
-            logger.warning(f"A state is ignored: {error}")
+            entry.cache = cache.to(model.device, model.dtype)
+        except Exception as error:  # whatever is wrong with it, the text is read again
+            logger.warning(f"A state is ignored: {one_line(error)}")
             del self._entries[key]
             return False
-        entry.cache = cache.to(model.device)
         return True
 
 
 def _delete(file: Path | None) -> None:
     if file is not None:
-        file.unlink(missing_ok=True)
+        with suppress(OSError):  # nobody may delete it, or somebody has
+            file.unlink()
 
 
 __all__ = ["PrefixCache"]

@@ -336,14 +336,17 @@ class IntegerQuantizer(HfQuantizer):
             ValueError: if weights that are to be integers are not in the checkpoint, because such weights cannot be
                 initialised, are not finite, or have another dtype or shape there than they must have.
         """
+        path = model.config.name_or_path
         if self.not_finite:
-            raise ValueError(f"{self.not_finite[0]} holds NaN or infinite numbers, which {self.method} cannot.")
+            raise ValueError(
+                f"{path}: {self.not_finite[0]} holds NaN or infinite numbers, which {self.method} cannot."
+            )
         for name in sorted(missing - model.all_tied_weights_keys.keys()):
             module, part = get_module_from_name(model, name)
             if isinstance(module, IntegerLayer) and part in ("weight", SCALE):
                 raise ValueError(
-                    f"{name} of {type(model).__name__} is not in the checkpoint, and {self.method} cannot initialise "
-                    "it."
+                    f"{path}: {name} of {type(model).__name__} is not in the checkpoint, and {self.method} cannot "
+                    "initialise it."
                 )
         for name, module in model.named_modules():
             if isinstance(module, IntegerLayer):

@@ -88,10 +88,11 @@ class SavedPreTrainedModel(PreTrainedModel):
         except ImportError:  # this file is a copy in a repository
             pass
         else:
-            if checkpoint_files and load_config.hf_quantizer is None:  # packed weights are fewer than the model's
-                check_room(model, checkpoint_files)
-            elif checkpoint_files and hasattr(load_config.hf_quantizer, "check_files"):
-                load_config.hf_quantizer.check_files(model, checkpoint_files)
+            quantizer = load_config.hf_quantizer
+            if checkpoint_files and (quantizer is None or hasattr(quantizer, "check_files")):
+                check_room(model, checkpoint_files, packed=quantizer is not None)
+                if quantizer is not None:
+                    quantizer.check_files(model, checkpoint_files)
         return PreTrainedModel._load_pretrained_model(
             model, state_dict, checkpoint_files, load_config, *args, **kwargs
         )

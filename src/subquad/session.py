@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Characters of the text's end that a file shows.
 SHOWN = 200
+# Tokens that a session may have read.
+MOST_TOKENS = 2**24
 
 
 @dataclass
@@ -141,11 +143,16 @@ class SavedSession:
         states, about = read_state_file(path)
         check_owner(path, about, model)
         path = os.fspath(path)
-        if {len(state) for state in states.values()} - {1}:
+        if {state.shape[:1] for state in states.values()} - {(1,)}:
             raise ValueError(f"{path} holds the states of several texts.")
+        if (tokens := about["seen_tokens"]) > MOST_TOKENS:
+            raise ValueError(
+                f"{path} is the state of a text of {tokens:,} tokens. `generate` has a mask of the whole text, so a "
+                f"session goes on with at most {MOST_TOKENS:,}. `RecurrentCache.load` reads longer ones."
+            )
         text = about.get("text")
         kinds = {"unread": list, "rest": str, "ended": bool, "turns": int, "end": str}
-        if not isinstance(text, dict) or not all(isinstance(text.get(name), kind) for name, kind in kinds.items()):
+        if not isinstance(text, dict) or {name: type(value) for name, value in text.items()} != kinds:
             raise ValueError(f"{path} does not say where its text ends; `subquad generate --state-out` writes that.")
         return cls(path, states, about)
 
@@ -172,10 +179,11 @@ class SavedSession:
             ValueError: if an id is none of the model's, or the states are those of another kind of model.
         """
         unread, config = self.text["unread"], model.config.get_text_config()
-        if not all(isinstance(token, int) and 0 <= token < config.vocab_size for token in unread):
-            raise ValueError(f"{self.path} has the ids {unread}, which the model does not know.")
+        for token in unread:
+            if type(token) is not int or not 0 <= token < config.vocab_size:
+                raise ValueError(f"{self.path} has the id {str(token)[:20]}, which the model does not know.")
         cache = type(model.new_cache()).from_states(self.path, config, self.states, self.about)
-        cache.to(model.device, model.dtype if cache.dtype not in (None, model.dtype) else None)
+        cache.to(model.device, model.dtype)
         return Session(cache, **self.text)
 
 

@@ -13,14 +13,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-from .foreign_files import check_file, one_line
+from .foreign_files import check_file, reading
+from .new_files import replacing
 
 
 # The keys of the file's metadata.
 ABOUT, CHECKSUM = "subquad_state", "sha256"
+# Limits on what is read: characters of JSON and numbers of states, which become objects of Python, and of tokens.
+MOST_CHARACTERS, MOST_STATES, MOST_TOKENS = 2**23, 2**14, 2**48
+# What every file has in its JSON.
+FIELDS = {"sizes": dict, "seen_tokens": int, "dtype": str}
 
 
 @dataclass(frozen=True)
@@ -54,18 +59,16 @@ def write_state_file(path: str | os.PathLike, tensors: dict[str, torch.Tensor], 
 
     Args:
         about: values for JSON.
+
+    Raises:
+        ValueError: if `about` is so long that the file could not be read.
+        OSError: if the file cannot be written.
     """
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     text = json.dumps(about)
-    temporary = f"{os.fspath(path)}.{os.getpid()}.incomplete"
-    try:
+    _check_length(path, text)
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", ABOUT: text, CHECKSUM: _checksum(tensors, text)})
-        os.replace(temporary, path)
-    except SafetensorError as error:  # a directory that does not exist, a full disk
-        raise OSError(f"{os.fspath(path)} cannot be written: {one_line(error)}") from error
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
 
 
 def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -75,14 +78,15 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
     Raises:
         ValueError: if the file is damaged or was changed, or holds something else.
     """
-    with _open(path) as file:
+    with _open(path) as (file, metadata):
+        if len(names := file.keys()) > MOST_STATES:
+            raise ValueError(f"{os.fspath(path)} has {len(names):,} states, more than any model.")
         # Copies, because a file's tensors begin at any address, by which matrix products choose their order of
         # additions: the text would go on with other rounding.
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
-        metadata = file.metadata()
-    if _checksum(tensors, metadata[ABOUT]) != metadata.get(CHECKSUM):
-        raise ValueError(f"{os.fspath(path)} is damaged or was changed: its checksum is another one.")
-    return tensors, _parse(path, metadata[ABOUT])
+        tensors = {name: file.get_tensor(name).clone() for name in names}
+        if _checksum(tensors, metadata[ABOUT]) != metadata.get(CHECKSUM):
+            raise ValueError(f"{os.fspath(path)} is damaged or was changed: its checksum is another one.")
+        return tensors, _parse(path, metadata[ABOUT])
 
 
 def read_about(path: str | os.PathLike) -> dict[str, Any]:
@@ -92,33 +96,38 @@ def read_about(path: str | os.PathLike) -> dict[str, Any]:
     Raises:
         ValueError: if the file is damaged, or holds something else.
     """
-    with _open(path) as file:
-        return _parse(path, file.metadata()[ABOUT])
+    with _open(path) as (_, metadata):
+        return _parse(path, metadata[ABOUT])
 
 
 @contextmanager
-def _open(path: str | os.PathLike) -> Iterator[safe_open]:
-    """A file that holds states."""
+def _open(path: str | os.PathLike) -> Iterator[tuple[safe_open, dict[str, str]]]:
+    """A file that holds states, and its metadata."""
     path = os.fspath(path)
     check_file(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            if ABOUT not in (file.metadata() or {}):
-                raise ValueError(f"{path} does not hold a cache.")
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {one_line(error).rstrip('.')}.") from error
+    with reading(path, "the states"), safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        if ABOUT not in metadata:
+            raise ValueError(f"{path} does not hold a cache.")
+        yield file, metadata
 
 
 def _parse(path: str | os.PathLike, text: str) -> dict[str, Any]:
-    try:
-        about = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{os.fspath(path)} is damaged: {one_line(error).rstrip('.')}.") from error
-    tokens = about.get("seen_tokens") if isinstance(about, dict) else None
-    if not isinstance(tokens, int) or tokens < 0 or not isinstance(about.get("sizes"), dict):
+    _check_length(path, text)
+    about = json.loads(text)
+    fields = about if isinstance(about, dict) else {}
+    wrong = [name for name, kind in FIELDS.items() if type(fields.get(name)) is not kind]
+    if wrong or not 0 <= about["seen_tokens"] <= MOST_TOKENS:
         raise ValueError(f"{os.fspath(path)} does not hold a cache that this version can read.")
     return about
+
+
+def _check_length(path: str | os.PathLike, text: str) -> None:
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(
+            f"{os.fspath(path)}: what is known about the states has {len(text):,} characters, and may have "
+            f"{MOST_CHARACTERS:,}."
+        )
 
 
 def check_owner(path: str | os.PathLike, about: dict[str, Any], model: ModelIdentity) -> None:

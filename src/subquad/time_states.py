@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from .foreign_files import TIME_STATE, check_file, listed, one_line
+from .foreign_files import TIME_STATE, listed, reading
+from .new_files import replacing
 from .state_tuning import StateTuningLayer
-from .weight_files import open_weights
+from .weight_files import check_finite, is_dense, open_pytorch, open_weights
 
 
 WEB = ".st"  # how the names of web-rwkv's files end
@@ -46,14 +47,16 @@ def load_time_states(model: nn.Module, path: str | os.PathLike) -> None:
         )
     new = {}
     for index, layer in layers.items():
-        new[index] = states[index].mT if _transposed(layer, path) else states[index]
-        if tuple(new[index].shape) != tuple(layer.shape):
-            shape, wanted = tuple(states[index].shape), tuple(layer.shape)
+        state, parameter = states[index], _parameter(layer)
+        if len(state.shape) != 3 or (state.mT if _transposed(layer, path) else state).shape != layer.shape:
+            shape, wanted = tuple(state.shape), tuple(layer.shape)
             raise ValueError(f"{path}: the state of layer {index} is {shape}, the model's is {wanted}.")
-    for index, layer in layers.items():
-        parameter = _parameter(layer)
-        with torch.no_grad():
-            parameter.copy_(new[index].to(parameter.device, torch.float64) / layer.tunable.scale)
+        state = (state.double() / layer.tunable.scale).to(parameter.dtype)
+        check_finite(f"{path}: the state of layer {index}", state)
+        new[parameter] = (state.mT if _transposed(layer, path) else state).to(parameter.device)
+    with torch.no_grad():
+        for parameter, state in new.items():
+            parameter.copy_(state)
 
 
 def save_time_states(model: nn.Module, path: str | os.PathLike) -> None:
@@ -66,6 +69,7 @@ def save_time_states(model: nn.Module, path: str | os.PathLike) -> None:
 
     Raises:
         ValueError: if float16 cannot represent a state.
+        OSError: if the file cannot be written.
     """
     suffix = Path(path).suffix
     states = {}
@@ -74,15 +78,8 @@ def save_time_states(model: nn.Module, path: str | os.PathLike) -> None:
         if suffix == WEB and not (state := state.half()).isfinite().all():
             raise ValueError(f"{path}: the state of layer {index} has numbers that float16 cannot represent.")
         states[f"blocks.{index}.att.time_state"] = (state.mT if _transposed(layer, path) else state).contiguous()
-    temporary = Path(f"{os.fspath(path)}.incomplete")
-    try:
-        if suffix in SAFETENSORS:
-            save_file(states, temporary)
-        else:
-            torch.save(states, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        (save_file if suffix in SAFETENSORS else torch.save)(states, temporary)
 
 
 def _layers_of(model: nn.Module) -> dict[int, StateTuningLayer]:
@@ -109,20 +106,19 @@ def _parameter(layer: StateTuningLayer) -> nn.Parameter:
 
 def _read(path: Path) -> dict[int, torch.Tensor]:
     if path.suffix in SAFETENSORS:
-        with open_weights(path) as file:
+        with open_weights(path) as file, reading(path):
             content = {name: file.get_tensor(name) for name in file.keys() if TIME_STATE.fullmatch(name)}
     else:
-        check_file(path)
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged pickle may raise anything
-            raise ValueError(f"{path} is not a PyTorch file, or is damaged: {one_line(error).rstrip('.')}.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a dictionary of tensors, found a {type(content).__name__}.")
+        content = open_pytorch(path)
     states = {}
     for name, tensor in content.items():
-        if (match := TIME_STATE.fullmatch(str(name))) and isinstance(tensor, torch.Tensor):
-            states[int(match[1])] = tensor
+        if not (match := TIME_STATE.fullmatch(str(name))):
+            continue
+        if not isinstance(tensor, torch.Tensor) or not is_dense(tensor) or not tensor.is_floating_point():
+            raise ValueError(f"{path}: {name} is not a tensor of floating point numbers.")
+        if (index := int(match[1])) in states:
+            raise ValueError(f"{path} has two states of layer {index}.")
+        states[index] = tensor
     if not states:
         raise ValueError(f"{path} holds no tensor with a name like blocks.0.att.time_state.")
     return states

@@ -2,10 +2,13 @@
 
 import copy
 import os
+import pickle
 import re
+import warnings
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,6 +44,8 @@ FLOATING = (*DTYPES, "F8_E4M3", "F8_E5M2")  # those that transformers casts
 # How names of files of weights end, all of which `subquad convert` reads.
 WEIGHT_SUFFIXES = (".bin", ".gguf", ".pth", ".pt", ".safetensors", ".st")
 PIECE = 1 << 22  # elements of a tensor that are looked at at a time
+# Tensors of a PyTorch file may share memory, as tied weights do. Together they may have so many times its size.
+MOST_SHARED = 4
 
 # Shape and name of the dtype, as a safetensors file has them.
 Header = tuple[tuple[int, ...], str]
@@ -156,6 +161,72 @@ def open_weights(path: str | os.PathLike) -> safe_open:
         raise ValueError(f"{path} is not a valid safetensors file: {one_line(error).rstrip('.')}.") from error
 
 
+def open_pytorch(path: str | os.PathLike) -> dict[Any, Any]:
+    """
+    The dictionary in a file of PyTorch, whose tensors stay in the mapped file if it is a zip file. Only tensors and
+    plain objects are unpickled.
+
+    Raises:
+        ValueError: if the file is damaged or compressed, wants to run code, holds something else, or if its tensors
+            have many times the bytes of the file.
+    """
+    check_file(path)
+    with open(path, "rb") as handle:
+        # Archives from before PyTorch 1.6 are not zip files and cannot be mapped.
+        mappable = handle.read(4) == b"PK\x03\x04"
+    try:
+        if mappable:
+            _refuse_compression(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols, which the user cannot change
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
+    except pickle.UnpicklingError as error:
+        # PyTorch's message recommends to switch the protection off.
+        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"wants to call {wanted[1]}" if wanted else "is not a PyTorch file, or is damaged"
+        raise ValueError(
+            f"{path} {reason}. Only tensors are read from such a file; code in it is never run."
+        ) from None
+    except Exception as error:  # a damaged pickle may raise anything
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        reason = one_line(error).rstrip(".")
+        raise ValueError(f"{path} is not a PyTorch file, or is damaged: {reason}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a dictionary of tensors, found a {type(content).__name__}.")
+    tensors = [x for x in content.values() if isinstance(x, torch.Tensor) and is_dense(x)]
+    check_shared(path, sum(tensor.nbytes for tensor in tensors), MOST_SHARED)
+    return content
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a PyTorch file has all its elements there."""
+    return tensor.layout is torch.strided and tensor.device.type == "cpu"
+
+
+def _refuse_compression(path: str | os.PathLike) -> None:
+    """PyTorch maps the bytes of a member as they are, so that compressed bytes would become weights."""
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{path} has the compressed member {member.filename!r}; save it with PyTorch.")
+
+
+def check_shared(path: str | os.PathLike, claimed: int, most: int = 1) -> None:
+    """
+    Args:
+        claimed: the bytes of all tensors of a file, each as it is stored.
+        most: how many times the size of the file that may be.
+
+    Raises:
+        ValueError: if it is more.
+    """
+    if claimed > most * (size := os.path.getsize(path)):
+        raise ValueError(
+            f"{path} has {size:,} bytes, and tensors of {claimed:,}: they overlap, as those of no model do."
+        )
+
+
 def check_weights(path: str | os.PathLike, options: dict) -> None:
     """
     Args:
@@ -187,24 +258,25 @@ def _index_file(path: str | os.PathLike, options: dict) -> str | None:
         return None
 
 
-def check_room(model: "PreTrainedModel", files: Iterable[str | os.PathLike]) -> None:
+def check_room(model: "PreTrainedModel", files: Iterable[str | os.PathLike], packed: bool = False) -> None:
     """
     Args:
         model: a model on the meta device.
         files: its weight files.
+        packed: whether several weights may be in one number, so that there are fewer than the model's.
 
     Raises:
         ValueError: if the model is much larger than its files, before memory is taken for it, or if they hold weights
             that are not floating point.
     """
     headers = read_headers(files)
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         _, dtype = headers.get(name, ((), "F32"))
         if parameter.is_floating_point() and dtype not in FLOATING:
             raise ValueError(f"{model.config.name_or_path}: {name} is not floating point, but {dtype}.")
     wanted = sum(parameter.numel() for parameter in model.base_model.parameters())
     stored = sum(torch.Size(shape).numel() for shape, _ in headers.values())
-    if wanted > 2 * stored + PIECE:
+    if not packed and wanted > 2 * stored + PIECE:
         raise ValueError(
             f"{model.config.name_or_path}: the configuration is that of a model with {wanted:,} weights, but the "
             f"files hold {stored:,}: one of the two belongs to another model."

@@ -1,9 +1,12 @@
 """Models that go out again: into the formats of trainers, runtimes and other packages."""
 
 import ast
+import json
 import os
 import re
+import struct
 import subprocess
+import tracemalloc
 from pathlib import Path
 
 import gguf
@@ -18,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import subquad
 from subquad.cli import main
 from subquad_conversion import FORMATS, ConversionError, convert, recognise
-from subquad_conversion.gguf_files import TYPES
+from subquad_conversion.gguf_files import LISTS, TOKENIZER, TYPES, open_gguf
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer, RwkvWorldTokenizerFast
 
 
@@ -286,6 +289,71 @@ def test_damaged_gguf_files(tmp_path):
     writer.close()
     with pytest.raises(ConversionError, match=r"is one of 3 parts; `llama-gguf-split --merge FIRST.gguf OUT.gguf`"):
         recognise(tmp_path / "part.gguf")
+
+
+def header(fields=(), tensors=()):
+    """The bytes of a GGUF file without data: names and what follows them."""
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(fields))]
+    parts += [struct.pack("<Q", len(name)) + name + rest for name, rest in (*fields, *tensors)]
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry"),
+    [(0, b"\x07"), (8, struct.pack("<Q", 0)), (8, struct.pack("<Q", 1) + b"x"), (12, b"\0" * 8)],
+    ids=["bytes", "empty", "strings", "numbers"],
+)
+def test_lists_of_a_gguf_file_take_no_memory(kind, entry, tmp_path):
+    """A list is skipped, not made into objects. One that is read has a limit."""
+    path, number = tmp_path / "out.gguf", 2**17
+    entries = struct.pack("<IIQ", 9, kind, number) + number * entry
+    tensor = (b"x", struct.pack("<IQIQ", 1, 8, 0, 0))
+    path.write_bytes(header([(b"a", entries), (b"b", entries)], [tensor]) + bytes(128))
+    open_gguf(path)  # imports
+    tracemalloc.start()
+    tensors, fields, _ = open_gguf(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert list(tensors) == ["x"] and not {"a", "b"} & {*fields}
+    assert peak < 2**20
+
+
+@pytest.mark.fast
+def test_gguf_files_that_are_not_what_they_say(tmp_path):
+    path = tmp_path / "out.gguf"
+    text = struct.pack("<IQ", 8, 4) + b"rwkv"
+    tokens = struct.pack("<IIQ", 9, 8, 2**18 + 1) + (2**18 + 1) * struct.pack("<Q", 0)
+    vector = struct.pack("<IQIQ", 1, 1024, 0, 0)
+    for content, message in (
+        (header([(b"a", struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 0, 0))]), "it has a list of lists"),
+        (header([(b"a", struct.pack("<IIQ", 9, 8, 2**60))]), "out.gguf is not a GGUF file, or is damaged"),
+        (header([(b"a", struct.pack("<IIQ", 9, 8, 1) + struct.pack("<Q", 2**62))]), "it ends too early"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), "it has 1,099,511,627,776 entries"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**40, 0), "it has 1,099,511,627,776 tensors"),
+        (header([], [(b"%d" % n, vector) for n in range(40)]) + bytes(5000), "they overlap, as those of no model do"),
+        (
+            header([(TOKENIZER.encode(), text), (LISTS[0].encode(), tokens)]) + bytes(64),
+            "is no list of at most 262,144",
+        ),
+        (header([(TOKENIZER.encode(), text), (LISTS[0].encode(), text)]) + bytes(64), "is no list of at most 262,144"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ConversionError, match=message):
+            open_gguf(path)[2]()
+
+
+@pytest.mark.fast
+def test_tensors_that_share_bytes(tmp_path):
+    """safetensors refuses it by itself; a file of PyTorch may have tied weights, and no more."""
+    path = tmp_path / "out.safetensors"
+    text = json.dumps({n: {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]} for n in "abcdefgh"}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(32))
+    with pytest.raises(ConversionError, match=r"out\.safetensors is not a valid safetensors file"):
+        recognise(path)
+    x = torch.zeros(1000)
+    torch.save({f"{n}": x for n in range(9)}, tmp_path / "out.pth")
+    with pytest.raises(ConversionError, match="they overlap, as those of no model do"):
+        recognise(tmp_path / "out.pth")
 
 
 def test_loading_a_gguf_file_says_how(tmp_path):

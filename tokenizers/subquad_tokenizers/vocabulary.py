@@ -8,6 +8,8 @@ from pathlib import Path
 WORLD_VOCAB_FILE_NAME = "rwkv_vocab_v20230424.txt"
 # The vocabulary that every World model was trained with.
 WORLD_VOCAB_FILE = str(Path(__file__).parent / "data" / WORLD_VOCAB_FILE_NAME)
+# The longest literal of a token that is read. The longest one of World has 131 characters.
+MAX_LITERAL = 2**14
 # Types of the models that were trained with it.
 WORLD_MODEL_TYPES = ("rwkv5", "rwkv6", "rwkv7", "visual_rwkv")
 
@@ -48,14 +50,16 @@ def _parse_line(line: str, where: str) -> tuple[int, bytes]:
     fields = line.rstrip("\r\n")
     index, _, rest = fields.partition(" ")
     literal, _, length = rest.rpartition(" ")
-    if not (index.isdecimal() and length.isdecimal() and literal):
+    if not (index.isdecimal() and length.isdecimal() and literal and len(index) < 10 and len(length) < 10):
         raise ValueError(f"{where}: expected `id literal length`, found {line[:80]!r}")
+    if len(literal) > MAX_LITERAL:  # its syntax tree would have many times its size
+        raise ValueError(f"{where}: the literal has {len(literal):,} characters, and may have {MAX_LITERAL:,}")
     try:
         # Most tokens are written without escapes; reading these directly halves the time.
         plain = literal[0] == literal[-1] == "'" and "\\" not in literal and literal.count("'") == 2
         token = literal[1:-1] if plain else ast.literal_eval(literal.strip())
         token = token.encode("utf-8") if isinstance(token, str) else token
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"{where}: {literal} is not the literal of a token ({error})") from error
     if not isinstance(token, bytes):
         raise ValueError(f"{where}: {literal} is a {type(token).__name__}, expected str or bytes")

@@ -371,7 +371,7 @@ def run(args: Namespace) -> None:
             if not in_terminal:
                 raise
             note("")  # at the prompt: the line is dropped
-        except (ValueError, OSError) as error:
-            if not in_terminal:
+        except Exception as error:  # a conversation must not end with one command
+            if not in_terminal or isinstance(error, BrokenPipeError):
                 raise
             note(one_line(error))

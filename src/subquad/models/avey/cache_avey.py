@@ -40,6 +40,11 @@ class AveyCache(GrowingCache):
         # What each block's contextualizer gets for the rows of missing splits, which is the same for every text.
         self.zero_rows: list[torch.Tensor] | None = None
 
+    def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
+        if number is not None:
+            return {}
+        return {"embeddings": (None, config.hidden_size), "sums": (None,), "lengths": (), "padding": ()}
+
     @property
     def num_elements(self) -> int:
         return sum(state.numel() for name, state in self.after_blocks.states.items() if name != "padding")

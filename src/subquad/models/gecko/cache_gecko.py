@@ -33,10 +33,34 @@ class GeckoCache(CountingCache):
     recurrent_names = ("memory",)
     convolution_names = ()
     float32_names = ("timenorm", "cema", "memory", "normalizer")
+    integer_names = (*CountingCache.integer_names, "begins")
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         super().__init__(config, static)
         self.window = 2 * config.chunk_size
+
+    def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
+        timenorm = {"timenorm": (3, config.timenorm_num_groups)}
+        if number is None:
+            begins = {} if config.boundary_token_id is None else {"begins": (self.window,)}
+            return super().state_shapes(config, number) | timenorm | begins
+        heads, key, value = config.num_heads, config.z_dim // config.num_heads, config.value_dim // config.num_heads
+        return timenorm | {
+            "cema": (config.model_dim, config.cema_ndim, 2),
+            "keys": (heads, None, key),
+            "values": (heads, None, value),
+            "memory_keys": (heads, None, key),
+            "memory": (heads, key, value),
+            "normalizer": (heads, key),
+        }
+
+    def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:
+        if fault := super().find_fault(config, states, tokens):
+            return fault
+        rooms = {x.shape[2] for name, x in states.items() if name.endswith(("keys", "values"))}
+        if len(rooms) > 1 or not all(min(tokens, self.window) <= room <= self.window for room in rooms):
+            return f"keys and values have room for {sorted(rooms)} tokens, after {tokens}"
+        return None
 
     def ring_size(self, tokens: int) -> int:
         """The number of tokens whose keys and values there is room for, once `tokens` more are read."""

@@ -65,6 +65,15 @@ class RavenCache(GrowingCache):
             return AttentionState(static=static)
         return super().new_layer(config, number, static)
 
+    def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
+        if number is None:
+            return super().state_shapes(config, number)
+        if (spec := config.attention(number)) is None:
+            return {"slots": (config.num_heads, config.num_slots, config.head_k_dim + config.head_v_dim)}
+        window = spec["window_size"]
+        shape = (window, spec["num_kv_heads"], config.hidden_size // spec["num_heads"])
+        return dict.fromkeys(("keys", "values") if window is None else ("window_keys", "window_values"), shape)
+
     def update_window(
         self, layer: LayerState, name: str, x: torch.Tensor, layout: TokenLayout, window: int
     ) -> torch.Tensor:

@@ -8,15 +8,16 @@ and which tokens it holds at the end. `subquad inspect-memory` is this module on
 
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+from ...new_files import replacing
 
 
 if TYPE_CHECKING:
@@ -440,24 +441,22 @@ def save(inspection: Inspection, directory: str | os.PathLike, force: bool = Fal
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".", dir=directory) as temporary:
-            files = {LENGTHS: _lengths_figure(inspection)}
-            files |= {memory.figure: _holdings_figure(inspection, memory) for memory in memories}
+        files = {LENGTHS: _lengths_figure(inspection)}
+        files |= {memory.figure: _holdings_figure(inspection, memory) for memory in memories}
+        with ExitStack() as stack:
             for name, figure in files.items():
+                file = stack.enter_context(replacing(directory / name))
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "Glyph .* missing from")  # a box stands for it
-                    figure.savefig(Path(temporary) / name, format="png", dpi=120)
+                    figure.savefig(file, format="png", dpi=120)
             text = json.dumps(inspection.as_dict(), ensure_ascii=False) + "\n"
-            (Path(temporary) / NUMBERS).write_text(text, encoding="utf-8")
-            names = [*files, NUMBERS]
-            for name in names:
-                os.replace(Path(temporary) / name, directory / name)
+            stack.enter_context(replacing(directory / NUMBERS)).write_text(text, encoding="utf-8")
     except BaseException:
         for path in made:
             with suppress(OSError):
                 path.rmdir()
         raise
-    return names
+    return [*files, NUMBERS]
 
 
 def require_matplotlib() -> None:
