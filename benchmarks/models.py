@@ -76,8 +76,8 @@ from measuring import (
 from peers import MODERNBERT, PEERS, PRODUCTS, PUBLISHED, Transformers, TransformersCausal
 
 import subquad
-from subquad.info import EMBEDDED
-from subquad.presets import preset_config
+from subquad.hub.info import EMBEDDED
+from subquad.hub.presets import preset_config
 
 
 PARTS = ("check", "read", "decode", "generate", "train", "profile", "long")
@@ -666,7 +666,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--models", nargs="+", choices=(*MODELS, *trained), metavar="MODEL", help="default: all, on a GPU without -abc"
     )
-    add("--preset", help="the size of the models of random weights, one of `subquad.presets`")
+    add("--preset", help="the size of the models of random weights, one of `subquad.hub.presets`")
     add("--lengths", type=int, nargs="+", help="tokens of prompts and contexts")
     add("--tokens", type=int, default=4_000_000, help="of the long text (default: 4,000,000)")
     options = parser.parse_args(arguments)

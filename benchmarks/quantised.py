@@ -33,9 +33,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import subquad
-from subquad.info import EMBEDDED
+from subquad.hub.info import EMBEDDED
 from subquad.models import REGISTRY
-from subquad.quantized import Int4Linear, IntegerLayer
+from subquad.quantization.quantized import Int4Linear, IntegerLayer
 from subquad_kernels import quantize_rows
 from subquad_kernels.int4_linear import unpack_groups
 

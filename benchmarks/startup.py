@@ -36,7 +36,7 @@ from measuring import OURS, Results, cpu_name, make_parser, run_benchmark, settl
 from safetensors.torch import save_file
 
 import subquad
-from subquad.info import EMBEDDED
+from subquad.hub.info import EMBEDDED
 
 
 PARTS = ("start",)
@@ -52,7 +52,7 @@ for path in Path(sys.argv[1]).glob("*.safetensors"):
         x.view(-1).view(torch.uint8)[::4096].sum()
 """
 GENERATE = """
-from subquad.cli import main, start
+from subquad_cli import main, start
 def noted(*arguments, ready=start.ready):
     ready(*arguments)
     note()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from diagrams import DIAGRAMS, svg
 
-from subquad import cli, info, support
+import subquad_cli as cli
+from subquad.hub import info, support
 from subquad.models import REGISTRY
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from front_figure import INK, save, styled_axes
 
-from subquad.info import describe, format_bytes
+from subquad.hub.info import describe, format_bytes
 
 
 # Presets of about one size, with the colours of the front page, and how far their labels move, in points.

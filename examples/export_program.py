@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from shared import model_directory, require
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from subquad.torch_export import SHORTEST, export_program, initial_states, inline_operators, save_onnx
+from subquad.tools.torch_export import SHORTEST, export_program, initial_states, inline_operators, save_onnx
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -34,7 +34,7 @@ from transformers import (
     set_seed,
 )
 
-from subquad.optimizer import parameter_groups
+from subquad.training.optimizer import parameter_groups
 
 
 SAME = {"C": "4/4", "C|": "2/2"}

@@ -24,7 +24,7 @@ from help_formatter import HelpFormatter
 from shared import model_directory, require
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from subquad.optimizer import parameter_groups
+from subquad.training.optimizer import parameter_groups
 
 
 require("datasets", "trl", "accelerate", extra="tools,train")

@@ -37,10 +37,10 @@ import transformers
 from help_formatter import HelpFormatter
 from shared import require
 
-from subquad.cli.answers import ChatFormat, character_streamer
-from subquad.cli.common import find_auto_class, find_model, load_reader, read_image, usable_device
-from subquad.info import embedded_model, format_bytes
-from subquad.session import Session
+from subquad.hub.info import embedded_model, format_bytes
+from subquad.states.session import Session
+from subquad_cli.answers import ChatFormat, character_streamer
+from subquad_cli.common import find_auto_class, find_model, load_reader, read_image, usable_device
 
 
 # The states before earlier messages are kept, as far as they have this size together.

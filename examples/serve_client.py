@@ -15,7 +15,7 @@ The answer is printed while it is generated, and Ctrl-C also stops the generatio
 tokenizer has a chat template. Any model continues a text with `--complete`:
 
     python examples/serve_client.py $'X:1\\nT:The Finch\\nM:6/8\\nL:1/8\\nK:D\\n' --complete \\
-        --model src/subquad/data/finch-abc
+        --model src/subquad/hub/embedded/finch-abc
 
 RWKV World models end an answer with a blank line instead of a special token, which is why `--stop` is used above; the
 text that stops an answer is printed too. The server handles the requests for a model one after the other and reads

@@ -39,8 +39,8 @@ from help_formatter import HelpFormatter
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
-from subquad.cards import TEMPLATES
-from subquad.new_files import replacing
+from subquad.hub.cards import TEMPLATES
+from subquad.hub.new_files import replacing
 from subquad_tokenizers import ByteTokenizer
 
 

@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from subquad import PRESETS, AveyBConfig, AveyBForMaskedLM
-from subquad.optimizer import parameter_groups
+from subquad.training.optimizer import parameter_groups
 
 
 # Appendix B: the published sizes read batches of 512K tokens.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image, TiffImagePlugin
 
-from subquad.state_file import read_state_file, write_state_file
+from subquad.modeling.state_file import read_state_file, write_state_file
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 399\n"

@@ -65,6 +65,6 @@ def _run_blocks(page: str, blocks: list[tuple[str, str]], names: list[str], dire
 
 
 def _run_command(arguments: list[str]) -> None:
-    from subquad.cli import main
+    from subquad_cli import main
 
     sys.exit(main(arguments))

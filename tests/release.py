@@ -37,7 +37,7 @@ BUILD = "from setuptools import build_meta; print(build_meta.build_{}({!r}))"
 
 WITHOUT_TORCH = """
 import sys, subquad, subquad_tokenizers, subquad_vllm
-from subquad.info import known_names
+from subquad.hub.info import known_names
 assert all(subquad.embedded_model(name) for name in known_names()["embedded models"])
 world = subquad_tokenizers.RwkvWorldTokenizerFast()
 text = "The Eiffel tower is in 東京? \\n\\n"
@@ -107,10 +107,10 @@ def use(python: Path, folder: Path) -> None:
     has_torch = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     torch = subprocess.run([python, "-c", has_torch], cwd=folder, env=clean).returncode == 0
     run("-c", WITHOUT_TORCH)
-    run("-m", "subquad.cli", "info", "finch-1.6b")
+    run("-m", "subquad_cli", "info", "finch-1.6b")
     if torch:
         run("-c", TINY_MODEL)
-        run("-m", "subquad.cli", "doctor")
+        run("-m", "subquad_cli", "doctor")
     print("ok" if torch else "ok, without torch", flush=True)
 
 

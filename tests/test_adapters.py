@@ -42,8 +42,8 @@ from peft.utils.hotswap import hotswap_adapter
 from torch import nn
 
 import subquad
-from subquad.layers import Linear
-from subquad.versions import CACHE_NAME, minor_version
+from subquad.modeling.layers import Linear
+from subquad.modeling.versions import CACHE_NAME, minor_version
 
 
 TASKS = {

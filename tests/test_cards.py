@@ -17,8 +17,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import Pipeline
 
 import subquad
-from subquad import cards, hub
-from subquad.info import describe, labelled
+from subquad.hub import cards
+from subquad.hub import export as hub
+from subquad.hub.info import describe, labelled
 from subquad_tokenizers import ByteTokenizer
 
 

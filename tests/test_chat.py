@@ -20,9 +20,9 @@ from PIL import Image
 from visual_cases import save_visual
 
 import subquad
-from subquad import cli
-from subquad.cli.chat import Chat
-from subquad.state_file import read_state_file, write_state_file
+import subquad_cli as cli
+from subquad.modeling.state_file import read_state_file, write_state_file
+from subquad_cli.chat import Chat
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE
 
 
@@ -233,7 +233,7 @@ class Terminal:
         settings = termios.tcgetattr(end)
         settings[3] &= ~termios.ECHO  # what is typed is not shown again
         termios.tcsetattr(end, termios.TCSANOW, settings)
-        command = [sys.executable, "-m", "subquad.cli", "chat", *map(str, arguments)]
+        command = [sys.executable, "-m", "subquad_cli", "chat", *map(str, arguments)]
         environment = os.environ | {"TERM": "dumb"}
         self.process = subprocess.Popen(
             command, stdin=end, stdout=end, stderr=end, start_new_session=True, env=environment

@@ -5,8 +5,8 @@ import torch
 from chat_cases import save_speaker
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
-from subquad import cli
-from subquad.generation import NextTurnCriteria
+import subquad_cli as cli
+from subquad.modeling.generation import NextTurnCriteria
 from subquad_conversion.vocabularies import vocabulary_of
 from subquad_tokenizers import RwkvWorldTokenizerFast
 

@@ -26,16 +26,16 @@ from transformers.generation import GenerationMixin
 from visual_cases import save_visual
 
 import subquad
-from subquad import cli
-from subquad.cli import start
-from subquad.cli.answers import character_streamer
-from subquad.cli.common import find_directory, find_model, load_reader
-from subquad.cli.generate import ABC_HEADER
-from subquad.info import describe, describe_preset
+import subquad_cli as cli
+from subquad.hub.info import describe, describe_preset
+from subquad_cli import start
+from subquad_cli.answers import character_streamer
+from subquad_cli.common import find_directory, find_model, load_reader
+from subquad_cli.generate import ABC_HEADER
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer
 
 
-SUBQUAD = [sys.executable, "-m", "subquad.cli"]
+SUBQUAD = [sys.executable, "-m", "subquad_cli"]
 # Table 10 of "Eagle and Finch": preset, state elements, parameters, inference and training FLOPs a token.
 TABLE_10 = [
     ("eagle-0.4b", 1622016, "4.62e+08", "9.33e+08", "2.80e+09"),
@@ -116,7 +116,7 @@ def test_help_of_a_command_teaches(command, capsys):
         assert cli.build_parser().parse_args(arguments[1:]).command == command
 
 
-@pytest.mark.parametrize("module", ["subquad", "subquad.cli"])
+@pytest.mark.parametrize("module", ["subquad", "subquad_cli"])
 def test_version(module):
     process = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
     assert process.stdout == f"subquad {subquad.__version__}\n"
@@ -321,11 +321,11 @@ def test_a_directory_comes_before_names(directory, tmp_path, capsys, monkeypatch
 
 @pytest.mark.parametrize("name", subquad.PRESETS)
 def test_the_numbers_of_a_preset_are_those_of_its_model(name):
-    assert describe(name) == describe_preset(name), "run `python -m subquad.info`"
+    assert describe(name) == describe_preset(name), "run `python -m subquad.hub.info`"
 
 
 def test_info_of_a_preset_imports_no_torch():
-    code = "import sys; from subquad.cli import main; main(['info', 'finch-1.6b']); main(['info'])"
+    code = "import sys; from subquad_cli import main; main(['info', 'finch-1.6b']); main(['info'])"
     code += "; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
@@ -536,7 +536,7 @@ def test_convert_heeds_the_size_of_a_shard(directory, tmp_path, capsys):
 def test_a_plain_model_needs_no_optional_packages(directory, capsys):
     code = f"""
 import gc, sys
-from subquad.cli import main
+from subquad_cli import main
 sys.argv = ["subquad", "generate", "abc", "--model", {str(directory)!r}, "--seed", "3", "--max-new-tokens", "12"]
 assert main() == 0
 assert gc.isenabled()
@@ -667,7 +667,7 @@ def test_generate_reads_standard_input(directory, capsys, monkeypatch):
 
 def test_generate_from_the_embedded_model(directory, tmp_path, capsys, monkeypatch):
     (tmp_path / "finch-abc").symlink_to(directory)
-    monkeypatch.setattr("subquad.info.EMBEDDED", tmp_path)
+    monkeypatch.setattr("subquad.hub.info.EMBEDDED", tmp_path)
     assert generate(capsys, "--max-new-tokens", 5).startswith(ABC_HEADER)
     assert cli.main(["info", "finch-abc"]) == 0
 
@@ -836,7 +836,7 @@ def test_interruption(monkeypatch, capsys):
     def interrupt(name):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("subquad.info.describe", interrupt)
+    monkeypatch.setattr("subquad.hub.info.describe", interrupt)
     assert cli.main(["info", "finch-3b"]) == 130
     assert capsys.readouterr().err == "\n"
 

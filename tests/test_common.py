@@ -21,7 +21,7 @@ from cases import (
 from transformers import AutoModel, generation
 
 import subquad
-from subquad.padding import Tokens
+from subquad.modeling.padding import Tokens
 
 
 def load(model_type, path, **options):

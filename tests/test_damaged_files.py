@@ -28,9 +28,11 @@ from rwkv_files import write_trainer_file
 from visual_cases import save_visual
 
 import subquad
-from subquad import PrefixCache, StateTuningConfig, cli, hub, load_time_states, save_time_states
-from subquad.cli import chat
-from subquad.state_file import ModelIdentity
+import subquad_cli as cli
+from subquad import PrefixCache, StateTuningConfig, load_time_states, save_time_states
+from subquad.hub import export as hub
+from subquad.modeling.state_file import ModelIdentity
+from subquad_cli import chat
 from subquad_conversion import ConversionError, convert
 from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
 from subquad_tokenizers.vocabulary import write_vocabulary

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from subquad import cli, self_test
-from subquad.cli import doctor
-from subquad.info import known_names
+import subquad_cli as cli
+from subquad.hub.info import known_names
+from subquad.tools import self_test
+from subquad_cli import doctor
 from subquad_kernels import backend
 
 

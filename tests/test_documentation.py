@@ -106,15 +106,15 @@ def test_pages_have_an_interpreter_of_their_own(tmp_path):
     assert (
         run_page(
             "a",
-            [("python", "from subquad.losses import l2wrap_loss")],
-            ["subquad.losses"],
+            [("python", "from subquad.training.losses import l2wrap_loss")],
+            ["subquad.training.losses"],
             tmp_path,
             tmp_path / "output",
         )
         is None
     )
     for blocks, missing in (
-        ([("python", "import subquad")], ["subquad.losses.l2wrap_loss"]),
+        ([("python", "import subquad")], ["subquad.training.losses.l2wrap_loss"]),
         ([("python", "import subquad\nsubquad.losses")], []),
         ([("python", "l2wrap_loss")], []),
         ([("bash", "subquad info no-such-model")], []),

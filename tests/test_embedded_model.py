@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 import subquad
-from subquad.info import EMBEDDED, describe
+from subquad.hub.info import EMBEDDED, describe
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -26,8 +26,9 @@ from transformers import (
 from transformers import pipelines as transformers_pipelines
 
 import subquad
-from subquad import QuestionAnsweringPipeline, registration
-from subquad.question_answering import read_passage
+from subquad import QuestionAnsweringPipeline
+from subquad.hub import auto_classes
+from subquad.tools.question_answering import read_passage
 
 
 LABELS = {"id2label": {0: "O", 1: "B-X", 2: "I-X"}, "label2id": {"O": 0, "B-X": 1, "I-X": 2}}
@@ -529,11 +530,11 @@ for order in ("from transformers import pipeline", "from subquad import Question
 def test_a_task_of_transformers_stays(monkeypatch):
     tasks = {"question-answering": "theirs"}
     monkeypatch.setattr(transformers_pipelines.PIPELINE_REGISTRY, "supported_tasks", tasks)
-    registration._register_pipelines(transformers_pipelines)
+    auto_classes._register_pipelines(transformers_pipelines)
     assert tasks == {"question-answering": "theirs"}
     tasks.clear()
     monkeypatch.setattr(transformers_pipelines, "REMOVED_TASKS", {"question-answering": "", "vqa": ""}, raising=False)
-    registration._register_pipelines(transformers_pipelines)
+    auto_classes._register_pipelines(transformers_pipelines)
     assert tasks["question-answering"]["impl"] is QuestionAnsweringPipeline
     assert transformers_pipelines.REMOVED_TASKS == {"vqa": ""}
 

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import subquad
 import subquad_kernels  # noqa: F401 (a program that is loaded may name its operators)
-from subquad import versions
-from subquad.cache import PADDING
-from subquad.torch_export import export_program, initial_states, inline_operators, save_onnx
+from subquad.modeling import versions
+from subquad.modeling.cache import PADDING
+from subquad.tools.torch_export import export_program, initial_states, inline_operators, save_onnx
 
 
 onnxruntime = importlib.import_module("onnxruntime") if find_spec("onnxruntime") else None

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from subquad.flatten import repository_code
+from subquad.hub.flatten import repository_code
 from subquad.models import REGISTRY
 
 

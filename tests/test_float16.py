@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import subquad
-from subquad.layers import Linear
+from subquad.modeling.layers import Linear
 
 
 each_recurrent = each(*(CASES[name] for name in ("rwkv5", "rwkv6", "rwkv7", "visual-rwkv6")))

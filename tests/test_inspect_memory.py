@@ -13,7 +13,7 @@ from cases import tiny_config, tiny_model
 from PIL import Image
 from transformers import ByT5Tokenizer
 
-from subquad import cli
+import subquad_cli as cli
 from subquad.models.raven.inspect_memory import (
     KINDS,
     choose_layers,

@@ -18,8 +18,8 @@ from peft import get_peft_model
 from rwkv_files import write_trainer_file
 
 from subquad import PrefixCache, StateTuningConfig, load_time_states, save_time_states
-from subquad.new_files import PARTIAL
-from subquad.state_file import ModelIdentity
+from subquad.hub.new_files import PARTIAL
+from subquad.modeling.state_file import ModelIdentity
 from subquad_conversion import convert
 
 

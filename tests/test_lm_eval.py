@@ -13,8 +13,8 @@ import torch
 from cases import CASES, each_causal, tiny_model
 
 import subquad
-from subquad import hub
-from subquad.cli import main
+from subquad.hub import export as hub
+from subquad_cli import main
 from subquad_tokenizers import ByteTokenizer
 
 

@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 import subquad
-from subquad import cli, hub
-from subquad.directories import DirectoryError, check_free, new_directory
-from subquad.foreign_files import check_links, read_json
-from subquad.model_check import check_model
+import subquad_cli as cli
+from subquad.hub import export as hub
+from subquad.hub.directories import DirectoryError, check_free, new_directory
+from subquad.hub.foreign_files import check_links, read_json
+from subquad.hub.model_check import check_model
 from subquad_conversion import ConversionError, convert
 from subquad_tokenizers import ByteTokenizer
 
@@ -291,7 +292,7 @@ def test_what_is_no_checkpoint(content, message, tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from subquad.directories import new_directory
+from subquad.hub.directories import new_directory
 
 with new_directory(Path(sys.argv[1]), 0) as directory:
     (directory / "file").write_text("half")

@@ -9,8 +9,9 @@ from itertools import pairwise
 import pytest
 from music21 import midi, pitch
 
-from subquad import cli, music
-from subquad.cli import generate
+import subquad_cli as cli
+from subquad.tools import music
+from subquad_cli import generate
 
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -16,7 +16,7 @@ from rwkv_files import write_trainer_file
 from safetensors.torch import load_file
 
 from subquad import StateTuningConfig, load_time_states, save_time_states
-from subquad.new_files import replacing
+from subquad.hub.new_files import replacing
 from subquad_conversion import ConversionError, convert
 
 
@@ -116,7 +116,7 @@ def test_the_next_one_removes_what_a_killed_process_left(tmp_path):
     path = tmp_path / "file"
     code = f"""
 import os
-from subquad.new_files import replacing
+from subquad.hub.new_files import replacing
 with replacing({str(path)!r}) as temporary:
     temporary.write_text("half")
     os.kill(os.getpid(), 9)

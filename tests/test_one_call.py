@@ -17,10 +17,10 @@ from subquad import (
     Rwkv6ForCausalLM,
     Rwkv7Config,
     Rwkv7ForCausalLM,
-    one_call,
 )
-from subquad.cache import RecurrentCache
-from subquad.padding import Tokens
+from subquad.decoding import one_call
+from subquad.modeling.cache import RecurrentCache
+from subquad.modeling.padding import Tokens
 from subquad_kernels import native
 from subquad_kernels.block_step import BlockStep
 

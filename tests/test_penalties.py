@@ -7,8 +7,8 @@ from transformers import LogitsProcessor
 
 import subquad
 from subquad import DecayingPenaltyLogitsProcessor
-from subquad.session import Session
-from subquad.versions import CACHE_NAME
+from subquad.modeling.versions import CACHE_NAME
+from subquad.states.session import Session
 
 
 FINCH = CASES["rwkv6"]

@@ -7,7 +7,7 @@ import torch
 from cases import each_causal, tiny_model
 from transformers import TextIteratorStreamer, TextStreamer, pipeline
 
-from subquad import hub
+from subquad.hub import export as hub
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer
 
 

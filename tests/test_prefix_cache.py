@@ -14,9 +14,9 @@ from transformers import GenerationConfig
 
 import subquad
 from subquad import PrefixCache
-from subquad.cli.run import _keep_states
-from subquad.generation import RecurrentGenerationMixin
-from subquad.state_file import ModelIdentity, read_state_file, write_state_file
+from subquad.modeling.generation import RecurrentGenerationMixin
+from subquad.modeling.state_file import ModelIdentity, read_state_file, write_state_file
+from subquad_cli.run import _keep_states
 
 
 FINCH = CASES["rwkv6"]
@@ -213,12 +213,12 @@ def test_a_file_that_is_damaged_later_is_written_again(tmp_path):
 def test_a_full_disk_loses_no_answer(tmp_path, monkeypatch):
     model, ids, options = FINCH.model(), FINCH.ids(1, 30), {"max_new_tokens": 5, **GREEDY}
     expected, warnings = model.generate(ids, **options), []
-    monkeypatch.setattr("subquad.prefix_cache.logger.warning_once", warnings.append)
+    monkeypatch.setattr("subquad.states.prefix_cache.logger.warning_once", warnings.append)
 
     def save_file(tensors, path, metadata):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("subquad.state_file.save_file", save_file)
+    monkeypatch.setattr("subquad.modeling.state_file.save_file", save_file)
     prefixes = PrefixCache(directory=tmp_path, model=OWNER)
     assert torch.equal(model.generate(ids, prefix_cache=prefixes, **options), expected)
     assert torch.equal(model.generate(ids, prefix_cache=prefixes, **options), expected)

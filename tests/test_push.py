@@ -21,9 +21,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 from visual_cases import save_visual
 
-from subquad import cli, embedded_model, hub
-from subquad.push import PushError, push, push_model
-from subquad.versions import minor_version
+import subquad_cli as cli
+from subquad import embedded_model
+from subquad.hub import export as hub
+from subquad.hub.push import PushError, push, push_model
+from subquad.modeling.versions import minor_version
 from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
 
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.trainer import Trainer
 
 import subquad
-from subquad import cli
-from subquad.quantized import Int4Linear, IntegerLayer
+import subquad_cli as cli
+from subquad.quantization.quantized import Int4Linear, IntegerLayer
 from subquad_kernels.int4_linear import unpack_groups
 
 
@@ -177,7 +177,7 @@ def test_what_is_refused(tmp_path):
     assert not (tmp_path / "code").exists()
     model.save_pretrained(tmp_path / "int8")
     with pytest.raises(ValueError, match="has weights in subquad_int8, which need the package subquad"):
-        subquad.hub.export(tmp_path / "int8", tmp_path / "out")
+        subquad.hub.export.export(tmp_path / "int8", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     model.base_model.save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match="head.weight of Rwkv6ForCausalLM is not in the checkpoint, and subquad_int8"):

@@ -13,7 +13,7 @@ from byte_level_bpe import END, TEXT, write_byte_level_bpe
 from transformers import AutoTokenizer
 
 import subquad
-from subquad.registration import LazyClasses
+from subquad.hub.auto_classes import LazyClasses
 
 
 USE = """
@@ -116,7 +116,7 @@ def run(code: str) -> subprocess.CompletedProcess:
         "from subquad import Rwkv6ForCausalLM",
         "from subquad.models.rwkv5.modeling_rwkv5 import Rwkv5ForCausalLM",
         "from subquad.models.avey_b.modeling_avey_b import AveyBModel",
-        "from subquad.cache import RecurrentCache",
+        "from subquad.modeling.cache import RecurrentCache",
         "from subquad import VisualRwkvConfig",
         "from subquad import VisualRwkvProcessor",
         "import subquad; subquad.preset_config('visual-finch-1.6b')",
@@ -191,8 +191,8 @@ def test_every_order_of_imports(server):
     "name",
     [
         "subquad_tokenizers.auto",
-        "subquad.adapters",
-        "subquad.state_tuning",
+        "subquad.training.adapters",
+        "subquad.training.state_tuning",
         "transformers.models.auto.tokenization_auto",
         "transformers.models.auto.modeling_auto",
         "peft.mapping",

@@ -16,8 +16,8 @@ from chat_cases import save_speaker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import subquad
-from subquad import hub
-from subquad.cli import main
+from subquad.hub import export as hub
+from subquad_cli import main
 from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
 
 

@@ -22,7 +22,7 @@ from cases import (
 from safetensors.torch import save_file
 
 import subquad
-from subquad.state_file import ABOUT, ModelIdentity, read_state_file, write_state_file
+from subquad.modeling.state_file import ABOUT, ModelIdentity, read_state_file, write_state_file
 
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}

@@ -33,8 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig
 
-from subquad import RecurrentCache, generation
-from subquad.cache import LayerState
+from subquad import RecurrentCache
+from subquad.modeling import generation
+from subquad.modeling.cache import LayerState
 
 
 @pytest.fixture

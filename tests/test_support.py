@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from subquad.hub.support import TABLES, rows
 from subquad.models import REGISTRY
-from subquad.support import TABLES, rows
 
 
 MODELS = Path(__file__).resolve().parents[1] / "docs/models"

@@ -9,8 +9,8 @@ from chat_cases import TEMPLATE, save_model
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from subquad.cli import main, templates
-from subquad.cli.templates import in_process_of_its_own
+from subquad_cli import main, templates
+from subquad_cli.templates import in_process_of_its_own
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE
 
 

@@ -40,10 +40,10 @@ from transformers import (
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-import subquad.heads
+import subquad.modeling.heads
 from subquad import ARCHITECTURES
-from subquad.losses import l2wrap_loss
-from subquad.optimizer import parameter_groups
+from subquad.training.losses import l2wrap_loss
+from subquad.training.optimizer import parameter_groups
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer
 
 
@@ -287,7 +287,7 @@ def test_parts_of_a_batch_with_several_targets(model_type, problem, tmp_path):
 def test_padding_side(model_type, tmp_path, monkeypatch):
     """Training and evaluation report the same on either side. Where the Trainer cannot do so, there is a warning."""
     rows, warned = [{"input_ids": random_ids(n, seed=n)} for n in (5, 20, 11, 8)], []
-    monkeypatch.setattr(subquad.heads.logger, "warning_once", warned.append)
+    monkeypatch.setattr(subquad.modeling.heads.logger, "warning_once", warned.append)
 
     def curve(side, size=4, **options):
         trainer = trainer_of(

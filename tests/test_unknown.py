@@ -8,7 +8,6 @@ import inspect
 import json
 import logging
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +20,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import subquad
+import subquad_cli as cli
 import subquad_tokenizers
-from subquad import cli
-from subquad.cards import model_card
-from subquad.configuration_checks import CheckedConfig
-from subquad.info import embedded_model
+from subquad.hub.cards import model_card
+from subquad.hub.info import EMBEDDED as FOLDER
+from subquad.hub.info import embedded_model
+from subquad.modeling.configuration_checks import CheckedConfig
 from subquad.models import REGISTRY
 
 
@@ -231,7 +231,7 @@ def test_models_go_round_without_a_warning(case, tmp_path):
     assert [text for text in texts if "is not a field" in text or "is ignored" in text] == []
 
 
-EMBEDDED = sorted(path.parent.name for path in (Path(subquad.__file__).parent / "data").glob("*/config.json"))
+EMBEDDED = sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
 
 
 @pytest.mark.parametrize("name", EMBEDDED)

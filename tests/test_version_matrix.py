@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import versions
 
-from subquad.versions import TESTED as tested_by_the_package
+from subquad.modeling.versions import TESTED as tested_by_the_package
 from subquad_vllm.served import TESTED
 
 

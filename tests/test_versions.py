@@ -11,7 +11,8 @@ from cases import BASE, GENERATING, GREEDY, VISUAL, each, model_class, random_id
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
-from subquad import arguments, self_check, self_test, versions
+from subquad.modeling import arguments, self_check, versions
+from subquad.tools import self_test
 
 
 NAMES = versions.CACHE_NAMES

@@ -10,7 +10,8 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerFast, pipeline
 from visual_cases import each_generation, make_processor, save_visual
 
-from subquad import VisualRwkvForConditionalGeneration, VisualRwkvProcessor, hub
+from subquad import VisualRwkvForConditionalGeneration, VisualRwkvProcessor
+from subquad.hub import export as hub
 from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
 
 

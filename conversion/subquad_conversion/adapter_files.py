@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from subquad.foreign_files import TIME_STATE, listed
+from subquad.hub.foreign_files import TIME_STATE, listed
 
 from .checkpoint import DIRECTORY_FILES, Checkpoint, open_checkpoint, read_json
 from .errors import ConversionError

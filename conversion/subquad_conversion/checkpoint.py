@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from subquad import foreign_files
-from subquad.weight_files import DTYPES, is_dense, open_pytorch, open_weights, read_headers, read_weight_map
+from subquad.hub import foreign_files
+from subquad.hub.weight_files import DTYPES, is_dense, open_pytorch, open_weights, read_headers, read_weight_map
 
 from .errors import ConversionError, as_conversion_error
 from .gguf_files import open_gguf

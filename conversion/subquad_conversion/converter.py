@@ -13,11 +13,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 import subquad
-import subquad.quantized
-from subquad.foreign_files import check_links
-from subquad.loading import Layout
-from subquad.quantization_methods import METHODS, SCALE
-from subquad.weight_files import check_finite
+import subquad.quantization.quantized
+from subquad.hub.foreign_files import check_links
+from subquad.hub.loading import Layout
+from subquad.hub.weight_files import check_finite
+from subquad.quantization.methods import METHODS, SCALE
 
 from .adapter_files import SETTINGS, Change, merge, open_adapter
 from .checkpoint import Checkpoint, open_checkpoint, read_json
@@ -302,7 +302,7 @@ def convert(
 def _quantized(outputs: list[OutputTensor], config: PreTrainedConfig, method: str) -> list[OutputTensor]:
     """The tensors of a model whose weights are integers, which its configuration then tells."""
     quantization = {"int8": subquad.Int8Config, "int4": subquad.Int4Config}[method]()
-    layers = subquad.quantized.quantized_layers(config, quantization)
+    layers = subquad.quantization.quantized.quantized_layers(config, quantization)
     config.quantization_config = quantization.to_dict()
 
     def part(output: OutputTensor, number: int) -> torch.Tensor:

@@ -13,8 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 import subquad
-from subquad.foreign_files import TIME_STATE
-from subquad.loading import Layout, name_pattern, name_replacement
+from subquad.hub.foreign_files import TIME_STATE
+from subquad.hub.loading import Layout, name_pattern, name_replacement
 from subquad.models import REGISTRY
 
 from .checkpoint import Checkpoint, TensorInfo

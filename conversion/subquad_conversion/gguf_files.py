@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AddedToken
 
-from subquad import foreign_files
-from subquad.weight_files import check_shared
+from subquad.hub import foreign_files
+from subquad.hub.weight_files import check_shared
 
 from .errors import ConversionError
 from .vocabularies import ENDS, SPECIAL, Vocabulary

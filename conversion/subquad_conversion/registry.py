@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from subquad.loading import Layout
+from subquad.hub.loading import Layout
 
 from . import (
     avey,

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from subquad.loading import Layout
+from subquad.hub.loading import Layout
 
 from .errors import ConversionError
 from .formats import Format, Found, Reading, Shape, Tensors, count_blocks, lengths_of

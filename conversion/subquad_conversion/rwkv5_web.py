@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from subquad.loading import Layout
+from subquad.hub.loading import Layout
 
 from .formats import Tensors
 from .rwkv import Rwkv5Format, check_divisor

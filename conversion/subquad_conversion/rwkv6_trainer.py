@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from subquad.loading import Layout
+from subquad.hub.loading import Layout
 
 from .rwkv import TRAINER_NAMES, Rwkv6Format, untold_divisor
 

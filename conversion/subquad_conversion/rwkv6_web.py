@@ -5,7 +5,7 @@ low-rank matrices.
 
 from transformers import PreTrainedConfig
 
-from subquad.loading import Layout, transposed
+from subquad.hub.loading import Layout, transposed
 
 from .formats import Tensors
 from .rwkv import TRAINER_NAMES, Rwkv6Format, check_divisor

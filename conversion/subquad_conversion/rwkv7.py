@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from subquad.loading import Layout, transposed
+from subquad.hub.loading import Layout, transposed
 from subquad.models.rwkv7.configuration_rwkv7 import MEANINGLESS_HEADS, RELATIVES
 from subquad.models.rwkv7.loading_rwkv7 import BONUS, FLASH_LINEAR_ATTENTION, OLD_RWKV_RS, RWKV_RS
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from subquad.loading import Layout, Part, transposed, vector
+from subquad.hub.loading import Layout, Part, transposed, vector
 
 from .errors import ConversionError
 from .formats import Shape

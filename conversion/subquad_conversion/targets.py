@@ -11,8 +11,8 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig
 
-from subquad.directories import check_free, check_new_file, new_directory, new_file
-from subquad.new_files import writing
+from subquad.hub.directories import check_free, check_new_file, new_directory, new_file
+from subquad.hub.new_files import writing
 
 from . import gguf_files
 from .checkpoint import TensorInfo

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from subquad.foreign_files import check_links, listed, one_line, reading
+from subquad.hub.foreign_files import check_links, listed, one_line, reading
 from subquad_tokenizers import WORLD_MODEL_TYPES, WORLD_VOCAB_FILE_NAME
 
 from .checkpoint import read_json

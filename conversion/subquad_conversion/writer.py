@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from subquad.new_files import writing
-from subquad.weight_files import DTYPES, check_finite
+from subquad.hub.new_files import writing
+from subquad.hub.weight_files import DTYPES, check_finite
 
 from .errors import ConversionError
 

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from subquad import embedded_model
-from subquad.torch_export import export_program, inline_operators, save_onnx
+from subquad.tools.torch_export import export_program, inline_operators, save_onnx
 
 
 SOURCE = Path(__file__).parent

@@ -18,7 +18,7 @@ from transformers import (
 
 from subquad import AveyBConfig, AveyConfig, GeckoConfig, RavenConfig, Rwkv5Config, Rwkv6Config, Rwkv7Config
 from subquad.models import REGISTRY
-from subquad.optimizer import parameter_groups
+from subquad.training.optimizer import parameter_groups
 
 
 NAMES = {
@@ -235,7 +235,7 @@ ADAM: dict[str, dict[str, Any]] = {
 
 
 def make_optimizer(model: PreTrainedModel, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW with the groups of `subquad.optimizer`; a transformer's matrices and embeddings decay."""
+    """AdamW with the groups of `subquad.training.optimizer`; a transformer's matrices and embeddings decay."""
     if model.config.model_type in REGISTRY:
         groups = parameter_groups(model, lr, weight_decay)
     else:

@@ -16,7 +16,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from subquad.info import EMBEDDED, describe
+from subquad.hub.info import EMBEDDED, describe
 
 from . import TASKS, figures
 from .runs import read_record, seeds_of, write_atomically

@@ -18,7 +18,7 @@ import transformers
 from tqdm import tqdm
 
 import subquad
-from subquad.new_files import replacing
+from subquad.hub.new_files import replacing
 
 
 def hardware(device: str = "cpu") -> str:

@@ -34,7 +34,7 @@ from clients import HEADER, Question, measure, server, vllm_command
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import subquad
-from subquad.new_files import replacing
+from subquad.hub.new_files import replacing
 from subquad_tokenizers import ByteTokenizer
 
 
@@ -90,7 +90,7 @@ def find_model(name: str, folder: str) -> str:
 def measure_servers(arguments: argparse.Namespace, model: str) -> list[dict[str, Any]]:
     """For each number of clients, one request of each of them to one server and then to the other."""
     more = ["--dtype", "float32", "--max-num-seqs", "32", "--max-model-len", "4096", "--generation-config", "vllm"]
-    own = [sys.executable, "-m", "subquad.cli", "run", "transformers", "serve", model, "--dtype", "float32"]
+    own = [sys.executable, "-m", "subquad_cli", "run", "transformers", "serve", model, "--dtype", "float32"]
     rows = []
     with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:  # they start at the same time
         commands = (vllm_command(model, *more), own)

@@ -8,25 +8,25 @@ Importing this package makes its architectures known to `AutoConfig`, `AutoToken
 import importlib
 from typing import TYPE_CHECKING
 
-from . import registration
+from .hub import auto_classes
 from .models import REGISTRY
 
 
 if TYPE_CHECKING:
-    from .cache import RecurrentCache as RecurrentCache
-    from .identity import identify as identify
-    from .info import embedded_model as embedded_model
+    from .hub.info import embedded_model as embedded_model
+    from .hub.presets import PRESETS as PRESETS
+    from .hub.presets import preset_config as preset_config
+    from .modeling.cache import RecurrentCache as RecurrentCache
+    from .modeling.penalties import DecayingPenaltyLogitsProcessor as DecayingPenaltyLogitsProcessor
     from .models import *
-    from .penalties import DecayingPenaltyLogitsProcessor as DecayingPenaltyLogitsProcessor
-    from .prefix_cache import PrefixCache as PrefixCache
-    from .presets import PRESETS as PRESETS
-    from .presets import preset_config as preset_config
-    from .quantized import Int4Config as Int4Config
-    from .quantized import Int8Config as Int8Config
-    from .question_answering import QuestionAnsweringPipeline as QuestionAnsweringPipeline
-    from .state_tuning import StateTuningConfig as StateTuningConfig
-    from .time_states import load_time_states as load_time_states
-    from .time_states import save_time_states as save_time_states
+    from .quantization.quantized import Int4Config as Int4Config
+    from .quantization.quantized import Int8Config as Int8Config
+    from .states.identity import identify as identify
+    from .states.prefix_cache import PrefixCache as PrefixCache
+    from .states.time_states import load_time_states as load_time_states
+    from .states.time_states import save_time_states as save_time_states
+    from .tools.question_answering import QuestionAnsweringPipeline as QuestionAnsweringPipeline
+    from .training.state_tuning import StateTuningConfig as StateTuningConfig
 
 __version__ = "0.1.0"
 
@@ -41,19 +41,19 @@ PROCESSORS: dict[str, str] = {
 }
 # Public name to the module that defines it. They are imported when they are first used.
 _EXPORTS = {
-    "DecayingPenaltyLogitsProcessor": "subquad.penalties",
-    "Int4Config": "subquad.quantized",
-    "Int8Config": "subquad.quantized",
-    "PRESETS": "subquad.presets",
-    "PrefixCache": "subquad.prefix_cache",
-    "QuestionAnsweringPipeline": "subquad.question_answering",
-    "RecurrentCache": "subquad.cache",
-    "StateTuningConfig": "subquad.state_tuning",
-    "load_time_states": "subquad.time_states",
-    "save_time_states": "subquad.time_states",
-    "embedded_model": "subquad.info",
-    "identify": "subquad.identity",
-    "preset_config": "subquad.presets",
+    "DecayingPenaltyLogitsProcessor": "subquad.modeling.penalties",
+    "Int4Config": "subquad.quantization.quantized",
+    "Int8Config": "subquad.quantization.quantized",
+    "PRESETS": "subquad.hub.presets",
+    "PrefixCache": "subquad.states.prefix_cache",
+    "QuestionAnsweringPipeline": "subquad.tools.question_answering",
+    "RecurrentCache": "subquad.modeling.cache",
+    "StateTuningConfig": "subquad.training.state_tuning",
+    "load_time_states": "subquad.states.time_states",
+    "save_time_states": "subquad.states.time_states",
+    "embedded_model": "subquad.hub.info",
+    "identify": "subquad.states.identity",
+    "preset_config": "subquad.hub.presets",
 }
 for _architecture in REGISTRY.values():
     _EXPORTS |= _architecture.public_names
@@ -76,4 +76,4 @@ def __dir__():
     return sorted({*globals(), *_EXPORTS})
 
 
-registration.start()
+auto_classes.start()

@@ -10,10 +10,10 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import IsAttentionFree
 
-from subquad.cache import LayerState
+from subquad.modeling.cache import LayerState
+from subquad.modeling.padding import Tokens
 from subquad.models.gecko.cache_gecko import GeckoCache
 from subquad.models.gecko.layout_gecko import GeckoLayout, Rows, find_bos, find_layout
-from subquad.padding import Tokens
 
 from .serving import ServedForCausalLM, part_of
 from .states import BlockStates, StateSizes, StepMetadata

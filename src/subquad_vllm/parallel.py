@@ -22,7 +22,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from subquad.layers import multiply_wide
+from subquad.modeling.layers import multiply_wide
 
 
 # Style of a linear layer in a plan to vLLM's layer and its options.
@@ -79,7 +79,7 @@ def apply_to_rows(
 def apply_wide(
     apply: Callable[..., torch.Tensor], layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A product as in a wide [`subquad.layers.Linear`] in float16, by a method of vLLM. No such layer has a bias."""
+    """A product as in a wide [`subquad.modeling.layers.Linear`] in float16, by a method of vLLM. No such layer has a bias."""
     return multiply_wide(partial(apply, layer), x)
 
 
@@ -148,7 +148,7 @@ def use_vllm_layers(model: nn.Module, plan: dict[str, str], vllm_config: VllmCon
 
 
 def split_dim(parameter: nn.Parameter, style: str | None) -> int | None:
-    """The axis along which a parameter outside linear layers is split; see [`subquad.tensor_parallel.plan_heads`]."""
+    """The axis along which a parameter outside linear layers is split; see [`subquad.modeling.tensor_parallel.plan_heads`]."""
     if style not in ("colwise", "rowwise"):
         return None
     return -1 if style == "rowwise" or parameter.dim() == 1 else -2

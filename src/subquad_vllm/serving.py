@@ -20,9 +20,9 @@ from vllm.model_executor.models.interfaces import (
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from subquad.loading import Layout
+from subquad.hub.loading import Layout
+from subquad.hub.weight_files import complete_sizes
 from subquad.models import REGISTRY
-from subquad.weight_files import complete_sizes
 
 from .configuration import own_config
 from .parallel import use_vllm_layers

@@ -265,7 +265,7 @@ class InSlots:
 
 class BlockSlots:
     """
-    The states of a block, as [`subquad.cache.LayerState`] has those of a batch. Only [`shift`] and [`recur`] read and
+    The states of a block, as [`subquad.modeling.cache.LayerState`] has those of a batch. Only [`shift`] and [`recur`] read and
     write them.
     """
 
@@ -286,7 +286,7 @@ class BlockSlots:
 
 
 class Blocks:
-    """The states of all blocks, as [`subquad.cache.RecurrentCache`] has those of a batch."""
+    """The states of all blocks, as [`subquad.modeling.cache.RecurrentCache`] has those of a batch."""
 
     def __init__(self, layers: list[BlockSlots | None]):
         self.layers = layers
@@ -294,7 +294,7 @@ class Blocks:
 
 class StepTokens:
     """
-    The tokens of a step, as [`subquad.padding.Tokens`] are those of a call: rows of one token, none of them padding.
+    The tokens of a step, as [`subquad.modeling.padding.Tokens`] are those of a call: rows of one token, none of them padding.
     """
 
     mask = starts = cu_seqlens = None
@@ -313,7 +313,7 @@ class StepTokens:
     def by_document(
         self, operator: Callable, initial_state: InSlots, inplace: bool, **arguments
     ) -> tuple[torch.Tensor, InSlots]:
-        """As [`subquad.padding.Tokens.by_document`]; see [`recur`]."""
+        """As [`subquad.modeling.padding.Tokens.by_document`]; see [`recur`]."""
         block, name = initial_state.block, initial_state.name
         if not torch.compiler.is_compiling():
             return recur(operator, block, name, arguments), initial_state

@@ -12,7 +12,7 @@ from rwkv_files import trainer_tensors
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from subquad.cli import main
+from subquad_cli import main
 from subquad_conversion import ConversionError, convert, recognise
 from subquad_tokenizers import RwkvWorldTokenizerFast
 

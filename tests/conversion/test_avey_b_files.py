@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 import subquad
-from subquad import AveyBConfig, cli
+import subquad_cli as cli
+from subquad import AveyBConfig
 from subquad.models.avey_b.configuration_avey_b import LAYER_PATTERNS
 from subquad_conversion import ConversionError, convert, recognise
 

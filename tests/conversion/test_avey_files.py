@@ -10,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from subquad import AveyConfig, AveyForCausalLM, cli
+import subquad_cli as cli
+from subquad import AveyConfig, AveyForCausalLM
 from subquad_conversion import ConversionError, convert
 
 

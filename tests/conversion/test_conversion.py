@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import subquad
-from subquad.cli import main
+from subquad_cli import main
 from subquad_conversion import ConversionError, convert
 from subquad_conversion.writer import PIECE, _flat, parse_size
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import subquad
-from subquad.cli import main
+from subquad_cli import main
 from subquad_conversion import FORMATS, ConversionError, convert, recognise
 from subquad_conversion.checkpoint import TensorInfo
 from subquad_conversion.registry import find_format, open_source

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from subquad import GeckoConfig, cli
+import subquad_cli as cli
+from subquad import GeckoConfig
 from subquad_conversion import ConversionError, convert, recognise
 
 

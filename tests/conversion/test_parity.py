@@ -10,7 +10,7 @@ from rwkv_files import reference_logits, write_trainer_file
 from transformers import AutoModelForCausalLM
 
 from subquad import StateTuningConfig, load_time_states
-from subquad.cli import main
+from subquad_cli import main
 from subquad_conversion import convert
 
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from subquad import cli
+import subquad_cli as cli
 from subquad_conversion import ConversionError, convert, recognise
 from subquad_conversion.checkpoint import TensorInfo
 from subquad_conversion.raven import FORMAT

@@ -11,7 +11,7 @@ from rwkv_files import write_trainer_file
 from transformers import AddedToken, AutoTokenizer, GenerationConfig
 
 import subquad
-from subquad.cli import main
+from subquad_cli import main
 from subquad_conversion import ConversionError, convert
 from subquad_conversion.gguf_files import find_ends, token_texts
 from subquad_conversion.vocabularies import Vocabulary, tokenizer_of, vocabulary_of

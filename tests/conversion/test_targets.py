@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import subquad
-from subquad.cli import main
+from subquad_cli import main
 from subquad_conversion import FORMATS, ConversionError, convert, recognise
 from subquad_conversion.gguf_files import LISTS, TOKENIZER, TYPES, open_gguf
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer, RwkvWorldTokenizerFast

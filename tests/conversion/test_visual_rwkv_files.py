@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, CLIPConfig, CLIPModel
 
 from subquad import VisualRwkvConfig, VisualRwkvForConditionalGeneration
-from subquad.cli import main
+from subquad_cli import main
 from subquad_conversion import ConversionError, convert, recognise
 
 

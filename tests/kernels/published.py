@@ -38,7 +38,7 @@ import kernel_cases  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 import subquad  # noqa: E402
-from subquad.presets import PRESETS, preset_config  # noqa: E402
+from subquad.hub.presets import PRESETS, preset_config  # noqa: E402
 
 
 DTYPES = (torch.bfloat16, torch.float32)

@@ -13,7 +13,7 @@ from torch._dynamo import lookup_backend
 from transformers import AutoModel, AutoModelForCausalLM
 
 from subquad import AveyForCausalLM
-from subquad.layers import relu_squared
+from subquad.modeling.layers import relu_squared
 from subquad.models.avey import layout_avey
 
 

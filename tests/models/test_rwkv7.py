@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import subquad
 from subquad import Rwkv7Config, Rwkv7ForCausalLM
-from subquad.info import describe
+from subquad.hub.info import describe
 
 
 GOLDEN = Path(__file__).parents[1] / "golden"

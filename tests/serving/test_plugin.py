@@ -13,7 +13,7 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import EngineArgs
 
 import subquad
-from subquad import hub
+from subquad.hub import export as hub
 from subquad.models import REGISTRY
 from subquad_kernels import native
 from subquad_tokenizers import ByteTokenizer

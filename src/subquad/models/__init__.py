@@ -4,7 +4,7 @@ The registry: one line for each architecture.
 At run time a line imports the architecture's descriptor; type checkers also see the classes.
 """
 
-from ..architecture import Architecture
+from .architecture import Architecture
 from .avey import *
 from .avey_b import *
 from .gecko import *

@@ -7,8 +7,8 @@ from transformers.cache_utils import StaticCache
 
 from subquad_kernels import maxsim
 
-from ...growing_cache import GrowingCache
-from ...padding import Tokens, read_values
+from ...modeling.growing_cache import GrowingCache
+from ...modeling.padding import Tokens, read_values
 
 
 class AveyCache(GrowingCache):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...padding import Tokens, can_read_values, read_values, send_values
+from ...modeling.padding import Tokens, can_read_values, read_values, send_values
 from .cache_avey import AveyCache
 
 

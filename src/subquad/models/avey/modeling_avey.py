@@ -9,13 +9,13 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import contextualizer, maxsim, split_ranker
 
-from ...arguments import checks_arguments
-from ...base import RecurrentPreTrainedModel
-from ...generation import RecurrentGenerationMixin
-from ...heads import CausalLMHead, SequenceClassificationHead
-from ...layers import Linear, chosen_states, relu_squared, replaceable
-from ...padding import Tokens
-from ...versions import RecurrentModelOutput, named_cache
+from ...modeling.arguments import checks_arguments
+from ...modeling.base import RecurrentPreTrainedModel
+from ...modeling.generation import RecurrentGenerationMixin
+from ...modeling.heads import CausalLMHead, SequenceClassificationHead
+from ...modeling.layers import Linear, chosen_states, relu_squared, replaceable
+from ...modeling.padding import Tokens
+from ...modeling.versions import RecurrentModelOutput, named_cache
 from .cache_avey import AveyCache
 from .configuration_avey import AveyConfig
 from .layout_avey import Selection, Text, Windows, read_text

@@ -4,9 +4,9 @@ import math
 
 from huggingface_hub.dataclasses import strict
 
-from ...configuration_checks import CheckedConfig, check_configuration
-from ...layer_types import all_linear
-from ...tensor_parallel import plan_property
+from ...modeling.configuration_checks import CheckedConfig, check_configuration
+from ...modeling.layer_types import all_linear
+from ...modeling.tensor_parallel import plan_property
 
 
 STATIC, DYNAMIC = "static", "dynamic"

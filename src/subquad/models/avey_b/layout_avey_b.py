@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ...padding import Tokens
+from ...modeling.padding import Tokens
 
 
 @dataclass

@@ -17,10 +17,10 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import dynamic_mixing, matmul, maxsim, split_ranker, static_mixing
 
-from ...arguments import checks_arguments
-from ...layers import Linear, chosen_states, read_tokens, relu_squared, replaceable, zero_without_labels
-from ...padding import can_read_values
-from ...saving import SavedPreTrainedModel
+from ...hub.saving import SavedPreTrainedModel
+from ...modeling.arguments import checks_arguments
+from ...modeling.layers import Linear, chosen_states, read_tokens, relu_squared, replaceable, zero_without_labels
+from ...modeling.padding import can_read_values
 from .configuration_avey_b import AveyBConfig
 from .layout_avey_b import Text, read_text
 from .loading_avey_b import load_scalar

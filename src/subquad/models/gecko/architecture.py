@@ -1,6 +1,6 @@
 """The descriptor of Gecko."""
 
-from ...architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Support
+from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Support
 
 
 def describe(config) -> list[str]:

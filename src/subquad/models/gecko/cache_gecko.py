@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import StaticCache
 
-from ...counting_cache import CountingCache
+from ...modeling.counting_cache import CountingCache
 
 
 class GeckoCache(CountingCache):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from ...cache import LayerState, States
-from ...padding import Tokens
+from ...modeling.cache import LayerState, States
+from ...modeling.padding import Tokens
 from .cache_gecko import GeckoCache
 
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from subquad_kernels import working_memory
 
-from ...cache import LayerState, States
-from ...layout import TokenLayout
-from ...padding import Tokens, can_read_values, is_exporting, reorder
-from ...ring import ring_state, write_to_ring
+from ...modeling.cache import LayerState, States
+from ...modeling.layout import TokenLayout
+from ...modeling.padding import Tokens, can_read_values, is_exporting, reorder
+from ...modeling.ring import ring_state, write_to_ring
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
 

@@ -12,14 +12,14 @@ from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import cema, chunk_attention, chunk_attention_step, timestep_decay_norm, working_memory
 
-from ...arguments import checks_arguments
-from ...base import RecurrentBlock, RecurrentPreTrainedModel
-from ...cache import LayerState
-from ...generation import RecurrentGenerationMixin
-from ...heads import CausalLMHead, SequenceClassificationHead
-from ...layers import Linear, replaceable
-from ...tensor_parallel import local_part
-from ...versions import RecurrentModelOutput
+from ...modeling.arguments import checks_arguments
+from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
+from ...modeling.cache import LayerState
+from ...modeling.generation import RecurrentGenerationMixin
+from ...modeling.heads import CausalLMHead, SequenceClassificationHead
+from ...modeling.layers import Linear, replaceable
+from ...modeling.tensor_parallel import local_part
+from ...modeling.versions import RecurrentModelOutput
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
 from .layout_gecko import GeckoLayout, find_bos, find_layout

@@ -1,6 +1,6 @@
 """The descriptor of Raven."""
 
-from ...architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Support, TunableState
+from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Support, TunableState
 
 
 def describe(config) -> list[str]:

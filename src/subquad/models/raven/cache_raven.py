@@ -7,11 +7,11 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, StaticCache
 
-from ...cache import LayerState
-from ...growing_cache import GrowingCache
-from ...layout import TokenLayout
-from ...padding import expand_to
-from ...ring import entries_at, ring_state, with_room, write_to_ring
+from ...modeling.cache import LayerState
+from ...modeling.growing_cache import GrowingCache
+from ...modeling.layout import TokenLayout
+from ...modeling.padding import expand_to
+from ...modeling.ring import entries_at, ring_state, with_room, write_to_ring
 
 
 @CacheLayerMixin.register

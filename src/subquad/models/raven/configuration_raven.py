@@ -5,10 +5,10 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
-from ...configuration_checks import CheckedConfig, check_configuration
-from ...layer_types import layer_types_property
-from ...tensor_parallel import divides_heads, plan_heads, plan_property
-from ...versions import CACHE_NAMES
+from ...modeling.configuration_checks import CheckedConfig, check_configuration
+from ...modeling.layer_types import layer_types_property
+from ...modeling.tensor_parallel import divides_heads, plan_heads, plan_property
+from ...modeling.versions import CACHE_NAMES
 
 
 CHOICES = {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ...new_files import replacing
+from ...hub.new_files import replacing
 
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from transformers.utils.generic import is_flash_attention_requested
 
-from ...cache import LayerState
-from ...layout import TokenLayout
-from ...padding import Tokens
+from ...modeling.cache import LayerState
+from ...modeling.layout import TokenLayout
+from ...modeling.padding import Tokens
 from .cache_raven import RavenCache
 from .configuration_raven import RavenConfig
 

@@ -9,16 +9,16 @@ from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import gated_wkv, token_shift, wkv_state
 
-from ...arguments import checks_arguments
-from ...base import RecurrentBlock, RecurrentPreTrainedModel
-from ...cache import LayerState, RecurrentCache
-from ...generation import RecurrentGenerationMixin
-from ...heads import CausalLMHead, SequenceClassificationHead
-from ...layers import LayerNorm, Linear, replaceable, widen
-from ...one_call import OneCall
-from ...padding import Tokens, last_token
-from ...tensor_parallel import local_part
-from ...versions import RecurrentModelOutput
+from ...decoding.one_call import OneCall
+from ...modeling.arguments import checks_arguments
+from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
+from ...modeling.cache import LayerState, RecurrentCache
+from ...modeling.generation import RecurrentGenerationMixin
+from ...modeling.heads import CausalLMHead, SequenceClassificationHead
+from ...modeling.layers import LayerNorm, Linear, replaceable, widen
+from ...modeling.padding import Tokens, last_token
+from ...modeling.tensor_parallel import local_part
+from ...modeling.versions import RecurrentModelOutput
 from .configuration_rwkv5 import Rwkv5Config
 
 

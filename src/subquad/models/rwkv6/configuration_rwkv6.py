@@ -5,7 +5,7 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
-from ...configuration_checks import check_configuration
+from ...modeling.configuration_checks import check_configuration
 from ..rwkv5.configuration_rwkv5 import Rwkv5Config
 
 

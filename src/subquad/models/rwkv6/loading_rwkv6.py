@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from ...loading import Layout, Part, as_vector, transposed, vector
+from ...hub.loading import Layout, Part, as_vector, transposed, vector
 
 
 ORDER = "rwkvg"  # of the five token shifts there

@@ -11,7 +11,7 @@ from transformers import initialization as init
 
 from subquad_kernels import low_rank
 
-from ...tensor_parallel import low_rank_of_heads
+from ...modeling.tensor_parallel import low_rank_of_heads
 from ..rwkv5.modeling_rwkv5 import (
     Rwkv5Block,
     Rwkv5ChannelMixing,

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ...loading import Layout, Part, as_vector, transposed, vector
+from ...hub.loading import Layout, Part, as_vector, transposed, vector
 
 
 SHIFTS = "rwkvag"

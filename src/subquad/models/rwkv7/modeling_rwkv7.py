@@ -10,16 +10,16 @@ from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import delta_keys, delta_wkv_state, gated_delta_wkv, token_shift
 
-from ...arguments import checks_arguments
-from ...base import RecurrentBlock, RecurrentPreTrainedModel
-from ...cache import LayerState, RecurrentCache
-from ...generation import RecurrentGenerationMixin
-from ...heads import CausalLMHead, SequenceClassificationHead
-from ...layers import LayerNorm, Linear, relu_squared, replaceable, widen
-from ...one_call import OneCall
-from ...padding import Tokens, last_token
-from ...tensor_parallel import local_part, low_rank_of_heads
-from ...versions import RecurrentModelOutput
+from ...decoding.one_call import OneCall
+from ...modeling.arguments import checks_arguments
+from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
+from ...modeling.cache import LayerState, RecurrentCache
+from ...modeling.generation import RecurrentGenerationMixin
+from ...modeling.heads import CausalLMHead, SequenceClassificationHead
+from ...modeling.layers import LayerNorm, Linear, relu_squared, replaceable, widen
+from ...modeling.padding import Tokens, last_token
+from ...modeling.tensor_parallel import local_part, low_rank_of_heads
+from ...modeling.versions import RecurrentModelOutput
 from .configuration_rwkv7 import Rwkv7Config
 from .loading_rwkv7 import OTHER_LAYOUTS
 

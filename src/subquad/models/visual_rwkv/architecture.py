@@ -1,6 +1,6 @@
 """The descriptor of VisualRWKV."""
 
-from ...architecture import Architecture, Costs, Support
+from ..architecture import Architecture, Costs, Support
 from ..rwkv5.architecture import RWKV5
 from ..rwkv6.architecture import RWKV6
 

@@ -5,8 +5,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ...configuration_checks import CheckedConfig, check_configuration, check_names
-from ...versions import CACHE_NAMES
+from ...modeling.configuration_checks import CheckedConfig, check_configuration, check_names
+from ...modeling.versions import CACHE_NAMES
 from ..rwkv5.configuration_rwkv5 import Rwkv5Config
 from ..rwkv6.configuration_rwkv6 import Rwkv6Config
 

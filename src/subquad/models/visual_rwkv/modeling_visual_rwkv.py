@@ -9,14 +9,14 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
-from ...arguments import checks_arguments, parameter_names, refuse_unknown
-from ...base import RecurrentPreTrainedModel
-from ...cache import RecurrentCache
-from ...generation import RecurrentGenerationMixin
-from ...heads import CausalLMHead
-from ...layers import Linear, check_inputs, chosen_states
-from ...padding import Tokens, can_read_values, reorder, should_check
-from ...versions import RecurrentCausalLMOutput, RecurrentModelOutput
+from ...modeling.arguments import checks_arguments, parameter_names, refuse_unknown
+from ...modeling.base import RecurrentPreTrainedModel
+from ...modeling.cache import RecurrentCache
+from ...modeling.generation import RecurrentGenerationMixin
+from ...modeling.heads import CausalLMHead
+from ...modeling.layers import Linear, check_inputs, chosen_states
+from ...modeling.padding import Tokens, can_read_values, reorder, should_check
+from ...modeling.versions import RecurrentCausalLMOutput, RecurrentModelOutput
 from ..rwkv5.modeling_rwkv5 import Rwkv5Model
 from ..rwkv6.modeling_rwkv6 import Rwkv6Model
 from .configuration_visual_rwkv import VisualRwkvConfig

@@ -6,8 +6,8 @@ import numpy as np
 from PIL import Image, ImageOps
 from transformers.image_utils import make_flat_list_of_images
 
-from ...arguments import parameter_names, refuse_unknown
-from ...processing import SavedProcessor
+from ...hub.processing import SavedProcessor
+from ...modeling.arguments import parameter_names, refuse_unknown
 
 
 # A blank line ends a turn, so there must be none in a message of the user. Those of the assistant stay as they are,

@@ -1,0 +1,1 @@
+"""Files and repositories: loading, saving, checks, export, push and cards."""

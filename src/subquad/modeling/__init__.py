@@ -1,0 +1,1 @@
+"""What every forward pass is made of."""

@@ -1,0 +1,155 @@
+"""
+Files of states: one safetensors file with the states of all blocks, what they belong to, and a checksum of both.
+
+The checksum shows damage, and that something was changed. It is no signature: whoever writes the file can compute it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ..hub.foreign_files import check_file, reading
+from ..hub.new_files import replacing
+
+
+# The keys of the file's metadata.
+ABOUT, CHECKSUM = "subquad_state", "sha256"
+# Limits on what is read: characters of JSON and numbers of states, which become objects of Python, and of tokens.
+MOST_CHARACTERS, MOST_STATES, MOST_TOKENS = 2**23, 2**14, 2**48
+# What every file has in its JSON.
+FIELDS = {"sizes": dict, "seen_tokens": int, "dtype": str}
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """
+    What a state file says about the model that it belongs to.
+
+    Attributes:
+        name: the model, as people call it.
+        digest: a hexadecimal digest of its configuration and weights, as [`subquad.identify`] makes it.
+    """
+
+    name: str
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.digest[:12]})"
+
+
+def _checksum(tensors: dict[str, torch.Tensor], about: str) -> str:
+    digest = hashlib.sha256(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def write_state_file(path: str | os.PathLike, tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    """
+    Writes states and what is known about them. The file is complete, or is not there: it gets its name at the end.
+
+    Args:
+        about: values for JSON.
+
+    Raises:
+        ValueError: if `about` is so long that the file could not be read.
+        OSError: if the file cannot be written.
+    """
+    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    text = json.dumps(about)
+    _check_length(path, text)
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt", ABOUT: text, CHECKSUM: _checksum(tensors, text)})
+
+
+def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """
+    The states in a file, on the CPU, and what [`write_state_file`] was told about them.
+
+    Raises:
+        ValueError: if the file is damaged or was changed, or holds something else.
+    """
+    with _open(path) as (file, metadata):
+        if len(names := file.keys()) > MOST_STATES:
+            raise ValueError(f"{os.fspath(path)} has {len(names):,} states, more than any model.")
+        # Copies, because a file's tensors begin at any address, by which matrix products choose their order of
+        # additions: the text would go on with other rounding.
+        tensors = {name: file.get_tensor(name).clone() for name in names}
+        if _checksum(tensors, metadata[ABOUT]) != metadata.get(CHECKSUM):
+            raise ValueError(f"{os.fspath(path)} is damaged or was changed: its checksum is another one.")
+        return tensors, _parse(path, metadata[ABOUT])
+
+
+def read_about(path: str | os.PathLike) -> dict[str, Any]:
+    """
+    What is known about the states in a file, without the states and without a check of them.
+
+    Raises:
+        ValueError: if the file is damaged, or holds something else.
+    """
+    with _open(path) as (_, metadata):
+        return _parse(path, metadata[ABOUT])
+
+
+@contextmanager
+def _open(path: str | os.PathLike) -> Iterator[tuple[safe_open, dict[str, str]]]:
+    """A file that holds states, and its metadata."""
+    path = os.fspath(path)
+    check_file(path)
+    with reading(path, "the states"), safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        if ABOUT not in metadata:
+            raise ValueError(f"{path} does not hold a cache.")
+        yield file, metadata
+
+
+def _parse(path: str | os.PathLike, text: str) -> dict[str, Any]:
+    _check_length(path, text)
+    about = json.loads(text)
+    fields = about if isinstance(about, dict) else {}
+    wrong = [name for name, kind in FIELDS.items() if type(fields.get(name)) is not kind]
+    if wrong or not 0 <= about["seen_tokens"] <= MOST_TOKENS:
+        raise ValueError(f"{os.fspath(path)} does not hold a cache that this version can read.")
+    return about
+
+
+def _check_length(path: str | os.PathLike, text: str) -> None:
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(
+            f"{os.fspath(path)}: what is known about the states has {len(text):,} characters, and may have "
+            f"{MOST_CHARACTERS:,}."
+        )
+
+
+def check_owner(path: str | os.PathLike, about: dict[str, Any], model: ModelIdentity) -> None:
+    """
+    Args:
+        about: what [`read_state_file`] returned.
+        model: the model that is to continue from the states.
+
+    Raises:
+        ValueError: if the states belong to another model, or do not say to which one.
+    """
+    found = about.get("model")
+    if not isinstance(found, dict):
+        raise ValueError(f"{os.fspath(path)} does not say which model it belongs to; {model} is loaded.")
+    owner = ModelIdentity(str(found.get("name")), str(found.get("digest")))
+    if owner.digest != model.digest:
+        raise ValueError(f"{os.fspath(path)} is a state of the model {owner}, but {model} is loaded.")
+
+
+def describe_owner(model: ModelIdentity | None) -> dict[str, str] | None:
+    """A model's identity as [`check_owner`] reads it."""
+    return None if model is None else asdict(model)
+
+
+__all__ = ["ModelIdentity", "check_owner", "read_about", "read_state_file", "write_state_file"]

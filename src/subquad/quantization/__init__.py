@@ -1,0 +1,1 @@
+"""Weights of 8 and 4 bits."""

@@ -1,0 +1,1 @@
+"""States of texts: files, sessions and prefix caches."""

@@ -1,0 +1,82 @@
+"""Which model a state belongs to: a digest that takes milliseconds, whatever the size of the weights."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, CONFIG_NAME
+from transformers.utils.hub import cached_file
+
+from ..hub.foreign_files import read_json
+from ..hub.weight_files import QUIET, adapted_model, find_weights, open_weights
+from ..modeling.state_file import ModelIdentity
+
+
+# Fields of a configuration that say nothing about what the model computes.
+INCIDENTAL = (
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+# Bytes of each tensor that the digest covers. Models that were trained on differ in some tensor's first numbers.
+SAMPLE = 64
+
+
+def identify(model: str | os.PathLike) -> ModelIdentity:
+    """
+    The identity of a model, for the files of its states.
+
+    The digest is that of the configuration, of the names, dtypes and shapes of the weights, and of the first 64 bytes
+    of each tensor, so that it takes milliseconds. Two models with the same sizes have different digests if one of them
+    was trained on. An adapter counts together with its model.
+
+    Args:
+        model: a model directory, or the name of a model on the Hub.
+
+    Raises:
+        ValueError: if it has no configuration, or no weights in safetensors.
+    """
+    path, base = os.fspath(model), adapted_model(model, {})
+    digest = hashlib.sha256()
+    for part in _parts(base):
+        digest.update(part)
+    if (adapter := cached_file(path, ADAPTER_SAFE_WEIGHTS_NAME, **QUIET)) is not None:
+        for part in _weights(adapter):
+            digest.update(part)
+    return ModelIdentity(Path(path).resolve().name if os.path.isdir(path) else path, digest.hexdigest())
+
+
+def _parts(path: str) -> Iterator[bytes]:
+    if (file := cached_file(path, CONFIG_NAME, **QUIET)) is None:
+        raise ValueError(f"{path} has no {CONFIG_NAME}.")
+    config = {name: value for name, value in read_json(file).items() if name not in INCIDENTAL}
+    yield json.dumps(config, sort_keys=True).encode()
+    if not (files := find_weights(path)):
+        raise ValueError(f"{path} has no weights in safetensors.")
+    # In the order of their names, so that it does not matter how they are divided into files.
+    yield from sorted(part for file in files for part in _weights(file))
+
+
+def _weights(path: str) -> list[bytes]:
+    """Name, dtype, shape and the first bytes of every tensor in a safetensors file."""
+    open_weights(path)  # which checks the header
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        parts = []
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            file.seek(8 + length + begin)
+            start = file.read(min(SAMPLE, end - begin))
+            parts.append(f"{name} {entry['dtype']} {entry['shape']} ".encode() + start)
+    return parts
+
+
+__all__ = ["identify"]

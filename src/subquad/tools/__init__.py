@@ -1,0 +1,1 @@
+"""Tools: facts about models, self-test, export of programs, music."""

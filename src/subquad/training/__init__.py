@@ -1,0 +1,1 @@
+"""Training: tuned states, optimizer, losses and adapters."""

@@ -1,0 +1,72 @@
+"""
+Parameter groups for an optimizer, by the papers' recipes: [`parameter_groups`].
+
+The papers also give settings that belong to a run and not to a group; set them in `TrainingArguments`. They are those
+of pretraining:
+
+| architecture | peak of the learning rate | warm-up | decay |
+| --- | --- | --- | --- |
+| Eagle, Finch | 4e-4 (0.4B), 3e-4 (1.5B), 2e-4 (3B), 1.5e-4 (7B) | 10 steps, from 20 % | cosine to 2e-5 ... 1e-5 |
+| Goose | 6e-4 (0.1B), 4e-4 (0.4B), 3e-4 (1.5B) | 10 steps, from 1 % | cosine |
+| Avey | 1e-3 | none | cosine to a tenth |
+| Avey-B | 5e-4 (base), 2.5e-4 (large) | a tenth of the steps | cosine to zero |
+| Raven | 4e-4 | 1 of 15 billion tokens | cosine |
+| Gecko | 4e-4 (1B), 3.5e-4 (7B) | 2,000 steps (1B), 2,500 (7B) | cosine |
+
+Avey, Avey-B and Gecko clip gradients at a norm of 1, as `Trainer` does. RWKV models have a loss of their own,
+[`subquad.training.losses.l2wrap_loss`].
+"""
+
+from torch import nn
+
+from ..models import REGISTRY
+
+
+def parameter_groups(model: nn.Module, lr: float, weight_decay: float | None = None) -> list[dict]:
+    """
+    The trainable parameters of a model in groups for an optimizer of the Adam family, by the recipe of its
+    architecture's paper. Each parameter is in one group.
+
+    ```python
+    groups = parameter_groups(model, lr=3e-4)
+    trainer = Trainer(model, arguments, optimizer_cls_and_kwargs=(torch.optim.AdamW, {"params": groups}), ...)
+    ```
+
+    `Trainer(optimizers=(torch.optim.AdamW(groups), None))` does the same, but is refused with FSDP. `Trainer` then
+    ignores the learning rate, betas, epsilon and weight decay of `TrainingArguments`. Its schedule multiplies the
+    learning rate of each group, and it logs that of the first one.
+
+    Args:
+        model: a model of this package, with or without a head, alone or in a wrapper that has its `config`: PEFT's
+            (apply it first), `torch.compile`'s.
+        lr: peak of the learning rate. The papers' are those of pretraining.
+        weight_decay: for the matrices; the paper's if None.
+
+    Returns:
+        dicts with `params`, `lr`, `weight_decay`, and the paper's `betas` and `eps` if it gives them.
+
+    Raises:
+        ValueError: if the model is of another architecture.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type not in REGISTRY:
+        raise ValueError(
+            f"`model` is a {type(model).__name__} of model type {model_type!r}, and there are recipes for "
+            f"{', '.join(REGISTRY)}."
+        )
+    recipe = REGISTRY[model_type].recipe
+    weight_decay = recipe.weight_decay if weight_decay is None else weight_decay
+    adam = {name: value for name in ("betas", "eps") if (value := getattr(recipe, name)) is not None}
+    groups = {}
+    for name, parameter in model.named_parameters():  # yields a tied parameter once
+        if not parameter.requires_grad:
+            continue
+        module, _, name = name.rpartition(".")
+        is_weight = name == "weight" and isinstance(model.get_submodule(module), nn.Linear | nn.Embedding)
+        decay = weight_decay if is_weight or name in recipe.matrices else 0.0
+        rate = lr * recipe.rates.get(name, 1.0)
+        # Optimizers do not update tensors that are sharded over several processes together with others.
+        key = rate, decay, getattr(parameter, "device_mesh", None)
+        group = groups.setdefault(key, {"params": [], "lr": rate, "weight_decay": decay, **adam})
+        group["params"].append(parameter)
+    return list(groups.values())

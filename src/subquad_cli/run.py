@@ -1,0 +1,66 @@
+"""`subquad run`"""
+
+import argparse
+import sys
+import traceback
+
+from .common import UsageError
+from .templates import limit_templates
+
+
+SUMMARY = "run the command of another package with these models known to it"
+DESCRIPTION = """\
+Run the command of another installed package after importing subquad.
+
+Such a command loads models by their configuration, in a process that does not know subquad. When it is run like this,
+it loads the architectures of subquad as it loads those of transformers. (This does not extend to processes that the
+command starts: a script for torchrun or accelerate must import subquad itself.)
+
+examples:
+  subquad run transformers serve ./finch-1b6
+  subquad run lm_eval --model hf --model_args pretrained=./finch-1b6 --tasks lambada_openai
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="COMMAND", help="name of the command")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def run(args: argparse.Namespace) -> None:
+    from importlib.metadata import entry_points
+
+    scripts = entry_points(group="console_scripts", name=args.name)
+    if not scripts:
+        raise UsageError(f"no installed package has the command {args.name!r}.")
+    _put_classes_into_transformers()
+    if args.name == "transformers" and args.arguments[:1] == ["serve"]:
+        _keep_states()
+        limit_templates()
+    sys.argv = [args.name, *args.arguments]
+    try:
+        status = next(iter(scripts)).load()()
+    except Exception:
+        traceback.print_exc()  # the errors of another package are shown in full
+        status = 1
+    sys.exit(status)
+
+
+def _put_classes_into_transformers() -> None:
+    """`transformers serve` looks up the `architectures` of a configuration there, and not in the Auto classes."""
+    # This import replaces the module `transformers`, so it must come before `setattr`.
+    import transformers.processing_utils
+
+    from subquad.models import REGISTRY
+
+    for architecture in REGISTRY.values():
+        for head in architecture.heads.values():
+            setattr(transformers, head, architecture.load(head))
+
+
+def _keep_states() -> None:
+    """The server gives whole conversations to `generate`, which then goes on from the states of their beginnings."""
+    from subquad.modeling.generation import RecurrentGenerationMixin
+    from subquad.states.prefix_cache import PrefixCache
+
+    RecurrentGenerationMixin.make_prefix_cache = PrefixCache
