@@ -79,8 +79,8 @@ def make_markup(app, what, name, obj, options, lines):
 
 def add_anchors(app, doctree):
     """
-    An object of `subquad.hub.info` may be documented as `subquad.NAME`. The page of a module's source links back to all of
-    its objects in one of the two ways, so each of them has an anchor for both.
+    An object of `subquad.hub.info` may be documented as `subquad.NAME`. The page of a module's source links back to
+    all of its objects in one of the two ways, so each of them has an anchor for both.
     """
     for signature in doctree.findall(addnodes.desc_signature):
         name, module = signature.get("fullname"), signature.get("module")

@@ -9,8 +9,9 @@ With `from_pretrained(..., distributed_config=DistributedConfig(tp_size=n))`, ev
 weights, by the plan in the model's configuration: usually some of the heads, with their recurrent states, and some
 columns or rows of the other linear layers. In every block the processes exchange their results, so that all continue
 with the same numbers. They must be given the same text and, for sampling, the same seed. Such a model can also be
-trained, with the groups of `subquad.training.optimizer.parameter_groups`, because optimizers and gradient clipping do not
-accept split and whole parameters in one group. `save_pretrained`, called in every process, writes one whole model.
+trained, with the groups of `subquad.training.optimizer.parameter_groups`, because optimizers and gradient clipping
+do not accept split and whole parameters in one group. `save_pretrained`, called in every process, writes one whole
+model.
 
 The example also works without torchrun, in one process, and on CPUs.
 """

@@ -29,17 +29,19 @@ WALLS = {
     },
     "subquad_vllm": {"torch", "transformers", "vllm", "subquad", "subquad_kernels"},
 }
-# The modules of `subquad` that may import conversion: the command line, and the sizes of what can be converted.
-ABOVE_CONVERSION = ("subquad_cli", "subquad.hub.info")
-# What the files that a model repository carries may import from `subquad`, besides their own folder.
-SHARED = {
-    f"subquad.{name}"
-    for name in (
-        *("base", "cache", "configuration_checks", "counting_cache", "foreign_files", "generation", "growing_cache"),
-        *("heads", "layer_types", "layers", "layout", "loading", "padding", "processing", "ring", "saving"),
-        *("arguments", "one_call", "state_file", "tensor_parallel", "versions"),
-    )
+# Room of `subquad` to the rooms whose modules it may import, from the lowest floor to the highest.
+ROOMS = {
+    "modeling": set(),
+    "decoding": {"modeling"},
+    "models": {"modeling", "decoding"},
+    "training": {"modeling", "models"},
+    "quantization": {"modeling", "models"},
+    "hub": {"modeling", "models", "training", "quantization"},
+    "states": {"modeling", "training", "hub"},
+    "tools": {"modeling", "models", "hub"},
 }
+# With what models are loaded and saved: they are below the models, although they stand in `hub` with others of a kind.
+FILES_OF_MODELS = {f"subquad.hub.{name}" for name in ("foreign_files", "loading", "processing", "saving")}
 # Architectures that are made of others.
 BUILT_ON = {"rwkv6": {"rwkv5"}, "visual_rwkv": {"rwkv5", "rwkv6"}}
 
@@ -141,16 +143,29 @@ def test_walls_between_packages(package):
 
 
 @pytest.mark.fast
-def test_nobody_imports_the_plugin():
+def test_nobody_imports_the_top_floor():
+    """The command line and the plug-in."""
     for module in modules():
-        assert module.startswith("subquad_vllm") or not any(n.startswith("subquad_vllm") for n in ours(module)), module
+        for top in ("subquad_cli", "subquad_vllm"):
+            assert module.startswith(top) or not any(name.startswith(top) for name in ours(module)), module
 
 
 @pytest.mark.fast
-def test_only_the_command_line_and_info_import_conversion():
+def test_models_know_nothing_of_conversion():
     for module in modules():
-        if module.split(".")[0] == "subquad" and any(name.startswith("subquad_conversion") for name in ours(module)):
-            assert module.startswith(ABOVE_CONVERSION), module
+        if module.split(".")[0] == "subquad":
+            assert not any(name.startswith("subquad_conversion") for name in ours(module)), module
+
+
+@pytest.mark.fast
+def test_walls_between_rooms():
+    found = {path.name for path in (SOURCES["subquad"] / "subquad").iterdir() if path.name != "__pycache__"}
+    assert found == {*ROOMS, "__init__.py", "py.typed"}
+    for module in modules():
+        room = module.split(".")[1] if module.startswith("subquad.") else None
+        for name in ours(module) - FILES_OF_MODELS if room else ():
+            if name.startswith("subquad."):
+                assert name.split(".")[1] in {room, *ROOMS[room]}, f"{module} imports {name}"
 
 
 @pytest.mark.fast
@@ -181,7 +196,7 @@ def test_triton_is_imported_by_kernels_alone():
 @pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
 def test_walls_around_an_architecture(architecture):
     """What a model repository carries imports nothing wider than it needs; a folder knows no other one."""
-    folders = {architecture.folder, *BUILT_ON.get(architecture.folder, ())}
+    folders = {"architecture", architecture.folder, *BUILT_ON.get(architecture.folder, ())}
     for module in modules():
         if not module.startswith(f"{architecture.package}."):
             continue
@@ -192,8 +207,8 @@ def test_walls_around_an_architecture(architecture):
             ("cache_", "configuration_", "layout_", "loading_", "modeling_", "processing_")
         )
         if carried:
-            wide = {name for name in ours(module) if not name.startswith(("subquad.models.", "subquad_"))}
-            assert wide <= SHARED, module
+            shared = ("subquad.modeling.", "subquad.decoding.", "subquad.models.", "subquad_", *FILES_OF_MODELS)
+            assert all(name.startswith(shared) for name in ours(module)), module
             assert not any(name.endswith(".architecture") for name in ours(module)), module
 
 

@@ -1,9 +1,15 @@
 """`subquad info`"""
 
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .arguments import positive_int
 from .common import UsageError
+
+
+if TYPE_CHECKING:
+    from subquad.hub.info import ModelInfo
 
 
 SUMMARY = "show the sizes and costs of a model"
@@ -39,7 +45,7 @@ def run(args: Namespace) -> None:
     import json
     from dataclasses import asdict
 
-    from subquad.hub.info import UnknownModelError, describe, known_names, labelled
+    from subquad.hub.info import UnknownModelError, known_names, labelled
 
     if args.name is None:
         if args.length is not None:
@@ -51,7 +57,7 @@ def run(args: Namespace) -> None:
             print("\n".join(f"{kind}: {', '.join(found)}" for kind, found in names.items()))
         return
     try:
-        info = describe(args.name)
+        info = _describe(args.name)
     except UnknownModelError as error:
         raise UsageError(error) from error
     if args.length is not None and (info.state_bytes_after(1) is None or info.transformer_bytes_after(1) is None):
@@ -67,3 +73,37 @@ def run(args: Namespace) -> None:
     print(info.name)
     for label, text in labelled(info, args.length).items():
         print(f"  {label:<13} {text}")
+
+
+def _describe(name: str) -> "ModelInfo":
+    """The numbers of a model, also of a checkpoint that can be converted, such as a single file."""
+    from subquad.hub.foreign_files import naming
+    from subquad.hub.info import describe
+    from subquad_conversion.adapter_files import is_adapter_directory
+
+    path = Path(name)
+    if path.is_file():
+        with naming(path):
+            return _describe_checkpoint(path)
+    if is_adapter_directory(path):
+        return _describe_checkpoint(path)  # the error describes the adapter
+    try:
+        return describe(name)
+    except ValueError as error:
+        if not path.is_dir():
+            raise
+        try:
+            return _describe_checkpoint(path)
+        except ValueError as refusal:
+            raise ValueError(f"{error} {refusal}") from refusal
+
+
+def _describe_checkpoint(path: Path) -> "ModelInfo":
+    from transformers import AutoConfig
+
+    from subquad.hub.info import make_info
+    from subquad_conversion import recognise
+
+    found = recognise(path)
+    config = AutoConfig.for_model(found.model_type, **found.sizes)
+    return make_info(str(path), str(path), config, found.parameters, found.dtype)

@@ -79,7 +79,7 @@ def apply_to_rows(
 def apply_wide(
     apply: Callable[..., torch.Tensor], layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A product as in a wide [`subquad.modeling.layers.Linear`] in float16, by a method of vLLM. No such layer has a bias."""
+    """A product as in a wide `Linear` of `subquad` in float16, by a method of vLLM. No such layer has a bias."""
     return multiply_wide(partial(apply, layer), x)
 
 
@@ -148,7 +148,7 @@ def use_vllm_layers(model: nn.Module, plan: dict[str, str], vllm_config: VllmCon
 
 
 def split_dim(parameter: nn.Parameter, style: str | None) -> int | None:
-    """The axis along which a parameter outside linear layers is split; see [`subquad.modeling.tensor_parallel.plan_heads`]."""
+    """The axis along which a parameter outside linear layers is split, as `plan_heads` of `subquad` names the ways."""
     if style not in ("colwise", "rowwise"):
         return None
     return -1 if style == "rowwise" or parameter.dim() == 1 else -2

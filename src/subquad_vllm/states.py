@@ -265,8 +265,8 @@ class InSlots:
 
 class BlockSlots:
     """
-    The states of a block, as [`subquad.modeling.cache.LayerState`] has those of a batch. Only [`shift`] and [`recur`] read and
-    write them.
+    The states of a block, as [`subquad.modeling.cache.LayerState`] has those of a batch. Only [`shift`] and [`recur`]
+    read and write them.
     """
 
     def __init__(self, block: str):
@@ -294,7 +294,8 @@ class Blocks:
 
 class StepTokens:
     """
-    The tokens of a step, as [`subquad.modeling.padding.Tokens`] are those of a call: rows of one token, none of them padding.
+    The tokens of a step, as [`subquad.modeling.padding.Tokens`] are those of a call: rows of one token, none of them
+    padding.
     """
 
     mask = starts = cu_seqlens = None

@@ -1,10 +1,12 @@
 """
 What a model costs: parameters, state and floating-point operations, without loading it.
 
-`python -m subquad.hub.info` writes the numbers of the presets to `presets.json`, from which they are read in milliseconds.
+`python -m subquad.hub.info` writes the numbers of the presets to `presets.json`, from which they are read in
+milliseconds.
 """
 
 import json
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +15,6 @@ from typing import TYPE_CHECKING
 from ..models import REGISTRY
 from ..models.architecture import Costs
 from ..quantization.methods import METHODS, SCALE
-from .foreign_files import naming
 from .presets import PRESETS, preset_config
 
 
@@ -128,17 +129,17 @@ def known_names() -> dict[str, list[str]]:
 def describe_preset(name: str) -> ModelInfo:
     """The numbers of a preset, computed; [`describe`] reads them from a file."""
     config = preset_config(name)
-    return _info(name, "preset", config, REGISTRY[config.model_type].count_parameters(config), None, None)
+    return make_info(name, "preset", config, REGISTRY[config.model_type].count_parameters(config), None)
 
 
 def describe(name_or_path: str) -> ModelInfo:
     """
-    The numbers of a model directory, a preset, an embedded model, or a checkpoint that can be converted. A directory
-    comes before a preset or an embedded model of the same name.
+    The numbers of a model directory, a preset or an embedded model. A directory comes before a preset or an embedded
+    model of the same name.
 
     Raises:
         UnknownModelError: if it is none of these.
-        ValueError: if a directory or file exists but cannot be read.
+        ValueError: if a directory cannot be read, or its weights are not in safetensors.
     """
     path = Path(name_or_path)
     if not path.is_dir():
@@ -147,9 +148,6 @@ def describe(name_or_path: str) -> ModelInfo:
         path = embedded_model(name_or_path) or path
     if path.is_dir():
         return _describe_directory(name_or_path, path)
-    if path.is_file():
-        with naming(path):
-            return _describe_checkpoint(name_or_path, path)
     raise UnknownModelError(
         f"{name_or_path!r} is not a preset ({', '.join(PRESETS)}), not an embedded model "
         f"({', '.join(_embedded()) or 'there is none'}), not a directory and not a checkpoint file."
@@ -201,45 +199,29 @@ def format_bytes(number: int) -> str:
 def _describe_directory(name: str, path: Path) -> ModelInfo:
     from transformers import AutoConfig
 
-    from subquad_conversion.adapter_files import is_adapter_directory
-    from subquad_conversion.checkpoint import open_checkpoint
+    from .weight_files import find_weights, read_headers
 
-    if is_adapter_directory(path):
-        return _describe_checkpoint(name, path)  # the error describes the adapter
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the file may contain anything, so any part of the reader may fail
-        try:
-            return _describe_checkpoint(name, path)
-        except ValueError as refusal:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"{path} has no usable config.json ({reason}). {refusal}") from refusal
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} has no usable config.json ({reason}).") from error
+    if not (headers := read_headers(find_weights(path))):
+        raise ValueError(f"{path} has no weights in safetensors.")
     quantised = getattr(config, "quantization_config", None) or {}
     own = quantised.get("quant_method") in METHODS.values()
     counts: Counter = Counter()
     size = 0
-    with open_checkpoint(path) as checkpoint:
-        for tensor_name, tensor in checkpoint.tensors.items():
-            dtype, elements = str(tensor.dtype).removeprefix("torch."), tensor.elements
-            size += elements * _bits(dtype) // 8
-            if own and dtype == "U8":  # two weights
-                dtype, elements = "I4", 2 * elements
-            if not (own and tensor_name.endswith(SCALE)):
-                counts[dtype] += elements
-        if hasattr(config, "set_sizes_from_shapes"):
-            config.set_sizes_from_shapes({name: tensor.shape for name, tensor in checkpoint.tensors.items()})
-    return _info(name, str(path), config, sum(counts.values()), counts.most_common(1)[0][0], size)
-
-
-def _describe_checkpoint(name: str, path: Path) -> ModelInfo:
-    from transformers import AutoConfig
-
-    from subquad_conversion import recognise
-
-    found = recognise(path)
-    config = AutoConfig.for_model(found.model_type, **found.sizes)
-    size = found.parameters * _bits(found.dtype) // 8
-    return _info(name, str(path), config, found.parameters, found.dtype, size)
+    for tensor_name, (shape, dtype) in headers.items():
+        elements = math.prod(shape)
+        size += elements * _bits(dtype) // 8
+        if own and dtype == "U8":  # two weights
+            dtype, elements = "I4", 2 * elements
+        if not (own and tensor_name.endswith(SCALE)):
+            counts[dtype] += elements
+    if hasattr(config, "set_sizes_from_shapes"):
+        config.set_sizes_from_shapes({name: shape for name, (shape, _) in headers.items()})
+    return make_info(name, str(path), config, sum(counts.values()), counts.most_common(1)[0][0], size)
 
 
 def _bits(dtype: str) -> int:
@@ -254,14 +236,24 @@ def _loaded_dtype(config: "PreTrainedConfig") -> str:
     return str(getattr(config, "dtype", None)).removeprefix("torch.")
 
 
-def _info(
+def make_info(
     name: str,
     source: str,
     config: "PreTrainedConfig",
     parameters: int,
     dtype: str | None,
-    weight_bytes: int | None,
+    weight_bytes: int | None = None,
 ) -> ModelInfo:
+    """
+    The numbers of a model.
+
+    Args:
+        parameters: their number.
+        dtype: of most of them, by its name in torch or safetensors; None if there are no weights.
+        weight_bytes: size of the weights; None if their dtype tells it, or if there are none.
+    """
+    if weight_bytes is None and dtype is not None:
+        weight_bytes = parameters * _bits(dtype) // 8
     bits = _bits(next((name for name in (_loaded_dtype(config), dtype) if name in FLOATS), "float32"))
     architecture = REGISTRY.get(config.model_type)
     costs = Costs() if architecture is None else architecture.costs(config, parameters)
@@ -299,6 +291,7 @@ __all__ = [
     "embedded_model",
     "format_bytes",
     "labelled",
+    "make_info",
 ]
 
 
