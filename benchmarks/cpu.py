@@ -122,7 +122,7 @@ def gguf_files(library: Any, path: Path, kinds: list[str]) -> dict[str, Path]:
     files = {kind: path.with_name(f"{kind}.gguf") for kind in {first, *kinds}}
     if not files[first].exists():
         command = ["convert", str(path), str(files[first]), "--to", "gguf", "--gguf-type", first]
-        subprocess.run([sys.executable, "-m", "subquad", *command], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, "-m", "subquad_cli", *command], check=True, stdout=subprocess.DEVNULL)
     for kind, file in files.items():
         if not file.exists():
             llama_peer.quantize(library, files[first], file, kind)

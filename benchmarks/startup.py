@@ -104,7 +104,7 @@ def make_model(folder: Path) -> Path:
     config.save_pretrained(raw)
     save_file({name: x.normal_(std=0.02) for name, x in tensors.items()}, raw / "model.safetensors", {"format": "pt"})
     command = ["convert", str(raw), str(made), "--tokenizer", "rwkv-world"]
-    subprocess.run([sys.executable, "-m", "subquad", *command], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "subquad_cli", *command], check=True, stdout=subprocess.DEVNULL)
     shutil.rmtree(raw)
     return made
 

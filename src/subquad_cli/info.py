@@ -79,9 +79,12 @@ def _describe(name: str) -> "ModelInfo":
     """The numbers of a model, also of a checkpoint that can be converted, such as a single file."""
     from subquad.hub.foreign_files import naming
     from subquad.hub.info import describe
-    from subquad_conversion.adapter_files import is_adapter_directory
 
     path = Path(name)
+    if not path.exists():
+        return describe(name)
+    from subquad_conversion.adapter_files import is_adapter_directory
+
     if path.is_file():
         with naming(path):
             return _describe_checkpoint(path)
@@ -90,8 +93,6 @@ def _describe(name: str) -> "ModelInfo":
     try:
         return describe(name)
     except ValueError as error:
-        if not path.is_dir():
-            raise
         try:
             return _describe_checkpoint(path)
         except ValueError as refusal:

@@ -199,7 +199,7 @@ def format_bytes(number: int) -> str:
 def _describe_directory(name: str, path: Path) -> ModelInfo:
     from transformers import AutoConfig
 
-    from .weight_files import find_weights, read_headers
+    from .weight_files import DTYPES, find_weights, read_headers
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -213,7 +213,7 @@ def _describe_directory(name: str, path: Path) -> ModelInfo:
     counts: Counter = Counter()
     size = 0
     for tensor_name, (shape, dtype) in headers.items():
-        elements = math.prod(shape)
+        dtype, elements = str(DTYPES.get(dtype, dtype)).removeprefix("torch."), math.prod(shape)
         size += elements * _bits(dtype) // 8
         if own and dtype == "U8":  # two weights
             dtype, elements = "I4", 2 * elements
