@@ -60,7 +60,18 @@ def url(models):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "subquad_cli", "run", "transformers", "serve", "--device", "cpu", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "subquad_cli",
+        "run",
+        "transformers",
+        "serve",
+        "--device",
+        "cpu",
+        "--port",
+        str(port),
+    ]
     environment = os.environ | {"HF_HUB_CACHE": str(models / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     log = models / "log"
     with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
