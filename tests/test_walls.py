@@ -42,8 +42,7 @@ ROOMS = {
 }
 # With what models are loaded and saved: they are below the models, although they stand in `hub` with others of a kind.
 FILES_OF_MODELS = {
-    f"subquad.hub.{name}"
-    for name in ("foreign_files", "loading", "new_files", "processing", "saving", "weight_files")
+    f"subquad.hub.{name}" for name in ("foreign_files", "loading", "new_files", "processing", "saving", "weight_files")
 }
 # Architectures that are made of others.
 BUILT_ON = {"rwkv6": {"rwkv5"}, "visual_rwkv": {"rwkv5", "rwkv6"}}
