@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from .int8_linear import Layout, _finished, _quantize, check_product
+from .int8_linear import Stored, _finished, _quantize, check_product
 from .native import GROUP, STRIP, WORTHWHILE, in_memory, library, watched
 
 
@@ -18,7 +18,7 @@ def fits_groups(outputs: int, inputs: int) -> bool:
     return outputs > 0 and inputs > 0 and outputs % STRIP == 0 and inputs % GROUP == 0
 
 
-def int4_layout(outputs: int, inputs: int) -> tuple[Layout, Layout]:
+def int4_layout(outputs: int, inputs: int) -> tuple[Stored, Stored]:
     """The shape and dtype of the integers, and those of the scales, of a weight (outputs, inputs) of 4 bits."""
     blocks = outputs // STRIP, inputs // GROUP
     return ((*blocks, STRIP * GROUP // 2), torch.uint8), ((*blocks, STRIP), torch.bfloat16)

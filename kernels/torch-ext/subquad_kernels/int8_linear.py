@@ -17,7 +17,7 @@ _ROWS = 2048
 # Inputs up to which the sum of products of two numbers of 8 bits, 128 * 127 each, fits in 32 bits.
 MOST_INPUTS = 2**17
 # The shape and the dtype of a tensor.
-Layout = tuple[tuple[int, ...], torch.dtype]
+Stored = tuple[tuple[int, ...], torch.dtype]
 
 
 def quantize_rows(x: torch.Tensor, largest: int = LARGEST) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +52,7 @@ def _quantize(x: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor
     return integers.nan_to_num_(0, 0, 0).to(torch.int8), scale
 
 
-def int8_layout(outputs: int, inputs: int) -> tuple[Layout, Layout]:
+def int8_layout(outputs: int, inputs: int) -> tuple[Stored, Stored]:
     """The shape and dtype of the integers, and those of the scales, of a weight (outputs, inputs) of 8 bits."""
     return ((outputs, inputs), torch.int8), ((outputs,), torch.float32)
 
@@ -63,7 +63,7 @@ def check_product(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     size: tuple[int, int],
-    layout: tuple[Layout, Layout],
+    layout: tuple[Stored, Stored],
 ) -> None:
     """
     Checks the arguments of a product with a weight of integers, whose outputs and inputs are `size`.

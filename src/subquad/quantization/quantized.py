@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from subquad_kernels import int4_linear, int8_linear, quantize_groups, quantize_rows
 from subquad_kernels.checks import check_stored
 from subquad_kernels.int4_linear import fits_groups, int4_layout
-from subquad_kernels.int8_linear import Layout, int8_layout
+from subquad_kernels.int8_linear import Stored, int8_layout
 
 from ..hub.weight_files import FLOATING, read_headers
 from ..modeling.arguments import nearest
@@ -103,7 +103,7 @@ class IntegerLayer(nn.Module):
     # From a weight in floating point to integers and scales.
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = staticmethod(quantize_rows)
     # The shape and dtype of the integers, and those of the scales, of a weight (rows, width).
-    stored: Callable[[int, int], tuple[Layout, Layout]] = staticmethod(int8_layout)
+    stored: Callable[[int, int], tuple[Stored, Stored]] = staticmethod(int8_layout)
 
     def __init__(self, layer: nn.Linear | nn.Embedding, pre_quantized: bool, own_scale: bool = True):
         super().__init__()
