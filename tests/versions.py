@@ -55,7 +55,7 @@ PARTS = {
     "static-cache": ["test_static_cache.py"],
     "training": ["test_training.py"],
     "compile": ["test_contract.py", "test_state_tuning.py", "models", "-k", "compiled", "-m", "not slow"],
-    "repositories": ["test_hub.py", "test_flatten.py", "test_push.py", "-m", "not slow"],
+    "repositories": ["test_hub.py", "test_merging.py", "test_push.py", "-m", "not slow"],
     "tokenizers": ["tokenizers"],
     "peft": ["test_adapters.py", "test_state_tuning.py"],
     "pipelines": ["test_pipelines.py", "test_encoder_pipelines.py"],

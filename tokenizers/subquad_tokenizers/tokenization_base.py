@@ -4,12 +4,15 @@ import functools
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from transformers import AddedToken
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
 
@@ -107,6 +110,20 @@ class SelfContainedMixin:
         with self._with_code(self_contained or push_to_hub or "auto_map" in self.init_kwargs):
             return super().save_pretrained(save_directory, legacy_format, filename_prefix, push_to_hub, **kwargs)
 
+    def _save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> tuple[str, ...]:
+        """As in transformers, which has copied the module of the class, and those that it imports, if asked to."""
+        module = type(self).__module__
+        if self._auto_class is not None and module.startswith("subquad_tokenizers."):
+            try:
+                from subquad_tokenizers.merging import merge
+            except ImportError:  # it is there: only imports in a `try` may be missing in a copy of this file
+                raise
+            for copied in get_relative_import_files(sys.modules[module].__file__):
+                Path(save_directory, Path(copied).name).unlink(missing_ok=True)
+            for name, text in merge([module]).items():
+                Path(save_directory, name).write_text(text, encoding="utf-8", newline="\n")
+        return super()._save_pretrained(save_directory, *args, **kwargs)
+
     def push_to_hub(self, *args, **kwargs):
         """As in transformers. The code of the tokenizer is uploaded too."""
         with self._with_code():
@@ -114,7 +131,7 @@ class SelfContainedMixin:
 
     @contextmanager
     def _with_code(self, code: bool = True) -> Iterator[None]:
-        # transformers copies the module of a class with this attribute, and the modules that it imports.
+        # transformers copies the module of a class with this attribute, and `_save_pretrained` merges what it imports.
         if not code or self._auto_class is not None:
             yield
             return

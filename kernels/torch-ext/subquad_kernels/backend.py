@@ -201,7 +201,7 @@ def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def readable(x: torch.Tensor | None) -> torch.Tensor | None:
+def dense_rows(x: torch.Tensor | None) -> torch.Tensor | None:
     """x, or a copy if the values of a row are not adjacent in memory."""
     return x if x is None or x.stride()[-1] == 1 else x.contiguous()
 

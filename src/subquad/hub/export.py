@@ -1,6 +1,6 @@
 """
 Model repositories that load without this package: `from_pretrained(..., trust_remote_code=True)` finds the code next
-to the weights. [`subquad.hub.flatten`] makes this code from the package's own.
+to the weights, at most six files merged from the package's own.
 """
 
 import importlib.metadata
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
+from subquad_tokenizers.merging import merge
+
+from .. import __version__
 from ..models import REGISTRY
 from ..models.architecture import Architecture
 from ..quantization.methods import METHODS
 from .directories import check_free, new_directory
-from .flatten import repository_code
 from .foreign_files import check_links, listed, read_json, reading
 from .model_check import check_model, model_type_of, unknown_fields, weights_of
 from .new_files import writing
@@ -107,6 +109,17 @@ def _add_processor_code(directory: Path, architecture: Architecture) -> dict[str
     if (path := directory / "processor_config.json").is_file():  # transformers then looks nowhere else
         _write_json(path, read_json(path) | {"auto_map": auto_map})
     return auto_map
+
+
+def repository_code(*modules: str) -> dict[str, str]:
+    """
+    The files that these modules of one architecture need, by name: a file for each module, `kernels_NAME.py` with the
+    operators in plain torch, and `triton_NAME.py` with the same as kernels for a GPU.
+    """
+    name = modules[0].rpartition(".")[2].partition("_")[2]
+    kernels = (f"kernels_{name}", f"The operators of `modeling_{name}.py`, in plain torch.")
+    triton = (f"triton_{name}", f"The operators of `kernels_{name}.py` as Triton kernels, for a GPU.")
+    return merge(modules, packages={"subquad_kernels": [kernels, triton]}, version=__version__)
 
 
 def _write_code(directory: Path, *modules: str) -> None:
@@ -216,4 +229,4 @@ def _legal(name: str) -> str:
     return next(path for path in found if path.is_file()).read_text(encoding="utf-8")
 
 
-__all__ = ["add_model_code", "add_processor_code", "export"]
+__all__ = ["add_model_code", "add_processor_code", "export", "repository_code"]

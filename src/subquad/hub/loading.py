@@ -1,9 +1,9 @@
 """Files whose tensors have the names of another package. `from_pretrained` reads them as they are."""
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 from transformers import PreTrainedModel
@@ -104,13 +104,13 @@ class Layout:
         register_checkpoint_conversion_mapping(model_type, transforms, overwrite=True)
 
 
-@cache
+@functools.cache
 def name_pattern(name: str) -> re.Pattern:
     """The regular expression of a part of a name in [`Layout`]."""
     return re.compile(re.escape(name).replace(r"\^", "^").replace(r"\$", "$").replace(r"\{\}", r"(\d+)"))
 
 
-@cache
+@functools.cache
 def name_replacement(name: str) -> str:
     return name.strip("^$").replace("{}", r"\1")
 

@@ -8,7 +8,7 @@ with the last row, the second one once more for the sum. The rows before those o
 import triton
 import triton.language as tl
 
-from ..backend import cdiv, launch, readable
+from ..backend import cdiv, dense_rows, launch
 from .reference import EPS
 
 
@@ -80,8 +80,8 @@ def contextualizer_last_row(z, v, gate, prefix):
     """Computes [`subquad_kernels.contextualizer`] for one query: (W, 1, H). Copies no arguments."""
     windows, rows, width = z.shape
     context, strides = v.shape[0], v.stride()
-    z, gate, shared = readable(z), readable(gate), context - rows
-    prefix = readable(prefix.to(z.dtype)) if shared else None
+    z, gate, shared = dense_rows(z), dense_rows(gate), context - rows
+    prefix = dense_rows(prefix.to(z.dtype)) if shared else None
     weights, out = z.new_empty(windows, context), z.new_empty(windows, 1, width)
     numbers = *(context, shared, width, *z.stride()[:2]), prefix.stride()[0] if shared else 0
     grid, mix_grid = (windows * cdiv(context, 8),), (windows * cdiv(width, 32),)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..backend import cdiv, launch, multiprocessors, readable
+from ..backend import cdiv, dense_rows, launch, multiprocessors
 from ..tiles import add_rows, cells_of, load_tile, norm_kernel, product_constants, row_products, rows_at
 from .reference import EPS
 from .step_kernels import contextualizer_last_row
@@ -199,7 +199,7 @@ class _Plan:
     """How the work is divided, and the arguments that all kernels share."""
 
     def __init__(self, z, v, prefix, queries):
-        self.z = readable(z)
+        self.z = dense_rows(z)
         self.windows, self.rows, self.width = z.shape
         self.context, self.queries = v.shape[0], queries
         self.shared, self.first = self.context - self.rows, self.context - queries
@@ -246,7 +246,7 @@ def contextualizer_triton(z, v, gate, prefix, queries):
     """Computes [`subquad_kernels.contextualizer`]."""
     if queries == 1:
         return contextualizer_last_row(z, v, gate, prefix)
-    gate, out = readable(gate), z.new_empty(z.shape[0], queries, z.shape[2])
+    gate, out = dense_rows(gate), z.new_empty(z.shape[0], queries, z.shape[2])
     plan = _Plan(z, v, prefix, queries)
     keys = plan.constants["ROWS"]
     for part, x, scales, (weights,) in plan.pieces(1):
@@ -263,7 +263,7 @@ def contextualizer_triton(z, v, gate, prefix, queries):
 
 def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
     """Gradients of z, v, gate and prefix, those that are given."""
-    grad, g = readable(grad), readable(grad)
+    grad, g = dense_rows(grad), dense_rows(grad)
     plan = _Plan(z, v, prefix, queries)
     grad_z, total = z.new_empty(z.shape), None
     grad_prefix = None if prefix is None else prefix.new_zeros(prefix.shape, dtype=torch.float32)

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import cdiv, launch, readable
+from ..backend import cdiv, dense_rows, launch
 from ..tiles import add_rows, cells_of, norm_kernel, product_constants, row_products, rows_at
 
 
@@ -231,7 +231,7 @@ def dynamic_mixing_triton(out, features, width, normalization, eps):
     Writes gate * (weights @ rows) to `out` (W, C, width), which may be the gate: see
     [`subquad_kernels.dynamic_mixing`].
     """
-    features = readable(features)
+    features = dense_rows(features)
     gate, plan = features[..., width : 2 * width], _Plan(features, width, normalization, eps)
     for part, x, _, cosines, row_sums in plan.pieces():
         plan.mix(x, cosines, row_sums, gate[part], out[part])
@@ -239,7 +239,7 @@ def dynamic_mixing_triton(out, features, width, normalization, eps):
 
 def dynamic_mixing_triton_backward(grad, features, width, normalization, eps):
     """The gradient of the features."""
-    features, grad = readable(features), readable(grad)
+    features, grad = dense_rows(features), dense_rows(grad)
     grads = features.new_empty(features.shape)
     grads[..., 2 * width :] = grad[..., width:]
     plan = _Plan(features, width, normalization, eps)

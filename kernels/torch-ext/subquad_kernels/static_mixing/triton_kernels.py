@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import KernelError, cdiv, launch, multiprocessors, readable
+from ..backend import KernelError, cdiv, dense_rows, launch, multiprocessors
 from ..tiles import aligned, load_tile
 
 
@@ -118,7 +118,7 @@ def _multiply(v, x, gate, out, factor=None, product=None):
 
 def _readable_parts(features, v, width):
     """x, gate and v in a layout that the kernels can read."""
-    tail = readable(features[..., : 2 * width])
+    tail = dense_rows(features[..., : 2 * width])
     return tail[..., :width], tail[..., width:], v.to(features.dtype).contiguous()
 
 
@@ -131,7 +131,7 @@ def static_mixing_triton(features, v, width, out):
 def static_mixing_triton_backward(grad, features, v, width):
     """Gradients of features and v."""
     x, gate, weights = _readable_parts(features, v, width)
-    grad_gated = readable(grad[..., :width])
+    grad_gated = dense_rows(grad[..., :width])
     grad_features = features.new_empty(features.shape)
     grad_x, grad_gate, grad_head = grad_features.tensor_split((width, 2 * width), dim=-1)
     # g takes the memory of the gradient of the head, if there is room.

@@ -14,7 +14,7 @@ from .cache_raven import RavenCache
 from .configuration_raven import RavenConfig
 
 
-def widen(x: torch.Tensor) -> torch.Tensor:
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     """x in float32, or in float64 if it is: decays and angles need more digits than 16-bit numbers have."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -77,7 +77,7 @@ class RavenLayout(TokenLayout):
     def rotate(self, x: torch.Tensor, theta: float) -> torch.Tensor:
         """Rotary embeddings of x, (batch, length, heads, size)."""
         cos, sin = self.rotations[x.shape[-1], theta]
-        left, right = widen(x).chunk(2, dim=-1)
+        left, right = at_least_float32(x).chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
     def remember(

@@ -22,7 +22,7 @@ from ...modeling.tensor_parallel import local_part
 from ...modeling.versions import RecurrentModelOutput
 from .cache_raven import RavenCache
 from .configuration_raven import RavenConfig
-from .layout_raven import RavenLayout, find_layout, widen
+from .layout_raven import RavenLayout, at_least_float32, find_layout
 
 
 slot_memory, slot_routing = replaceable(slot_memory, slot_routing)
@@ -68,10 +68,10 @@ class RavenSlotMemory(nn.Module):
     def decay(self, x: torch.Tensor) -> torch.Tensor:
         """Equation 19: a, the logarithm of the decay, (batch, length, heads), or with "GLA" (..., heads, slots)."""
         if self.config.decay_type == "GLA":
-            f = torch.unflatten(widen(self.f_proj(x)), -1, (-1, self.config.num_slots))
+            f = torch.unflatten(at_least_float32(self.f_proj(x)), -1, (-1, self.config.num_slots))
             return F.logsigmoid(f) / self.config.gate_logit_normalizer
-        A_log, dt_bias = widen(local_part(self.A_log)), widen(local_part(self.dt_bias))
-        return -A_log.exp() * F.softplus(widen(self.a_proj(x)) + dt_bias)
+        A_log, dt_bias = at_least_float32(local_part(self.A_log)), at_least_float32(local_part(self.dt_bias))
+        return -A_log.exp() * F.softplus(at_least_float32(self.a_proj(x)) + dt_bias)
 
     def route(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Table 1, equations 20 to 23: log f, what each slot keeps at a token, (batch, length, heads, slots)."""
@@ -85,7 +85,7 @@ class RavenSlotMemory(nn.Module):
             return a
         m = torch.unflatten(self.r_proj(x), -1, (-1, config.num_slots))
         if config.add_gumbel_noise and self.training:
-            m = widen(m) - torch.empty_like(widen(m)).exponential_().log()  # equation 23
+            m = at_least_float32(m) - torch.empty_like(at_least_float32(m)).exponential_().log()  # equation 23
         return slot_routing(
             logits=m,
             log_decay=a,

@@ -11,7 +11,7 @@ ORDER = "rwkvg"  # of the five token shifts there
 OUR_ORDER = "wkvrg"
 
 
-def reorder(groups: torch.Tensor) -> torch.Tensor:
+def reorder_groups(groups: torch.Tensor) -> torch.Tensor:
     """(5, ...) in the order of flash-linear-attention to ours."""
     return groups[[ORDER.index(letter) for letter in OUR_ORDER]]
 
@@ -22,7 +22,7 @@ def reorder_back(groups: torch.Tensor) -> torch.Tensor:
 
 def shift_down(weight: torch.Tensor) -> torch.Tensor:
     """(5 R, D) to A of equation 14, (D, 5 R)."""
-    return reorder(torch.unflatten(weight, 0, (5, -1))).flatten(0, 1).t()
+    return reorder_groups(torch.unflatten(weight, 0, (5, -1))).flatten(0, 1).t()
 
 
 def shift_down_back(a: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ def shift_down_back(a: torch.Tensor) -> torch.Tensor:
 
 def shift_up(weight: torch.Tensor) -> torch.Tensor:
     """(D, 5 R) to B of equation 14, (5, R, D)."""
-    return reorder(torch.unflatten(weight.t(), 0, (5, -1)))
+    return reorder_groups(torch.unflatten(weight.t(), 0, (5, -1)))
 
 
 def shift_up_back(b: torch.Tensor) -> torch.Tensor:
