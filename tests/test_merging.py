@@ -147,9 +147,8 @@ FIRST = """
 
     # Counts, see `_check`.
     class _Plan:
-        _check = 1
-
         def go(self, x: "_Plan | None" = None):
+            self._check = 1
             return f"{_check(x)} {self._check}", dict(_check=2), "é", _check(math.pi)  # trailing
 
 
