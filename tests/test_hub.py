@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import venv
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -190,7 +191,7 @@ def test_images_where_nothing_of_ours_is_installed(tmp_path, python_elsewhere):
 
 @pytest.mark.quick_cases("rwkv6", "avey-b")
 @each_model
-def test_installed_classes_load_a_repository(model_type, tmp_path):
+def test_installed_classes_load_a_repository(model_type, tmp_path, monkeypatch):
     model, ids = saved(model_type, tmp_path / "source"), random_ids(2, 9)
     hub.export(tmp_path / "source", tmp_path / "repository")
     for trust in (None, False, True):
@@ -210,6 +211,14 @@ def test_installed_classes_load_a_repository(model_type, tmp_path):
     for one in (copy, loaded, copy):
         torch.testing.assert_close(one.eval()(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
         one.train()(ids).last_hidden_state.sum().backward()
+    if find_spec("triton"):  # the copy has its own kernels
+        monkeypatch.setenv("SUBQUAD_BACKEND", "triton")
+        kernels = f"{type(copy).__module__.rpartition('.')[0]}.triton_{reference.partition('.')[0].partition('_')[2]}"
+        sys.modules.pop(kernels, None)
+        hidden = copy.eval()(ids).last_hidden_state
+        torch.testing.assert_close(hidden, model.base_model(ids).last_hidden_state, atol=1e-4, rtol=1e-4)
+        hidden.sum().backward()
+        assert kernels in sys.modules
 
 
 @pytest.mark.parametrize("model_type", ["rwkv7", "visual_rwkv"])
