@@ -201,6 +201,7 @@ def test_names_that_two_modules_define(package):
         ("import math as x\ny = x", "import re as x\nfrom .first import y\nz = x, y", "more than one way"),
         ("def sum(): pass", "from .first import sum\nx = sum()", "`sum` has several meanings"),
         ("", "from .first import gone\nx = gone", "does not define gone"),
+        ("def f(): pass\ndef g(): f()", "from .first import f, g\nf = print(f)\nx = g", "binds a name again"),
     ],
 )
 def test_what_cannot_be_merged(first, model, message, package):

@@ -349,6 +349,7 @@ class File:
             sections.append("\n".join(lines).strip("\n"))
         statements = [each for _, part in self.parts for each in part]
         foreign = {name for each in statements for name in each.foreign}
+        self._check_bound_again(statements)
         own = {name for each in statements for _, name in each.uses if file_of(name) != self.name}
         if moved := sorted(name for name in own if any(name.name in x.rebinds for x in load(name.module).statements)):
             raise ValueError(f"{self.name} would not see when these names are bound again: {moved}.")
@@ -359,6 +360,15 @@ class File:
         head = f"{doc}\n\n" + "\n\n".join(blocks)
         guarded = [_guard(_import_block(optional))] if optional else []
         return "\n\n\n".join([head, *guarded, *sections]) + "\n"
+
+    def _check_bound_again(self, statements: list[Statement]) -> None:
+        """A name that a module imports and binds again is the new one for everything in the file."""
+        for one in statements:
+            again = [_home(home) for name in one.defines if isinstance(home := one.module.imported.get(name), Name)]
+            for other in statements:
+                if other is not one and any(name in again for _, name in other.uses):
+                    where = f"{other.module.name}, line {other.node.lineno}"
+                    raise ValueError(f"{where}: {one.module.name} binds a name again that this uses.")
 
     def _lines_of(self, statement: Statement, names: Names, file_of: Callable[[Name], str]) -> list[str]:
         """A statement with the names that it has in the files, and with its imports."""
@@ -389,31 +399,25 @@ class File:
 
 def _rename(statement: Statement, renamed: dict[str, str], lines: list[str], first: int) -> None:
     """Renames in the lines of a statement, the first of which has this number."""
-    places: list[tuple[int, int, str]] = []  # line, offset in bytes, name
-    places += [(each.lineno, each.col_offset, each.id) for each in statement.names if each.id in renamed]
-    for line, offset, name in sorted(places, reverse=True):
+    places = [(each.lineno, each.col_offset, each.id) for each in statement.names if each.id in renamed]
+    for line, offset, name in sorted(places, reverse=True):  # offsets are in bytes
         text = lines[line - first].encode()
         if text[offset : offset + len(name)] != name.encode():
             raise ValueError(f"{statement.module.name}, line {line}: `{name}` is not where Python finds it.")
         lines[line - first] = (text[:offset] + renamed[name].encode() + text[offset + len(name) :]).decode()
-    words = "|".join(map(re.escape, sorted(renamed)))
+    words = f"(?:{'|'.join(sorted(renamed))})"
 
     def replace(pattern, line):
-        pattern = pattern.replace("NAME", f"(?P<name>{words})")
-        lines[line] = re.sub(
-            pattern, lambda m: m[0].replace(f"{m['name']}", renamed[m["name"]]) if m["name"] else m[0], lines[line]
-        )
+        lines[line] = re.sub(pattern.replace("NAME", words), lambda found: renamed[found[0]], lines[line])
 
-    node = statement.node
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        replace(r"^(def|class) NAME\b", node.lineno - first)
-    for each in ast.walk(node):
+    replace(r"(?<=^def )NAME\b|(?<=^class )NAME\b", statement.node.lineno - first)
+    for each in ast.walk(statement.node):
         if isinstance(each, ast.Global):
             replace(r"\bNAME\b", each.lineno - first)
     for each in statement.quoted:
         replace(r"\bNAME\b", each.lineno - first)
-    for line in range(len(lines)):  # references in comments and docstrings
-        replace(r"`NAME`", line)
+    for line in range(len(lines)):  # in comments and docstrings
+        replace(r"(?<=`)NAME(?=`)", line)
 
 
 def _heading(module: Module) -> list[str]:

@@ -9,12 +9,15 @@ from torch import nn
 from subquad_kernels import working_memory
 
 from ...modeling.cache import LayerState, States
+from ...modeling.layers import replaceable
 from ...modeling.layout import TokenLayout
 from ...modeling.padding import Tokens, can_read_values, is_exporting, reorder
 from ...modeling.ring import ring_state, write_to_ring
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
 
+
+[working_memory] = replaceable(working_memory)  # here, because a cache replays it
 
 Rows = dict[str, torch.Tensor]
 

@@ -10,7 +10,7 @@ from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.utils.output_capturing import capture_outputs
 
-from subquad_kernels import cema, chunk_attention, chunk_attention_step, timestep_decay_norm, working_memory
+from subquad_kernels import cema, chunk_attention, chunk_attention_step, timestep_decay_norm
 
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
@@ -22,12 +22,10 @@ from ...modeling.tensor_parallel import local_part
 from ...modeling.versions import RecurrentModelOutput
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
-from .layout_gecko import GeckoLayout, find_bos, find_layout
+from .layout_gecko import GeckoLayout, find_bos, find_layout, working_memory
 
 
-cema, chunk_attention, timestep_decay_norm, working_memory = replaceable(
-    cema, chunk_attention, timestep_decay_norm, working_memory
-)
+cema, chunk_attention, timestep_decay_norm = replaceable(cema, chunk_attention, timestep_decay_norm)
 
 
 class GeckoTimestepDecayNorm(nn.Module):
