@@ -291,13 +291,14 @@ def test_a_model_that_is_saved_is_pushed_as_it_was_saved(server, tmp_path):
 
 def test_old_weights_do_not_stay(server):
     model, repository = tiny_model("rwkv6"), server.repository("user/finch")
-    repository.files["model-of-ours.safetensors"] = b""
+    repository.files |= {name: b"" for name in ("model-of-ours.safetensors", "subquad_cache.py", "my_subquad.py")}
     for size, sharded in (("50KB", True), ("1GB", False), ("50KB", True)):
         model.push_to_hub("user/finch", max_shard_size=size)
         assert ("model.safetensors" in repository.files) != sharded
         assert ("model.safetensors.index.json" in repository.files) == sharded
         assert any(name.startswith("model-00001-of-") for name in repository.files) == sharded
-        assert "model-of-ours.safetensors" in repository.files
+        assert {"model-of-ours.safetensors", "my_subquad.py"} < repository.files.keys()
+        assert "subquad_cache.py" not in repository.files
 
 
 def test_push_to_hub_of_a_model_is_that_of_transformers(server, monkeypatch):

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CARD = "README.md"
-# The weight files that `from_pretrained` looks for. Old ones are deleted if the new ones have other names.
-WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+# The weight files that `from_pretrained` looks for, and the files of code that earlier versions wrote, one a module.
+# Old ones are deleted if the new ones have other names.
+REPLACED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|subquad_\w+\.py|configuration_checks\.py")
 # In the card that transformers makes if a tokenizer is pushed first. It says nothing about the model.
 PLACEHOLDER = "# Model Card for Model ID"
 
@@ -214,10 +215,10 @@ def _upload(
     if tags:
         _tag(directory / CARD, tags)
     here = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
-    old_weights = [name for name in there if WEIGHTS.fullmatch(name) and name not in here]
+    replaced = [name for name in there if REPLACED.fullmatch(name) and name not in here]
     return api.create_commit(
         repo_id,
-        [CommitOperationDelete(name) for name in old_weights]
+        [CommitOperationDelete(name) for name in replaced]
         + [CommitOperationAdd(name, path) for name, path in sorted(here.items())],
         commit_message=commit_message or "Upload model",
         commit_description=commit_description,
