@@ -291,7 +291,8 @@ def test_a_model_that_is_saved_is_pushed_as_it_was_saved(server, tmp_path):
 
 def test_old_weights_do_not_stay(server):
     model, repository = tiny_model("rwkv6"), server.repository("user/finch")
-    repository.files |= {name: b"" for name in ("model-of-ours.safetensors", "subquad_cache.py", "my_subquad.py")}
+    for name in ("model-of-ours.safetensors", "subquad_cache.py", "my_subquad.py"):
+        repository.files[name] = b""
     for size, sharded in (("50KB", True), ("1GB", False), ("50KB", True)):
         model.push_to_hub("user/finch", max_shard_size=size)
         assert ("model.safetensors" in repository.files) != sharded
