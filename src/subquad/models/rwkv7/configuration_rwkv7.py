@@ -176,6 +176,8 @@ class Rwkv7Config(CheckedConfig):
         """Raises a ValueError if sizes do not fit together, before any tensor is created."""
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "intermediate_size", *RANKS)
         check_configuration(self, sizes, ("norm_eps",))
+        if self.hidden_size % self.head_dim:
+            raise ValueError(f"`hidden_size` ({self.hidden_size}) must be a multiple of `head_dim` ({self.head_dim}).")
         if self.num_heads * self.head_dim != self.hidden_size:
             raise ValueError(
                 f"`num_heads` ({self.num_heads}) times `head_dim` ({self.head_dim}) must be `hidden_size` "
