@@ -103,7 +103,7 @@ def test_the_files_are_complete(architecture, tmp_path):
 
 def test_the_same_each_time():
     """Byte by byte, also in a process with another seed of hashes, and whatever has been merged before."""
-    architectures = [REGISTRY[name] for name in ("gecko", "visual_rwkv")]
+    architectures = [REGISTRY[name] for name in ("raven", "visual_rwkv")]
     lists = [modules_of(each) for each in architectures]
     script = (
         "import json, sys; from subquad.hub.export import repository_code;"

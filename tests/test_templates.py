@@ -54,7 +54,7 @@ def test_errors_of_templates(template, kind, message):
 @pytest.mark.parametrize("template", [*LARGE, *LONG])
 def test_limits(template, tmp_path, monkeypatch, capsys):
     """Whatever a template does, the command ends soon, with one line."""
-    monkeypatch.setattr(templates, "SECONDS", 2)
+    monkeypatch.setattr(templates, "SECONDS", 1)
     save_model(tmp_path / "model", template=template)
     begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert main(["generate", "--model", str(tmp_path / "model"), "--chat", "--max-new-tokens", "1", "Hi"]) == 1

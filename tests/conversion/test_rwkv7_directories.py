@@ -156,6 +156,7 @@ def check_converted(source, directory):
     check_logits(AutoModelForCausalLM.from_pretrained(directory))
 
 
+@pytest.mark.quick_cases("*-True")
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("form", FIELDS)
 def test_a_directory_of_rwkv7_hf(form, again, tmp_path):

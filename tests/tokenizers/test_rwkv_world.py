@@ -822,7 +822,6 @@ def dump(value):
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-@pytest.mark.parametrize("as_text", [False, True], ids=["a dictionary", "a string"])
 @pytest.mark.parametrize(
     ("thinking", "answer"),
     [
@@ -848,7 +847,7 @@ def dump(value):
         ("2025", ">\n\nSo.\n\n"),
     ],
 )
-def test_a_response_goes_on(thinking, answer, as_text, world):
+def test_a_response_goes_on(thinking, answer, world):
     """The message of a response makes the same turn as the model wrote, with the arguments of calls in either form."""
     chat = [{"role": "user", "content": "1 + 2?"}]
     odd = {None: {}, "call": {"tools": [WEATHER]}, "2025": {"thinking": False, "style": "2025"}}
@@ -856,9 +855,10 @@ def test_a_response_goes_on(thinking, answer, as_text, world):
     prompt = world.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
     message = world.parse_response(answer, prefix=prompt)
     assert letter_by_letter(world, answer, prompt) == message
-    for call in message.get("tool_calls", []) if as_text else []:
-        call["function"]["arguments"] = dump(call["function"]["arguments"])
     turns, options["tools"] = [*chat, message], options.get("tools")
+    assert world.apply_chat_template(turns, tokenize=False, **options) == prompt + answer
+    for call in message.get("tool_calls", []):
+        call["function"]["arguments"] = dump(call["function"]["arguments"])
     assert world.apply_chat_template(turns, tokenize=False, **options) == prompt + answer
     # As tokens, so that the states of the earlier turns are found again.
     ids = world.apply_chat_template([*turns, user("And?")], return_dict=False, **options)
