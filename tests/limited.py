@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 
 # Bytes that a function may add to what the process has mapped, and seconds of one core that it may take.
@@ -35,6 +36,7 @@ def limited(function: Callable[[], Any], memory: int = MEMORY, seconds: int = SE
         if (child := os.fork()) == 0:
             code = 1
             try:
+                torch.set_num_threads(1)  # those of the process that was forked are not here
                 resource.setrlimit(resource.RLIMIT_AS, (pages(0) + memory,) * 2)
                 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
                 signal.alarm(20 * seconds)  # it may wait for what never comes
