@@ -4,7 +4,7 @@ training on tunes in another notation, beside the trainable parameters and the t
 
 "low ranks" are the maps of the decay, the learning rate, the values and the gate, which are parameters of the time
 mixing (`target_parameters` of LoRA). Every adapter is trained with each learning rate and the first seed, and with the
-best one of them and the other seeds. The tunes are those of the package music21.
+best one of them and the other seeds. The tunes come from the package music21.
 
 Tasks:
   spaced   a space after every note
@@ -72,7 +72,7 @@ def degrees(tune: str) -> str:
         letter = match[0]
         return str((ord(letter.upper()) - ord(key)) % 7 + 1) + ("'" if letter.islower() else "")
 
-    # A length gets a colon, so that it is no degree.
+    # A length gets a colon, so that it is not read as a degree.
     return header + re.sub(r"[A-Ga-g]", degree, re.sub(r"(?<=[A-Ga-gz,'])(\d)", r":\1", body))
 
 

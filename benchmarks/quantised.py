@@ -4,7 +4,7 @@ And where the error of their logits comes from: the rounded inputs of layers, or
 
 "7-bit inputs" is what CPUs without VNNI compute, whose products add in 16 bits. "random" are models of the same sizes
 with matrices of normally distributed numbers, which read random ids. An error is relative to the logits, with the
-smallest cosine of a token's logits in brackets. The tunes are those of the package music21.
+smallest cosine of a token's logits in brackets. The tunes come from the package music21.
 `python benchmarks/cpu.py --ours` measures the speed.
 
 examples:

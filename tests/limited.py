@@ -8,21 +8,16 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from resident_memory import mapped_memory, resident_memory
 
 
 # Bytes that a function may add to what the process has mapped, and seconds of one core that it may take.
 MEMORY, SECONDS = 2**30, 10
 only_on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is one of Linux")
-
-
-def pages(field: int) -> int:
-    """Bytes of this process: field 0 is what is mapped, field 1 what is in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()
 
 
 def limited(function: Callable[[], Any], memory: int = MEMORY, seconds: int = SECONDS) -> tuple[Any, int]:
@@ -37,10 +32,10 @@ def limited(function: Callable[[], Any], memory: int = MEMORY, seconds: int = SE
             code = 1
             try:
                 torch.set_num_threads(1)  # those of the process that was forked are not here
-                resource.setrlimit(resource.RLIMIT_AS, (pages(0) + memory,) * 2)
+                resource.setrlimit(resource.RLIMIT_AS, (mapped_memory() + memory,) * 2)
                 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
                 signal.alarm(20 * seconds)  # it may wait for what never comes
-                before = pages(1)
+                before = resident_memory()
                 result = function()
                 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
                 pickle.dump((result, max(after - before, 0)), file)

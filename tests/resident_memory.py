@@ -3,7 +3,16 @@
 import resource
 
 
+def mapped_memory() -> int:
+    """In bytes, with what is only reserved."""
+    return _pages(0)
+
+
 def resident_memory() -> int:
     """In bytes, without what is not in RAM."""
+    return _pages(1)
+
+
+def _pages(field: int) -> int:
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+        return int(file.read().split()[field]) * resource.getpagesize()

@@ -362,6 +362,13 @@ def test_info_of_something_unknown(capsys):
     )
 
 
+def test_numbers_of_a_file_of_weights(tmp_path):
+    """The command reads it, and the function names the command that makes a directory of it."""
+    (tmp_path / "goose.pth").touch()
+    with pytest.raises(ValueError, match=r"goose.pth is a file of weights.*`subquad convert .*goose.pth OUT`"):
+        describe(str(tmp_path / "goose.pth"))
+
+
 def test_info_of_a_directory_without_a_model(tmp_path, capsys):
     line = fails(capsys, 1, "info", tmp_path)
     assert f"{tmp_path} has no usable config.json (" in line and "has none of model.safetensors" in line

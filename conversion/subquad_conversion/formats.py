@@ -118,8 +118,8 @@ class Format:
         name: short and stable, for programs.
         title: for people.
         model_type: the `model_type` of the configuration to write.
-        config_types: values of `model_type` that published configurations of this format have, besides those of the
-            model's descriptor.
+        config_types: values of `model_type` in published configurations of this format, in addition to the
+            descriptor's `other_types`.
         layout: how its names become ours; None if `parts` or `rename` says it.
         target: the name under which `subquad convert --to` writes it; None if it is only read.
     """

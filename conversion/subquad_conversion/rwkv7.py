@@ -1,8 +1,8 @@
 """
-Goose (RWKV-7), in six layouts: the trainer's names, alone, after `rwkv7.` as in the RWKV organisation's repositories,
-which are ours, or after `model.` as in those of rwkv-rs; older names of rwkv-rs; those of flash-linear-attention; and
-web-rwkv's, the trainer's with transposed matrices. The type in a configuration does not tell them apart: several have
-`rwkv7`.
+Goose (RWKV-7), in six layouts. Three have the trainer's names: alone, after `rwkv7.` (the RWKV organisation's
+repositories, and ours), or after `model.` (rwkv-rs). rwkv-rs had other names before, and flash-linear-attention has
+its own. web-rwkv has the trainer's names with transposed matrices. The type in a configuration does not distinguish
+them: several have `rwkv7`.
 """
 
 import re

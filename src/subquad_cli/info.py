@@ -85,26 +85,24 @@ def _describe(name: str) -> "ModelInfo":
         return describe(name)
     from subquad_conversion.adapter_files import is_adapter_directory
 
-    if path.is_file():
+    if path.is_file() or is_adapter_directory(path):  # the error describes the adapter
         with naming(path):
-            return _describe_checkpoint(path)
-    if is_adapter_directory(path):
-        return _describe_checkpoint(path)  # the error describes the adapter
+            return _describe_checkpoint(name)
     try:
         return describe(name)
     except ValueError as error:
         try:
-            return _describe_checkpoint(path)
+            return _describe_checkpoint(name)
         except ValueError as refusal:
             raise ValueError(f"{error} {refusal}") from refusal
 
 
-def _describe_checkpoint(path: Path) -> "ModelInfo":
+def _describe_checkpoint(name: str) -> "ModelInfo":
     from transformers import AutoConfig
 
     from subquad.hub.info import make_info
     from subquad_conversion import recognise
 
-    found = recognise(path)
+    found = recognise(Path(name))
     config = AutoConfig.for_model(found.model_type, **found.sizes)
-    return make_info(str(path), str(path), config, found.parameters, found.dtype)
+    return make_info(name, str(Path(name)), config, found.parameters, found.dtype)

@@ -69,8 +69,6 @@ def in_process_of_its_own(render: Callable) -> Callable:
 
 def _answer(to: int, render: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Renders, writes the result or the error to a pipe, and ends the process."""
-    from jinja2 import TemplateError
-
     try:
         import resource
 
@@ -85,8 +83,7 @@ def _answer(to: int, render: Callable, args: tuple, kwargs: dict[str, Any]) -> N
         except Exception as error:
             if isinstance(error, MemoryError):
                 error = ValueError(TOO_LARGE)
-            kinds = {"TemplateError": TemplateError, "TypeError": TypeError}
-            kind = next((name for name, kind in kinds.items() if isinstance(error, kind)), "ValueError")
+            kind = next((name for name, kind in _errors().items() if isinstance(error, kind)), "ValueError")
             answer = json.dumps([kind, str(error) or type(error).__name__])
         with open(to, "w") as file:
             file.write(answer)
@@ -105,12 +102,17 @@ def _read(end: int) -> bytes | None:
     return None
 
 
-def _result(text: bytes) -> Any:
+def _errors() -> dict[str, type[Exception]]:
+    """The errors that are raised as `render` does, by name."""
     from jinja2 import TemplateError
 
+    return {"TemplateError": TemplateError, "TypeError": TypeError}
+
+
+def _result(text: bytes) -> Any:
     if not text:
         raise ValueError(TOO_LARGE)
     kind, value = json.loads(text)
     if kind:
-        raise {"TemplateError": TemplateError, "TypeError": TypeError}.get(kind, ValueError)(value)
+        raise _errors().get(kind, ValueError)(value)
     return tuple(value)

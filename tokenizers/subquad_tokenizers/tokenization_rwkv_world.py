@@ -470,8 +470,8 @@ def _holds_trie(tokenizer_file: str | None) -> bool:
     """Whether a `tokenizer.json` has a model that only rwkv-rs's fork of the tokenizers library reads."""
     if tokenizer_file is None:
         return False
-    with open(tokenizer_file, encoding="utf-8") as file:
-        return re.search(r'"type"\s*:\s*"RwkvTrie"', file.read()) is not None
+    with open(tokenizer_file, "rb") as file:
+        return re.search(rb'"type"\s*:\s*"RwkvTrie"', file.read()) is not None
 
 
 def _save_vocabulary(tokens: Sequence[bytes], save_directory: str, filename_prefix: str | None) -> tuple[str]:

@@ -139,7 +139,8 @@ def describe(name_or_path: str) -> ModelInfo:
 
     Raises:
         UnknownModelError: if it is none of these.
-        ValueError: if a directory cannot be read, or its weights are not in safetensors.
+        ValueError: if a directory cannot be read, if its weights are not in safetensors, or if it is a file of
+            weights.
     """
     path = Path(name_or_path)
     if not path.is_dir():
@@ -148,6 +149,10 @@ def describe(name_or_path: str) -> ModelInfo:
         path = embedded_model(name_or_path) or path
     if path.is_dir():
         return _describe_directory(name_or_path, path)
+    if path.is_file():
+        from .weight_files import check_directory
+
+        check_directory(path)
     raise UnknownModelError(
         f"{name_or_path!r} is not a preset ({', '.join(PRESETS)}), not an embedded model "
         f"({', '.join(_embedded()) or 'there is none'}), not a directory and not a checkpoint file."

@@ -8,10 +8,7 @@ from transformers import PreTrainedModel
 
 from ..modeling.arguments import PUSH_ARGUMENTS, known_arguments, parameter_names, refuse_unknown
 from ..modeling.layers import Linear
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+from .foreign_files import listed
 
 
 class SavedPreTrainedModel(PreTrainedModel):
@@ -113,9 +110,9 @@ class SavedPreTrainedModel(PreTrainedModel):
         loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info, *args, **kwargs)
         body = sorted(name for name in loading_info.missing_keys if name.startswith(prefix))
         if path is not None and body:
-            message = f"{path}: these weights of {type(model).__name__} are missing: {_listed(body)}."
+            message = f"{path}: these weights of {type(model).__name__} are missing: {listed(body)}."
             if others := sorted(loading_info.unexpected_keys):
-                message += f" The model type is {model.config.model_type}, the files have {_listed(others)}."
+                message += f" The model type is {model.config.model_type}, the files have {listed(others)}."
             raise ValueError(message)
         return loading_info
 

@@ -240,6 +240,7 @@ class LayerState:
         return -1
 
     def reset_rows(self, rows: torch.Tensor) -> None:
+        """Replaces the states of rows by zeros; `rows` is bool (batch). Drops the record of the past."""
         self.records.clear()
         for name, state in self.states.items():
             self.write(name, state.masked_fill(rows.to(state.device).view(-1, *[1] * (state.dim() - 1)), 0))

@@ -10,7 +10,7 @@ from transformers.utils import can_return_tuple, logging
 
 from .arguments import checks_arguments
 from .cache import RecurrentCache
-from .layers import check_inputs, zero_without_labels
+from .layers import check_inputs, labelled_loss, zero_without_labels
 from .padding import can_read_values, find_predicting
 from .versions import RecurrentCausalLMOutput, RecurrentClassifierOutput, cache_of, named_cache
 
@@ -210,10 +210,7 @@ class SequenceClassificationHead:
         )
         # The base model repeats a row's last real token to its end.
         logits = self.score(outputs.last_hidden_state[:, -1])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-            loss = zero_without_labels(loss, labels, kwargs.get("ignore_index"))
+        loss = labelled_loss(self, labels, logits=logits, pooled_logits=logits, config=self.config, **kwargs)
         return RecurrentClassifierOutput(
             loss=loss,
             logits=logits,

@@ -1,11 +1,12 @@
 """Layers and functions that modeling files share."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import use_kernel_forward_from_hub
 
 from subquad_kernels import linear
@@ -209,3 +210,11 @@ def zero_without_labels(loss: torch.Tensor, labels: torch.Tensor, ignore_index: 
         return loss
     counts = (labels != (-100 if ignore_index is None else ignore_index)).any()
     return torch.where(counts.to(loss.device), loss, torch.zeros_like(loss))
+
+
+def labelled_loss(model: PreTrainedModel, labels: torch.Tensor | None, **arguments: Any) -> torch.Tensor | None:
+    """The loss that transformers has for a head, see [`zero_without_labels`]; None without labels."""
+    if labels is None:
+        return None
+    loss = model.loss_function(labels=labels, **arguments)
+    return zero_without_labels(loss, labels, arguments.get("ignore_index"))

@@ -19,7 +19,15 @@ from subquad_kernels import dynamic_mixing, matmul, maxsim, split_ranker, static
 
 from ...hub.saving import SavedPreTrainedModel
 from ...modeling.arguments import checks_arguments
-from ...modeling.layers import Linear, chosen_states, read_tokens, relu_squared, replaceable, zero_without_labels
+from ...modeling.layers import (
+    Linear,
+    chosen_states,
+    labelled_loss,
+    read_tokens,
+    relu_squared,
+    replaceable,
+    zero_without_labels,
+)
 from ...modeling.padding import can_read_values
 from .configuration_avey_b import AveyBConfig
 from .layout_avey_b import Text, read_text
@@ -265,10 +273,7 @@ class AveyBForMaskedLM(AveyBPreTrainedModel):
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, return_dict=True, **kwargs)
         x = outputs.last_hidden_state
         logits = self.lm_head(x if self.ln_f is None else self.ln_f(x))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            loss = zero_without_labels(loss, labels, kwargs.get("ignore_index"))
+        loss = labelled_loss(self, labels, logits=logits, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
@@ -320,10 +325,7 @@ class AveyBForSequenceClassification(AveyBPreTrainedModel):
             real = (attention_mask[:, -x.shape[1] :] != 0).sum(1, keepdim=True)
             mean = total / real.clamp_min(1).to(x.device)
         logits = self.classifier(mean.to(x.dtype))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-            loss = zero_without_labels(loss, labels, kwargs.get("ignore_index"))
+        loss = labelled_loss(self, labels, logits=logits, pooled_logits=logits, config=self.config, **kwargs)
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
@@ -360,10 +362,7 @@ class AveyBForTokenClassification(AveyBPreTrainedModel):
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, return_dict=True, **kwargs)
         logits = self.classifier(outputs.last_hidden_state)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
-            loss = zero_without_labels(loss, labels, kwargs.get("ignore_index"))
+        loss = labelled_loss(self, labels, logits=logits, config=self.config, **kwargs)
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
