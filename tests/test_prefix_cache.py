@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 import subquad
 from subquad import PrefixCache
-from subquad.modeling.generation import RecurrentGenerationMixin
+from subquad.decoding.generation import RecurrentGenerationMixin
 from subquad.modeling.state_file import ModelIdentity, read_state_file, write_state_file
 from subquad_cli.run import _keep_states
 

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig
 
 from subquad import RecurrentCache
-from subquad.modeling import generation
+from subquad.decoding import generation
 from subquad.modeling.cache import LayerState
 
 

@@ -5,8 +5,8 @@ import torch
 from cases import AVEY, AVEY_B, DEVICE, EAGLE, FINCH, GECKO, GREEDY, RAVEN, VISUAL, each, random_ids
 from kernel_cases import Waits
 
+import subquad.decoding.generation
 import subquad.modeling.cache
-import subquad.modeling.generation
 import subquad.modeling.padding
 import subquad.models.visual_rwkv.modeling_visual_rwkv
 
@@ -19,7 +19,7 @@ GECKO_FIELDS = {} if DEVICE == "cuda" else {"document_boundaries": False}
 def as_on_a_gpu(monkeypatch):
     for module in (subquad.modeling.padding, subquad.modeling.cache, subquad.models.visual_rwkv.modeling_visual_rwkv):
         monkeypatch.setattr(module, "should_check", lambda x: x.shape[1] > 1)
-    monkeypatch.setattr(subquad.modeling.generation._EndedRows, "may_pad", lambda rows: rows.padding is not None)
+    monkeypatch.setattr(subquad.decoding.generation._EndedRows, "may_pad", lambda rows: rows.padding is not None)
 
 
 @pytest.fixture(params=["whole", "padding", "documents"])

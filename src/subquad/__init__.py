@@ -13,11 +13,11 @@ from .models import REGISTRY
 
 
 if TYPE_CHECKING:
+    from .decoding.penalties import DecayingPenaltyLogitsProcessor as DecayingPenaltyLogitsProcessor
     from .hub.info import embedded_model as embedded_model
     from .hub.presets import PRESETS as PRESETS
     from .hub.presets import preset_config as preset_config
     from .modeling.cache import RecurrentCache as RecurrentCache
-    from .modeling.penalties import DecayingPenaltyLogitsProcessor as DecayingPenaltyLogitsProcessor
     from .models import *
     from .quantization.quantized import Int4Config as Int4Config
     from .quantization.quantized import Int8Config as Int8Config
@@ -41,7 +41,7 @@ PROCESSORS: dict[str, str] = {
 }
 # Public name to the module that defines it. They are imported when they are first used.
 _EXPORTS = {
-    "DecayingPenaltyLogitsProcessor": "subquad.modeling.penalties",
+    "DecayingPenaltyLogitsProcessor": "subquad.decoding.penalties",
     "Int4Config": "subquad.quantization.quantized",
     "Int8Config": "subquad.quantization.quantized",
     "PRESETS": "subquad.hub.presets",

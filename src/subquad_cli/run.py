@@ -60,7 +60,7 @@ def _put_classes_into_transformers() -> None:
 
 def _keep_states() -> None:
     """The server gives whole conversations to `generate`, which then goes on from the states of their beginnings."""
-    from subquad.modeling.generation import RecurrentGenerationMixin
+    from subquad.decoding.generation import RecurrentGenerationMixin
     from subquad.states.prefix_cache import PrefixCache
 
     RecurrentGenerationMixin.make_prefix_cache = PrefixCache

@@ -24,11 +24,11 @@ def test_products_have_few_numbers_of_rows(tmp_path, monkeypatch):
     assert all(count <= parallel.round_up(count) <= 1.125 * count for count in range(1, 8193))
     multiply, found = ops.onednn_mm, set()
 
-    def watched(handler, x, bias):
+    def is_observed(handler, x, bias):
         found.add(x.numel() // x.shape[-1])
         return multiply(handler, x, bias)
 
-    monkeypatch.setattr(ops, "onednn_mm", watched)
+    monkeypatch.setattr(ops, "onednn_mm", is_observed)
     model = model_directory("rwkv6", tmp_path)
     requests = make_requests(8, VOCABULARY, longest=100, answer=8)
     with engine(model) as llm:

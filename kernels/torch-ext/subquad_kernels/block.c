@@ -1,5 +1,5 @@
 /*
- * One token of a whole block of RWKV on a CPU: token shifts, products, recurrence, norms and feed-forward network in one
+ * One token of all blocks of RWKV on a CPU: token shifts, products, recurrences, norms and feed-forward networks in one
  * call. What comes in and goes out has the dtype of the weights, but for the state of the recurrence and, with weights in
  * float16, the residual stream, which are float32. Between them everything is float32. Compiled by `native.py`.
  */
@@ -22,21 +22,33 @@ struct offset {
     ptrdiff_t rank;
 };
 
-/* What the blocks have in common, and what is the same for every product. */
-struct block {
-    int dtype; /* of the states of token shifts, and of the weights that are not integers */
-    int stream; /* the dtype of x and out */
-    int largest; /* to which 8-bit products round what they multiply */
+struct states;
+
+/* A call for one token of each row. */
+struct call {
     unsigned threads;
     parallel run;
-    ptrdiff_t rows, width, inner, heads, middle; /* middle is the width of the feed-forward network */
-    const void *x;
-    void *out;
+    ptrdiff_t rows;
+    void *x; /* the residual stream (rows, width), which becomes the output of the last block */
+    void *v_first; /* (rows, inner): the values of the first block of Goose, which that block writes */
+    const struct states *states;
+};
+
+/* Of one block in a call. */
+struct states {
     /* The last normalised token before, NULL for zeros, and this one; of both token shifts. */
     const void *before, *before_ffn;
     void *after, *after_ffn;
     const float *state; /* NULL for zeros */
     float *new_state;
+};
+
+/* What the blocks have in common, and what is the same for every product. */
+struct block {
+    int dtype; /* of the states of token shifts, and of the weights that are not integers */
+    int stream; /* the dtype of the residual stream */
+    int largest; /* to which 8-bit products round what they multiply */
+    ptrdiff_t width, inner, heads, middle; /* middle is the width of the feed-forward network */
     const void *ln1, *ln1_bias, *ln2, *ln2_bias, *ln_x, *ln_x_bias;
     float eps, eps_x;
     const void *bonus;
@@ -55,18 +67,19 @@ static float *take(struct scratch *s, ptrdiff_t count)
 }
 
 /* out (rows, outputs) = x (rows, inputs) times the weight, transposed. Returns 0, or 1 if there is no memory. */
-static int multiply(const struct block *b, const struct matrix *m, const float *x, float *out)
+static int multiply(
+    const struct call *c, const struct block *b, const struct matrix *m, const float *x, float *out)
 {
-    unsigned threads = m->outputs * m->inputs >= 1 << 18 ? b->threads : 1;
+    unsigned threads = m->outputs * m->inputs >= 1 << 18 ? c->threads : 1;
     if (m->bits == 4)
-        return subquad_int4_linear(x, m->weight, m->scale, out, b->rows, m->outputs, m->inputs, threads, b->run);
+        return subquad_int4_linear(x, m->weight, m->scale, out, c->rows, m->outputs, m->inputs, threads, c->run);
     if (m->bits == 8)
-        return subquad_int8_linear(x, m->weight, m->scale, out, b->rows, m->outputs, m->inputs, b->largest, threads,
-                                   b->run);
-    struct product p = {b->dtype, FLOAT32, b->rows, m->outputs, m->inputs, m->inputs, 0, x, m->weight, NULL,
+        return subquad_int8_linear(x, m->weight, m->scale, out, c->rows, m->outputs, m->inputs, b->largest, threads,
+                                   c->run);
+    struct product p = {b->dtype, FLOAT32, c->rows, m->outputs, m->inputs, m->inputs, 0, x, m->weight, NULL,
                         (char *)out};
     if (threads > 1)
-        b->run(product_work, &p, threads, 0);
+        c->run(product_work, &p, threads, 0);
     else
         product_work(&p);
     return 0;
@@ -74,10 +87,10 @@ static int multiply(const struct block *b, const struct matrix *m, const float *
 
 /* out (rows, outputs) = scale * outer(base + inner(x (rows, width) times down) times up), as in low_rank.py. */
 static void add_rank(
-    const struct block *b, const struct offset *o, const float *x, ptrdiff_t outputs, int inner, int outer,
+    const struct call *c, const struct block *b, const struct offset *o, const float *x, ptrdiff_t outputs, int inner, int outer,
     float scale, float *low, float *out)
 {
-    for (ptrdiff_t row = 0; row < b->rows; row++, out += outputs) {
+    for (ptrdiff_t row = 0; row < c->rows; row++, out += outputs) {
         columns(b->dtype, x + row * b->width, o->down, low, b->width, o->rank);
         activate(inner, low, o->rank);
         columns(b->dtype, low, o->up, out, o->rank, outputs);
@@ -92,12 +105,12 @@ static void add_rank(
 
 /* LayerNorm of the rows of x; the result is also written to `kept`, in the dtype of the block. */
 static void normalise_rows(
-    const struct block *b, const float *x, const void *weight, const void *bias, float *out, char *kept)
+    const struct call *c, const struct block *b, const float *x, const void *weight, const void *bias, float *out, char *kept)
 {
-    memcpy(out, x, b->rows * b->width * sizeof *out);
-    for (ptrdiff_t row = 0; row < b->rows; row++)
+    memcpy(out, x, c->rows * b->width * sizeof *out);
+    for (ptrdiff_t row = 0; row < c->rows; row++)
         normalise(b->dtype, out + row * b->width, b->width, weight, bias, 0, b->eps);
-    narrow(b->dtype, out, kept, b->rows * b->width);
+    narrow(b->dtype, out, kept, c->rows * b->width);
 }
 
 /*
@@ -105,10 +118,10 @@ static void normalise_rows(
  * offset may be NULL.
  */
 static void shift(
-    const struct block *b, const float *x, const void *before, const void *mu, const float *offset,
+    const struct call *c, const struct block *b, const float *x, const void *before, const void *mu, const float *offset,
     int of_token, float *out)
 {
-    for (ptrdiff_t row = 0; row < b->rows; row++)
+    for (ptrdiff_t row = 0; row < c->rows; row++)
         for (ptrdiff_t i = 0; i < b->width; i += LANES) {
             ptrdiff_t at = row * b->width + i;
             floats token = load(FLOAT32, x, at), delta = -token, m = load(b->dtype, mu, i);
@@ -138,21 +151,21 @@ static void square_of_relu(float *x, ptrdiff_t count)
 }
 
 /* The recurrence, the norm of the heads and what follows, of a token in float32. */
-static void run_heads(const struct block *b, struct step *s)
+static void run_heads(const struct call *c, const struct block *b, const struct states *of, struct step *s)
 {
     s->dtype = FLOAT32;
     s->of_weights = b->dtype;
-    s->rows = b->rows;
+    s->rows = c->rows;
     s->heads = b->heads;
     s->keys = s->values = b->inner / b->heads;
     s->bonus = b->bonus;
     s->weight = b->ln_x;
     s->bias = b->ln_x_bias;
     s->eps = b->eps_x;
-    s->state = b->state;
-    s->new_state = b->new_state;
+    s->state = of->state;
+    s->new_state = of->new_state;
     s->apart = b->inner * s->keys;
-    subquad_step(s, b->rows * s->apart >= 1 << 18 ? b->threads : 1, b->run);
+    subquad_step(s, c->rows * s->apart >= 1 << 18 ? c->threads : 1, c->run);
 }
 
 /* A block of Eagle (RWKV-5) or Finch (RWKV-6). */
@@ -168,24 +181,24 @@ struct wkv_block {
     struct matrix ffn_key, ffn_receptance, ffn_value;
 };
 
-static int wkv_block(const struct wkv_block *p, struct scratch s)
+static int wkv_block(const struct call *c, const struct wkv_block *p, const struct states *of, struct scratch s)
 {
     static const int map_of[5] = {3, 1, 2, 4, 0};
     const struct block *b = &p->common;
     int dtype = b->dtype;
-    ptrdiff_t size = b->rows * b->width, inner = b->rows * b->inner;
+    ptrdiff_t size = c->rows * b->width, inner = c->rows * b->inner;
     float *x = take(&s, size), *normed = take(&s, size), *mixed = take(&s, size), *low = take(&s, MOST_RANKS);
     float *offsets = take(&s, 5 * size), *r = take(&s, inner), *k = take(&s, inner), *v = take(&s, inner);
     float *g = take(&s, inner), *w = take(&s, inner), *out = take(&s, inner);
-    float *middle = take(&s, b->rows * b->middle);
+    float *middle = take(&s, c->rows * b->middle);
     const struct matrix *into[4] = {&p->receptance, &p->key, &p->value, &p->gate};
     float *heads[4] = {r, k, v, g};
 
-    widen(b->stream, b->x, 1, size, x, size);
-    normalise_rows(b, x, b->ln1, b->ln1_bias, normed, b->after);
+    widen(b->stream, c->x, 1, size, x, size);
+    normalise_rows(c, b, x, b->ln1, b->ln1_bias, normed, of->after);
     if (p->shift.up) {
-        shift(b, normed, b->before, p->mu_x, NULL, p->of_token, mixed);
-        for (ptrdiff_t row = 0; row < b->rows; row++) {
+        shift(c, b, normed, of->before, p->mu_x, NULL, p->of_token, mixed);
+        for (ptrdiff_t row = 0; row < c->rows; row++) {
             columns(dtype, mixed + row * b->width, p->shift.down, low, b->width, 5 * p->shift.rank);
             activate(TANH, low, 5 * p->shift.rank);
             for (ptrdiff_t n = 0; n < 5; n++)
@@ -195,39 +208,39 @@ static int wkv_block(const struct wkv_block *p, struct scratch s)
         }
     }
     for (int n = 0; n < 4; n++) {
-        shift(b, normed, b->before, p->mu[n], p->shift.up ? offsets + map_of[n] * size : NULL, p->of_token,
+        shift(c, b, normed, of->before, p->mu[n], p->shift.up ? offsets + map_of[n] * size : NULL, p->of_token,
               mixed);
-        if (multiply(b, into[n], mixed, heads[n]))
+        if (multiply(c, b, into[n], mixed, heads[n]))
             return 1;
     }
     if (p->decay.up) {
-        shift(b, normed, b->before, p->mu[4], p->shift.up ? offsets : NULL, p->of_token, mixed);
-        add_rank(b, &p->decay, mixed, b->inner, TANH, EXP, -1.f, low, w);
+        shift(c, b, normed, of->before, p->mu[4], p->shift.up ? offsets : NULL, p->of_token, mixed);
+        add_rank(c, b, &p->decay, mixed, b->inner, TANH, EXP, -1.f, low, w);
     } else
         for (ptrdiff_t i = 0; i < b->inner; i += LANES)
             store(FLOAT32, w, i, -exp_of(load(dtype, p->decay.base, i)), LANES);
     struct step step = {.r = r, .k = k, .v = v, .gate = g, .log_w = w, .static_decay = !p->decay.up,
                         .out = (char *)out};
-    run_heads(b, &step);
-    if (multiply(b, &p->output, out, mixed))
+    run_heads(c, b, of, &step);
+    if (multiply(c, b, &p->output, out, mixed))
         return 1;
     add_to(x, mixed, size);
 
-    normalise_rows(b, x, b->ln2, b->ln2_bias, normed, b->after_ffn);
-    shift(b, normed, b->before_ffn, p->mu_ffn_key, NULL, p->of_token, mixed);
-    if (multiply(b, &p->ffn_key, mixed, middle))
+    normalise_rows(c, b, x, b->ln2, b->ln2_bias, normed, of->after_ffn);
+    shift(c, b, normed, of->before_ffn, p->mu_ffn_key, NULL, p->of_token, mixed);
+    if (multiply(c, b, &p->ffn_key, mixed, middle))
         return 1;
-    square_of_relu(middle, b->rows * b->middle);
+    square_of_relu(middle, c->rows * b->middle);
     float *gate = offsets, *values = offsets + size;
-    if (multiply(b, &p->ffn_value, middle, values))
+    if (multiply(c, b, &p->ffn_value, middle, values))
         return 1;
-    shift(b, normed, b->before_ffn, p->mu_ffn_receptance, NULL, p->of_token, mixed);
-    if (multiply(b, &p->ffn_receptance, mixed, gate))
+    shift(c, b, normed, of->before_ffn, p->mu_ffn_receptance, NULL, p->of_token, mixed);
+    if (multiply(c, b, &p->ffn_receptance, mixed, gate))
         return 1;
     activate(SIGMOID, gate, size);
     for (ptrdiff_t i = 0; i < size; i += LANES)
         store(FLOAT32, x, i, load(FLOAT32, x, i) + load(FLOAT32, gate, i) * load(FLOAT32, values, i), LANES);
-    narrow(b->stream, x, b->out, size);
+    narrow(b->stream, x, c->x, size);
     return 0;
 }
 
@@ -237,88 +250,91 @@ struct delta_block {
     const void *mu_r, *mu_w, *mu_k, *mu_v, *mu_a, *mu_g;
     struct offset decay, rate, mix, gate; /* there is no mix in the first block */
     const void *k_k, *k_a;
-    /* (rows, inner), in the dtype of the block: the values of the first block, which that block writes. */
-    void *v_first;
     struct matrix receptance, key, value, output;
     const void *mu_ffn_key;
     struct matrix ffn_key, ffn_value;
 };
 
-static int delta_block(const struct delta_block *p, struct scratch s)
+static int delta_block(
+    const struct call *c, const struct delta_block *p, const struct states *of, struct scratch s)
 {
     const struct block *b = &p->common;
     int dtype = b->dtype;
-    ptrdiff_t size = b->rows * b->width, inner = b->rows * b->inner;
+    ptrdiff_t size = c->rows * b->width, inner = c->rows * b->inner;
     float *x = take(&s, size), *normed = take(&s, size), *mixed = take(&s, size), *low = take(&s, MOST_RANKS);
     float *r = take(&s, inner), *k = take(&s, inner), *v = take(&s, inner), *g = take(&s, inner);
     float *w = take(&s, inner), *a = take(&s, inner), *mix = take(&s, inner), *out = take(&s, inner);
-    float *middle = take(&s, b->rows * b->middle);
+    float *middle = take(&s, c->rows * b->middle);
 
-    widen(b->stream, b->x, 1, size, x, size);
-    normalise_rows(b, x, b->ln1, b->ln1_bias, normed, b->after);
-    shift(b, normed, b->before, p->mu_r, NULL, 0, mixed);
-    if (multiply(b, &p->receptance, mixed, r))
+    widen(b->stream, c->x, 1, size, x, size);
+    normalise_rows(c, b, x, b->ln1, b->ln1_bias, normed, of->after);
+    shift(c, b, normed, of->before, p->mu_r, NULL, 0, mixed);
+    if (multiply(c, b, &p->receptance, mixed, r))
         return 1;
-    shift(b, normed, b->before, p->mu_k, NULL, 0, mixed);
-    if (multiply(b, &p->key, mixed, k))
+    shift(c, b, normed, of->before, p->mu_k, NULL, 0, mixed);
+    if (multiply(c, b, &p->key, mixed, k))
         return 1;
-    shift(b, normed, b->before, p->mu_v, NULL, 0, mixed);
-    if (multiply(b, &p->value, mixed, v))
+    shift(c, b, normed, of->before, p->mu_v, NULL, 0, mixed);
+    if (multiply(c, b, &p->value, mixed, v))
         return 1;
     if (p->mix.up) {
-        add_rank(b, &p->mix, mixed, b->inner, NOTHING, SIGMOID, 1.f, low, mix);
+        add_rank(c, b, &p->mix, mixed, b->inner, NOTHING, SIGMOID, 1.f, low, mix);
         for (ptrdiff_t i = 0; i < inner; i += LANES) {
             floats value = load(FLOAT32, v, i);
-            store(FLOAT32, v, i, value + (load(dtype, p->v_first, i) - value) * load(FLOAT32, mix, i), LANES);
+            store(FLOAT32, v, i, value + (load(dtype, c->v_first, i) - value) * load(FLOAT32, mix, i), LANES);
         }
     } else
-        narrow(dtype, v, p->v_first, inner);
-    shift(b, normed, b->before, p->mu_w, NULL, 0, mixed);
-    add_rank(b, &p->decay, mixed, b->inner, TANH, SIGMOID, -0.60653066f, low, w); /* -exp(-1/2) */
-    shift(b, normed, b->before, p->mu_a, NULL, 0, mixed);
-    add_rank(b, &p->rate, mixed, b->inner, NOTHING, SIGMOID, 1.f, low, a);
-    shift(b, normed, b->before, p->mu_g, NULL, 0, mixed);
-    add_rank(b, &p->gate, mixed, b->inner, SIGMOID, NOTHING, 1.f, low, g);
+        narrow(dtype, v, c->v_first, inner);
+    shift(c, b, normed, of->before, p->mu_w, NULL, 0, mixed);
+    add_rank(c, b, &p->decay, mixed, b->inner, TANH, SIGMOID, -0.60653066f, low, w); /* -exp(-1/2) */
+    shift(c, b, normed, of->before, p->mu_a, NULL, 0, mixed);
+    add_rank(c, b, &p->rate, mixed, b->inner, NOTHING, SIGMOID, 1.f, low, a);
+    shift(c, b, normed, of->before, p->mu_g, NULL, 0, mixed);
+    add_rank(c, b, &p->gate, mixed, b->inner, SIGMOID, NOTHING, 1.f, low, g);
     float *kappa = mix;
-    subquad_delta_keys(FLOAT32, dtype, k, a, p->k_k, p->k_a, kappa, k, b->rows, b->heads, b->inner / b->heads);
+    subquad_delta_keys(FLOAT32, dtype, k, a, p->k_k, p->k_a, kappa, k, c->rows, b->heads, b->inner / b->heads);
     struct step step = {.r = r, .k = k, .v = v, .kappa = kappa, .a = a, .gate = g, .log_w = w, .out = (char *)out};
-    run_heads(b, &step);
-    if (multiply(b, &p->output, out, mixed))
+    run_heads(c, b, of, &step);
+    if (multiply(c, b, &p->output, out, mixed))
         return 1;
     add_to(x, mixed, size);
 
-    normalise_rows(b, x, b->ln2, b->ln2_bias, normed, b->after_ffn);
-    shift(b, normed, b->before_ffn, p->mu_ffn_key, NULL, 0, mixed);
-    if (multiply(b, &p->ffn_key, mixed, middle))
+    normalise_rows(c, b, x, b->ln2, b->ln2_bias, normed, of->after_ffn);
+    shift(c, b, normed, of->before_ffn, p->mu_ffn_key, NULL, 0, mixed);
+    if (multiply(c, b, &p->ffn_key, mixed, middle))
         return 1;
-    square_of_relu(middle, b->rows * b->middle);
-    if (multiply(b, &p->ffn_value, middle, mixed))
+    square_of_relu(middle, c->rows * b->middle);
+    if (multiply(c, b, &p->ffn_value, middle, mixed))
         return 1;
     add_to(x, mixed, size);
-    narrow(b->stream, x, b->out, size);
+    narrow(b->stream, x, c->x, size);
     return 0;
 }
 
 /* Room for all that a block computes. The sizes are multiples of LANES, so that nothing is added to them. */
-static struct scratch room(const struct block *b)
+static struct scratch room(const struct call *c, const struct block *b)
 {
-    ptrdiff_t numbers = b->rows * (9 * b->width + 8 * b->inner + b->middle) + MOST_RANKS;
+    ptrdiff_t numbers = c->rows * (9 * b->width + 8 * b->inner + b->middle) + MOST_RANKS;
     return (struct scratch){malloc(numbers * sizeof(float))};
 }
 
-/* Both return 0, or 1 if there is no memory. */
-int subquad_wkv_block(const struct wkv_block *p)
+/* Both return 0, or 1 if there is no memory. The blocks have the same sizes. */
+int subquad_wkv_blocks(const struct wkv_block *blocks, ptrdiff_t count, const struct call *c)
 {
-    struct scratch s = room(&p->common);
-    int failed = s.next ? wkv_block(p, s) : 1;
+    struct scratch s = room(c, &blocks->common);
+    int failed = !s.next;
+    for (ptrdiff_t n = 0; n < count && !failed; n++)
+        failed = wkv_block(c, blocks + n, c->states + n, s);
     free(s.next);
     return failed;
 }
 
-int subquad_delta_block(const struct delta_block *p)
+int subquad_delta_blocks(const struct delta_block *blocks, ptrdiff_t count, const struct call *c)
 {
-    struct scratch s = room(&p->common);
-    int failed = s.next ? delta_block(p, s) : 1;
+    struct scratch s = room(c, &blocks->common);
+    int failed = !s.next;
+    for (ptrdiff_t n = 0; n < count && !failed; n++)
+        failed = delta_block(c, blocks + n, c->states + n, s);
     free(s.next);
     return failed;
 }

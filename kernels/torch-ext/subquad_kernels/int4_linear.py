@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from .int8_linear import Stored, _finished, _quantize, check_product
-from .native import GROUP, STRIP, WORTHWHILE, in_memory, library, watched
+from .native import GROUP, STRIP, WORTHWHILE, in_memory, is_observed, library
 
 
 # Numbers that are rounded, or become floats, at a time.
@@ -123,7 +123,7 @@ def int4_linear(
         and in_memory(rows)
         and in_memory(weight)
         and in_memory(scale)
-        and not watched()
+        and not is_observed()
         and (found := library())
         and (out := found.int4_linear(rows.float(), weight, scale)) is not None
     ):

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from .checks import check_stored, check_tensors
-from .native import WORTHWHILE, Library, in_memory, library, watched
+from .native import WORTHWHILE, Library, in_memory, is_observed, library
 
 
 # The largest integer. -128 is left out, so that every number has a negative.
@@ -152,7 +152,7 @@ def _library_for(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) 
         or weight.numel() < WORTHWHILE
         or weight.shape[1] > MOST_INPUTS
         or not (in_memory(rows) and in_memory(weight) and in_memory(scale))
-        or watched()
+        or is_observed()
     ):
         return None
     return library()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from .native import MOST_ROWS, WORTHWHILE, library, readable, watched
+from .native import MOST_ROWS, WORTHWHILE, is_observed, library, readable
 
 
 # Below this number of multiplications MKL is at least as fast as oneDNN.
@@ -100,7 +100,7 @@ def fits_library(x: torch.Tensor, weight: torch.Tensor, inner: int, bias: torch.
         and (bias is None or (bias.shape == weight.shape[:1] and readable(x.dtype, bias)))
         and weight.numel() >= WORTHWHILE
         and readable(weight.dtype, weight)
-        and not watched()
+        and not is_observed()
     )
 
 

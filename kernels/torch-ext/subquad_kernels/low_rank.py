@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from .linear import matmul
-from .native import library_for, watched
+from .native import is_observed, library_for
 
 
 # Their numbers are those of `products.c`.
@@ -53,7 +53,7 @@ def low_rank(
             raise ValueError(f"`{name}` must be one of {known}, got {function!r}.")
     dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
     if (
-        not watched()  # first, because a question about the sizes would become a part of a traced graph
+        not is_observed()  # first, because a question about the sizes would become a part of a traced graph
         and 0 < x.numel() <= _FEW_ROWS * x.shape[-1]
         and down.shape == (x.shape[-1], up.shape[:-1].numel())
         and (base is None or base.numel() == up.shape[-1])

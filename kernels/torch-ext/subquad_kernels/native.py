@@ -118,8 +118,9 @@ class Library:
         # Up to this number of rows `int8_linear` is faster than torch.
         self.int8_rows: int = loaded.subquad_int8_rows()
         self.dtypes = {x: n for x, n in _DTYPES.items() if x != torch.float16 or loaded.subquad_has_float16()}
-        # One token of a block, by a structure of `block_step.py`.
-        self.wkv_block, self.delta_block = loaded.subquad_wkv_block, loaded.subquad_delta_block
+        # One token of all blocks, by structures of `fused_blocks.py`.
+        self.wkv_blocks, self.delta_blocks = loaded.subquad_wkv_blocks, loaded.subquad_delta_blocks
+        self.wkv_blocks.argtypes = self.delta_blocks.argtypes = [pointer, size, pointer]
         # Of the OpenMP that torch has loaded: threads of another one would disturb it.
         self._parallel = ctypes.cast(getattr(ctypes.CDLL(None), "GOMP_parallel", None), pointer)
 
@@ -317,8 +318,8 @@ def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def watched() -> bool:
-    """Whether torch must see what is computed: for a gradient or a graph, or because a mode or transformation asks."""
+def is_observed() -> bool:
+    """Whether autograd, tracing, a mode or a transformation of torch observes operations."""
     return (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
@@ -347,7 +348,7 @@ def in_memory(x: torch.Tensor) -> bool:
 
 def library_for(channels: int, dtype: torch.dtype, *tensors: torch.Tensor | None) -> Library | None:
     """The library, if it may read these tensors of a dtype, and rows of so many channels are worthwhile."""
-    if channels < WORTHWHILE_CHANNELS or watched() or not readable(dtype, *tensors):
+    if channels < WORTHWHILE_CHANNELS or is_observed() or not readable(dtype, *tensors):
         return None
     found = library()
     return found if found and dtype in found.dtypes else None

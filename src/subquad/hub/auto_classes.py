@@ -203,8 +203,17 @@ def _register_quantisers(module: ModuleType) -> None:
             setattr(module, table, LazyClasses(getattr(module, table), paths))
 
 
+def _register_decoding_steps(module: ModuleType) -> None:
+    def make_cpu_step(*args) -> Any:
+        from ..decoding.cpu import make
+
+        return make(REGISTRY.values(), *args)
+
+    module.MAKERS["cpu"] = make_cpu_step
+
+
 _AUTO = "transformers.models.auto."
-# Module of transformers or PEFT to what is registered each time that it is imported.
+# Module of transformers, PEFT or ours to what is registered each time that it is imported.
 _TABLES: dict[str, Callable[[ModuleType], None]] = {
     f"{_AUTO}configuration_auto": _register_configurations,
     f"{_AUTO}tokenization_auto": _register_tokenizers,
@@ -216,6 +225,7 @@ _TABLES: dict[str, Callable[[ModuleType], None]] = {
     "peft.utils.constants": _register_adapters,
     "peft.peft_model": _register_prompts,
     "peft": _register_state_tuning,
+    "subquad.decoding.step": _register_decoding_steps,
     **{
         f"transformers.models.{name}.configuration_{name}": functools.partial(
             _share_type, model_type=name, fields=fields, architecture=architecture

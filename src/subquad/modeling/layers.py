@@ -88,8 +88,8 @@ class LayerNorm(nn.LayerNorm):
         return torch.addcmul(self.bias, out, self.weight).to(self.weight.dtype)
 
 
-# Linear layers whose weights a C library reads: the names that it has for them, and their attributes.
-PRODUCTS: dict[type[nn.Module], dict[str, str]] = {Linear: {"weight": "weight"}}
+# Linear layers whose weights a C library reads: its names for them, and their attributes.
+LINEAR_WEIGHTS: dict[type[nn.Module], dict[str, str]] = {Linear: {"weight": "weight"}}
 
 
 class _ReluSquared(torch.autograd.Function):

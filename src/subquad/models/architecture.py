@@ -87,6 +87,35 @@ class TunableState:
 
 
 @dataclass(frozen=True)
+class FusedModel:
+    """
+    The parts of a model by the names that [`subquad_kernels.fused_blocks.FusedBlock`] has for them.
+
+    Attributes:
+        kind: of the blocks.
+        blocks, first_norm, last_norm: their paths in the base model.
+        classes: path in a block, "" for the block itself, to the name of the class whose `forward` the C library
+            stands for.
+        layers: name to the path of a linear layer in a block, such as `"attention.key"`.
+        norms: name to the path of a norm with a weight and a bias.
+        parameters: name to the path of a parameter.
+        of_token: see `FusedBlock`.
+        optional: names of parameters that some blocks do not have.
+    """
+
+    kind: str
+    blocks: str
+    first_norm: str
+    last_norm: str
+    classes: dict[str, str]
+    layers: dict[str, str]
+    norms: dict[str, str]
+    parameters: dict[str, str]
+    of_token: bool = False
+    optional: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Costs:
     """
     What a token costs; see [`subquad.hub.info.ModelInfo`] for the units. None if the architecture has no such number.
@@ -168,6 +197,7 @@ class Architecture:
         onnx: the exported functions that ONNX can express: "prefill", "decode".
         float_layers: the linear layers that stay in floating point if the others get 8-bit weights, as parts of their
             names: routers, and what decides how fast a state decays.
+        fused: see [`FusedModel`]; None if the C library has no such blocks.
         inspection: the module in the folder that shows what the memory holds after a text, for
             `subquad inspect-memory`; None if there is none.
     """
@@ -189,6 +219,7 @@ class Architecture:
     processor: str | None = None
     tunable_state: TunableState | None = None
     onnx: tuple[str, ...] = ()
+    fused: FusedModel | None = None
     inspection: str | None = None
     float_layers: tuple[str, ...] = ()
 

@@ -28,7 +28,7 @@ from subquad_kernels.int8_linear import Stored, int8_layout
 
 from ..hub.weight_files import FLOATING, read_headers
 from ..modeling.arguments import nearest
-from ..modeling.layers import PRODUCTS, widen
+from ..modeling.layers import LINEAR_WEIGHTS, widen
 from .methods import METHODS, SCALE
 
 
@@ -183,7 +183,7 @@ class Int4Linear(Int8Linear):
     product = staticmethod(int4_linear)
 
 
-PRODUCTS.update({layer: {"weight": "weight", "scale": SCALE} for layer in (Int8Linear, Int4Linear)})
+LINEAR_WEIGHTS.update({layer: {"weight": "weight", "scale": SCALE} for layer in (Int8Linear, Int4Linear)})
 
 
 class Int8Embedding(IntegerLayer):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..decoding.penalties import DecayingPenaltyLogitsProcessor
 from ..modeling.cache import RecurrentCache
-from ..modeling.penalties import DecayingPenaltyLogitsProcessor
 from ..modeling.state_file import ModelIdentity, check_owner, read_state_file
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..native import library_for, readable, watched
+from ..native import is_observed, library_for, readable
 
 
 # Elements of a result from which on the threads of torch are faster.
@@ -23,7 +23,7 @@ def token_shift_by_library(
 ) -> torch.Tensor | None:
     """One token, without documents, by the C library of `native.py`. None if that cannot be."""
     # The sizes last, because a question about them would become a part of a traced graph.
-    if watched() or mu.dtype not in (x.dtype, torch.float32) or x.numel() * mu.shape[0] > _MOST:
+    if is_observed() or mu.dtype not in (x.dtype, torch.float32) or x.numel() * mu.shape[0] > _MOST:
         return None
     if not readable(mu.dtype, mu):
         return None

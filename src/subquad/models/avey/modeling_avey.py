@@ -9,9 +9,9 @@ from transformers.utils import can_return_tuple
 
 from subquad_kernels import contextualizer, maxsim, split_ranker
 
+from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentPreTrainedModel
-from ...modeling.generation import RecurrentGenerationMixin
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import Linear, chosen_states, relu_squared, replaceable
 from ...modeling.padding import Tokens
@@ -243,7 +243,7 @@ class AveyModel(AveyPreTrainedModel):
         return groups
 
 
-class AveyForCausalLM(CausalLMHead, AveyPreTrainedModel, RecurrentGenerationMixin):
+class AveyForCausalLM(CausalLMHead, RecurrentGenerationMixin, AveyPreTrainedModel):
     """Avey with the head that predicts the next token: the embeddings themselves, unless they are not tied."""
 
     lm_head_name = "lm_head"

@@ -12,10 +12,10 @@ from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import cema, chunk_attention, chunk_attention_step, timestep_decay_norm
 
+from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
 from ...modeling.cache import LayerState
-from ...modeling.generation import RecurrentGenerationMixin
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import Linear, replaceable
 from ...modeling.tensor_parallel import local_part
@@ -348,7 +348,7 @@ class GeckoHead(Linear):
     """From the last hidden state to logits."""
 
 
-class GeckoForCausalLM(CausalLMHead, GeckoPreTrainedModel, RecurrentGenerationMixin):
+class GeckoForCausalLM(CausalLMHead, RecurrentGenerationMixin, GeckoPreTrainedModel):
     """Gecko with a language modeling head."""
 
     lm_head_name = "output.output"

@@ -12,10 +12,10 @@ from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import slot_memory, slot_memory_state, slot_routing
 
+from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
 from ...modeling.cache import LayerState
-from ...modeling.generation import RecurrentGenerationMixin
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import Linear, replaceable
 from ...modeling.tensor_parallel import local_part
@@ -312,7 +312,7 @@ class RavenModel(RavenPreTrainedModel):
         return self.make_output(self.norm(x), tokens, cache, use_cache)
 
 
-class RavenForCausalLM(CausalLMHead, RavenPreTrainedModel, RecurrentGenerationMixin):
+class RavenForCausalLM(CausalLMHead, RecurrentGenerationMixin, RavenPreTrainedModel):
     """Raven with a language modeling head."""
 
     lm_head_name = "lm_head"

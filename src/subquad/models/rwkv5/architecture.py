@@ -1,6 +1,6 @@
 """The descriptor of Eagle (RWKV-5)."""
 
-from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Support, TunableState
+from ..architecture import AdapterTargets, Architecture, Costs, FusedModel, OptimizerRecipe, Support, TunableState
 
 
 def describe(config) -> list[str]:
@@ -18,6 +18,35 @@ def costs(config, parameters: int) -> Costs:
     return Costs(inference, 3 * inference, fixed_state=(wkv, shifts))
 
 
+FUSED = FusedModel(
+    kind="wkv",
+    blocks="blocks",
+    first_norm="blocks.0.pre_ln",
+    last_norm="ln_out",
+    classes={
+        "": "Rwkv5Block",
+        "attention": "Rwkv5TimeMixing",
+        "attention.ln_x": "Rwkv5GatedRecurrence",
+        "feed_forward": "Rwkv5ChannelMixing",
+    },
+    layers={
+        **{name: f"attention.{name}" for name in ("receptance", "key", "value", "gate", "output")},
+        **{f"ffn_{name}": f"feed_forward.{name}" for name in ("key", "receptance", "value")},
+    },
+    norms={"ln1": "ln1", "ln2": "ln2", "ln_x": "attention.ln_x"},
+    parameters={
+        "mu_r": "attention.time_mix_receptance",
+        "mu_k": "attention.time_mix_key",
+        "mu_v": "attention.time_mix_value",
+        "mu_g": "attention.time_mix_gate",
+        "decay.base": "attention.time_decay",
+        "bonus": "attention.time_faaaa",
+        "mu_ffn_key": "feed_forward.time_mix_key",
+        "mu_ffn_receptance": "feed_forward.time_mix_receptance",
+    },
+    of_token=True,
+)
+
 RWKV5 = Architecture(
     model_type="rwkv5",
     folder="rwkv5",
@@ -31,6 +60,7 @@ RWKV5 = Architecture(
     },
     describe=describe,
     costs=costs,
+    fused=FUSED,
     adapter_targets=AdapterTargets(
         projections=["receptance", "key", "value", "gate", "output"],
         scaled=["attention.key", "attention.value"],

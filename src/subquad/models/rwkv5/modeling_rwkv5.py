@@ -9,11 +9,10 @@ from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import gated_wkv, token_shift, wkv_state
 
-from ...decoding.one_call import OneCall
+from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
 from ...modeling.cache import LayerState, RecurrentCache
-from ...modeling.generation import RecurrentGenerationMixin
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import LayerNorm, Linear, replaceable, widen
 from ...modeling.padding import Tokens, last_token
@@ -140,35 +139,9 @@ class Rwkv5ChannelMixing(nn.Module):
         return torch.sigmoid(self.receptance(x_r)) * v
 
 
-# The linear layers of a block, by the names of [`OneCall`].
-LAYERS = {name: f"attention.{name}" for name in ("receptance", "key", "value", "gate", "output")}
-LAYERS |= {f"ffn_{name}": f"feed_forward.{name}" for name in ("key", "receptance", "value")}
-
-
 @use_kernelized_func([gated_wkv, token_shift])
 class Rwkv5Block(RecurrentBlock):
     time_mixing_class, channel_mixing_class = Rwkv5TimeMixing, Rwkv5ChannelMixing
-    one_call = OneCall(
-        kind="wkv",
-        classes={
-            "attention": Rwkv5TimeMixing,
-            "attention.ln_x": Rwkv5GatedRecurrence,
-            "feed_forward": Rwkv5ChannelMixing,
-        },
-        layers=LAYERS,
-        norms={"ln1": "ln1", "ln2": "ln2", "ln_x": "attention.ln_x"},
-        parameters={
-            "mu_r": "attention.time_mix_receptance",
-            "mu_k": "attention.time_mix_key",
-            "mu_v": "attention.time_mix_value",
-            "mu_g": "attention.time_mix_gate",
-            "decay.base": "attention.time_decay",
-            "bonus": "attention.time_faaaa",
-            "mu_ffn_key": "feed_forward.time_mix_key",
-            "mu_ffn_receptance": "feed_forward.time_mix_receptance",
-        },
-        of_token=True,
-    )
 
     def __init__(self, config: Rwkv5Config, layer_idx: int):
         super().__init__()
@@ -184,8 +157,6 @@ class Rwkv5Block(RecurrentBlock):
         state = None if cache is None else cache.layers[self.layer_idx]
         if self.layer_idx == 0:
             x = widen(self.pre_ln(x))
-        if (done := self.one_call(self, x, tokens, state)) is not None:
-            return done[0]
         x = x + self.attention(self.ln1(x), tokens, state)
         return x + self.feed_forward(self.ln2(x), tokens, state)
 
@@ -309,7 +280,7 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
         return self.make_output(self.ln_out(x), tokens, cache, use_cache)
 
 
-class Rwkv5ForCausalLM(CausalLMHead, Rwkv5PreTrainedModel, RecurrentGenerationMixin):
+class Rwkv5ForCausalLM(CausalLMHead, RecurrentGenerationMixin, Rwkv5PreTrainedModel):
     """Eagle with a language modeling head."""
 
     model_class = Rwkv5Model

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..rwkv5.architecture import RWKV5
+from ..rwkv5.architecture import FUSED, RWKV5
 
 
 RWKV6 = replace(
@@ -30,6 +30,27 @@ RWKV6 = replace(
         },
     },
     support=replace(RWKV5.support, checkpoints=f"{RWKV5.support.checkpoints}, GGUF"),
+    fused=replace(
+        FUSED,
+        classes={
+            "": "Rwkv6Block",
+            "attention": "Rwkv6TimeMixing",
+            "attention.ln_x": "Rwkv5GatedRecurrence",
+            "feed_forward": "Rwkv6ChannelMixing",
+        },
+        parameters={
+            **{f"mu_{letter}": f"attention.time_maa_{letter}" for letter in "xwkvrg"},
+            "shift.down": "attention.time_maa_w1",
+            "shift.up": "attention.time_maa_w2",
+            "decay.base": "attention.time_decay",
+            "decay.down": "attention.time_decay_w1",
+            "decay.up": "attention.time_decay_w2",
+            "bonus": "attention.time_faaaa",
+            "mu_ffn_key": "feed_forward.time_maa_k",
+            "mu_ffn_receptance": "feed_forward.time_maa_r",
+        },
+        of_token=False,
+    ),
     tunable_state=replace(RWKV5.tunable_state, module="Rwkv6TimeMixing"),
 )
 

@@ -3,8 +3,6 @@ Finch (RWKV-6), section 4.2 of "Eagle and Finch: RWKV with Matrix-Valued States 
 with a token shift and a decay that depend on the data; all else is inherited.
 """
 
-import dataclasses
-
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -17,7 +15,6 @@ from ..rwkv5.modeling_rwkv5 import (
     Rwkv5ChannelMixing,
     Rwkv5ForCausalLM,
     Rwkv5ForSequenceClassification,
-    Rwkv5GatedRecurrence,
     Rwkv5Model,
     Rwkv5PreTrainedModel,
     Rwkv5TimeMixing,
@@ -79,26 +76,6 @@ class Rwkv6ChannelMixing(Rwkv5ChannelMixing):
 
 class Rwkv6Block(Rwkv5Block):
     time_mixing_class, channel_mixing_class = Rwkv6TimeMixing, Rwkv6ChannelMixing
-    one_call = dataclasses.replace(
-        Rwkv5Block.one_call,
-        classes={
-            "attention": Rwkv6TimeMixing,
-            "attention.ln_x": Rwkv5GatedRecurrence,
-            "feed_forward": Rwkv6ChannelMixing,
-        },
-        parameters={
-            **{f"mu_{letter}": f"attention.time_maa_{letter}" for letter in "xwkvrg"},
-            "shift.down": "attention.time_maa_w1",
-            "shift.up": "attention.time_maa_w2",
-            "decay.base": "attention.time_decay",
-            "decay.down": "attention.time_decay_w1",
-            "decay.up": "attention.time_decay_w2",
-            "bonus": "attention.time_faaaa",
-            "mu_ffn_key": "feed_forward.time_maa_k",
-            "mu_ffn_receptance": "feed_forward.time_maa_r",
-        },
-        of_token=False,
-    )
 
 
 class Rwkv6PreTrainedModel(Rwkv5PreTrainedModel):

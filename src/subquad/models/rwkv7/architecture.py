@@ -1,6 +1,6 @@
 """The descriptor of Goose (RWKV-7)."""
 
-from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Support, TunableState
+from ..architecture import AdapterTargets, Architecture, Costs, FusedModel, OptimizerRecipe, Support, TunableState
 
 
 def describe(config) -> list[str]:
@@ -73,6 +73,37 @@ RWKV7 = Architecture(
         shape=lambda config: (config.num_heads, config.head_dim, config.head_dim),
         scale=1.0,
         transposed=False,
+    ),
+    fused=FusedModel(
+        kind="delta_wkv",
+        blocks="blocks",
+        first_norm="blocks.0.ln0",
+        last_norm="ln_out",
+        classes={
+            "": "Rwkv7Block",
+            "att": "Rwkv7TimeMixing",
+            "att.ln_x": "Rwkv7GatedRecurrence",
+            "ffn": "Rwkv7ChannelMixing",
+        },
+        layers={
+            **{name: f"att.{name}" for name in ("receptance", "key", "value", "output")},
+            **{f"ffn_{name}": f"ffn.{name}" for name in ("key", "value")},
+        },
+        norms={"ln1": "ln1", "ln2": "ln2", "ln_x": "att.ln_x"},
+        parameters={
+            **{f"mu_{letter}": f"att.x_{letter}" for letter in "rwkvag"},
+            **{
+                f"{name}.{part}": f"att.{letter}{number}"
+                for name, letter in (("decay", "w"), ("rate", "a"), ("mix", "v"), ("gate", "g"))
+                for part, number in (("base", 0), ("down", 1), ("up", 2))
+                if name != "gate" or part != "base"
+            },
+            "k_k": "att.k_k",
+            "k_a": "att.k_a",
+            "bonus": "att.r_k",
+            "mu_ffn_key": "ffn.x_k",
+        },
+        optional=("mix.base", "mix.down", "mix.up"),
     ),
     onnx=("prefill", "decode"),
     # Of rwkv7-hf, and of a fork of transformers. In transformers itself, `rwkv` is RWKV-4.

@@ -10,11 +10,10 @@ from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import delta_keys, delta_wkv_state, gated_delta_wkv, token_shift
 
-from ...decoding.one_call import OneCall
+from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
 from ...modeling.cache import LayerState, RecurrentCache
-from ...modeling.generation import RecurrentGenerationMixin
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import LayerNorm, Linear, relu_squared, replaceable, widen
 from ...modeling.padding import Tokens, last_token
@@ -157,30 +156,6 @@ class Rwkv7ChannelMixing(nn.Module):
 
 @use_kernelized_func([gated_delta_wkv, token_shift])
 class Rwkv7Block(RecurrentBlock):
-    one_call = OneCall(
-        kind="delta_wkv",
-        classes={"att": Rwkv7TimeMixing, "att.ln_x": Rwkv7GatedRecurrence, "ffn": Rwkv7ChannelMixing},
-        layers={
-            **{name: f"att.{name}" for name in ("receptance", "key", "value", "output")},
-            **{f"ffn_{name}": f"ffn.{name}" for name in ("key", "value")},
-        },
-        norms={"ln1": "ln1", "ln2": "ln2", "ln_x": "att.ln_x"},
-        parameters={
-            **{f"mu_{letter}": f"att.x_{letter}" for letter in "rwkvag"},
-            **{
-                f"{name}.{part}": f"att.{letter}{number}"
-                for name, letter in (("decay", "w"), ("rate", "a"), ("mix", "v"), ("gate", "g"))
-                for part, number in (("base", 0), ("down", 1), ("up", 2))
-                if name != "gate" or part != "base"
-            },
-            "k_k": "att.k_k",
-            "k_a": "att.k_a",
-            "bonus": "att.r_k",
-            "mu_ffn_key": "ffn.x_k",
-        },
-        optional=("mix.base", "mix.down", "mix.up"),
-    )
-
     def __init__(self, config: Rwkv7Config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
@@ -202,8 +177,6 @@ class Rwkv7Block(RecurrentBlock):
         state = None if cache is None else cache.layers[self.layer_idx]
         if self.layer_idx == 0:
             x = widen(self.ln0(x))
-        if (done := self.one_call(self, x, tokens, state, v_first)) is not None:
-            return done
         out, v_first = self.att(self.ln1(x), tokens, v_first, state)
         x = x + out
         return x + self.ffn(self.ln2(x), tokens, state), v_first
@@ -326,7 +299,7 @@ class Rwkv7Model(Rwkv7PreTrainedModel):
         return self.make_output(self.ln_out(x), tokens, cache, use_cache)
 
 
-class Rwkv7ForCausalLM(CausalLMHead, Rwkv7PreTrainedModel, RecurrentGenerationMixin):
+class Rwkv7ForCausalLM(CausalLMHead, RecurrentGenerationMixin, Rwkv7PreTrainedModel):
     """Goose with a language modeling head."""
 
     lm_head_name = "head"

@@ -9,10 +9,10 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
+from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments, parameter_names, refuse_unknown
 from ...modeling.base import RecurrentPreTrainedModel
 from ...modeling.cache import RecurrentCache
-from ...modeling.generation import RecurrentGenerationMixin
 from ...modeling.heads import CausalLMHead
 from ...modeling.layers import Linear, check_inputs, chosen_states
 from ...modeling.padding import Tokens, can_read_values, reorder, should_check
@@ -260,7 +260,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         return outputs
 
 
-class VisualRwkvForConditionalGeneration(CausalLMHead, VisualRwkvPreTrainedModel, RecurrentGenerationMixin):
+class VisualRwkvForConditionalGeneration(CausalLMHead, RecurrentGenerationMixin, VisualRwkvPreTrainedModel):
     """VisualRWKV with a language modeling head."""
 
     lm_head_name = "head"

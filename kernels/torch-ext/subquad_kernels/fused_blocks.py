@@ -1,6 +1,7 @@
-"""One token of a whole block of RWKV on a CPU, in one call of the C library of `native.py`."""
+"""One token of all blocks of RWKV on a CPU, in one call of the C library of `native.py`."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -30,10 +31,7 @@ class _Offset(ctypes.Structure):
 class _Block(ctypes.Structure):
     _fields_ = [
         *_fields(_number, "dtype", "stream", "largest"),
-        ("threads", ctypes.c_uint),
-        ("run", _pointer),
-        *_fields(_size, "rows", "width", "inner", "heads", "middle"),
-        *_fields(_pointer, "x", "out", "before", "before_ffn", "after", "after_ffn", "state", "new_state"),
+        *_fields(_size, "width", "inner", "heads", "middle"),
         *_fields(_pointer, "ln1", "ln1_bias", "ln2", "ln2_bias", "ln_x", "ln_x_bias"),
         *_fields(ctypes.c_float, "eps", "eps_x"),
         ("bonus", _pointer),
@@ -52,12 +50,21 @@ class _WkvBlock(ctypes.Structure):
     ]
 
 
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("threads", ctypes.c_uint),
+        ("run", _pointer),
+        ("rows", _size),
+        *_fields(_pointer, "x", "v_first", "states"),
+    ]
+
+
 class _DeltaBlock(ctypes.Structure):
     _fields_ = [
         ("common", _Block),
         *_fields(_pointer, "mu_r", "mu_w", "mu_k", "mu_v", "mu_a", "mu_g"),
         *_fields(_Offset, "decay", "rate", "mix", "gate"),
-        *_fields(_pointer, "k_k", "k_a", "v_first"),
+        *_fields(_pointer, "k_k", "k_a"),
         *_fields(_Matrix, "receptance", "key", "value", "output"),
         ("mu_ffn_key", _pointer),
         *_fields(_Matrix, "ffn_key", "ffn_value"),
@@ -121,16 +128,16 @@ def _address(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
     return address
 
 
-class BlockStep:
+class FusedBlock:
     """
-    A block that is ready to be called with one token of a few rows: the addresses of its parameters.
+    A block that the library can read: the addresses of its parameters.
 
     Args:
         kind: `"wkv"` for Eagle (RWKV-5) and Finch (RWKV-6), `"delta_wkv"` for Goose (RWKV-7).
         parameters: by the names of `block.c`: the matrices (out, in) as `NAME.weight`, those of integers with a
             `NAME.scale`, as `int8_linear` and `int4_linear` have them; the low ranks as `NAME.down`, `NAME.up` and
             `NAME.base`; and vectors. All but matrices of integers and their scales have one dtype. They are not kept:
-            who calls the block sees that they live, and have not changed their places.
+            the caller must keep them alive, and at their places.
         heads: number of heads.
         eps: of the two norms of the block's input.
         eps_x: of the norm of the heads.
@@ -138,7 +145,7 @@ class BlockStep:
 
     Attributes:
         dtype: of the parameters, and of the tokens that are kept.
-        stream_dtype: of the input and the output: float32 if `dtype` is float16, whose range they may exceed.
+        stream_dtype: of the residual stream: float32 if `dtype` is float16, whose range it may exceed.
 
     Raises:
         ValueError: if the library cannot compute such a block; the message says why.
@@ -156,30 +163,27 @@ class BlockStep:
         found = library()
         if found is None:
             raise ValueError("There is no library.")
-        self._run = found.wkv_block if kind == "wkv" else found.delta_block
-        self._struct = _KINDS[kind]()
+        self.kind, self.struct = kind, _KINDS[kind]()
         for name in ("ln1", "ln_x", "ffn_key.weight"):
             if name not in parameters or not parameters[name].dim():
                 raise ValueError(f"There must be a tensor `{name}`.")
         self.width, self.inner = parameters["ln1"].shape[-1], parameters["ln_x"].shape[-1]
         key = parameters["ffn_key.weight"]
         sizes = self.width, self.inner, key.shape[0] * (STRIP if key.dtype == torch.uint8 else 1)
-        self.dtype = parameters["ln1"].dtype
+        self.middle, self.dtype = sizes[-1], parameters["ln1"].dtype
         self.stream_dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
         self._check_sizes(found, heads, sizes)
         self._set_addresses(parameters, _shapes(kind, sizes, parameters), heads)
-        common = self._struct.common
+        common = self.struct.common
         common.dtype, common.stream = found.dtypes[self.dtype], found.dtypes[self.stream_dtype]
         common.largest = LARGEST if adds_exactly() else LARGEST // 2
         common.width, common.inner, common.middle = sizes
         common.heads, common.eps, common.eps_x = heads, eps, eps_x
-        common.run = found.parallel
         self.state_shape = heads, self.inner // heads, self.inner // heads
         # Whether it reads the values of the first block of Goose.
-        self._mixes = "mix.up" in parameters
+        self.mixes = "mix.up" in parameters
         if kind == "wkv":
-            self._struct.of_token = of_token
-
+            self.struct.of_token = of_token
     def _check_sizes(self, found: Library, heads: int, sizes: tuple[int, int, int]) -> None:
         if self.dtype not in found.dtypes:
             raise ValueError(f"The library does not read {self.dtype}.")
@@ -195,7 +199,7 @@ class BlockStep:
         left = dict(parameters)
         for name, shape in shapes.items():
             group, _, part = name.rpartition(".")
-            target = getattr(self._struct, group) if group else self._struct
+            target = getattr(self.struct, group) if group else self.struct
             if (x := left.pop(name, None)) is None:
                 raise ValueError(f"There must be a tensor `{name}`.")
             if part == "weight" and x.dtype in _INTEGERS:
@@ -220,65 +224,82 @@ class BlockStep:
         if left:
             raise ValueError(f"Such a block has no {', '.join(f'`{name}`' for name in left)}.")
 
+
+class FusedBlocks:
+    """
+    Blocks of one kind, one dtype and one width, as the library reads them one after another.
+
+    Args:
+        blocks: at least one. If they are Goose's, only the first one does not read the first block's values.
+
+    Raises:
+        ValueError: if the blocks do not fit each other.
+    """
+
+    def __init__(self, blocks: Sequence[FusedBlock]):
+        first, found = blocks[0], library()
+        for number, block in enumerate(blocks):
+            for name in ("kind", "dtype", "width", "inner", "middle", "state_shape"):
+                if getattr(block, name) != getattr(first, name):
+                    value = getattr(block, name)
+                    raise ValueError(f"Block {number} has the {name} {value}, the first one {getattr(first, name)}.")
+            if first.kind == "delta_wkv" and block.mixes != (number > 0):
+                raise ValueError(f"Block {number} reads the values of another block, or should.")
+        self._structs = (_KINDS[first.kind] * len(blocks))(*(block.struct for block in blocks))
+        self._run = found.wkv_blocks if first.kind == "wkv" else found.delta_blocks
+        self._parallel = found.parallel
+        self.number, self.dtype, self.stream_dtype = len(blocks), first.dtype, first.stream_dtype
+        self.width, self.inner, self.state_shape = first.width, first.inner, first.state_shape
+        self._keeps_values = first.kind == "delta_wkv"
+
     def __call__(
         self,
         x: torch.Tensor,
-        before: torch.Tensor | None,
-        before_ffn: torch.Tensor | None,
-        state: torch.Tensor | None,
+        before: Sequence[torch.Tensor | None],
+        before_ffn: Sequence[torch.Tensor | None],
+        states: Sequence[torch.Tensor | None],
         inplace: bool,
-        v_first: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]] | None:
         """
+        One token of each row. All but x and the states are in `dtype`, and all are contiguous.
+
         Args:
-            x: (B, 1, D), contiguous, in `stream_dtype`.
-            before, before_ffn: the normalised token before, of the two token shifts, (B, D); None means zeros.
-            state: of the recurrence, float32 (B, H, K, V), or (B, H, V, K) of Goose; None means zeros.
-            inplace: whether the new state is written into `state`.
-            v_first: the values of the first block of Goose, (B, 1, H * V); None in that block. All but x and state are
-                in `dtype`, and all are contiguous.
+            x: the residual stream (B, 1, D), in `stream_dtype`. The output of the last block is written over it.
+            before, before_ffn: of each block, the normalised tokens before, of the two token shifts, (B, D); None
+                means zeros.
+            states: of each recurrence, float32 (B, H, K, V), or (B, H, V, K) of Goose; None means zeros.
+            inplace: whether the new states are written into `states`; those that are None are made.
 
         Returns:
-            the output (B, 1, D); this token, normalised, for the next call's `before` and `before_ffn`; the new state;
-            and in Goose `v_first`. None, and nothing is changed, if the arguments do not fit each other or the block.
+            these tokens, normalised, for the next call's `before` and `before_ffn`; and the new states. None, and
+            nothing is changed, if the arguments do not fit each other or the blocks.
 
         Raises:
-            MemoryError: if there is no memory. The state may have been changed then.
+            MemoryError: if there is no memory. The states may have been changed then.
         """
         rows, shift = x.shape[0], (x.shape[0], self.width)
-        if (
-            x.shape[1:] != (1, self.width)
-            or (before is not None and before.shape != shift)
-            or (before_ffn is not None and before_ffn.shape != shift)
-            or (state is not None and state.shape != (rows, *self.state_shape))
-            or (v_first is None) == self._mixes
-            or (v_first is not None and v_first.shape != (rows, 1, self.inner))
-            or not readable(self.stream_dtype, x)
-            or not readable(torch.float32, state)
-            or not readable(self.dtype, before, before_ffn, v_first)
-        ):
+        if x.shape[1:] != (1, self.width) or not readable(self.stream_dtype, x):
             return None
-        # A copy, because other threads may call the same block.
-        p = type(self._struct).from_buffer_copy(self._struct)
-        b = p.common
-        out = torch.empty_like(x)
-        after, after_ffn = (x.new_empty(rows, self.width, dtype=self.dtype) for _ in range(2))
-        new_state = state
-        if not inplace:
-            new_state = x.new_empty((rows, *self.state_shape), dtype=torch.float32)
-        b.threads, b.rows = torch.get_num_threads() if b.run else 1, rows
-        b.x, b.out, b.after, b.after_ffn = x.data_ptr(), out.data_ptr(), after.data_ptr(), after_ffn.data_ptr()
-        if before is not None:
-            b.before = before.data_ptr()
-        if before_ffn is not None:
-            b.before_ffn = before_ffn.data_ptr()
-        if state is not None:
-            b.state = state.data_ptr()
-        b.new_state = new_state.data_ptr()
-        if type(p) is _DeltaBlock:
-            if v_first is None:
-                v_first = x.new_empty(rows, 1, self.inner, dtype=self.dtype)
-            p.v_first = v_first.data_ptr()
-        if self._run(ctypes.byref(p)):
-            raise MemoryError("There is no memory for a token of a block.")
-        return out, after, after_ffn, new_state, v_first
+        if any(y is not None and y.shape != shift for y in (*before, *before_ffn)):
+            return None
+        if any(y is not None and y.shape != (rows, *self.state_shape) for y in states):
+            return None
+        if not readable(self.dtype, *before, *before_ffn) or not readable(torch.float32, *states):
+            return None
+        after = x.new_empty(2 * self.number, rows, self.width, dtype=self.dtype).unbind()
+        after, after_ffn = after[: self.number], after[self.number :]
+        new_states = [
+            state if inplace and state is not None else x.new_empty((rows, *self.state_shape), dtype=torch.float32)
+            for state in states
+        ]
+        of_blocks = zip(before, before_ffn, after, after_ffn, states, new_states, strict=True)
+        addresses = [y if y is None else y.data_ptr() for of_block in of_blocks for y in of_block]
+        call = _Call(torch.get_num_threads() if self._parallel else 1, self._parallel, rows, x.data_ptr())
+        places = (ctypes.c_void_p * len(addresses))(*addresses)
+        call.states = ctypes.addressof(places)
+        if self._keeps_values:
+            v_first = x.new_empty(rows, self.inner, dtype=self.dtype)
+            call.v_first = v_first.data_ptr()
+        if self._run(self._structs, self.number, ctypes.byref(call)):
+            raise MemoryError("There is no memory for a token of the blocks.")
+        return after, after_ffn, new_states

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 from transformers.generation import (
     GenerationMixin,
     GenerationMode,
@@ -16,10 +16,11 @@ from transformers.generation import (
 )
 from transformers.utils import ModelOutput, logging
 
-from .arguments import parameter_names, refuse_unknown, with_own_names
-from .cache import RecurrentCache, own_cache
-from .self_check import check_once
-from .versions import CACHE_NAME, CACHE_NAMES, CHUNKS_FROM_THE_BEGINNING, cache_of, named_cache
+from ..modeling.arguments import parameter_names, refuse_unknown, with_own_names
+from ..modeling.cache import RecurrentCache, own_cache
+from ..modeling.self_check import check_once
+from ..modeling.versions import CACHE_NAME, CACHE_NAMES, CHUNKS_FROM_THE_BEGINNING, cache_of, named_cache
+from .step import DecodingStep, StepByStep, make_step
 
 
 logger = logging.get_logger(__name__)
@@ -72,6 +73,8 @@ def _last_place(ids: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 class RecurrentGenerationMixin(GenerationMixin):
     """`generate` with a [`RecurrentCache`]."""
 
+    # Whether transformers asked for a compiled call, which follows at once.
+    _compiles = False
     # Makes a prefix cache for every model that is not given one. `subquad run transformers serve` sets it.
     make_prefix_cache: Callable | None = None
 
@@ -258,15 +261,43 @@ class RecurrentGenerationMixin(GenerationMixin):
                 inputs["attention_mask"] = ended.mask(input_ids, attention_mask)
         return inputs
 
+    def decoding_step(self, cache: RecurrentCache, batch_size: int | None = None) -> DecodingStep:
+        """
+        What reads one token of each row behind those that a cache has read, as fast as this machine can; `generate`
+        uses it. It is made once, and called for each token:
+
+        ```python
+        out = model(prompt, use_cache=True, logits_to_keep=1)
+        step, token = model.decoding_step(out.cache), out.logits.argmax(-1)
+        for _ in range(100):
+            token = step(token).argmax(-1, keepdim=True)
+        ```
+
+        Args:
+            cache: what the model returned for the prompt, or `model.new_cache()`. Each step updates it.
+            batch_size: number of rows; if None, those of the cache.
+        """
+        return make_step(self, cache, batch_size)
+
+    def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
+        """As in transformers; or if nothing is to be compiled, a call that reads single tokens by a decoding step."""
+        return super().get_compiled_call(compile_config) if self._compiles else StepByStep(self)
+
+    def _beam_search(self, *args, generation_config: GenerationConfig, **kwargs):
+        """As in transformers, which calls `self` for each token."""
+        caller = self if generation_config.disable_compile else StepByStep(self)
+        return super()._beam_search.__func__(caller, *args, generation_config=generation_config, **kwargs)
+
     def _valid_auto_compile_criteria(self, model_kwargs: dict, generation_config: GenerationConfig) -> bool:
-        compiles = super()._valid_auto_compile_criteria(model_kwargs, generation_config)
+        """Whether `generate` is to call [`~RecurrentGenerationMixin.get_compiled_call`] in place of the model."""
+        compiles = self._compiles = super()._valid_auto_compile_criteria(model_kwargs, generation_config)
         asked = generation_config.cache_implementation == "static" and not generation_config.disable_compile
         if asked and not compiles and self.device.type == "cpu":
             logger.warning_once(
                 '`cache_implementation="static"`: transformers does not compile the decoding step on a CPU, so a '
                 "static cache gains nothing."
             )
-        return compiles
+        return compiles or not generation_config.disable_compile
 
     # transformers takes `max_position_embeddings` for a maximum. Here it is the length of the training texts.
 

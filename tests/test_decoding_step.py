@@ -1,4 +1,4 @@
-"""Decoding on a CPU: a block in one call computes what its `forward` does, and only where nobody can tell."""
+"""Decoding steps equal the model itself. The C library is used only if no hook, gradient or trace could observe it."""
 
 import copy
 import functools
@@ -18,11 +18,10 @@ from subquad import (
     Rwkv7Config,
     Rwkv7ForCausalLM,
 )
-from subquad.decoding import one_call
-from subquad.modeling.cache import RecurrentCache
-from subquad.modeling.padding import Tokens
+from subquad.decoding import cpu, step
+from subquad.models import REGISTRY
 from subquad_kernels import native
-from subquad_kernels.block_step import BlockStep
+from subquad_kernels.fused_blocks import FusedBlock, FusedBlocks
 
 
 MODELS = {
@@ -57,32 +56,29 @@ def make(name):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The number of rows of every block that was one call."""
-    rows, run = [], BlockStep.__call__
+    """The number of rows of every token that the library has read."""
+    rows, run = [], FusedBlocks.__call__
 
     def count(self, x, *args):
         rows.append(x.shape[0])
         return run(self, x, *args)
 
-    monkeypatch.setattr(BlockStep, "__call__", count)
+    monkeypatch.setattr(FusedBlocks, "__call__", count)
     return rows
 
 
-def read(model, ids, **options):
+def read(model, ids, cache=None, masks=None):
     """The logits of every token, one call for each, and the cache."""
-    cache, logits = options.pop("cache", None), []
-    with torch.no_grad():
-        for token in ids.split(1, dim=1):
-            out = model(token, cache=cache, use_cache=True, **options)
-            cache = out.cache
-            logits.append(out.logits)
-    return torch.cat(logits, dim=1), cache
+    cache = model.new_cache() if cache is None else cache
+    step = model.decoding_step(cache, ids.shape[0])
+    masks = [None] * ids.shape[1] if masks is None else masks.split(1, dim=1)
+    return torch.stack([step(*pair) for pair in zip(ids.split(1, dim=1), masks, strict=True)], dim=1), cache
 
 
 def plainly(function, *args, **kwargs):
-    """What the blocks' own `forward` gives."""
+    """What the model's own `forward` gives."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_call, "WORTHWHILE_CHANNELS", 10**9)
+        patch.delitem(step.MAKERS, "cpu")
         return function(*args, **kwargs)
 
 
@@ -99,9 +95,9 @@ def test_equals_the_blocks(model, dtype, batch, calls):
     ids = random_ids(batch, 6)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     logits, cache = read(model, ids)
-    assert calls == 6 * LAYERS * [batch]
+    assert calls == 6 * [batch]
     expected, states = plainly(read, model, ids)
-    assert len(calls) == 6 * LAYERS
+    assert len(calls) == 6
     scale = expected.abs().max()
     torch.testing.assert_close(logits / scale, expected / scale, rtol=0, atol=tolerance)
     for layer, other in zip(cache.layers, states.layers, strict=True):
@@ -130,7 +126,7 @@ def test_stream_beyond_float16(model, calls):
         expected = model(ids, output_hidden_states=True)
     assert expected.hidden_states[1].abs().max() > 65504
     logits, _ = read(model.half(), ids)
-    assert calls == 6 * LAYERS * [2]
+    assert calls == 6 * [2]
     assert (logits - expected.logits).norm() < 4e-3 * expected.logits.norm()
 
 
@@ -139,7 +135,7 @@ def test_integers(model, method, calls, tmp_path):
     model.save_pretrained(tmp_path)
     small = type(model).from_pretrained(tmp_path, quantization_config=method())
     logits, _ = read(small, random_ids(2, 5))
-    assert len(calls) == 5 * LAYERS
+    assert len(calls) == 5
     expected, _ = plainly(read, small, random_ids(2, 5))
     # A value that lies between two integers may be rounded to the other one.
     torch.testing.assert_close(logits, expected, rtol=0, atol=0.02 * expected.abs().max().item())
@@ -156,7 +152,7 @@ def test_widths(calls):
         for x in model.parameters():
             torch.nn.init.normal_(x, std=0.3)
         logits, _ = read(model, random_ids(1, 4))
-        assert len(calls) == 8
+        assert len(calls) == 4
         expected, _ = plainly(read, model, random_ids(1, 4))
         scale = expected.abs().max()
         torch.testing.assert_close(logits / scale, expected / scale, rtol=0, atol=1e-5)
@@ -179,8 +175,8 @@ def test_padding_of_one_token(model, calls):
     _, cache = read(model, random_ids(2, 3))
     before = [layer.states["wkv"].clone() for layer in cache.layers]
     calls.clear()
-    read(model, random_ids(2, 1), cache=cache, attention_mask=torch.tensor([[1], [0]]))
-    assert calls == [2] * LAYERS
+    read(model, random_ids(2, 1), cache=cache, masks=torch.tensor([[1], [0]]))
+    assert calls == [2]
     for layer, state in zip(cache.layers, before, strict=True):
         assert layer.states["wkv"][1].equal(state[1]) and not layer.states["wkv"][0].equal(state[0])
 
@@ -210,7 +206,9 @@ def test_more_rows_than_it_is_made_for(model, calls):
 
 
 def test_gradients(model, calls):
-    _, cache = read(model, random_ids(1, 2))
+    """A step has none, and the model itself does."""
+    logits, cache = read(model, random_ids(1, 2))
+    assert calls and not logits.requires_grad
     calls.clear()
     model(random_ids(1, 1), cache=cache).logits.sum().backward()
     assert not calls and model.get_output_embeddings().weight.grad is not None
@@ -227,9 +225,9 @@ def test_nothing_is_passed_by(model, calls):
     seen = []
     hook = mixing.key.register_forward_hook(lambda *_: seen.append(1))
     read(model, ids)
-    assert len(seen) == 2 and len(calls) == 2 * (LAYERS - 1)
+    assert len(seen) == 2 and not calls
     hook.remove()
-    assert read(model, ids)[0].equal(expected) and len(calls) == 2 * (2 * LAYERS - 1)
+    assert read(model, ids)[0].equal(expected) and len(calls) == 2
 
     class Doubled(type(mixing.value)):
         def forward(self, x):
@@ -264,7 +262,7 @@ def test_forwards_of_classes(model, calls, monkeypatch):
             read(model, ids)
         assert seen and not calls, kind
     read(model, ids)
-    assert len(calls) == 2 * LAYERS
+    assert len(calls) == 2
 
 
 def test_classes_that_change(model, calls):
@@ -283,7 +281,7 @@ def test_classes_that_change(model, calls):
 
         module.__class__ = type("Other", (kind,), {"forward": forward})
         torch.testing.assert_close(read(model, ids)[0], first, rtol=1e-4, atol=1e-4)
-        assert len(seen) == 2 and len(calls) == 2 * (LAYERS - 1), kind
+        assert len(seen) == 2 and not calls, kind
         module.__class__ = kind
         assert read(model, ids)[0].equal(first)
 
@@ -307,10 +305,10 @@ def test_operators_that_are_replaced(model, calls):
     for block in model.base_model.blocks:
         block._kernel_funcs = {"token_shift": operator}  # as that package does
     read(model, ids)
-    assert len(calls) == 2 * LAYERS
+    assert len(calls) == 2
     operator.forward = lambda x: x
     read(model, ids)
-    assert len(calls) == 2 * LAYERS
+    assert len(calls) == 2
 
 
 def test_parameters_that_are_computed(model, calls):
@@ -324,7 +322,7 @@ def test_parameters_that_are_computed(model, calls):
         prune.random_unstructured(module, parameter, 0.5)
         calls.clear()
         pruned = read(model, ids)[0]
-        assert len(calls) == 2 * (LAYERS - 1) and not torch.allclose(pruned, first)
+        assert not calls and not torch.allclose(pruned, first)
         torch.testing.assert_close(pruned, plainly(read, model, ids)[0], rtol=1e-4, atol=1e-4)
         prune.remove(module, parameter)
         torch.testing.assert_close(read(model, ids)[0], pruned, rtol=1e-4, atol=1e-4)
@@ -346,7 +344,7 @@ def test_what_is_set_later(model, calls):
             norm.eps += 1
         calls.clear()
         other = read(model, ids)[0]
-        assert len(calls) == 2 * LAYERS and not torch.allclose(other, first)
+        assert len(calls) == 2 and not torch.allclose(other, first)
         torch.testing.assert_close(other, plainly(read, model, ids)[0], rtol=1e-4, atol=1e-4)
         for norm in norms:
             norm.eps -= 1
@@ -365,7 +363,7 @@ def test_states_that_do_not_fit(model):
 def test_without_memory(model, monkeypatch):
     """The block is not run again: its state may have been changed."""
     _, cache = read(model, random_ids(1, 2))
-    monkeypatch.setattr(one_call._prepared[model.base_model.blocks[0]].step, "_run", lambda block: 1)
+    monkeypatch.setattr(cpu._prepared[model].blocks, "_run", lambda *args: 1)
     with pytest.raises(MemoryError, match="no memory"):
         read(model, random_ids(1, 1), cache=cache)
 
@@ -373,11 +371,12 @@ def test_without_memory(model, monkeypatch):
 def test_without_the_first_block(calls):
     """The first block of Goose that runs writes the values that others read, whether or not it could read some."""
     model = make("goose")
-    blocks = model.base_model.blocks
-    model.base_model.blocks = blocks[1:]
+    model.base_model.blocks = model.base_model.blocks[1:]
     found, _ = read(model, random_ids(2, 3))
-    expected, _ = plainly(read, model, random_ids(2, 3))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not calls
+    torch.testing.assert_close(found, model(random_ids(2, 3)).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(step.Unsuitable, match="There is no `ln0`"):
+        cpu.prepare(model, REGISTRY["rwkv7"].fused)
 
 
 def test_modes(model, calls):
@@ -394,26 +393,7 @@ def test_modes(model, calls):
     assert "layer_norm" in names and not calls
     with torch.device("cpu"):
         read(model, random_ids(1, 1))
-    assert len(calls) == LAYERS
-
-
-def test_a_traced_batch_of_any_size(model):
-    """The number of rows does not become a part of a graph, which would be made again for other numbers."""
-    graphs, block = [], model.base_model.blocks[0]
-
-    def backend(graph, inputs):
-        graphs.append(1)
-        return graph.forward
-
-    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
-    def run(x):
-        first = {"v_first": None} if model.config.model_type == "rwkv7" else {}
-        return block(x, tokens=Tokens(x.shape[0], 1, x.device), cache=RecurrentCache(model.config), **first)
-
-    with torch.no_grad():
-        for rows in (4, 300, 8):  # few, and more than any part of a block has another way for
-            run(torch.randn(rows, 1, 128))
-    assert len(graphs) == 1
+    assert len(calls) == 1
 
 
 def test_weights_that_change(model, calls):
@@ -432,7 +412,7 @@ def test_weights_that_change(model, calls):
     torch.testing.assert_close(read(model, ids)[0].float(), first, rtol=1e-4, atol=1e-4)
     assert not calls  # the library does not compute in float64
     torch.testing.assert_close(read(model.float(), ids)[0], first)
-    assert len(calls) == 3 * LAYERS
+    assert len(calls) == 3
     # A copy has its own addresses.
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -458,16 +438,16 @@ def test_threads(model):
 
 def test_refuses_parameters_that_do_not_fit(model, monkeypatch):
     """What would be read beyond its end."""
-    made, init = [], BlockStep.__init__
-    monkeypatch.setattr(BlockStep, "__init__", lambda self, *args: made.append(args) or init(self, *args))
+    made, init = [], FusedBlock.__init__
+    monkeypatch.setattr(FusedBlock, "__init__", lambda self, *args: made.append(args) or init(self, *args))
     read(model, random_ids(1, 1))
     kind, parameters, *numbers = made[-1]
     assert len(parameters) > 20
     for name, x in parameters.items():
         with pytest.raises(ValueError, match=r"must|is \(|cannot be"):
-            BlockStep(kind, {**parameters, name: x[..., : x.shape[-1] // 2].contiguous()}, *numbers)
+            FusedBlock(kind, {**parameters, name: x[..., : x.shape[-1] // 2].contiguous()}, *numbers)
         with pytest.raises(ValueError, match="must be|does not read"):
-            BlockStep(kind, {**parameters, name: x.double()}, *numbers)
+            FusedBlock(kind, {**parameters, name: x.double()}, *numbers)
         freed = x.clone()
         freed.untyped_storage().resize_(x.nbytes - 1)
         for other in (
@@ -479,20 +459,20 @@ def test_refuses_parameters_that_do_not_fit(model, monkeypatch):
             x.mT.contiguous() if x.dim() > 1 and x.shape[-2] > 1 and x.shape != x.mT.shape else x[None, :0],
         ):
             with pytest.raises(ValueError, match="`.*` must|must be multiples of 16"):
-                BlockStep(kind, {**parameters, name: other}, *numbers)
+                FusedBlock(kind, {**parameters, name: other}, *numbers)
         with pytest.raises(ValueError, match=f"There must be a tensor `{name}`|`.*down` must|has no `"):
-            BlockStep(kind, {key: y for key, y in parameters.items() if key != name}, *numbers)
+            FusedBlock(kind, {key: y for key, y in parameters.items() if key != name}, *numbers)
     with pytest.raises(ValueError, match="has no `more`, `key.scale`"):
-        BlockStep(kind, {**parameters, "more": x, "key.scale": x}, *numbers)
+        FusedBlock(kind, {**parameters, "more": x, "key.scale": x}, *numbers)
     for heads in (0, 3):
         with pytest.raises(ValueError, match=f"{heads} heads"):
-            BlockStep(kind, parameters, heads, *numbers[1:])
+            FusedBlock(kind, parameters, heads, *numbers[1:])
 
 
 @pytest.mark.parametrize("method", [Int8Config, Int4Config])
 def test_refuses_integers_that_do_not_fit(method, monkeypatch, tmp_path):
-    made, init = [], BlockStep.__init__
-    monkeypatch.setattr(BlockStep, "__init__", lambda self, *args: made.append(args) or init(self, *args))
+    made, init = [], FusedBlock.__init__
+    monkeypatch.setattr(FusedBlock, "__init__", lambda self, *args: made.append(args) or init(self, *args))
     make("goose").save_pretrained(tmp_path)
     read(Rwkv7ForCausalLM.from_pretrained(tmp_path, quantization_config=method()), random_ids(1, 1))
     kind, parameters, *numbers = made[-1]
@@ -511,19 +491,36 @@ def test_refuses_integers_that_do_not_fit(method, monkeypatch, tmp_path):
         for part, tensors in wrong.items():
             for x in tensors:
                 with pytest.raises(ValueError, match="`.*` must be|multiples of 16"):
-                    BlockStep(kind, {**parameters, f"{name}.{part}": x}, *numbers)
+                    FusedBlock(kind, {**parameters, f"{name}.{part}": x}, *numbers)
         with pytest.raises(ValueError, match=f"There must be a tensor `{name}.scale`"):
-            BlockStep(kind, {key: x for key, x in parameters.items() if key != f"{name}.scale"}, *numbers)
+            FusedBlock(kind, {key: x for key, x in parameters.items() if key != f"{name}.scale"}, *numbers)
 
 
 def test_tokens_that_do_not_fit(model, monkeypatch):
     """The block is not run in one call: nothing is read from memory that holds other numbers."""
-    given, run = [], BlockStep.__call__
-    monkeypatch.setattr(BlockStep, "__call__", lambda self, *args: given.append((self, args)) or run(self, *args))
+    given, run = [], FusedBlocks.__call__
+    monkeypatch.setattr(FusedBlocks, "__call__", lambda self, *args: given.append((self, args)) or run(self, *args))
     read(model, random_ids(1, 2))
-    step, args = given[-1]
-    assert run(step, *args) is not None
-    for number, x in enumerate(args):
-        if isinstance(x, torch.Tensor):
-            for other in (x.double(), torch._neg_view(x), x.to("meta"), torch.stack((x, x), -1)[..., 0], x[..., :48]):
-                assert run(step, *args[:number], other, *args[number + 1 :]) is None, number
+    blocks, (x, *states, inplace) = given[-1]
+    assert run(blocks, x, *states, inplace) is not None
+    for other in unlike(x):
+        assert run(blocks, other, *states, inplace) is None
+    for number, of_blocks in enumerate(states):
+        for other in unlike(of_blocks[-1]):
+            wrong = [*of_blocks[:-1], other]
+            assert run(blocks, x, *states[:number], wrong, *states[number + 1 :], inplace) is None, number
+
+
+def unlike(x):
+    return x.double(), torch._neg_view(x), x.to("meta"), torch.stack((x, x), -1)[..., 0], x[..., :48]
+
+
+def test_blocks_that_do_not_fit_each_other(model):
+    """The library makes room for the first one."""
+    fused, watch = REGISTRY[model.config.model_type].fused, cpu.Watch([])
+    first, block = (cpu._fuse(fused, watch, block) for block in model.base_model.blocks)
+    for name in ("kind", "dtype", "width", "inner", "middle", "state_shape"):
+        other = copy.copy(block)
+        setattr(other, name, None)
+        with pytest.raises(ValueError, match=f"Block [12] has the {name} None"):
+            FusedBlocks([block, other] if block.kind == "wkv" else [first, block, other])
