@@ -51,7 +51,7 @@ RECORDED = (
 PARTS = {
     "contract": ["test_contract.py"],
     "conformance": ["test_conformance.py", "test_common.py"],
-    "generation": ["test_one_call.py", "test_prefix_cache.py", "test_states.py", "test_embedded_model.py"],
+    "generation": ["test_decoding_step.py", "test_prefix_cache.py", "test_states.py", "test_embedded_model.py"],
     "static-cache": ["test_static_cache.py"],
     "training": ["test_training.py"],
     "compile": ["test_contract.py", "test_state_tuning.py", "models", "-k", "compiled", "-m", "not slow"],
