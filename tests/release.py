@@ -46,7 +46,7 @@ assert all(module.__file__.startswith(sys.prefix) for module in (subquad, subqua
 """
 TINY_MODEL = """
 import torch, subquad
-from subquad_kernels import native
+from subquad_kernels.c import native
 from transformers import AutoModelForCausalLM
 assert all(source.is_file() for source in native._SOURCES), native._SOURCES
 model = AutoModelForCausalLM.from_config(subquad.Rwkv6Config(

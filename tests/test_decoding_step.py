@@ -20,8 +20,8 @@ from subquad import (
 )
 from subquad.decoding import cpu, step
 from subquad.models import REGISTRY
-from subquad_kernels import native
-from subquad_kernels.fused_blocks import FusedBlock, FusedBlocks
+from subquad_kernels.c import native
+from subquad_kernels.c.fused_blocks import FusedBlock, FusedBlocks
 
 
 MODELS = {

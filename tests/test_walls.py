@@ -36,8 +36,8 @@ ROOMS = {
     "models": {"modeling", "decoding"},
     "training": {"modeling", "models"},
     "quantization": {"modeling", "models"},
-    "hub": {"modeling", "models", "training", "quantization"},
-    "states": {"modeling", "training", "hub"},
+    "hub": {"modeling", "decoding", "models", "training", "quantization"},
+    "states": {"modeling", "decoding", "training", "hub"},
     "tools": {"modeling", "models", "hub"},
 }
 # With what models are loaded and saved: they are below the models, although they stand in `hub` with others of a kind.

@@ -128,7 +128,7 @@ def _check_tested(problems: list[str], notes: list[str]) -> None:
 def _check_devices(torch: Any, devices: dict[str, str], problems: list[str], notes: list[str]) -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     devices["cpu"] = f"{capability}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    from subquad_kernels.native import explain
+    from subquad_kernels.c.native import explain
 
     library, why = explain()
     notes.append(f"Products of few rows on the CPU: {'our own library' if library else 'those of torch'} ({why}).")

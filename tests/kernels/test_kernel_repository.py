@@ -42,7 +42,7 @@ def files_of(directory):
 
 def test_every_variant_is_the_package(repository, tmp_path):
     sources = {name: content for name, content in files_of(SOURCE).items() if name.endswith((".py", ".c", ".h"))}
-    assert {"products.c", "vectors.h"} < sources.keys()
+    assert {"c/products.c", "c/vectors.h"} < sources.keys()
     ids = []
     for name in VARIANTS:
         files = files_of(repository / "build" / name)

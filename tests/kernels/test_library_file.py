@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from test_native import needs_library
 
-from subquad_kernels import linear, native
+from subquad_kernels import linear
+from subquad_kernels.c import native
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_a_signal_while_it_is_compiled(quick, tmp_path):
     compiler = tmp_path / "slow"
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\ntouch {tmp_path}/began\nsleep 60\n')
     compiler.chmod(0o700)
-    code = "from subquad_kernels import native; native.library()"
+    code = "from subquad_kernels.c import native; native.library()"
     environment = os.environ | {"CC": str(compiler), "PYTHONPATH": ":".join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)
     while not (tmp_path / "began").exists():

@@ -8,7 +8,7 @@ from resident_memory import resident_memory
 from torch import nn
 
 from subquad_kernels import linear, matmul
-from subquad_kernels.linear import _ONEDNN, _find_onednn
+from subquad_kernels.c.products import _ONEDNN, _find_onednn
 
 
 @pytest.mark.fast
@@ -82,7 +82,7 @@ def test_memory_does_not_grow_with_the_number_of_lengths():
 @pytest.fixture(params=["fast", "slow", ""], ids=["instructions", "slow instructions", "no instructions"])
 def instructions(request, monkeypatch):
     """The instructions that the CPU is taken to have for 16-bit dtypes."""
-    module = sys.modules["subquad_kernels.linear"]
+    module = sys.modules["subquad_kernels.c.products"]
     monkeypatch.setattr(module, "multiplies", lambda dtype: bool(request.param))
     monkeypatch.setattr(module, "multiplies_slowly", lambda dtype: request.param == "slow")
     return request.param
@@ -94,9 +94,9 @@ def instructions(request, monkeypatch):
 def test_16_bit_products(rows, dtype, onednn, instructions, monkeypatch):
     """A weight of several tiles, which do not divide it; sums are float32's, so only the result is rounded."""
     if not onednn:
-        monkeypatch.setattr(sys.modules["subquad_kernels.linear"], "_ONEDNN", None)
+        monkeypatch.setattr(sys.modules["subquad_kernels.c.products"], "_ONEDNN", None)
     torch.manual_seed(0)
-    monkeypatch.setattr(sys.modules["subquad_kernels.linear"], "_TILE", 2**13)
+    monkeypatch.setattr(sys.modules["subquad_kernels.c.products"], "_TILE", 2**13)
     layer, x = nn.Linear(130, 500, dtype=dtype), torch.randn(2, rows, 130, dtype=dtype)[:1]
     with torch.no_grad():
         for bias in (layer.bias, None):
@@ -113,7 +113,7 @@ def test_16_bit_products(rows, dtype, onednn, instructions, monkeypatch):
 @pytest.mark.parametrize("rows", [64, 128])
 def test_products_without_fast_instructions_are_computed_in_float32(rows, instructions, monkeypatch):
     """Where there is no C library."""
-    monkeypatch.setattr(sys.modules["subquad_kernels.linear"], "library", lambda: None)
+    monkeypatch.setattr(sys.modules["subquad_kernels.c.products"], "library", lambda: None)
     weight, x = torch.randn(256, 128, dtype=torch.float16), torch.randn(rows, 128, dtype=torch.float16)
     with torch.profiler.profile(record_shapes=True) as profile, torch.no_grad():
         linear(x, weight)

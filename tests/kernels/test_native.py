@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad_kernels import int8_linear, linear, matmul, native, quantize_rows
+from subquad_kernels import int8_linear, linear, matmul, quantize_rows
+from subquad_kernels.c import native
 
 
 AVAILABLE, REASON = native.explain()
@@ -147,7 +148,7 @@ def test_the_sanitizer_sees_what_is_read_beyond_the_end():
     """Without which the other tests of that run would say nothing."""
     code = """
 import torch
-from subquad_kernels import native
+from subquad_kernels.c import native
 
 class Short:  # as a weight (3, 64)
     shape, numel = (3, 64), lambda self: 3 * 64
@@ -193,7 +194,7 @@ def calls(monkeypatch):
             made.append("matmul")
             return x @ y
 
-    monkeypatch.setattr(sys.modules["subquad_kernels.linear"], "library", Counting)
+    monkeypatch.setattr(sys.modules["subquad_kernels.c.products"], "library", Counting)
     return made
 
 
@@ -222,7 +223,8 @@ def test_negative_views(dtype):
 
 @pytest.mark.parametrize("lacking", ["multiplies", "multiplies_slowly"])
 def test_more_rows_without_fast_instructions(lacking, calls, monkeypatch):
-    monkeypatch.setattr(sys.modules["subquad_kernels.linear"], lacking, lambda dtype: lacking == "multiplies_slowly")
+    products = sys.modules["subquad_kernels.c.products"]
+    monkeypatch.setattr(products, lacking, lambda dtype: lacking == "multiplies_slowly")
     weight = torch.randn(256, 128, dtype=torch.bfloat16)
     with torch.no_grad():
         for rows, taken in ((9, 1), (128, 2), (129, 2)):

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from kernel_cases.slot_memory import make as make_slot_memory
 from test_native import DTYPES, library, needs_library  # noqa: F401 (a fixture)
 
-from subquad_kernels import delta_keys, gated_delta_wkv, gated_wkv, low_rank, native, slot_memory, token_shift
+from subquad_kernels import delta_keys, gated_delta_wkv, gated_wkv, low_rank, slot_memory, token_shift
+from subquad_kernels.c import native
 
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}

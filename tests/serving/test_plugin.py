@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 import subquad
 from subquad.hub import export as hub
 from subquad.models import REGISTRY
-from subquad_kernels import native
+from subquad_kernels.c import native
 from subquad_tokenizers import ByteTokenizer
 from subquad_vllm.configuration import DEFAULT_LENGTH
 from subquad_vllm.served import REFUSED, SERVED

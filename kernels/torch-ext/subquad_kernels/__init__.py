@@ -1,5 +1,6 @@
 """Operators of sub-quadratic language models, one folder each. Only torch is required."""
 
+from . import c as c
 from . import layers as layers
 from .cema import cema
 from .chunk_attention import chunk_attention, chunk_attention_step

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from .c.native import GROUP, STRIP, WORTHWHILE, in_memory, is_observed, library
 from .int8_linear import Stored, _finished, _quantize, check_product
-from .native import GROUP, STRIP, WORTHWHILE, in_memory, is_observed, library
 
 
 # Numbers that are rounded, or become floats, at a time.

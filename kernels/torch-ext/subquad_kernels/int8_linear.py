@@ -4,8 +4,8 @@ import functools
 
 import torch
 
+from .c.native import WORTHWHILE, Library, in_memory, is_observed, library
 from .checks import check_stored, check_tensors
-from .native import WORTHWHILE, Library, in_memory, is_observed, library
 
 
 # The largest integer. -128 is left out, so that every number has a negative.

@@ -1,107 +1,9 @@
-"""The product of a linear layer, by the fastest of the CPU libraries of torch."""
-
-import functools
-import math
-import platform
-import threading
-from collections.abc import Callable
-from pathlib import Path
+"""The product of a linear layer."""
 
 import torch
 import torch.nn.functional as F
 
-from .native import MOST_ROWS, WORTHWHILE, is_observed, library, readable
-
-
-# Below this number of multiplications MKL is at least as fast as oneDNN.
-_WORTHWHILE = 2**21
-# oneDNN compiles code for every number of rows, and keeps it (about 0.6 MB). So it gets only about 50 numbers of rows:
-# long inputs are cut into blocks of this size, and rows of zeros are added to others.
-_BLOCK = 4096
-# Up to this number of rows torch's dot products of 16-bit numbers are faster than a product in float32.
-_FEW_ROWS = 4
-# Below this number of multiplications a 16-bit product takes less time than the conversion of its weight begins with.
-_CONVERTED = 2**18
-# From this number of rows on the conversion of the weight takes less time than slow instructions lose.
-_MANY_ROWS = 96
-# A weight is converted to float32 in tiles of about this number of elements for each thread, which the caches hold.
-_TILE = 2**19
-# Held while oneDNN is off, so that one thread does not turn it on for another, or leave it off.
-_switching = threading.Lock()
-
-
-def _find_onednn() -> Callable | None:
-    """oneDNN's product, on CPUs with AVX-512. On others MKL is as fast."""
-    if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-        return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    return None
-
-
-_ONEDNN = _find_onednn()
-
-
-@functools.cache
-def multiplies(dtype: torch.dtype) -> bool:
-    """
-    Whether this CPU has instructions for products of a 16-bit dtype, which oneDNN then uses: AVX512_BF16, AVX512_FP16
-    or AMX on x86, BF16 or FP16 on ARM. Without them torch computes these products about five times slower than those
-    of float32.
-    """
-    if not torch.backends.mkldnn.is_available():
-        return False
-    name = "bf16" if dtype == torch.bfloat16 else "fp16"
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        return False
-    if dtype == torch.bfloat16 and _ONEDNN is not None:  # `_is_mkldnn_bf16_supported` means AVX-512, of any kind
-        return any(getattr(torch.cpu, f"_is_{x}_supported", bool)() for x in ("avx512_bf16", "amx_tile"))
-    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
-
-
-@functools.cache
-def multiplies_slowly(dtype: torch.dtype) -> bool:
-    """
-    Whether these instructions are slower than those of float32: AVX512_BF16 on an Intel CPU that has no AMX, or that
-    does not show it to a virtual machine. (Those of AMD are nearly twice as fast.)
-    """
-    if dtype != torch.bfloat16 or getattr(torch.cpu, "_is_amx_tile_supported", bool)():
-        return False
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "GenuineIntel" in platform.processor()
-
-
-def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a product is computed eagerly on a CPU, in one of three dtypes, and without gradients."""
-    return (
-        x.is_cpu
-        and x.dtype == weight.dtype
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and x.dim() > 0
-        and x.numel() > 0
-        and not torch.is_autocast_enabled("cpu")
-        and type(x) is torch.Tensor
-        and type(weight) in (torch.Tensor, torch.nn.Parameter)
-        and not x.is_neg()
-    )
-
-
-def fits_library(x: torch.Tensor, weight: torch.Tensor, inner: int, bias: torch.Tensor | None = None) -> bool:
-    """
-    Whether the library of `native.py` may read the memory of plain tensors: no mode or transformation of torch wants
-    to see the product, there are few rows, and what is read lies in one piece. `inner` is the dimension of the weight
-    that the product sums over.
-    """
-    return (
-        weight.dim() >= 2
-        and x.shape[-1] == weight.shape[inner]
-        and (bias is None or (bias.shape == weight.shape[:1] and readable(x.dtype, bias)))
-        and weight.numel() >= WORTHWHILE
-        and readable(weight.dtype, weight)
-        and not is_observed()
-    )
+from .shortcuts import shortcut
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -120,25 +22,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Otherwise, and for weights that are not plain tensors (for example quantised ones), this is torch's own function.
     """
-    if _is_plain(x, weight):
-        work, width = x.numel() * weight.shape[0], x.shape[-1]
-        rows = x.numel() // width
-        has, slow = x.dtype == torch.float32 or multiplies(x.dtype), multiplies_slowly(x.dtype)
-        if (rows <= MOST_ROWS or slow or not has) and weight.dim() == 2 and fits_library(x, weight, 1, bias):
-            found = library()
-            may = found and x.dtype in found.dtypes and rows <= found.linear_rows
-            if may and (out := found.linear(x, weight, bias)) is not None:
-                return out
-        if x.dtype != torch.float32:
-            few = rows <= (1 if has else _FEW_ROWS)
-            if few and _ONEDNN is not None:
-                return _by_dot_products(x, weight, bias)
-            convert = not has or (slow and rows >= _MANY_ROWS)
-            if convert and not few and work >= _CONVERTED:
-                return _in_float32(x.reshape(-1, width), weight, bias).view(*x.shape[:-1], -1)
-        elif _ONEDNN is not None and work >= _WORTHWHILE and torch.backends.mkldnn.enabled:
-            return _by_onednn(x.reshape(-1, width), weight, bias).view(*x.shape[:-1], -1)
-    return F.linear(x, weight, bias)
+    out = shortcut("linear", x, weight, bias)
+    return F.linear(x, weight, bias) if out is None else out
 
 
 def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -149,66 +34,5 @@ def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     instructions for a 16-bit dtype, larger products are computed in float32: torch would take about five times as
     long. For weights of layers, [`linear`] needs less memory.
     """
-    # Sizes are compared last: in a traced graph that would limit the shapes.
-    if _is_plain(x, y):
-        # The matrix y is read again for every row.
-        rows = x.numel() // x.shape[-1] if y.dim() == 2 else x.shape[-2] if x.shape[:-2] == y.shape[:-2] else 0
-        if 0 < rows <= _FEW_ROWS and fits_library(x, y, -2):
-            found = library()
-            if found and x.dtype in found.dtypes and (out := found.matmul(x, y)) is not None:
-                return out
-        if x.dtype != torch.float32 and not multiplies(x.dtype) and x.numel() * y.shape[-1] >= _CONVERTED:
-            return (x.float() @ y.float()).to(x.dtype)
-    return x @ y
-
-
-def _by_dot_products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The 16-bit product without oneDNN, which torch takes on every CPU with AVX-512, and takes twice as long."""
-    if not torch.backends.mkldnn.enabled or not _switching.acquire(blocking=False):
-        return F.linear(x, weight, bias)
-    # Not `torch.backends.mkldnn.flags`, which sets four more flags in 12 microseconds.
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        return F.linear(x, weight, bias)
-    finally:
-        torch._C._set_mkldnn_enabled(True)
-        _switching.release()
-
-
-def _in_float32(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product of 16-bit numbers, computed in float32."""
-    outputs, width = weight.shape
-    tiles = math.ceil(weight.numel() / (_TILE * torch.get_num_threads()))
-    size = min(outputs, math.ceil(outputs / tiles / 64) * 64)  # oneDNN is slower for other numbers
-    out = rows.new_empty(rows.shape[0], outputs)
-    rows, bias = rows.float(), bias if bias is None else bias.float()
-    tile = rows.new_empty(size, width)
-    product = F.linear if _ONEDNN is None or not torch.backends.mkldnn.enabled else _by_onednn
-    for start in range(0, outputs, size):
-        part = slice(min(start, outputs - size), min(start, outputs - size) + size)  # all of one shape, for oneDNN
-        tile.copy_(weight[part])
-        out[:, part] = product(rows, tile, bias if bias is None else bias[part])
-    return out
-
-
-def _by_onednn(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product of any number of rows in float32."""
-    blocks = [_block_by_onednn(block, weight, bias) for block in rows.split(_BLOCK)]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-
-
-def _block_by_onednn(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product of at most `_BLOCK` rows."""
-    count = rows.shape[0]
-    if count != (size := _rounded(count)):
-        padded = rows.new_empty(size, rows.shape[1])  # faster than F.pad, which fills all of it first
-        padded[:count], padded[count:] = rows, 0
-        rows = padded
-    return _ONEDNN(rows, weight, bias, "none", [], "")[:count]
-
-
-def _rounded(count: int) -> int:
-    """The next of 1, 2, 4, 8, 16, 32, 48, ..., 256, and from there on eight numbers between two powers of two."""
-    power = 1 << (count - 1).bit_length()
-    step = max(power // 16, min(power, 16))
-    return -(-count // step) * step
+    out = shortcut("matmul", x, y)
+    return x @ y if out is None else out

@@ -5,13 +5,10 @@ from collections.abc import Callable
 import torch
 
 from .linear import matmul
-from .native import is_observed, library_for
+from .shortcuts import shortcut
 
 
-# Their numbers are those of `products.c`.
-_FUNCTIONS = {None: 0, "tanh": 1, "sigmoid": 2, "exp": 3}
-# Up to this number of rows the library of `native.py` is faster than torch: it reads the weights again for every row.
-_FEW_ROWS = 4
+_FUNCTIONS = (None, "tanh", "sigmoid", "exp")
 
 
 def low_rank(
@@ -52,15 +49,8 @@ def low_rank(
             known = ", ".join(map(repr, _FUNCTIONS))
             raise ValueError(f"`{name}` must be one of {known}, got {function!r}.")
     dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
-    if (
-        not is_observed()  # first, because a question about the sizes would become a part of a traced graph
-        and 0 < x.numel() <= _FEW_ROWS * x.shape[-1]
-        and down.shape == (x.shape[-1], up.shape[:-1].numel())
-        and (base is None or base.numel() == up.shape[-1])
-        and (found := library_for(x.shape[-1], x.dtype, x, down, up, base))
-        and (out := found.low_rank(x, down, up, base, _FUNCTIONS[inner], _FUNCTIONS[outer], scale, dtype)) is not None
-    ):
-        return out
+    if (done := shortcut("low_rank", x, down, up, base, inner, outer, scale, dtype)) is not None:
+        return done
     low = _apply(inner, matmul(x, down))
     if up.dim() == 3:
         low = low.view(-1, up.shape[0], up.shape[1]).transpose(0, 1)

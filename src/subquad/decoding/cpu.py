@@ -15,8 +15,8 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel, modeling_layers
 from transformers.utils import output_capturing
 
-from subquad_kernels.fused_blocks import FusedBlock, FusedBlocks
-from subquad_kernels.native import MOST_ROWS, WORTHWHILE_CHANNELS, is_observed, readable
+from subquad_kernels.c.fused_blocks import FusedBlock, FusedBlocks
+from subquad_kernels.c.native import MOST_ROWS, WORTHWHILE_CHANNELS, is_observed, readable
 
 from ..modeling import arguments
 from ..modeling.cache import RecurrentCache

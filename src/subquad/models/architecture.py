@@ -89,7 +89,7 @@ class TunableState:
 @dataclass(frozen=True)
 class FusedModel:
     """
-    The parts of a model by the names that [`subquad_kernels.fused_blocks.FusedBlock`] has for them.
+    The parts of a model by the names that [`subquad_kernels.c.fused_blocks.FusedBlock`] has for them.
 
     Attributes:
         kind: of the blocks.

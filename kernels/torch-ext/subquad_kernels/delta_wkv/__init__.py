@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
-from ..native import library_for_heads
-from ..one_token import step_by_library
+from ..shortcuts import shortcut
 from ..state_pool import check_indices, count_states, in_copies
 from .custom_ops import _delta_wkv, _delta_wkv_step
 from .eager import delta_wkv_step, delta_wkv_step_in_pool, gated_norm
@@ -132,7 +131,7 @@ def gated_delta_wkv(
         return _step(*floats, indices, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
     if one_token and backend == "eager":
         token = r, k, v, log_w, kappa, a, gate, bonus, weight, bias, eps
-        if (done := step_by_library(*token, initial_state, indices, inplace)) is not None:
+        if (done := shortcut("recurrence", *token, initial_state, indices, inplace)) is not None:
             return done
     out, state = _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=widest(*floats), backend=backend)
     with without_autocast(k):
@@ -162,8 +161,8 @@ def delta_keys(
     """
     check_sequences(k=k)
     check_tensors({"k": (k, k.shape), "a": (a, k.shape), "k_k": (k_k, k.shape[2:]), "k_a": (k_a, k.shape[2:])}, "k", k)
-    if k.shape[1] == 1 and (found := library_for_heads((k, a, k_k, k_a))):
-        return found.delta_keys(k, a, k_k, k_a)
+    if k.shape[1] == 1 and (done := shortcut("delta_keys", k, a, k_k, k_a)) is not None:
+        return done
     kappa = k * k_k
     kappa = F.normalize(kappa.to(torch.promote_types(k.dtype, torch.float32)), dim=-1, eps=1e-12).to(k.dtype)
     return kappa, k * torch.addcmul(1 - k_a, a, k_a)

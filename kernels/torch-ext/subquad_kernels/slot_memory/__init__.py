@@ -5,7 +5,7 @@ import torch
 from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
-from ..one_token import slot_step_by_library
+from ..shortcuts import shortcut
 from ..state_pool import check_indices, count_states, in_copies
 from .custom_ops import _slot_memory, _slot_memory_state, _slot_memory_step
 from .reference import slot_memory_reference
@@ -102,7 +102,8 @@ def slot_memory_state(
 
 def _step(q, k, v, log_f, initial_state, indices, inplace, backend):
     token = q, k, v, log_f
-    if backend == "eager" and (done := slot_step_by_library(*token, initial_state, indices, inplace)) is not None:
+    states = initial_state, indices, inplace
+    if backend == "eager" and (done := shortcut("slot_memory", *token, *states)) is not None:
         return done
     shape = k.shape[0], k.shape[2], log_f.shape[-1], k.shape[-1] + v.shape[-1]
     states = step_states(initial_state, inplace or indices is not None, v, shape)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..linear import multiplies
+from ..instructions import multiplies
 
 
 VALUES = 1 << 24  # values of the windows that are computed at a time

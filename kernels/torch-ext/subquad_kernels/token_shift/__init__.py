@@ -4,8 +4,9 @@ import torch
 
 from ..backend import choose_backend
 from ..checks import check_flags, check_tensors
+from ..shortcuts import shortcut
 from .custom_ops import _token_shift
-from .eager import token_shift_by_library, token_shift_eager
+from .eager import token_shift_eager
 from .reference import token_shift_reference
 
 
@@ -51,7 +52,7 @@ def token_shift(
     if backend == "reference":
         return token_shift_reference(x, state, mu, offset, starts).to(x.dtype)
     if backend == "eager":
-        if x.shape[1] == 1 and starts is None and (out := token_shift_by_library(x, state, mu, offset)) is not None:
+        if x.shape[1] == 1 and starts is None and (out := shortcut("token_shift", x, state, mu, offset)) is not None:
             return out
         return token_shift_eager(x, state, mu, offset, starts)
     return _token_shift(x, state, mu, offset, starts, backend)

@@ -2,12 +2,6 @@
 
 import torch
 
-from ..native import is_observed, library_for, readable
-
-
-# Elements of a result from which on the threads of torch are faster.
-_MOST = 2**17
-
 
 def _previous(x, state, starts):
     if state is None:
@@ -16,19 +10,6 @@ def _previous(x, state, starts):
     if x.shape[1] > 1:
         previous = torch.cat((previous, x[:, :-1]), dim=1)
     return previous if starts is None else previous.masked_fill(starts.unsqueeze(-1), 0.0)
-
-
-def token_shift_by_library(
-    x: torch.Tensor, state: torch.Tensor | None, mu: torch.Tensor, offset: torch.Tensor | None
-) -> torch.Tensor | None:
-    """One token, without documents, by the C library of `native.py`. None if that cannot be."""
-    # The sizes last, because a question about them would become a part of a traced graph.
-    if is_observed() or mu.dtype not in (x.dtype, torch.float32) or x.numel() * mu.shape[0] > _MOST:
-        return None
-    if not readable(mu.dtype, mu):
-        return None
-    found = library_for(x.shape[-1], x.dtype, x, state, offset)
-    return found.token_shift(x, state, mu, offset) if found else None
 
 
 def token_shift_eager(

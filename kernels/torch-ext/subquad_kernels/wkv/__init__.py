@@ -6,7 +6,7 @@ from ..backend import cast, choose_backend, of_widest, step_states, widest, with
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
 from ..group_norm_gate import group_norm_gate
-from ..one_token import step_by_library
+from ..shortcuts import shortcut
 from ..state_pool import check_indices, count_states, in_copies
 from .custom_ops import _wkv, _wkv_step
 from .eager import only_token, wkv_step, wkv_step_in_pool
@@ -116,7 +116,7 @@ def gated_wkv(
         return _step(*floats, indices, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
     if one_token and backend == "eager":
         token = r, k, v, log_w, None, None, gate, u, weight, bias, eps
-        if (done := step_by_library(*token, initial_state, indices, inplace)) is not None:
+        if (done := shortcut("recurrence", *token, initial_state, indices, inplace)) is not None:
             return done
     out, state = _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=widest(*floats), backend=backend)
     return group_norm_gate(out, gate, weight, bias, eps, backend=backend), state

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .checks import check_stored
-from .int4_linear import int4_layout
-from .int8_linear import LARGEST, MOST_INPUTS, adds_exactly, int8_layout
+from ..checks import check_stored
+from ..int4_linear import int4_layout
+from ..int8_linear import LARGEST, MOST_INPUTS, adds_exactly, int8_layout
 from .native import STRIP, Library, library, readable
 
 
@@ -184,6 +184,7 @@ class FusedBlock:
         self.mixes = "mix.up" in parameters
         if kind == "wkv":
             self.struct.of_token = of_token
+
     def _check_sizes(self, found: Library, heads: int, sizes: tuple[int, int, int]) -> None:
         if self.dtype not in found.dtypes:
             raise ValueError(f"The library does not read {self.dtype}.")

@@ -1,11 +1,13 @@
-"""One token of the recurrences, by the C library of `native.py`."""
+"""One token of the operators, by the C library of `native.py`."""
 
 import torch
 
-from .native import library_for_heads, readable
+from ..shortcuts import adds
+from .native import is_observed, library_for, library_for_heads, readable
 
 
-def step_by_library(
+@adds("recurrence")
+def recurrence(
     r: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -45,7 +47,8 @@ def step_by_library(
     return None if out is None else (out, new_state)
 
 
-def slot_step_by_library(
+@adds("slot_memory")
+def slot_memory(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -54,7 +57,7 @@ def slot_step_by_library(
     indices: torch.Tensor | None,
     inplace: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """As [`step_by_library`], `slot_memory` of T = 1. It changes a copy of the states if it may not change them."""
+    """As [`recurrence`], `slot_memory` of T = 1. It changes a copy of the states if it may not change them."""
     pool = initial_state if indices is None else initial_state[:1]
     found = library_for_heads((v, q, k))
     if (
@@ -72,3 +75,60 @@ def slot_step_by_library(
         state = initial_state.clone()
     out = found.slot_step(q, k, v, log_f, state, indices)
     return None if out is None else (out, state)
+
+
+# Elements of a result from which on the threads of torch are faster.
+_MOST_SHIFTED = 2**17
+
+
+@adds("token_shift")
+def token_shift(
+    x: torch.Tensor, state: torch.Tensor | None, mu: torch.Tensor, offset: torch.Tensor | None
+) -> torch.Tensor | None:
+    """`token_shift` of T = 1, without documents."""
+    # The sizes last, because a question about them would become a part of a traced graph.
+    if is_observed() or mu.dtype not in (x.dtype, torch.float32) or x.numel() * mu.shape[0] > _MOST_SHIFTED:
+        return None
+    if not readable(mu.dtype, mu):
+        return None
+    found = library_for(x.shape[-1], x.dtype, x, state, offset)
+    return found.token_shift(x, state, mu, offset) if found else None
+
+
+@adds("delta_keys")
+def delta_keys(
+    k: torch.Tensor, a: torch.Tensor, scale: torch.Tensor, mix: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`delta_keys` of T = 1."""
+    found = library_for_heads((k, a, scale, mix))
+    return found.delta_keys(k, a, scale, mix) if found else None
+
+
+# In the order of `products.c`.
+_FUNCTIONS = (None, "tanh", "sigmoid", "exp")
+# Up to this number of rows the library is faster than torch: it reads the weights again for every row.
+_FEW_ROWS = 4
+
+
+@adds("low_rank")
+def low_rank(
+    x: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    base: torch.Tensor | None,
+    inner: str | None,
+    outer: str | None,
+    scale: float,
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """`low_rank` of few rows, in `dtype`."""
+    if (
+        is_observed()  # first, because a question about the sizes would become a part of a traced graph
+        or not 0 < x.numel() <= _FEW_ROWS * x.shape[-1]
+        or down.shape != (x.shape[-1], up.shape[:-1].numel())
+        or (base is not None and base.numel() != up.shape[-1])
+    ):
+        return None
+    found = library_for(x.shape[-1], x.dtype, x, down, up, base)
+    functions = _FUNCTIONS.index(inner), _FUNCTIONS.index(outer)
+    return found.low_rank(x, down, up, base, *functions, scale, dtype) if found else None
