@@ -28,6 +28,8 @@ OPTIONAL = ("triton",)
 # The digest is that of all files: transformers compares the first one to see whether it has loaded the others.
 HEADER = "# Part of subquad{version} (Apache-2.0), merged for a model repository: {digest}\n"
 LINE_LENGTH = 119
+# The decorator of methods that a repository does not have.
+MARK = "package_only"
 
 
 class Name(NamedTuple):
@@ -150,7 +152,7 @@ class Module:
     def __init__(self, name: str):
         self.name = name
         self.path = Path(importlib.util.find_spec(name).origin)
-        text = self.path.read_text(encoding="utf-8")
+        text = _without_marked(self.path.read_text(encoding="utf-8"))
         self.lines, tree = text.split("\n"), ast.parse(text)
         self.doc = ast.get_docstring(tree) or ""
         body = tree.body[1:] if self.doc else tree.body
@@ -203,6 +205,19 @@ class Module:
 
 
 load = functools.cache(Module)
+
+
+def _without_marked(text: str) -> str:
+    """The source of a module without its methods that are marked with `MARK`."""
+    if f"@{MARK}" not in text:
+        return text
+    lines = text.split("\n")
+    classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    methods = (node for each in classes for node in each.body if isinstance(node, ast.FunctionDef))
+    for node in reversed(list(methods)):
+        if MARK in map(_root, node.decorator_list):
+            del lines[node.decorator_list[0].lineno - 2 : node.end_lineno]  # with the blank line before it
+    return "\n".join(lines)
 
 
 def _home(name: Name) -> Name:

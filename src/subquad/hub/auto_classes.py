@@ -212,6 +212,10 @@ def _register_decoding_steps(module: ModuleType) -> None:
     module.MAKERS["cpu"] = make_cpu_step
 
 
+def _register_names(module: ModuleType, architecture: Architecture) -> None:
+    importlib.import_module(f"{architecture.package}.{architecture.other_names}")
+
+
 _AUTO = "transformers.models.auto."
 # Module of transformers, PEFT or ours to what is registered each time that it is imported.
 _TABLES: dict[str, Callable[[ModuleType], None]] = {
@@ -226,6 +230,13 @@ _TABLES: dict[str, Callable[[ModuleType], None]] = {
     "peft.peft_model": _register_prompts,
     "peft": _register_state_tuning,
     "subquad.decoding.step": _register_decoding_steps,
+    **{
+        f"{architecture.package}.modeling_{architecture.folder}": functools.partial(
+            _register_names, architecture=architecture
+        )
+        for architecture in REGISTRY.values()
+        if architecture.other_names
+    },
     **{
         f"transformers.models.{name}.configuration_{name}": functools.partial(
             _share_type, model_type=name, fields=fields, architecture=architecture

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ..modeling.arguments import PUSH_ARGUMENTS, known_arguments, parameter_names, refuse_unknown
 from ..modeling.layers import Linear
+from ..modeling.package_only import package_only
 from .foreign_files import listed
 
 
@@ -47,6 +48,7 @@ class SavedPreTrainedModel(PreTrainedModel):
         super().post_init()
         self.known_arguments = known_arguments(self)
 
+    @package_only
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As in transformers. A byte that has two weights of 4 bits counts as two."""
         packed = [module.weight for module in self.modules() if getattr(module, "packed", False)]
@@ -77,19 +79,17 @@ class SavedPreTrainedModel(PreTrainedModel):
                 kwargs = with_sizes(cls.config_class, source, kwargs)
         return super().from_pretrained(path, *args, **kwargs | {"use_safetensors": True})
 
+    @package_only
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
         """As in transformers, for a model and for the one that an adapter was trained on."""
-        try:
-            from subquad.hub.weight_files import check_room
-        except ImportError:  # this file is a copy in a repository
-            pass
-        else:
-            quantizer = load_config.hf_quantizer
-            if checkpoint_files and (quantizer is None or hasattr(quantizer, "check_files")):
-                check_room(model, checkpoint_files, packed=quantizer is not None)
-                if quantizer is not None:
-                    quantizer.check_files(model, checkpoint_files)
+        from .weight_files import check_room
+
+        quantizer = load_config.hf_quantizer
+        if checkpoint_files and (quantizer is None or hasattr(quantizer, "check_files")):
+            check_room(model, checkpoint_files, packed=quantizer is not None)
+            if quantizer is not None:
+                quantizer.check_files(model, checkpoint_files)
         return PreTrainedModel._load_pretrained_model(
             model, state_dict, checkpoint_files, load_config, *args, **kwargs
         )
@@ -116,15 +116,13 @@ class SavedPreTrainedModel(PreTrainedModel):
             raise ValueError(message)
         return loading_info
 
+    @package_only
     def load_adapter(self, peft_model_id: str | os.PathLike | None = None, *args, **kwargs):
         """As in transformers, from safetensors only."""
-        try:
-            from subquad.hub.weight_files import check_adapter
-        except ImportError:  # this file is a copy in a repository
-            pass
-        else:
-            if peft_model_id is not None and os.path.isdir(peft_model_id):
-                check_adapter(peft_model_id)
+        from .weight_files import check_adapter
+
+        if peft_model_id is not None and os.path.isdir(peft_model_id):
+            check_adapter(peft_model_id)
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
     def save_pretrained(
@@ -153,6 +151,7 @@ class SavedPreTrainedModel(PreTrainedModel):
         else:
             save_model(self, save, save_directory, *args, self_contained=self_contained, **kwargs)
 
+    @package_only
     def push_to_hub(self, repo_id: str, **kwargs):
         """
         As in transformers, with the same arguments. The code that the model needs is uploaded too, with its license,
@@ -161,10 +160,8 @@ class SavedPreTrainedModel(PreTrainedModel):
         Returns:
             the URL of the commit.
         """
-        try:
-            from subquad.hub.push import push_model
-        except ImportError:  # this file is a copy in a repository
-            return super().push_to_hub(repo_id, **kwargs)
+        from subquad.hub.push import push_model
+
         if self._saved_by_transformers():
             return super().push_to_hub(repo_id, **kwargs)
         return push_model(self, repo_id, **kwargs)

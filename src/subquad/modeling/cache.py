@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, StaticCache
 
+from .package_only import package_only
 from .padding import Tokens, read_values, should_check
 from .state_file import ModelIdentity, check_owner, describe_owner, read_state_file, write_state_file
 
@@ -372,6 +373,7 @@ class RecurrentCache(Cache):
             static=static, recurrent_names=self.recurrent_names, convolution_names=self.convolution_names
         )
 
+    @package_only
     def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
         """
         The shapes of the states of a block once a token is read, by name, without the batch. None is a size that
@@ -754,6 +756,7 @@ class RecurrentCache(Cache):
             of, _, name = key.rpartition(".")
             layers[of].write(name, state)
 
+    @package_only
     def save(
         self, path: str | os.PathLike, model: ModelIdentity | None = None, text: dict[str, Any] | None = None
     ) -> None:
@@ -781,6 +784,7 @@ class RecurrentCache(Cache):
         }
         write_state_file(path, states, about)
 
+    @package_only
     @classmethod
     def load(
         cls,
@@ -807,6 +811,7 @@ class RecurrentCache(Cache):
             check_owner(path, about, model)
         return cls.from_states(path, config, states, about, static).to(device)
 
+    @package_only
     @classmethod
     def from_states(
         cls,
@@ -839,6 +844,7 @@ class RecurrentCache(Cache):
         cache.seen_tokens += tokens
         return cache
 
+    @package_only
     def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:
         """
         Why states cannot be those of this cache after `tokens` tokens; None if they can.

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from .cache import LayerState
 from .counting_cache import CountingCache
+from .package_only import package_only
 from .padding import can_read_values, expand_to
 from .ring import with_room
 from .state_file import ModelIdentity
@@ -102,6 +103,7 @@ class GrowingCache(CountingCache):
         layer.lend(name)
         return held
 
+    @package_only
     def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:
         if fault := super().find_fault(config, states, tokens):
             return fault
@@ -123,6 +125,7 @@ class GrowingCache(CountingCache):
                 kept = torch.arange(state.shape[1], device=state.device) < lengths.to(state.device)[:, None]
                 layer.states[name] = state * expand_to(kept, state)
 
+    @package_only
     @classmethod
     def load(
         cls,

@@ -197,6 +197,8 @@ class Architecture:
         onnx: the exported functions that ONNX can express: "prefill", "decode".
         float_layers: the linear layers that stay in floating point if the others get 8-bit weights, as parts of their
             names: routers, and what decides how fast a state decays.
+        other_names: the module in the folder whose import makes `from_pretrained` read the tensor names of other
+            packages; None if there is none.
         fused: see [`FusedModel`]; None if the C library has no such blocks.
         inspection: the module in the folder that shows what the memory holds after a text, for
             `subquad inspect-memory`; None if there is none.
@@ -219,6 +221,7 @@ class Architecture:
     processor: str | None = None
     tunable_state: TunableState | None = None
     onnx: tuple[str, ...] = ()
+    other_names: str | None = None
     fused: FusedModel | None = None
     inspection: str | None = None
     float_layers: tuple[str, ...] = ()

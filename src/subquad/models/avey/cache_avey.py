@@ -8,6 +8,7 @@ from transformers.cache_utils import StaticCache
 from subquad_kernels import maxsim
 
 from ...modeling.growing_cache import GrowingCache
+from ...modeling.package_only import package_only
 from ...modeling.padding import Tokens, read_values
 
 
@@ -40,6 +41,7 @@ class AveyCache(GrowingCache):
         # What each block's contextualizer gets for the rows of missing splits, which is the same for every text.
         self.zero_rows: list[torch.Tensor] | None = None
 
+    @package_only
     def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
         if number is not None:
             return {}

@@ -30,6 +30,7 @@ RWKV6 = replace(
         },
     },
     support=replace(RWKV5.support, checkpoints=f"{RWKV5.support.checkpoints}, GGUF"),
+    other_names="loading_rwkv6",
     fused=replace(
         FUSED,
         classes={

@@ -79,4 +79,6 @@ FLASH_LINEAR_ATTENTION = Layout(
     },
 )
 
+FLASH_LINEAR_ATTENTION.register("rwkv6")
+
 __all__ = ["FLASH_LINEAR_ATTENTION"]

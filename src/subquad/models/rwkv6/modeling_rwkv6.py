@@ -21,10 +21,6 @@ from ..rwkv5.modeling_rwkv5 import (
     token_shift,
 )
 from .configuration_rwkv6 import Rwkv6Config
-from .loading_rwkv6 import FLASH_LINEAR_ATTENTION
-
-
-FLASH_LINEAR_ATTENTION.register(Rwkv6Config.model_type)
 
 
 class Rwkv6TimeMixing(Rwkv5TimeMixing):

@@ -74,6 +74,7 @@ RWKV7 = Architecture(
         scale=1.0,
         transposed=False,
     ),
+    other_names="loading_rwkv7",
     fused=FusedModel(
         kind="delta_wkv",
         blocks="blocks",

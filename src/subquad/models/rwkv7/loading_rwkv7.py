@@ -97,5 +97,6 @@ OLD_RWKV_RS = Layout(
 
 # What `from_pretrained` reads besides our names.
 OTHER_LAYOUTS = FLASH_LINEAR_ATTENTION | RWKV_RS | OLD_RWKV_RS
+OTHER_LAYOUTS.register("rwkv7")
 
 __all__ = ["BONUS", "FLASH_LINEAR_ATTENTION", "OLD_RWKV_RS", "OTHER_LAYOUTS", "RWKV_RS"]

@@ -20,10 +20,8 @@ from ...modeling.padding import Tokens, last_token
 from ...modeling.tensor_parallel import local_part, low_rank_of_heads
 from ...modeling.versions import RecurrentModelOutput
 from .configuration_rwkv7 import Rwkv7Config
-from .loading_rwkv7 import OTHER_LAYOUTS
 
 
-OTHER_LAYOUTS.register(Rwkv7Config.model_type)
 gated_delta_wkv, token_shift = replaceable(gated_delta_wkv, token_shift)
 
 

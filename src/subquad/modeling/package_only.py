@@ -1,0 +1,11 @@
+"""Methods that model repositories do not have."""
+
+from typing import TypeVar
+
+
+T = TypeVar("T")
+
+
+def package_only(method: T) -> T:
+    """Marks a method for users of the installed package. The code of a model repository is merged without it."""
+    return method
