@@ -88,8 +88,10 @@ class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
     ) -> torch.Tensor:
         """The output for a batch x, (batch, length, model_dim)."""
         layout = find_layout(self.config, x, tokens, bos, cache, training=False)
-        if cache is not None and cache.one_token:
-            layout = SlotLayout(**{**vars(layout), "slots": cache.slots})
+        if cache is not None:
+            cache.count_tokens(layout)
+            if cache.one_token:
+                layout = SlotLayout(**{**vars(layout), "slots": cache.slots})
         for i, block in enumerate(self.base.layers):
             if cache is not None:
                 cache.read(i)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 class KernelError(RuntimeError):
@@ -167,18 +166,6 @@ def _variant(kernel: Any, device: torch.device, arguments: tuple, constants: dic
             x = (x == 1, x % 16 == 0, x >= 2**31) if type(x) is int else type(x)
         compiled.append(x)
     return device, *compiled, *constants.items()
-
-
-def can_keep(x: torch.Tensor) -> bool:
-    """Whether new tensors outlive a call with x: not those of a graph, nor those that a dispatch mode makes."""
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
-        return False
-    return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-
-
-def can_read_without_sync(x: torch.Tensor) -> bool:
-    """Whether Python may branch on the values of x: on a CPU, where reading them does not wait, and not in a trace."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def cdiv(x: int, y: int) -> int:

@@ -3,8 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from .c.native import GROUP, STRIP, WORTHWHILE, in_memory, is_observed, library
+from .c.native import GROUP, STRIP, WORTHWHILE, in_memory, library
 from .int8_linear import Stored, _finished, _quantize, check_product
+from .tracing import is_observed
 
 
 # Numbers that are rounded, or become floats, at a time.

@@ -4,8 +4,9 @@ import functools
 
 import torch
 
-from .c.native import WORTHWHILE, Library, in_memory, is_observed, library
+from .c.native import WORTHWHILE, Library, in_memory, library
 from .checks import check_stored, check_tensors
+from .tracing import is_observed
 
 
 # The largest integer. -128 is left out, so that every number has a negative.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .backend import can_keep
+from .tracing import can_keep
 
 
 # For each first tensor, as long as it lives: the other ones of a computation, their versions, and its result.

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from .backend import can_read_without_sync
 from .checks import needs_gradient
+from .tracing import can_read_without_sync
 
 
 # Bytes of a state from which on, on a CPU, operations on one state at a time take less time than copies of all.

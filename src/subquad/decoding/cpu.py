@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, modeling_layers
 from transformers.utils import output_capturing
 
 from subquad_kernels.c.fused_blocks import FusedBlock, FusedBlocks
-from subquad_kernels.c.native import MOST_ROWS, WORTHWHILE_CHANNELS, is_observed, readable
+from subquad_kernels.c.native import MOST_ROWS, WORTHWHILE_CHANNELS, readable
+from subquad_kernels.tracing import is_observed
 
 from ..modeling import arguments
 from ..modeling.cache import RecurrentCache

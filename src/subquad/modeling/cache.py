@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, StaticCache
 
+from subquad_kernels.tracing import is_inference
+
 from .package_only import package_only
 from .padding import Tokens, read_values, should_check
 from .state_file import ModelIdentity, check_owner, describe_owner, read_state_file, write_state_file
@@ -36,11 +38,6 @@ def static_copy(x: torch.Tensor) -> torch.Tensor:
         x = x.detach().clone(memory_format=torch.contiguous_format)
     torch._dynamo.mark_static_address(x, guard=False)  # for another address no other code is compiled
     return x
-
-
-def _is_inference(x: torch.Tensor) -> bool:
-    """Whether x was made in inference mode, as far as that can be asked."""
-    return not torch.compiler.is_compiling() and x.is_inference()
 
 
 @dataclass
@@ -106,7 +103,7 @@ class LayerState:
     def get(self, name: str) -> torch.Tensor | None:
         """The state of that name. None, and zeros, mean that no token has been read."""
         state = self.states.get(name)
-        if state is not None and torch.is_grad_enabled() and (self.static or _is_inference(state)):
+        if state is not None and torch.is_grad_enabled() and (self.static or is_inference(state)):
             return state.clone()  # the backward pass may need it after it was overwritten
         return state
 
@@ -123,7 +120,7 @@ class LayerState:
         """Whether a state, as [`~LayerState.get`] returned it, may be modified in place: no graph needs it."""
         if torch.is_grad_enabled() or held.requires_grad or name in self.lent:
             return False
-        return not _is_inference(held) or torch.is_inference_mode_enabled()
+        return not is_inference(held) or torch.is_inference_mode_enabled()
 
     def lend(self, name: str) -> None:
         """Notes whether a graph may hold the state, which was just set and which this call goes on to read."""

@@ -5,10 +5,12 @@ import os
 import torch
 from transformers import PreTrainedConfig
 
+from subquad_kernels.tracing import can_read_values
+
 from .cache import LayerState
 from .counting_cache import CountingCache
 from .package_only import package_only
-from .padding import can_read_values, expand_to
+from .padding import expand_to
 from .ring import with_room
 from .state_file import ModelIdentity
 

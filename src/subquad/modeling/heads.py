@@ -8,10 +8,12 @@ from torch.nn.functional import pad
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
+from subquad_kernels.tracing import can_read_values
+
 from .arguments import checks_arguments
 from .cache import RecurrentCache
 from .layers import check_inputs, labelled_loss, zero_without_labels
-from .padding import can_read_values, find_predicting
+from .padding import find_predicting
 from .versions import RecurrentCausalLMOutput, RecurrentClassifierOutput, cache_of, named_cache
 
 

@@ -11,26 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-
-def can_read_values(x: torch.Tensor) -> bool:
-    """
-    Whether Python may branch on the values of a tensor. It may not while a graph is traced or captured, or under the
-    transformations of `torch.func`, and a tensor on the meta device has no values.
-    """
-    if torch.compiler.is_compiling() or x.device.type == "meta" or is_transformed():
-        return False
-    return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-
-
-def is_transformed() -> bool:
-    """Whether a transformation of `torch.func` runs."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-@torch.compiler.assume_constant_result  # Dynamo of torch < 2.12 would take every compiled call for an export
-def is_exporting() -> bool:
-    """Whether `torch.export` traces the call, with or without Dynamo. It may not leave anything out of its graph."""
-    return torch.compiler.is_exporting()
+from subquad_kernels.tracing import can_read_values, is_exporting, is_transformed
 
 
 def should_check(x: torch.Tensor) -> bool:

@@ -16,11 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..tracing import is_observed
 from .library_file import find_library, keep_library
 
 
@@ -316,21 +313,6 @@ class Library:
 
 def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
-
-
-def is_observed() -> bool:
-    """Whether autograd, tracing, a mode or a transformation of torch observes operations."""
-    return (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch.is_autocast_enabled("cpu")
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or _get_current_dispatch_mode() is not None
-        or forward_ad._current_level >= 0
-        # `torch.set_default_device` is also a mode.
-        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
-    )
 
 
 def readable(dtype: torch.dtype, *tensors: torch.Tensor | None) -> bool:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from ..instructions import has_avx512, multiplies, multiplies_slowly
 from ..shortcuts import adds
-from .native import MOST_ROWS, WORTHWHILE, is_observed, library, readable
+from ..tracing import is_observed
+from .native import MOST_ROWS, WORTHWHILE, library, readable
 
 
 # Below this number of multiplications MKL is at least as fast as oneDNN.

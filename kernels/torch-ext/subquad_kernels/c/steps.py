@@ -3,7 +3,8 @@
 import torch
 
 from ..shortcuts import adds
-from .native import is_observed, library_for, library_for_heads, readable
+from ..tracing import is_observed
+from .native import library_for, library_for_heads, readable
 
 
 @adds("recurrence")

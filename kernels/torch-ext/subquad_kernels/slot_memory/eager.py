@@ -17,9 +17,10 @@ from collections.abc import Iterator
 
 import torch
 
-from ..backend import can_read_without_sync, cast, widest
+from ..backend import cast, widest
 from ..chunks import ChunkLayout, halves
 from ..state_pool import step_in_pool
+from ..tracing import can_read_without_sync
 
 
 # Replaces -inf, which sums and products would turn into NaN. Its exponential is 0 too.

@@ -3,8 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from ..backend import can_read_without_sync, widest, without_autocast
+from ..backend import widest, without_autocast
 from ..linear import linear
+from ..tracing import can_read_without_sync
 
 
 TOKENS = 2048  # maxsim compares this many tokens with this many others at a time

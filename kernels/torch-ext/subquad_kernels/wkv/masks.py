@@ -9,7 +9,8 @@ import functools
 
 import torch
 
-from ..backend import can_keep, common_dtype
+from ..backend import common_dtype
+from ..tracing import can_keep
 
 
 def _make(chunk: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -9,9 +9,10 @@ to each other, in slots; a slot without a token is zero.
 
 import torch
 
-from ..backend import can_read_without_sync, widest
+from ..backend import widest
 from ..once import once
 from ..state_pool import numbers_in, prefers_single_states
+from ..tracing import can_read_without_sync
 
 
 def assert_chunks(leaving, begins, reads, keys, chunk_size):

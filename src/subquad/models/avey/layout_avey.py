@@ -8,7 +8,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...modeling.padding import Tokens, can_read_values, read_values, send_values
+from subquad_kernels.tracing import can_read_values
+
+from ...modeling.padding import Tokens, read_values, send_values
 from .cache_avey import AveyCache
 
 

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from subquad_kernels import dynamic_mixing, matmul, maxsim, split_ranker, static_mixing
+from subquad_kernels.tracing import can_read_values
 
 from ...hub.saving import SavedPreTrainedModel
 from ...modeling.arguments import checks_arguments
@@ -28,7 +29,6 @@ from ...modeling.layers import (
     replaceable,
     zero_without_labels,
 )
-from ...modeling.padding import can_read_values
 from .configuration_avey_b import AveyBConfig
 from .layout_avey_b import Text, read_text
 from .loading_avey_b import load_scalar

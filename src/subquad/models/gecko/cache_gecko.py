@@ -1,11 +1,15 @@
 """The cache of Gecko."""
 
+import functools
+
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import StaticCache
 
 from ...modeling.counting_cache import CountingCache
+from ...modeling.layout import TokenLayout
 from ...modeling.package_only import package_only
+from ...modeling.ring import ring_state
 
 
 class GeckoCache(CountingCache):
@@ -64,6 +68,17 @@ class GeckoCache(CountingCache):
         if len(rooms) > 1 or not all(min(tokens, self.window) <= room <= self.window for room in rooms):
             return f"keys and values have room for {sorted(rooms)} tokens, after {tokens}"
         return None
+
+    def count_tokens(self, layout: TokenLayout) -> None:
+        """Counts the tokens of a [`GeckoLayout`], and keeps where their documents begin if BOS tokens begin some."""
+        if layout.given_begin is not None:
+            replay = functools.partial(ring_state, window=self.window)
+            updates = layout.given_begin, layout.given_position, layout.given_kept
+            self.after_blocks.update("begins", replay(self.after_blocks.get("begins"), *updates), replay, *updates)
+        if layout.document is None:
+            self.count(layout.given_kept)
+        else:
+            super().count_tokens(layout)
 
     def ring_size(self, tokens: int) -> int:
         """The number of tokens whose keys and values there is room for, once `tokens` more are read."""

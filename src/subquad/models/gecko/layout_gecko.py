@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from subquad_kernels import working_memory
+from subquad_kernels.tracing import can_read_values, is_exporting
 
 from ...modeling.cache import LayerState, States
 from ...modeling.layers import replaceable
 from ...modeling.layout import TokenLayout
-from ...modeling.padding import Tokens, can_read_values, is_exporting, reorder
+from ...modeling.padding import Tokens, reorder
 from ...modeling.ring import ring_state, write_to_ring
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
@@ -47,6 +48,8 @@ class GeckoLayout(TokenLayout):
         order: the index that each token had in the given order, (batch, length); None if none was moved.
         back: the index that each token of the given order has here.
         given_position, given_kept: `kept_position` and `kept` of the tokens in their given order.
+        given_begin: the position at which the document of each of them begins, (batch, length); None if BOS tokens
+            begin none.
     """
 
     chunk_size: int = 0
@@ -68,6 +71,7 @@ class GeckoLayout(TokenLayout):
     back: torch.Tensor | None = None
     given_position: torch.Tensor | None = None
     given_kept: torch.Tensor | None = None
+    given_begin: torch.Tensor | None = None
 
     def text_first(self, x: torch.Tensor) -> torch.Tensor:
         """x (batch, length, ...), with the tokens in their given order, in the layout's order."""
@@ -171,10 +175,7 @@ def find_layout(
     # Documents: the position at which that of each token begins.
     before = None if fresh or bos is None else cache.after_blocks.get("begins")
     layout.starts, begin, layout.forgets = find_documents(layout, bos, position, before)
-    if bos is not None and cache is not None:
-        replay = functools.partial(ring_state, window=2 * size)
-        updates = layout.as_given(begin), layout.given_position, layout.given_kept
-        cache.after_blocks.update("begins", replay(before, *updates), replay, *updates)
+    layout.given_begin = None if bos is None else layout.as_given(begin)
 
     # Working memory: the chunks that leave attention, and the tokens that read the memory of those before.
     one = cache is not None and length == 1 and tokens.starts is None
@@ -210,8 +211,6 @@ def find_layout(
         angles = (position[..., None] * frequencies)[:, :, None]
         dtype = torch.promote_types(x.dtype, torch.float32)
         layout.cos, layout.sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    if cache is not None:
-        cache.count_tokens(given)
     return layout
 
 

@@ -335,6 +335,8 @@ class GeckoModel(GeckoPreTrainedModel):
             x = x * self.config.model_dim**0.5
         x = F.dropout(x, self.config.dropout, self.training)
         layout = find_layout(self.config, x, tokens, bos, cache, self.training)
+        if cache is not None:
+            cache.count_tokens(layout)
         for layer in self.layers[: self.config.num_layers]:
             x = layer(x, layout, cache)
         state = None if cache is None else cache.after_blocks

@@ -76,6 +76,10 @@ class RavenCache(GrowingCache):
         shape = (window, spec["num_kv_heads"], config.hidden_size // spec["num_heads"])
         return dict.fromkeys(("keys", "values") if window is None else ("window_keys", "window_values"), shape)
 
+    def count_tokens(self, layout: TokenLayout) -> None:
+        super().count_tokens(layout)
+        self.same_lengths = self.same_lengths and layout.all_real
+
     def update_window(
         self, layer: LayerState, name: str, x: torch.Tensor, layout: TokenLayout, window: int
     ) -> torch.Tensor:

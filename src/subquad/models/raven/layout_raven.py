@@ -108,8 +108,6 @@ def find_layout(config: RavenConfig, x: torch.Tensor, tokens: Tokens, cache: Rav
         cache.room_for(x.shape[1])  # or an error, before anything has changed
     lengths = torch.zeros(x.shape[0], dtype=torch.long, device=x.device) if cache is None else cache.lengths(x)
     layout, flash = RavenLayout.after(lengths, tokens), is_flash_attention_requested(config)
-    if cache is not None and (tokens.mask is not None or tokens.starts is not None):
-        cache.same_lengths = False
     for spec in config.attention_specs:
         if spec["window_size"] not in layout.reaches:
             layout.reaches[spec["window_size"]] = find_reach(layout, spec["window_size"], cache, flash)
@@ -117,8 +115,6 @@ def find_layout(config: RavenConfig, x: torch.Tensor, tokens: Tokens, cache: Rav
             layout.add_rotation(config.hidden_size // spec["num_heads"], spec["rope_theta"])
     if config.use_rope:
         layout.add_rotation(config.head_k_dim, config.rope_theta)
-    if cache is not None:
-        cache.count_tokens(layout)
     return layout
 
 

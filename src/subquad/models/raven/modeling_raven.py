@@ -307,6 +307,8 @@ class RavenModel(RavenPreTrainedModel):
             input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
         layout = find_layout(self.config, x, tokens, cache)
+        if cache is not None:
+            cache.count_tokens(layout)
         for layer in self.layers[: self.config.num_hidden_layers]:
             x = layer(x, layout, cache)
         return self.make_output(self.norm(x), tokens, cache, use_cache)

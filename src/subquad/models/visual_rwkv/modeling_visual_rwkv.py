@@ -9,13 +9,15 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
+from subquad_kernels.tracing import can_read_values
+
 from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments, parameter_names, refuse_unknown
 from ...modeling.base import RecurrentPreTrainedModel
 from ...modeling.cache import RecurrentCache
 from ...modeling.heads import CausalLMHead
 from ...modeling.layers import Linear, check_inputs, chosen_states
-from ...modeling.padding import Tokens, can_read_values, reorder, should_check
+from ...modeling.padding import Tokens, reorder, should_check
 from ...modeling.versions import RecurrentCausalLMOutput, RecurrentModelOutput
 from ..rwkv5.modeling_rwkv5 import Rwkv5Model
 from ..rwkv6.modeling_rwkv6 import Rwkv6Model

@@ -1,0 +1,60 @@
+"""What Python may do with tensors while a graph is traced or captured, or a mode observes torch's operations."""
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+
+def is_observed() -> bool:
+    """Whether autograd, tracing, a mode or a transformation of torch observes operations."""
+    return (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._get_tracing_state() is not None
+        or is_transformed()
+        or _get_current_dispatch_mode() is not None
+        or forward_ad._current_level >= 0
+        # `torch.set_default_device` is also a mode.
+        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+    )
+
+
+def can_read_values(x: torch.Tensor) -> bool:
+    """
+    Whether Python may branch on the values of a tensor. It may not while a graph is traced or captured, or under the
+    transformations of `torch.func`, and a tensor on the meta device has no values.
+    """
+    if torch.compiler.is_compiling() or x.device.type == "meta" or is_transformed():
+        return False
+    return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def is_transformed() -> bool:
+    """Whether a transformation of `torch.func` runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@torch.compiler.assume_constant_result  # Dynamo of torch < 2.12 would take every compiled call for an export
+def is_exporting() -> bool:
+    """Whether `torch.export` traces the call, with or without Dynamo. It may not leave anything out of its graph."""
+    return torch.compiler.is_exporting()
+
+
+def can_keep(x: torch.Tensor) -> bool:
+    """Whether new tensors outlive a call with x: not those of a graph, nor those that a dispatch mode makes."""
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return False
+    return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def can_read_without_sync(x: torch.Tensor) -> bool:
+    """Whether Python may branch on the values of x: on a CPU, where reading them does not wait, and not in a trace."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def is_inference(x: torch.Tensor) -> bool:
+    """Whether x was made in inference mode, as far as that can be asked."""
+    return not torch.compiler.is_compiling() and x.is_inference()
