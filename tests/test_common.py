@@ -283,8 +283,8 @@ def test_tokens_move_between_devices():
     moved = tokens.to("meta")
     assert moved.mask.device.type == "meta"
     assert tokens.mask.device.type == "cpu"
-    assert moved.erase(torch.ones(2, 3, 4, device="meta")).device.type == "meta"
-    assert moved.fill(torch.ones(2, 3, 4, device="meta"), None).device.type == "meta"
+    assert moved.zero_padding(torch.ones(2, 3, 4, device="meta")).device.type == "meta"
+    assert moved.forward_fill(torch.ones(2, 3, 4, device="meta"), None).device.type == "meta"
 
 
 @each_model

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import ConversionError
-from .formats import Format, Found, Reading, Tensors, count_blocks, lengths_of
+from .formats import Format, InferredConfig, SourceTensor, Tensors, count_blocks, lengths_of
 
 
 CHUNK_SIZE = 64  # of every published model; only used if a file does not tell
@@ -38,7 +38,7 @@ class AveyFormat(Format):
     def written_name(self, name: str) -> str:
         return name.removeprefix("model.")
 
-    def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
+    def read(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredConfig:
         read = lengths_of(found, PLACES)
         d, rows = read["d_embed"], read["extended_len"]
         expansion, proportion = feature_sizes(d, read["features"], read["fused"], given)
@@ -55,7 +55,9 @@ class AveyFormat(Format):
             "context_proportion": proportion,
         }
         tied = given.get("tie_word_embeddings") is not False
-        return Reading(fields, {"n_blocks": blocks}, PLACES, tied=(EMBEDDINGS, HEAD) if tied else None, notes=notes)
+        return InferredConfig(
+            fields, {"n_blocks": blocks}, PLACES, tied=(EMBEDDINGS, HEAD) if tied else None, notes=notes
+        )
 
 
 def feature_sizes(d: int, features: int, fused: int, given: Mapping[str, Any]) -> tuple[int, float]:

@@ -10,7 +10,7 @@ from typing import Any
 from subquad.models.avey_b.configuration_avey_b import LAYER_PATTERNS
 
 from .avey import feature_sizes, split_sizes
-from .formats import Format, Found, Reading, Shape, Tensors, count_blocks, lengths_of
+from .formats import Format, InferredConfig, Shape, SourceTensor, Tensors, count_blocks, lengths_of
 
 
 EMBEDDINGS, HEAD = "embed.weight", "lm_head.weight"
@@ -49,7 +49,7 @@ class AveyBFormat(Format):
     def fits(self, name: str, stored: Shape, shape: Shape, fields: Mapping[str, Any]) -> bool:
         return stored in (shape, shape or (1,))
 
-    def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
+    def read(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredConfig:
         variant = {name: _variant(name, value, found, given) for name, value in self.variant.items()}
         places = PLACES | COMPRESSOR_PLACES if variant["compressor"] else PLACES
         read = lengths_of(found, places)
@@ -75,7 +75,7 @@ class AveyBFormat(Format):
             "context_proportion": proportion,
             "layer_pattern": pattern,
         } | variant
-        return Reading(
+        return InferredConfig(
             fields,
             {"n_layers": layers, "layer_pattern": pattern} | variant,
             places,
@@ -94,7 +94,7 @@ class AveyBFormat(Format):
         return names[0], False
 
 
-def _variant(name: str, value: Any, found: Mapping[str, Found], given: Mapping[str, Any]) -> Any:
+def _variant(name: str, value: Any, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> Any:
     """From the tensors if they show it, else from the configuration, else the `value` of the variant."""
     if name in SHOWN_BY and any(target.endswith(SHOWN_BY[name]) for target in found):
         return True

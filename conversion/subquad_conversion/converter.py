@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 import subquad
 import subquad.quantization.quantized
 from subquad.hub.foreign_files import check_links
-from subquad.hub.loading import Layout
+from subquad.hub.loading import NameMap
 from subquad.hub.weight_files import check_finite
 from subquad.quantization.methods import METHODS, SCALE
 
@@ -328,8 +328,8 @@ def _fetch(checkpoint: Checkpoint, tensor: PlannedTensor, change: Change | None)
     return stored if change is None else change(stored.reshape(tensor.shape))
 
 
-def _renamed(layout: Layout, name: str) -> str:
-    return next(iter(layout.read_name(name)))
+def _renamed(name_map: NameMap, name: str) -> str:
+    return next(iter(name_map.read_name(name)))
 
 
 def _recognised(checkpoint: Checkpoint, known: Format, plan: Plan) -> Recognised:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 import subquad
 from subquad.hub.foreign_files import TIME_STATE
-from subquad.hub.loading import Layout, name_pattern, name_replacement
+from subquad.hub.loading import NameMap, name_pattern, name_replacement
 from subquad.models import REGISTRY
 
 from .checkpoint import Checkpoint, TensorInfo
@@ -30,18 +30,18 @@ STATE_LEFT_OUT = "the tuned initial state was left out; `subquad.load_time_state
 
 
 # Takes a tensor of ours out of one of the source. None stands for the whole tensor as it is.
-Take = Callable[[torch.Tensor], torch.Tensor] | None
+Extract = Callable[[torch.Tensor], torch.Tensor] | None
 
 
 @dataclass(frozen=True)
-class Found(TensorInfo):
+class SourceTensor(TensorInfo):
     """
     A tensor that has a name of ours: its shape and dtype, the name of the source's tensor that holds it, and how it is
     taken out of that.
     """
 
     source: str
-    take: Take = None
+    take: Extract = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PlannedTensor:
     target: str
     source: str
     shape: Shape
-    take: Take = None
+    take: Extract = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Reading:
+class InferredConfig:
     """
     What the shapes and names of a checkpoint's tensors tell about the model.
 
@@ -120,7 +120,7 @@ class Format:
         model_type: the `model_type` of the configuration to write.
         config_types: values of `model_type` in published configurations of this format, in addition to the
             descriptor's `other_types`.
-        layout: how its names become ours; None if `parts` or `rename` says it.
+        name_map: how its names become ours; None if `parts` or `rename` says it.
         target: the name under which `subquad convert --to` writes it; None if it is only read.
     """
 
@@ -128,7 +128,7 @@ class Format:
     title: str
     model_type: str
     config_types: tuple[str, ...] = ()
-    layout: Layout | None = None
+    name_map: NameMap | None = None
     target: str | None = None
 
     # --- what a subclass says ---
@@ -137,7 +137,7 @@ class Format:
         """Whether a checkpoint has this format, by the names and shapes of its tensors."""
         raise NotImplementedError
 
-    def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
+    def read(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredConfig:
         """
         What the tensors tell.
 
@@ -158,9 +158,9 @@ class Format:
         """Our name of a tensor of the source. Unknown names stay as they are."""
         return name
 
-    def parts(self, name: str) -> dict[str, Take]:
+    def parts(self, name: str) -> dict[str, Extract]:
         """Our names of the tensors that one of the source holds, and how each is taken out of it."""
-        return {self.rename(name): None} if self.layout is None else self.layout.read_name(name)
+        return {self.rename(name): None} if self.name_map is None else self.name_map.read_name(name)
 
     def written_name(self, name: str) -> str:
         """Our name of a tensor of the model, which is the one in the published files."""
@@ -207,7 +207,7 @@ class Format:
     def target_tensors(self, tensors: list[OutputTensor], config: PreTrainedConfig) -> list[OutputTensor]:
         """The tensors of a model, which have our names, under those of the format."""
         return [
-            *from_ours(self.layout, tensors),
+            *from_ours(self.name_map, tensors),
             *(
                 OutputTensor(name, shape, tensors[0].dtype, partial(torch.zeros, shape))
                 for name, shape in self.unused(config).items()
@@ -305,7 +305,9 @@ class Format:
         notes = [*reading.notes, STATE_LEFT_OUT] if len(stateless) < len(tensors) else reading.notes
         return Plan(sizes, planned, twins, notes, reading.zeros, reading.tied)
 
-    def _expected(self, weights: Mapping[str, Found], reading: Reading) -> tuple[dict[str, Shape], str | None]:
+    def _expected(
+        self, weights: Mapping[str, SourceTensor], reading: InferredConfig
+    ) -> tuple[dict[str, Shape], str | None]:
         """
         Name to shape of the model's tensors, and None; or, if the sizes make no model, those of one with the default
         sizes, of which only the names are expected, and the reason.
@@ -322,7 +324,7 @@ class Format:
         except INVALID as error:
             raise invalid_configuration(error) from error
 
-    def _plan_tensors(self, weights: Mapping[str, Found], reading: Reading) -> list[PlannedTensor]:
+    def _plan_tensors(self, weights: Mapping[str, SourceTensor], reading: InferredConfig) -> list[PlannedTensor]:
         shapes, reason = self._expected(weights, reading)
         if reading.tied:
             shapes.pop(reading.tied[1])
@@ -407,7 +409,7 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
     return getattr(subquad, subquad.ARCHITECTURES[model_type][1])
 
 
-def rename_all(tensors: Tensors, parts: Callable[[str], Mapping[str, Take]]) -> dict[str, Found]:
+def rename_all(tensors: Tensors, parts: Callable[[str], Mapping[str, Extract]]) -> dict[str, SourceTensor]:
     """
     Name of ours to what is found under it.
 
@@ -417,16 +419,16 @@ def rename_all(tensors: Tensors, parts: Callable[[str], Mapping[str, Take]]) -> 
     Raises:
         ConversionError: if two tensors of the source have one name of ours, or if one cannot be taken apart.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, SourceTensor] = {}
     for source, info in tensors.items():
         for name, take in parts(source).items():
             if name in found:
                 raise ConversionError(f"{found[name].source} and {source} are the same tensor, {name}.")
-            found[name] = Found(_shape_taken(source, info, take), info.dtype, source, take)
+            found[name] = SourceTensor(_shape_taken(source, info, take), info.dtype, source, take)
     return found
 
 
-def _shape_taken(source: str, info: TensorInfo, take: Take) -> Shape:
+def _shape_taken(source: str, info: TensorInfo, take: Extract) -> Shape:
     if take is None:
         return info.shape
     try:
@@ -452,25 +454,25 @@ def count_blocks(names: Iterable[str], prefix: str) -> int:
     return min(max((int(number[1]) + 1 for number in numbers if number), default=0), len(names))
 
 
-def from_ours(layout: Layout, tensors: Iterable[OutputTensor]) -> list[OutputTensor]:
-    """Tensors with our names under those of a layout: the inverse of [`Layout.read_name`]."""
+def from_ours(name_map: NameMap, tensors: Iterable[OutputTensor]) -> list[OutputTensor]:
+    """Tensors with our names under those of another package: the inverse of [`NameMap.read_name`]."""
     ours = {tensor.name: tensor for tensor in tensors}
-    ends = {end: (theirs, part) for theirs, part in layout.parts.items() if part.join for end in part.takes}
+    ends = {end: (theirs, part) for theirs, part in name_map.parts.items() if part.join for end in part.takes}
     written = {}
     for name, tensor in ours.items():
         end = next((end for end in ends if name.endswith(end)), None)
         if end is None:
-            written.setdefault(_their_name(layout, name), tensor)
+            written.setdefault(_their_name(name_map, name), tensor)
             continue
         start, (theirs, part) = name.removesuffix(end), ends[end]
-        target = _their_name(layout, start + theirs)
+        target = _their_name(name_map, start + theirs)
         if target not in written:
             written[target] = _joined(part.join, [ours[start + each] for each in part.takes])
     return [replace(tensor, name=name) for name, tensor in written.items()]
 
 
-def _their_name(layout: Layout, name: str) -> str:
-    for theirs, ours in reversed(layout.names.items()):
+def _their_name(name_map: NameMap, name: str) -> str:
+    for theirs, ours in reversed(name_map.names.items()):
         start, end = "^" * theirs.startswith("^"), "$" * theirs.endswith("$")
         name = name_pattern(f"{start}{ours}{end}").sub(name_replacement(theirs), name, count=1)
     return name

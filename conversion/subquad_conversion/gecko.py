@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import ConversionError
-from .formats import Format, Found, Reading, Tensors, count_blocks, lengths_of
+from .formats import Format, InferredConfig, SourceTensor, Tensors, count_blocks, lengths_of
 
 
 EMBEDDINGS, HEAD = "model.embed.weight", "output.output.weight"
@@ -65,7 +65,7 @@ class GeckoFormat(Format):
     def is_buffer(self, name: str) -> bool:
         return name == FREQUENCIES or PRIOR.fullmatch(name) is not None
 
-    def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
+    def read(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredConfig:
         sizes = lengths_of(found, PLACES) | {"num_layers": count_blocks(found, LAYERS)}
         variant = {
             name: any(target.endswith(endings) for target in found) or given.get(name) is True
@@ -86,7 +86,7 @@ class GeckoFormat(Format):
             return fields
 
         assumed = [f"`{name}` {getattr(self.config_class, name)}" for name in ASSUMED if name not in given]
-        return Reading(
+        return InferredConfig(
             sizes | variant | {"share_emb": tied},
             {"num_layers": sizes["num_layers"]} | variant,
             PLACES,
@@ -98,7 +98,7 @@ class GeckoFormat(Format):
         )
 
 
-def _heads(frequencies: Found, z: int) -> int:
+def _heads(frequencies: SourceTensor, z: int) -> int:
     """How many heads of `z` channels have as many pairs as there are frequencies."""
     shape = frequencies.shape
     if len(shape) != 1 or not shape[0] or z % (2 * shape[0]):
@@ -106,7 +106,7 @@ def _heads(frequencies: Found, z: int) -> int:
     return z // (2 * shape[0])
 
 
-def _groups(priors: list[Found], told: Any) -> Any:
+def _groups(priors: list[SourceTensor], told: Any) -> Any:
     """How many groups of channels the norms have, from their initial moments, else what is `told`."""
     shapes = {tensor.shape: tensor.source for tensor in priors if not tensor.source.endswith("count")}
     if not shapes:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import ConversionError
-from .formats import Format, Found, Reading, Tensors, count_blocks, lengths_of
+from .formats import Format, InferredConfig, SourceTensor, Tensors, count_blocks, lengths_of
 
 
 EMBEDDINGS, HEAD = "model.embeddings.weight", "lm_head.weight"
@@ -39,7 +39,7 @@ class RavenFormat(Format):
         # The norms show memories without a learned router. Other models have some of these names, but not together.
         return found >= {"q_proj", "r_proj"} or ("q_norm" in found and not found.isdisjoint({"o_norm", "g_norm"}))
 
-    def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
+    def read(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredConfig:
         layers = count_blocks(found, LAYERS)
         mixers: list[set[str]] = [set() for _ in range(layers)]
         for mixer in filter(None, map(MIXER.fullmatch, found)):
@@ -89,7 +89,7 @@ class RavenFormat(Format):
         # So that the configuration is valid: neither `topk` nor the layers of softmax attention change a memory.
         shape_fields = {"topk": 1, "attn": softmax(max(d, 1), kv_heads)}
         structure = {"num_hidden_layers": layers, "topk": 1, "attn": softmax(1, dict.fromkeys(keys, 1))}
-        return Reading(
+        return InferredConfig(
             sizes | variant,
             structure | variant,
             places | {f"key_rows {i}": place for i, place in keys.items()},
@@ -99,7 +99,11 @@ class RavenFormat(Format):
         )
 
     def _variant(
-        self, name: str, choices: Mapping[Any, tuple[str, ...]], found: Mapping[str, Found], given: Mapping[str, Any]
+        self,
+        name: str,
+        choices: Mapping[Any, tuple[str, ...]],
+        found: Mapping[str, SourceTensor],
+        given: Mapping[str, Any],
     ) -> Any:
         """From the tensors if they show it, else from the configuration, else what published models are."""
         for choice, endings in choices.items():

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from subquad.hub.loading import Layout
+from subquad.hub.loading import NameMap
 
 from . import (
     avey,
@@ -86,9 +86,9 @@ def find_target(model_type: str, name: str) -> Format:
     raise ConversionError(f"`to` is {name!r}, but a model of the type {model_type} cannot be written so: {possible}.")
 
 
-def trainer_layout(model_type: str) -> Layout:
+def trainer_layout(model_type: str) -> NameMap:
     """The trainer's tensor names for a model type, or the model's own if there is no trainer's format."""
-    return next((x.layout for x in FORMATS if x.model_type == model_type and x.target == "pth"), Layout({}))
+    return next((x.name_map for x in FORMATS if x.model_type == model_type and x.target == "pth"), NameMap({}))
 
 
 def find_format(checkpoint: Checkpoint) -> Format:

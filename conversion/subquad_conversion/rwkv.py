@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from subquad.hub.loading import Layout
+from subquad.hub.loading import NameMap
 
 from .errors import ConversionError
-from .formats import Format, Found, Reading, Shape, Tensors, count_blocks, lengths_of
+from .formats import Format, InferredConfig, Shape, SourceTensor, Tensors, count_blocks, lengths_of
 
 
 HEAD_SIZE = 64  # of every published model; only used if a file does not tell
@@ -38,7 +38,7 @@ TRAINER_NAMES = {
     ".att.": ".attention.",
     ".ffn.": ".feed_forward.",
 }
-OURS = Layout({})  # of published Hub models too
+OURS = NameMap({})  # of published Hub models too
 # One axis of them, or both as one.
 HEADS = {"num_attention_heads": (f"{ATTENTION}time_faaaa", 0)}
 
@@ -58,13 +58,13 @@ class RwkvFormat(Format):
     def is_misused(self, name: str, value: Any, sizes: Mapping[str, Any]) -> bool:
         return name == "num_attention_heads" and value == sizes["head_size"]
 
-    def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
+    def read(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredConfig:
         """Every size is read by itself: the sizes of published models follow no formula."""
         sizes = lengths_of(found, self.places) | {"num_hidden_layers": count_blocks(found, "rwkv.blocks.")}
         heads, head_size, notes = self._heads(found, sizes["attention_hidden_size"], given)
         if "head_size_divisor" not in given:
             notes.append("the source does not tell `head_size_divisor`; 8 was assumed, as in every World model")
-        return Reading(
+        return InferredConfig(
             sizes | {"num_attention_heads": heads, "head_size": head_size},
             {"num_hidden_layers": sizes["num_hidden_layers"]},
             self.places | HEADS,
@@ -72,7 +72,9 @@ class RwkvFormat(Format):
             notes=notes,
         )
 
-    def _heads(self, found: Mapping[str, Found], width: int, given: Mapping[str, Any]) -> tuple[int, int, list[str]]:
+    def _heads(
+        self, found: Mapping[str, SourceTensor], width: int, given: Mapping[str, Any]
+    ) -> tuple[int, int, list[str]]:
         """Number and size of the heads, and notes. Some trainers flatten the vectors, which hides both."""
         if not lengths_of(found, HEADS)["num_attention_heads"]:
             return 0, 0, []  # the list of faults will say so

@@ -7,7 +7,7 @@ class Rwkv5Hub(Rwkv5Format):
     name = "rwkv5-hub"
     title = "Eagle (RWKV-5.2), Hub model"
     attention = ATTENTION
-    layout = OURS
+    name_map = OURS
     target = "hub"
 
 

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from subquad.hub.loading import Layout
+from subquad.hub.loading import NameMap
 
 from .formats import Tensors
 from .rwkv import TRAINER_NAMES, Rwkv5Format, untold_divisor
@@ -17,7 +17,7 @@ class Rwkv5Trainer(Rwkv5Format):
     name = "rwkv5-trainer"
     title = "Eagle (RWKV-5.2), trainer checkpoint"
     attention = "blocks.0.att."
-    layout = Layout(TRAINER_NAMES | {f".time_mix_{x}$": f".time_mix_{word}" for x, word in MIXES.items()})
+    name_map = NameMap(TRAINER_NAMES | {f".time_mix_{x}$": f".time_mix_{word}" for x, word in MIXES.items()})
     target = "pth"
 
     def check_target(self, config: PreTrainedConfig) -> list[str]:

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from subquad.hub.loading import Layout
+from subquad.hub.loading import NameMap
 
 from .formats import Tensors
 from .rwkv import Rwkv5Format, check_divisor
@@ -13,7 +13,7 @@ class Rwkv5Web(Rwkv5Format):
     name = "rwkv5-web"
     title = "Eagle (RWKV-5.2), web-rwkv's layout"
     attention = "blocks.0.att."
-    layout = Layout({".att.time_first$": ".att.time_faaaa", **TRAINER.layout.names})
+    name_map = NameMap({".att.time_first$": ".att.time_faaaa", **TRAINER.name_map.names})
     target = "st"
 
     def matches(self, tensors: Tensors) -> bool:

@@ -31,7 +31,7 @@ FIELDS = {
 class Rwkv6Fla(Rwkv6Format):
     name = "rwkv6-fla"
     title = "Finch (RWKV-6.0), flash-linear-attention's layout"
-    layout = FLASH_LINEAR_ATTENTION
+    name_map = FLASH_LINEAR_ATTENTION
     target = "fla"
 
     def matches(self, tensors: Tensors) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from subquad.hub.loading import Layout, Part, as_vector, transposed, vector
+from subquad.hub.loading import NameMap, Part, as_vector, transposed, vector
 
 from .errors import ConversionError
 from .formats import Tensors
@@ -56,7 +56,7 @@ def fields_of(entries: Mapping[str, Any], architecture: str, names: Mapping[str,
 class Rwkv6Gguf(Rwkv6Format):
     name = "rwkv6-gguf"
     title = "Finch (RWKV-6.0), GGUF"
-    layout = Layout(
+    name_map = NameMap(
         names={
             "^blk.": "rwkv.blocks.",
             "^token_embd.": "rwkv.embeddings.",

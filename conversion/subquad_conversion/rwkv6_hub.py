@@ -9,7 +9,7 @@ class Rwkv6Hub(Rwkv6Format):
     name = "rwkv6-hub"
     title = "Finch (RWKV-6.0), Hub model"
     attention = ATTENTION
-    layout = OURS
+    name_map = OURS
     target = "hub"
 
     def check_target(self, config: PreTrainedConfig) -> list[str]:

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from subquad.hub.loading import Layout
+from subquad.hub.loading import NameMap
 
 from .rwkv import TRAINER_NAMES, Rwkv6Format, untold_divisor
 
@@ -11,7 +11,7 @@ class Rwkv6Trainer(Rwkv6Format):
     name = "rwkv6-trainer"
     title = "Finch (RWKV-6.0), trainer checkpoint"
     attention = "blocks.0.att."
-    layout = Layout(TRAINER_NAMES)
+    name_map = NameMap(TRAINER_NAMES)
     target = "pth"
 
     def check_target(self, config: PreTrainedConfig) -> list[str]:

@@ -5,7 +5,7 @@ low-rank matrices.
 
 from transformers import PreTrainedConfig
 
-from subquad.hub.loading import Layout, transposed
+from subquad.hub.loading import NameMap, transposed
 
 from .formats import Tensors
 from .rwkv import TRAINER_NAMES, Rwkv6Format, check_divisor
@@ -14,7 +14,7 @@ from .rwkv import TRAINER_NAMES, Rwkv6Format, check_divisor
 class Rwkv6Web(Rwkv6Format):
     name = "rwkv6-web"
     title = "Finch (RWKV-6.0), web-rwkv's layout"
-    layout = Layout(
+    name_map = NameMap(
         names={
             **{f".time_mix_{x}$": f".time_maa_{x}" for x in "xwkvrg"},
             ".time_first$": ".time_faaaa",

@@ -11,12 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from subquad.hub.loading import Layout, transposed
+from subquad.hub.loading import NameMap, transposed
 from subquad.models.rwkv7.configuration_rwkv7 import MEANINGLESS_HEADS, RELATIVES
 from subquad.models.rwkv7.loading_rwkv7 import BONUS, FLASH_LINEAR_ATTENTION, OLD_RWKV_RS, RWKV_RS
 
 from .errors import ConversionError
-from .formats import Format, Found, Reading, Shape, Tensors, count_blocks, lengths_of
+from .formats import Format, InferredConfig, Shape, SourceTensor, Tensors, count_blocks, lengths_of
 
 
 EMBEDDINGS, HEAD = "rwkv7.emb.weight", "head.weight"
@@ -60,12 +60,12 @@ class Rwkv7Format(Format):
     def is_buffer(self, name: str) -> bool:
         return UNUSED.fullmatch(name) is not None
 
-    def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
+    def read(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredConfig:
         layers = count_blocks(found, "rwkv7.blocks.")
         places, fields = dict(PLACES), {"num_hidden_layers": layers}
         if layers < 2:
             del places["v_low_rank_dim"]
-        return Reading(
+        return InferredConfig(
             lengths_of(found, places) | fields,
             fields,
             places,
@@ -82,7 +82,7 @@ class Rwkv7Trainer(Rwkv7Format):
     name = "rwkv7-trainer"
     title = "Goose (RWKV-7), trainer checkpoint"
     sign = "blocks.0.att.r_k"
-    layout = Layout(
+    name_map = NameMap(
         {"^emb.": "rwkv7.emb.", "^blocks.": "rwkv7.blocks.", "^ln_out.": "rwkv7.ln_out."}, {".att.r_k": BONUS}
     )
     target = "pth"
@@ -99,7 +99,7 @@ class Rwkv7Web(Rwkv7Format):
     name = "rwkv7-web"
     title = "Goose (RWKV-7), web-rwkv's layout"
     sign = Rwkv7Trainer.sign
-    layout = Rwkv7Trainer.layout | Layout(
+    name_map = Rwkv7Trainer.name_map | NameMap(
         {}, {f".att.{x}{i}": transposed(f".att.{x}{i}") for x in "wavg" for i in (1, 2)}
     )
     target = "st"
@@ -140,7 +140,7 @@ class Rwkv7Hub(Rwkv7Format):
     name = "rwkv7-hub"
     title = "Goose (RWKV-7), Hub model"
     sign = "rwkv7.blocks.0.att.r_k"
-    layout = Layout({}, {".att.r_k": BONUS})
+    name_map = NameMap({}, {".att.r_k": BONUS})
     target = "hub"
 
     def unused(self, config: PreTrainedConfig) -> dict[str, Shape]:
@@ -155,7 +155,7 @@ class Rwkv7Fla(Rwkv7Format):
     name = "rwkv7-fla"
     title = "Goose (RWKV-7), flash-linear-attention's layout"
     sign = "model.layers.0.attn.r_k"
-    layout = FLASH_LINEAR_ATTENTION
+    name_map = FLASH_LINEAR_ATTENTION
     target = "fla"
 
     def target_fields(self, config: PreTrainedConfig) -> dict[str, Any]:
@@ -175,14 +175,14 @@ class Rwkv7Rs(Rwkv7Format):
     name = "rwkv7-rs"
     title = "Goose (RWKV-7), rwkv-rs's layout"
     sign = "model.blocks.0.att.r_k"
-    layout = RWKV_RS
+    name_map = RWKV_RS
 
 
 class Rwkv7OldRs(Rwkv7Format):
     name = "rwkv7-old-rs"
     title = "Goose (RWKV-7), rwkv-rs's older layout"
     sign = "model.layers.0.linear_attn.r_k"
-    layout = OLD_RWKV_RS
+    name_map = OLD_RWKV_RS
 
 
 FORMATS = (Rwkv7Trainer(), Rwkv7Web(), Rwkv7Hub(), Rwkv7Fla(), Rwkv7Rs(), Rwkv7OldRs())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from subquad.hub.loading import Layout, Part, transposed, vector
+from subquad.hub.loading import NameMap, Part, transposed, vector
 
 from .errors import ConversionError
 from .formats import Shape
@@ -39,7 +39,7 @@ class Rwkv7Gguf(Rwkv7Format):
     name = "rwkv7-gguf"
     title = "Goose (RWKV-7), GGUF"
     sign = "blk.0.time_mix_r_k.weight"
-    layout = Layout(
+    name_map = NameMap(
         names={
             "^blk.": "rwkv7.blocks.",
             "^token_embd.": "rwkv7.emb.",

@@ -15,7 +15,17 @@ from transformers import CLIPVisionConfig, GenerationConfig, PreTrainedConfig
 from . import rwkv5_trainer, rwkv6_trainer
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import ConversionError
-from .formats import Format, Found, Reading, Shape, Tensors, count_blocks, lengths_of, object_in, one_line
+from .formats import (
+    Format,
+    InferredConfig,
+    Shape,
+    SourceTensor,
+    Tensors,
+    count_blocks,
+    lengths_of,
+    object_in,
+    one_line,
+)
 from .other_versions import OTHER_VISUAL
 from .rwkv import RwkvFormat
 
@@ -84,7 +94,7 @@ class VisualFormat(Format):
         tower = TOWER_NAME.fullmatch(name.removeprefix(MODEL))
         return f"{TOWER}{tower[1]}" if tower else name
 
-    def read(self, found: Mapping[str, Found], given: Mapping[str, Any]) -> Reading:
+    def read(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredConfig:
         if not any(name.startswith(TOWER) for name in found):
             raise ConversionError(
                 "The source has no vision tower (tensors `vit.*`): give `vision_tower` (--vision-tower of `subquad "
@@ -113,7 +123,7 @@ class VisualFormat(Format):
         if "grid_size" not in given:
             notes.append("the source does not tell `grid_size`; -1, all patches of an image, was assumed")
         text_type = {"model_type": self.text_type}
-        return Reading(
+        return InferredConfig(
             {
                 "vision_config": {"model_type": "clip_vision_model", **tower, **untold},
                 "text_config": text_type | text.fields,

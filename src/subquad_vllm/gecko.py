@@ -13,7 +13,7 @@ from vllm.model_executor.models.interfaces import IsAttentionFree
 from subquad.modeling.cache import LayerState
 from subquad.modeling.padding import Tokens
 from subquad.models.gecko.cache_gecko import GeckoCache
-from subquad.models.gecko.layout_gecko import GeckoLayout, Rows, find_bos, find_layout
+from subquad.models.gecko.positions_gecko import GeckoPositions, Rows, find_bos, find_positions
 
 from .serving import ServedForCausalLM, part_of
 from .states import BlockStates, StateSizes, StepMetadata
@@ -87,18 +87,18 @@ class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
         self, x: torch.Tensor, tokens: Tokens, bos: torch.Tensor | None, cache: "SlotCache | None"
     ) -> torch.Tensor:
         """The output for a batch x, (batch, length, model_dim)."""
-        layout = find_layout(self.config, x, tokens, bos, cache, training=False)
+        positions = find_positions(self.config, x, tokens, bos, cache, training=False)
         if cache is not None:
-            cache.count_tokens(layout)
+            cache.count_tokens(positions)
             if cache.one_token:
-                layout = SlotLayout(**{**vars(layout), "slots": cache.slots})
+                positions = SlotPositions(**{**vars(positions), "slots": cache.slots})
         for i, block in enumerate(self.base.layers):
             if cache is not None:
                 cache.read(i)
-            x = block(x, layout, cache=cache)
+            x = block(x, positions, cache=cache)
             if cache is not None:
                 cache.write(i)
-        x = self.base.output["final_norm"](x, layout, cache and cache.after_blocks)
+        x = self.base.output["final_norm"](x, positions, cache and cache.after_blocks)
         if cache is not None:
             cache.write_after_blocks()
         return x
@@ -209,7 +209,7 @@ class SlotCache(GeckoCache):
                 self.write_state(self.pools[0][name], self.after_blocks.states[own])
 
 
-class SlotLayout(GeckoLayout):
+class SlotPositions(GeckoPositions):
     """A single token of each request, which the rings in the slots hold once it is read."""
 
     def keep(self, state: LayerState, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:

@@ -7,8 +7,8 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.interfaces import IsAttentionFree, IsHybrid
 
-from subquad.models.raven.layout_raven import RavenLayout
 from subquad.models.raven.modeling_raven import RavenAttention
+from subquad.models.raven.positions_raven import RavenPositions
 
 from .configuration import own_config
 from .serving import ServedForCausalLM, part_of
@@ -30,14 +30,14 @@ class ServedRaven(ServedForCausalLM):
 
     def run(self, x: torch.Tensor, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         config, positions = self.config, positions.view(x.shape[:2])
-        layout = RavenLayout(self.tokens, positions, document=None, kept=positions, kept_position=positions)
+        positions = RavenPositions(self.tokens, positions, document=None, kept=positions, kept_position=positions)
         for spec in config.attention_specs:
             if spec["use_rope"]:
-                layout.add_rotation(config.hidden_size // spec["num_heads"], spec["rope_theta"])
+                positions.add_rotation(config.hidden_size // spec["num_heads"], spec["rope_theta"])
         if config.use_rope:
-            layout.add_rotation(config.head_k_dim, config.rope_theta)
+            positions.add_rotation(config.head_k_dim, config.rope_theta)
         for block in self.base.layers:
-            x = block(x, layout, cache=self.blocks)
+            x = block(x, positions, cache=self.blocks)
         return self.base.norm(x)
 
 
@@ -89,10 +89,14 @@ class ServedAttention(nn.Module):
             prefix=name,
         )
 
-    def forward(self, x: torch.Tensor, layout: RavenLayout, cache: None, state: None) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, x: torch.Tensor, positions: RavenPositions, cache: None, state: None
+    ) -> tuple[torch.Tensor, None]:
         """As [`RavenAttention.forward`], of tokens (tokens, 1, width)."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.theta is not None:
-            q, k = (layout.rotate(torch.unflatten(y, -1, (-1, self.head_dim)), self.theta).flatten(2) for y in (q, k))
+            q, k = (
+                positions.rotate(torch.unflatten(y, -1, (-1, self.head_dim)), self.theta).flatten(2) for y in (q, k)
+            )
         out = self.attention(*(y.flatten(0, 1) for y in (q, k, v)))
         return self.o_proj(out.view(*x.shape[:2], -1)), None

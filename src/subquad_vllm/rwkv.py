@@ -31,11 +31,11 @@ class RwkvForCausalLM(ServedForCausalLM, IsAttentionFree):
 
 
 class FinchForCausalLM(RwkvForCausalLM):
-    layout = loading_rwkv6.FLASH_LINEAR_ATTENTION
+    name_map = loading_rwkv6.FLASH_LINEAR_ATTENTION
 
 
 class GooseForCausalLM(RwkvForCausalLM):
-    layout = loading_rwkv7.OTHER_LAYOUTS
+    name_map = loading_rwkv7.OTHER_NAMES
 
     def run(self, x: torch.Tensor, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         v_first = None

@@ -20,7 +20,7 @@ from vllm.model_executor.models.interfaces import (
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from subquad.hub.loading import Layout
+from subquad.hub.loading import NameMap
 from subquad.hub.weight_files import complete_sizes
 from subquad.models import REGISTRY
 
@@ -41,7 +41,7 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
     # Whether a step can be captured in CUDA graphs.
     captured = True
     # How another package names and shapes the tensors, if there are such files.
-    layout: Layout | None = None
+    name_map: NameMap | None = None
 
     @classmethod
     def state_sizes(cls, config: PreTrainedConfig, dtype: torch.dtype, processes: int) -> StateSizes:
@@ -130,7 +130,7 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
 
         def named():
             for name, tensor in weights:
-                parts = {name: None} if self.layout is None else self.layout.read_name(name)
+                parts = {name: None} if self.name_map is None else self.name_map.read_name(name)
                 for own, take in parts.items():
                     if not (self.ignored.search(own) or (tied and own.startswith(tied))):
                         yield own, tensor if take is None else take(tensor)

@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor, split
 from vllm.v1.kv_cache_interface import MambaSpec
 
 import subquad_kernels
+from subquad.modeling.protocols import BlockCache, BlockState, CallTokens
 
 
 # Name of a state to its shape without the batch, and its dtype.
@@ -263,11 +264,8 @@ class InSlots:
     name: str
 
 
-class BlockSlots:
-    """
-    The states of a block, as [`subquad.modeling.cache.LayerState`] has those of a batch. Only [`shift`] and [`recur`]
-    read and write them.
-    """
+class BlockSlots(BlockState):
+    """The states of a block, which only [`shift`] and [`recur`] read and write."""
 
     def __init__(self, block: str):
         self.block = block
@@ -278,32 +276,29 @@ class BlockSlots:
     def can_overwrite(self, name: str) -> bool:
         return True
 
-    def step(self, name: str, replay: Callable, x: torch.Tensor) -> None:
+    def update_with(self, name: str, replay: Callable, x: torch.Tensor) -> None:
         """[`shift`] has kept the last tokens of the same x."""
 
     def update(self, name: str, state: InSlots, replay: Callable, *updates: torch.Tensor) -> None:
         """[`recur`] has written the state. Nothing is recorded: no request goes back."""
 
 
-class Blocks:
-    """The states of all blocks, as [`subquad.modeling.cache.RecurrentCache`] has those of a batch."""
+class Blocks(BlockCache):
+    """The states of all blocks."""
 
     def __init__(self, layers: list[BlockSlots | None]):
         self.layers = layers
 
 
-class StepTokens:
-    """
-    The tokens of a step, as [`subquad.modeling.padding.Tokens`] are those of a call: rows of one token, none of them
-    padding.
-    """
+class StepTokens(CallTokens):
+    """The tokens of a step: rows of one token, none of them padding."""
 
     mask = starts = cu_seqlens = None
 
-    def fill(self, x: torch.Tensor, before: InSlots) -> torch.Tensor:
+    def forward_fill(self, x: torch.Tensor, before: InSlots) -> torch.Tensor:
         return x
 
-    def erase(self, x: torch.Tensor) -> torch.Tensor:
+    def zero_padding(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def token_before(self, x: torch.Tensor, before: InSlots) -> torch.Tensor:
@@ -311,10 +306,10 @@ class StepTokens:
         run = torch.ops.vllm.subquad_shift if torch.compiler.is_compiling() else shift
         return run(x, before.block, before.name)
 
-    def by_document(
+    def run_packed(
         self, operator: Callable, initial_state: InSlots, inplace: bool, **arguments
     ) -> tuple[torch.Tensor, InSlots]:
-        """As [`subquad.modeling.padding.Tokens.by_document`]; see [`recur`]."""
+        """See [`recur`]."""
         block, name = initial_state.block, initial_state.name
         if not torch.compiler.is_compiling():
             return recur(operator, block, name, arguments), initial_state

@@ -37,7 +37,7 @@ RWKV = {
     "vocab_size": 100,
     "model_version": "5_2",
 }
-# Layout to its model type, the names of the classes that its code has, and fields that say nothing new.
+# NameMap to its model type, the names of the classes that its code has, and fields that say nothing new.
 PUBLISHED = {
     "rwkv5": ("rwkv5", {"AutoModelForCausalLM": "Rwkv5ForCausalLM", "AutoTokenizer": "Rwkv5Tokenizer"}, RWKV),
     "rwkv6": ("rwkv6", {"AutoModelForCausalLM": "Rwkv6ForCausalLM", "AutoTokenizer": "Rwkv6Tokenizer"}, RWKV),

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from subquad_kernels import backend, wkv
 from subquad_kernels.backend import without_autocast
-from subquad_kernels.registration import custom_op
+from subquad_kernels.custom_ops import custom_op
 from subquad_kernels.token_shift.custom_ops import _token_shift
 
 

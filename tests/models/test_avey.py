@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from subquad import AveyForCausalLM
 from subquad.modeling.layers import relu_squared
-from subquad.models.avey import layout_avey
+from subquad.models.avey import positions_avey
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "avey_released.safetensors"
@@ -254,7 +254,7 @@ def test_long_texts_go_through_the_blocks_in_parts(monkeypatch):
     expected = model(ids, output_hidden_states=True)
     seen = rows_seen(model)
     for limit in (1, 40, 300):
-        monkeypatch.setattr(layout_avey, "MAX_ROWS", limit)
+        monkeypatch.setattr(positions_avey, "MAX_ROWS", limit)
         seen.clear()
         for use_cache in (True, False):
             out = model(ids, output_hidden_states=True, use_cache=use_cache)

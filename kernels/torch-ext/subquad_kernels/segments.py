@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .backend import cdiv
-from .once import once
+from .memoize import memoize_by_tensor
 
 
 # Arguments that depend on the length of the sequences. A kernel is not compiled again for special values of them.
@@ -155,7 +155,7 @@ class Segments:
         self.boundaries = self.firsts = None
         if cu_seqlens is not None:
             numbers = length, self.segment, self.sequences
-            self.boundaries, self.firsts = once(Segments._cut_documents, (cu_seqlens,), *numbers)
+            self.boundaries, self.firsts = memoize_by_tensor(Segments._cut_documents, (cu_seqlens,), *numbers)
             self.segments = self.boundaries.shape[0]
         self.chunks = batch * length // chunk + self.segments + 1  # at most; the last one of a segment may be short
 

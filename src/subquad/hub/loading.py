@@ -12,7 +12,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 
 
 # A function that takes one of our tensors out of a tensor of another package.
-Take = Callable[[torch.Tensor], torch.Tensor]
+Extract = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Renaming(WeightRenaming):
@@ -36,7 +36,7 @@ class Conversion(WeightConverter):
 class TakeOut(ConversionOps):
     """Takes our tensors, by the ends of their names, out of the one that was read."""
 
-    def __init__(self, parts: Mapping[str, Take]):
+    def __init__(self, parts: Mapping[str, Extract]):
         self.parts = parts
 
     def convert(
@@ -64,12 +64,12 @@ class Part:
         join: makes the tensor of ours, in the order of `takes`; None if it is only read, and other names are written.
     """
 
-    takes: Mapping[str, Take]
+    takes: Mapping[str, Extract]
     join: Callable[..., torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
-class Layout:
+class NameMap:
     """
     How another package names and shapes the tensors of a model. `subquad convert` reads it in both directions.
 
@@ -82,11 +82,11 @@ class Layout:
     names: Mapping[str, str]
     parts: Mapping[str, Part] = field(default_factory=dict)
 
-    def __or__(self, other: "Layout") -> "Layout":
+    def __or__(self, other: "NameMap") -> "NameMap":
         """A layout that reads the names of both. What either replaces in a name must not be in those of the other."""
-        return Layout({**self.names, **other.names}, {**self.parts, **other.parts})
+        return NameMap({**self.names, **other.names}, {**self.parts, **other.parts})
 
-    def read_name(self, name: str) -> dict[str, Take | None]:
+    def read_name(self, name: str) -> dict[str, Extract | None]:
         """Our names of the tensors that one of the package holds, and how each is taken out of it (None: whole)."""
         for theirs, ours in self.names.items():
             name = name_pattern(theirs).sub(name_replacement(ours), name, count=1)
@@ -106,7 +106,7 @@ class Layout:
 
 @functools.cache
 def name_pattern(name: str) -> re.Pattern:
-    """The regular expression of a part of a name in [`Layout`]."""
+    """The regular expression of a part of a name in [`NameMap`]."""
     return re.compile(re.escape(name).replace(r"\^", "^").replace(r"\$", "$").replace(r"\{\}", r"(\d+)"))
 
 
@@ -134,4 +134,4 @@ def vector(ours: str) -> Part:
     return Part({ours: as_vector}, torch.flatten)
 
 
-__all__ = ["Layout", "Part", "as_vector", "name_pattern", "name_replacement", "transposed", "vector"]
+__all__ = ["NameMap", "Part", "as_vector", "name_pattern", "name_replacement", "transposed", "vector"]

@@ -50,7 +50,7 @@ class RecurrentBlock(GradientCheckpointingLayer):
         results = self._checkpoint(run, *inputs, *before.values())
         outputs = results[: len(results) - len(names)]
         layer.set(dict(zip(names, results[len(outputs) :], strict=True)))
-        layer.lent.update(names)
+        layer.aliased.update(names)
         return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -139,15 +139,15 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
             )
 
     @staticmethod
-    def fill_output(x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None) -> torch.Tensor:
+    def filled_output(x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None) -> torch.Tensor:
         """
         The output of all blocks, (batch, length, width), in which padding repeats the last real token before it, also
         one of an earlier call. It is zero if there is none.
         """
         if cache is None:
-            return tokens.fill(x, None)
-        x = tokens.fill(x, cache.after_blocks.get("output"))
-        cache.after_blocks.step("output", last_token, x)
+            return tokens.forward_fill(x, None)
+        x = tokens.forward_fill(x, cache.after_blocks.get("output"))
+        cache.after_blocks.update_with("output", last_token, x)
         return x
 
     def make_output(
@@ -157,7 +157,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         The end of the forward pass of a model that keeps nothing but recurrent states: the cache counts the tokens.
         x (batch, length, width) is the model's output.
         """
-        x = self.fill_output(x, tokens, cache)
+        x = self.filled_output(x, tokens, cache)
         if cache is not None:
             cache.advance(tokens)
         return RecurrentModelOutput(last_hidden_state=x, **named_cache(cache if use_cache else None))

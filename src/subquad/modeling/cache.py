@@ -88,7 +88,7 @@ class LayerState:
     # The rows that were reset and have read no token since, bool (batch); None if there are none.
     fresh_rows: torch.Tensor | None = None
     # Names of states that were read with gradients enabled: a graph may hold them, whether they require any or not.
-    lent: set[str] = field(default_factory=set, repr=False)
+    aliased: set[str] = field(default_factory=set, repr=False)
 
     # What transformers asks of a cache layer.
     keys = values = None
@@ -118,16 +118,16 @@ class LayerState:
 
     def can_modify(self, name: str, held: torch.Tensor) -> bool:
         """Whether a state, as [`~LayerState.get`] returned it, may be modified in place: no graph needs it."""
-        if torch.is_grad_enabled() or held.requires_grad or name in self.lent:
+        if torch.is_grad_enabled() or held.requires_grad or name in self.aliased:
             return False
         return not is_inference(held) or torch.is_inference_mode_enabled()
 
-    def lend(self, name: str) -> None:
+    def note_alias(self, name: str) -> None:
         """Notes whether a graph may hold the state, which was just set and which this call goes on to read."""
         if torch.is_grad_enabled():
-            self.lent.add(name)
+            self.aliased.add(name)
         else:
-            self.lent.discard(name)
+            self.aliased.discard(name)
 
     def write(self, name: str, state: torch.Tensor) -> None:
         """Sets a state without recording it; in place if the layer is static and holds a tensor that fits."""
@@ -155,7 +155,7 @@ class LayerState:
         """
         self.update_together({name: state}, functools.partial(_replay_one, name, replay), *updates)
 
-    def step(self, name: str, replay: Callable[..., torch.Tensor], *updates: torch.Tensor) -> None:
+    def update_with(self, name: str, replay: Callable[..., torch.Tensor], *updates: torch.Tensor) -> None:
         """[`~LayerState.update`] with a new value that `replay` computes."""
         self.update(name, replay(self.states.get(name), *updates), replay, *updates)
 
@@ -195,7 +195,7 @@ class LayerState:
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LayerState":
         """A copy that holds `function(tensor)` of every tensor, which must not share memory with it."""
         other = copy.copy(self)
-        other.states, other.lent = {}, set()
+        other.states, other.aliased = {}, set()
         for name, state in self.states.items():
             other.write(name, function(state))
         other.fresh_rows = None if self.fresh_rows is None else function(self.fresh_rows)
@@ -204,14 +204,14 @@ class LayerState:
 
     def frozen(self) -> "LayerState":
         """A copy with the same tensors, which neither modifies from now on. It is not static."""
-        self.lent.update(self.states)
+        self.aliased.update(self.states)
         other = copy.copy(self)
-        other.states, other.records, other.lent, other.static = dict(self.states), {}, set(self.states), False
+        other.states, other.records, other.aliased, other.static = dict(self.states), {}, set(self.states), False
         return other
 
     def detach(self) -> None:
         """Cuts the states from their graph, which may still need their memory."""
-        self.lent.update(self.states)
+        self.aliased.update(self.states)
         self.apply(torch.Tensor.detach)
 
     def activate_past_recording(self) -> None:
@@ -468,7 +468,7 @@ class RecurrentCache(Cache):
                 padding = torch.zeros(tokens.batch, tokens.length, dtype=torch.bool, device=device)
             else:
                 padding = ~tokens.mask
-            after.step("padding", add_marked, padding)
+            after.update_with("padding", add_marked, padding)
         if isinstance(self.seen_tokens, int):
             self.seen_tokens += tokens.length
             return

@@ -4,8 +4,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from .cache import RecurrentCache, add_marked
-from .layout import TokenLayout
 from .package_only import package_only
+from .positions import TokenPositions
 
 
 # The name of the counts among the states of a cache.
@@ -35,11 +35,11 @@ class CountingCache(RecurrentCache):
 
     def count(self, real: torch.Tensor) -> None:
         """Counts the tokens of a call; `real` (batch, tokens) is False for padding."""
-        self.after_blocks.step("lengths", add_marked, real)
+        self.after_blocks.update_with("lengths", add_marked, real)
 
-    def count_tokens(self, layout: TokenLayout) -> None:
-        """Counts the tokens of a layout: those of each row's last document, which may continue the cache."""
-        if layout.document is None:
-            self.count(layout.kept)
+    def count_tokens(self, positions: TokenPositions) -> None:
+        """Counts the tokens of a positions: those of each row's last document, which may continue the cache."""
+        if positions.document is None:
+            self.count(positions.kept)
         else:
-            self.after_blocks.write("lengths", layout.kept_position[:, -1] + 1)
+            self.after_blocks.write("lengths", positions.kept_position[:, -1] + 1)

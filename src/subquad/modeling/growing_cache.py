@@ -11,7 +11,7 @@ from .cache import LayerState
 from .counting_cache import CountingCache
 from .package_only import package_only
 from .padding import expand_to
-from .ring import with_room
+from .ring import with_capacity
 from .state_file import ModelIdentity
 
 
@@ -46,12 +46,12 @@ class GrowingCache(CountingCache):
         return [(layer, name, tokens) for layer, name, tokens in states if name in layer.states]
 
     @property
-    def _room(self) -> int:
+    def _capacity(self) -> int:
         return max([0, *(layer.states[name].shape[1] * tokens for layer, name, tokens in self._grown())])
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Number of tokens that a static cache has room for; -1 if there is no limit."""
-        return self._room or self._limit or -1 if self.after_blocks.static and self.growing else -1
+        return self._capacity or self._limit or -1 if self.after_blocks.static and self.growing else -1
 
     def _whole_units(self, tokens: int) -> int:
         return -(-tokens // self.unit) * self.unit
@@ -59,20 +59,20 @@ class GrowingCache(CountingCache):
     def reserve(self, tokens: int) -> None:
         if not self.after_blocks.static or not self.growing:
             return
-        room = self._room or self._limit
+        room = self._capacity or self._limit
         if room is None:
             self._limit = self._whole_units(tokens)
         elif tokens > room:
             raise ValueError(f"`cache` is static, with a `max_cache_len` of {room} tokens; {tokens} would be kept.")
 
-    def room_for(self, tokens: int) -> int:
+    def capacity_for(self, tokens: int) -> int:
         """
         The room, in tokens, that the cache has once `tokens` more are read.
 
         Raises:
             ValueError: if the cache is static and has no such room.
         """
-        room, static = self._room, self.after_blocks.static
+        room, static = self._capacity, self.after_blocks.static
         if static and (room or self._limit) and not can_read_values(self.seen_tokens):
             return room or self._limit
         needed = self.get_seq_length() + tokens
@@ -95,14 +95,14 @@ class GrowingCache(CountingCache):
         if held is None:
             held = x.new_zeros(x.shape[0], room, *x.shape[2:])
         elif held.shape[1] < room:
-            held = with_room(held, room - held.shape[1])
+            held = with_capacity(held, room - held.shape[1])
         position = expand_to(position.clamp_min(0), x).expand_as(x)  # padding adds zero, so any position will do
         x = x.to(held.dtype)
         # In place, so that a long text is not copied for every token, unless a backward pass may need the old state.
         modify = layer.can_modify(name, held)
         held = held.scatter_add_(1, position, x) if modify else held.scatter_add(1, position, x)
         layer.write(name, held)
-        layer.lend(name)
+        layer.note_alias(name)
         return held
 
     @package_only
@@ -142,14 +142,14 @@ class GrowingCache(CountingCache):
         saved = super().load(path, config, device, model=model)
         if not static:
             return saved
-        cache = cls(config, True, max_cache_len or saved._room or None)
-        if saved._room:
+        cache = cls(config, True, max_cache_len or saved._capacity or None)
+        if saved._capacity:
             cache.reserve(saved.get_seq_length())
-        more = max((cache._limit or 0) - saved._room, 0) if saved._room else 0
+        more = max((cache._limit or 0) - saved._capacity, 0) if saved._capacity else 0
         states = {}
         for key, state in saved.named_states().items():
             tokens = cache.growing.get(key.rpartition(".")[2])
-            states[key] = state if tokens is None else with_room(state, more // tokens)
+            states[key] = state if tokens is None else with_capacity(state, more // tokens)
         cache.set_states(states)
         cache.seen_tokens += saved.get_seq_length()
         cache._move_count(device)

@@ -295,7 +295,7 @@ class Tokens:
         self.first = send_values(np.append(0, ends[:-1]), restarts.device)
         self.last = send_values(ends - 1, restarts.device)
 
-    def fill(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    def forward_fill(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """
         Repeats at each padding token what the last real token before it has.
 
@@ -316,7 +316,7 @@ class Tokens:
         """
         return before
 
-    def erase(self, x: torch.Tensor) -> torch.Tensor:
+    def zero_padding(self, x: torch.Tensor) -> torch.Tensor:
         """x (batch, length, ...) with zeros at padding tokens."""
         return x if self.mask is None else x.masked_fill(~expand_to(self.mask, x), 0.0)
 
@@ -326,7 +326,7 @@ class Tokens:
             return after
         return torch.where(expand_to(self.mask, after), after, 0 if before is None else before)
 
-    def by_document(
+    def run_packed(
         self, operator: Callable, initial_state: torch.Tensor | None, inplace: bool = False, **arguments
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """

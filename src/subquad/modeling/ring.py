@@ -3,11 +3,11 @@
 import torch
 
 from .cache import LayerState
-from .layout import TokenLayout
 from .padding import expand_to
+from .positions import TokenPositions
 
 
-def with_room(x: torch.Tensor, entries: int) -> torch.Tensor:
+def with_capacity(x: torch.Tensor, entries: int) -> torch.Tensor:
     """x (batch, room, ...) with zeros for `entries` more entries."""
     return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, entries))
 
@@ -38,7 +38,7 @@ def ring_state(
     if ring is None:
         ring = x.new_zeros(x.shape[0], window, *x.shape[2:])
     elif ring.shape[1] < window:  # a smaller ring that was never full: its tokens stay where they are
-        ring = with_room(ring, window - ring.shape[1])
+        ring = with_capacity(ring, window - ring.shape[1])
     wanted = last - (last - torch.arange(window, device=x.device)) % window
     return entries_at(ring, x, wanted, position, real).masked_fill(expand_to(wanted < 0, x), 0)
 
@@ -48,20 +48,20 @@ def write_to_ring(
     name: str,
     ring: torch.Tensor | None,
     x: torch.Tensor,
-    layout: TokenLayout,
+    positions: TokenPositions,
     window: int,
 ) -> torch.Tensor:
     """
-    [`ring_state`] after the tokens of a layout, which may modify the layer's state of that name in place if nothing
+    [`ring_state`] after the tokens of a positions, which may modify the layer's state of that name in place if nothing
     else needs it. A few tokens change their own rows only.
     """
-    position, real = layout.kept_position, layout.kept
-    few = layout.all_real and x.shape[1] <= window
+    position, real = positions.kept_position, positions.kept
+    few = positions.all_real and x.shape[1] <= window
     if ring is None or ring.shape[1] < window or not (few or x.shape[1] == 1):
         return ring_state(ring, x, position, real, window)
     index = expand_to(position % window, x).expand_as(x)
     rows = x.to(ring.dtype)
-    if not layout.all_real:
+    if not positions.all_real:
         rows = torch.where(expand_to(real, x), rows, ring.gather(1, index))
     inplace = not layer.record_past and layer.can_modify(name, ring)
     return ring.scatter_(1, index, rows) if inplace else ring.scatter(1, index, rows)

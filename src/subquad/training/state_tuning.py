@@ -23,8 +23,8 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
 from ..modeling.cache import LayerState, States
-from ..modeling.layout import TokenLayout
 from ..modeling.padding import Tokens
+from ..modeling.positions import TokenPositions
 from ..models import REGISTRY
 from ..models.architecture import TunableState
 
@@ -123,14 +123,14 @@ class StateTuningLayer(nn.Module, BaseTunerLayer):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise ValueError(_NO_MERGING)
 
-    def forward(self, x: torch.Tensor, tokens: Tokens | TokenLayout, *cache_and_state):
+    def forward(self, x: torch.Tensor, tokens: Tokens | TokenPositions, *cache_and_state):
         """Takes the arguments of the recurrence. Its state, a [`LayerState`] or None, is the last one."""
         adapters = [] if self.disable_adapters else self.active_adapters
         if not adapters or adapters[0] not in self.state_tuning_states:
             return self.base_layer(x, tokens, *cache_and_state)
         initial = self.state_tuning_states[adapters[0]]
         initial = initial.to(torch.promote_types(initial.dtype, torch.float32)) * self.tunable.scale
-        if isinstance(tokens, TokenLayout):
+        if isinstance(tokens, TokenPositions):
             tokens = dataclasses.replace(tokens, tokens=TunedTokens(tokens.tokens, initial))
         else:
             tokens = TunedTokens(tokens, initial)

@@ -1,7 +1,7 @@
 """The moving average as custom operators: of a sequence, and of a single token."""
 
 from ..backend import widest
-from ..registration import custom_op
+from ..custom_ops import custom_op
 from .eager import cema_chunked, cema_chunked_backward, cema_step_inplace
 
 

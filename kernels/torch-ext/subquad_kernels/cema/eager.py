@@ -81,7 +81,7 @@ def cema_step_inplace(
     return out.to(x.dtype)
 
 
-class _Layout:
+class _Chunks:
     """
     How rows are laid out in chunks: (B, T, D) <-> (D, B, n, C). Gaps are filled with zeros.
 
@@ -230,24 +230,24 @@ class _Tables:
         ]
 
 
-def _enter(layout, tables, added, initial_state):
+def _enter(chunks, tables, added, initial_state):
     """The states that enter the chunks, (D, B, n, N), from what each chunk adds to a state."""
     state = torch.zeros_like(added[:, :, 0])
     if initial_state is not None:
         state = torch.complex(*initial_state.unbind(-1)).transpose(0, 1)
     decay, entering = tables.powers[..., -1].unsqueeze(1), torch.empty_like(added)
-    for n in range(layout.chunks):
-        if layout.fresh is not None:
-            state = state.masked_fill(layout.fresh[:, n, None], 0.0)
+    for n in range(chunks.chunks):
+        if chunks.fresh is not None:
+            state = state.masked_fill(chunks.fresh[:, n, None], 0.0)
         entering[:, :, n] = state
-        if n + 1 < layout.chunks:
+        if n + 1 < chunks.chunks:
             state = torch.addcmul(added[:, :, n], decay, state)
     return entering
 
 
-def _decays_of_last(layout, tables):
+def _decays_of_last(chunks, tables):
     """The factor by which the last chunk of each row decays a state, (D, B, N)."""
-    return tables.powers[..., layout.count].transpose(1, 2)
+    return tables.powers[..., chunks.count].transpose(1, 2)
 
 
 def cema_chunked(
@@ -263,17 +263,17 @@ def cema_chunked(
     """Computes [`subquad_kernels.cema`] in the widest dtype of the inputs."""
     out_dtype, floats = x.dtype, (x, alpha, delta, theta, gamma, initial_state)
     x, alpha, delta, theta, gamma, initial_state = cast(widest(*floats), *floats)
-    layout = _Layout(x, starts, real)
-    tables = _Tables(alpha, delta, theta, gamma, layout.chunk, x.dtype)
-    x = layout.to_chunks(x)
-    out, added = matmul(x.flatten(1, 2), tables.from_token).split((layout.chunk, 2 * tables.size), dim=2)
-    entering = _enter(layout, tables, tables.to_complex(added).view(*x.shape[:3], -1), initial_state)
-    state = tables.to_complex(layout.moved(layout.of_last(x)) @ tables.to_state)
-    state += _decays_of_last(layout, tables) * layout.of_last(entering)
-    if layout.cleared is not None:
-        state = state.masked_fill(layout.cleared.unsqueeze(1), 0.0)
+    chunks = _Chunks(x, starts, real)
+    tables = _Tables(alpha, delta, theta, gamma, chunks.chunk, x.dtype)
+    x = chunks.to_chunks(x)
+    out, added = matmul(x.flatten(1, 2), tables.from_token).split((chunks.chunk, 2 * tables.size), dim=2)
+    entering = _enter(chunks, tables, tables.to_complex(added).view(*x.shape[:3], -1), initial_state)
+    state = tables.to_complex(chunks.moved(chunks.of_last(x)) @ tables.to_state)
+    state += _decays_of_last(chunks, tables) * chunks.of_last(entering)
+    if chunks.cleared is not None:
+        state = state.masked_fill(chunks.cleared.unsqueeze(1), 0.0)
     out = torch.baddbmm(out, torch.view_as_real(entering).view(*out.shape[:2], -1), tables.from_state)
-    return layout.from_chunks(out).to(out_dtype), torch.view_as_real(state.transpose(0, 1))
+    return chunks.from_chunks(out).to(out_dtype), torch.view_as_real(state.transpose(0, 1))
 
 
 def cema_chunked_backward(
@@ -295,37 +295,37 @@ def cema_chunked_backward(
     floats = x, alpha, delta, theta, gamma, initial_state
     dtype = widest(*floats)
     grad_out, grad_state, x, alpha, delta, theta, gamma, initial_state = cast(dtype, grad_out, grad_state, *floats)
-    layout = _Layout(x, starts, real)
-    tables = _Tables(alpha, delta, theta, gamma, layout.chunk, x.dtype)
-    x, g = layout.to_chunks(x), layout.to_chunks(grad_out).flatten(1, 2)
+    chunks = _Chunks(x, starts, real)
+    tables = _Tables(alpha, delta, theta, gamma, chunks.chunk, x.dtype)
+    x, g = chunks.to_chunks(x), chunks.to_chunks(grad_out).flatten(1, 2)
     added = tables.to_complex(x.flatten(1, 2) @ tables.to_state).view(*x.shape[:3], -1)
-    entering = _enter(layout, tables, added, initial_state)
+    entering = _enter(chunks, tables, added, initial_state)
     grad_state = torch.complex(*grad_state.unbind(-1)).transpose(0, 1)
-    if layout.cleared is not None:
-        grad_state = grad_state.masked_fill(layout.cleared.unsqueeze(1), 0.0)
+    if chunks.cleared is not None:
+        grad_state = grad_state.masked_fill(chunks.cleared.unsqueeze(1), 0.0)
 
     # Gradients of the states that enter the chunks; those of the states that leave, from the last chunk to the first.
     read = tables.to_complex(g @ tables.from_state.mT).view(added.shape)
-    layout.add_to_last(read, _decays_of_last(layout, tables).conj() * grad_state)
+    chunks.add_to_last(read, _decays_of_last(chunks, tables).conj() * grad_state)
     grad, leaving = torch.zeros_like(read[:, :, 0]), torch.empty_like(read)
     decay = tables.powers[..., -1].unsqueeze(1).conj().resolve_conj()
-    for n in reversed(range(layout.chunks)):
+    for n in reversed(range(chunks.chunks)):
         leaving[:, :, n] = grad
         grad = torch.addcmul(read[:, :, n], decay, grad)
-        if layout.fresh is not None:
-            grad = grad.masked_fill(layout.fresh[:, n, None], 0.0)
+        if chunks.fresh is not None:
+            grad = grad.masked_fill(chunks.fresh[:, n, None], 0.0)
 
     both = torch.cat((g, torch.view_as_real(leaving).view(*g.shape[:2], -1)), dim=2)
     grad_x = (both @ tables.from_token.mT).view(x.shape)
-    grad_weights, grad_to_state = (x.flatten(1, 2).mT @ both).split((layout.chunk, 2 * tables.size), dim=2)
+    grad_weights, grad_to_state = (x.flatten(1, 2).mT @ both).split((chunks.chunk, 2 * tables.size), dim=2)
     grad_from_state = torch.view_as_real(entering).view(*g.shape[:2], -1).mT @ g
 
     pairs = torch.view_as_real(grad_state.resolve_conj()).flatten(2)
-    layout.add_to_last(grad_x, layout.moved(pairs @ tables.to_state.mT, back=True))
-    grad_to_state = grad_to_state + layout.moved(layout.of_last(x)).mT @ pairs
+    chunks.add_to_last(grad_x, chunks.moved(pairs @ tables.to_state.mT, back=True))
+    grad_to_state = grad_to_state + chunks.moved(chunks.of_last(x)).mT @ pairs
 
     decays = torch.zeros_like(tables.powers)
     decays[..., -1] = (entering * leaving.conj()).sum((1, 2))
-    decays.index_add_(2, layout.count, (layout.of_last(entering) * grad_state.conj()).transpose(1, 2))
-    grads = [layout.from_chunks(grad_x), *tables.gradients(grad_weights, grad_to_state, grad_from_state, decays)]
+    decays.index_add_(2, chunks.count, (chunks.of_last(entering) * grad_state.conj()).transpose(1, 2))
+    grads = [chunks.from_chunks(grad_x), *tables.gradients(grad_weights, grad_to_state, grad_from_state, decays)]
     return grads if initial_state is None else [*grads, torch.view_as_real(grad.transpose(0, 1))]

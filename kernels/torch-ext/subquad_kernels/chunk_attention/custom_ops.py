@@ -1,6 +1,6 @@
 """Chunk attention as custom operators: of a sequence, and of a single token."""
 
-from ..registration import custom_op
+from ..custom_ops import custom_op
 from .eager import chunk_attention_eager, chunk_attention_eager_backward, chunk_attention_masked
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ..backend import cast, contiguous, widest
 from ..linear import matmul
-from ..once import once
+from ..memoize import memoize_by_tensor
 from ..state_pool import numbers_in, prefers_single_states
 
 
@@ -157,7 +157,7 @@ def chunk_attention_with_dropout(
     dropout_p: float,
 ) -> torch.Tensor:
     """Computes [`subquad_kernels.chunk_attention`] as autograd can differentiate it; q, k and v have one dtype."""
-    once(_assert_in_reach, (first,), k.shape[2], chunk_size, aligned)
+    memoize_by_tensor(_assert_in_reach, (first,), k.shape[2], chunk_size, aligned)
     q, k, v = contiguous(q, k, v)  # once, not for every block
     outs, length = [], q.shape[2]
     for block in _blocks(0, length, k.shape[2] - length, chunk_size, aligned, q.device):
@@ -170,7 +170,7 @@ def chunk_attention_eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, chunk_size: int, aligned: bool
 ) -> torch.Tensor:
     """The same without dropout, so that the backward pass can compute the weights again."""
-    once(_assert_in_reach, (first,), k.shape[2], chunk_size, aligned)
+    memoize_by_tensor(_assert_in_reach, (first,), k.shape[2], chunk_size, aligned)
     q, k, v = contiguous(q, k, v)
     out = v.new_empty(*q.shape[:3], v.shape[3])
     for piece, scores in _pieces(q, k, first, chunk_size, aligned):

@@ -1,6 +1,6 @@
 """The contextualizer as a custom operator."""
 
-from ..registration import custom_op
+from ..custom_ops import custom_op
 from .eager import contextualizer_eager, contextualizer_eager_backward
 
 

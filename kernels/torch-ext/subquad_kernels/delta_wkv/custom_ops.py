@@ -1,8 +1,8 @@
 """The recurrence of Goose as custom operators: of a sequence, and of a single token."""
 
 from ..backend import widest
+from ..custom_ops import custom_op
 from ..documents import count_documents
-from ..registration import custom_op
 from .eager import delta_wkv_chunked, delta_wkv_chunked_backward, delta_wkv_step_inplace
 
 

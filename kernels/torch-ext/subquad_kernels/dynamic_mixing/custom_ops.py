@@ -2,7 +2,7 @@
 
 import torch
 
-from ..registration import custom_op
+from ..custom_ops import custom_op
 from .eager import dynamic_mixing_eager, dynamic_mixing_eager_backward
 
 

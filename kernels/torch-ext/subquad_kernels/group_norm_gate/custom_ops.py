@@ -1,6 +1,6 @@
 """The gated norm of the heads as a custom operator."""
 
-from ..registration import custom_op
+from ..custom_ops import custom_op
 from .eager import group_norm_gate_eager, group_norm_gate_eager_backward
 
 

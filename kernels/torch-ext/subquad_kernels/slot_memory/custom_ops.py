@@ -1,8 +1,8 @@
 """The slot memory as custom operators: of a sequence, of a single token, and the state alone."""
 
 from ..backend import widest
+from ..custom_ops import custom_op
 from ..documents import count_documents
-from ..registration import custom_op
 from .eager import slot_memory_chunked, slot_memory_chunked_backward, slot_memory_step_inplace, slot_state_chunked
 
 

@@ -1,7 +1,7 @@
 """Slot routing as a custom operator."""
 
 from ..backend import widest
-from ..registration import custom_op
+from ..custom_ops import custom_op
 from .eager import slot_routing_eager, slot_routing_eager_backward
 
 

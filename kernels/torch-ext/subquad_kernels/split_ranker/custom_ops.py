@@ -1,7 +1,7 @@
 """MaxSim as a custom operator, which hides from graphs that eager reads values and loops over chunks."""
 
 from ..backend import widest
-from ..registration import custom_op
+from ..custom_ops import custom_op
 from .eager import maxsim_eager
 
 

@@ -1,7 +1,7 @@
 """The norm as custom operators: of a sequence, and of a single token."""
 
 from ..backend import widest
-from ..registration import custom_op
+from ..custom_ops import custom_op
 from .eager import (
     timestep_decay_norm_eager,
     timestep_decay_norm_eager_backward,

@@ -1,6 +1,6 @@
 """The token shift as a custom operator."""
 
-from ..registration import custom_op
+from ..custom_ops import custom_op
 from .eager import token_shift_eager, token_shift_eager_backward
 
 

@@ -1,8 +1,8 @@
 """WKV as custom operators: of a sequence, and of a single token."""
 
 from ..backend import widest
+from ..custom_ops import custom_op
 from ..documents import count_documents
-from ..registration import custom_op
 from .eager import wkv_chunked, wkv_chunked_backward, wkv_step_inplace
 
 

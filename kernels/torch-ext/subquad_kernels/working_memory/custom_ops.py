@@ -1,7 +1,7 @@
 """The working memory as custom operators: of a sequence, and of a single token."""
 
 from ..backend import widest
-from ..registration import custom_op
+from ..custom_ops import custom_op
 from .eager import working_memory_chunked, working_memory_chunked_backward, working_memory_step
 
 

@@ -10,7 +10,7 @@ to each other, in slots; a slot without a token is zero.
 import torch
 
 from ..backend import widest
-from ..once import once
+from ..memoize import memoize_by_tensor
 from ..state_pool import numbers_in, prefers_single_states
 from ..tracing import can_read_without_sync
 
@@ -153,7 +153,7 @@ def working_memory_chunked(
     chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes [`subquad_kernels.working_memory`] in the dtype of the states."""
-    once(assert_chunks, (leaving, begins, reads), k.shape[2], chunk_size)
+    memoize_by_tensor(assert_chunks, (leaving, begins, reads), k.shape[2], chunk_size)
     dtype = widest(q, k, v, memory, normalizer)
     leaving, begins = _without_idle(leaving, begins, reads)
     _, values, p, f, w = _chunks(k, v, leaving, begins, chunk_size, dtype)

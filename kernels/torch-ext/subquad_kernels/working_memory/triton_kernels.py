@@ -26,7 +26,7 @@ from ..backend import (
     strided,
     without_autocast,
 )
-from ..once import once
+from ..memoize import memoize_by_tensor
 from ..segments import operands
 from .absorb_kernels import _absorb_gradient_kernel, _absorb_kernel, _normalizer_gradient_kernel
 from .chunk_kernels import (
@@ -216,7 +216,7 @@ def _states(*states):
 
 def working_memory_triton(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size):
     """Computes [`subquad_kernels.working_memory`]."""
-    once(assert_chunks, (leaving, begins, reads), k.shape[2], chunk_size)
+    memoize_by_tensor(assert_chunks, (leaving, begins, reads), k.shape[2], chunk_size)
     plan = _Plan(q, k, v, leaving, begins, reads, chunk_size)
     final = plan.absorb(k, v, *_states(memory, normalizer))
     weights, _ = plan.softmax(q, plan.reading)

@@ -18,7 +18,7 @@ from ...modeling.padding import Tokens
 from ...modeling.versions import RecurrentModelOutput, named_cache
 from .cache_avey import AveyCache
 from .configuration_avey import AveyConfig
-from .layout_avey import Selection, Text, Windows, read_text
+from .positions_avey import Selection, Text, Windows, read_text
 
 
 contextualizer, split_ranker = replaceable(contextualizer, split_ranker)

@@ -30,8 +30,8 @@ from ...modeling.layers import (
     zero_without_labels,
 )
 from .configuration_avey_b import AveyBConfig
-from .layout_avey_b import Text, read_text
 from .loading_avey_b import load_scalar
+from .positions_avey_b import Text, read_text
 
 
 dynamic_mixing, split_ranker, static_mixing = replaceable(dynamic_mixing, split_ranker, static_mixing)
@@ -211,7 +211,7 @@ class AveyBModel(AveyBPreTrainedModel):
             position_ids,
             cu_seqlens,
         )
-        x = tokens.erase(x)
+        x = tokens.zero_padding(x)
         text = read_text(x, tokens, self.config.chunk_size)
         splits, retrieved = text.splits.flatten(0, 1), self.ranker.retrieve(text)
 

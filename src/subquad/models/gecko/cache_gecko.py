@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import StaticCache
 
 from ...modeling.counting_cache import CountingCache
-from ...modeling.layout import TokenLayout
 from ...modeling.package_only import package_only
+from ...modeling.positions import TokenPositions
 from ...modeling.ring import ring_state
 
 
@@ -69,16 +69,16 @@ class GeckoCache(CountingCache):
             return f"keys and values have room for {sorted(rooms)} tokens, after {tokens}"
         return None
 
-    def count_tokens(self, layout: TokenLayout) -> None:
-        """Counts the tokens of a [`GeckoLayout`], and keeps where their documents begin if BOS tokens begin some."""
-        if layout.given_begin is not None:
+    def count_tokens(self, positions: TokenPositions) -> None:
+        """Counts the tokens of a [`GeckoPositions`], and keeps where documents begin that BOS tokens begin."""
+        if positions.begins_after is not None:
             replay = functools.partial(ring_state, window=self.window)
-            updates = layout.given_begin, layout.given_position, layout.given_kept
-            self.after_blocks.update("begins", replay(self.after_blocks.get("begins"), *updates), replay, *updates)
-        if layout.document is None:
-            self.count(layout.given_kept)
+            updates = positions.given_begin, positions.given_position, positions.given_kept
+            self.after_blocks.update("begins", positions.begins_after, replay, *updates)
+        if positions.document is None:
+            self.count(positions.given_kept)
         else:
-            super().count_tokens(layout)
+            super().count_tokens(positions)
 
     def ring_size(self, tokens: int) -> int:
         """The number of tokens whose keys and values there is room for, once `tokens` more are read."""

@@ -22,7 +22,7 @@ from ...modeling.tensor_parallel import local_part
 from ...modeling.versions import RecurrentModelOutput
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
-from .layout_gecko import GeckoLayout, find_bos, find_layout, working_memory
+from .positions_gecko import GeckoPositions, find_bos, find_positions, working_memory
 
 
 cema, chunk_attention, timestep_decay_norm = replaceable(cema, chunk_attention, timestep_decay_norm)
@@ -38,7 +38,7 @@ class GeckoTimestepDecayNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.model_dim))
         self.bias = nn.Parameter(torch.empty(config.model_dim))
 
-    def forward(self, x: torch.Tensor, layout: GeckoLayout, state: LayerState | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: LayerState | None) -> torch.Tensor:
         """Equations 3, 11 and 12."""
         out, after = timestep_decay_norm(
             x=x,
@@ -46,13 +46,13 @@ class GeckoTimestepDecayNorm(nn.Module):
             bias=self.bias,
             **self.options,
             initial_state=state and state.get("timenorm"),
-            starts=layout.starts,
-            real=layout.real,
+            starts=positions.starts,
+            real=positions.real,
             inplace=state is not None and state.can_overwrite("timenorm"),
         )
         if state is not None:
             norm = functools.partial(timestep_decay_norm, weight=None, bias=None, **self.options)
-            layout.update(state, "timenorm", after, norm, x)
+            positions.update(state, "timenorm", after, norm, x)
         return out
 
 
@@ -67,22 +67,22 @@ class GeckoCEMA(nn.Module):
         self.theta = nn.Parameter(torch.empty(config.model_dim))
         self.gamma = nn.Parameter(torch.empty(*shape, 2))
 
-    def forward(self, x: torch.Tensor, layout: GeckoLayout, state: LayerState | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: LayerState | None) -> torch.Tensor:
         """Equations 1 and 2. The published gamma is the paper's eta, theta its omega."""
         weights = {"alpha": self.alpha, "delta": self.delta, "theta": self.theta, "gamma": self.gamma}
         out, after = cema(
             x=x,
             **weights,
             initial_state=state and state.get("cema"),
-            starts=layout.starts,
-            real=layout.real,
+            starts=positions.starts,
+            real=positions.real,
             inplace=state is not None and state.can_overwrite("cema"),
         )
         if state is not None:
             # The first record replays all tokens, maybe after offloading or FSDP has freed the module's weights.
             if state.record_past and "cema" not in state.records:
                 weights = {name: weight.clone() for name, weight in weights.items()}
-            layout.update(state, "cema", after, functools.partial(cema, **weights), x)
+            positions.update(state, "cema", after, functools.partial(cema, **weights), x)
         return out
 
 
@@ -133,7 +133,7 @@ class GeckoMega(nn.Module):
         self.gamma = nn.Parameter(torch.empty(4, z))
         self.beta = nn.Parameter(torch.empty(4, z))
 
-    def share(self, m: torch.Tensor, layout: GeckoLayout) -> list[torch.Tensor]:
+    def share(self, m: torch.Tensor, positions: GeckoPositions) -> list[torch.Tensor]:
         """Equations 6 to 8, 25 and 26: q, k, and those of the memory, (batch, heads, length, size) each."""
         config = self.config
         z = torch.unflatten(self.wz(m), -1, (-1, config.z_dim // config.num_heads))
@@ -141,14 +141,14 @@ class GeckoMega(nn.Module):
         gamma, beta = (torch.unflatten(local_part(w), -1, z.shape[2:]) for w in (self.gamma, self.beta))
         gamma = (gamma + 1) * z.shape[-1] ** -0.5
         q, k, q_m, k_m = ((z * gamma[i] + beta[i]).to(z.dtype) for i in range(4))
-        q, k = layout.rotate(q, config.num_rope_heads), layout.rotate(k, config.num_rope_heads)
+        q, k = positions.rotate(q, config.num_rope_heads), positions.rotate(k, config.num_rope_heads)
         return [x.transpose(1, 2) for x in (q, k, q_m, k_m)]
 
     def remember(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: GeckoLayout, state: LayerState | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: GeckoPositions, state: LayerState | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Section 3.3: what the memory of the chunks that have left attention holds for each token; its states."""
-        if state is None and layout.leaving.shape[1] == 0:
+        if state is None and positions.leaving.shape[1] == 0:
             return torch.zeros_like(v), None, None
         return working_memory(  # equations 17 to 24, and 27
             q=q,
@@ -156,45 +156,46 @@ class GeckoMega(nn.Module):
             v=v,
             memory=state and state.get("memory"),
             normalizer=state and state.get("normalizer"),
-            leaving=layout.leaving,
-            begins=layout.begins,
-            reads=layout.reads,
+            leaving=positions.leaving,
+            begins=positions.begins,
+            reads=positions.reads,
             chunk_size=self.config.chunk_size,
-            indices=layout.slots,
-            inplace=layout.seen is not None and state.can_overwrite("memory"),
+            indices=positions.slots,
+            inplace=positions.seen is not None and state.can_overwrite("memory"),
         )
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: GeckoLayout) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: GeckoPositions) -> torch.Tensor:
         """Section 3.2, equation 13: attention over a token's chunk up to the token, and the chunk before."""
-        if layout.seen is not None:
-            return chunk_attention_step(q=q, k=k, v=v, mask=layout.seen, indices=layout.slots)
+        if positions.seen is not None:
+            return chunk_attention_step(q=q, k=k, v=v, mask=positions.seen, indices=positions.slots)
         return chunk_attention(
             q=q,
             k=k,
             v=v,
-            first=layout.first,
+            first=positions.first,
             chunk_size=self.config.chunk_size,
-            aligned=layout.aligned,
+            aligned=positions.aligned,
             dropout_p=self.config.attention_dropout if self.training else 0.0,
         )
 
-    def forward(self, x: torch.Tensor, layout: GeckoLayout, state: LayerState | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: LayerState | None) -> torch.Tensor:
         config, training = self.config, self.training
-        t = self.timenorm(x, layout, state)
-        m = self.rmsnorm(self.cema(t, layout, state) + t)  # equation 5
+        t = self.timenorm(x, positions, state)
+        m = self.rmsnorm(self.cema(t, positions, state) + t)  # equation 5
         m = F.dropout(m, config.hidden_dropout, training)
-        q, k, q_m, k_m = self.share(m, layout)
+        q, k, q_m, k_m = self.share(m, positions)
         v = F.silu(self.wv(t))  # equation 9
         v = torch.unflatten(v, -1, (-1, config.value_dim // config.num_heads)).transpose(1, 2)
         r = F.silu(self.wr(m))
 
         rows = {"keys": k, "values": v, "memory_keys": k_m}
-        read = layout.window(state, rows)
-        remembered, *memory = self.remember(q_m, read["memory_keys"], read["values"], layout, state)
+        read = positions.window(state, rows)
+        remembered, *memory = self.remember(q_m, read["memory_keys"], read["values"], positions, state)
         if state is not None:
-            rings = layout.keep(state, rows, *memory)
-            read = read if layout.seen is None else rings  # a single token reads the rings, where its own key is now
-        attended = self.attend(q, read["keys"], read["values"].to(v.dtype), layout)
+            rings = positions.keep(state, rows, *memory)
+            if positions.seen is not None:  # a single token reads the rings, which now hold its own key
+                read = rings
+        attended = self.attend(q, read["keys"], read["values"].to(v.dtype), positions)
         attended, remembered = (y.to(v.dtype).transpose(1, 2).flatten(2) for y in (attended, remembered))
 
         out = F.dropout(attended * r + remembered, config.hidden_dropout, training)
@@ -235,10 +236,10 @@ class GeckoBlock(RecurrentBlock):
         self.mega = GeckoMega(config)
         self.nffn = GeckoNFFN(config, layer_idx)
 
-    def forward(self, x: torch.Tensor, layout: GeckoLayout, cache: GeckoCache | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: GeckoPositions, cache: GeckoCache | None = None) -> torch.Tensor:
         state = None if cache is None else cache.layers[self.layer_idx]
-        x = layout.text_first(x)
-        out = layout.as_given(self.nffn(self.mega(x, layout, state), x))
+        x = positions.text_first(x)
+        out = positions.as_given(self.nffn(self.mega(x, positions, state), x))
         return out if cache is None else cache.end_block(out, self.layer_idx)
 
 
@@ -334,13 +335,13 @@ class GeckoModel(GeckoPreTrainedModel):
         if self.config.scale_emb:
             x = x * self.config.model_dim**0.5
         x = F.dropout(x, self.config.dropout, self.training)
-        layout = find_layout(self.config, x, tokens, bos, cache, self.training)
+        positions = find_positions(self.config, x, tokens, bos, cache, self.training)
         if cache is not None:
-            cache.count_tokens(layout)
+            cache.count_tokens(positions)
         for layer in self.layers[: self.config.num_layers]:
-            x = layer(x, layout, cache)
+            x = layer(x, positions, cache)
         state = None if cache is None else cache.after_blocks
-        x = layout.as_given(self.output["final_norm"](layout.text_first(x), layout, state))
+        x = positions.as_given(self.output["final_norm"](positions.text_first(x), positions, state))
         if cache is not None:
             x = cache.end_block(x, -1)
         return self.make_output(x, tokens, cache, use_cache)

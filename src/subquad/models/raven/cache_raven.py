@@ -9,10 +9,10 @@ from transformers.cache_utils import CacheLayerMixin, StaticCache
 
 from ...modeling.cache import LayerState
 from ...modeling.growing_cache import GrowingCache
-from ...modeling.layout import TokenLayout
 from ...modeling.package_only import package_only
 from ...modeling.padding import expand_to
-from ...modeling.ring import entries_at, ring_state, with_room, write_to_ring
+from ...modeling.positions import TokenPositions
+from ...modeling.ring import entries_at, ring_state, with_capacity, write_to_ring
 
 
 @CacheLayerMixin.register
@@ -76,28 +76,28 @@ class RavenCache(GrowingCache):
         shape = (window, spec["num_kv_heads"], config.hidden_size // spec["num_heads"])
         return dict.fromkeys(("keys", "values") if window is None else ("window_keys", "window_values"), shape)
 
-    def count_tokens(self, layout: TokenLayout) -> None:
-        super().count_tokens(layout)
-        self.same_lengths = self.same_lengths and layout.all_real
+    def count_tokens(self, positions: TokenPositions) -> None:
+        super().count_tokens(positions)
+        self.same_lengths = self.same_lengths and positions.all_real
 
     def update_window(
-        self, layer: LayerState, name: str, x: torch.Tensor, layout: TokenLayout, window: int
+        self, layer: LayerState, name: str, x: torch.Tensor, positions: TokenPositions, window: int
     ) -> torch.Tensor:
         """Writes the tokens x (batch, length, ...) to a ring; returns it, (batch, window, ...)."""
-        ring = write_to_ring(layer, name, layer.get(name), x, layout, window)
+        ring = write_to_ring(layer, name, layer.get(name), x, positions, window)
         replay = functools.partial(ring_state, window=window)
-        layer.update(name, ring, replay, x, layout.kept_position, layout.kept)
-        layer.lend(name)
+        layer.update(name, ring, replay, x, positions.kept_position, positions.kept)
+        layer.note_alias(name)
         return ring
 
-    def restart(self, layer: LayerState, name: str, x: torch.Tensor, layout: TokenLayout) -> None:
+    def restart(self, layer: LayerState, name: str, x: torch.Tensor, positions: TokenPositions) -> None:
         """Keeps what x (batch, length, ...) has of each row's last packed document, which may continue the cache."""
-        held, wanted = layer.get(name), torch.arange(self.room_for(x.shape[1]), device=x.device)[None]
+        held, wanted = layer.get(name), torch.arange(self.capacity_for(x.shape[1]), device=x.device)[None]
         if held is None:
             held = x.new_zeros(x.shape[0], wanted.shape[1], *x.shape[2:])
-        held = with_room(held, wanted.shape[1] - held.shape[1])
-        held = entries_at(held, x, wanted.expand(x.shape[0], -1), layout.kept_position, layout.kept)
-        layer.write(name, held.masked_fill(expand_to(wanted > layout.kept_position[:, -1:], x), 0.0))
+        held = with_capacity(held, wanted.shape[1] - held.shape[1])
+        held = entries_at(held, x, wanted.expand(x.shape[0], -1), positions.kept_position, positions.kept)
+        layer.write(name, held.masked_fill(expand_to(wanted > positions.kept_position[:, -1:], x), 0.0))
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         super().set_states(states)

@@ -22,7 +22,7 @@ from ...modeling.tensor_parallel import local_part
 from ...modeling.versions import RecurrentModelOutput
 from .cache_raven import RavenCache
 from .configuration_raven import RavenConfig
-from .layout_raven import RavenLayout, at_least_float32, find_layout
+from .positions_raven import RavenPositions, at_least_float32, find_positions
 
 
 slot_memory, slot_routing = replaceable(slot_memory, slot_routing)
@@ -96,21 +96,21 @@ class RavenSlotMemory(nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, layout: RavenLayout, cache: RavenCache | None, state: LayerState | None
+        self, x: torch.Tensor, positions: RavenPositions, cache: RavenCache | None, state: LayerState | None
     ) -> tuple[torch.Tensor, None]:
         """x (batch, length, hidden_size); the output has the same shape. There are no attention weights."""
-        config, tokens = self.config, layout.tokens
+        config, tokens = self.config, positions.tokens
         q = self.q_norm(self.feature_map(torch.unflatten(self.q_proj(x), -1, (-1, config.head_k_dim))))
         k = self.k_norm(self.feature_map(torch.unflatten(self.k_proj(x), -1, (-1, config.head_k_dim))))
         v = torch.unflatten(F.silu(self.v_proj(x)), -1, (-1, config.head_v_dim))
         if config.use_rope:
-            q, k = layout.rotate(q, config.rope_theta), layout.rotate(k, config.rope_theta)
-        log_f = self.route(x, layout.position)[:, :, : k.shape[2]]  # with "swa" it is the same in all heads
-        log_f = tokens.erase(log_f)  # padding is written to no slot
+            q, k = positions.rotate(q, config.rope_theta), positions.rotate(k, config.rope_theta)
+        log_f = self.route(x, positions.position)[:, :, : k.shape[2]]  # with "swa" it is the same in all heads
+        log_f = tokens.zero_padding(log_f)  # padding is written to no slot
         if self.groups > 1:
             k, v, log_f = (y.repeat_interleave(self.groups, dim=2) for y in (k, v, log_f))
 
-        out, after = tokens.by_document(  # equation 18
+        out, after = tokens.run_packed(  # equation 18
             slot_memory,
             initial_state=state and state.get("slots"),
             inplace=state is not None and state.can_overwrite("slots"),
@@ -169,18 +169,18 @@ class RavenAttention(nn.Module):
         self.o_proj = Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(
-        self, x: torch.Tensor, layout: RavenLayout, cache: RavenCache | None, state: LayerState | None
+        self, x: torch.Tensor, positions: RavenPositions, cache: RavenCache | None, state: LayerState | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x (batch, length, hidden_size); returns the output, of the same shape, and the attention weights."""
         q, k, v = (
             torch.unflatten(proj(x), -1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.theta is not None:
-            q, k = layout.rotate(q, self.theta), layout.rotate(k, self.theta)
-        k = layout.remember(cache, state, "keys", k, self.window).to(q.dtype)
-        v = layout.remember(cache, state, "values", v, self.window).to(q.dtype)
+            q, k = positions.rotate(q, self.theta), positions.rotate(k, self.theta)
+        k = positions.remember(cache, state, "keys", k, self.window).to(q.dtype)
+        v = positions.remember(cache, state, "values", v, self.window).to(q.dtype)
 
-        reach = layout.reaches[self.window]
+        reach = positions.reaches[self.window]
         (q, k, v), options = reach.pack(q, k, v)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out, weights = attend(
@@ -220,9 +220,9 @@ class RavenBlock(RecurrentBlock):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = RavenMLP(config)
 
-    def forward(self, x: torch.Tensor, layout: RavenLayout, cache: RavenCache | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: RavenPositions, cache: RavenCache | None = None) -> torch.Tensor:
         state = None if cache is None else cache.layers[self.layer_idx]
-        out, _ = self.attn(self.attn_norm(x), layout, cache, state)
+        out, _ = self.attn(self.attn_norm(x), positions, cache, state)
         x = x + out
         return x + self.mlp(self.mlp_norm(x))
 
@@ -306,11 +306,11 @@ class RavenModel(RavenPreTrainedModel):
         x, tokens, cache, use_cache = self.read_inputs(
             input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
-        layout = find_layout(self.config, x, tokens, cache)
+        positions = find_positions(self.config, x, tokens, cache)
         if cache is not None:
-            cache.count_tokens(layout)
+            cache.count_tokens(positions)
         for layer in self.layers[: self.config.num_hidden_layers]:
-            x = layer(x, layout, cache)
+            x = layer(x, positions, cache)
         return self.make_output(self.norm(x), tokens, cache, use_cache)
 
 

@@ -12,10 +12,11 @@ from subquad_kernels import gated_wkv, token_shift, wkv_state
 from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
-from ...modeling.cache import LayerState, RecurrentCache
+from ...modeling.cache import RecurrentCache
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import LayerNorm, Linear, replaceable, widen
-from ...modeling.padding import Tokens, last_token
+from ...modeling.padding import last_token
+from ...modeling.protocols import BlockCache, BlockState, CallTokens
 from ...modeling.tensor_parallel import local_part
 from ...modeling.versions import RecurrentModelOutput
 from .configuration_rwkv5 import Rwkv5Config
@@ -30,10 +31,10 @@ class Rwkv5GatedRecurrence(nn.GroupNorm):
     norm's weights computes them all, because offloading and adapters act on the module that is called.
     """
 
-    def forward(self, tokens: Tokens, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and the new state; the arguments are those of [`Tokens.by_document`] and of `gated_wkv`."""
+    def forward(self, tokens: CallTokens, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the new state; the arguments are those of [`Tokens.run_packed`] and of `gated_wkv`."""
         weight, bias = local_part(self.weight), local_part(self.bias)
-        return tokens.by_document(gated_wkv, weight=weight, bias=bias, eps=self.eps, **arguments)
+        return tokens.run_packed(gated_wkv, weight=weight, bias=bias, eps=self.eps, **arguments)
 
 
 class Rwkv5TimeMixing(nn.Module):
@@ -73,21 +74,21 @@ class Rwkv5TimeMixing(nn.Module):
         """Equation 5: log w, (heads, head_size); the same for every token."""
         return -local_part(self.time_decay).float().exp()
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, state: LayerState | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState | None = None) -> torch.Tensor:
         """x (batch, length, hidden_size); the output has the same shape."""
         before = state and state.get("attention_shift")
-        x = tokens.fill(x, before)
+        x = tokens.forward_fill(x, before)
         before = tokens.token_before(x, before)
         x_r, x_k, x_v, x_g, x_w = self.mix(x, before, tokens.starts)
 
         heads = (*x.shape[:2], -1, self.head_size)
         r = self.receptance(x_r).view(heads)
-        k = tokens.erase(self.key(x_k)).view(heads)
+        k = tokens.zero_padding(self.key(x_k)).view(heads)
         v = self.value(x_v).view(heads)
         g = self.gate(x_g)
         log_w = self.log_decay(x_w)
         if tokens.mask is not None:
-            log_w = tokens.erase(log_w.expand(heads))  # padding neither adds to the state nor decays it
+            log_w = tokens.zero_padding(log_w.expand(heads))  # padding neither adds to the state nor decays it
 
         out, after = self.ln_x(
             tokens,
@@ -101,7 +102,7 @@ class Rwkv5TimeMixing(nn.Module):
             u=local_part(self.time_faaaa),
         )
         if state is not None:
-            state.step("attention_shift", last_token, x)
+            state.update_with("attention_shift", last_token, x)
             state.update("wkv", after, wkv_state, k, v, log_w.expand(heads))
         return self.output(out)
 
@@ -127,14 +128,14 @@ class Rwkv5ChannelMixing(nn.Module):
         """Weights of the token before, for key and receptance, (2, hidden_size)."""
         return 1 - torch.cat((self.time_mix_key, self.time_mix_receptance)).squeeze(1).float()
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, state: LayerState | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState | None = None) -> torch.Tensor:
         """x (batch, length, hidden_size); the output has the same shape."""
         before = state and state.get("feed_forward_shift")
-        x = tokens.fill(x, before)
+        x = tokens.forward_fill(x, before)
         before = tokens.token_before(x, before)
         x_k, x_r = token_shift(x, state=before, mu=self.mu, starts=tokens.starts).unbind()
         if state is not None:
-            state.step("feed_forward_shift", last_token, x)
+            state.update_with("feed_forward_shift", last_token, x)
         v = self.value(F.relu(self.key(x_k)).square())
         return torch.sigmoid(self.receptance(x_r)) * v
 
@@ -153,7 +154,7 @@ class Rwkv5Block(RecurrentBlock):
         self.attention = self.time_mixing_class(config, layer_idx)
         self.feed_forward = self.channel_mixing_class(config, layer_idx)
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: CallTokens, cache: BlockCache | None = None) -> torch.Tensor:
         state = None if cache is None else cache.layers[self.layer_idx]
         if self.layer_idx == 0:
             x = widen(self.pre_ln(x))

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from ...hub.loading import Layout, Part, as_vector, transposed, vector
+from ...hub.loading import NameMap, Part, as_vector, transposed, vector
 
 
 ORDER = "rwkvg"  # of the five token shifts there
@@ -46,7 +46,7 @@ def shifts_back(*vectors: torch.Tensor) -> torch.Tensor:
     return reorder_back(torch.cat(vectors).flatten(1))
 
 
-FLASH_LINEAR_ATTENTION = Layout(
+FLASH_LINEAR_ATTENTION = NameMap(
     names={
         "^model.embeddings.": "rwkv.embeddings.",
         "^model.norm.": "rwkv.ln_out.",

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ...hub.loading import Layout, Part, as_vector, transposed, vector
+from ...hub.loading import NameMap, Part, as_vector, transposed, vector
 
 
 SHIFTS = "rwkvag"
@@ -28,7 +28,7 @@ def row(x: torch.Tensor, index: int) -> torch.Tensor:
     return as_vector(x[index])
 
 
-FLASH_LINEAR_ATTENTION = Layout(
+FLASH_LINEAR_ATTENTION = NameMap(
     names={
         "^model.embeddings.": "rwkv7.emb.",
         "^model.norm.": "rwkv7.ln_out.",
@@ -59,7 +59,7 @@ FLASH_LINEAR_ATTENTION = Layout(
 )
 
 # Of a fork of transformers.
-RWKV_RS = Layout(
+RWKV_RS = NameMap(
     names={
         "^model.emb.": "rwkv7.emb.",
         "^model.ln_out.": "rwkv7.ln_out.",
@@ -70,7 +70,7 @@ RWKV_RS = Layout(
 )
 
 # The first one of the same fork.
-OLD_RWKV_RS = Layout(
+OLD_RWKV_RS = NameMap(
     names={
         "^model.embed_tokens.": "rwkv7.emb.",
         "^model.embedding_norm.": "rwkv7.blocks.0.ln0.",
@@ -96,7 +96,7 @@ OLD_RWKV_RS = Layout(
 )
 
 # What `from_pretrained` reads besides our names.
-OTHER_LAYOUTS = FLASH_LINEAR_ATTENTION | RWKV_RS | OLD_RWKV_RS
-OTHER_LAYOUTS.register("rwkv7")
+OTHER_NAMES = FLASH_LINEAR_ATTENTION | RWKV_RS | OLD_RWKV_RS
+OTHER_NAMES.register("rwkv7")
 
-__all__ = ["BONUS", "FLASH_LINEAR_ATTENTION", "OLD_RWKV_RS", "OTHER_LAYOUTS", "RWKV_RS"]
+__all__ = ["BONUS", "FLASH_LINEAR_ATTENTION", "OLD_RWKV_RS", "OTHER_NAMES", "RWKV_RS"]

@@ -13,10 +13,11 @@ from subquad_kernels import delta_keys, delta_wkv_state, gated_delta_wkv, token_
 from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
-from ...modeling.cache import LayerState, RecurrentCache
+from ...modeling.cache import RecurrentCache
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import LayerNorm, Linear, relu_squared, replaceable, widen
-from ...modeling.padding import Tokens, last_token
+from ...modeling.padding import last_token
+from ...modeling.protocols import BlockCache, BlockState, CallTokens
 from ...modeling.tensor_parallel import local_part, low_rank_of_heads
 from ...modeling.versions import RecurrentModelOutput
 from .configuration_rwkv7 import Rwkv7Config
@@ -38,10 +39,10 @@ class Rwkv7GatedRecurrence(nn.GroupNorm):
     norm's weights computes them all, because offloading and adapters act on the module that is called.
     """
 
-    def forward(self, tokens: Tokens, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and the new state; the arguments are those of [`Tokens.by_document`] and `gated_delta_wkv`."""
+    def forward(self, tokens: CallTokens, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the new state; the arguments are those of [`Tokens.run_packed`] and `gated_delta_wkv`."""
         weight, bias = local_part(self.weight), local_part(self.bias)
-        return tokens.by_document(gated_delta_wkv, weight=weight, bias=bias, eps=self.eps, **arguments)
+        return tokens.run_packed(gated_delta_wkv, weight=weight, bias=bias, eps=self.eps, **arguments)
 
 
 class Rwkv7TimeMixing(nn.Module):
@@ -77,7 +78,7 @@ class Rwkv7TimeMixing(nn.Module):
         self.ln_x = Rwkv7GatedRecurrence(config.num_heads, width, eps=self.head_size * config.norm_eps)
 
     def forward(
-        self, x: torch.Tensor, tokens: Tokens, v_first: torch.Tensor | None, state: LayerState | None = None
+        self, x: torch.Tensor, tokens: CallTokens, v_first: torch.Tensor | None, state: BlockState | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
@@ -88,7 +89,7 @@ class Rwkv7TimeMixing(nn.Module):
             the output, of the shape of x, and `v_first`.
         """
         before = state and state.get("attention_shift")
-        x = tokens.fill(x, before)
+        x = tokens.forward_fill(x, before)
         before = tokens.token_before(x, before)
         mu = torch.cat((self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g)).squeeze(1)
         x_r, x_w, x_k, x_v, x_a, x_g = token_shift(x, state=before, mu=mu, starts=tokens.starts).unbind()
@@ -110,7 +111,7 @@ class Rwkv7TimeMixing(nn.Module):
         k_k, k_a = local_part(self.k_k), local_part(self.k_a)
         kappa, k = delta_keys(k, a, k_k.view(heads[2:]), k_a.view(heads[2:]))
         # Padding neither adds to the state nor removes from it nor decays it.
-        k, kappa, log_w = tokens.erase(k), tokens.erase(kappa), tokens.erase(log_w)
+        k, kappa, log_w = tokens.zero_padding(k), tokens.zero_padding(kappa), tokens.zero_padding(log_w)
 
         out, after = self.ln_x(
             tokens,
@@ -126,7 +127,7 @@ class Rwkv7TimeMixing(nn.Module):
             bonus=local_part(self.r_k),
         )
         if state is not None:
-            state.step("attention_shift", last_token, x)
+            state.update_with("attention_shift", last_token, x)
             state.update("wkv", after, delta_wkv_state, k, v, log_w, kappa, a)
         return self.output(out), v_first
 
@@ -141,14 +142,14 @@ class Rwkv7ChannelMixing(nn.Module):
         self.key = projection(config.hidden_size, config.intermediate_size, gain=1.0)
         self.value = projection(config.intermediate_size, config.hidden_size, gain=0.0, wide=True)
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, state: LayerState | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState | None = None) -> torch.Tensor:
         """x (batch, length, hidden_size); the output has the same shape."""
         before = state and state.get("feed_forward_shift")
-        x = tokens.fill(x, before)
+        x = tokens.forward_fill(x, before)
         before = tokens.token_before(x, before)
         x_k = token_shift(x, state=before, mu=self.x_k[0], starts=tokens.starts)[0]
         if state is not None:
-            state.step("feed_forward_shift", last_token, x)
+            state.update_with("feed_forward_shift", last_token, x)
         return self.value(relu_squared(self.key(x_k)))
 
 
@@ -168,8 +169,8 @@ class Rwkv7Block(RecurrentBlock):
         self,
         x: torch.Tensor,
         v_first: torch.Tensor | None,
-        tokens: Tokens,
-        cache: RecurrentCache | None = None,
+        tokens: CallTokens,
+        cache: BlockCache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and `v_first`, as [`Rwkv7TimeMixing`] has them: the first layer's values go with x everywhere."""
         state = None if cache is None else cache.layers[self.layer_idx]

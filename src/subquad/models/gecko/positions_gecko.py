@@ -11,8 +11,8 @@ from subquad_kernels.tracing import can_read_values, is_exporting
 
 from ...modeling.cache import LayerState, States
 from ...modeling.layers import replaceable
-from ...modeling.layout import TokenLayout
 from ...modeling.padding import Tokens, reorder
+from ...modeling.positions import TokenPositions
 from ...modeling.ring import ring_state, write_to_ring
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
@@ -24,7 +24,7 @@ Rows = dict[str, torch.Tensor]
 
 
 @dataclasses.dataclass
-class GeckoLayout(TokenLayout):
+class GeckoPositions(TokenPositions):
     """
     The tokens of a call, as all layers need them. Every row begins with its text: padding before it and in it is moved
     to the end.
@@ -50,6 +50,7 @@ class GeckoLayout(TokenLayout):
         given_position, given_kept: `kept_position` and `kept` of the tokens in their given order.
         given_begin: the position at which the document of each of them begins, (batch, length); None if BOS tokens
             begin none.
+        begins_after: the cache's ring `begins` after the call; None if there is none.
     """
 
     chunk_size: int = 0
@@ -72,13 +73,14 @@ class GeckoLayout(TokenLayout):
     given_position: torch.Tensor | None = None
     given_kept: torch.Tensor | None = None
     given_begin: torch.Tensor | None = None
+    begins_after: torch.Tensor | None = None
 
     def text_first(self, x: torch.Tensor) -> torch.Tensor:
-        """x (batch, length, ...), with the tokens in their given order, in the layout's order."""
+        """x (batch, length, ...), whose tokens have their given order, in the order with texts first."""
         return x if self.order is None else reorder(x, self.order)
 
     def as_given(self, x: torch.Tensor) -> torch.Tensor:
-        """x (batch, length, ...), with the tokens in the layout's order, in their given order."""
+        """x (batch, length, ...), whose texts come first, in the given order."""
         return x if self.back is None else reorder(x, self.back)
 
     def rotate(self, x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -126,7 +128,7 @@ class GeckoLayout(TokenLayout):
         replay = functools.partial(replay_memory, self.chunk_size)
         state.update_together({**rings, "memory": memory, "normalizer": normalizer}, replay, *updates)
         for name in rings:
-            state.lend(name)
+            state.note_alias(name)
         return rings
 
 
@@ -143,29 +145,29 @@ def find_bos(
     return (inputs_embeds == embedding.to(inputs_embeds)).all(-1)
 
 
-def find_layout(
+def find_positions(
     config: GeckoConfig,
     x: torch.Tensor,
     tokens: Tokens,
     bos: torch.Tensor | None,
     cache: GeckoCache | None,
     training: bool,
-) -> GeckoLayout:
-    """The layout of the tokens x (batch, length, model_dim), with the BOS tokens of [`find_bos`], after a cache's."""
+) -> GeckoPositions:
+    """The positions of the tokens x (batch, length, model_dim) behind those of a cache; for `bos` see [`find_bos`]."""
     size, length, fresh = config.chunk_size, tokens.length, cache is None or not cache.is_initialized
     steps = torch.arange(length, device=x.device)
     lengths = torch.zeros_like(steps[:1]).expand(x.shape[0]) if cache is None else cache.lengths(x)
     given, order, back = None, *find_order(tokens)
     if order is not None:
-        given = TokenLayout.after(lengths, tokens)
+        given = TokenPositions.after(lengths, tokens)
         tokens = tokens.with_mask(reorder(tokens.mask, order))
         bos = None if bos is None else reorder(bos, order)
-    layout = GeckoLayout.after(lengths, tokens)
-    given = given or layout
-    layout.given_position, layout.given_kept = given.kept_position, given.kept
-    layout.chunk_size, layout.real, layout.order, layout.back = size, tokens.mask, order, back
+    positions = GeckoPositions.after(lengths, tokens)
+    given = given or positions
+    positions.given_position, positions.given_kept = given.kept_position, given.kept
+    positions.chunk_size, positions.real, positions.order, positions.back = size, tokens.mask, order, back
 
-    position = layout.position
+    position = positions.position
     if tokens.mask is not None:  # padding, which follows a text, goes on counting
         position = lengths[:, None] + steps
         bos = None if bos is None else bos & tokens.mask
@@ -174,8 +176,11 @@ def find_layout(
 
     # Documents: the position at which that of each token begins.
     before = None if fresh or bos is None else cache.after_blocks.get("begins")
-    layout.starts, begin, layout.forgets = find_documents(layout, bos, position, before)
-    layout.given_begin = None if bos is None else layout.as_given(begin)
+    positions.starts, begin, positions.forgets = find_documents(positions, bos, position, before)
+    if bos is not None and cache is not None:
+        positions.given_begin = positions.as_given(begin)
+        updates = positions.given_begin, positions.given_position, positions.given_kept
+        positions.begins_after = ring_state(before, *updates, 2 * size)
 
     # Working memory: the chunks that leave attention, and the tokens that read the memory of those before.
     one = cache is not None and length == 1 and tokens.starts is None
@@ -185,24 +190,24 @@ def find_layout(
     # A size of 0 or 1 would tie a program of many lengths to those of its example.
     if is_exporting() and not isinstance(length, int):
         most = length // size + 2
-    real = torch.ones_like(layout.kept) if tokens.mask is None else tokens.mask
-    leaving = find_leaving(position.expand_as(real), real, layout.forgets, held, size, most)
-    layout.leaving, layout.begins, left = leaving
+    real = torch.ones_like(positions.kept) if tokens.mask is None else tokens.mask
+    leaving = find_leaving(position.expand_as(real), real, positions.forgets, held, size, most)
+    positions.leaving, positions.begins, left = leaving
     seen_from = torch.maximum((position // size - 1) * size, begin)
     remembers = (position >= 2 * size) & (begin < (position // size - 1) * size) & real
-    layout.reads = torch.where(remembers, left, -1)
+    positions.reads = torch.where(remembers, left, -1)
 
     # Sliding chunk attention: what a token sees of its own chunk and the one before.
-    layout.ring = 0 if cache is None else cache.ring_size(length)
+    positions.ring = 0 if cache is None else cache.ring_size(length)
     if one:
         # The chunk that leaves a ring begins in the row that the token is written to.
-        layout.leaving = torch.where(layout.leaving == -2 * size, position % (2 * size), -1)
-        ring = torch.arange(layout.ring, device=x.device)
-        layout.seen = position - (position - ring) % len(ring) >= seen_from
+        positions.leaving = torch.where(positions.leaving == -2 * size, position % (2 * size), -1)
+        ring = torch.arange(positions.ring, device=x.device)
+        positions.seen = position - (position - ring) % len(ring) >= seen_from
     else:
-        layout.held = ring_order(lengths[:, None], held) if held else None
-        layout.first = held + steps - (position - seen_from)
-        layout.aligned = fresh and tokens.starts is None
+        positions.held = ring_order(lengths[:, None], held) if held else None
+        positions.first = held + steps - (position - seen_from)
+        positions.aligned = fresh and tokens.starts is None
     if config.num_rope_heads:
         pairs = config.z_dim // config.num_heads // 2
         # In float32 the angles of a long text would be wrong by tenths.
@@ -210,21 +215,21 @@ def find_layout(
         frequencies = config.rope_base ** (torch.arange(pairs, dtype=wide, device=x.device) / -pairs)
         angles = (position[..., None] * frequencies)[:, :, None]
         dtype = torch.promote_types(x.dtype, torch.float32)
-        layout.cos, layout.sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    return layout
+        positions.cos, positions.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return positions
 
 
 def find_documents(
-    layout: GeckoLayout, bos: torch.Tensor | None, position: torch.Tensor, before: torch.Tensor | None
+    positions: GeckoPositions, bos: torch.Tensor | None, position: torch.Tensor, before: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """
-    `GeckoLayout.starts`, the position at which the document of each token begins, and `GeckoLayout.forgets`. `before`
-    (batch, 2 * chunk_size) is a ring with the begins of earlier tokens; None if there are none.
+    `GeckoPositions.starts`, the position at which the document of each token begins, and `GeckoPositions.forgets`.
+    `before` (batch, 2 * chunk_size) is a ring with the begins of earlier tokens; None if there are none.
     """
-    size, window, tokens = layout.chunk_size, 2 * layout.chunk_size, layout.tokens
+    size, window, tokens = positions.chunk_size, 2 * positions.chunk_size, positions.tokens
     starts = None if tokens.starts is None else tokens.starts.expand(tokens.batch, -1)
     if bos is None:
-        return starts, torch.zeros_like(position), (window - position).clamp_min(-1).expand_as(layout.position)
+        return starts, torch.zeros_like(position), (window - position).clamp_min(-1).expand_as(positions.position)
 
     steps, begin = torch.arange(tokens.length, device=position.device), torch.zeros_like(position)
     if before is not None:
@@ -263,7 +268,7 @@ def find_leaving(
 
 
 def find_order(tokens: Tokens) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`GeckoLayout.order` and `GeckoLayout.back`; None if every row begins with its text."""
+    """`GeckoPositions.order` and `GeckoPositions.back`; None if every row begins with its text."""
     if tokens.mask is None or tokens.length == 1:
         return None, None
     if "mask" in tokens.known and (mask := tokens.known["mask"])[:, :-1][mask[:, 1:]].all():
@@ -331,5 +336,5 @@ def replay_memory(
 
 
 def replay(operator, before: torch.Tensor | None, x, starts, real) -> torch.Tensor:
-    """A state of [`GeckoLayout.update`] after the tokens x, (batch, length, model_dim)."""
+    """A state of [`GeckoPositions.update`] after the tokens x, (batch, length, model_dim)."""
     return operator(x=x, initial_state=before, starts=starts, real=real)[1]

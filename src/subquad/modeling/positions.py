@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_map
 from .padding import Tokens
 
 
-AnyLayout = TypeVar("AnyLayout", bound="TokenLayout")
+AnyPositions = TypeVar("AnyPositions", bound="TokenPositions")
 
 
 @dataclasses.dataclass
-class TokenLayout:
+class TokenPositions:
     """
     The tokens of a call and their positions. Without packed documents, a row is one document.
 
@@ -40,8 +40,8 @@ class TokenLayout:
         return self.tokens.mask is None and self.document is None
 
     @classmethod
-    def after(cls: type[AnyLayout], lengths: torch.Tensor, tokens: Tokens) -> AnyLayout:
-        """The layout of tokens that follow `lengths` (batch) earlier tokens of their rows."""
+    def after(cls: type[AnyPositions], lengths: torch.Tensor, tokens: Tokens) -> AnyPositions:
+        """The positions of tokens that follow `lengths` (batch) earlier tokens of their rows."""
         lengths, document = lengths[:, None], None
         steps = torch.arange(tokens.length, device=lengths.device).expand(tokens.batch, -1)
         kept = torch.ones_like(steps, dtype=torch.bool) if tokens.mask is None else tokens.mask
@@ -55,7 +55,7 @@ class TokenLayout:
             kept_position = position.where(kept, -1)
         return cls(tokens, position, document, kept, kept_position.contiguous())
 
-    def to(self: AnyLayout, device: torch.device, non_blocking: bool = False) -> AnyLayout:
+    def to(self: AnyPositions, device: torch.device, non_blocking: bool = False) -> AnyPositions:
         """A copy on another device, for models with layers on several."""
 
         def move(x):

@@ -1,4 +1,4 @@
-"""What is computed once for all layers of a model, which are given the same tensors."""
+"""Memoizes per-call results that all layers of a model share, because they are given the same tensors."""
 
 import weakref
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from .tracing import can_keep
 _kept = WeakTensorKeyDictionary()
 
 
-def once(compute: Callable, tensors: tuple[torch.Tensor, ...], *numbers: int) -> Any:
+def memoize_by_tensor(compute: Callable, tensors: tuple[torch.Tensor, ...], *numbers: int) -> Any:
     """compute(*tensors, *numbers), or the result of the last such call if none of the tensors has changed since."""
     first, *others = tensors
     if not can_keep(first) or any(x.is_inference() for x in tensors):  # whose changes are not counted

@@ -235,7 +235,7 @@ class Text:
         ]
         begins = position % splits.shape[2] == 0
         if tokens.mask is not None:
-            token, begins = tokens.erase(token), begins & tokens.mask
+            token, begins = tokens.zero_padding(token), begins & tokens.mask
         sums = F.pad(sums, (0, splits.shape[1] - sums.shape[1])).masked_fill(begins, 0.0)
         return token[:, None], sums[:, None]
 
@@ -289,7 +289,7 @@ def read_text(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, size: in
 def _read_rows(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, size: int) -> Text:
     fresh = tokens.mask is None
     position = torch.arange(x.shape[1], device=x.device)[None] if fresh else tokens.mask.cumsum(1) - 1
-    x, known = tokens.erase(x), None
+    x, known = tokens.zero_padding(x), None
     if can_read_values(x) and (fresh or "mask" in tokens.known):
         known = np.arange(x.shape[1])[None] if fresh else tokens.known["mask"].cumsum(1) - 1
         known = np.broadcast_to(known, x.shape[:2])
@@ -298,7 +298,7 @@ def _read_rows(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, size: i
         position = cache.lengths(x)[:, None] + position
         if known is not None and cache.is_initialized:
             known = cache.known_lengths()[:, None] + known
-        room = cache.room_for(x.shape[1])
+        room = cache.capacity_for(x.shape[1])
         embeddings = cache.append(cache.after_blocks, "embeddings", x, position, room).to(x.dtype)
     else:
         embeddings = F.pad(x, (0, 0, 0, -x.shape[1] % size))
@@ -315,7 +315,7 @@ def _read_documents(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, si
     if cache is not None and cache.is_initialized:  # the first document of every row continues the cache
         held, lengths = cache.after_blocks.states["embeddings"], cache.lengths(x)
         extra[tokens.first] = lengths
-    read, room = (0, 0) if cache is None else (cache.get_seq_length(), cache.room_for(x.shape[1]))
+    read, room = (0, 0) if cache is None else (cache.get_seq_length(), cache.capacity_for(x.shape[1]))
 
     rows, x = x.shape[0], x.flatten(0, 1)
     bounds = tokens.cu_seqlens.long()

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from transformers.utils.generic import is_flash_attention_requested
 
 from ...modeling.cache import LayerState
-from ...modeling.layout import TokenLayout
 from ...modeling.padding import Tokens
+from ...modeling.positions import TokenPositions
 from .cache_raven import RavenCache
 from .configuration_raven import RavenConfig
 
@@ -56,7 +56,7 @@ class Reach(NamedTuple):
 
 
 @dataclasses.dataclass
-class RavenLayout(TokenLayout):
+class RavenPositions(TokenPositions):
     """
     The tokens of a call, as all layers need them.
 
@@ -95,51 +95,54 @@ class RavenLayout(TokenLayout):
             ring = cache.update_window(state, name, x, self, window)
             return read if reach.own else ring
         if not reach.own:
-            room = cache.room_for(x.shape[1])
-            return cache.append(state, name, self.tokens.erase(x), self.position, room)[:, : reach.room]
+            room = cache.capacity_for(x.shape[1])
+            return cache.append(state, name, self.tokens.zero_padding(x), self.position, room)[:, : reach.room]
         read = torch.cat((state.get(name)[:, : reach.room], x), dim=1) if reach.room else x
         cache.restart(state, name, x, self)
         return read
 
 
-def find_layout(config: RavenConfig, x: torch.Tensor, tokens: Tokens, cache: RavenCache | None) -> RavenLayout:
-    """The layout of the tokens x (batch, length, hidden_size), after those of the cache."""
+def find_positions(config: RavenConfig, x: torch.Tensor, tokens: Tokens, cache: RavenCache | None) -> RavenPositions:
+    """The positions of the tokens x (batch, length, hidden_size), which follow those of the cache."""
     if cache is not None and cache.growing:
-        cache.room_for(x.shape[1])  # or an error, before anything has changed
+        cache.capacity_for(x.shape[1])  # or an error, before anything has changed
     lengths = torch.zeros(x.shape[0], dtype=torch.long, device=x.device) if cache is None else cache.lengths(x)
-    layout, flash = RavenLayout.after(lengths, tokens), is_flash_attention_requested(config)
+    positions, flash = RavenPositions.after(lengths, tokens), is_flash_attention_requested(config)
     for spec in config.attention_specs:
-        if spec["window_size"] not in layout.reaches:
-            layout.reaches[spec["window_size"]] = find_reach(layout, spec["window_size"], cache, flash)
+        if spec["window_size"] not in positions.reaches:
+            positions.reaches[spec["window_size"]] = find_reach(positions, spec["window_size"], cache, flash)
         if spec["use_rope"]:
-            layout.add_rotation(config.hidden_size // spec["num_heads"], spec["rope_theta"])
+            positions.add_rotation(config.hidden_size // spec["num_heads"], spec["rope_theta"])
     if config.use_rope:
-        layout.add_rotation(config.head_k_dim, config.rope_theta)
-    return layout
+        positions.add_rotation(config.head_k_dim, config.rope_theta)
+    return positions
 
 
-def find_reach(layout: RavenLayout, window: int | None, cache: RavenCache | None, flash: bool) -> Reach:
+def find_reach(positions: RavenPositions, window: int | None, cache: RavenCache | None, flash: bool) -> Reach:
     """The reach of attention over a window; `flash` says whether it is flash attention, which takes no mask."""
-    packed, padded = layout.document is not None, layout.tokens.mask is not None
+    packed, padded = positions.document is not None, positions.tokens.mask is not None
     alike = not (packed or padded or flash) and (cache is None or cache.same_lengths)
-    rows, length = 1 if alike else layout.tokens.batch, layout.tokens.length  # one row stands for all that are alike
-    position, kept, device = layout.position[:rows], layout.kept[:rows], layout.position.device
+    rows, length = (
+        1 if alike else positions.tokens.batch,
+        positions.tokens.length,
+    )  # one row stands for all that are alike
+    position, kept, device = positions.position[:rows], positions.kept[:rows], positions.position.device
     own, held, room = True, None, 0
     before = torch.zeros(rows, 0, dtype=torch.long, device=device)  # the positions of the keys of a cache
     real = before.bool()
     if cache is not None and not packed and (window is None or length == 1):
         own = False
         if window is None:
-            room = cache.room_for(length)
+            room = cache.capacity_for(length)
             room = room if cache.is_compileable else min(room, cache.get_seq_length() + length)
             before = torch.arange(room, device=device).expand(rows, -1)
         else:
             before = position - (position - torch.arange(window, device=device)) % window
         real = (before >= 0) & (before <= position[:, -1:])
     elif cache is not None and cache.is_initialized:
-        lengths = cache.lengths(layout.position)[:rows, None]
+        lengths = cache.lengths(positions.position)[:rows, None]
         if window is None:
-            room = cache.room_for(0) if cache.is_compileable else cache.get_seq_length()
+            room = cache.capacity_for(0) if cache.is_compileable else cache.get_seq_length()
             before = torch.arange(room, device=device).expand(rows, -1)
             real = before < lengths
         else:
@@ -159,14 +162,14 @@ def find_reach(layout: RavenLayout, window: int | None, cache: RavenCache | None
         if own:
             before, real = torch.cat((before, position), 1), torch.cat((real, here), 1)
         if flash:
-            varlen = find_varlen(layout.tokens, here, real)
+            varlen = find_varlen(positions.tokens, here, real)
         else:
             mask = real[:, None] & (before[:, None] <= position[:, :, None])
             if window is not None:
                 mask &= before[:, None] > position[:, :, None] - window
             if packed:
                 first = torch.zeros_like(before[:, : before.shape[1] - length])
-                mask &= layout.document[:, :, None] == torch.cat((first, layout.document), 1)[:, None]
+                mask &= positions.document[:, :, None] == torch.cat((first, positions.document), 1)[:, None]
             mask = (mask | ~here[:, :, None])[:, None]  # padding sees all keys: a softmax of none is not defined
     return Reach(own, held, room, mask, varlen)
 
