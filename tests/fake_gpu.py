@@ -4,11 +4,14 @@ import contextlib
 import gc
 import itertools
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 def on_cpu(device):
@@ -40,21 +43,120 @@ class Event:
 
 
 class Stream:
+    def __init__(self, device=None):
+        pass
+
     def wait_stream(self, other):
         assert isinstance(other, Stream)
 
 
+STREAM = Stream()
+
+
 class Graph:
-    """Replays what was called last while it was captured: nothing."""
+    """
+    Replays the operations that were called while it was captured, as a GPU does: with the memory that they had then,
+    which must still be there.
+    """
+
+    def capture_begin(self, pool):
+        self.memory = (0, id(self)) if pool is None else pool
+        self.recording = Recording()
+
+    def pool(self):
+        return self.memory
 
     def replay(self):
-        assert self.captured
+        for function, places, spec, made in self.recording.calls:
+            args, kwargs = tree_unflatten([place() for place in places], spec)
+            for out, new in zip(made, tree_leaves(function(*args, **kwargs)), strict=True):
+                if out is not None:
+                    out.copy_(new)
+
+
+def _address(x):
+    return x.untyped_storage().data_ptr()
+
+
+class Outside:
+    """A tensor that was there before the capture. The graph does not keep it alive."""
+
+    def __init__(self, x):
+        self.tensor, self.address = weakref.ref(x), x.data_ptr()
+
+    def __call__(self):
+        x = self.tensor()
+        assert x is not None and x.data_ptr() == self.address, "a graph reads memory that is gone"
+        return x
+
+
+class Recording(TorchDispatchMode):
+    """Collects operations. What they have computed is not there until they are replayed."""
+
+    # Operations that wait for the device, or copy numbers of Python to it.
+    WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::masked_select"}
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.made, self.before = [], {}, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.name in self.WAITS:
+            raise RuntimeError(f"{function} is not permitted while a stream is captured")
+        flat, spec = tree_flatten((args, kwargs or {}))
+        given = [x for x in flat if isinstance(x, torch.Tensor)]
+        if function._schema.is_mutable:
+            for x in given:
+                if _address(x) not in self.made:
+                    self.before.setdefault(_address(x), (x.untyped_storage(), x.untyped_storage().clone()))
+        out = function(*args, **(kwargs or {}))
+        held = {_address(x) for x in given}
+        made = [x if isinstance(x, torch.Tensor) and _address(x) not in held else None for x in tree_leaves(out)]
+        if function._schema.is_mutable or any(x is not None for x in made):
+            self.calls.append((function, [self.place(x) for x in flat], spec, made))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.made.setdefault(_address(x), []).append(x)
+        return out
+
+    def place(self, x):
+        known = not isinstance(x, torch.Tensor) or any(x is each for each in self.made.get(_address(x), ()))
+        return (lambda: x) if known else Outside(x)
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for storage, before in self.before.values():
+            storage.copy_(before)
+        for *_, made in self.calls:
+            for x in made:
+                if x is not None and x.is_floating_point():
+                    x.fill_(torch.nan)
 
 
 @contextlib.contextmanager
-def capture(graph):
-    yield
-    graph.captured = True
+def capture(graph, pool=None, stream=None, capture_error_mode="global"):
+    graph.capture_begin(pool)
+    with pytest.MonkeyPatch.context() as patch, graph.recording:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        # Tensors are on the CPU, so nobody asks about the stream. A compiler may not look at values either.
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        yield
+
+
+# What captures and replays.
+GRAPHS = {
+    **{"Stream": Stream, "current_stream": lambda device=None: STREAM, "stream": contextlib.nullcontext},
+    **{"CUDAGraph": Graph, "graph": capture},
+}
+
+
+@contextlib.contextmanager
+def fake_graphs():
+    """Code inside finds CUDA graphs, also for tensors on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in GRAPHS.items():
+            patch.setattr(torch.cuda, name, value)
+        yield
 
 
 @contextlib.contextmanager
@@ -82,8 +184,8 @@ def fake_gpu():
     cuda = {
         **{name: lambda: next(allocated) for name in numbers},
         **dict.fromkeys(("synchronize", "reset_peak_memory_stats", "empty_cache"), lambda: None),
-        **{"Event": Event, "Stream": Stream, "current_stream": Stream, "CUDAGraph": Graph, "graph": capture},
-        **{"is_available": lambda: True, "get_device_name": lambda: "no GPU", "stream": contextlib.nullcontext},
+        **GRAPHS,
+        **{"Event": Event, "is_available": lambda: True, "get_device_name": lambda: "no GPU"},
         "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=2**10),
     }
     with pytest.MonkeyPatch.context() as patch:
