@@ -67,11 +67,7 @@ class Graph:
         return self.memory
 
     def replay(self):
-        for function, places, spec, made in self.recording.calls:
-            args, kwargs = tree_unflatten([place() for place in places], spec)
-            for out, new in zip(made, tree_leaves(function(*args, **kwargs)), strict=True):
-                if out is not None:
-                    out.copy_(new)
+        self.recording.replay()
 
 
 def _address(x):
@@ -84,7 +80,7 @@ class Outside:
     def __init__(self, x):
         self.tensor, self.address = weakref.ref(x), x.data_ptr()
 
-    def __call__(self):
+    def find(self):
         x = self.tensor()
         assert x is not None and x.data_ptr() == self.address, "a graph reads memory that is gone"
         return x
@@ -98,39 +94,61 @@ class Recording(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.made, self.before = [], {}, {}
+        # Operations, their arguments, and the numbers of their results; these by number if they have memory of their
+        # own; the numbers of tensors, while they are recorded; the memory that was there before.
+        self.calls, self.own, self.numbers, self.before = [], {}, {}, {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function._schema.name in self.WAITS:
             raise RuntimeError(f"{function} is not permitted while a stream is captured")
         flat, spec = tree_flatten((args, kwargs or {}))
         given = [x for x in flat if isinstance(x, torch.Tensor)]
-        if function._schema.is_mutable:
-            for x in given:
-                if _address(x) not in self.made:
-                    self.before.setdefault(_address(x), (x.untyped_storage(), x.untyped_storage().clone()))
+        for x in given if function._schema.is_mutable else ():
+            self.before.setdefault(_address(x), (x.untyped_storage(), x.untyped_storage().clone()))
+        places = [self.place(x) for x in flat]
         out = function(*args, **(kwargs or {}))
         held = {_address(x) for x in given}
-        made = [x if isinstance(x, torch.Tensor) and _address(x) not in held else None for x in tree_leaves(out)]
-        if function._schema.is_mutable or any(x is not None for x in made):
-            self.calls.append((function, [self.place(x) for x in flat], spec, made))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                self.made.setdefault(_address(x), []).append(x)
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        for x in made:
+            number = self.numbers.setdefault(id(x), (len(self.numbers), x))[0]
+            if _address(x) not in held:
+                self.own[number] = x
+        self.calls.append((function, places, spec, [self.numbers[id(x)][0] for x in made]))
         return out
 
     def place(self, x):
-        known = not isinstance(x, torch.Tensor) or any(x is each for each in self.made.get(_address(x), ()))
-        return (lambda: x) if known else Outside(x)
+        """Where an argument is found at a replay."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        return Number(self.numbers[id(x)][0]) if id(x) in self.numbers else Outside(x)
 
     def __exit__(self, *error):
         super().__exit__(*error)
         for storage, before in self.before.values():
             storage.copy_(before)
-        for *_, made in self.calls:
-            for x in made:
-                if x is not None and x.is_floating_point():
-                    x.fill_(torch.nan)
+        for x in self.own.values():
+            if x.is_floating_point():
+                x.fill_(torch.nan)
+        self.numbers = self.before = None
+
+    def replay(self):
+        tensors = dict(self.own)
+        for function, places, spec, numbers in self.calls:
+            args, kwargs = tree_unflatten([self.find(place, tensors) for place in places], spec)
+            made = [x for x in tree_leaves(function(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+            for number, x in zip(numbers, made, strict=True):
+                if number in self.own:
+                    self.own[number].copy_(x)
+                else:
+                    tensors[number] = x
+
+    @staticmethod
+    def find(place, tensors):
+        return tensors[place] if isinstance(place, Number) else place.find() if isinstance(place, Outside) else place
+
+
+class Number(int):
+    """The number of a tensor that was made while a graph was captured."""
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import operator
 import os
 import threading
 import weakref
-from collections import OrderedDict
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -41,10 +40,11 @@ class Key(NamedTuple):
     shapes: tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
-_kept: "OrderedDict[Key, CapturedToken]" = OrderedDict()
+# The one that was used last comes last.
+_kept: "list[CapturedToken]" = []
 _examined: "WeakKeyDictionary[nn.Module, ExaminedModel]" = WeakKeyDictionary()
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-# Graphs share memory, so the copies around a replay of one must not be mixed with those of another.
+# Graphs share memory, so what is copied to and from one must not be mixed with the replay of another.
 _lock = threading.RLock()
 
 
@@ -102,18 +102,21 @@ class CudaGraphStep:
             if cache.batch_size != self.batch_size or any(x.device != device for x in states.values()):
                 return None
             key = Key(*of_model, tuple((name, states[name].shape, states[name].dtype) for name in sorted(states)))
-            captured, seen, self._key = _kept.get(key), self._key, key
+            free = (each for each in _kept if each.key == key and each.is_free_for(cache))
+            captured, seen, self._key = next(free, None), self._key, key
             if key in model.failed or (captured is None and key != seen):
                 return None
         else:
             key = captured.key
         try:
-            captured = self._captured = _ready(captured, key, self.model, cache, attention_mask is not None)
-            return captured.read(input_ids, attention_mask)
+            captured = self._captured = captured or CapturedToken(key, self.model, cache)
+            captured.prepare(self.model, cache, attention_mask is not None)
+            return captured.read(cache, input_ids, attention_mask)
         except Exception as error:
-            _kept.pop(key, None)
             model.failed.add(key)
             self._captured = None
+            if captured in _kept:
+                _kept.remove(captured)
             why = f"{type(error).__name__}: {error}"
             logger.warning_once(f"A CUDA graph has failed, so each token is read by the model itself: {why}")
             return None
@@ -137,31 +140,10 @@ def make(model: PreTrainedModel, cache: RecurrentCache, batch_size: int) -> Cuda
     return CudaGraphStep(model, cache, batch_size)
 
 
-def _ready(
-    captured: "CapturedToken | None", key: Key, model: PreTrainedModel, cache: RecurrentCache, masked: bool
-) -> "CapturedToken":
-    """A graph for a key, `captured` if it can be, whose states the cache holds."""
-    if captured is None or captured.may_be_needed(cache):
-        _kept.pop(key, None)
-        captured = CapturedToken(key, model, cache)
-    if masked not in captured.graphs:
-        # Graphs that belong to the same stream, and so are never replayed at the same time, share memory.
-        others = [*_kept.values(), captured]
-        graphs = (graph for each in others if each.key.stream == key.stream for graph, _ in each.graphs.values())
-        captured.capture(model, masked, next((graph.pool() for graph in graphs), None))
-    if not captured.is_held_by(cache):
-        captured.hand_to(cache)
-        _kept[key] = captured
-        _kept.move_to_end(key)
-        while len(_kept) > MOST_GRAPHS:
-            _kept.popitem(last=False)
-    return captured
-
-
 class CapturedToken:
     """
-    The kernels that read one token of each row, for states at constant addresses. A cache that is read holds these
-    states itself, so it is always up to date. Another one that needs the graph takes them over, and leaves it copies.
+    The kernels that read one token of each row, for states at constant addresses. The cache that is read holds these
+    states itself, so it is always up to date. Another cache gets a graph of its own as long as anybody holds them.
 
     Attributes:
         key: what it is made for.
@@ -173,27 +155,65 @@ class CapturedToken:
         self.cache = model.new_cache(static=True)
         self.cache.set_states(cache.named_states())
         self.cache.seen_tokens = 0  # counted by Python, for the cache that holds the states
-        rows = cache.batch_size
         self._states = self.cache.named_states()
+        self._alone = self._uses()
+        self._held: list[weakref.ref[torch.Tensor]] = []
+        rows = cache.batch_size
         with torch.inference_mode(False):
             self._ids = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
             self._mask = torch.ones(rows, 1, dtype=torch.bool, device=model.device)
-        self._holder, self._held = lambda: None, []
 
-    def capture(self, model: PreTrainedModel, masked: bool, pool: tuple | None) -> None:
-        """Captures the kernels; `pool` is the memory that they may share. Changes the states."""
+    def _uses(self) -> dict[str, int]:
+        """How many tensors have the memory of each state."""
+        return {name: torch._C._storage_Use_Count(x.untyped_storage()._cdata) for name, x in self._states.items()}
+
+    def is_held_by(self, cache: RecurrentCache) -> bool:
+        """Whether a cache holds the states, and nobody else may need them as they are."""
+        layers = cache.all_layers
+        states = [x for layer in layers for x in layer.states.values()]
+        same = len(states) == len(self._held) and all(map(operator.is_, states, [held() for held in self._held]))
+        return same and not any(layer.lent for layer in layers)
+
+    def is_free_for(self, cache: RecurrentCache) -> bool:
+        """Whether nobody but the cache holds any of the states."""
+        uses, lent = self._uses(), any(layer.lent for layer in cache.all_layers)
+        for name, x in cache.named_states().items():
+            own = not lent and _is_same_memory(x, self._states[name])
+            if not own and uses[name] > self._alone[name]:
+                return False
+        return True
+
+    def prepare(self, model: PreTrainedModel, cache: RecurrentCache, masked: bool) -> None:
+        """Lets a cache hold the states, with its own values in them, and captures what is not captured yet."""
+        if masked not in self.graphs:
+            # Graphs that belong to the same stream, and so are never replayed at the same time, share memory.
+            others = [each for each in (*_kept, self) if each.key.stream == self.key.stream]
+            pools = (graph.pool() for each in others for graph, _ in each.graphs.values())
+            self._capture(model, masked, next(pools, None))
+        if self.is_held_by(cache):
+            return
+        _copy(cache.named_states(), self._states)
+        with torch.inference_mode(False):
+            cache.set_states({name: x.detach() for name, x in self._states.items()})
+        for layer in cache.all_layers:
+            layer.lent.clear()
+        self._held = [weakref.ref(x) for layer in cache.all_layers for x in layer.states.values()]
+        _kept[:] = [*(each for each in _kept if each is not self), self][-MOST_GRAPHS:]
+
+    def _capture(self, model: PreTrainedModel, masked: bool, pool: tuple | None) -> None:
+        """Captures the kernels; `pool` is the memory that they may share."""
 
         def read() -> torch.Tensor:
             mask = self._mask if masked else None
             inputs = {"input_ids": self._ids, "attention_mask": mask, **named_cache(self.cache)}
             return model(**inputs, use_cache=True, logits_to_keep=1, return_dict=True).logits[:, -1]
 
-        self._release()
         current = torch.cuda.current_stream(model.device)
         if (stream := _streams.get(model.device)) is None:
             stream = _streams[model.device] = torch.cuda.Stream(model.device)
-        stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
+        before = {name: x.clone() for name, x in self._states.items()}
+        stream.wait_stream(current)
         try:
             # The outer one restores the stream if the end of the capture raises an error.
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
@@ -202,54 +222,35 @@ class CapturedToken:
                     logits = read()
         finally:
             current.wait_stream(stream)
+            _copy(before, self._states)
         if any(x is not self._states[name] for name, x in self.cache.named_states().items()):
             raise RuntimeError("the states have other shapes after a token")
         self.graphs[masked] = graph, logits
 
-    def is_held_by(self, cache: RecurrentCache) -> bool:
-        """Whether the states of a cache are those of the graph."""
-        states = [x for layer in cache.all_layers for x in layer.states.values()]
-        same = self._holder() is cache and len(states) == len(self._held)
-        return same and all(map(operator.is_, states, self._held))
-
-    def may_be_needed(self, cache: RecurrentCache) -> bool:
-        """Whether autograd, or a frozen copy of a cache that holds them, may need the states as they are."""
-        if self._holder() is not cache:
-            return False
-        return any(layer.lent for layer in cache.all_layers) or any(
-            x.requires_grad for layer in cache.all_layers for x in layer.states.values()
-        )
-
-    def hand_to(self, cache: RecurrentCache) -> None:
-        """Lets a cache hold the states, with its own values in them."""
-        if self._holder() is not cache:
-            self._release()
-        given = cache.named_states()
-        names = [name for name, x in given.items() if x is not self._states[name]]
-        torch._foreach_copy_([self._states[name] for name in names], [given[name].detach() for name in names])
-        cache.set_states(self._states)
-        for layer in cache.all_layers:
-            layer.lent.clear()
-        self._holder = weakref.ref(cache)
-        self._held = [x for layer in cache.all_layers for x in layer.states.values()]
-
-    def _release(self) -> None:
-        """Leaves copies of the states to the cache that holds them."""
-        ours = {x.untyped_storage().data_ptr() for x in self._states.values()}
-        if (cache := self._holder()) is not None:
-            cache._apply(lambda x: x.clone() if x.untyped_storage().data_ptr() in ours else x)
-        self._holder, self._held = lambda: None, []
-
-    def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    def read(
+        self, cache: RecurrentCache, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """The logits (batch, vocabulary) after one token of each row of the cache that holds the states."""
         graph, logits = self.graphs[attention_mask is not None]
         out = torch.empty_like(logits)  # while nothing has changed, if there is no memory
         self._ids.copy_(input_ids)
         if attention_mask is not None:
             self._mask.copy_(attention_mask[:, -1:])
-        graph.replay()
-        self._holder().seen_tokens += 1
+        graph.replay()  # all of it or, with an error, nothing
+        cache.seen_tokens += 1
         return out.copy_(logits)
+
+
+def _copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+    """Copies states that have other memory, with one kernel for each dtype."""
+    names = [name for name, x in source.items() if not _is_same_memory(x, target[name])]
+    for dtype in {target[name].dtype for name in names}:
+        same = [name for name in names if target[name].dtype == dtype]
+        torch._foreach_copy_([target[name] for name in same], [source[name].detach() for name in same])
+
+
+def _is_same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
 
 
 class ExaminedModel:
@@ -323,6 +324,4 @@ def examine(model: PreTrainedModel, thoroughly: bool = False) -> ExaminedModel:
 
 def _drop(model: "weakref.ref[ExaminedModel]") -> None:
     """Drops the graphs of a model that is gone, or has changed."""
-    for key in list(_kept):
-        if key.model is model:
-            _kept.pop(key, None)
+    _kept[:] = [each for each in _kept if each.key.model is not model]
