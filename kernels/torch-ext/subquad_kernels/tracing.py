@@ -7,12 +7,12 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
-def is_observed() -> bool:
-    """Whether autograd, tracing, a mode or a transformation of torch observes operations."""
+def is_observed(device_type: str = "cpu") -> bool:
+    """Whether autograd, tracing, a mode or a transformation of torch observes operations on a type of device."""
     return (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled(device_type)
         or torch._C._get_tracing_state() is not None
         or is_transformed()
         or _get_current_dispatch_mode() is not None

@@ -5,15 +5,12 @@ hundred operations each that take longer to be called than to compute.
 
 import sys
 from collections.abc import Iterable
-from itertools import repeat
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel, modeling_layers
-from transformers.utils import output_capturing
 
 from subquad_kernels.c.fused_blocks import FusedBlock, FusedBlocks
 from subquad_kernels.c.native import MOST_ROWS, WORTHWHILE_CHANNELS, readable
@@ -23,6 +20,7 @@ from ..modeling import arguments
 from ..modeling.cache import RecurrentCache
 from ..modeling.layers import LINEAR_WEIGHTS, LayerNorm, widen
 from .step import DecodingStep, EagerStep, Unsuitable, check_ids
+from .watch import Watch
 
 
 if TYPE_CHECKING:
@@ -122,6 +120,8 @@ class PreparedModel:
             raise ValueError(f"There are {len(blocks)} blocks, not {number}.")
         self.blocks = FusedBlocks([_fuse(fused, watch, watch.find(blocks, str(n))) for n in range(number)])
         watch.start()
+        if changed := [kind.__name__ for kind in watch.kinds if not _runs_own_forward(kind)]:
+            raise ValueError(f"`forward` of {changed[0]} was replaced.")
 
     def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: RecurrentCache):
         """The logits (batch, vocabulary) after one token of each row; None, and nothing has changed, if it cannot."""
@@ -143,7 +143,7 @@ class PreparedModel:
 STATES = ("attention_shift", "feed_forward_shift", "wkv")
 
 
-def _fuse(fused: "FusedModel", watch: "Watch", block: nn.Module) -> FusedBlock:
+def _fuse(fused: "FusedModel", watch: Watch, block: nn.Module) -> FusedBlock:
     """
     Raises:
         ValueError: if the block has other parts than those of the published model, or such that the library cannot
@@ -165,7 +165,7 @@ def _fuse(fused: "FusedModel", watch: "Watch", block: nn.Module) -> FusedBlock:
         norm = watch.find(block, path)
         if not (type(norm) is LayerNorm or path in fused.classes):
             raise ValueError(f"`{path}` is a {type(norm).__name__}.")
-        watch.norms.append(norm)
+        watch.values.append((norm.__dict__, "eps"))
         tensors |= {name: watch.tensor(norm, "weight"), f"{name}_bias": watch.tensor(norm, "bias")}
     for name, path in fused.parameters.items():
         path, _, attribute = path.rpartition(".")
@@ -176,113 +176,13 @@ def _fuse(fused: "FusedModel", watch: "Watch", block: nn.Module) -> FusedBlock:
             tensors[name] = watch.tensor(owner, attribute)
     if 0 < sum(name in tensors for name in fused.optional) < len(fused.optional):
         raise ValueError(f"There must be all or none of {fused.optional}.")
-    # Operators that `use_kernels=True` may have replaced.
-    operators = getattr(block, "_kernel_funcs", {})
-    for name, part in operators.items():
-        if isinstance(part, nn.Module):
-            watch.module(operators, name)
+    if unreadable := [name for name, x in tensors.items() if not readable(x.dtype, x)]:
+        raise ValueError(f"`{unreadable[0]}` is not in the memory of the CPU.")
+    watch.operators(block)
     ln1, ln2, ln_x = (watch.find(block, fused.norms[name]) for name in ("ln1", "ln2", "ln_x"))
     if ln1.eps != ln2.eps:
         raise ValueError(f"The norms have {ln1.eps} and {ln2.eps}.")
     return FusedBlock(fused.kind, tensors, ln_x.num_groups, ln1.eps, ln_x.eps, fused.of_token)
-
-
-class Watch:
-    """
-    What a call relies on that passes by the modules of a model: they stand at their places and run the `forward` of
-    their classes, without hooks but those that record outputs if asked to, and their parameters stay where they are.
-
-    Args:
-        roots: modules that are passed by themselves. They are not kept alive.
-
-    Attributes:
-        absent: places, (dictionary, name), where there must be no parameter.
-        norms: modules whose `eps` must stay.
-    """
-
-    def __init__(self, roots: list[nn.Module]):
-        self.absent: list[tuple[dict, str]] = []
-        self.norms: list[nn.Module] = []
-        self._tensors: list[tuple[dict, str]] = []
-        self._modules: dict[tuple[int, str], tuple[dict, str]] = {}
-        self._roots = [(root.__dict__, type(root)) for root in roots]
-
-    def module(self, names: dict[str, nn.Module], name: str) -> nn.Module:
-        """
-        Raises:
-            ValueError: if there is no such module.
-        """
-        if names.get(name) is None:
-            raise ValueError(f"There is no `{name}`.")
-        self._modules[id(names), name] = names, name
-        return names[name]
-
-    def find(self, module: nn.Module, path: str) -> nn.Module:
-        """The module at a path in another one, "" for that itself."""
-        for name in path.split(".") if path else ():
-            module = self.module(module._modules, name)
-        return module
-
-    def tensor(self, module: nn.Module, name: str) -> torch.Tensor:
-        """
-        Raises:
-            ValueError: if there is no such parameter or buffer in the memory of the CPU. It may be computed before
-                every call, as torch's weight norm and pruning do.
-        """
-        names = module._parameters if name in module._parameters else module._buffers
-        if (x := names.get(name)) is None:
-            raise ValueError(f"There is no parameter `{name}`.")
-        if not readable(x.dtype, x):
-            raise ValueError(f"`{name}` cannot be read.")
-        self._tensors.append((names, name))
-        return x
-
-    def start(self) -> None:
-        """
-        Notes how everything is now.
-
-        Raises:
-            ValueError: if something else is run than the modules of the published model.
-        """
-        self._found = [names[name] for names, name in self._modules.values()]
-        of_modules = [*(namespace for namespace, _ in self._roots), *(module.__dict__ for module in self._found)]
-        self._namespaces = of_modules
-        self._hooks = [x[name] for x in of_modules for name in ("_forward_hooks", "_forward_pre_hooks")]
-        kinds = {*(kind for _, kind in self._roots), *map(type, self._found)}
-        self._kinds = [*{each for kind in kinds for each in kind.__mro__ if issubclass(each, nn.Module)} - {nn.Module}]
-        if changed := [kind.__name__ for kind in self._kinds if not _runs_own_forward(kind)]:
-            raise ValueError(f"`forward` of {changed[0]} was replaced.")
-        hooks = (hook for hooks in self._hooks for hook in hooks.values())
-        if self._has_other_forward() or any(hook.__module__ != output_capturing.__name__ for hook in hooks):
-            raise ValueError("Something else is called with a part of the model.")
-        self._places = [tuple(zip(*x, strict=True)) for x in (self._modules.values(), self._tensors, self.absent)]
-        self._before = self._look()
-
-    def is_unchanged(self) -> bool:
-        try:
-            return not self._has_other_forward() and self._look() == self._before
-        except TypeError:  # a parameter is missing
-            return False
-
-    def _has_other_forward(self) -> bool:
-        """Whether there are hooks of all modules, or a module has a `forward` of its own."""
-        return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks) or any(
-            map(dict.__contains__, self._namespaces, repeat("forward"))
-        )
-
-    def _look(self) -> tuple[list, ...]:
-        """In loops of C alone: it is asked for every token, about all parameters."""
-        modules, tensors, absent = (list(map(dict.get, *places)) for places in self._places)
-        return (
-            list(map(id, modules)),
-            list(map(type, modules)),
-            list(map(tuple, self._hooks)),  # their numbers
-            [kind.forward for kind in self._kinds],
-            list(map(id, tensors)),
-            list(map(torch.Tensor.data_ptr, tensors)),
-            absent,
-            [norm.eps for norm in self.norms],
-        )
 
 
 # Modules whose decorators stand around a `forward`.

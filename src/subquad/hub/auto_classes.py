@@ -209,7 +209,12 @@ def _register_decoding_steps(module: ModuleType) -> None:
 
         return make(REGISTRY.values(), *args)
 
-    module.MAKERS["cpu"] = make_cpu_step
+    def make_cuda_step(*args) -> Any:
+        from ..decoding.cuda_graph import make
+
+        return make(*args)
+
+    module.MAKERS |= {"cpu": make_cpu_step, "cuda": make_cuda_step}
 
 
 def _register_names(module: ModuleType, architecture: Architecture) -> None:

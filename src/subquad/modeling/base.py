@@ -60,6 +60,8 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
     cache_class: type[RecurrentCache] = RecurrentCache
     supports_gradient_checkpointing = True
     _can_compile_fullgraph = True
+    # Why a CUDA graph of one token would not be right for the next one; None if it is.
+    uncapturable: str | None = None
     _skip_keys_device_placement = list(CACHE_NAMES)
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):

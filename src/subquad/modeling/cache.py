@@ -449,6 +449,11 @@ class RecurrentCache(Cache):
             ValueError: if there is no such room.
         """
 
+    @property
+    def fixed_until(self) -> int | None:
+        """The number of tokens up to which the states keep their shapes; None if they always do."""
+        return None
+
     def check_tokens(self, tokens: Tokens) -> None:
         """
         Raises:

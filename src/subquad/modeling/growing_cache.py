@@ -53,6 +53,10 @@ class GrowingCache(CountingCache):
         """Number of tokens that a static cache has room for; -1 if there is no limit."""
         return self._capacity or self._limit or -1 if self.after_blocks.static and self.growing else -1
 
+    @property
+    def fixed_until(self) -> int | None:
+        return self._capacity if self.growing else None
+
     def _whole_units(self, tokens: int) -> int:
         return -(-tokens // self.unit) * self.unit
 
@@ -73,7 +77,8 @@ class GrowingCache(CountingCache):
             ValueError: if the cache is static and has no such room.
         """
         room, static = self._capacity, self.after_blocks.static
-        if static and (room or self._limit) and not can_read_values(self.seen_tokens):
+        known = isinstance(self.seen_tokens, int) or can_read_values(self.seen_tokens)
+        if static and (room or self._limit) and not known:
             return room or self._limit
         needed = self.get_seq_length() + tokens
         self.reserve(needed)

@@ -83,6 +83,7 @@ class AveyPreTrainedModel(RecurrentPreTrainedModel):
     _no_split_modules = ["AveyBlock"]
     _input_embed_layer = "wte"
     cache_class = AveyCache
+    uncapturable = "Avey ranks the splits of a text when one of them ends, and not at every token."
 
     def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> AveyCache:
         """An empty [`AveyCache`] for this model."""

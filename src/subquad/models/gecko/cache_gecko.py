@@ -83,13 +83,17 @@ class GeckoCache(CountingCache):
     def ring_size(self, tokens: int) -> int:
         """The number of tokens whose keys and values there is room for, once `tokens` more are read."""
         layer, size = self.after_blocks, 64
-        if layer.static or layer.record_past:
+        if layer.record_past or isinstance(self.seen_tokens, torch.Tensor):  # Python cannot tell
             return self.window
         if "keys" in self.layers[0].states:
             size = max(size, self.held_tokens)
         while size < self.window and size < self.seen_tokens + tokens:
             size *= 2
         return min(size, self.window)
+
+    @property
+    def fixed_until(self) -> int | None:
+        return self.held_tokens if self.is_initialized and self.held_tokens < self.window else None
 
     @property
     def held_tokens(self) -> int:

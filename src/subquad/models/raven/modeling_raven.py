@@ -8,6 +8,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import capture_outputs
 
 from subquad_kernels import slot_memory, slot_memory_state, slot_routing
@@ -237,6 +238,11 @@ class RavenPreTrainedModel(RecurrentPreTrainedModel):
     _supports_flash_attn = True
     _input_embed_layer = "embeddings"
     _can_record_outputs = {"hidden_states": RavenBlock, "attentions": RavenAttention}
+
+    @property
+    def uncapturable(self) -> str | None:
+        packs = self.config.attention_specs and is_flash_attention_requested(self.config)
+        return "flash attention packs the tokens of the rows, whose number Python must know." if packs else None
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

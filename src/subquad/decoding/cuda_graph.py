@@ -1,0 +1,327 @@
+"""
+Decoding on a GPU: the kernels of one token are captured into a CUDA graph once and then replayed, instead of some
+thousand calls from Python that take longer than the kernels.
+"""
+
+import operator
+import os
+import threading
+import weakref
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from subquad_kernels.tracing import is_observed
+
+from ..modeling.cache import RecurrentCache
+from ..modeling.versions import named_cache
+from .step import EagerStep, Unsuitable, check_ids
+from .watch import Watch
+
+
+logger = logging.get_logger(__name__)
+# The number of graphs in a process. Those that were used longest ago are dropped.
+MOST_GRAPHS = 8
+# What an adapter of PEFT computes depends on these attributes of its layers.
+_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+class Key(NamedTuple):
+    """What a graph is made for."""
+
+    model: "weakref.ref[ExaminedModel]"
+    settings: tuple[str | bool | None, ...]
+    adapters: str
+    stream: torch.cuda.Stream
+    shapes: tuple[tuple[str, torch.Size, torch.dtype], ...]
+
+
+# The one that was used last comes last.
+_kept: "list[CapturedToken]" = []
+_examined: "WeakKeyDictionary[nn.Module, ExaminedModel]" = WeakKeyDictionary()
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+# Graphs share memory, so what is copied to and from one must not be mixed with the replay of another.
+_lock = threading.RLock()
+
+
+class CudaGraphStep:
+    """
+    The decoding step by CUDA graphs, see [`DecodingStep`]. The first token with states of new shapes is read by the
+    model itself, the second one is captured. The model itself also reads a token while something observes torch's
+    operations, while the cache records the past, and where its states have to grow.
+    """
+
+    kind = "cuda_graph"
+
+    def __init__(self, model: PreTrainedModel, cache: RecurrentCache, batch_size: int):
+        self.model, self.cache, self.batch_size = model, cache, batch_size
+        self.eager = EagerStep(model, cache, batch_size)
+        self._suitable, self._captured, self._key = True, None, None
+        self._settings = (
+            os.environ.get("SUBQUAD_BACKEND"),
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+    @torch.no_grad()
+    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        check_ids(input_ids, self.batch_size)
+        with _lock:
+            logits = self._replay(input_ids, attention_mask)
+        return self.eager(input_ids, attention_mask) if logits is None else logits
+
+    def _replay(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The logits; None, and nothing has changed, if the model itself is to read the token."""
+        cache, device = self.cache, input_ids.device
+        if not self._suitable or self.model.training or is_observed(device.type):
+            return None
+        if input_ids.dtype not in (torch.int64, torch.int32):  # an error of the model
+            return None
+        if attention_mask is not None and (attention_mask.dim() != 2 or len(attention_mask) != self.batch_size):
+            return None
+        if any(layer.record_past or layer.fresh_rows is not None for layer in cache.all_layers):
+            return None
+        if (most := cache.fixed_until) is not None and cache.get_seq_length() >= most:
+            return None
+        try:
+            model = examine(self.model)
+        except Unsuitable as reason:
+            logger.info("Each token is read by the model itself from now on: %s", reason)
+            self._suitable = False
+            return None
+        if device != model.device:
+            return None
+        captured, stream = self._captured, torch.cuda.current_stream(device)
+        of_model = weakref.ref(model), self._settings, model.adapters, stream
+        if captured is None or captured.key[:4] != of_model or not captured.is_held_by(cache):
+            states = cache.named_states()
+            if cache.batch_size != self.batch_size or any(x.device != device for x in states.values()):
+                return None
+            key = Key(*of_model, tuple((name, states[name].shape, states[name].dtype) for name in sorted(states)))
+            free = (each for each in _kept if each.key == key and each.is_free_for(cache))
+            captured, seen, self._key = next(free, None), self._key, key
+            if key in model.failed or (captured is None and key != seen):
+                return None
+        else:
+            key = captured.key
+        try:
+            captured = self._captured = captured or CapturedToken(key, self.model, cache)
+            captured.prepare(self.model, cache, attention_mask is not None)
+            return captured.read(cache, input_ids, attention_mask)
+        except Exception as error:
+            model.failed.add(key)
+            self._captured = None
+            if captured in _kept:
+                _kept.remove(captured)
+            why = f"{type(error).__name__}: {error}"
+            logger.warning_once(f"A CUDA graph has failed, so each token is read by the model itself: {why}")
+            return None
+
+
+def make(model: PreTrainedModel, cache: RecurrentCache, batch_size: int) -> CudaGraphStep:
+    """
+    Raises:
+        Unsuitable: if a token of the model cannot be captured.
+    """
+    if model.uncapturable:
+        raise Unsuitable(model.uncapturable)
+    if type(cache) is not model.cache_class:
+        raise Unsuitable(f"the cache is a {type(cache).__name__}.")
+    if cache.records_past:
+        raise Unsuitable("the cache records the past.")
+    if any(module.training for module in model.modules()):
+        raise Unsuitable("the model, or a part of it, is in training mode.")
+    with _lock:
+        examine(model, thoroughly=True)
+    return CudaGraphStep(model, cache, batch_size)
+
+
+class CapturedToken:
+    """
+    The kernels that read one token of each row, for states at constant addresses. The cache that is read holds these
+    states itself, so it is always up to date. Another cache gets a graph of its own as long as anybody holds them.
+
+    Attributes:
+        key: what it is made for.
+        graphs: by whether there is a mask, the graph and the logits that it writes.
+    """
+
+    def __init__(self, key: Key, model: PreTrainedModel, cache: RecurrentCache):
+        self.key, self.graphs = key, {}
+        self.cache = model.new_cache(static=True)
+        self.cache.set_states(cache.named_states())
+        self.cache.seen_tokens = 0  # counted by Python, for the cache that holds the states
+        self._states = self.cache.named_states()
+        self._alone = self._uses()
+        self._held: list[weakref.ref[torch.Tensor]] = []
+        rows = cache.batch_size
+        with torch.inference_mode(False):
+            self._ids = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
+            self._mask = torch.ones(rows, 1, dtype=torch.bool, device=model.device)
+
+    def _uses(self) -> dict[str, int]:
+        """How many tensors have the memory of each state."""
+        return {name: torch._C._storage_Use_Count(x.untyped_storage()._cdata) for name, x in self._states.items()}
+
+    def is_held_by(self, cache: RecurrentCache) -> bool:
+        """Whether a cache holds the states, and nobody else may need them as they are."""
+        layers = cache.all_layers
+        states = [x for layer in layers for x in layer.states.values()]
+        same = len(states) == len(self._held) and all(map(operator.is_, states, [held() for held in self._held]))
+        return same and not any(layer.aliased for layer in layers)
+
+    def is_free_for(self, cache: RecurrentCache) -> bool:
+        """Whether nobody but the cache holds any of the states."""
+        uses, lent = self._uses(), any(layer.aliased for layer in cache.all_layers)
+        for name, x in cache.named_states().items():
+            own = not lent and _is_same_memory(x, self._states[name])
+            if not own and uses[name] > self._alone[name]:
+                return False
+        return True
+
+    def prepare(self, model: PreTrainedModel, cache: RecurrentCache, masked: bool) -> None:
+        """Lets a cache hold the states, with its own values in them, and captures what is not captured yet."""
+        if masked not in self.graphs:
+            # Graphs that belong to the same stream, and so are never replayed at the same time, share memory.
+            others = [each for each in (*_kept, self) if each.key.stream == self.key.stream]
+            pools = (graph.pool() for each in others for graph, _ in each.graphs.values())
+            self._capture(model, masked, next(pools, None))
+        if self.is_held_by(cache):
+            return
+        _copy(cache.named_states(), self._states)
+        with torch.inference_mode(False):
+            cache.set_states({name: x.detach() for name, x in self._states.items()})
+        for layer in cache.all_layers:
+            layer.aliased.clear()
+        self._held = [weakref.ref(x) for layer in cache.all_layers for x in layer.states.values()]
+        _kept[:] = [*(each for each in _kept if each is not self), self][-MOST_GRAPHS:]
+
+    def _capture(self, model: PreTrainedModel, masked: bool, pool: tuple | None) -> None:
+        """Captures the kernels; `pool` is the memory that they may share."""
+
+        def read() -> torch.Tensor:
+            mask = self._mask if masked else None
+            inputs = {"input_ids": self._ids, "attention_mask": mask, **named_cache(self.cache)}
+            return model(**inputs, use_cache=True, logits_to_keep=1, return_dict=True).logits[:, -1]
+
+        current = torch.cuda.current_stream(model.device)
+        if (stream := _streams.get(model.device)) is None:
+            stream = _streams[model.device] = torch.cuda.Stream(model.device)
+        graph = torch.cuda.CUDAGraph()
+        before = {name: x.clone() for name, x in self._states.items()}
+        stream.wait_stream(current)
+        try:
+            # The outer one restores the stream if the end of the capture raises an error.
+            with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
+                read()  # compiles kernels, which cannot be captured
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    logits = read()
+        finally:
+            current.wait_stream(stream)
+            _copy(before, self._states)
+        if any(x is not self._states[name] for name, x in self.cache.named_states().items()):
+            raise RuntimeError("the states have other shapes after a token")
+        self.graphs[masked] = graph, logits
+
+    def read(
+        self, cache: RecurrentCache, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The logits (batch, vocabulary) after one token of each row of the cache that holds the states."""
+        graph, logits = self.graphs[attention_mask is not None]
+        out = torch.empty_like(logits)  # while nothing has changed, if there is no memory
+        self._ids.copy_(input_ids)
+        if attention_mask is not None:
+            self._mask.copy_(attention_mask[:, -1:])
+        graph.replay()  # all of it or, with an error, nothing
+        cache.seen_tokens += 1
+        return out.copy_(logits)
+
+
+def _copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+    """Copies states that have other memory, with one kernel for each dtype."""
+    names = [name for name, x in source.items() if not _is_same_memory(x, target[name])]
+    for dtype in {target[name].dtype for name in names}:
+        same = [name for name in names if target[name].dtype == dtype]
+        torch._foreach_copy_([target[name] for name in same], [source[name].detach() for name in same])
+
+
+def _is_same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
+
+
+class ExaminedModel:
+    """
+    A model as its graphs rely on it.
+
+    Attributes:
+        device: where all of it is.
+        failed: keys of the graphs that could not be captured or replayed.
+
+    Raises:
+        ValueError: if a token of it cannot be captured; the message says why.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.device, self.failed = model.device, set()
+        for name, x in (*model.named_parameters(), *model.named_buffers()):
+            if type(x) not in (torch.Tensor, nn.Parameter) or x.device != self.device:
+                raise ValueError(f"`{name}` is a {type(x).__name__} on {x.device}, the model is on {self.device}.")
+        self._watch = Watch([model])
+        self._watch.everything(model)
+        self._watch.start()
+        # Not those of the model itself: what PEFT puts there would keep it alive.
+        modules = [vars(module) for module in model.modules() if module is not model]
+        configs = [vars(config) for config in (model.config, model.config.get_text_config())]
+        adapted = [attributes for attributes in modules if _OF_ADAPTERS[0] in attributes]
+        self._of_adapters = [(attributes, name) for attributes in adapted for name in _OF_ADAPTERS]
+        # Numbers and names that decide which kernels run, or are among their arguments.
+        self._attributes = [
+            (attributes, name)
+            for attributes in (*modules, *configs)
+            for name, value in attributes.items()
+            if name not in _OF_ADAPTERS and isinstance(value, bool | int | float | str | None)
+        ]
+        self._before = _values(self._attributes)
+        weakref.finalize(self, _drop, weakref.ref(self)).atexit = False
+
+    @property
+    def adapters(self) -> str:
+        """Which adapters are active or merged, and how strongly."""
+        return repr(_values(self._of_adapters))
+
+    def is_unchanged(self, thoroughly: bool) -> bool:
+        return self._watch.is_unchanged() and not (thoroughly and _values(self._attributes) != self._before)
+
+
+def _values(places: list[tuple[dict, str]]) -> list:
+    return [names.get(name) for names, name in places]
+
+
+def examine(model: PreTrainedModel, thoroughly: bool = False) -> ExaminedModel:
+    """
+    The model as its graphs rely on it. If it has changed since the last call, they are dropped.
+
+    Args:
+        thoroughly: whether to look at the numbers in all modules, too. That takes a millisecond.
+
+    Raises:
+        Unsuitable: if a token of it cannot be captured.
+    """
+    examined = _examined.get(model)
+    if examined is None or not examined.is_unchanged(thoroughly):
+        _examined.pop(model, None)
+        examined = None  # its graphs go with it
+        try:
+            examined = _examined[model] = ExaminedModel(model)
+        except ValueError as error:
+            raise Unsuitable(str(error)) from error
+    return examined
+
+
+def _drop(model: "weakref.ref[ExaminedModel]") -> None:
+    """Drops the graphs of a model that is gone, or has changed."""
+    _kept[:] = [each for each in _kept if each.key.model is not model]

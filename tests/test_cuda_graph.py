@@ -1,0 +1,428 @@
+"""A token replayed as a CUDA graph equals the model itself, whatever is done with cache and model in between."""
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from cases import (
+    AVEY,
+    CASES,
+    DEVICE,
+    FINCH,
+    GECKO,
+    GENERATING,
+    GREEDY,
+    RAVEN_FULL,
+    VARIANTS,
+    assert_same_states,
+    each,
+    padded,
+    random_ids,
+    tiny_model,
+)
+from fake_gpu import Graph, fake_graphs
+from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from subquad.decoding import cuda_graph, step
+
+
+CAPTURED = [case for case in (*GENERATING, *VARIANTS) if case is not AVEY]
+
+
+class Calls:
+    """The number of captures and replays."""
+
+    captures = replays = 0
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    monkeypatch.setitem(step.MAKERS, DEVICE, cuda_graph.make)
+    monkeypatch.setattr(cuda_graph, "_kept", [])
+    made = Calls()
+    capture, read = cuda_graph.CapturedToken._capture, cuda_graph.CapturedToken.read
+
+    def count_capture(self, *args):
+        made.captures += 1
+        return capture(self, *args)
+
+    def count_replay(self, *args):
+        made.replays += 1
+        return read(self, *args)
+
+    monkeypatch.setattr(cuda_graph.CapturedToken, "_capture", count_capture)
+    monkeypatch.setattr(cuda_graph.CapturedToken, "read", count_replay)
+    with contextlib.nullcontext() if DEVICE == "cuda" else fake_graphs():
+        yield made
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What is logged."""
+    texts = []
+    for logger in (cuda_graph.logger, step.logger):
+        monkeypatch.setattr(logger, "info", lambda text, *args: texts.append(text % args))
+        monkeypatch.setattr(logger, "warning_once", texts.append)
+    return texts
+
+
+@torch.no_grad()
+def start(model, rows=2, length=5, seed=0):
+    """Two equal caches after a text."""
+    ids = random_ids(rows, length, seed=seed)
+    return [model(ids, use_cache=True).cache for _ in range(2)]
+
+
+@torch.no_grad()
+def compare(model, cache, other, tokens=4, masks=False, read=None, seed=1):
+    """Reads tokens by a decoding step and by the model itself."""
+    read = read or model.decoding_step(cache)
+    rows = cache.batch_size
+    for n in range(tokens):
+        ids = random_ids(rows, 1, seed=seed + n)
+        mask = (torch.arange(rows, device=ids.device)[:, None] != n % rows).long() if masks else None
+        expected = model(ids, attention_mask=mask, cache=other, logits_to_keep=1).logits[:, -1]
+        torch.testing.assert_close(read(ids, mask), expected, atol=1e-4, rtol=1e-4)
+    assert_same_states(cache, other)
+    assert cache.get_seq_length() == other.get_seq_length()
+    return read
+
+
+@pytest.mark.quick_cases("rwkv6-1", "raven-full-3", "gecko-3")
+@pytest.mark.parametrize("rows", [1, 3])
+@each(*CAPTURED)
+def test_equals_the_model(case, rows, calls):
+    model = case.model(num_hidden_layers=case.layer_kinds)
+    cache, other = start(model, rows)
+    read = compare(model, cache, other, 4)
+    assert (read.kind, calls.captures, calls.replays) == ("cuda_graph", 1, 3)
+    compare(model, cache, other, 4, masks=rows > 1, read=read)  # a row that has ended reads nothing
+    assert (calls.captures, calls.replays) == (1 + (rows > 1), 7)
+    compare(model, cache, other, 2, read=read)
+    with torch.no_grad():  # then some tokens at once
+        ids = random_ids(rows, 3)
+        torch.testing.assert_close(
+            model(ids, cache=cache).logits, model(ids, cache=other).logits, atol=1e-4, rtol=1e-4
+        )
+    compare(model, cache, other, 3, read=read)
+    assert calls.captures == 1 + (rows > 1)
+
+
+OPTIONS = {
+    "greedy": {},
+    "sample": {"do_sample": True, "top_k": 0},
+    "beams": {"num_beams": 3},
+    "ends": {"eos_token_id": list(range(0, 90, 4))},
+}
+
+
+@pytest.mark.quick_cases("greedy-rwkv6", "beams-raven-full", "ends-gecko")
+@each(FINCH, RAVEN_FULL, GECKO, CASES["visual-rwkv5"])
+@pytest.mark.parametrize("way", OPTIONS)
+def test_generate(case, way, calls, monkeypatch):
+    # As on a GPU, which is not asked whether a row has ended.
+    monkeypatch.setattr("subquad.decoding.generation._EndedRows.may_pad", lambda rows: rows.padding is not None)
+    model = case.model(num_hidden_layers=case.layer_kinds)
+    prompts = padded([case.text(1, 9 - 3 * (n == 0), seed=n) for n in range(2)], "left")
+    options = {**prompts, **GREEDY, **OPTIONS[way], "max_new_tokens": 12}
+    for times in (1, 2):
+        torch.manual_seed(0)
+        expected = model.generate(**options, disable_compile=True)
+        torch.manual_seed(0)
+        assert model.generate(**options).equal(expected)
+        assert calls.captures == 1 and calls.replays >= 2 * times
+
+
+@each(CASES["gecko-chunk-64"], RAVEN_FULL)
+def test_states_that_grow(case, calls):
+    """The model itself makes room for more tokens, for which there is another graph."""
+    model = case.model(num_hidden_layers=2 if case is RAVEN_FULL else 1)
+    cache, other = start(model, 2, 60)
+    compare(model, cache, other, 10)
+    assert (calls.captures, calls.replays) == (2, 3 + 4)
+    cache, other = start(model, 2, 60)
+    compare(model, cache, other, 10)
+    assert calls.captures == 2
+
+
+def test_what_is_done_with_a_cache(calls, tmp_path):
+    model = tiny_model("rwkv6")
+    cache, other = start(model)
+    compare(model, cache, other)
+    copies = [cache.clone(), *cache.split()]
+    cache.save(tmp_path / "cache")
+    copies.append(type(cache).load(tmp_path / "cache", model.config, device=DEVICE))
+    kept, expected = [copy.clone() for copy in copies], cache.clone()
+    for change in (
+        lambda x: x.reorder_cache(torch.tensor([1, 0])),
+        lambda x: x.reset_rows(torch.tensor([True, False])),
+        lambda x: x.batch_repeat_interleave(2),
+        lambda x: x.batch_select_indices(torch.tensor([0, 3])),
+        lambda x: x.detach(),
+        lambda x: x.activate_past_recording(),
+        lambda x: x.crop(-2),
+    ):
+        for each_cache in (cache, other):
+            change(each_cache)
+        compare(model, cache, other, 3)
+    for copy, before in zip(copies, kept, strict=True):
+        assert_same_states(copy, before)
+    compare(model, expected, expected.clone())
+    cache.reset()
+    other.reset()
+    with torch.no_grad():
+        model.decoding_step(cache, 2)(random_ids(2, 1)), model(random_ids(2, 1), cache=other)
+    assert_same_states(cache, other)
+
+
+def test_caches_that_take_turns(calls):
+    """Each has a graph as long as it lives; the graph of one that does not is used again."""
+    model = tiny_model("raven")
+    pairs = [start(model, seed=seed) for seed in range(3)]
+    for turn in range(3):
+        for cache, other in pairs:
+            compare(model, cache, other, 2, seed=turn)
+    assert calls.captures == 3
+    held = [pairs.pop() for _ in range(2)]
+    del cache, other, held
+    pairs += [start(model, seed=7)]
+    for cache, other in pairs:
+        compare(model, cache, other, 2)
+    assert calls.captures == 3
+
+
+def test_states_that_somebody_needs(calls):
+    """Of a frozen copy, and of a graph of autograd."""
+    model = tiny_model("rwkv6")
+    cache, other = start(model)
+    compare(model, cache, other)
+    frozen, before = cache.frozen().layers, cache.clone().layers
+    compare(model, cache, other)
+    for layer, expected in zip(frozen, before, strict=True):
+        assert all(x.equal(expected.states[name]) for name, x in layer.states.items())
+
+    loss = sum(model(random_ids(2, 2), cache=each_cache).logits.square().mean() for each_cache in (cache, other))
+    compare(model, cache, other)
+    loss.backward()
+    assert calls.captures == 3
+
+
+def test_graphs_that_were_used_longest_ago_are_dropped(calls, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "MOST_GRAPHS", 2)
+    model = tiny_model("rwkv6")
+    pairs = [start(model, rows) for rows in (1, 2, 3)]
+    steps = [compare(model, *pair) for pair in pairs]
+    assert [each.key.shapes[0][1][0] for each in cuda_graph._kept] == [2, 3]
+    for pair, read in zip(pairs, steps, strict=True):  # whoever has one goes on
+        compare(model, *pair, read=read)
+    assert calls.captures == 3
+    dropped = weakref.ref(model)
+    del model, pairs, pair, steps, read
+    gc.collect()
+    assert dropped() is None and not cuda_graph._kept
+
+
+def scale(model):
+    for parameter in model.parameters():
+        parameter.mul_(1.1)
+
+
+def replace(model):
+    model.get_output_embeddings().weight = torch.nn.Parameter(model.get_output_embeddings().weight * 2)
+
+
+def swap(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.1
+
+
+CHANGES = {"in place": (scale, 1), "a parameter": (replace, 2), "memory": (swap, 2)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["rwkv7", "gecko"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_change(name, change, calls):
+    change, captures = CHANGES[change]
+    model = tiny_model(name)
+    cache, other = start(model)
+    read = compare(model, cache, other)
+    change(model)
+    compare(model, cache, other, read=read)
+    assert calls.captures == captures
+
+
+def test_numbers_that_change(calls):
+    model = tiny_model("rwkv6")
+    compare(model, *start(model))
+    model.base_model.blocks[0].ln1.eps = 0.5
+    compare(model, *start(model))
+    assert calls.captures == 2
+
+
+def test_another_dtype(calls):
+    model = tiny_model("rwkv6")
+    compare(model, *start(model))
+    model.double()
+    compare(model, *start(model))
+    assert calls.captures == 2
+
+
+@torch.no_grad()
+def test_adapters(calls):
+    model = tiny_model("rwkv6")
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
+    cache, other = start(model)
+    read = compare(model, cache, other)
+    with adapted.disable_adapter():
+        compare(model, cache, other, read=read)
+    assert calls.captures == 2
+    compare(model, cache, other, read=read)
+    assert calls.captures == 2  # that of the adapter was kept
+    for change in (
+        lambda: adapted.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)),
+        lambda: adapted.set_adapter("other"),
+        lambda: [x.scaling.update(other=3.0) for x in model.modules() if hasattr(x, "scaling")],
+        adapted.merge_adapter,
+        adapted.unmerge_adapter,
+    ):
+        change()
+        model.eval()
+        replays = calls.replays
+        compare(model, cache, other, read=read)
+        assert calls.replays > replays
+
+
+def test_hooks_are_called(calls, said):
+    model, called = tiny_model("rwkv6"), []
+    cache, other = start(model)
+    read = compare(model, cache, other)
+    handle = model.base_model.blocks[0].register_forward_hook(lambda *args: called.append(1))
+    compare(model, cache, other, read=read)
+    assert len(called) == 8
+    assert model.decoding_step(cache).kind == "eager"
+    assert all("Something else is called" in text for text in said) and len(said) == 2
+    handle.remove()
+    compare(model, cache, other)
+    assert calls.replays == 6
+
+
+def test_what_observes_operations(calls):
+    model = tiny_model("rwkv6")
+    cache, other = start(model)
+    read, replays = compare(model, cache, other), calls.replays
+    for context in (torch.autocast(DEVICE, torch.bfloat16), FlopCounterMode(display=False)):
+        with context, torch.no_grad():
+            torch.testing.assert_close(read(random_ids(2, 1)), model(random_ids(2, 1), cache=other).logits[:, -1])
+    model.train()
+    with torch.no_grad():
+        read(random_ids(2, 1))
+    assert calls.replays == replays
+
+
+@torch.no_grad()
+def test_what_cannot_be_captured(said):
+    model = tiny_model("rwkv6")
+    cache, recording, avey = model.new_cache(), model.new_cache(), tiny_model("avey")
+    recording.activate_past_recording()
+    assert model.decoding_step(recording, 1).kind == "eager"
+    assert model.decoding_step(model.new_cache(static=True), 1).kind == "eager"
+    assert avey.decoding_step(avey.new_cache(), 1).kind == "eager"
+    model.base_model.blocks[1].train()
+    assert model.decoding_step(cache, 1).kind == "eager"
+    model.eval().base_model.blocks[1].register_buffer("far", torch.zeros(1, device="meta"))
+    assert model.decoding_step(cache, 1).kind == "eager"
+    reasons = (
+        "records the past",
+        "StaticRecurrentCache",
+        "splits",
+        "training mode",
+        "blocks.1.far` is a Tensor on meta",
+    )
+    assert len(said) == 5
+    for text, reason in zip(said, reasons, strict=True):
+        assert reason in text
+
+
+def fail(*args, **kwargs):
+    raise torch.OutOfMemoryError("no memory")
+
+
+@contextlib.contextmanager
+def end_badly(*args, **kwargs):
+    yield
+    fail()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU does not fail when it is asked to")
+@pytest.mark.parametrize("way", ["begin", "end", "replay", "wait"])
+def test_failures(way, calls, said, monkeypatch):
+    """Nothing is read twice, nothing is lost, and it is not tried again."""
+    model = tiny_model("rwkv6")
+    cache, other = start(model)
+    with monkeypatch.context() as patch:
+        if way == "wait":
+            run = type(model.base_model.blocks[0]).forward
+
+            def wait(self, x, *args, **kwargs):
+                return run(self, x + 0 * x.sum().item(), *args, **kwargs)
+
+            patch.setattr(type(model.base_model.blocks[0]), "forward", wait)
+        elif way == "replay":
+            compare(model, cache, other)
+            patch.setattr(Graph, "replay", fail)
+        else:
+            patch.setattr(torch.cuda, "graph", fail if way == "begin" else end_badly)
+        read = compare(model, cache, other, 4)
+        assert len(said) == 1 and ("not permitted" if way == "wait" else "OutOfMemoryError: no memory") in said[0]
+        replays, captures = calls.replays, calls.captures
+        compare(model, cache, other, 4, read=read)
+        compare(model, *start(model))
+    assert (calls.replays, calls.captures, len(said)) == (replays, captures, 1)
+    assert not cuda_graph._kept
+
+
+def test_tokens_that_do_not_fit():
+    model = tiny_model("rwkv6")
+    cache, other = start(model)
+    read = compare(model, cache, other)
+    for ids, mask in (
+        (random_ids(3, 1), None),
+        (random_ids(2, 2), None),
+        (random_ids(2, 1), torch.ones(3, 1, device=DEVICE)),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            read(ids, mask)
+    compare(model, cache, other, read=read)
+
+
+def test_threads():
+    """Every thread has its texts, and they share the model and its graphs."""
+    model, found = tiny_model("raven"), {}
+    texts = [random_ids(2, 5, seed=seed) for seed in range(4)]
+    expected = [model.generate(ids, **GREEDY, max_new_tokens=12, disable_compile=True) for ids in texts]
+
+    def run(n):
+        found[n] = model.generate(texts[n], **GREEDY, max_new_tokens=12)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[n].equal(expected[n]) for n in range(4))
+
+
+def test_inference_mode(calls):
+    model = tiny_model("raven-full")
+    with torch.inference_mode():
+        cache, other = start(model)
+        read = compare(model, cache, other)
+        ids = random_ids(2, 1)
+        read(ids), model(ids, cache=other)
+    compare(model, cache, other, read=read)
+    assert calls.captures == 1
