@@ -17,14 +17,14 @@ from subquad_tokenizers.merging import merge
 KINDS = ("configuration", "modeling", "processing")
 # The maximum number of lines of Python in a repository, without those of its tokenizer.
 LIMITS = {
-    "rwkv5": 6200,
-    "rwkv6": 6450,
-    "rwkv7": 6300,
+    "rwkv5": 6250,
+    "rwkv6": 6500,
+    "rwkv7": 6350,
     "avey": 5700,
     "avey-b": 3850,
     "raven": 7000,
     "gecko": 8950,
-    "visual_rwkv": 7100,
+    "visual_rwkv": 7150,
 }
 each_architecture = pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
 

@@ -241,7 +241,7 @@ def test_dynamo_of_every_torch_reads_what_is_written():
     """What compiled code may not call: Dynamo of an older torch cannot trace it, or takes it for something else."""
     instead = {
         "Tensor.unflatten": "torch.unflatten",
-        "torch.compiler.is_exporting": "subquad_kernels.tracing.is_exporting",
+        "torch.compiler.is_exporting": "subquad.modeling.padding.is_exporting",
     }
     for module, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -37,12 +37,6 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-@torch.compiler.assume_constant_result  # Dynamo of torch < 2.12 would take every compiled call for an export
-def is_exporting() -> bool:
-    """Whether `torch.export` traces the call, with or without Dynamo. It may not leave anything out of its graph."""
-    return torch.compiler.is_exporting()
-
-
 def can_keep(x: torch.Tensor) -> bool:
     """Whether new tensors outlive a call with x: not those of a graph, nor those that a dispatch mode makes."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:

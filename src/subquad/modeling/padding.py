@@ -11,7 +11,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from subquad_kernels.tracing import can_read_values, is_exporting, is_transformed
+from subquad_kernels.tracing import can_read_values, is_transformed
+
+
+@torch.compiler.assume_constant_result  # Dynamo of torch < 2.12 would take every compiled call for an export
+def is_exporting() -> bool:
+    """Whether `torch.export` traces the call, with or without Dynamo. It may not leave anything out of its graph."""
+    return torch.compiler.is_exporting()
 
 
 def should_check(x: torch.Tensor) -> bool:

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from subquad_kernels import working_memory
-from subquad_kernels.tracing import can_read_values, is_exporting
+from subquad_kernels.tracing import can_read_values
 
 from ...modeling.cache import LayerState, States
 from ...modeling.layers import replaceable
-from ...modeling.padding import Tokens, reorder
+from ...modeling.padding import Tokens, is_exporting, reorder
 from ...modeling.positions import TokenPositions
 from ...modeling.ring import ring_state, write_to_ring
 from .cache_gecko import GeckoCache

@@ -78,7 +78,8 @@ class RavenCache(GrowingCache):
 
     def count_tokens(self, positions: TokenPositions) -> None:
         super().count_tokens(positions)
-        self.same_lengths = self.same_lengths and positions.all_real
+        if not positions.all_real:  # compiled code must not be specialised to what it was
+            self.same_lengths = False
 
     def update_window(
         self, layer: LayerState, name: str, x: torch.Tensor, positions: TokenPositions, window: int
