@@ -46,6 +46,19 @@ def presets_table(model_type: str) -> str:
     return markdown_table(["preset", "parameters", "layers", "width", "kept between two tokens"], rows)
 
 
+def schedules_table() -> str:
+    """The learning rates of pretraining; of architectures with the same recipe only once."""
+    recipes = {}
+    for architecture in REGISTRY.values():
+        if not architecture.processor:  # the recipe of its text model
+            recipes.setdefault(id(architecture.recipe), []).append(architecture)
+    rows = [
+        [", ".join(each.title for each in same), same[0].recipe.peak, same[0].recipe.warmup, same[0].recipe.decay]
+        for same in recipes.values()
+    ]
+    return markdown_table(["architecture", "peak of the learning rate", "warm-up", "decay"], rows)
+
+
 def classes() -> str:
     """A section for each architecture, with its configuration and models."""
     lines = []
@@ -151,6 +164,7 @@ def write(folder: Path) -> None:
     parts |= {name: record(path) for name, path in RECORDS.items()}
     parts["versions.md"] = versions_table(json.loads((ROOT / "docs/versions.json").read_text(encoding="utf-8")))
     parts["classes.md"] = classes()
+    parts["schedules.md"] = schedules_table()
     parts["commands.md"] = commands_help()
     parts["evaluation.md"], pictures = evaluation()
     parts |= pictures

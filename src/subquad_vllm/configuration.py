@@ -11,7 +11,7 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 
 from subquad.models import REGISTRY
 
-from .served import REFUSED, hybrid_name
+from .served import hybrid_name
 
 
 # Tokens of a request, prompt and answer, if `--max-model-len` is not given. The states have no limit, but vLLM keeps a
@@ -82,7 +82,7 @@ class RefusedConvertor(ModelArchConfigConvertorBase):
 
     def convert(self, supports_multimodal: bool = True):
         model_type = self.hf_config.model_type
-        raise ValueError(f"vLLM cannot serve a model of type {model_type!r}: {REFUSED[model_type]}.")
+        raise ValueError(f"vLLM cannot serve a model of type {model_type!r}: {REGISTRY[model_type].vllm.refusal}.")
 
 
 class ServedConfig(MambaModelConfig):

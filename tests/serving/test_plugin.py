@@ -18,7 +18,6 @@ from subquad.models import REGISTRY
 from subquad_kernels.c import native
 from subquad_tokenizers import ByteTokenizer
 from subquad_vllm.configuration import DEFAULT_LENGTH
-from subquad_vllm.served import REFUSED, SERVED
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "conversion"))
@@ -34,15 +33,17 @@ def engine_config(model, **options):
 
 
 def test_every_model_is_served_or_refused():
-    assert SERVED.keys() | REFUSED.keys() == REGISTRY.keys()
+    assert all((each.vllm.path is None) == bool(each.vllm.refusal) for each in REGISTRY.values())
 
 
-@pytest.mark.parametrize("model_type", REFUSED)
+@pytest.mark.parametrize("model_type", [name for name, each in REGISTRY.items() if each.vllm.path is None])
 def test_refused_models(model_type, tmp_path):
     config = AutoConfig.for_model(model_type)
     config.architectures = [REGISTRY[model_type].heads[REGISTRY[model_type].lm_auto_class]]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"cannot serve a model of type '{model_type}': {REFUSED[model_type][:20]}"):
+    with pytest.raises(
+        ValueError, match=f"cannot serve a model of type '{model_type}': {REGISTRY[model_type].vllm.refusal[:20]}"
+    ):
         engine_config(tmp_path, skip_tokenizer_init=True)
 
 

@@ -13,11 +13,12 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from ..models import REGISTRY
+from ..models.architecture import MODELS
 from .info import describe, labelled
 
 
-# `card.md` is the frame of all cards, `use/` has one example per task, `papers/` the citations. The text about an
-# architecture is in its folder.
+# `card.md` is the frame of all cards, `use/` has one example per task. The text about an
+# architecture is in its folder, and so is the citation, if another folder does not have it.
 TEMPLATES = Path(__file__).parent / "model_cards"
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 # How a card begins that was made from a directory alone.
@@ -77,7 +78,7 @@ def model_card(
         has_tokenizer = any((directory / file).is_file() for file in TOKENIZER_FILES)
 
     architecture = ModelCard(REGISTRY[config.model_type].card.read_text(encoding="utf-8"))
-    paper = TEMPLATES / "papers" / f"{architecture.data.paper}.bib"
+    paper = MODELS / architecture.data.paper / "paper.bib"
     fields = {
         "library_name": "transformers",
         "license": "unknown",

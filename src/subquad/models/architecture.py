@@ -56,6 +56,8 @@ class OptimizerRecipe:
         betas, eps: Adam's; None if the paper does not give them.
         matrices: names of parameters that are matrices but do not belong to a linear layer.
         rates: parameter name to the factor on its learning rate.
+        peak, warmup, decay: of the learning rate in pretraining, for people. They belong to a run, so they go into
+            `TrainingArguments`.
     """
 
     weight_decay: float
@@ -63,6 +65,9 @@ class OptimizerRecipe:
     eps: float | None = None
     matrices: tuple[str, ...] = ()
     rates: dict[str, float] = field(default_factory=dict)
+    peak: str = ""
+    warmup: str = ""
+    decay: str = ""
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,22 @@ class Support:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """
+    How vLLM serves an architecture.
+
+    Attributes:
+        path: `"MODULE:CLASS"` of the class in `subquad_vllm` that runs it; None if vLLM cannot serve it.
+        hybrid: the same for models with softmax attention in some blocks.
+        refusal: why vLLM cannot serve it.
+    """
+
+    path: str | None = None
+    hybrid: str | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """
     One architecture.
@@ -200,6 +221,7 @@ class Architecture:
         other_names: the module in the folder whose import makes `from_pretrained` read the tensor names of other
             packages; None if there is none.
         fused: see [`FusedModel`]; None if the C library has no such blocks.
+        vllm: see [`Serving`].
         inspection: the module in the folder that shows what the memory holds after a text, for
             `subquad inspect-memory`; None if there is none.
     """
@@ -215,6 +237,7 @@ class Architecture:
     adapter_targets: AdapterTargets
     recipe: OptimizerRecipe
     support: Support
+    vllm: Serving
     presets: dict[str, dict[str, Any]] = field(default_factory=dict)
     exports: dict[str, str] = field(default_factory=dict)
     other_types: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -1,17 +1,9 @@
 """
 Parameter groups for an optimizer, by the papers' recipes: [`parameter_groups`].
 
-The papers also give settings that belong to a run and not to a group; set them in `TrainingArguments`. They are those
-of pretraining:
-
-| architecture | peak of the learning rate | warm-up | decay |
-| --- | --- | --- | --- |
-| Eagle, Finch | 4e-4 (0.4B), 3e-4 (1.5B), 2e-4 (3B), 1.5e-4 (7B) | 10 steps, from 20 % | cosine to 2e-5 ... 1e-5 |
-| Goose | 6e-4 (0.1B), 4e-4 (0.4B), 3e-4 (1.5B) | 10 steps, from 1 % | cosine |
-| Avey | 1e-3 | none | cosine to a tenth |
-| Avey-B | 5e-4 (base), 2.5e-4 (large) | a tenth of the steps | cosine to zero |
-| Raven | 4e-4 | 1 of 15 billion tokens | cosine |
-| Gecko | 4e-4 (1B), 3.5e-4 (7B) | 2,000 steps (1B), 2,500 (7B) | cosine |
+The papers also give a learning rate, a warm-up and a decay for pretraining, which belong to a run and not to a group:
+`REGISTRY[model_type].recipe` has them, and so has the page of the documentation about fine-tuning. Set them in
+`TrainingArguments`.
 
 Avey, Avey-B and Gecko clip gradients at a norm of 1, as `Trainer` does. RWKV models have a loss of their own,
 [`subquad.training.losses.l2wrap_loss`].

@@ -1,6 +1,6 @@
 """The descriptor of Avey."""
 
-from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Support
+from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Serving, Support
 
 
 def describe(config) -> list[str]:
@@ -46,7 +46,18 @@ AVEY = Architecture(
         norms=["rms_norm", "ln_f"],
     ),
     # Appendix A.
-    recipe=OptimizerRecipe(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-12, matrices=("spatial_proj",)),
+    recipe=OptimizerRecipe(
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+        eps=1e-12,
+        matrices=("spatial_proj",),
+        peak="1e-3",
+        warmup="none",
+        decay="cosine to a tenth",
+    ),
+    vllm=Serving(
+        refusal="it keeps the embedding of every token of a text, and vLLM has no memory that grows in this way"
+    ),
     support=Support(
         checkpoints="`.pth` of the trainer, Hub directories",
         parity="the published model",

@@ -1,6 +1,6 @@
 """The descriptor of Avey-B."""
 
-from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Support
+from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Serving, Support
 
 
 def describe(config) -> list[str]:
@@ -47,7 +47,16 @@ AVEY_B = Architecture(
         norms=["norm", "ln_f"],
     ),
     # Appendix B, which does not say what decays; matrices, as in Avey.
-    recipe=OptimizerRecipe(weight_decay=0.01, betas=(0.95, 0.95), eps=1e-18, matrices=("spatial_proj", "down_proj")),
+    recipe=OptimizerRecipe(
+        weight_decay=0.01,
+        betas=(0.95, 0.95),
+        eps=1e-18,
+        matrices=("spatial_proj", "down_proj"),
+        peak="5e-4 (base), 2.5e-4 (large)",
+        warmup="a tenth of the steps",
+        decay="cosine to zero",
+    ),
+    vllm=Serving(refusal="it is an encoder, which reads a text at once and keeps no state"),
     support=Support(
         checkpoints="`.pth` of the trainer, Hub directories",
         parity="both published variants",

@@ -1,6 +1,6 @@
 """The descriptor of Gecko."""
 
-from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Support
+from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Serving, Support
 
 
 def describe(config) -> list[str]:
@@ -53,7 +53,15 @@ GECKO = Architecture(
         norms=["timenorm", "rmsnorm", "norm", "final_norm"],
     ),
     # Section 4.1, for 7B (1B: 0.05), which does not say what decays either.
-    recipe=OptimizerRecipe(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8),
+    recipe=OptimizerRecipe(
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        peak="4e-4 (1B), 3.5e-4 (7B)",
+        warmup="2,000 steps (1B), 2,500 (7B)",
+        decay="cosine",
+    ),
+    vllm=Serving("subquad_vllm.gecko:GeckoForCausalLM"),
     support=Support(
         checkpoints="`.pth` of the authors' code",
         parity="the authors' wiring, operators in float64",

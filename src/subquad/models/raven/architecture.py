@@ -1,6 +1,6 @@
 """The descriptor of Raven."""
 
-from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Support, TunableState
+from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Serving, Support, TunableState
 
 
 def describe(config) -> list[str]:
@@ -84,7 +84,8 @@ RAVEN = Architecture(
         norms=["attn_norm", "q_norm", "k_norm", "o_norm", "g_norm", "mlp_norm", "norm"],
     ),
     # Appendix A.3.1: Adam, without a word about weight decay.
-    recipe=OptimizerRecipe(weight_decay=0.0),
+    recipe=OptimizerRecipe(weight_decay=0.0, peak="4e-4", warmup="1 of 15 billion tokens", decay="cosine"),
+    vllm=Serving("subquad_vllm.raven:RavenForCausalLM", hybrid="subquad_vllm.raven:RavenHybridForCausalLM"),
     support=Support(
         checkpoints="Hub directories",
         parity="the published model (2e-4)",

@@ -1,6 +1,15 @@
 """The descriptor of Eagle (RWKV-5)."""
 
-from ..architecture import AdapterTargets, Architecture, Costs, FusedModel, OptimizerRecipe, Support, TunableState
+from ..architecture import (
+    AdapterTargets,
+    Architecture,
+    Costs,
+    FusedModel,
+    OptimizerRecipe,
+    Serving,
+    Support,
+    TunableState,
+)
 
 
 def describe(config) -> list[str]:
@@ -68,7 +77,15 @@ RWKV5 = Architecture(
         norms=["pre_ln", "ln1", "ln_x", "ln2", "ln_out"],
     ),
     # Appendix G: decay on linear layers and embeddings only, twice the learning rate for `time_decay`.
-    recipe=OptimizerRecipe(weight_decay=0.001, betas=(0.9, 0.99), rates={"time_decay": 2.0}),
+    recipe=OptimizerRecipe(
+        weight_decay=0.001,
+        betas=(0.9, 0.99),
+        rates={"time_decay": 2.0},
+        peak="4e-4 (0.4B), 3e-4 (1.5B), 2e-4 (3B), 1.5e-4 (7B)",
+        warmup="10 steps, from 20 %",
+        decay="cosine to 2e-5 ... 1e-5",
+    ),
+    vllm=Serving("subquad_vllm.rwkv:RwkvForCausalLM"),
     support=Support(
         checkpoints="`.pth` of the trainer, Hub directories, `.st` of web-rwkv",
         parity="the package `rwkv`",

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from ..architecture import Serving
 from ..rwkv5.architecture import FUSED, RWKV5
 
 
@@ -29,6 +30,7 @@ RWKV6 = replace(
             "lora_rank_decay": 128,
         },
     },
+    vllm=Serving("subquad_vllm.rwkv:FinchForCausalLM"),
     support=replace(RWKV5.support, checkpoints=f"{RWKV5.support.checkpoints}, GGUF"),
     other_names="loading_rwkv6",
     fused=replace(

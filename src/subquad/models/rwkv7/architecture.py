@@ -1,6 +1,15 @@
 """The descriptor of Goose (RWKV-7)."""
 
-from ..architecture import AdapterTargets, Architecture, Costs, FusedModel, OptimizerRecipe, Support, TunableState
+from ..architecture import (
+    AdapterTargets,
+    Architecture,
+    Costs,
+    FusedModel,
+    OptimizerRecipe,
+    Serving,
+    Support,
+    TunableState,
+)
 
 
 def describe(config) -> list[str]:
@@ -46,7 +55,16 @@ RWKV7 = Architecture(
         norms=["ln0", "ln1", "ln_x", "ln2", "ln_out"],
     ),
     # The trainer's: decay on linear layers and embeddings only, twice the learning rate for `w0`.
-    recipe=OptimizerRecipe(weight_decay=0.1, betas=(0.9, 0.99), eps=1e-18, rates={"w0": 2.0}),
+    recipe=OptimizerRecipe(
+        weight_decay=0.1,
+        betas=(0.9, 0.99),
+        eps=1e-18,
+        rates={"w0": 2.0},
+        peak="6e-4 (0.1B), 4e-4 (0.4B), 3e-4 (1.5B)",
+        warmup="10 steps, from 1 %",
+        decay="cosine",
+    ),
+    vllm=Serving("subquad_vllm.rwkv:GooseForCausalLM"),
     support=Support(
         checkpoints="`.pth` of the trainer, Hub directories, `.st` of web-rwkv, GGUF",
         parity="the package `rwkv`, flash-linear-attention",

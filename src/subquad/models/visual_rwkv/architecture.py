@@ -1,6 +1,6 @@
 """The descriptor of VisualRWKV."""
 
-from ..architecture import Architecture, Costs, Support
+from ..architecture import Architecture, Costs, Serving, Support
 from ..rwkv5.architecture import RWKV5
 from ..rwkv6.architecture import RWKV6
 
@@ -42,6 +42,7 @@ VISUAL_RWKV = Architecture(
     costs=costs,
     adapter_targets=RWKV5.adapter_targets,  # of the text model; the tower has no modules of these names
     recipe=RWKV5.recipe,  # section 10.2 has none of its own; the tower is frozen
+    vllm=Serving(refusal="this plug-in has no processor of images for it"),
     support=Support(
         checkpoints="`.pth` of the trainer",
         parity="a plain implementation in float64",
