@@ -116,11 +116,12 @@ OPTIONS = {
     "greedy": {},
     "sample": {"do_sample": True, "top_k": 0},
     "beams": {"num_beams": 3},
+    "guidance": {"guidance_scale": 1.7},
     "ends": {"eos_token_id": list(range(0, 90, 4))},
 }
 
 
-@pytest.mark.quick_cases("greedy-rwkv6", "beams-raven-full", "ends-gecko")
+@pytest.mark.quick_cases("greedy-rwkv6", "beams-raven-full", "ends-gecko", "guidance-rwkv6")
 @each(FINCH, RAVEN_FULL, GECKO, CASES["visual-rwkv5"])
 @pytest.mark.parametrize("way", OPTIONS)
 def test_generate(case, way, calls, monkeypatch):
@@ -134,7 +135,8 @@ def test_generate(case, way, calls, monkeypatch):
         expected = model.generate(**options, disable_compile=True)
         torch.manual_seed(0)
         assert model.generate(**options).equal(expected)
-        assert calls.captures == 1 and calls.replays >= 2 * times
+        texts = 2 if way == "guidance" else 1  # guided by those without the prompts
+        assert calls.captures == texts and calls.replays >= 2 * times * texts
 
 
 @each(CASES["gecko-chunk-64"], RAVEN_FULL)

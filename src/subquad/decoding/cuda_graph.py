@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -78,6 +79,9 @@ class CudaGraphStep:
         """The logits; None, and nothing has changed, if the model itself is to read the token."""
         cache, device = self.cache, input_ids.device
         if not self._suitable or self.model.training or is_observed(device.type):
+            return None
+        # A capture by somebody else, or weights that are computed once for several calls.
+        if torch.cuda.is_current_stream_capturing() or parametrize._cache_enabled:
             return None
         if input_ids.dtype not in (torch.int64, torch.int32):  # an error of the model
             return None
@@ -270,6 +274,10 @@ class ExaminedModel:
         for name, x in (*model.named_parameters(), *model.named_buffers()):
             if type(x) not in (torch.Tensor, nn.Parameter) or x.device != self.device:
                 raise ValueError(f"`{name}` is a {type(x).__name__} on {x.device}, the model is on {self.device}.")
+        for name, module in model.named_modules():
+            for attribute, x in vars(module).items():
+                if isinstance(x, torch.Tensor):
+                    raise ValueError(f"`{name}.{attribute}` is a tensor, but neither a parameter nor a buffer.")
         self._watch = Watch([model])
         self._watch.everything(model)
         self._watch.start()
