@@ -107,8 +107,9 @@ class CudaGraphStep:
                 return None
             key = Key(*of_model, tuple((name, states[name].shape, states[name].dtype) for name in sorted(states)))
             free = (each for each in _kept if each.key == key and each.is_free_for(cache))
-            captured, seen, self._key = next(free, None), self._key, key
-            if key in model.failed or (captured is None and key != seen):
+            captured, before, self._key = next(free, None), self._key, key
+            # It is captured for the second token: there may be no second one, and a first one may change the shapes.
+            if key in model.failed or (captured is None and key != before):
                 return None
         else:
             key = captured.key
