@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import threading
 import time
 import weakref
 from types import SimpleNamespace
@@ -154,17 +155,18 @@ class Number(int):
 @contextlib.contextmanager
 def capture(graph, pool=None, stream=None, capture_error_mode="global"):
     graph.capture_begin(pool)
+    thread, is_compiling = threading.get_ident(), torch.compiler.is_compiling
     with pytest.MonkeyPatch.context() as patch, graph.recording:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: threading.get_ident() == thread)
         # Tensors are on the CPU, so nobody asks about the stream. A compiler may not look at values either.
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        patch.setattr(torch.compiler, "is_compiling", lambda: threading.get_ident() == thread or is_compiling())
         yield
 
 
 # What captures and replays.
 GRAPHS = {
     **{"Stream": Stream, "current_stream": lambda device=None: STREAM, "stream": contextlib.nullcontext},
-    **{"CUDAGraph": Graph, "graph": capture},
+    **{"CUDAGraph": Graph, "graph": capture, "is_current_stream_capturing": lambda: False},
 }
 
 

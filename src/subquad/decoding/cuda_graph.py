@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -79,6 +80,9 @@ class CudaGraphStep:
         cache, device = self.cache, input_ids.device
         if not self._suitable or self.model.training or is_observed(device.type):
             return None
+        # A capture by somebody else, or weights that are computed once for several calls.
+        if torch.cuda.is_current_stream_capturing() or parametrize._cache_enabled:
+            return None
         if input_ids.dtype not in (torch.int64, torch.int32):  # an error of the model
             return None
         if attention_mask is not None and (attention_mask.dim() != 2 or len(attention_mask) != self.batch_size):
@@ -103,8 +107,9 @@ class CudaGraphStep:
                 return None
             key = Key(*of_model, tuple((name, states[name].shape, states[name].dtype) for name in sorted(states)))
             free = (each for each in _kept if each.key == key and each.is_free_for(cache))
-            captured, seen, self._key = next(free, None), self._key, key
-            if key in model.failed or (captured is None and key != seen):
+            captured, before, self._key = next(free, None), self._key, key
+            # It is captured for the second token: there may be no second one, and a first one may change the shapes.
+            if key in model.failed or (captured is None and key != before):
                 return None
         else:
             key = captured.key
@@ -270,6 +275,10 @@ class ExaminedModel:
         for name, x in (*model.named_parameters(), *model.named_buffers()):
             if type(x) not in (torch.Tensor, nn.Parameter) or x.device != self.device:
                 raise ValueError(f"`{name}` is a {type(x).__name__} on {x.device}, the model is on {self.device}.")
+        for name, module in model.named_modules():
+            for attribute, x in vars(module).items():
+                if isinstance(x, torch.Tensor):
+                    raise ValueError(f"`{name}.{attribute}` is a tensor, but neither a parameter nor a buffer.")
         self._watch = Watch([model])
         self._watch.everything(model)
         self._watch.start()

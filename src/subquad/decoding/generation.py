@@ -13,6 +13,7 @@ from transformers.generation import (
     MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.utils import ModelOutput, logging
 
@@ -287,6 +288,15 @@ class RecurrentGenerationMixin(GenerationMixin):
         """As in transformers, which calls `self` for each token."""
         caller = self if generation_config.disable_compile else StepByStep(self)
         return super()._beam_search.__func__(caller, *args, generation_config=generation_config, **kwargs)
+
+    def _get_logits_processor(self, generation_config: GenerationConfig, *args, **kwargs) -> LogitsProcessorList:
+        """As in transformers, whose guidance calls `self` for each token."""
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)
+        for processor in processors:
+            guides = isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+            if guides and not generation_config.disable_compile:
+                processor.model = StepByStep(self)
+        return processors
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict, generation_config: GenerationConfig) -> bool:
         """Whether `generate` is to call [`~RecurrentGenerationMixin.get_compiled_call`] in place of the model."""

@@ -97,8 +97,9 @@ class StepByStep:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def __call__(self, **inputs) -> RecurrentCausalLMOutput:
-        ids, cache = inputs.get("input_ids"), inputs.get(CACHE_NAME)
+    def __call__(self, input_ids: torch.Tensor | None = None, **inputs) -> RecurrentCausalLMOutput:
+        inputs["input_ids"] = ids = input_ids
+        cache = inputs.get(CACHE_NAME)
         others = [name for name, value in inputs.items() if value is not None and name not in self._read]
         if others or cache is None or ids is None or ids.shape[1] != 1 or inputs.get("use_cache") is False:
             return self.model(**inputs)
