@@ -135,8 +135,9 @@ class PreparedModel:
             return None
         for layer, old, new in zip(layers, zip(*before, strict=True), zip(*after, strict=True), strict=True):
             layer.set(dict(zip(STATES, map(tokens.keep_rows, old, new), strict=True)))
-        out = self.decoder.make_output(self.last_norm(x), tokens, cache, True)
-        return self.head(out.last_hidden_state)[:, -1]
+        x = self.decoder.filled_output(self.last_norm(x), tokens, cache)
+        cache.advance(tokens)
+        return self.head(x)[:, -1]
 
 
 # The states of a block, in the order of [`FusedBlocks`].
