@@ -1,9 +1,7 @@
 """Speed and memory by length, in examples/evaluation: that its numbers are of what they claim, on tiny models."""
 
-import argparse
 import csv
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.evaluation import TASKS, figures, speed
+from examples.evaluation import TASKS, speed
 from examples.evaluation.__main__ import main
 from examples.evaluation.models import NAMES
 
@@ -131,67 +129,3 @@ def test_memory_is_the_peak_beyond_what_is_held():
     assert speed.peak_mebibytes(lambda: torch.ones(2**21), device) == pytest.approx(8, abs=1)
     assert speed.peak_mebibytes(lambda: None, device) == pytest.approx(0, abs=1)
     assert held.sum() == 2**20
-
-
-def test_settings_are_all_but_the_cells():
-    parser = argparse.ArgumentParser()
-    speed.add_arguments(parser)
-    arguments = parser.parse_args([])
-    others = {"device": "cpu", "threads": 2}
-    vars(arguments).update(others)
-    assert speed.settings(arguments) == {
-        **{name: value for name, value in vars(arguments).items() if name != "lengths"},
-        "dtype": "float32",
-        "batch": 1,
-    }
-    arguments.device = "cuda:1"
-    assert speed.settings(arguments)["dtype"] == "bfloat16"
-
-
-def made_record(**speeds):
-    """Rows by architecture of functions of the length: tokens a second, and MiB."""
-    rows = []
-    for architecture, (rate, peak, state) in speeds.items():
-        for length in (1024, 2048, 4096, 8192, 16384):
-            row = {"architecture": architecture, "length": length, "parameters": 1, "peak_mebibytes": peak(length)}
-            row |= {"tokens_per_second": rate(length), "state_kibibytes": state(length), "milliseconds_per_token": 5.0}
-            rows.append(row)
-    return {"rows": rows}
-
-
-def test_findings_are_of_the_numbers():
-    record = made_record(
-        finch=(lambda n: 1e4, lambda n: n / 100, lambda n: 200.0),
-        transformer=(lambda n: 4e4 * (n / 1024) ** -0.75, lambda n: n / 50, lambda n: n * 2.0),
-    )
-    alpha, faster, memory, *grown = speed.findings(record)
-    assert "Finch -0.00, Transformer (RoPE) 0.75." in alpha or "Finch 0.00, Transformer (RoPE) 0.75." in alpha
-    # 4 (n / 1024)^-0.75 is less than 1 from 6,502 on.
-    assert "more at 8,192, 16,384 of 1,024, 2,048, 4,096, 8,192, 16,384; at 16,384 it is 2 times as much" in faster
-    assert "more at no length of" in memory and "at 16,384 it is 0.5 times as much" in memory
-    writing, peak, state = grown
-    assert writing == (
-        "Writing, milliseconds a token: about the same at all lengths for Finch 5, Transformer (RoPE) 5."
-    )
-    assert "depends on the length for Finch 164 at 16,384, 16 times that at 1,024, Transformer (RoPE) 328" in peak
-    assert "about the same at all lengths for Finch 200; depends on the length for Transformer (RoPE) 32,768" in state
-
-    record["rows"] = [*record["rows"][:5], {"architecture": "transformer", "length": 1024, "note": "out of memory"}]
-    assert speed.findings(record)[-1] == "Not measured to the end: Transformer (RoPE) at 1,024: out of memory."
-    assert not any("beside" in line for line in speed.findings(record))
-    assert math.isclose(speed.exponent({n: 3 * n**1.5 for n in (10, 20, 70)}), 1.5, rel_tol=1e-5)
-
-
-def test_a_median_has_quartiles():
-    assert speed.middle("x", [4.0, 1.0, 3.0, 2.0, 5.0]) == {"x": 3.0, "x_quartiles": [2.0, 4.0]}
-    assert speed.middle("x", [7.0]) == {"x": 7.0, "x_quartiles": [7.0, 7.0]}
-    rows = [
-        {"architecture": "finch", "length": length, "parameters": 1, **speed.middle("tokens_per_second", [10.0, 30.0])}
-        for length in (256, 512)
-    ]
-    _, (line, _) = speed.table({"rows": rows})
-    assert "20 (15–25)" in line
-    (figure,) = figures.draw(speed, {"rows": rows}).values()
-    (bars,) = figure.axes[0].collections
-    assert not figure.axes[2].collections  # memory is measured once
-    assert [bar[:, 1].tolist() for bar in bars.get_segments()] == 2 * [pytest.approx([15.0, 25.0])]
