@@ -1,6 +1,5 @@
 """Recipes, trials and ablations, in examples/evaluation: what they change, what is measured, what is said of it."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -61,36 +60,6 @@ def test_a_finch_without_its_changing_decay_has_the_same_decays_for_all_tokens()
     taken = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert taken == [f"rwkv.blocks.{i}.attention.time_decay_w{j}" for i in (0, 1) for j in (1, 2)]
     assert attention.time_decay.grad.abs().max() > 0
-
-
-@pytest.mark.parametrize(
-    ("answers", "ends"), [("whole", {0}), ("digit", {1, 2}), ("mixed", {0, 1, 2}), ("late", {0, 1, 2})]
-)
-def test_rows_end_where_the_option_says(monkeypatch, answers, ends):
-    """Counted from the end of a text with two digits: nothing is read of the digits that have a loss."""
-    made, read, make_text, make = [], [], needle.make_text, needle.make_model
-    monkeypatch.setattr(needle, "make_text", lambda *call: made.append(make_text(*call)) or made[-1])
-
-    def spying(config):
-        model = make(config)
-        model.register_forward_pre_hook(lambda _, __, named: read.append(named["input_ids"]), with_kwargs=True)
-        return model
-
-    monkeypatch.setattr(needle, "make_model", spying)
-    parser = argparse.ArgumentParser()
-    needle.add_settings(parser)
-    arguments = parser.parse_args([*TINY[:-2], "--answers", answers, "--steps", "20"])
-    arguments.device = "cpu"
-    needle.train(arguments, "transformer", recipes.PLAIN, 0)
-    rows, cut = iter(made), []
-    for batch in read:
-        for row in batch.tolist():
-            text = next(rows)
-            assert text[: len(row)] == row
-            cut.append(len(text) - len(row))
-    assert set(cut) == ends and next(rows, None) is None
-    if answers == "late":
-        assert not any(cut[: len(cut) // 2]) and all(cut[-len(cut) // 2 :])
 
 
 def reader(**fields):

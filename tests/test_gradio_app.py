@@ -13,7 +13,7 @@ from visual_cases import save_visual
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from gradio_app import Conversation, Demo, Sampling, build_app, main
+from gradio_app import Conversation, Demo, Sampling, main
 
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
@@ -60,15 +60,6 @@ def test_a_conversation_is_read_once_and_can_be_taken_back(demo):
     with pytest.raises(ValueError, match="no longer kept"):
         ask(demo, conversation, 3, "So?")
     assert ask(demo, conversation, 0, "Hi") == continuation(demo, "u: Hi|a:")
-
-
-def test_old_states_are_dropped(demo, monkeypatch):
-    conversation = Conversation()
-    ask(demo, conversation, 0, "Hi")
-    monkeypatch.setattr("gradio_app.KEPT_BYTES", 2 * conversation.sessions[1].cache.nbytes)
-    for turns in (1, 2, 3):
-        ask(demo, conversation, turns, "And?")
-    assert sorted(conversation.sessions) == [3, 4]
 
 
 def test_a_stopped_answer_is_a_part_of_the_conversation(demo):
@@ -143,23 +134,3 @@ def test_it_says_in_one_line_what_it_lacks(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gradio_app.py"])
     with pytest.raises(SystemExit, match=r'^gradio_app.py needs gradio: pip install "subquad\[demo\]"$'):
         main()
-
-
-def test_the_page(demo):
-    pytest.importorskip("gradio", reason='the page needs gradio: pip install "subquad[demo]"')
-    from gradio_client import Client
-
-    app = build_app(demo)
-    try:
-        _, address, _ = app.launch(prevent_thread_lock=True, quiet=True, server_name="127.0.0.1")
-        client = Client(address, verbose=False)
-        settings = {"max_new_tokens": 12, "temperature": 0}
-        job = client.submit("Hi", **settings, api_name="/text")
-        text, line = job.result()
-        assert text == "Hi" + continuation(demo, "Hi") and line.startswith("The state holds 13 tokens")
-        assert len(job.outputs()) > 2
-        first, _ = client.predict("Hi", **settings, api_name="/chat")
-        second, _ = client.predict("And?", **settings, api_name="/chat")
-        assert second == continuation(demo, f"u: Hi|a:{first}{END}u: And?|a:")
-    finally:
-        app.close()

@@ -1,6 +1,5 @@
 """The inspection of slot memories: its numbers against the model's own state, its files, and what is refused."""
 
-import io
 import json
 import sys
 import warnings
@@ -8,15 +7,13 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from byte_level_bpe import TEXT, encoder_tokenizer
-from cases import tiny_config, tiny_model
+from cases import tiny_model
 from PIL import Image
 from transformers import ByT5Tokenizer
 
 import subquad_cli as cli
 from subquad.models.raven.inspect_memory import (
     KINDS,
-    choose_layers,
     classify,
     effective_lengths,
     holdings,
@@ -24,7 +21,6 @@ from subquad.models.raven.inspect_memory import (
     save,
 )
 from subquad.models.raven.inspect_memory import _recorded as recorded
-from subquad.models.raven.inspect_memory import _strongest as strongest
 from subquad_tokenizers import ByteTokenizer
 
 
@@ -196,24 +192,6 @@ def test_marks(mark, expected):
     assert (report.memories[0].kinds is None) == (not expected)
 
 
-def test_marks_take_whole_tokens_and_overlap():
-    tokenizer = encoder_tokenizer(vocabulary=330)
-    report = inspect_memory(tiny_model("raven", vocab_size=330), tokenizer, TEXT[:28], mark="fel t")
-    assert [report.tokens[n] for n in report.marked.nonzero()[:, 0]] == [" Eiffel", " tower"]
-    assert report.tokens[0] == "[CLS]" and not report.marked[0]
-    report = inspect_memory(raven(), ByteTokenizer(), "aaab", mark="aa")
-    assert report.marked.tolist() == [True, True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("layers", "attention", "expected"),
-    [(24, [], [0, 11, 23]), (7, [0, 1, 6], [2, 3, 5]), (2, [1], [0]), (2, [], [0, 1])],
-)
-def test_default_layers(layers, attention, expected):
-    attn = {"layers": attention, "num_heads": 3, "window_size": 9}
-    assert choose_layers(tiny_config("raven", num_hidden_layers=layers, attn=attn), None) == expected
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -331,12 +309,6 @@ def test_a_long_text_without_marks(tmp_path, monkeypatch, capsys):
         save(strange, tmp_path, force=True)
 
 
-def test_the_largest_of_each_column_is_shown():
-    x = torch.tensor([[0.0, 3.0, 1.0, 2.0, 5.0], [0.5, 0.0, 0.0, 0.0, 0.0]])
-    assert strongest(x, 2).tolist() == [[3.0, 2.0, 5.0], [0.5, 0.0, 0.0]]
-    assert torch.equal(strongest(x, 1), x)
-
-
 def test_force(directory, tmp_path, capsys, monkeypatch):
     arguments = [PROMPT, "--model", directory, "--out", tmp_path, "--layers", "2", "--heads", "1"]
     assert run(*arguments) == 0
@@ -364,15 +336,6 @@ def test_a_failure_leaves_nothing(exists, directory, tmp_path, capsys, monkeypat
 
 
 # --- the command ---
-
-
-def test_standard_input(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
-    options = ["--layers", "all", "--heads", "0", "--dtype", "bfloat16", "--device", "cpu"]
-    assert run("-", "--model", directory, "--out", tmp_path, *options) == 0
-    numbers = json.loads((tmp_path / "memory.json").read_text())
-    assert "".join(numbers["tokens"]) == "from a pipe\n"
-    assert [(memory["layer"], memory["head"]) for memory in numbers["memories"]] == [(0, 0), (2, 0)]
 
 
 @pytest.mark.parametrize(
