@@ -582,13 +582,11 @@ GENERATING = (*TEXT, *VISUAL)
 TRAINED_GENERATING = tuple(case for case in TRAINED if case.causal)
 each_case = each(*GENERATING)
 each_text_case = each(*TEXT)
-each_case_and_trained = each(*GENERATING, *TRAINED_GENERATING)
 each_case_and_variant = each(*GENERATING, *VARIANTS)
 each_case_and_reader = each(*GENERATING, *VARIANTS, *READERS)
 each_case_and_all = each(*GENERATING, *VARIANTS, *READERS, *TRAINED_GENERATING)
 each_model_case = each(*BASE, *VISUAL)
 each_text_model_case = each(*BASE)
-each_text_model_case_and_trained = each(*BASE, *TRAINED)
 
 
 each_side = pytest.mark.parametrize("side", ["left", "right", "anywhere"])

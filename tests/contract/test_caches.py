@@ -66,7 +66,7 @@ READS = [(9,), (1,), (70, 1, 5), (1, 1, 1, 1)]
 
 
 @pytest.mark.quick_cases("*rwkv?-[12]", "avey-[12]", "raven-?", "gecko-?", "raven-*-2", "gecko-*-2")
-@each_with("read", READS, (*GENERATING, *TRAINED_GENERATING), READS[2:3], VARIANTS)
+@each_with("read", READS, GENERATING, READS[2:3], VARIANTS)
 def test_crop(case, read):
     model, text = case.model(), case.text(2, 20 + sum(read))  # no image is among the last tokens
     with torch.no_grad():
@@ -198,7 +198,7 @@ def load(model_type, path, **options):
 
 
 @pytest.mark.fast
-@each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
+@each_case_and_variant
 def test_cache_operations(case, tmp_path):
     model, text = case.model(), case.text(3, 9)
     with torch.no_grad():
@@ -241,7 +241,7 @@ def test_cache_operations(case, tmp_path):
 
 
 @pytest.mark.fast
-@each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
+@each_case_and_variant
 def test_reset_rows(case, tmp_path):
     """A row that was reset begins anew, and the others go on, with their gradients."""
     model, before, rows = case.model(), texts(case, 70, 9, 33), torch.tensor([False, True, False])
@@ -385,7 +385,7 @@ def test_a_cache_has_the_layers_that_transformers_expects(case):
 
 @quick_family
 @pytest.mark.fast
-@each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
+@each_case_and_variant
 def test_what_a_cache_has_read_is_not_read_again(case):
     model, text = case.model(), case.text(2, 9)
     options = {**GREEDY, "return_dict_in_generate": True}

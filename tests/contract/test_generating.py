@@ -8,11 +8,9 @@ from cases import (
     GENERATING,
     GREEDY,
     TEXT,
-    TRAINED_GENERATING,
     VARIANTS,
     each,
     each_case,
-    each_case_and_trained,
     each_case_and_variant,
     each_causal,
     each_side,
@@ -39,7 +37,7 @@ from subquad_tokenizers import ByteTokenizer
 
 
 @pytest.mark.fast
-@each_case_and_trained
+@each_case
 def test_greedy_is_the_arg_max(case):
     model, text = case.model(), case.text(2, 6)
     out = model.generate(**text, max_new_tokens=12, **GREEDY)
@@ -66,7 +64,7 @@ BEAMS = [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 3}]
 
 
 @pytest.mark.quick_cases("*rwkv?-?", "avey-?", "raven-?", "gecko-?")
-@each_with("options", BEAMS, (*GENERATING, *TRAINED_GENERATING), BEAMS[:1], VARIANTS)
+@each_with("options", BEAMS, GENERATING, BEAMS[:1], VARIANTS)
 def test_beam_search(case, options):
     model, text = case.model(), case.text(2, 5)
     options = {"max_new_tokens": 10, **GREEDY, **options}
@@ -74,7 +72,7 @@ def test_beam_search(case, options):
 
 
 @pytest.mark.quick_cases("rwkv7", "avey", "raven", "gecko", "visual-rwkv6")
-@each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
+@each_case_and_variant
 def test_assisted_decoding(case):
     model, text, options = case.model(), join(*[case.text(1, 6)] * 3), {"max_new_tokens": 16, **GREEDY}
     expected = model.generate(**text, **options)
@@ -117,13 +115,11 @@ def until(row: torch.Tensor, token: int, start: int) -> torch.Tensor:
 
 
 @pytest.mark.fast
-@pytest.mark.quick_cases(
-    *("rwkv?-dynamic", "avey-*", "raven-*c", "gecko-*c", "visual-rwkv6-dynamic", "goose-abc-dynamic")
-)
+@pytest.mark.quick_cases(*("rwkv?-dynamic", "avey-*", "raven-*c", "gecko-*c", "visual-rwkv6-dynamic"))
 @pytest.mark.parametrize(
     "options", [{}, {"cache_implementation": "static", "max_cache_len": 32}], ids=["dynamic", "static"]
 )
-@each(*GENERATING, *VARIANTS, *TRAINED_GENERATING)
+@each_case_and_variant
 def test_rows_that_end_early(case, options):
     """The state of a row that has ended stays that after its last token, and a second turn goes on from there."""
     model, options = case.model(), {**GREEDY, **options, "return_dict_in_generate": True}

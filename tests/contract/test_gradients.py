@@ -22,7 +22,6 @@ from cases import (
     each_model_case,
     each_text_case,
     each_text_model_case,
-    each_text_model_case_and_trained,
     gradients,
     join,
     labels_of,
@@ -278,7 +277,7 @@ def test_low_precision(case, dtype, tmp_path):
     assert all(grad.isfinite().all() for grad in gradients(case, low).values())
 
 
-@each_text_model_case_and_trained
+@each_text_model_case
 def test_autocast(case):
     model, ids = case.model().train(), random_ids(2, 20)
     expected = model(ids, labels=ids).loss
