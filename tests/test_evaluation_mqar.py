@@ -34,12 +34,6 @@ def run(monkeypatch):
     return call
 
 
-def parse(*options):
-    parser = argparse.ArgumentParser()
-    mqar.add_arguments(parser)
-    return parser.parse_args(options)
-
-
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
@@ -124,18 +118,6 @@ def test_a_baseline_is_eagle_but_for_its_memory(name):
     assert len(same) > 30 and all(torch.equal(older[key], eagle[key]) for key in same)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", baselines.MIXINGS)
-def test_a_baseline_refuses_what_it_cannot_do(name):
-    model, ids = make_baseline(name), torch.arange(1, 9).view(1, 8)
-    assert model(ids).past_key_values is None
-    with pytest.raises(ValueError, match="`past_key_values` must be None and `use_cache` false"):
-        model(ids, use_cache=True)
-    for packed in ({"attention_mask": (ids > 2).long()}, {"cu_seqlens": torch.tensor([0, 3, 8])}):
-        with pytest.raises(ValueError, match="`attention_mask` and `cu_seqlens` must be None"):
-            model(ids, **packed)
-
-
 def test_rows_are_pairs_and_then_every_key_once():
     rows, length, pairs, words = 200, 45, 5, 9
     ids, targets = mqar.make_rows(rows, length, pairs, words, 0.01, seeded())
@@ -154,16 +136,6 @@ def test_rows_are_pairs_and_then_every_key_once():
     assert set(firsts) == set(range(pairs)) and max(map(firsts.count, firsts)) < rows / 3  # in no order
     assert torch.equal(ids, mqar.make_rows(rows, length, pairs, words, 0.01, seeded())[0])
     assert not torch.equal(ids, mqar.make_rows(rows, length, pairs, words, 0.01, seeded(1))[0])
-
-
-@pytest.mark.parametrize("power", [0.01, 1.0])
-def test_queries_are_nearer_by_a_power_law(power):
-    rows = 20_000
-    places = mqar.make_rows(rows, 20, 1, 3, power, seeded())[1].argmax(1)
-    weights = [gap ** (power - 1) for gap in range(1, 10)]
-    for gap, weight in enumerate(weights):
-        share = weight / sum(weights)
-        assert abs((places == 2 + 2 * gap).sum().item() - rows * share) < 5 * (rows * share * (1 - share)) ** 0.5
 
 
 def test_a_run_measures_each_cell_once_and_learns(run, tmp_path, monkeypatch):
@@ -192,38 +164,3 @@ def test_a_run_measures_each_cell_once_and_learns(run, tmp_path, monkeypatch):
     assert run(tmp_path / "all", *short) == record
     with pytest.raises(ValueError, match="was measured with steps = 5, not 6"):
         run(tmp_path / "all", *short, "--steps", "6")
-
-
-def test_a_training_grows_its_rows_and_ends_when_they_are_right(monkeypatch):
-    made, accuracies = [], iter([0.5, 0.98, 0.992, 0.9])
-    make_rows = mqar.make_rows
-
-    def spy(rows, length, pairs, words, power, generator):
-        made.append((rows, length, pairs, generator.initial_seed()))
-        return make_rows(rows, length, pairs, words, power, generator)
-
-    monkeypatch.setattr(mqar, "make_rows", spy)
-    monkeypatch.setattr(mqar, "accuracy_of", lambda *args: next(accuracies))
-    options = ("--steps", "24", "--tokens", "64", "--validate-every", "6", "--test-rows", "9")
-    arguments = argparse.Namespace(**vars(parse(*TINY, *options)), device="cpu")
-    result = mqar.train(arguments, "transformer", 16, 32, 1e-3, seed=5)
-    assert result["validation"] == 0.992 and result["accuracy"] == 0.9 and result["steps"] == 18
-    (*held_out, first), *learnt, (*tested, last) = made
-    assert held_out == tested == [9, 16, 4] and len({first, last, *(row[3] for row in learnt)}) == 3
-    assert [row[:3] for row in learnt] == 6 * [(8, 8, 2)] + 6 * [(4, 16, 4), (8, 8, 2)]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--tokens-per-pair", "3"), "--tokens-per-pair must be at least 4, got 3"),
-        (("--lengths", "64", "15"), "at least 16, for two pairs.* got 15"),
-        (("--lengths", "264"), "at most 256, for as many pairs as --words.* got 264"),
-        (("--tokens", "128"), "and 128, --tokens of a step; got 256"),
-        (("--fewer-words", "4"), "--fewer-words must be at least 8, for the pairs of 64 tokens.* got 4"),
-        (("--fewer-words", "32"), "less than --words .32., got 32"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        mqar.cells(argparse.Namespace(**vars(parse(*options)), architectures=["rwkv4"], seeds=[0]))

@@ -136,22 +136,6 @@ def run(monkeypatch, tmp_path):
     return call
 
 
-@pytest.mark.parametrize(("learned", "longest"), [(-1.0, 48), (1.0, 40)])
-def test_rows_grow_as_the_model_learns(run, monkeypatch, learned, longest):
-    monkeypatch.setattr(needle, "LEARNED", learned)
-    texts, make_text = [], needle.make_text
-    monkeypatch.setattr(needle, "make_text", lambda *call: texts.append(call) or make_text(*call))
-    run("--steps", "24", "--lengths", "64")
-    trained = [call for call in texts if call[1] != 64]
-    lengths = [length for _, length, *_ in trained]
-    assert lengths[0] == min(lengths) == 40 and max(lengths) <= longest and (max(lengths) > 40) == (longest > 40)
-    assert {variant for variant, *_ in trained} == set(needle.VARIANTS)
-    assert min(depth for _, _, depth, *_ in trained) < 0.2 and max(depth for _, _, depth, *_ in trained) > 0.8
-    # The test has every depth of both variants.
-    tested = [(variant, round(10 * depth)) for variant, length, depth, *_ in texts if length == 64]
-    assert tested == [(variant, tenth) for variant in needle.VARIANTS for tenth in range(11)]
-
-
 def without_times(record):
     return [{name: value for name, value in row.items() if "seconds" not in name} for row in record["rows"]]
 

@@ -65,25 +65,6 @@ def test_the_least_possible_loss_is_that_of_a_perfect_memory(chunk):
     torch.testing.assert_close(losses, math.log(16) * pairs.new_keys(ids, chunk).float())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--length", "96"], "--length must be 32 times a power of 2, got 96"),
-        (["--train-length", "16"], "--train-length must be 32 times a power of 2, got 16"),
-        (["--length", "32"], "--length must be at least --train-length .64., got 32"),
-        (["--keys", "3"], "--keys must be from 4 to 8, an eighth of --train-length, got 3"),
-        (["--keys", "9"], "--keys must be from 4 to 8, an eighth of --train-length, got 9"),
-        (["--test-rows", "1"], "--test-rows must be at least 2"),
-        (["--window", "15"], "--window must be an even number, at least 2, got 15"),
-        (["--tokens", "32"], "--tokens must be at least --train-length"),
-    ],
-)
-def test_a_wrong_option_is_an_error(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        main(["pairs", *TINY, *options, "--out", str(tmp_path)])
-    assert not (tmp_path / "pairs.json").exists()
-
-
 def test_a_run_measures_gecko_with_and_without_its_memory(tmp_path, capsys):
     command = ["pairs", *TINY, "--architectures", "gecko", "eagle", "--out", str(tmp_path)]
     main(command)

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import random
-import shutil
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -85,12 +84,6 @@ def test_windows_give_every_byte_half_of_the_context_or_more(length, context):
         assert len(set(piece.tolist())) == len(piece)
 
 
-@pytest.mark.parametrize("context", [0, 3, 12])
-def test_windows_that_cannot_be_are_refused(context):
-    with pytest.raises(ValueError, match=f"must be even, from 2 to the 10 bytes of the text, got {context}"):
-        positions.windows(torch.arange(10), context)
-
-
 def test_the_long_text_is_all_tunes_with_a_boundary_after_each():
     text = positions.long_text(positions.Corpus([], TUNES, {}), 3)
     assert text.equal(positions.long_text(positions.Corpus([], TUNES, {}), 3))
@@ -158,20 +151,6 @@ def test_runs_go_on_and_repeat(run, models, tmp_path, capsys):
         svg = (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
         ElementTree.fromstring(svg)
         assert all(f"<!-- {label} -->" in svg for label in labels) and "seed 1" in svg
-
-
-def test_other_weights_are_measured_anew_and_taken(run, models, monkeypatch, tmp_path):
-    before = run("--architectures", "finch")
-    copy = shutil.copytree(models["finch"], tmp_path / "copy")
-    model = positions.AutoModelForCausalLM.from_pretrained(copy)
-    with torch.no_grad():
-        model.get_output_embeddings().weight.zero_()
-    model.save_pretrained(copy)
-    monkeypatch.setattr(positions.subquad, "embedded_model", lambda name: copy)
-    after = run("--architectures", "finch")
-    assert after["rows"][:3] == before["rows"] and len(after["rows"]) == 6
-    # All bytes are as likely.
-    assert [row["bits"] for row in positions.latest(after).values()] == pytest.approx([7.0] * 3)
 
 
 def test_gecko_knows_nothing_of_earlier_tunes_unless_told_to(run):

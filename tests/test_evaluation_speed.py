@@ -15,11 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.evaluation import TASKS, speed
 from examples.evaluation.__main__ import main
-from examples.evaluation.models import NAMES
 
 
 TINY = ("--width", "32", "--layers", "2", "--window", "16", "--tokens", "3", "--seconds", "0")
-PLAN = {"width": 32, "layers": 2, "window": 16, "tokens": 3, "seconds": 0.0, "device": "cpu", "dtype": "float32"}
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="a CPU's memory is measured on Linux only")
 
 
@@ -33,14 +31,6 @@ def run(monkeypatch, tmp_path):
         return json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))
 
     return call
-
-
-def measured_here(architecture, length):
-    was = torch.get_num_threads()
-    try:
-        return speed.measure_here(architecture, length, 0, {**PLAN, "threads": was}, ready=lambda: None)
-    finally:
-        torch.set_num_threads(was)
 
 
 def test_cells_are_measured_once_in_processes_of_their_own(run, tmp_path):
@@ -80,37 +70,6 @@ def test_what_takes_too_long_is_stopped_and_said(run, capsys):
 def test_an_error_is_one(run):
     with pytest.raises(RuntimeError, match="eagle at 16 tokens ended with exit code 1"):
         run("--lengths", "16", "--architectures", "eagle", "--width", "33")
-
-
-# Of two layers of width 32, by the architectures that have a state: its elements after 32 tokens, or None if they
-# depend on the room that it has; those that each further token adds; and by how much this may differ.
-# A head of 32 x 32 and two shifts a layer, the last output, and the count of padding in 8 bytes.
-EAGLE = 2 * (32 * 32 + 2 * 32) + 32 + 2, 0, 0
-STATE_ELEMENTS = {
-    "transformer": (2 * 2 * 32 * 32, 2 * 2 * 32, 0),
-    "avey": (None, 32, 16),
-    "eagle": EAGLE,
-    "finch": EAGLE,
-    "goose": EAGLE,
-    "raven": (None, 0, 0),
-    "gecko": (None, 0, 0),
-}
-
-
-@pytest.mark.parametrize("architecture", NAMES)
-def test_every_architecture_is_measured(architecture, monkeypatch):
-    # Elsewhere; the collection of garbage before it takes most of the time.
-    monkeypatch.setattr(speed, "peak_mebibytes", lambda function, device: None)
-    short, long = (measured_here(architecture, length) for length in (32, 64))
-    assert short["parameters"] == long["parameters"]
-    if architecture not in STATE_ELEMENTS:
-        assert "state_kibibytes" not in long and "milliseconds_per_token" not in long
-        return
-    # Float32.
-    states = [row["state_kibibytes"] * 1024 / 4 for row in (short, long)]
-    of_32, per_token, spare = STATE_ELEMENTS[architecture]
-    assert states[0] == of_32 if of_32 is not None else states[0] >= 32 * per_token
-    assert states[1] - states[0] == pytest.approx(32 * per_token, abs=spare)
 
 
 @on_linux

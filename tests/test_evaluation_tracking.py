@@ -164,16 +164,3 @@ def test_a_run_measures_each_cell_once(run, monkeypatch, tmp_path, capsys):
     assert run("--steps", "2", "--problems", "A5", "--seeds", "0")["rows"][len(cells) :] == more
     with pytest.raises(ValueError, match="was measured with steps = 2, not 3"):
         run("--steps", "3")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--train-length", "1"), "--train-length must be at least 2, got 1"),
-        (("--length", "30"), "must be a multiple of 4 and at least --train-length .32., got 30"),
-        (("--length", "28"), "must be a multiple of 4 and at least --train-length .32., got 28"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        tracking.cells(parse(*options))
