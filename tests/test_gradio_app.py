@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 from chat_cases import END, save_model
-from PIL import Image
-from visual_cases import save_visual
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -94,39 +92,6 @@ def test_errors_come_to_who_asked_and_leave_the_conversation(demo, tmp_path, mon
     with pytest.raises(ValueError, match="The message has 9 images; at most 8 are read"):
         ask(demo, conversation, 0, "Hi", ["a.png"] * 9)
     assert not conversation.sessions and not demo.lock.locked()
-
-
-def test_requests_wait_for_each_other(demo, monkeypatch):
-    threads = threading.active_count()
-    with demo.lock:
-        waits = demo.text("Hi", GREEDY)
-        monkeypatch.setattr("gradio_app.WAIT", 0.3)
-        with pytest.raises(TimeoutError, match="The model is busy"):
-            list(waits)
-    assert list(demo.text("Hi", GREEDY)) and not demo.lock.locked()
-    assert threading.active_count() == threads
-    # An answer ends after some time.
-    monkeypatch.setattr(demo, "seconds", 0.0)
-    assert len(list(demo.text("Hi", GREEDY))) < 4
-
-
-def test_pictures(tmp_path):
-    model, processor = save_visual(tmp_path / "model")
-    demo, conversation = Demo(str(tmp_path / "model"), device="cpu"), Conversation()
-    assert demo.reads_images
-    images = []
-    for name in ("red", "blue"):
-        images.append(tmp_path / f"{name}.png")
-        Image.new("RGB", (40, 30), name).save(images[-1])
-    text = ""
-    for turns, colour in enumerate(images):
-        answer = ask(demo, conversation, turns, "What?", [str(colour)])
-        text += "User: <image>\nWhat?\n\nAssistant:"
-        pictures = [Image.open(file) for file in images[: turns + 1]]
-        inputs = processor(images=pictures, text=text, return_tensors="pt")
-        out = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-        assert answer == processor.decode(out[0, inputs["input_ids"].shape[1] :])
-        text += f"{answer}\n\n"
 
 
 def test_it_says_in_one_line_what_it_lacks(monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import warnings
 
 import pytest
 import torch
@@ -93,14 +92,6 @@ def test_holdings_equal_the_recurrence():
     assert counts[0][3] == 0 and holdings(log_f)[0, 3].abs().sum() == 0
 
 
-def test_holdings_stay_exact_behind_many_tokens():
-    """The last tokens' weights must not drown in the sums over all that came before."""
-    log_f = torch.full((20_000, 1, 1), -50.0)
-    log_f[-3:] = -1e-9
-    expected = torch.tensor([1e-9, 1e-9, 1e-9], dtype=torch.float64)
-    torch.testing.assert_close(holdings(log_f)[0, 0, -3:], expected, atol=0, rtol=1e-7)
-
-
 @each_router
 def test_the_state_is_what_the_slots_hold_of_the_tokens(router):
     model = raven(router).double()
@@ -129,23 +120,6 @@ def test_the_state_is_what_the_slots_hold_of_the_tokens(router):
             torch.testing.assert_close(rebuilt, state, atol=1e-12, rtol=1e-10)
         torch.testing.assert_close(memory.holdings, held.float())
         torch.testing.assert_close(memory.effective_lengths, effective_lengths(routing[memory.layer])[memory.head])
-
-
-def test_the_router_decides_the_lengths():
-    """Every token is in `topk` slots, in all, or in one after the other."""
-    length, slots = len(PROMPT), 12
-    lengths = {
-        router: [
-            memory.effective_lengths for memory in inspect_memory(raven(router), ByteTokenizer(), PROMPT).memories
-        ]
-        for router in ROUTERS
-    }
-    for router, topk in (("raven", 5), ("softmax", 5), ("gsa", slots)):
-        assert {int(each.sum()) for each in lengths[router]} == {topk * length}
-    assert all((each == length).all() for each in lengths["gsa"])
-    assert not any((each == each[0]).all() for each in lengths["raven"])
-    for each in lengths["swa"]:
-        assert each.tolist() == [length // slots + (slot < length % slots) for slot in range(slots)]
 
 
 def test_a_window_holds_its_last_tokens():
@@ -292,35 +266,6 @@ def test_the_files(directory, tmp_path, capsys):
         for kind, colour in KINDS.items():  # of the strip beside the slots, and the legend
             rgb = tuple(bytes.fromhex(colour[1:]))
             assert rgb in colours[figure], (kind, figure)
-
-
-def test_a_long_text_without_marks(tmp_path, monkeypatch, capsys):
-    """More tokens than columns, and more slots than can be numbered; `$` and characters that no font has."""
-    monkeypatch.setattr("subquad.models.raven.inspect_memory.MAX_COLUMNS", 100)
-    report = inspect_memory(raven(num_slots=40), ByteTokenizer(), "long " * 50, layers=[0], heads=[0])
-    assert save(report, tmp_path) == ["effective_lengths.png", "layer00-head00.png", "memory.json"]
-    numbers = json.loads((tmp_path / "memory.json").read_text())
-    assert numbers["marks"] == numbers["marked"] == [] and numbers["memories"][0]["kinds"] is None
-    assert report.table().endswith("  -")
-    strange = inspect_memory(raven(), ByteTokenizer(), "$\\frac$ \x07\n\t", mark="$", layers=[0], heads=[0])
-    strange.tokens[0] = "東"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        save(strange, tmp_path, force=True)
-
-
-def test_force(directory, tmp_path, capsys, monkeypatch):
-    arguments = [PROMPT, "--model", directory, "--out", tmp_path, "--layers", "2", "--heads", "1"]
-    assert run(*arguments) == 0
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with monkeypatch.context() as patch:
-        patch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
-        line = refused(capsys, 2, *arguments, "--mark", "1378")
-    assert line == f"{tmp_path / 'effective_lengths.png'} exists already; --force replaces it."
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert run(*arguments, "--mark", "1378", "--force") == 0
-    assert before.keys() == set(tmp_path.iterdir())
-    assert all(path.read_bytes() != before[path] for path in before if path.name != "effective_lengths.png")
 
 
 @pytest.mark.parametrize("exists", [False, True])
