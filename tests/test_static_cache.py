@@ -83,7 +83,7 @@ def both_caches(model, ids):
 # The compiled step.
 
 
-@pytest.mark.quick_cases("rwkv6-1", "avey-1", "gecko-1")
+@pytest.mark.quick_cases("rwkv6-1", "gecko-1")
 @each_with(
     "way",
     [(False, 1, 0), (True, 3, 4)],
@@ -105,7 +105,7 @@ def test_compiled_generation(case, way, graphs):
             assert len(graphs) == 1
 
 
-@pytest.mark.quick_cases("*-rwkv6", "7-eager-2-raven")
+@pytest.mark.quick_cases("*-rwkv6")
 @each_text_case
 @pytest.mark.parametrize(
     ("chunk_size", "backend_name", "steps"), [(7, "eager", 2), pytest.param(None, "triton", 1, marks=TRITON)]
@@ -168,7 +168,7 @@ def test_inductor(graphs):
     assert torch.equal(model.generate(**options, **config), model.generate(**options))
 
 
-@pytest.mark.quick_cases("rwkv6", "gecko")
+@pytest.mark.quick_cases("gecko")
 @each_text_case
 def test_compiled_continuation(case, graphs):
     model, ids = case.model(num_hidden_layers=case.layer_kinds), random_ids(2, 6)
