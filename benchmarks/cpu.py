@@ -104,13 +104,13 @@ def run_llama(path: Path, library: Any) -> Runner:
 
 def run_rwkv(path: Path) -> Runner | None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
-    peer = rwkv(model)
-    if peer is None:
+    package = rwkv(model)
+    if package is None:
         return None
     kept: list[Any] = [None]
 
     def read(ids):
-        logits, kept[0] = peer.package.forward(ids[0].tolist(), kept[0])
+        logits, kept[0] = package.forward(ids[0].tolist(), kept[0])
         return logits[None]
 
     return Runner(read, lambda: kept.__setitem__(0, None), megabytes(model), most_rows=1)

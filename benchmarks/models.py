@@ -4,20 +4,18 @@ Whole models: the time and memory to read a prompt, to write a token and to trai
 It measures models with random weights (--models eagle finch goose avey avey-b raven gecko; of a published size on a
 GPU, smaller on a CPU, or any preset by --preset), and the embedded models (eagle-abc, ...). On the same inputs, they
 are compared with the published algorithm in ordinary torch (`plain`: Avey, Avey-B), ModernBERT of transformers
-(Avey-B), flash-linear-attention (Finch, Goose, Raven; on a GPU), the package rwkv (Eagle, Finch, Goose; on a CPU), and
-the recurrence one step after the other (`stepping`: Eagle, Finch, Goose).
+(Avey-B) and flash-linear-attention (Finch, Goose, Raven; on a GPU). cpu.py has llama.cpp and the package rwkv.
 
 parts (--parts):
   check     the logits (in one call, with a cache, padded) and the gradients against the published algorithm in
   float64,
-            and the logits of peers. If a case is wrong, nothing else is measured and the exit status is 1.
+            If a case is wrong, nothing else is measured and the exit status is 1.
   read      the first token after a prompt, and the hidden states of all tokens, by length; with the exponents of
             throughput and latency, N^-alpha and N^beta
   decode    one more token by length of the context, with a cache that grows and with a static one (on a GPU with
             compiled steps); the note has the size of the state
   generate  `generate`, plain and (on a GPU) with compiled steps; "first" is the call that compiles
   train     a step with AdamW by length: without and with gradient checkpointing, and compiled
-  profile   the time of each kernel (on a CPU, each operation) while reading a prompt
   long      a text of --tokens tokens, read in pieces (only if it is named in --parts)
 
 examples:
@@ -33,7 +31,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import math
 import statistics
 import sys
 import time
@@ -73,14 +70,14 @@ from measuring import (
     wall_milliseconds,
     with_rate,
 )
-from peers import MODERNBERT, PEERS, PRODUCTS, PUBLISHED, Transformers, TransformersCausal
+from peers import MODERNBERT, PEERS, PRODUCTS, Transformers, TransformersCausal
 
 import subquad
 from subquad.hub.info import EMBEDDED
 from subquad.hub.presets import preset_config
 
 
-PARTS = ("check", "read", "decode", "generate", "train", "profile", "long")
+PARTS = ("check", "read", "decode", "generate", "train", "long")
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 # A call that takes longer than so many milliseconds is its own median.
 LONG = 1500
@@ -332,11 +329,6 @@ def check(results: Results, models: list[str], options: argparse.Namespace) -> N
                 if peer_name == PLAIN:
                     found = errors_beside_plain(ours, peer, length)
                     errors |= {what: (error, allowed) for what, error in found.items()}
-                elif peer_name in PUBLISHED and dtype == torch.float32:
-                    ids = ours.ids(1, length)
-                    with torch.no_grad():
-                        error = relative_error(ours.first_token(ids), peer.first_token(ids).double())
-                    errors[f"last logits beside {peer_name}"] = error, allowed
             if errors:
                 row = {"batch": 2, "length": length, "size": config.hidden_size}
                 judged.judge(name, {**row, "dtype": str(dtype).removeprefix("torch.")}, errors)
@@ -396,8 +388,6 @@ def read_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) ->
             if method == "first_token" and not ours.causal:
                 continue
             for name, runner in {OURS: ours, **peers}.items():
-                if length > getattr(runner, "most_tokens", math.inf) or batch > getattr(runner, "most_rows", math.inf):
-                    continue
                 if not hasattr(runner, method):
                     continue
                 call, last_only = getattr(runner, method), method == "first_token"
@@ -517,7 +507,7 @@ def generate_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace
         what = "generate" + ", not compiled" * options.compiles
         yield what, OURS, batch, options.new, functools.partial(measure, ours, batch)
         for name, peer in peers.items():
-            if hasattr(peer, "generate") and batch <= getattr(peer, "most_rows", math.inf):
+            if hasattr(peer, "generate"):
                 yield "generate", name, batch, options.new, functools.partial(measure, peer, batch)
 
 
@@ -568,34 +558,6 @@ def train_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) -
             yield what, name, options.rows, length, functools.partial(measure, name, length, *how)
 
 
-def profile_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) -> Rows:
-    """The time of each kernel of a call, or on a CPU of each operation; the longest first."""
-    calls, most, on_gpu = 3, 8, options.device != "cpu"
-
-    @torch.no_grad()
-    def measure(call):
-        activity = torch.profiler.ProfilerActivity
-        call()
-        with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as found:
-            timings(call, options.device, calls)
-        field = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        times = [(getattr(event, field) / calls, event.count / calls, event.key) for event in found.key_averages()]
-        whole = sum(time for time, *_ in times)
-        parts = [
-            f"{time / 1e3:.3f} ms ({time / whole:.0%}) {count:g} x {name[:60]}"
-            for time, count, name in sorted(times, reverse=True)[:most]
-            if time > whole / 100
-        ]
-        return {"milliseconds": whole / 1e3, "note": "; ".join(parts)}
-
-    batch, length = options.batches[-1], options.prompts[min(1, len(options.prompts) - 1)]
-    ids = ours.ids(batch, length)
-    for name, runner in {OURS: ours, **peers}.items():
-        if hasattr(runner, "all_tokens"):
-            call = functools.partial(runner.all_tokens, ids)
-            yield "profile of all tokens", name, batch, length, functools.partial(measure, call)
-
-
 def long_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) -> Rows:
     """Stretches of a text, read one after the other with the same cache."""
     if not ours.causal:
@@ -621,7 +583,6 @@ ROWS = {
     "decode": decode_rows,
     "generate": generate_rows,
     "train": train_rows,
-    "profile": profile_rows,
     "long": long_rows,
 }
 

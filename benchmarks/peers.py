@@ -1,6 +1,6 @@
 """
 The models that models.py compares ours with: the published algorithms of Avey and Avey-B in ordinary torch, models of
-flash-linear-attention and transformers, the package `rwkv`, and a recurrence that takes one step after the other.
+flash-linear-attention and transformers. And the package `rwkv`, which cpu.py compares a Finch or a Goose with.
 
 Each peer is made from one of our models and has some of these methods:
 
@@ -10,8 +10,6 @@ Each peer is made from one of our models and has some of these methods:
     loss(ids, labels)
     stepper(ids, start)         a function of t that reads token `start + t`
     generate(ids, tokens)       greedily
-
-`most_rows` and `most_tokens` are the maximum that it reads.
 """
 
 import contextlib
@@ -33,8 +31,7 @@ from static_mixing import plain_static
 from torch import Tensor, nn
 
 
-MODERNBERT, RWKV, STEPPING = "ModernBERT", "rwkv", "stepping"
-PUBLISHED = (PLAIN, STEPPING, RWKV)  # with the same weights their results are ours
+MODERNBERT = "ModernBERT"
 MODERNBERT_SIZES = {
     768: {},
     1024: {"hidden_size": 1024, "intermediate_size": 2624, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -289,47 +286,6 @@ def fla_raven(model: nn.Module) -> TransformersCausal | None:
     return TransformersCausal(peer)
 
 
-class Stepping:
-    """Our model with the reference recurrence, one token after the other."""
-
-    most_tokens = 2048
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-
-    def first_token(self, ids: Tensor) -> Tensor:
-        before, os.environ["SUBQUAD_BACKEND"] = os.environ.get("SUBQUAD_BACKEND"), "reference"
-        cache = self.model.new_cache()
-        try:
-            for token in ids.split(1, 1):
-                logits = self.model(token, cache=cache).logits
-        finally:
-            del os.environ["SUBQUAD_BACKEND"]
-            if before is not None:
-                os.environ["SUBQUAD_BACKEND"] = before
-        return logits
-
-
-class Rwkv:
-    """The PyPI package `rwkv` (strategy "cpu fp32") with the same weights."""
-
-    most_rows, most_tokens = 1, 2048
-
-    def __init__(self, package: Any):
-        self.package = package
-
-    def first_token(self, ids: Tensor) -> Tensor:
-        return self.package.forward(ids[0].tolist(), None)[0][None, None]
-
-    def generate(self, ids: Tensor, tokens: int) -> Tensor:
-        logits, state = self.package.forward(ids[0].tolist(), None)
-        found = []
-        for _ in range(tokens):
-            found.append(int(logits.argmax()))
-            logits, state = self.package.forward(found[-1:], state)
-        return torch.tensor([found])
-
-
 # Parts of the names in our checkpoints and, if they differ, in those of the trainer.
 RENAMED = {
     r"^rwkv7?\.": "",
@@ -341,9 +297,8 @@ RENAMED = {
 }
 
 
-def rwkv(model: nn.Module) -> Rwkv | None:
-    if model.device.type != "cpu" or model.dtype != torch.float32:
-        return None
+def rwkv(model: nn.Module) -> Any:
+    """The PyPI package `rwkv` (strategy "cpu fp32") with the same weights, or None if it cannot be imported."""
     os.environ.setdefault("RWKV_JIT_ON", "0")
     # The package chooses RWKV-7 or the versions before it when it is imported.
     os.environ["RWKV_V7_ON"] = "1" if model.config.model_type == "rwkv7" else "0"
@@ -363,13 +318,12 @@ def rwkv(model: nn.Module) -> Rwkv | None:
     with tempfile.TemporaryDirectory() as folder:
         torch.save(tensors, Path(folder, "model.pth"))
         with contextlib.redirect_stdout(None):
-            return Rwkv(Package(str(Path(folder, "model")), strategy="cpu fp32"))
+            return Package(str(Path(folder, "model")), strategy="cpu fp32")
 
 
 PEERS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "rwkv5": {STEPPING: Stepping, RWKV: rwkv},
-    "rwkv6": {STEPPING: Stepping, RWKV: rwkv, FLA: fla_rwkv6},
-    "rwkv7": {STEPPING: Stepping, RWKV: rwkv, FLA: fla_rwkv7},
+    "rwkv6": {FLA: fla_rwkv6},
+    "rwkv7": {FLA: fla_rwkv7},
     "avey": {PLAIN: plain(PlainAvey)},
     "avey-b": {PLAIN: plain(PlainAveyB), MODERNBERT: modernbert},
     "raven": {FLA: fla_raven},

@@ -6,6 +6,7 @@ the shared tests by one case.
 import copy
 import itertools
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,7 @@ VOCABULARY = 97
 IMAGE_ID, IMAGE_TOKENS = VOCABULARY, 5
 # Where the models and their inputs are: `make gpu` says "cuda".
 DEVICE = os.environ.get("SUBQUAD_TEST_DEVICE", "cpu")
+TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -580,13 +582,16 @@ GENERATING = (*TEXT, *VISUAL)
 TRAINED_GENERATING = tuple(case for case in TRAINED if case.causal)
 each_case = each(*GENERATING)
 each_text_case = each(*TEXT)
-each_case_and_trained = each(*GENERATING, *TRAINED_GENERATING)
 each_case_and_variant = each(*GENERATING, *VARIANTS)
 each_case_and_reader = each(*GENERATING, *VARIANTS, *READERS)
 each_case_and_all = each(*GENERATING, *VARIANTS, *READERS, *TRAINED_GENERATING)
 each_model_case = each(*BASE, *VISUAL)
 each_text_model_case = each(*BASE)
-each_text_model_case_and_trained = each(*BASE, *TRAINED)
+
+
+each_side = pytest.mark.parametrize("side", ["left", "right", "anywhere"])
+# One architecture of each kind: the others of a family are alike.
+quick_family = pytest.mark.quick_cases("*rwkv6", "rwkv7", "avey*", "raven*", "gecko*")
 
 
 # The same by name, for tests of one architecture.
@@ -620,7 +625,57 @@ def tiny_model(name: str, auto_class: str | None = None, seed: int = 0, **fields
     return CASES[name].model(auto_class, seed, **fields)
 
 
+# What several tests need of a case.
+
+
+def each_class(case, **fields):
+    """The Auto class and a tiny model of every class of an architecture."""
+    for auto_class in case.auto_classes:
+        yield auto_class, case.model(auto_class, **fields)
+
+
+def labels_of(model, auto_class, ids):
+    """Labels for any head, none for a base model."""
+    if auto_class == "AutoModel":
+        return {}
+    if auto_class == "AutoModelForQuestionAnswering":
+        return {"start_positions": torch.full((len(ids),), 1), "end_positions": torch.full((len(ids),), 3)}
+    if auto_class == "AutoModelForSequenceClassification":
+        return {"labels": torch.arange(len(ids)) % model.config.num_labels}
+    if auto_class == "AutoModelForTokenClassification":
+        return {"labels": ids % model.config.num_labels}
+    return {"labels": ids.masked_fill(ids == IMAGE_ID, -100)}
+
+
+def texts(case, *lengths):
+    """One row of each length."""
+    return [case.text(1, n, seed=n) for n in lengths]
+
+
+def half_padded(case, length, padding):
+    """Two rows; the first begins with padding."""
+    return padded([case.text(1, length - padding), case.text(1, length, seed=1)], "left")
+
+
 # Comparisons.
+
+
+def gradients(case, model):
+    """Clones of the gradients by name."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if not re.search(case.dead, name)}
+
+
+def assert_all_close(found, expected, **tolerance):
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        torch.testing.assert_close(x, expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def summed_loss(model, inputs, **options):
+    """The loss of one text, summed, and the number of its labels; images have none."""
+    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE_ID, -100)
+    labels[:, 0] = -100
+    return model(**inputs, labels=labels, num_items_in_batch=1, **options).loss.item(), (labels != -100).sum().item()
 
 
 def _filled_up(x: torch.Tensor, shape: list[int]) -> torch.Tensor:

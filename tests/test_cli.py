@@ -30,7 +30,7 @@ import subquad_cli as cli
 from subquad.hub.info import describe, describe_preset
 from subquad_cli import start
 from subquad_cli.answers import character_streamer
-from subquad_cli.common import find_directory, find_model, load_reader
+from subquad_cli.common import find_model, load_reader
 from subquad_cli.generate import ABC_HEADER
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer
 
@@ -94,13 +94,6 @@ def read_help(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_help_lists_the_commands(capsys):
-    text = " ".join(read_help(capsys).split())
-    assert all(f"{name} {module.SUMMARY}" in text for name, module in cli.COMMANDS.items())
-    names = {"generate", "chat", "convert", "info", "export", "push", "run", "inspect-memory", "doctor"}
-    assert set(cli.COMMANDS) == names
-
-
 @pytest.mark.fast
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_of_a_command_teaches(command, capsys):
@@ -129,16 +122,6 @@ def test_help_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.fast
-def test_info_lists_the_names_that_need_no_path(capsys):
-    assert cli.main(["info"]) == 0
-    embedded, presets = capsys.readouterr().out.splitlines()
-    assert embedded.startswith("embedded models: avey-abc, ") and presets.startswith("presets: avey-0.1b, ")
-    assert cli.main(["info", "--json"]) == 0
-    names = json.loads(capsys.readouterr().out)
-    assert all(subquad.embedded_model(name).is_dir() for name in names["embedded models"])
-
-
 @pytest.mark.parametrize("arguments", [[], ["train"], ["convert", "only-a-source"], ["info", "x", "--nope"]])
 def test_wrong_commands(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
@@ -162,112 +145,6 @@ def test_info_agrees_with_the_paper(preset, state, parameters, inference, traini
     assert cli.main(["info", preset]) == 0
     text = capsys.readouterr().out
     for number in (parameters, f"{state:,} elements", f"{inference} FLOPs", f"{training} FLOPs"):
-        assert number in text
-
-
-AVEY = [
-    ("avey-0.1b", "768 elements, 3.072 KB a token", "1.53e+08", "1.20e+11", "5.88e+09"),
-    ("avey-0.5b", "768 elements, 3.072 KB a token", "4.96e+08", "4.82e+11", "2.28e+10"),
-    ("avey-1.5b", "2,048 elements, 8.192 KB a token", "1.53e+09", "1.49e+12", "7.07e+10"),
-]
-
-
-@pytest.mark.parametrize(("preset", "state", "parameters", "inference", "training"), AVEY)
-def test_info_of_avey(preset, state, parameters, inference, training, capsys):
-    assert cli.main(["info", preset, "--json"]) == 0
-    info = json.loads(capsys.readouterr().out)
-    config = subquad.preset_config(preset)
-    d, blocks = config.d_embed, config.n_blocks
-    assert (info["hidden_size"], info["num_hidden_layers"], info["num_attention_heads"]) == (d, blocks, None)
-    assert (info["state_elements"], info["state_bytes"]) == (None, None)
-    assert (info["state_elements_per_token"], info["state_bytes_per_token"]) == (d, 4 * d)
-    # Enricher d -> 4 d, fuser 3 d -> d, and d channels of the contextualizer, whose row i reads i rows, twice.
-    window = 512 * 2 * 7 * d * d + sum(2 * 2 * i * d for i in range(1, 513))
-    assert info["inference_flops"] == blocks * window + 2 * 50304 * d
-    assert info["training_flops"] == 3 * (blocks * window / 64 + 2 * 50304 * d)
-    assert cli.main(["info", preset]) == 0
-    text = capsys.readouterr().out
-    for number in (parameters, f"state         {state} of the text", f"{inference} FLOPs", f"{training} FLOPs"):
-        assert number in text
-    assert "heads" not in text
-
-
-AVEY_B = [
-    ("avey-b-base", "1.64e+08", "3.44e+08", "1.03e+09"),
-    ("avey-b-large", "3.91e+08", "8.17e+08", "2.45e+09"),
-]
-
-
-@pytest.mark.parametrize(("preset", "parameters", "inference", "training"), AVEY_B)
-def test_info_of_avey_b(preset, parameters, inference, training, capsys):
-    assert cli.main(["info", preset, "--json"]) == 0
-    info = json.loads(capsys.readouterr().out)
-    config = subquad.preset_config(preset)
-    d, layers = config.d_embed, config.n_layers
-    assert (info["hidden_size"], info["num_hidden_layers"], info["num_attention_heads"]) == (d, layers, None)
-    assert {value for name, value in info.items() if name.startswith("state")} == {None}
-    # Four splits to one; enricher d -> 4 d, fuser 3 d -> d; d channels of 256 rows, once or twice; the head.
-    mixing = layers // 2 * 256 * d + layers // 2 * 2 * 256 * d
-    assert info["inference_flops"] == 2 * (4 * 256 * d + layers * 7 * d * d + mixing + 50368 * d)
-    assert info["training_flops"] == 3 * info["inference_flops"]
-    assert cli.main(["info", preset]) == 0
-    text = capsys.readouterr().out
-    for number in (parameters, f"inference     {inference} FLOPs", f"training      {training} FLOPs"):
-        assert number in text
-    assert "heads" not in text and "state" not in text
-
-
-RAVEN = [
-    ("raven-0.4b", "12,582,912 elements, 50.33 MB", "4.24e+08", "8.13e+08", "2.44e+09"),
-    ("raven-0.8b", "16,515,072 elements, 66.06 MB", "7.92e+08", "1.53e+09", "4.58e+09"),
-]
-
-
-@pytest.mark.parametrize(("preset", "state", "parameters", "inference", "training"), RAVEN)
-def test_info_of_raven(preset, state, parameters, inference, training, capsys):
-    assert cli.main(["info", preset, "--json"]) == 0
-    info = json.loads(capsys.readouterr().out)
-    d, layers, heads = (info[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    assert (d, layers, heads) == {"raven-0.4b": (1024, 24, 4), "raven-0.8b": (1536, 21, 6)}[preset]
-    # A layer's 256 slots have a key and a value of d channels, in all heads.
-    assert info["state_elements"] == layers * 2 * 256 * d == info["state_bytes"] / 4
-    assert info["state_elements_per_token"] is info["state_bytes_per_token"] is None
-    # Queries, keys, values, gate, output; decay, router; MLP; 256 slots are read, and 32 are changed.
-    mlp = {1024: 2816, 1536: 4096}[d]
-    weights = 5 * d * d + (heads + heads * 256) * d + 3 * mlp * d
-    assert info["inference_flops"] == 2 * (layers * weights + 32000 * d) + layers * 2 * d * (2 * 256 + 3 * 32)
-    assert info["training_flops"] == 3 * info["inference_flops"]
-    assert cli.main(["info", preset]) == 0
-    text = capsys.readouterr().out
-    for number in (parameters, f"state         {state}\n", f"{inference} FLOPs", f"{training} FLOPs"):
-        assert number in text
-
-
-GECKO = [
-    ("gecko-1b", "353,381,568 elements, 1.414 GB", "1.30e+09", "3.10e+09", "9.29e+09"),
-    ("gecko-7b", "1,413,519,552 elements, 5.654 GB", "7.39e+09", "1.73e+10", "5.20e+10"),
-]
-
-
-@pytest.mark.parametrize(("preset", "state", "parameters", "inference", "training"), GECKO)
-def test_info_of_gecko(preset, state, parameters, inference, training, capsys):
-    assert cli.main(["info", preset, "--json"]) == 0
-    info = json.loads(capsys.readouterr().out)
-    d, layers, heads = (info[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    assert (d, layers, heads) == {"gecko-1b": (2048, 16, 2), "gecko-7b": (4096, 32, 4)}[preset]
-    z, v, norm = d // 4, 2 * d, 3 * 64
-    # Moments, CEMA, keys, memory keys and values of two chunks of 2,048, memories of all heads; moments at the end.
-    layer = norm + 2 * 16 * d + 4096 * (2 * z + v) + heads * (z // heads) * (v // heads + 1)
-    assert info["state_elements"] == layers * layer + norm == info["state_bytes"] / 4
-    assert info["state_elements_per_token"] is info["state_bytes_per_token"] is None
-    # Projections, outputs and network; keys and values of two chunks; memories read, corrected and written; CEMA.
-    weights = d * (z + 2 * v + d) + v * d + 3 * d * {2048: 6144, 4096: 8192}[d]
-    layer = 2 * weights + 2 * 4096 * (z + v) + heads * 3 * 2 * (z // heads) * (v // heads) + 12 * 16 * d
-    assert info["inference_flops"] == layers * layer + 2 * {2048: 50304, 4096: 32000}[d] * d
-    assert info["training_flops"] == 3 * info["inference_flops"]
-    assert cli.main(["info", preset]) == 0
-    text = capsys.readouterr().out
-    for number in (parameters, f"state         {state}\n", f"{inference} FLOPs", f"{training} FLOPs"):
         assert number in text
 
 
@@ -299,13 +176,6 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(capsys, monkeypatch):
     line = fails(capsys, 1, "generate", "x", "--model", "nobody/nothing")
     assert "nobody/nothing is not a directory, and the Hub cannot be reached: no route" in line
     assert asked == ["nobody/nothing"]
-
-
-def test_the_name_of_an_embedded_model_is_its_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert find_directory("finch-abc") == str(subquad.embedded_model("finch-abc"))
-    (tmp_path / "finch-abc").mkdir()  # one's own comes first: it may be what is to be published
-    assert find_directory("finch-abc") == "finch-abc" and find_directory("nothing") == "nothing"
 
 
 def test_a_directory_comes_before_names(directory, tmp_path, capsys, monkeypatch):
@@ -354,21 +224,6 @@ def test_info_without_a_state(capsys):
     assert fails(capsys, 2, "info", "--length", "5").endswith("--length needs NAME.")
 
 
-def test_info_of_something_unknown(capsys):
-    assert fails(capsys, 2, "info", "finch-9b") == (
-        f"subquad info: error: 'finch-9b' is not a preset ({', '.join(subquad.PRESETS)}), not an embedded model "
-        "(avey-abc, avey-b-abc, eagle-abc, finch-abc, gecko-abc, goose-abc, raven-abc), not a directory and not a "
-        "checkpoint file."
-    )
-
-
-def test_numbers_of_a_file_of_weights(tmp_path):
-    """The command reads it, and the function names the command that makes a directory of it."""
-    (tmp_path / "goose.pth").touch()
-    with pytest.raises(ValueError, match=r"goose.pth is a file of weights.*`subquad convert .*goose.pth OUT`"):
-        describe(str(tmp_path / "goose.pth"))
-
-
 def test_info_of_a_directory_without_a_model(tmp_path, capsys):
     line = fails(capsys, 1, "info", tmp_path)
     assert f"{tmp_path} has no usable config.json (" in line and "has none of model.safetensors" in line
@@ -407,18 +262,6 @@ def test_info_of_a_quantised_directory(tmp_path, capsys):
     assert (info["parameters"], info["dtype"]) == (110, "U8")
     assert info["weight_bytes"] == sum(tensor.nbytes for tensor in tensors.values())
     assert info["state_bytes"] == 4 * info["state_elements"]
-
-
-def test_info_of_an_architecture_of_transformers(tmp_path, capsys):
-    """Its sizes are known, its costs are not."""
-    config = AutoConfig.for_model(
-        "llama", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    assert cli.main(["info", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert "architecture  llama" in text and "layers        2" in text
-    assert "state" not in text and "FLOPs" not in text
 
 
 @pytest.fixture

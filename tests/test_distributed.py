@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import transformers
-from cases import CASES, CAUSAL, ENCODERS, each_model, lm_class, random_ids, tiny_model
+from cases import CASES, CAUSAL, ENCODERS, lm_class, random_ids, tiny_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -26,7 +26,7 @@ from subquad_tokenizers import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "distributed"
-MODELS = [*CAUSAL, *ENCODERS]
+MODELS = [name for name in (*CAUSAL, *ENCODERS) if name != "rwkv5"]  # which is split as rwkv6 is
 SIZE = 2
 on_cpus = pytest.mark.skipif(torch.accelerator.is_available(), reason="the processes meet on CPUs, by gloo")
 # Imported once, and not by each process.
@@ -148,7 +148,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     ("configuration", "part"),
     [
-        (None, "model.safetensors"),
+        pytest.param(None, "model.safetensors", marks=pytest.mark.thorough),
         ("fsdp2.yaml", "pytorch_model_fsdp_0/__1_0.distcp"),
         ("zero3.yaml", "global_step4/zero_pp_rank_1_mp_rank_00_model_states.pt"),
     ],
@@ -279,24 +279,3 @@ def test_shards(tmp_path):
 
 
 # One process, several memories.
-
-
-@pytest.mark.fast
-@each_model
-def test_device_map_of_memory(model_type, tmp_path):
-    model, ids = tiny_model(model_type), random_ids(2, 9)
-    model.save_pretrained(tmp_path / "model")
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    options = {"max_memory": {"cpu": int(0.8 * whole)}, "offload_folder": tmp_path / "folder"}
-    loaded = getattr(transformers, lm_class(model_type)).from_pretrained(
-        tmp_path / "model", device_map="auto", **options
-    )
-    blocks = next(name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList))
-    assert [loaded.hf_device_map[f"{blocks}.{i}"] for i in range(3)] == ["cpu", "disk", "disk"]
-    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
-    if CASES[model_type].causal:
-        options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
-    loaded.save_pretrained(tmp_path / "again")
-    files = [load_file(tmp_path / name / "model.safetensors") for name in ("again", "model")]
-    torch.testing.assert_close(*files, atol=0, rtol=0)

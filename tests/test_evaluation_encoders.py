@@ -2,7 +2,6 @@
 
 import argparse
 import csv
-import itertools
 import json
 import random
 import sys
@@ -17,10 +16,10 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.evaluation import TASKS, encoders, figures, models, needle  # isort: skip; it finds the other examples
+from examples.evaluation import TASKS, encoders, needle  # isort: skip; it finds the other examples
 from abc_corpus import Corpus, alterations, transpose
 from examples.evaluation.__main__ import main
-from train_abc import MASK, transposed
+from train_abc import MASK
 
 
 HEADER = "X:1\nT:Cabbage and Beef\nM:4/4\nL:1/8\nK:"
@@ -82,17 +81,6 @@ def test_labels_are_those_of_each_byte_of_a_row():
         for pair, label in (("fF", "sharp"), ("gG", "natural"), ("bB", "flat"), ("cC", "sharp"))
         for letter in pair
     }
-
-
-def test_a_tune_in_another_key_still_fits_in_its_row():
-    high = "X:1\nT:High\nM:4/4\nL:1/8\nK:G\n" + "gage dege|" * 6 + "\n"
-    lengths = set()
-    for seed in range(20):
-        moved = transpose(high, random.Random(seed))
-        kept = transposed(high, len(high) + 1, random.Random(seed))
-        assert kept == (moved if len(moved) <= len(high) else high)
-        lengths.add(len(moved) > len(high))
-    assert lengths == {True, False}
 
 
 def test_transposed_notes_sound_alike():
@@ -200,43 +188,6 @@ def test_a_model_of_retrieval_does_not_see_the_answer(tmp_path):
     assert encoders.measure_retrieval(arguments, knowing, 64)["accuracy"] == pytest.approx(10 / 11)
 
 
-def test_rows_of_retrieval_grow_as_a_model_learns(tmp_path, monkeypatch):
-    arguments, lengths = parse(tmp_path), []
-    for learned in (-1.0, 1.0):
-        monkeypatch.setattr(needle, "LEARNED", learned)
-        model = Spy("bert", arguments, encoders.NEEDLE_MASK + 1)
-        losses = encoders.retrieval_losses(arguments, model, 0)
-        for _ in range(40):
-            next(losses)
-        lengths.append([ids.shape[1] for ids, _ in model.calls])
-    assert 48 < max(lengths[0]) <= 64 and set(lengths[1]) == {48}
-
-
-def test_peers_are_of_the_size_of_avey_b():
-    for problem in ("masked", "retrieval"):
-        parser = argparse.ArgumentParser()
-        encoders.add_arguments(parser)
-        arguments = parser.parse_args([])
-        sizes = {
-            name: models.make_model(encoders.config_of(arguments, problem, name)).num_parameters()
-            for name in encoders.ARCHITECTURES
-        }
-        assert max(sizes.values()) < 1.2 * min(sizes.values())
-
-
-@torch.no_grad()
-def test_only_bert_has_a_longest_text(tmp_path):
-    arguments = parse(tmp_path)
-    for name in encoders.ARCHITECTURES:
-        config = encoders.config_of(arguments, "retrieval", name)
-        model, most = models.make_model(config).eval(), models.most_tokens(config)
-        assert models.is_encoder(config) and most == (64 if name == "bert" else None)
-        assert model(input_ids=torch.ones(1, most or 1024, dtype=torch.long)).logits.isfinite().all()
-        if most:
-            with pytest.raises((IndexError, RuntimeError, ValueError)):
-                model(input_ids=torch.ones(1, most + 1, dtype=torch.long))
-
-
 @pytest.fixture
 def run(monkeypatch, tmp_path, tunes):
     """Calls the task with tiny models, and returns its record."""
@@ -295,79 +246,3 @@ def test_a_model_learns_labels(tunes, tmp_path):
     row = encoders.measure(arguments, "tokens", "avey-b", 0, None)
     before = encoders.measure(parse(tmp_path / "new", "--tuning-steps", "1"), "tokens", "avey-b", 0, None)
     assert row["accuracy"] > 0.6 and row["accuracy"] > before["accuracy"] + 0.1
-
-
-def made_record(**accuracies):
-    """Of all problems, two seeds each: an architecture's accuracies, which the longer texts halve."""
-    rows = []
-    for problem, (architecture, seeds) in itertools.product(encoders.PROBLEMS, accuracies.items()):
-        for (seed, right), length in itertools.product(
-            enumerate(seeds), (256, 1024) if problem == "retrieval" else (None,)
-        ):
-            row = {"problem": problem, "architecture": architecture, "seed": seed, "length": length}
-            row |= {"accuracy": right / (2 if length == 1024 else 1), "parameters": 1234}
-            row |= {"bits": 2 - right} if problem == "masked" else {}
-            if problem == "tokens":
-                row |= {"f1": right, "guess_f1": 0.25, "guess_accuracy": 0.75}
-            if problem == "retrieval":
-                row |= {"cut": right / 2, "whole": right}
-            if (architecture, length) == ("bert", 1024):
-                row |= {"accuracy": None, "note": "cannot read more than 256 tokens"}
-                del row["cut"], row["whole"]
-            rows.append(row)
-    return {"rows": rows, "settings": {"train_length": 256}}
-
-
-def test_findings_table_and_figure_are_of_the_numbers():
-    record = made_record(**{"avey-b": (0.8, 0.9), "bert": (0.5, 0.6), "modernbert": (0.85, 1.0)})
-    said = encoders.findings(record)
-    assert (
-        "masked, bits per masked byte: Avey-B 1.150 (1.100–1.200), BERT 1.450 (1.400–1.500), "
-        "ModernBERT 1.075 (1.000–1.150)." in said
-    )
-    assert "masked, bits per masked byte: the worst Avey-B is better than the best BERT." in said
-    assert "masked, bits per masked byte: Avey-B and ModernBERT differ by no more than their seeds do." in said
-    assert any(
-        line.startswith("tokens, notes right: ") and line.endswith("a guess that knows no key 75.0%.") for line in said
-    )
-    assert (
-        "tokens, mean F1 of notes: the worst Avey-B is better than the best BERT. In the paper Avey-B is better in "
-        "token classification, F1: 93.59 beside 89.82 (table 2, base). Here it is better too." in said
-    )
-    assert "retrieval, right answers at 1,024 tokens: Avey-B 42.5% (40.0%–45.0%), ModernBERT 46.2% " in "".join(said)
-    assert "Avey-B keeps 50% of its accuracy at 256 tokens in texts 4 times as long." in said
-    assert "Avey-B at 1,024 tokens: 42.5% if the needle crosses a boundary of splits, 85.0% if not." in said
-    assert said.count("BERT cannot read more than 256 tokens.") == 1
-    assert not any("BERT keeps" in line and "Modern" not in line for line in said)
-
-    header, rows = encoders.table(record)
-    assert {len(row) for row in rows} == {len(header)}
-    assert ["masked", "–", "masked bytes right", "BERT", "2", "55.0% (50.0%–60.0%)", "1,234"] in rows
-    assert ["retrieval", "1,024", "right answers", "BERT", "2", "cannot read", "1,234"] in rows
-    assert ["tokens", "–", "notes right", "guess without key", "–", "75.0%", "–"] in rows
-    masked, tokens, retrieval = figures.draw(encoders, record)["encoders"].axes
-    assert [bar.get_height() for bar in masked.patches] == pytest.approx([0.85, 0.55, 0.925])
-    assert len(tokens.patches) == 3 and tokens.lines[-1].get_ydata()[0] == 0.25
-    lengths = {line.get_label(): [*line.get_xdata()] for line in retrieval.lines}
-    assert [lengths[name] for name in ("Avey-B", "BERT", "ModernBERT")] == [[256, 1024], [256], [256, 1024]]
-
-
-def test_findings_say_where_the_paper_is_not_confirmed():
-    record = made_record(**{"avey-b": (0.4,), "bert": (0.6,)})
-    said = encoders.findings(record)
-    assert any(
-        line.startswith("tokens, mean F1 of notes: the best Avey-B is worse than the worst BERT, of one seed each. ")
-        and line.endswith("Here it is the other way round.")
-        for line in said
-    )
-    assert "Avey-B has not learned retrieval: 40.0% at 256 tokens." in said
-    some = encoders.findings(made_record(**{"avey-b": (0.4, 0.6)}))
-    assert "Avey-B has not learned retrieval with every seed: 50.0% (40.0%–60.0%) at 256 tokens." in some
-    assert said[-1] == "Not measured yet: masked of ModernBERT, tokens of ModernBERT, retrieval of ModernBERT."
-    record["rows"] = [row for row in record["rows"] if row["problem"] == "masked"]
-    assert encoders.findings(record)[-1] == (
-        "Not measured yet: masked of ModernBERT, tokens of Avey-B, tokens of BERT, tokens of ModernBERT, retrieval of "
-        "Avey-B, retrieval of BERT, retrieval of ModernBERT."
-    )
-    encoders.table(record)
-    figures.draw(encoders, record)

@@ -34,12 +34,6 @@ def run(monkeypatch):
     return call
 
 
-def parse(*options):
-    parser = argparse.ArgumentParser()
-    mqar.add_arguments(parser)
-    return parser.parse_args(options)
-
-
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
@@ -70,16 +64,6 @@ def test_the_memory_of_rwkv4_is_equation_2(length):
         out = function(*inputs)
         results.append([out, *torch.autograd.grad(out, inputs, pushed, allow_unused=True, materialize_grads=True)])
     torch.testing.assert_close(*results)
-
-
-def test_the_memory_of_rwkv4_bears_any_key():
-    k = 300 * torch.randn(2, 33, 6, generator=seeded(), requires_grad=True)
-    v = torch.randn(2, 33, 6, generator=seeded(1))
-    log_w, u = -torch.tensor([0.0, 1e-4, 0.1, 1.0, 20.0, 400.0]), torch.tensor([0.0, 300.0, -300.0, 1.0, -1.0, 90.0])
-    out = baselines.decayed_average(k, v, log_w, u)
-    torch.testing.assert_close(out.double(), plain_rwkv4(*(x.double() for x in (k, v, log_w, u))), rtol=0, atol=1e-3)
-    assert torch.autograd.grad(out.sum(), k)[0].isfinite().all()
-    assert out.dtype == torch.float32 == baselines.decayed_average(k.bfloat16(), v.bfloat16(), log_w, u).dtype
 
 
 def make_baseline(name, width=64):
@@ -134,18 +118,6 @@ def test_a_baseline_is_eagle_but_for_its_memory(name):
     assert len(same) > 30 and all(torch.equal(older[key], eagle[key]) for key in same)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", baselines.MIXINGS)
-def test_a_baseline_refuses_what_it_cannot_do(name):
-    model, ids = make_baseline(name), torch.arange(1, 9).view(1, 8)
-    assert model(ids).past_key_values is None
-    with pytest.raises(ValueError, match="`past_key_values` must be None and `use_cache` false"):
-        model(ids, use_cache=True)
-    for packed in ({"attention_mask": (ids > 2).long()}, {"cu_seqlens": torch.tensor([0, 3, 8])}):
-        with pytest.raises(ValueError, match="`attention_mask` and `cu_seqlens` must be None"):
-            model(ids, **packed)
-
-
 def test_rows_are_pairs_and_then_every_key_once():
     rows, length, pairs, words = 200, 45, 5, 9
     ids, targets = mqar.make_rows(rows, length, pairs, words, 0.01, seeded())
@@ -164,16 +136,6 @@ def test_rows_are_pairs_and_then_every_key_once():
     assert set(firsts) == set(range(pairs)) and max(map(firsts.count, firsts)) < rows / 3  # in no order
     assert torch.equal(ids, mqar.make_rows(rows, length, pairs, words, 0.01, seeded())[0])
     assert not torch.equal(ids, mqar.make_rows(rows, length, pairs, words, 0.01, seeded(1))[0])
-
-
-@pytest.mark.parametrize("power", [0.01, 1.0])
-def test_queries_are_nearer_by_a_power_law(power):
-    rows = 20_000
-    places = mqar.make_rows(rows, 20, 1, 3, power, seeded())[1].argmax(1)
-    weights = [gap ** (power - 1) for gap in range(1, 10)]
-    for gap, weight in enumerate(weights):
-        share = weight / sum(weights)
-        assert abs((places == 2 + 2 * gap).sum().item() - rows * share) < 5 * (rows * share * (1 - share)) ** 0.5
 
 
 def test_a_run_measures_each_cell_once_and_learns(run, tmp_path, monkeypatch):
@@ -202,146 +164,3 @@ def test_a_run_measures_each_cell_once_and_learns(run, tmp_path, monkeypatch):
     assert run(tmp_path / "all", *short) == record
     with pytest.raises(ValueError, match="was measured with steps = 5, not 6"):
         run(tmp_path / "all", *short, "--steps", "6")
-
-
-def test_a_training_grows_its_rows_and_ends_when_they_are_right(monkeypatch):
-    made, accuracies = [], iter([0.5, 0.98, 0.992, 0.9])
-    make_rows = mqar.make_rows
-
-    def spy(rows, length, pairs, words, power, generator):
-        made.append((rows, length, pairs, generator.initial_seed()))
-        return make_rows(rows, length, pairs, words, power, generator)
-
-    monkeypatch.setattr(mqar, "make_rows", spy)
-    monkeypatch.setattr(mqar, "accuracy_of", lambda *args: next(accuracies))
-    options = ("--steps", "24", "--tokens", "64", "--validate-every", "6", "--test-rows", "9")
-    arguments = argparse.Namespace(**vars(parse(*TINY, *options)), device="cpu")
-    result = mqar.train(arguments, "transformer", 16, 32, 1e-3, seed=5)
-    assert result["validation"] == 0.992 and result["accuracy"] == 0.9 and result["steps"] == 18
-    (*held_out, first), *learnt, (*tested, last) = made
-    assert held_out == tested == [9, 16, 4] and len({first, last, *(row[3] for row in learnt)}) == 3
-    assert [row[:3] for row in learnt] == 6 * [(8, 8, 2)] + 6 * [(4, 16, 4), (8, 8, 2)]
-
-
-def test_the_learning_rate_is_the_one_that_validates_best(monkeypatch):
-    validations = {0.1: 0.3, 0.2: 0.6, 0.3: 0.5, 0.4: 0.995, 0.5: 1.0}
-
-    def train(arguments, architecture, length, width, lr, seed, part):
-        tried.append(lr)
-        return {"accuracy": 1 - validations[lr], "validation": validations[lr], "lr": lr}
-
-    monkeypatch.setattr(mqar, "train", train)
-    for lrs, best, count in ((("0.1", "0.2", "0.3"), 0.2, 3), (("0.1", "0.4", "0.5"), 0.4, 2)):
-        tried = []
-        row = mqar.measure(parse("--lrs", *lrs), "finch", length=64, width=32, words=32, seed=0)
-        assert row["lr"] == best and len(tried) == count and row["pairs"] == 8
-
-
-def make_record(accuracy, seeds=(0,)):
-    """A record in which `accuracy(architecture, length, width, seed)` was measured, with all keys and no fewer."""
-    cells = mqar.cells(argparse.Namespace(**vars(parse()), architectures=mqar.ARCHITECTURES, seeds=seeds))
-    more = {"words": 32, "steps": 800, "lr": 1e-3, "parameters": 33_000}
-    grid = [{name: value for name, value in cell.items() if name != "words"} for cell in cells if cell["words"] == 32]
-    rows = [{**cell, **more, "pairs": cell["length"] // 8, "accuracy": accuracy(**cell)} for cell in grid]
-    return {"settings": {"words": 32}, "rows": rows}
-
-
-def test_findings_follow_the_numbers():
-    def as_the_paper(architecture, length, width, seed):
-        return {"finch": 0.999, "eagle": 1 - 0.16 * length / 256 * 32 / width, "rwkv4": 8 / length}.get(
-            architecture, 0.5
-        )
-
-    covered, *said = mqar.findings(make_record(as_the_paper))
-    finch, eagle, _, rwkv4, *_, longer, wider = said
-    assert covered.startswith(
-        "Measured: 54 of 54 cells, for 6 models, 3 lengths and 3 widths, 54 of them with 1 seed,"
-    )
-    against, against_eagle = said[6], said[8]
-    assert finch.startswith("Finch predicts at least 95% of the values in 9 of 9 cells, 99.9% in the worst")
-    assert finch.endswith("near 100% everywhere: so here.")
-    assert "in 6 of 9 cells, 84.0% in the worst (256 tokens, width 32)" in eagle
-    assert rwkv4.endswith("no better than a guess in 9.") and "guess" not in finch + eagle
-    assert "higher in 9, lower in 0, and within 0.01 in 0 of 9 cells; +92.6 points" in against
-    assert against.endswith("so here.") and against_eagle.endswith("In figure 4 Eagle is above RWKV-4: so here.")
-    assert "higher in 0, lower in 6, and within 0.01 in 12 of 18 lines" in longer and longer.endswith(": so here.")
-    assert wider.endswith(": so here.")
-
-    backwards = mqar.findings(make_record(lambda architecture, length, width, seed: length / 8 / width))[1:]
-    assert [line.endswith("not so here.") or "not so here in every cell." in line for line in backwards] == [
-        *(True, False, False, False, False, False),
-        *(True, False, True, False, True, True),
-    ]
-
-
-def test_table_and_figure_have_every_row_that_there_is():
-    record = make_record(lambda architecture, length, width, seed: width / 128 if architecture == "rwkv4" else 1.0)
-    header, rows = mqar.table(record)
-    assert len(rows) == 54 and all(len(row) == len(header) for row in rows)
-    assert ["RWKV-4 memory", "128", "16", "64", "1", "0.500", "800", "0.001", "33,000"] in rows
-    record["rows"] = [row for row in record["rows"] if row["architecture"] == "rwkv4" and row["length"] > 64][:-1]
-    figure = figures.draw(mqar, record)["mqar"]
-    assert [axes.get_title() for axes in figure.axes] == ["128 tokens, 16 pairs", "256 tokens, 32 pairs"]
-    assert [list(axes.lines[0].get_xdata()) for axes in figure.axes] == [[32, 64, 128], [32, 64]]
-    assert list(figure.axes[1].lines[0].get_ydata()) == [0.25, 0.5]
-    assert len(mqar.table(record)[1]) == 5 and len(mqar.findings(record)) == 4
-
-
-def test_fewer_keys_need_a_small_memory():
-    with pytest.raises(ValueError, match="--fewer-words is for rwkv4, which is not one of --architectures"):
-        mqar.cells(argparse.Namespace(**vars(parse("--fewer-words", "16")), architectures=["finch"], seeds=[0]))
-
-
-def test_fewer_keys_are_told_apart_from_the_grid():
-    options = argparse.Namespace(**vars(parse()), architectures=["finch", "rwkv4"], seeds=[0])
-    fewer = [cell for cell in mqar.cells(options) if cell["words"] != 32]
-    assert fewer == [
-        {"architecture": "rwkv4", "length": 64, "width": 128, "words": words, "seed": 0} for words in (8, 16)
-    ]
-    assert {cell["words"] for cell in mqar.cells(argparse.Namespace(**{**vars(options), "lengths": [128]}))} == {
-        16,
-        32,
-    }
-    record = make_record(lambda **cell: 0.125)
-    more = {"pairs": 8, "steps": 100, "lr": 1e-3, "parameters": 33_000}
-    record["rows"] += [{**cell, **more, "accuracy": 8 / cell["words"]} for cell in fewer]
-    assert len(mqar.table(record)[1]) == 54
-    told = "RWKV-4 memory by number of keys, of which a row of 64 tokens has 8, at width 128: "
-    assert told + "100.0% with 8, 50.0% with 16, 12.5% with 32." in mqar.findings(record)
-    assert mqar.findings(record)[0] == mqar.findings(make_record(lambda **cell: 0.125))[0]
-
-
-def test_seeds_are_one_cell_with_a_spread():
-    """Two of three seeds of the longest rows, as a run that was not finished leaves them."""
-    record = make_record(lambda seed, length, **cell: 0.5 + 0.1 * seed * (length == 256), seeds=(0, 1, 2))
-    record["rows"] = [row for row in record["rows"] if (row["seed"], row["length"]) != (1, 256)]
-    assert [row["seed"] for row in record["rows"]] == sorted(row["seed"] for row in record["rows"])
-    header, rows = mqar.table(record)
-    assert len(rows) == 54 and len(header) == len(rows[0])
-    assert [row[4:6] for row in rows if row[1] == "256"] == 18 * [["2", "0.600 (0.500–0.700)"]]
-    assert [row[4:6] for row in rows if row[1] == "64"] == 18 * [["3", "0.500 (0.500–0.500)"]]
-    covered = mqar.findings(record)[0]
-    assert covered.endswith("The grid of the command without options has 162 rows, of which 144 are measured.")
-    assert "without options" not in mqar.findings(make_record(lambda **cell: 0.5, seeds=(0, 1, 2)))[0]
-    assert covered.startswith(
-        "Measured: 54 of 54 cells, for 6 models, 3 lengths and 3 widths, 36 of them with 3 seeds"
-    )
-    axes = figures.draw(mqar, record)["mqar"].axes[2]
-    bars = axes.collections[0].get_segments()
-    assert [bar[:, 1].tolist() for bar in bars] == 3 * [pytest.approx([0.5, 0.7])]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--tokens-per-pair", "3"), "--tokens-per-pair must be at least 4, got 3"),
-        (("--lengths", "64", "15"), "at least 16, for two pairs.* got 15"),
-        (("--lengths", "264"), "at most 256, for as many pairs as --words.* got 264"),
-        (("--tokens", "128"), "and 128, --tokens of a step; got 256"),
-        (("--fewer-words", "4"), "--fewer-words must be at least 8, for the pairs of 64 tokens.* got 4"),
-        (("--fewer-words", "32"), "less than --words .32., got 32"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        mqar.cells(argparse.Namespace(**vars(parse(*options)), architectures=["rwkv4"], seeds=[0]))

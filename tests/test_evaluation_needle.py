@@ -7,7 +7,6 @@ import random
 import re
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.evaluation import TASKS, figures, needle, recipes
+from examples.evaluation import TASKS, needle
 from examples.evaluation.__main__ import main
 from examples.evaluation.models import make_config, make_model
 
@@ -137,22 +136,6 @@ def run(monkeypatch, tmp_path):
     return call
 
 
-@pytest.mark.parametrize(("learned", "longest"), [(-1.0, 48), (1.0, 40)])
-def test_rows_grow_as_the_model_learns(run, monkeypatch, learned, longest):
-    monkeypatch.setattr(needle, "LEARNED", learned)
-    texts, make_text = [], needle.make_text
-    monkeypatch.setattr(needle, "make_text", lambda *call: texts.append(call) or make_text(*call))
-    run("--steps", "24", "--lengths", "64")
-    trained = [call for call in texts if call[1] != 64]
-    lengths = [length for _, length, *_ in trained]
-    assert lengths[0] == min(lengths) == 40 and max(lengths) <= longest and (max(lengths) > 40) == (longest > 40)
-    assert {variant for variant, *_ in trained} == set(needle.VARIANTS)
-    assert min(depth for _, _, depth, *_ in trained) < 0.2 and max(depth for _, _, depth, *_ in trained) > 0.8
-    # The test has every depth of both variants.
-    tested = [(variant, round(10 * depth)) for variant, length, depth, *_ in texts if length == 64]
-    assert tested == [(variant, tenth) for variant in needle.VARIANTS for tenth in range(11)]
-
-
 def without_times(record):
     return [{name: value for name, value in row.items() if "seconds" not in name} for row in record["rows"]]
 
@@ -199,123 +182,6 @@ def test_runs_go_on_and_repeat(run, monkeypatch, tmp_path):
     (tmp_path / "needle.json").unlink()
     run("--seeds", "1", "--lr", "1e-3")
     assert trained[5:] == ["finch"]
-
-
-@pytest.mark.quick_cases("two")
-@pytest.mark.parametrize("names", [("finch", "gecko"), tuple(needle.ARCHITECTURES)], ids=["two", "all"])
-def test_architectures_train_and_answer(names, run, tmp_path):
-    record = run("--architectures", *names, "--steps", "1")
-    assert [row["architecture"] for row in record["rows"]] == [name for name in names for _ in "12"]
-    for name, labels in {
-        "needle_depth": ("tokens", "passkey: depth (%)", "number: depth (%)", "right answers (share)"),
-        "needle_length": ("length (tokens)", "right answers (share)"),
-    }.items():
-        svg = (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
-        ElementTree.fromstring(svg)
-        names = [f"<!-- {word} -->" in svg for word in (*labels, "Finch", "Gecko")]
-        assert all(names) and "seed 0" in svg and record["hardware"] in svg
-
-
-def made_record(seed=0, **accuracies):
-    """Of both variants: accuracies by length, all answers right in the second half of a text first."""
-    rows = []
-    for architecture, by_length in accuracies.items():
-        for variant, (length, accuracy) in itertools.product(needle.VARIANTS, by_length.items()):
-            by_depth = [min(max(11 * accuracy - (10 - tenth), 0.0), 1.0) for tenth in range(11)]
-            row = {
-                "architecture": architecture,
-                "recipe": "common",
-                "seed": seed,
-                "variant": variant,
-                "length": length,
-            }
-            rows.append({**row, "accuracy": accuracy, "by_depth": by_depth})
-    return {"rows": rows, "settings": {"train_length": 512, "window": 64}}
-
-
-def test_findings_are_of_the_numbers():
-    record = made_record(
-        finch={512: 1.0, 1024: 6 / 11},
-        avey={256: 0.2, 512: 0.8, 1024: 0.73, 65536: 0.9},
-        raven={512: 0.95, 8192: 0.95},
-        gecko={512: 1.0, 1024: 1.0, 2048: 0.5},
-        transformer={512: 1.0, 1024: 0.2},
-    )
-    said = needle.findings(record)
-    finch = "Finch, passkey, right answers by length in tokens: 100.0% at 512, 54.5% at 1,024. At 1,024 "
-    assert any(line.startswith(finch) for line in said)
-    assert any(line.endswith("80.0% at 512, 73.0% at 1,024, 90.0% at 65,536.") for line in said)
-    assert "passkey at 65,536 tokens, 128 times the training's: Avey 90.0%." in said
-    compared = {line.split()[0]: line.split("). ")[1] for line in said if "in the papers" in line}
-    kept = "Here it keeps at least 90% of its accuracy at 512 tokens up to "
-    assert compared == {
-        "Avey": kept + "65,536, 128 times the training's: as far as there.",
-        "Raven": kept + "8,192, 16 times the training's: as far as there.",
-        "Gecko": kept + "1,024, 2 times the training's: farther than there.",
-        "Transformer": kept + "512, 1 times the training's: as far as there.",
-    }
-
-
-@pytest.mark.parametrize(
-    ("accuracies", "verdict"),
-    [
-        ({512: 1.0, 1024: 0.85, 2048: 1.0}, "up to 512, 1 times the training's: less far than there."),
-        ({512: 1.0, 4096: 0.91}, "up to 4,096, 8 times the training's: as far as was tested."),
-        ({512: 1.0, 16384: 0.91}, "up to 16,384, 32 times the training's: farther than there."),
-        ({512: 0.4, 4096: 0.4}, "It has not learned the task here: 40.0% at 512 tokens."),
-        ({1024: 0.9, 4096: 0.4}, "accuracy at 1,024 tokens up to 1,024, 2 times the training's: less far than there."),
-    ],
-)
-def test_verdicts(accuracies, verdict):
-    assert needle.findings(made_record(raven=accuracies))[-1].endswith(verdict)
-
-
-def test_figures_and_table_are_of_the_cells_that_there_are():
-    record = made_record(raven={512: 1.0, 8192: 0.5}, finch={2048: 0.25})
-    record["rows"] = [row for row in record["rows"] if (row["length"], row["variant"]) != (8192, "number")]
-    maps, curves = figures.draw(needle, record).values()
-    passkey, number = (maps.axes[place].images[0].get_array() for place in (1, 3))  # Raven's, in the second column
-    assert passkey[:, 0].tolist() == [1.0] * 11 and passkey[-1, 2] == 1.0 and passkey[0, 2] == 0.0
-    assert number.mask[:, 1:].all() and not number.mask[:, 0].any()
-    finch, raven = curves.axes[0].lines[:2]
-    assert finch.get_xydata().tolist() == [[2048, 0.25]] and raven.get_xydata().tolist() == [[512, 1.0], [8192, 0.5]]
-    header, rows = needle.table(record)
-    assert len(rows) == 5 and {len(row) for row in rows} == {len(header)}
-    assert rows[3] == ["Raven", "passkey", "8,192", "1", "0.500", "0", "0.000"]
-
-
-def test_seeds_are_one_line_with_a_spread():
-    first, second = (made_record(seed, raven={512: right}) for seed, right in enumerate((1.0, 0.5)))
-    record = {**first, "rows": [*first["rows"], *second["rows"]]}
-    assert needle.table(record)[1][0] == ["Raven", "passkey", "512", "2", "0.750 (0.500–1.000)", "0", "0.500"]
-    assert any(line.endswith("by length in tokens: 75.0% (50.0%–100.0%) at 512.") for line in needle.findings(record))
-    axes = figures.draw(needle, record)["needle_length"].axes[0]
-    assert axes.lines[0].get_xydata().tolist() == [[512, 0.75]]
-    [bar] = axes.collections[0].get_segments()
-    assert bar[:, 1].tolist() == [0.5, 1.0]
-
-
-def test_the_chosen_recipe_is_shown_and_others_are_said(monkeypatch):
-    common, other = made_record(raven={512: 0.5}), made_record(raven={512: 1.0})
-    for row in other["rows"]:
-        row["recipe"] = "sparse"
-        row |= {"cut": 0.25, "whole": 0.75}
-    both = {**common, "rows": [*other["rows"], *common["rows"]]}
-    monkeypatch.setattr(recipes, "CHOSEN", {})
-    assert needle.table(both)[1][0][3:5] == ["1", "0.500"]
-    told = (
-        "Raven with the recipe sparse, number: 100.0% at 512. Over all lengths 25.0% if the needle crosses a boundary"
-    )
-    assert any(line.startswith(told) for line in needle.findings(both))
-    monkeypatch.setattr(recipes, "CHOSEN", {"raven": "sparse"})
-    assert needle.table(both)[1][0][3:5] == ["1", "1.000"]
-    assert "Raven with the recipe common, passkey: 50.0% at 512." in needle.findings(both)
-    assert needle.table(common)[1][0][3:5] == ["1", "0.500"]
-    told = (
-        "Raven: the numbers are those of the recipe common. recipes.py chooses sparse since, which is not measured yet"
-    )
-    assert any(line.startswith(told) for line in needle.findings(common))
-    assert not any(line.startswith(told) for line in needle.findings(both))
 
 
 def test_recipes_are_measured_where_an_architecture_has_them(run):

@@ -65,53 +65,6 @@ def test_the_least_possible_loss_is_that_of_a_perfect_memory(chunk):
     torch.testing.assert_close(losses, math.log(16) * pairs.new_keys(ids, chunk).float())
 
 
-def test_ranges_end_at_powers_of_2():
-    assert pairs.ranges(32) == [(0, 32)]
-    assert pairs.ranges(256) == [(0, 32), (32, 64), (64, 128), (128, 256)]
-    parts = pairs.parts_of(torch.arange(128).expand(2, -1))
-    assert [part.shape[1] for part in parts] == [16, 16, 32, 64] and torch.cat(parts, 1)[0].tolist() == [*range(128)]
-
-
-def test_findings_follow_the_numbers():
-    sizes = {"keys": 32, "train_length": 256, "length": 1024, "window": 32, "test_rows": 32}
-
-    def row(architecture, part, bits):
-        return {"architecture": architecture, "part": part, "seed": 0, "bits": bits, "error": [0.03] * 6}
-
-    rows = [
-        row("gecko", "", [4.0, 2.4, 1.8, 1.3, 1.0, 0.9]),
-        row("gecko", "working memory", [4.0, 2.45, 2.45, 2.45, 2.45, 2.45]),
-        row("eagle", "", [4.0, 2.4, 1.2, 0.3, 0.1, 0.6]),
-    ]
-    said = pairs.findings({"settings": sizes, "rows": rows})
-    lines = {line.split(":")[0]: line for line in said}
-    assert "0.900 at 512 to 1,024: it falls. It is below what" in lines["Gecko"]
-    assert "it rises. It is below what" in lines["Eagle"]
-    assert "it stays. It is not below what" in lines["Gecko without working memory"]
-    assert any("from 2.400 bits at 32 to 64 tokens to 1.300 at 128 to 256: so here" in line for line in said)
-    rows[0]["bits"] = [4.0, 2.4, 2.4, 2.4, 2.4, 2.4]
-    assert any(line.endswith("not so here.") for line in pairs.findings({"settings": sizes, "rows": rows}))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--length", "96"], "--length must be 32 times a power of 2, got 96"),
-        (["--train-length", "16"], "--train-length must be 32 times a power of 2, got 16"),
-        (["--length", "32"], "--length must be at least --train-length .64., got 32"),
-        (["--keys", "3"], "--keys must be from 4 to 8, an eighth of --train-length, got 3"),
-        (["--keys", "9"], "--keys must be from 4 to 8, an eighth of --train-length, got 9"),
-        (["--test-rows", "1"], "--test-rows must be at least 2"),
-        (["--window", "15"], "--window must be an even number, at least 2, got 15"),
-        (["--tokens", "32"], "--tokens must be at least --train-length"),
-    ],
-)
-def test_a_wrong_option_is_an_error(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        main(["pairs", *TINY, *options, "--out", str(tmp_path)])
-    assert not (tmp_path / "pairs.json").exists()
-
-
 def test_a_run_measures_gecko_with_and_without_its_memory(tmp_path, capsys):
     command = ["pairs", *TINY, "--architectures", "gecko", "eagle", "--out", str(tmp_path)]
     main(command)

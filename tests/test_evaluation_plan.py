@@ -119,18 +119,3 @@ def test_a_run_ends_with_its_budget(calls, tmp_path, capsys, monkeypatch):
     run_all(tmp_path / "out", "--budget", str(240 / 3600))
     assert calls == [("eagle", 1, 0), ("eagle", 2, 0)]  # 50 + 20 fit, 100 + 200 do not
     assert "The budget ends before cubes (finch, 0). The same command goes on from there." in capsys.readouterr().out
-
-
-def test_estimates_are_of_the_rows_that_are_most_alike():
-    rows = [
-        {"architecture": "finch", "length": 64, "width": 32, "seconds": 1.0},
-        {"architecture": "finch", "length": 64, "width": 64, "seconds": 3.0},
-        {"architecture": "eagle", "length": 256, "width": 64, "seconds": 10.0},
-    ]
-    assert plan.expected({"architecture": "finch", "length": 64, "width": 64}, rows) == 3.0
-    assert plan.expected({"architecture": "finch", "length": 128, "width": 128}, rows) == 2.0
-    assert plan.expected({"architecture": "goose", "length": 256}, rows) == 10.0
-    assert plan.expected({"architecture": "goose"}, []) == plan.UNKNOWN
-    assert plan.together([{"architecture": "finch", "length": length} for length in (64, 256)], rows) == 4.0
-    kept = [{"architecture": "finch", "length": 64, "seconds": 1.0, "training_seconds": 50.0}]  # of an earlier run
-    assert plan.together([{"architecture": "finch", "length": 64}], kept) == 50.0

@@ -4,8 +4,6 @@ import itertools
 import json
 import math
 import random
-import re
-import shutil
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -86,12 +84,6 @@ def test_windows_give_every_byte_half_of_the_context_or_more(length, context):
         assert len(set(piece.tolist())) == len(piece)
 
 
-@pytest.mark.parametrize("context", [0, 3, 12])
-def test_windows_that_cannot_be_are_refused(context):
-    with pytest.raises(ValueError, match=f"must be even, from 2 to the 10 bytes of the text, got {context}"):
-        positions.windows(torch.arange(10), context)
-
-
 def test_the_long_text_is_all_tunes_with_a_boundary_after_each():
     text = positions.long_text(positions.Corpus([], TUNES, {}), 3)
     assert text.equal(positions.long_text(positions.Corpus([], TUNES, {}), 3))
@@ -161,20 +153,6 @@ def test_runs_go_on_and_repeat(run, models, tmp_path, capsys):
         assert all(f"<!-- {label} -->" in svg for label in labels) and "seed 1" in svg
 
 
-def test_other_weights_are_measured_anew_and_taken(run, models, monkeypatch, tmp_path):
-    before = run("--architectures", "finch")
-    copy = shutil.copytree(models["finch"], tmp_path / "copy")
-    model = positions.AutoModelForCausalLM.from_pretrained(copy)
-    with torch.no_grad():
-        model.get_output_embeddings().weight.zero_()
-    model.save_pretrained(copy)
-    monkeypatch.setattr(positions.subquad, "embedded_model", lambda name: copy)
-    after = run("--architectures", "finch")
-    assert after["rows"][:3] == before["rows"] and len(after["rows"]) == 6
-    # All bytes are as likely.
-    assert [row["bits"] for row in positions.latest(after).values()] == pytest.approx([7.0] * 3)
-
-
 def test_gecko_knows_nothing_of_earlier_tunes_unless_told_to(run):
     assert max(map(len, TUNES)) < 128
     record = run("--architectures", "gecko", "--contexts", "16", "256", "512")
@@ -188,56 +166,3 @@ def test_gecko_knows_nothing_of_earlier_tunes_unless_told_to(run):
     assert abs(apart[16]["bits"] - apart[256]["bits"]) > 1e-3
     assert max(abs(a - b) for a, b in zip(joined[512]["parts"], joined[256]["parts"], strict=True)) > 1e-3
     assert [row[0] for row in positions.table(record)[1]][-1] == "Gecko (documents joined)"
-
-
-def made_record(**losses):
-    """Of long texts: losses by context of each architecture, with a spread between its parts of 0.001."""
-    spread = torch.linspace(-1, 1, positions.PARTS).tolist()
-    rows = []
-    for architecture, line in losses.items():
-        for context, bits in line.items():
-            parts = [bits + part + 0.001 * part * (context > 1024) for part in spread]
-            row = {"architecture": architecture, "text": "long", "context": context, "document_boundaries": None}
-            rows.append({**row, "bits": bits, "parts": parts})
-    return {"rows": rows}
-
-
-def test_findings_are_of_the_numbers():
-    record = made_record(
-        eagle={256: 1.3, 1024: 1.2, 32768: 1.205},
-        finch={1024: 1.1, 32768: 1.0},
-        transformer={1024: 1.1, 4096: 3.1, 32768: 4.1},
-    )
-    *lines, last = positions.findings(record)
-    assert lines[0] == (
-        "Eagle: 1.200 bits a byte in contexts of 1,024 bytes, 1.205 in those of 32,768 (+0.0050 ± 0.0003)."
-    )
-    assert "(-0.1000 ± 0.0003)" in lines[1] and "(+3.0000 ± 0.0003)" in lines[2]
-    assert "falls for Finch; it stays for Eagle; it rises for Transformer (RoPE);" in last
-    record = made_record(eagle={1024: 1.2, 32768: 1.3}, raven={1024: 1.2, 32768: 1.1}, avey={256: 2.0})
-    assert "falls for Raven; it rises for Eagle;" in positions.findings(record)[-2]
-    assert not any("Avey" in line for line in positions.findings(record))
-
-    def tunes(architecture, header, music):
-        row = {"architecture": architecture, "text": "tunes", "context": None, "document_boundaries": None}
-        return {**row, "bits": (header + music) / 2, "header": header, "music": music}
-
-    first, second, _ = positions.findings({"rows": [tunes("eagle", 2.0, 1.0), tunes("finch", 1.98, 0.9)]})
-    assert "Finch 0.900 (1.980), Eagle 1.000 (2.000)" in first
-    assert re.search(r"by -4.0% here, by -1.0% in the headers and by -10.0% in the music, as there\.$", second)
-    _, second, _ = positions.findings({"rows": [tunes("eagle", 2.0, 1.0), tunes("finch", 1.8, 0.99)]})
-    assert "-1.0% in the music, not as there." in second
-
-
-def test_smoothing_weighs_by_bytes_and_leaves_out_what_few_tunes_have(monkeypatch):
-    monkeypatch.setattr(positions, "FEWEST", 2)
-    full = 2 * positions.BIN
-    where, line = positions.smoothed({"by_position": [3.0] * 40 + [9.0], "counts": [full] * 40 + [1]})
-    assert len(where) == 40 and where[0] == (positions.BIN - 1) / 2
-    assert line[:20] == pytest.approx([3.0] * 20) and 3 < line[-1] < 3.3
-    _, line = positions.smoothed({"by_position": [1.0] * 20 + [5.0] * 20, "counts": [full] * 40})
-    assert all(a <= b + 1e-6 for a, b in itertools.pairwise(line))
-    # A step becomes the Gaussian's integral.
-    middles = (torch.arange(40) - 19.5) * positions.BIN
-    expected = 3 + 2 * torch.erf(middles / positions.SMOOTHING / math.sqrt(2))
-    assert line[10:30] == pytest.approx(expected[10:30].tolist(), abs=0.02)

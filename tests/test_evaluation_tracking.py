@@ -123,21 +123,6 @@ def parse(*options):
     return argparse.Namespace(**vars(parser.parse_args(options)), seeds=[0], device="cpu", architectures=["finch"])
 
 
-@pytest.mark.parametrize(("enough", "steps"), [(2.0, 12), (-1.0, 7)])
-def test_rows_grow_until_the_products_are_right(monkeypatch, enough, steps):
-    lengths, make_rows = [], tracking.make_rows
-
-    def spy(problem, rows, length, generator):
-        lengths.append(length)
-        return make_rows(problem, rows, length, generator)
-
-    monkeypatch.setattr(tracking, "make_rows", spy)
-    monkeypatch.setattr(tracking, "ENOUGH", enough)
-    model, taken = tracking.train(parse(*TINY, "--steps", "12"), "S3", 1, "finch", 3)
-    assert taken == steps == len(lengths) and lengths[:7] == [2, 2, 3, 4, 4, 5, 6] and set(lengths[7:]) <= {6}
-    assert not model.training
-
-
 def test_a_model_learns_what_it_can():
     """Parity of rows that are at least half as long again as those of the training; how long depends on the CPU."""
     options = ["--train-length", "12", "--length", "32", "--rows", "32", "--steps", "200", "--lr", "5e-3"]
@@ -179,52 +164,3 @@ def test_a_run_measures_each_cell_once(run, monkeypatch, tmp_path, capsys):
     assert run("--steps", "2", "--problems", "A5", "--seeds", "0")["rows"][len(cells) :] == more
     with pytest.raises(ValueError, match="was measured with steps = 2, not 3"):
         run("--steps", "3")
-
-
-def made_record(**lines):
-    """Of parity with one layer and S3 with two: by architecture, the places that are right with either seed."""
-    rows = []
-    for (problem, layers), (architecture, places) in itertools.product((("S3", 2), ("parity", 1)), lines.items()):
-        for seed, right in enumerate(places):
-            shares = [float(place < right) for place in range(16)]
-            row = {"problem": problem, "layers": layers, "architecture": architecture, "seed": seed}
-            lowest = {"goose": -0.4, "wide-goose": -0.9}.get(architecture)
-            rows.append({**row, "by_position": shares, "lowest_eigenvalue": lowest, "steps": 9, "parameters": 1234})
-    return {"rows": rows, "settings": {"train_length": 32, "length": 64}}
-
-
-def test_findings_table_and_figure_are_of_the_numbers():
-    record = made_record(finch=(2, 2), goose=(5, 16), transformer=(16, 16))
-    parity, s3, *compared, lowest = tracking.findings(record)
-    assert parity.startswith("parity, 1 layer: ") and s3.startswith("S3, 2 layers: ")
-    assert "Goose 20 and 64 (0% and 100%; 0% and 100%), Finch 8 (0%; 0%), Transformer (RoPE) 64 (100%; 100%)." in s3
-    assert parity.endswith("A guess is right in 50%.") and s3.endswith("A guess is right in 17%.")
-    assert compared == [
-        "Goose beside Finch: it follows the product farther in 2 of 2 tasks, and less far in 0.",
-        "Goose beside Transformer (RoPE): it follows the product farther in 0 of 2 tasks, and less far in 2.",
-    ]
-    assert lowest == "The lowest eigenvalue of a trained Goose is -0.400."
-    header, rows = tracking.table(record)
-    assert len(rows) == 12 and {len(row) for row in rows} == {len(header)}
-    assert rows[:3] == [
-        ["Goose", "parity", "1", "0", "20", "0.000", "0.000", "-0.400", "9", "1,234"],
-        ["Goose", "parity", "1", "1", "64", "1.000", "1.000", "-0.400", "9", "1,234"],
-        ["Finch", "parity", "1", "0", "8", "0.000", "0.000", "–", "9", "1,234"],
-    ]
-    figure = figures.draw(tracking, record)["tracking"]
-    assert [axes.get_title() for axes in figure.axes] == ["parity, 1 layer", "", "", "S3, 2 layers"]
-    goose = figure.axes[0].lines[0].get_xydata().tolist()
-    assert goose[3:6] == [[16, 1.0], [20, 1.0], [24, 0.5]] and len(goose) == 16
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--train-length", "1"), "--train-length must be at least 2, got 1"),
-        (("--length", "30"), "must be a multiple of 4 and at least --train-length .32., got 30"),
-        (("--length", "28"), "must be a multiple of 4 and at least --train-length .32., got 28"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        tracking.cells(parse(*options))

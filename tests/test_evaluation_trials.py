@@ -1,8 +1,6 @@
 """Recipes, trials and ablations, in examples/evaluation: what they change, what is measured, what is said of it."""
 
-import argparse
 import json
-import random
 import sys
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.evaluation import TASKS, ablations, baselines, figures, needle, recipes, trials
+from examples.evaluation import TASKS, ablations, baselines, needle, recipes
 from examples.evaluation.__main__ import main
 from examples.evaluation.models import make_config, make_model
 
@@ -28,39 +26,6 @@ def small(architecture, width=64, **fields):
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return model
-
-
-@pytest.mark.parametrize(
-    ("architecture", "name"),
-    [
-        (architecture, name)
-        for architecture, own in recipes.RECIPES.items()
-        for name in (*own, *([recipes.WITHOUT] if architecture in recipes.ABLATIONS else []))
-    ],
-)
-def test_a_recipe_changes_what_it_says(architecture, name):
-    recipe = recipes.find(architecture, name)
-    plain, config = (make_config(architecture, vocabulary=20, window=64, **fields) for fields in ({}, recipe.config))
-    assert all(getattr(config, field) == value for field, value in recipe.config.items())
-    differing = {field for field in plain.to_dict() if plain.to_dict()[field] != config.to_dict()[field]}
-    assert set(recipe.config) <= differing <= {*recipe.config, "extended_len"}
-    parser = argparse.ArgumentParser()
-    needle.add_settings(parser)
-    parser.set_defaults(**trials.SMALLER)
-    usual = vars(parser.parse_args([]))
-    assert all(usual[option] != value for option, value in recipe.options.items())
-    assert recipe.why and (recipe == recipes.PLAIN) == (recipe[1:] == recipes.PLAIN[1:])
-    names = [name for name, _ in make_model(config).named_parameters()]
-    assert all(any(name.endswith(f".{end}") for name in names) for end in recipe.start)
-
-
-def test_recipes_that_are_not_there_are_refused():
-    assert recipes.find("finch", "common") == recipes.PLAIN
-    with pytest.raises(ValueError, match="The recipes of finch are common, without, got 'sparse'"):
-        recipes.find("finch", "sparse")
-    assert all(recipes.find(name, recipe) for name, recipe in recipes.CHOSEN.items())
-    with pytest.raises(ValueError, match="must be one of working memory, changing decay, got 'router'"):
-        baselines.without("router", None)
 
 
 @torch.no_grad()
@@ -97,46 +62,6 @@ def test_a_finch_without_its_changing_decay_has_the_same_decays_for_all_tokens()
     assert attention.time_decay.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize(
-    ("answers", "ends"), [("whole", {0}), ("digit", {1, 2}), ("mixed", {0, 1, 2}), ("late", {0, 1, 2})]
-)
-def test_rows_end_where_the_option_says(monkeypatch, answers, ends):
-    """Counted from the end of a text with two digits: nothing is read of the digits that have a loss."""
-    made, read, make_text, make = [], [], needle.make_text, needle.make_model
-    monkeypatch.setattr(needle, "make_text", lambda *call: made.append(make_text(*call)) or made[-1])
-
-    def spying(config):
-        model = make(config)
-        model.register_forward_pre_hook(lambda _, __, named: read.append(named["input_ids"]), with_kwargs=True)
-        return model
-
-    monkeypatch.setattr(needle, "make_model", spying)
-    parser = argparse.ArgumentParser()
-    needle.add_settings(parser)
-    arguments = parser.parse_args([*TINY[:-2], "--answers", answers, "--steps", "20"])
-    arguments.device = "cpu"
-    needle.train(arguments, "transformer", recipes.PLAIN, 0)
-    rows, cut = iter(made), []
-    for batch in read:
-        for row in batch.tolist():
-            text = next(rows)
-            assert text[: len(row)] == row
-            cut.append(len(text) - len(row))
-    assert set(cut) == ends and next(rows, None) is None
-    if answers == "late":
-        assert not any(cut[: len(cut) // 2]) and all(cut[-len(cut) // 2 :])
-
-
-def test_parameters_begin_where_the_recipe_says():
-    parser = argparse.ArgumentParser()
-    needle.add_settings(parser)
-    arguments = parser.parse_args([*TINY[:-2], "--steps", "1", "--lr", "1e-9"])
-    arguments.device = "cpu"
-    model = needle.train(arguments, "raven", recipes.Recipe("faster decays", start={"dt_bias": -1.0}), 0)
-    assert all(torch.allclose(layer.attn.dt_bias, torch.tensor(-1.0)) for layer in model.model.layers)
-    assert not any(torch.allclose(layer.attn.A_log, torch.tensor(-1.0)) for layer in model.model.layers)
-
-
 def reader(**fields):
     """A small Avey with the needle's vocabulary."""
     return make_model(
@@ -154,18 +79,6 @@ def test_what_the_ranker_retrieves():
     texts = torch.tensor([[*needle_split, *other, *ask, digit] for ask in asks] + [[*other, *other, *asks[0], digit]])
     assert needle.are_retrieved(model, texts, 1).tolist() == [True, False, True]
     assert needle.are_retrieved(small("raven"), texts, 1) is None
-
-
-@torch.no_grad()
-def test_the_texts_of_the_test_are_those_of_the_recipe(monkeypatch):
-    parser = argparse.ArgumentParser()
-    needle.add_settings(parser)
-    arguments = parser.parse_args(TINY[:-2])
-    arguments.device, arguments.models = "cpu", {"avey-untied-short-0": (reader(), 1.0)}
-    asked = []
-    monkeypatch.setattr(needle, "are_right", lambda _, texts, digits: asked.append(digits) or torch.ones(len(texts)))
-    row = needle.measure(arguments, "avey", "untied-short", 0, "passkey", 64)
-    assert asked == [1] and arguments.digits == 2 and row["accuracy"] == 1.0
 
 
 @pytest.fixture
@@ -199,38 +112,6 @@ def test_trials_measure_each_recipe_and_go_on(run, monkeypatch, tmp_path):
     assert [row["seed"] for row in more] == [1, 1] and trained == [("raven", recipes.RECIPES["raven"]["sparse"], 1)]
 
 
-def made_trials(**accuracies):
-    """Of the passkey and the number: accuracies of both by recipe of Raven, length and seed."""
-    rows = []
-    for name, lengths in accuracies.items():
-        for length, seeds in lengths.items():
-            for seed, pair in enumerate(seeds):
-                for variant, right in zip(needle.VARIANTS, pair, strict=True):
-                    row = {"architecture": "raven", "recipe": name, "seed": seed, "variant": variant, "length": length}
-                    rows.append({**row, "accuracy": right, "training_seconds": 90.0, "parameters": 1234})
-    random.Random(0).shuffle(rows)
-    return {"rows": rows, "settings": {"train_length": 256}}
-
-
-def test_findings_of_trials_are_of_the_numbers():
-    record = made_trials(
-        sparse={256: [(1.0, 0.9), (0.5, 0.6)], 4096: [(0.5, 0.4), (0.2, 0.1)]}, common={256: [(1.0, 1.0)]}
-    )
-    header, rows = trials.table(record)
-    assert header[4:6] == ["right at 256", "right at 4,096"] and {len(row) for row in rows} == {len(header)}
-    assert [row[1] for row in rows] == ["common", "sparse"]
-    assert rows[0][3:] == ["1", "1.000", "–", "1.5", "1,234"]
-    assert rows[1][3:6] == ["2", "0.750 (0.550–0.950)", "0.300 (0.150–0.450)"]
-    near, far, said = trials.findings(record)
-    assert near == "Raven at 256 tokens: 100.0% with common, the best of 2 recipes; 100.0% with the common one."
-    assert far == "Raven at 4,096 tokens: 30.0% (15.0%–45.0%) with sparse, the best of 1 recipes."
-    assert "Not measured yet: no-decay, " in said
-    [axes] = figures.draw(trials, record)["trials"].axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["common", "sparse"]
-    spreads = [[*segment[:, 0]] for segment in axes.collections[0].get_segments()]
-    assert spreads == [[1.0, 1.0], pytest.approx([0.55, 0.95])]
-
-
 def test_ablations_measure_pairs_and_go_on(run, monkeypatch, tmp_path):
     options = ("--lengths", "48", "--seeds", "0", "--recall-steps", "2", "--recall-length", "64")
     record = run("ablations", *options)
@@ -251,36 +132,3 @@ def test_ablations_measure_pairs_and_go_on(run, monkeypatch, tmp_path):
     monkeypatch.setattr(needle, "train", None)
     monkeypatch.setattr(ablations.mqar, "train", None)
     assert run("ablations", *options) == record
-
-
-def made_ablations(length=256, **pairs):
-    rows = []
-    for architecture, accuracies in pairs.items():
-        for recipe, seeds in accuracies.items():
-            for seed, right in enumerate(seeds):
-                row = {"architecture": architecture, "recipe": recipe, "seed": seed, "length": length}
-                rows.append({**row, "accuracy": right, "parameters": 1234})
-    return {"rows": rows, "settings": {}}
-
-
-def test_findings_of_ablations_are_of_the_numbers():
-    record = made_ablations(
-        avey={"common": (0.9, 0.8), "without": (0.2, 0.3)},
-        raven={"without": (0.5, 0.6), "common": (0.5,)},
-        gecko={"without": (0.3,), "common": (0.2,)},
-        finch={"common": (1.0,)},
-    )
-    avey, raven, gecko, missing = ablations.findings(record)
-    assert avey.startswith("Avey at 256 tokens: 85.0% (80.0%–90.0%) of the answers are right with the ranker, 25.0%")
-    assert avey.endswith("the worst model with it is better than the best without it.")
-    assert raven.startswith("Raven at 256 tokens: 50.0% of the answers are right with the router, 55.0% (")
-    assert raven.endswith("the difference is within the spread of the seeds.")
-    assert gecko.endswith("the best model with it is worse than the worst without it, of one seed each.")
-    assert missing == "Not measured yet: Finch."
-    header, rows = ablations.table(record)
-    assert {len(row) for row in rows} == {len(header)}
-    assert [row[0] for row in rows] == ["Avey", "Raven", "Gecko"]
-    assert rows[1][4:] == ["1 and 2", "0.500", "0.550 (0.500–0.600)", "-5.0"]
-    [axes] = figures.draw(ablations, record)["ablations"].axes
-    assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.85, 0.25, 0.5, 0.55, 0.2, 0.3])
-    assert figures.draw(ablations, {"rows": record["rows"][-1:], "settings": {}}) == {}

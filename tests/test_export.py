@@ -285,14 +285,3 @@ def test_example(format, chunk, tmp_path, capsys, monkeypatch):
         with pytest.raises(SystemExit):
             run("--format=onnx", f"--chunk={chunk}")
         assert error in capsys.readouterr().err
-
-
-def test_the_example_names_the_extra_of_its_format(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr(sys, "argv", ["export_program", f"--output={tmp_path / 'out'}", "--format=onnx"])
-    for package in ("onnxscript", "onnxruntime"):
-        monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(SystemExit) as ending:
-        importlib.import_module("export_program").main()
-    assert ending.value.code == 'export_program needs onnxscript, onnxruntime: pip install "subquad[tools]"'
-    assert not (tmp_path / "out").exists()

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 from chat_cases import END, save_model
-from PIL import Image
-from visual_cases import save_visual
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from gradio_app import Conversation, Demo, Sampling, build_app, main
+from gradio_app import Conversation, Demo, Sampling, main
 
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
@@ -62,15 +60,6 @@ def test_a_conversation_is_read_once_and_can_be_taken_back(demo):
     assert ask(demo, conversation, 0, "Hi") == continuation(demo, "u: Hi|a:")
 
 
-def test_old_states_are_dropped(demo, monkeypatch):
-    conversation = Conversation()
-    ask(demo, conversation, 0, "Hi")
-    monkeypatch.setattr("gradio_app.KEPT_BYTES", 2 * conversation.sessions[1].cache.nbytes)
-    for turns in (1, 2, 3):
-        ask(demo, conversation, turns, "And?")
-    assert sorted(conversation.sessions) == [3, 4]
-
-
 def test_a_stopped_answer_is_a_part_of_the_conversation(demo):
     conversation, before = Conversation(), threading.active_count()
     answer = demo.answer(conversation, 0, "Hi", [], "", Sampling(100_000, temperature=0))
@@ -105,61 +94,8 @@ def test_errors_come_to_who_asked_and_leave_the_conversation(demo, tmp_path, mon
     assert not conversation.sessions and not demo.lock.locked()
 
 
-def test_requests_wait_for_each_other(demo, monkeypatch):
-    threads = threading.active_count()
-    with demo.lock:
-        waits = demo.text("Hi", GREEDY)
-        monkeypatch.setattr("gradio_app.WAIT", 0.3)
-        with pytest.raises(TimeoutError, match="The model is busy"):
-            list(waits)
-    assert list(demo.text("Hi", GREEDY)) and not demo.lock.locked()
-    assert threading.active_count() == threads
-    # An answer ends after some time.
-    monkeypatch.setattr(demo, "seconds", 0.0)
-    assert len(list(demo.text("Hi", GREEDY))) < 4
-
-
-def test_pictures(tmp_path):
-    model, processor = save_visual(tmp_path / "model")
-    demo, conversation = Demo(str(tmp_path / "model"), device="cpu"), Conversation()
-    assert demo.reads_images
-    images = []
-    for name in ("red", "blue"):
-        images.append(tmp_path / f"{name}.png")
-        Image.new("RGB", (40, 30), name).save(images[-1])
-    text = ""
-    for turns, colour in enumerate(images):
-        answer = ask(demo, conversation, turns, "What?", [str(colour)])
-        text += "User: <image>\nWhat?\n\nAssistant:"
-        pictures = [Image.open(file) for file in images[: turns + 1]]
-        inputs = processor(images=pictures, text=text, return_tensors="pt")
-        out = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-        assert answer == processor.decode(out[0, inputs["input_ids"].shape[1] :])
-        text += f"{answer}\n\n"
-
-
 def test_it_says_in_one_line_what_it_lacks(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     monkeypatch.setattr(sys, "argv", ["gradio_app.py"])
     with pytest.raises(SystemExit, match=r'^gradio_app.py needs gradio: pip install "subquad\[demo\]"$'):
         main()
-
-
-def test_the_page(demo):
-    pytest.importorskip("gradio", reason='the page needs gradio: pip install "subquad[demo]"')
-    from gradio_client import Client
-
-    app = build_app(demo)
-    try:
-        _, address, _ = app.launch(prevent_thread_lock=True, quiet=True, server_name="127.0.0.1")
-        client = Client(address, verbose=False)
-        settings = {"max_new_tokens": 12, "temperature": 0}
-        job = client.submit("Hi", **settings, api_name="/text")
-        text, line = job.result()
-        assert text == "Hi" + continuation(demo, "Hi") and line.startswith("The state holds 13 tokens")
-        assert len(job.outputs()) > 2
-        first, _ = client.predict("Hi", **settings, api_name="/chat")
-        second, _ = client.predict("And?", **settings, api_name="/chat")
-        assert second == continuation(demo, f"u: Hi|a:{first}{END}u: And?|a:")
-    finally:
-        app.close()

@@ -1,22 +1,18 @@
 """The inspection of slot memories: its numbers against the model's own state, its files, and what is refused."""
 
-import io
 import json
 import sys
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from byte_level_bpe import TEXT, encoder_tokenizer
-from cases import tiny_config, tiny_model
+from cases import tiny_model
 from PIL import Image
 from transformers import ByT5Tokenizer
 
 import subquad_cli as cli
 from subquad.models.raven.inspect_memory import (
     KINDS,
-    choose_layers,
     classify,
     effective_lengths,
     holdings,
@@ -24,7 +20,6 @@ from subquad.models.raven.inspect_memory import (
     save,
 )
 from subquad.models.raven.inspect_memory import _recorded as recorded
-from subquad.models.raven.inspect_memory import _strongest as strongest
 from subquad_tokenizers import ByteTokenizer
 
 
@@ -97,14 +92,6 @@ def test_holdings_equal_the_recurrence():
     assert counts[0][3] == 0 and holdings(log_f)[0, 3].abs().sum() == 0
 
 
-def test_holdings_stay_exact_behind_many_tokens():
-    """The last tokens' weights must not drown in the sums over all that came before."""
-    log_f = torch.full((20_000, 1, 1), -50.0)
-    log_f[-3:] = -1e-9
-    expected = torch.tensor([1e-9, 1e-9, 1e-9], dtype=torch.float64)
-    torch.testing.assert_close(holdings(log_f)[0, 0, -3:], expected, atol=0, rtol=1e-7)
-
-
 @each_router
 def test_the_state_is_what_the_slots_hold_of_the_tokens(router):
     model = raven(router).double()
@@ -133,23 +120,6 @@ def test_the_state_is_what_the_slots_hold_of_the_tokens(router):
             torch.testing.assert_close(rebuilt, state, atol=1e-12, rtol=1e-10)
         torch.testing.assert_close(memory.holdings, held.float())
         torch.testing.assert_close(memory.effective_lengths, effective_lengths(routing[memory.layer])[memory.head])
-
-
-def test_the_router_decides_the_lengths():
-    """Every token is in `topk` slots, in all, or in one after the other."""
-    length, slots = len(PROMPT), 12
-    lengths = {
-        router: [
-            memory.effective_lengths for memory in inspect_memory(raven(router), ByteTokenizer(), PROMPT).memories
-        ]
-        for router in ROUTERS
-    }
-    for router, topk in (("raven", 5), ("softmax", 5), ("gsa", slots)):
-        assert {int(each.sum()) for each in lengths[router]} == {topk * length}
-    assert all((each == length).all() for each in lengths["gsa"])
-    assert not any((each == each[0]).all() for each in lengths["raven"])
-    for each in lengths["swa"]:
-        assert each.tolist() == [length // slots + (slot < length % slots) for slot in range(slots)]
 
 
 def test_a_window_holds_its_last_tokens():
@@ -194,24 +164,6 @@ def test_marks(mark, expected):
     report = inspect_memory(raven(), ByteTokenizer(), PROMPT, mark=mark, heads=[0], layers=[0])
     assert report.marked.nonzero()[:, 0].tolist() == list(expected)
     assert (report.memories[0].kinds is None) == (not expected)
-
-
-def test_marks_take_whole_tokens_and_overlap():
-    tokenizer = encoder_tokenizer(vocabulary=330)
-    report = inspect_memory(tiny_model("raven", vocab_size=330), tokenizer, TEXT[:28], mark="fel t")
-    assert [report.tokens[n] for n in report.marked.nonzero()[:, 0]] == [" Eiffel", " tower"]
-    assert report.tokens[0] == "[CLS]" and not report.marked[0]
-    report = inspect_memory(raven(), ByteTokenizer(), "aaab", mark="aa")
-    assert report.marked.tolist() == [True, True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("layers", "attention", "expected"),
-    [(24, [], [0, 11, 23]), (7, [0, 1, 6], [2, 3, 5]), (2, [1], [0]), (2, [], [0, 1])],
-)
-def test_default_layers(layers, attention, expected):
-    attn = {"layers": attention, "num_heads": 3, "window_size": 9}
-    assert choose_layers(tiny_config("raven", num_hidden_layers=layers, attn=attn), None) == expected
 
 
 @pytest.mark.parametrize(
@@ -316,41 +268,6 @@ def test_the_files(directory, tmp_path, capsys):
             assert rgb in colours[figure], (kind, figure)
 
 
-def test_a_long_text_without_marks(tmp_path, monkeypatch, capsys):
-    """More tokens than columns, and more slots than can be numbered; `$` and characters that no font has."""
-    monkeypatch.setattr("subquad.models.raven.inspect_memory.MAX_COLUMNS", 100)
-    report = inspect_memory(raven(num_slots=40), ByteTokenizer(), "long " * 50, layers=[0], heads=[0])
-    assert save(report, tmp_path) == ["effective_lengths.png", "layer00-head00.png", "memory.json"]
-    numbers = json.loads((tmp_path / "memory.json").read_text())
-    assert numbers["marks"] == numbers["marked"] == [] and numbers["memories"][0]["kinds"] is None
-    assert report.table().endswith("  -")
-    strange = inspect_memory(raven(), ByteTokenizer(), "$\\frac$ \x07\n\t", mark="$", layers=[0], heads=[0])
-    strange.tokens[0] = "東"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        save(strange, tmp_path, force=True)
-
-
-def test_the_largest_of_each_column_is_shown():
-    x = torch.tensor([[0.0, 3.0, 1.0, 2.0, 5.0], [0.5, 0.0, 0.0, 0.0, 0.0]])
-    assert strongest(x, 2).tolist() == [[3.0, 2.0, 5.0], [0.5, 0.0, 0.0]]
-    assert torch.equal(strongest(x, 1), x)
-
-
-def test_force(directory, tmp_path, capsys, monkeypatch):
-    arguments = [PROMPT, "--model", directory, "--out", tmp_path, "--layers", "2", "--heads", "1"]
-    assert run(*arguments) == 0
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with monkeypatch.context() as patch:
-        patch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
-        line = refused(capsys, 2, *arguments, "--mark", "1378")
-    assert line == f"{tmp_path / 'effective_lengths.png'} exists already; --force replaces it."
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert run(*arguments, "--mark", "1378", "--force") == 0
-    assert before.keys() == set(tmp_path.iterdir())
-    assert all(path.read_bytes() != before[path] for path in before if path.name != "effective_lengths.png")
-
-
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_failure_leaves_nothing(exists, directory, tmp_path, capsys, monkeypatch):
     out = tmp_path / "new" / "out"
@@ -364,15 +281,6 @@ def test_a_failure_leaves_nothing(exists, directory, tmp_path, capsys, monkeypat
 
 
 # --- the command ---
-
-
-def test_standard_input(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
-    options = ["--layers", "all", "--heads", "0", "--dtype", "bfloat16", "--device", "cpu"]
-    assert run("-", "--model", directory, "--out", tmp_path, *options) == 0
-    numbers = json.loads((tmp_path / "memory.json").read_text())
-    assert "".join(numbers["tokens"]) == "from a pipe\n"
-    assert [(memory["layer"], memory["head"]) for memory in numbers["memories"]] == [(0, 0), (2, 0)]
 
 
 @pytest.mark.parametrize(

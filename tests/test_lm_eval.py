@@ -104,22 +104,6 @@ def test_scores(model_type, batch_size, task_manager):
 
 @pytest.mark.quick_cases("rwkv6", "avey")
 @each_causal
-def test_batches_of_the_harness(model_type):
-    """Answers to questions that are padded on the left, and scores of texts, are those of one text at a time."""
-    model = tiny_model(model_type, vocab_size=128)
-    texts = ["X:1\n", "A|dAF AGF|" * 4, "T:x", "K:D\nabc "]
-    options = {"do_sample": False, "max_gen_toks": NEW_TOKENS, "until": []}
-    asked = [Instance("generate_until", {}, (text, options), n) for n, text in enumerate(texts)]
-    scored = [Instance("loglikelihood", {}, (text, "def|"), n) for n, text in enumerate(texts)]
-    padded, alone = (HFLM(model, tokenizer=ByteTokenizer(padding_side="left"), batch_size=n) for n in (ROWS, 1))
-    assert padded.generate_until(asked) == alone.generate_until(asked)
-    if not CASES[model_type].splits:  # for which the padding on the right, without a mask, is a part of the text
-        for found, expected in zip(padded.loglikelihood(scored), alone.loglikelihood(scored), strict=True):
-            assert found == (pytest.approx(expected[0], abs=1e-3), expected[1])
-
-
-@pytest.mark.quick_cases("rwkv6", "avey")
-@each_causal
 def test_scores_with_states(model_type, task_manager, monkeypatch):
     """The model class of with_states.py gives the scores of the harness's own, and reads far fewer tokens."""
     monkeypatch.syspath_prepend(TASKS)
@@ -150,30 +134,6 @@ def test_scores_with_states(model_type, task_manager, monkeypatch):
         else:
             assert response == (other if isinstance(other, str) else pytest.approx(other, abs=1e-3))
     assert read < 0.8 * whole
-
-
-@each_causal
-def test_texts_longer_than_in_training(model_type):
-    """By default each piece of a text begins anew; with `max_length`, one pass reads it all."""
-    fields = CASES[model_type].context
-    model = tiny_model(model_type, vocab_size=128, **fields)
-    text = "".join(chr(n) for n in torch.randint(32, 127, (2500,), generator=torch.Generator().manual_seed(0)))
-    ids = TOKENIZER(text).input_ids
-
-    def rolling(**options):
-        lm = HFLM(model, tokenizer=TOKENIZER, **options)
-        return lm.max_length, *lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
-
-    length, found = rolling()
-    assert length == (1024 if fields else 2048)
-    expected = log_likelihood(model, [0, *ids[:length]], length)
-    for start in range(length, len(ids), length):
-        stop = min(start + length, len(ids))  # the last piece begins with tokens that were scored before
-        expected += log_likelihood(model, ids[stop - length - 1 : stop], stop - start)
-    assert found == pytest.approx(expected, rel=1e-6)
-    length, found = rolling(max_length=65536)
-    assert length == 65536
-    assert found == pytest.approx(log_likelihood(model, [0, *ids], len(ids)), rel=1e-6)
 
 
 @pytest.mark.fast

@@ -146,33 +146,6 @@ def test_repeats_and_endings_are_played(body, played):
     assert all(start + length == following for (start, length, _), (following, *_) in pairwise(notes))
 
 
-def test_a_bar_is_as_long_as_it_is_written():
-    """Models write bars that the metre does not allow: nothing is moved, filled up or left out."""
-    text = tune("ABcd efga bc'|A4|A2B2 c7|(3ABc d|", key="G")
-    notes = (
-        "A4 B4 C5 D5 E5 F#5 G5 A5 B5 C6".replace(" ", ":1/2 ")
-        + ":1/2 A4:2 A4:1 B4:1 C5:7/2 A4:1/3 B4:1/3 C5:1/3 D5:1/2"
-    )
-    assert heard(music.to_midi(music.read_tune(text))) == expected(notes)
-    root = drawn(text)
-    assert (count(root, "measure"), count(root, "note"), count(root, "rest")) == (4, 18, 0)
-
-
-def test_the_score_shows_what_is_written(capfd):
-    body = "G|:ABc d>e|(3fga [Ace]3 e-|1 e-d z2 ^c4:|2 _B2 =c6||"
-    root = drawn(tune(body, metre="9/8", key="D"))
-    signs = {"note": 18, "measure": 5, "rest": 1, "chord": 1, "tuplet": 1, "ending": 2, "accid": 3, "tie": 1}
-    assert {name: count(root, name) for name in signs} == signs
-    assert "Tune" in "".join(root.itertext())
-    assert capfd.readouterr().err == ""  # verovio would complain of ties between different pitches
-
-
-def test_a_long_tune_is_one_picture():
-    bars = 90  # more than a page of paper
-    root = drawn(tune("ABcd efga|" * bars).replace("T:Tune\n", ""))
-    assert (count(root, "measure"), count(root, "note")) == (bars, 8 * bars)
-
-
 @pytest.mark.fast
 @pytest.mark.parametrize(
     "text",

@@ -127,32 +127,6 @@ def test_conversations(generator, model_type):
     assert result["generated_text"] == [*chats[0], {"role": "assistant", "content": "Because" + rest}]
 
 
-@each_causal
-@pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_text_classification(load, model_type, padding_side):
-    pipe, model = load("text-classification", model_type, "AutoModelForSequenceClassification", num_labels=3)
-    pipe.tokenizer.padding_side = padding_side
-    for size in (1, 3):
-        for text, result in zip(TEXTS, pipe(TEXTS, batch_size=size, top_k=None), strict=True):
-            expected = model(**pipe.tokenizer(text, return_tensors="pt")).logits.softmax(-1)[0].tolist()
-            scores = {entry["label"]: entry["score"] for entry in result}
-            assert [scores[f"LABEL_{n}"] for n in range(3)] == pytest.approx(expected, abs=1e-5)
-    assert len({round(result["score"], 4) for result in pipe(TEXTS)}) == len(TEXTS)  # the text has a say
-
-
-@each_causal
-@pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_feature_extraction(load, model_type, padding_side):
-    pipe, model = load("feature-extraction", model_type, "AutoModel")
-    pipe.tokenizer.padding_side = padding_side
-    for size in (1, 3):
-        for text, result in zip(TEXTS, pipe(TEXTS, batch_size=size, return_tensors=True), strict=True):
-            expected = model(**pipe.tokenizer(text, return_tensors="pt")).last_hidden_state
-            # transformers leaves the padding where it is.
-            result = result[:, -len(text) :] if padding_side == "left" else result[:, : len(text)]
-            torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
-
-
 def test_a_self_contained_repository(generator, tmp_path):
     """test_hub.py has the others, without this package."""
     pipe, _ = generator("raven")

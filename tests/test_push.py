@@ -422,12 +422,6 @@ def test_a_hub_that_cannot_be_reached(server, directory, capsys):
     assert run(capsys, directory, "user/finch", code=1).startswith(f"the connection to {server.url} failed: ")
 
 
-def test_the_help_shows_how(capsys):
-    out = run(capsys, "--help")
-    for word in ("--private", "--revision BRANCH", "--create-pr", "--message TEXT", "hf auth login", "examples:"):
-        assert word in out
-
-
 @pytest.mark.parametrize("processor_first", [True, False])
 def test_a_model_and_its_processor(server, tmp_path, processor_first):
     """Pushed one after the other, they give the repository of `subquad push`, apart from the card."""

@@ -17,58 +17,7 @@ from subquad import embedded_model
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import train_visual_rwkv as script
-from visual_shapes import COLOURS, KINDS, SHAPES, VisualShapes, accuracy, chance
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("size", [56, 112])
-def test_pictures_show_what_is_asked(size):
-    areas = set()
-    for example in VisualShapes(300, seed=3, size=size):
-        things, question, answer = example.things, example.question, example.answer
-        pixels = {colour: count for count, colour in example.image.getcolors()}
-        assert example.image.size == (size, size) and 1 <= len(things) <= 4
-        assert pixels.keys() & set(COLOURS.values()) == {COLOURS[thing.colour] for thing in things}
-        assert all(example.image.getpixel((thing.x, thing.y)) == COLOURS[thing.colour] for thing in things)
-        assert all(f"{thing.colour} {thing.shape}" in example.description for thing in things)
-        if len(things) == 1 and things[0].radius == size // 8:
-            areas.add((things[0].shape, pixels[COLOURS[things[0].colour]]))
-        named = [thing for thing in things if thing.shape in question or thing.colour in question]
-        if example.kind == "count":
-            assert answer == str(len(things) if "shapes" in question else len(named))
-            continue
-        (thing,) = named  # no question has two answers
-        assert answer == {"shape": thing.shape, "colour": thing.colour}[example.kind]
-    # Each shape has an area of its own.
-    assert len(areas) == len({shape for shape, _ in areas}) == len({area for _, area in areas}) == len(SHAPES)
-
-
-def test_held_out_pictures_are_none_to_train_on():
-    training = [example for seed in range(3) for example in VisualShapes(600, seed)]
-    held_out = list(VisualShapes(200, 0, held_out=True))
-    pictures = [{example.image.tobytes() for example in examples} for examples in (training, held_out)]
-    assert not pictures[0] & pictures[1]
-    assert len(pictures[0]) > 1790 and len(pictures[1]) > 198  # nor do seeds repeat each other's
-    again = VisualShapes(200, 0, held_out=True)
-    assert all(again[i] == held_out[i] for i in (0, 150, 7))  # in any order
-    assert len(again) == 200 and again[199] != VisualShapes(200, 1, held_out=True)[199]
-    # All questions about held-out pictures are asked about others, too, and no kind is rare or has one answer.
-    assert {example.question for example in held_out} <= {example.question for example in training}
-    kinds = Counter(example.kind for example in training)
-    assert set(kinds) == set(KINDS) and min(kinds.values()) > len(training) / 8
-    assert 0.25 < chance(training, held_out)["all"] < 0.45
-
-
-def test_chance():
-    def ask(kind, question, answer):
-        return SimpleNamespace(kind=kind, question=question, answer=answer)
-
-    training = [ask("count", "circles?", answer) for answer in "0110"] + [ask("count", "circles?", "1")]
-    training += [ask("count", "squares?", "0"), ask("shape", "red?", "circle")]
-    held_out = [ask("count", "circles?", answer) for answer in "1012"] + [ask("count", "squares?", "0")]
-    held_out += [ask("shape", "red?", "square"), ask("shape", "blue?", "circle")]
-    assert chance(training, held_out) == {"shape": 0.0, "count": 3 / 5, "all": 3 / 7}
-    assert accuracy(held_out[:2], ["1", "1"]) == {"count": 0.5, "all": 0.5}
+from visual_shapes import COLOURS, SHAPES, VisualShapes, chance
 
 
 def run(monkeypatch, capsys, *arguments):

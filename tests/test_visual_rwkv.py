@@ -275,19 +275,6 @@ def test_crop_behind_images(generation):
 
 
 @each_generation
-def test_greedy_is_the_arg_max(generation):
-    model = tiny_visual_model(generation)
-    for row in (Row(3, "image", 2), Row("image", "image")):
-        inputs = row.inputs(model)
-        out = model.generate(**inputs, max_new_tokens=5, **GREEDY)
-        assert torch.equal(out[:, :-5], inputs["input_ids"])
-        tokens = out[0, -5:].tolist()
-        with torch.no_grad():
-            logits = reference(model, row, tokens)[-6:-1, :IMAGE]  # a placeholder is never generated
-        assert logits.argmax(-1).tolist() == tokens
-
-
-@each_generation
 def test_placeholders_are_not_generated(generation):
     model, row = tiny_visual_model(generation), Row(2, "image", 2)
     with torch.no_grad():
@@ -320,25 +307,6 @@ def test_generation_of_mixed_rows(generation, side):
         assert calls == [5 * options.get("num_beams", 1)]  # with the prompt alone
         if side == "left":  # without a cache, the padding would come to stand within the texts
             assert torch.equal(model.generate(**inputs, use_cache=False, **options)[:, -length:], out)
-
-
-@each_generation
-def test_several_sequences_a_row(generation):
-    model, rows = tiny_visual_model(generation), mixed_rows()[:3]
-    inputs, each_twice = batch(model, *rows), batch(model, *(row for row in rows for _ in range(2)))
-    options = {**GREEDY, "do_sample": True, "top_k": 0, "max_new_tokens": 6}
-    outs = []
-    for given in (
-        {**inputs, "num_return_sequences": 2},
-        {**inputs, "num_return_sequences": 2, "use_cache": False},
-        each_twice,
-    ):
-        torch.manual_seed(0)
-        outs.append(model.generate(**given, **options))
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-    assert not torch.equal(outs[0][::2], outs[0][1::2])
-    beams = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6, **GREEDY}
-    assert torch.equal(model.generate(**inputs, **beams), model.generate(**inputs, use_cache=False, **beams))
 
 
 @each_generation
@@ -418,32 +386,6 @@ def test_chunks_of_a_prompt_with_images_are_refused(generation):
 
 def labels_of(model, ids):
     return ids.masked_fill((ids == IMAGE) | (ids == 0), -100)
-
-
-@each_generation
-def test_training_with_a_frozen_tower(generation):
-    model = tiny_visual_model(generation).train()
-    model.model.vit.requires_grad_(False)
-    inputs = batch(model, *mixed_rows())
-    labels = labels_of(model, inputs["input_ids"])
-
-    def grads():
-        model.zero_grad()
-        out = model(**inputs, labels=labels)
-        out.loss.backward()
-        return out.loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    loss, expected = grads()
-    logits = model(**inputs).logits
-    predicted = labels[:, 1:].where(inputs["attention_mask"][:, :-1].cumsum(1) > 0, -100)
-    assert torch.isclose(loss, torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), predicted.flatten()))
-    assert set(expected) == {name for name, _ in model.named_parameters() if ".vit." not in name}
-    assert all(grad.any() for grad in expected.values())
-    for use_reentrant in (False, True):
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        model.enable_input_require_grads()
-        torch.testing.assert_close(grads(), (loss, expected), **TOLERANCE)
-        model.gradient_checkpointing_disable()
 
 
 @each_generation
@@ -577,46 +519,7 @@ def test_another_text_model_is_refused():
             VisualRwkvConfig(text_config=text)
 
 
-@each_generation
-def test_foreign_caches(generation):
-    model, row = tiny_visual_model(generation), Row(2, "image")
-    other = tiny_visual_model("rwkv6" if generation == "rwkv5" else "rwkv5")
-    with torch.no_grad():
-        cache = other(**row.inputs(other)).cache
-        with images_read(model) as calls, pytest.raises(ValueError, match="`cache` is the cache of another"):
-            model(**row.inputs(model), cache=cache)
-        assert not calls
-
-
 # What transformers asks of every class.
-
-
-@each_generation
-def test_outputs(generation):
-    model, row = tiny_visual_model(generation, reading_order="alternate"), Row(2, "image", 3)
-    inputs = row.inputs(model)
-    with torch.no_grad():
-        out = model(**inputs, output_hidden_states=True)
-        assert len(out.hidden_states) == 5 and {x.shape for x in out.hidden_states} == {(1, 22, 48)}
-        # What goes into the blocks: the text's embeddings, and the features in the places of the placeholders.
-        embeds = model.get_input_embeddings()(inputs["input_ids"])[0]
-        features = model.get_image_features(inputs["pixel_values"]).pooler_output
-        torch.testing.assert_close(out.hidden_states[0][0], torch.cat((embeds[:2], features[0], embeds[-3:])))
-        torch.testing.assert_close(model.head(out.hidden_states[-1]), out.logits)
-        for kept in (1, 4, torch.tensor([0, 9, 21])):
-            expected = out.logits[:, kept] if isinstance(kept, torch.Tensor) else out.logits[:, -kept:]
-            torch.testing.assert_close(model(**inputs, logits_to_keep=kept).logits, expected, **TOLERANCE)
-        as_tuple = model(**inputs, output_hidden_states=True, return_dict=False)
-        assert type(as_tuple) is tuple
-        torch.testing.assert_close(as_tuple[0], out.logits)
-        assert model(**inputs, use_cache=False).cache is None
-        model.config.use_cache = False
-        assert model(**inputs).cache is None and not model.config.text_config.use_cache
-        model.config.use_cache = True
-        assert model.train()(**inputs).cache is None
-        # No images at all are none.
-        text = model.eval()(torch.tensor([[1, 2]])).logits
-        torch.testing.assert_close(model(torch.tensor([[1, 2]]), pixel_values=TWO[:0]).logits, text)
 
 
 @each_generation

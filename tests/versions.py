@@ -49,12 +49,11 @@ RECORDED = (
 
 # What pytest is given for each part, within `tests`.
 PARTS = {
-    "contract": ["test_contract.py"],
-    "conformance": ["test_conformance.py", "test_common.py"],
+    "contract": ["contract"],
     "generation": ["test_decoding_step.py", "test_prefix_cache.py", "test_states.py", "test_embedded_model.py"],
     "static-cache": ["test_static_cache.py"],
     "training": ["test_training.py"],
-    "compile": ["test_contract.py", "test_state_tuning.py", "models", "-k", "compiled", "-m", "not slow"],
+    "compile": ["contract/test_compiled.py", "test_state_tuning.py", "models", "-k", "compiled", "-m", "not slow"],
     "repositories": ["test_hub.py", "test_merging.py", "test_push.py", "-m", "not slow"],
     "tokenizers": ["tokenizers"],
     "peft": ["test_adapters.py", "test_state_tuning.py"],
@@ -62,7 +61,7 @@ PARTS = {
     "kernels": ["kernels/test_operator_contract.py"],
 }
 # The parts whose tests that are marked as fast run with packages that are laid over those of an environment.
-QUICK = ("contract", "conformance", "generation", "repositories", "tokenizers")
+QUICK = ("contract", "generation", "repositories", "tokenizers")
 
 
 def lower_bounds(*lists: str) -> dict[str, str]:

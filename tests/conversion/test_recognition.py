@@ -201,17 +201,6 @@ def test_code_in_a_file_is_not_run(archive, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3, 4, 100, 0.3, 0.6, 0.9, 0.999])
-def test_a_truncated_file(kept, tmp_path):
-    source = tmp_path / "model.pth"
-    write_trainer_file(source, "rwkv6", heads=1, intermediate=64)
-    whole = source.read_bytes()
-    source.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
-    with pytest.raises(ConversionError, match=r"model\.pth"):
-        convert(source, tmp_path / "out", progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
-
-
 def test_an_archive_that_cannot_be_mapped_is_read_whole(tmp_path):
     tensors = trainer_tensors("rwkv5")
     torch.save(tensors, tmp_path / "old.pth", _use_new_zipfile_serialization=False)

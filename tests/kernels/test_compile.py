@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from assembly import unwritten_registers
 from kernel_cases import TRITON
 
 import subquad
@@ -100,25 +99,6 @@ def test_what_the_tests_launch_is_not_misread(tmp_path):
     assert not [key for key, used in found.items() if used["misread"] or used["refused"]]
 
 
-def test_registers_that_are_never_written():
-    """Of the machine code that ptxas 12.8 made of the slot memory, with and without the mistake."""
-    code = """
-        /*1090*/                   USHF.R.U32.HI UR24, URZ, 0x4, UR6 ;
-        /*12d0*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
-        /*2490*/                   HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR12].tnspB, R24 ;
-        /*24a0*/                   UIADD3 UR4, UP0, UR7, 0x20, URZ ;
-        /*24f0*/              @!UP0 UIADD3.64 UR14, UR10, 0x20, URZ ;
-    """
-    assert unwritten_registers(code) == {f"UR{n}" for n in (6, 7, 8, 9, 10, 11)}
-    written = """
-        /*0010*/                   ULDC.64 UR6, c[0x0][0x208] ;
-        /*0020*/                   UMOV UR8, UR24 ;
-        /*0030*/                   UMOV UR9, 0x40000040 ;
-        /*0040*/                   ULDC.64 UR10, c[0x0][0x218] ;
-    """
-    assert unwritten_registers(written + code) == set()
-
-
 def test_budgets_are_what_the_gpus_have():
     for (target, kernel, precision), allowed in budgets().items():
         assert allowed["shared"] <= SHARED[target] * 1024, (target, kernel, precision)
@@ -136,22 +116,3 @@ def test_what_older_versions_of_triton_refuse_is_not_written():
             if isinstance(node, ast.For) and isinstance(node.target, ast.Name):
                 names = [x for statement in node.body for x in ast.walk(statement) if isinstance(x, ast.Name)]
                 assert not any(x.id == node.target.id and isinstance(x.ctx, ast.Store) for x in names), here
-
-
-@pytest.mark.thorough
-@TRITON
-def test_table_of_modelled_times(tmp_path):
-    """One kernel reads and writes everything once, which takes as long as the floor."""
-    table = tmp_path / "measured.csv"
-    table.write_text(
-        "what,implementation,batch,heads,size,length,dtype,milliseconds\n"
-        "group_norm_gate forward,subquad,8,32,64,4096,bfloat16,0.18057\n"
-    )
-    text = printed("model_kernels.py", tmp_path, "--operators", "group_norm_gate", "--measured", table)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    (row,) = [row for row in rows if row[:2] == ["group_norm_gate forward of 64", "8 x 4096"]]
-    launches, modelled, floor, measured, registers = row[2:7]
-    assert (launches, measured) == ("1 (0)", "0.181")
-    assert float(modelled) == pytest.approx(float(floor), rel=0.01)
-    allowed = budgets()["sm_90", "group_norm_gate._forward_kernel", "half"]
-    assert int(registers) == allowed["registers"]

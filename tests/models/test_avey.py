@@ -94,35 +94,6 @@ def test_published_logits(golden):
     torch.testing.assert_close(base(ids).last_hidden_state @ base.wte.weight.T, expected, atol=1e-4, rtol=0)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("pieces", [(40, 35), (8,) * 9 + (3,), (16, 1, 1, 1, 1, 1, 1, 1, 1, 51)])
-def test_published_logits_with_a_cache(golden, pieces):
-    """A token's logits are the published ones once the call that reads it ends where its split does, or the text."""
-    path, ids, expected = golden
-    model = AutoModelForCausalLM.from_pretrained(path)
-    cache, start, size = model.new_cache(), 0, model.config.chunk_size
-    for piece in pieces:
-        stop = start + piece
-        logits = model(ids[:, start:stop], cache=cache).logits
-        whole = stop if stop in (ids.shape[1],) else max(start, stop // size * size)
-        torch.testing.assert_close(logits[:, : whole - start], expected[:, start:whole], atol=1e-4, rtol=0)
-        if stop % size == 0 or stop == ids.shape[1]:
-            torch.testing.assert_close(logits, expected[:, start:stop], atol=1e-4, rtol=0)
-        start = stop
-
-
-@torch.no_grad()
-def test_published_logits_token_by_token(golden):
-    path, ids, expected = golden
-    model = AutoModelForCausalLM.from_pretrained(path)
-    cache = model.new_cache()
-    for t in range(ids.shape[1]):
-        logits = model(ids[:, t : t + 1], cache=cache).logits[:, 0]
-        torch.testing.assert_close(logits, model(ids[:, : t + 1]).logits[:, -1], atol=1e-4, rtol=0)
-        if (t + 1) % model.config.chunk_size == 0 or t + 1 == ids.shape[1]:
-            torch.testing.assert_close(logits, expected[:, t], atol=1e-4, rtol=0)
-
-
 def test_initialisation():
     torch.manual_seed(0)
     model = AveyForCausalLM(tiny_config("avey", d_embed=64, chunk_size=32))

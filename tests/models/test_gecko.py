@@ -295,22 +295,6 @@ def test_documents(begins):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("chunk_size", [1, 3, 4, 40])
-def test_documents_in_pieces(chunk_size):
-    model, ids = tiny_model("gecko", **ONE | {"chunk_size": chunk_size}), texts()
-    whole = model(ids)
-    for seed in range(3):
-        logits, cache = read(model, ids, pieces(31, seed))
-        torch.testing.assert_close(logits, whole.logits, **TOLERANCE)
-        assert_same_texts(cache, whole.cache)
-    cache = model.new_cache()
-    for t in range(31):  # and the states of texts that end anywhere
-        logits = model(ids[:, t : t + 1], cache=cache).logits
-        torch.testing.assert_close(logits, whole.logits[:, t : t + 1], **TOLERANCE)
-        assert_same_texts(cache, model(ids[:, : t + 1]).cache)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("fields", [{}, {"scale_emb": True}, {"document_boundaries": False}, {"bos_token_id": None}])
 def test_documents_in_embeddings(fields):
     model, ids = tiny_model("gecko", **ONE | fields), texts()
@@ -325,32 +309,6 @@ def test_documents_in_embeddings(fields):
     embeds[..., 0] += 1e-3
     one = tiny_model("gecko", **ONE | fields | {"document_boundaries": False})
     torch.testing.assert_close(model(inputs_embeds=embeds).logits, one(inputs_embeds=embeds).logits)
-
-
-@torch.no_grad()
-def test_documents_that_are_packed():
-    model = tiny_model("gecko", **SMALL)
-    # A border before a begin token, before another token, in the place of a chunk's border and elsewhere.
-    documents = [text([0, 5], 9), text([3, 4, 12], 19, seed=1), text([0], 1, seed=2), text([10], 16, seed=3)]
-    packed, lengths = torch.cat(documents, 1), [document.shape[1] for document in documents]
-    borders = torch.tensor([0, *itertools.accumulate(lengths)])
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    alone = [model(document) for document in documents]
-    expected = torch.cat([out.logits for out in alone], 1)
-    for way in ({"cu_seqlens": borders}, {"position_ids": positions}):
-        out = model(packed, **way)
-        torch.testing.assert_close(out.logits, expected, **TOLERANCE)
-        assert_same_states(out.cache, alone[-1].cache)
-        # The first continues a text, the last is continued.
-        before = text([2, 9], 13, seed=4)
-        cache = model(before).cache
-        out = model(packed, cache=cache, **way).logits
-        whole = model(torch.cat((before, documents[0]), 1)).logits[:, 13:]
-        torch.testing.assert_close(out, torch.cat((whole, expected[:, 9:]), 1), **TOLERANCE)
-        more = text([1, 7], 11, seed=5)
-        whole = model(torch.cat((documents[-1], more), 1))
-        torch.testing.assert_close(read(model, more, (1, 1, 4, 5), cache)[0], whole.logits[:, 16:], **TOLERANCE)
-        assert_same_states(cache, whole.cache)
 
 
 @torch.no_grad()
@@ -373,22 +331,6 @@ def test_documents_in_padded_rows(side):
     for n, row in enumerate(rows):
         alone = model.generate(row[None], attention_mask=torch.ones_like(row[None]), **options)
         assert generated[n].tolist() == alone[0, len(row) :].tolist()
-
-
-@torch.no_grad()
-def test_padding_between_calls():
-    # Padding in every call, of another length in each row, and a row that is padding alone.
-    model, whole = tiny_model("gecko", **SMALL), [[], [], []]
-    cache, generator = model.new_cache(), torch.Generator().manual_seed(0)
-    for call in range(7):
-        lengths = torch.randint(0, 9, (3,), generator=generator).tolist()
-        rows = [text([n // 2] if n > 3 else [], n, seed=call)[0] for n in lengths]
-        ids, mask = padded(rows, ("left", "right", "anywhere")[call % 3], 7)
-        logits = model(ids, attention_mask=mask, cache=cache).logits
-        for n, row in enumerate(rows):
-            whole[n].extend(row.tolist())
-            expected = model(torch.tensor([whole[n]])).logits[0, -len(row) :] if len(row) else logits[n][:0]
-            torch.testing.assert_close(logits[n][mask[n] == 1], expected, **TOLERANCE)
 
 
 @torch.no_grad()

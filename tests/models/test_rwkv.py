@@ -244,3 +244,38 @@ def test_one_head_size_for_two_spellings(model_type):
     assert (by_heads.head_size, by_heads.num_attention_heads) == (16, 3)
     assert by_heads.head_dim == 16
     assert tiny_config(model_type, context_length=77).max_position_embeddings == 77
+
+
+@each_rwkv
+def test_arguments_of_from_pretrained(model_type, tmp_path):
+    model, ids = tiny_model(model_type), random_ids(1, 9)
+    model.save_pretrained(tmp_path, variant="fp16")
+    config = tiny_config(model_type, num_attention_heads=6, head_size=8, max_position_embeddings=5)
+    before = config.to_dict()
+    loaded = type(model).from_pretrained(tmp_path, variant="fp16", config=config)
+    assert config.to_dict() == before
+    assert (loaded.config.head_size, loaded.config.context_length) == (16, 5)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+    loaded = type(model).from_pretrained(tmp_path, variant="fp16", max_position_embeddings=9, dtype="bfloat16")
+    assert (loaded.config.context_length, loaded.dtype) == (9, torch.bfloat16)
+    loaded = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+@each_rwkv
+def test_hidden_states_are_what_the_blocks_make(model_type):
+    model, ids = tiny_model(model_type), random_ids(1, 9)
+    seen = []
+    hooks = [block.register_forward_hook(lambda _m, _i, out: seen.append(out)) for block in model.rwkv.blocks]
+    out = model(ids, output_hidden_states=True)
+    for hook in hooks:
+        hook.remove()
+    expected = [model.get_input_embeddings()(ids), *seen[:-1], model.rwkv.ln_out(seen[-1])]
+    torch.testing.assert_close(out.hidden_states, tuple(expected))
+
+
+@each_rwkv
+def test_sizes_are_not_read_from_packed_weights(model_type):
+    config = tiny_config(model_type)
+    config.set_sizes_from_shapes({"rwkv.blocks.0.feed_forward.key.weight": (1536, 1)})
+    assert config.intermediate_size == 64

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CASES, GOOSE, random_ids, tiny_config, tiny_model
+from cases import GOOSE, random_ids, tiny_config, tiny_model
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -298,31 +298,3 @@ def test_decays_stay_above_their_floor():
     cache = model(ids[:, :150], use_cache=True).cache
     torch.testing.assert_close(model(ids[:, 150:], cache=cache).logits, whole.logits[:, 150:], atol=1e-4, rtol=1e-4)
     assert math.exp(-math.exp(-0.5)) == pytest.approx(0.545239, abs=1e-6)
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300])
-def test_padding_packing_and_splitting_at_many_lengths(length):
-    case, other = CASES["rwkv7"], 37
-    model = case.model(num_hidden_layers=2)
-    texts = case.ids(1, length), case.ids(1, other, seed=1)
-    with torch.no_grad():
-        alone = [model(ids).logits[0] for ids in texts]
-        width = max(length, other) + 2
-        for side in ("left", "right"):
-            ids, mask = torch.zeros(2, width, dtype=torch.long), torch.zeros(2, width, dtype=torch.long)
-            for row, text in enumerate(texts):
-                at = slice(width - text.shape[1], None) if side == "left" else slice(text.shape[1])
-                ids[row, at], mask[row, at] = text[0], 1
-            out = model(ids, attention_mask=mask, use_cache=True)
-            step = model(ids[:, :1], cache=out.cache).logits[:, 0]
-            for row, text in enumerate(texts):
-                torch.testing.assert_close(out.logits[row][mask[row] == 1], alone[row], atol=1e-4, rtol=1e-4)
-                longer = model(torch.cat((text, ids[row : row + 1, :1]), 1)).logits[0, -1]
-                torch.testing.assert_close(step[row], longer, atol=1e-4, rtol=1e-4)
-        bounds = torch.tensor([0, length, length + other])
-        packed = model(torch.cat(texts, 1), cu_seqlens=bounds).logits[0]
-        torch.testing.assert_close(packed, torch.cat(alone), atol=1e-4, rtol=1e-4)
-        for first in {1, length // 2, length - 1} - {0, length}:
-            cache = model(texts[0][:, :first], use_cache=True).cache
-            rest = model(texts[0][:, first:], cache=cache).logits[0]
-            torch.testing.assert_close(rest, alone[0][first:], atol=1e-4, rtol=1e-4)

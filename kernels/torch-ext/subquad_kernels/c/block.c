@@ -6,7 +6,7 @@
 
 #include "steps.c"
 
-/* As in block_step.py. */
+/* As in fused_blocks.py. */
 #define MOST_RANKS 1024
 
 /* A weight (outputs, inputs), in a dtype or, with scales, in 8 or 4 bits as in integers.c. */
