@@ -436,17 +436,19 @@ def decode_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) 
     @torch.no_grad()
     def of_ours(batch, length, static):
         start = max(length - total, 1)
-        cache, step, token = ours.model.new_cache(static, length), ours.model, ours.ids(batch, 1)
+        cache, token = ours.model.new_cache(static, length), ours.ids(batch, 1)
         read(ours, cache, batch, start)
+        step = ours.model.decoding_step(cache)
         compiled = static and options.compiles
         if compiled:  # as `generate(cache_implementation="static")` does it
             torch.compiler.reset()
-            step = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
+            model = torch.compile(ours.model, mode="reduce-overhead", fullgraph=True, dynamic=False)
 
         def call(t):
-            if compiled:
-                torch.compiler.cudagraph_mark_step_begin()
-            return step(input_ids=token, cache=cache, logits_to_keep=1).logits
+            if not compiled:
+                return step(token)
+            torch.compiler.cudagraph_mark_step_begin()
+            return model(input_ids=token, cache=cache, logits_to_keep=1).logits
 
         return timed(call, batch) | state_note(cache)
 

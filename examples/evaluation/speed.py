@@ -163,9 +163,13 @@ def measure_here(
         return measured
     cache = read().past_key_values
     measured["state_kibibytes"] = state_kibibytes(cache)
+    step = model.decoding_step(cache) if hasattr(model, "decoding_step") else None
 
     def write():
-        model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+        if step is None:
+            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+        else:
+            step(ids[:, :1])
 
     return measured | middle("milliseconds_per_token", timings(write, device.type, plan["tokens"]))
 
