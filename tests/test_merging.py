@@ -187,7 +187,7 @@ def test_names_that_two_modules_define(package):
     assert values["model"](2) == (("2 1", {"_check": 2}, "é", 3.141592653589793), 3)
     assert values["_kept"] == {2: 3, 3.141592653589793: 3}
     assert "# Counts, see `_first_check`.\nclass _Plan:" in text
-    assert f"# {name}.first: The first one.\n" in text
+    assert f"# From {name}.first.\n" in text
     assert "unused" not in text and "More" not in text and "import LIMIT" not in text
 
 

@@ -30,6 +30,8 @@ HEADER = "# Part of subquad{version} (Apache-2.0), merged for a model repository
 LINE_LENGTH = 119
 # The decorator of methods that a repository does not have.
 MARK = "package_only"
+# The function that finds faster implementations of single cases, which a repository does not have either.
+SHORTCUT = "shortcut"
 
 
 class Name(NamedTuple):
@@ -208,15 +210,28 @@ load = functools.cache(Module)
 
 
 def _without_marked(text: str) -> str:
-    """The source of a module without its methods that are marked with `MARK`."""
-    if f"@{MARK}" not in text:
+    """
+    The source of a module without what only the installed package has: methods that are marked with `MARK`, and
+    statements `if` that ask for a `SHORTCUT`.
+    """
+    if f"@{MARK}" not in text and f"{SHORTCUT}(" not in text:
         return text
-    lines = text.split("\n")
-    classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
-    methods = (node for each in classes for node in each.body if isinstance(node, ast.FunctionDef))
-    for node in reversed(list(methods)):
-        if MARK in map(_root, node.decorator_list):
-            del lines[node.decorator_list[0].lineno - 2 : node.end_lineno]  # with the blank line before it
+    lines, cut = text.split("\n"), []
+
+    def visit(node):
+        for each in ast.iter_child_nodes(node):
+            if isinstance(each, ast.If) and any(
+                isinstance(call, ast.Call) and _root(call) == SHORTCUT for call in ast.walk(each)
+            ):
+                cut.append((each.lineno - 1, each.end_lineno))
+            elif isinstance(each, ast.FunctionDef) and MARK in map(_root, each.decorator_list):
+                cut.append((each.decorator_list[0].lineno - 2, each.end_lineno))  # with the blank line before it
+            else:
+                visit(each)
+
+    visit(ast.parse(text))
+    for first, end in reversed(cut):
+        del lines[first:end]
     return "\n".join(lines)
 
 
@@ -356,7 +371,7 @@ class File:
     def text(self, names: Names, file_of: Callable[[Name], str]) -> str:
         sections = []
         for module, statements in self.parts:
-            lines = [] if module.name == self.entry else _heading(module)
+            lines = [] if module.name == self.entry else _heading(module, len(statements) == len(module.statements))
             previous = None
             for each in statements:
                 lines += [""] * _blank_lines(previous, each) + self._lines_of(each, names, file_of)
@@ -435,8 +450,10 @@ def _rename(statement: Statement, renamed: dict[str, str], lines: list[str], fir
         replace(r"(?<=`)NAME(?=`)", line)
 
 
-def _heading(module: Module) -> list[str]:
-    """A comment: the module, and the first sentence about it."""
+def _heading(module: Module, whole: bool) -> list[str]:
+    """A comment: the module, and the first sentence about it, if the file has the whole of it."""
+    if not whole:
+        return [f"# From {module.name}.", ""]
     sentence = re.match(r".*?\.(?=\s|$)|.*", " ".join(module.doc.split("\n\n")[0].split()))[0]
     return [*textwrap.wrap(f"{module.name}: {sentence}", LINE_LENGTH, initial_indent="# ", subsequent_indent="# "), ""]
 

@@ -74,7 +74,7 @@ def _last_place(ids: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 class RecurrentGenerationMixin(GenerationMixin):
     """`generate` with a [`RecurrentCache`]."""
 
-    # Whether transformers asked for a compiled call, which follows at once.
+    # Whether the call that transformers asks for next is to be compiled.
     _compiles = False
     # Makes a prefix cache for every model that is not given one. `subquad run transformers serve` sets it.
     make_prefix_cache: Callable | None = None
@@ -97,14 +97,17 @@ class RecurrentGenerationMixin(GenerationMixin):
         if kwargs.get("cache") is not None:
             kwargs["cache"] = own_cache(kwargs["cache"], self.cache_class)
         _check_learned_prompt(self, kwargs | {"prefix_cache": prefix_cache})
+        if prefix_cache is None and (self.make_prefix_cache is None or _has_learned_prompt(self)):
+            return self._generate(*args, **kwargs)
         refusal = _why_not_one_text(args, kwargs, self.generation_config)
-        wants_own = self.make_prefix_cache is not None and refusal is None and not _has_learned_prompt(self)
-        if prefix_cache is None and wants_own:
-            prefix_cache = self.__dict__.setdefault("own_prefix_cache", self.make_prefix_cache())
-        if prefix_cache is None:
+        if refusal is not None and prefix_cache is None:
             return self._generate(*args, **kwargs)
         if refusal is not None:
             raise ValueError(refusal)
+        if prefix_cache is None:
+            if "own_prefix_cache" not in self.__dict__:
+                self.own_prefix_cache = self.make_prefix_cache()
+            prefix_cache = self.own_prefix_cache
         ids = _given_ids(args, kwargs)
         kwargs.setdefault("attention_mask", torch.ones_like(ids))
         # The last token is left to `generate`, which needs the logits after it.
@@ -279,6 +282,9 @@ class RecurrentGenerationMixin(GenerationMixin):
             batch_size: number of rows; if None, those of the cache.
         """
         return make_step(self, cache, batch_size)
+
+    # `generate` of transformers calls `self`, or if `_valid_auto_compile_criteria` is true, what `get_compiled_call`
+    # returns. This is how it gets decoding steps.
 
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
         """As in transformers; or if nothing is to be compiled, a call that reads single tokens by a decoding step."""

@@ -1,6 +1,6 @@
 """
-One token at a time. A decoding step is made once for a model, a cache and a batch size, and then called with ids. What
-could make a shortcut wrong is looked at when it is made.
+One token at a time. A decoding step is made once for a model, a cache and a batch size, and then called with ids. A
+faster step than the model itself examines the model when it is made, and looks for changes at every token.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,11 @@ class DecodingStep(Protocol):
 
     Attributes:
         kind: `"eager"`, `"cpu"` or `"cuda_graph"`.
+        batch_size: the number of rows.
     """
 
     kind: str
+    batch_size: int
 
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """
@@ -88,8 +90,16 @@ def make_step(model: Any, cache: RecurrentCache, batch_size: int | None = None) 
 class StepByStep:
     """The model as `generate` calls it: single tokens are read by a decoding step."""
 
-    # Those of a single token are not read.
-    _read = {"input_ids", "attention_mask", *CACHE_NAMES, "use_cache", "logits_to_keep", "return_dict", "position_ids"}
+    # What a step reads, or may leave out: the position of a single token is not read.
+    _accepted = {
+        "input_ids",
+        "attention_mask",
+        *CACHE_NAMES,
+        "use_cache",
+        "logits_to_keep",
+        "return_dict",
+        "position_ids",
+    }
 
     def __init__(self, model: Any):
         self.model, self.cache, self.step = model, None, None
@@ -100,7 +110,7 @@ class StepByStep:
     def __call__(self, input_ids: torch.Tensor | None = None, **inputs) -> RecurrentCausalLMOutput:
         inputs["input_ids"] = ids = input_ids
         cache = inputs.get(CACHE_NAME)
-        others = [name for name, value in inputs.items() if value is not None and name not in self._read]
+        others = [name for name, value in inputs.items() if value is not None and name not in self._accepted]
         if others or cache is None or ids is None or ids.shape[1] != 1 or inputs.get("use_cache") is False:
             return self.model(**inputs)
         if self.cache is not cache or self.step.batch_size != ids.shape[0]:

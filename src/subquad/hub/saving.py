@@ -125,6 +125,7 @@ class SavedPreTrainedModel(PreTrainedModel):
             check_adapter(peft_model_id)
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
+    @package_only
     def save_pretrained(
         self, save_directory: str | os.PathLike, *args, self_contained: bool = False, **kwargs
     ) -> None:
@@ -142,14 +143,9 @@ class SavedPreTrainedModel(PreTrainedModel):
         known = {"safe_serialization", "self_contained", *PUSH_ARGUMENTS}
         known |= parameter_names(PreTrainedModel.save_pretrained)
         refuse_unknown(kwargs, known, f"{type(self).__name__}.save_pretrained()")
-        try:
-            from subquad.hub.push import save_model
-        except ImportError as error:
-            if self_contained:
-                raise ImportError("`self_contained=True` needs the package subquad.") from error
-            save(save_directory, *args, **kwargs)
-        else:
-            save_model(self, save, save_directory, *args, self_contained=self_contained, **kwargs)
+        from subquad.hub.push import save_model
+
+        save_model(self, save, save_directory, *args, self_contained=self_contained, **kwargs)
 
     @package_only
     def push_to_hub(self, repo_id: str, **kwargs):
@@ -166,6 +162,7 @@ class SavedPreTrainedModel(PreTrainedModel):
             return super().push_to_hub(repo_id, **kwargs)
         return push_model(self, repo_id, **kwargs)
 
+    @package_only
     def _saved_by_transformers(self) -> bool:
         """Whether transformers copies the code itself (of a model loaded with its code) or saves only an adapter."""
         return self.is_remote_code() or getattr(self, "_hf_peft_config_loaded", False)

@@ -51,7 +51,7 @@ class AveyCache(GrowingCache):
     def num_elements(self) -> int:
         return sum(state.numel() for name, state in self.after_blocks.states.items() if name != "padding")
 
-    def rank(self, scores: torch.Tensor) -> None:
+    def keep_scores(self, scores: torch.Tensor) -> None:
         """Keeps the scores (batch, splits) of the split with each row's last token; -inf means no candidate."""
         room = self.after_blocks.states["embeddings"].shape[1] // self.unit
         sums = scores.detach().masked_fill(scores.isneginf(), 0.0)
@@ -88,7 +88,7 @@ class AveyCache(GrowingCache):
         lengths, splits = states["lengths"], torch.unflatten(states["embeddings"], 1, (-1, self.unit))
         number = (lengths[:, None] - 1).clamp_min(0) // self.unit
         current = splits[torch.arange(len(splits), device=lengths.device)[:, None], number]
-        self.rank(maxsim(current, splits, number)[:, 0])
+        self.keep_scores(maxsim(current, splits, number)[:, 0])
 
     def reset(self) -> None:
         super().reset()

@@ -85,10 +85,6 @@ class AveyPreTrainedModel(RecurrentPreTrainedModel):
     cache_class = AveyCache
     uncapturable = "Avey ranks the splits of a text when one of them ends, and not at every token."
 
-    def new_cache(self, static: bool = False, max_cache_len: int | None = None) -> AveyCache:
-        """An empty [`AveyCache`] for this model."""
-        return AveyCache(self.config, static, max_cache_len)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear) and module is not getattr(self, "lm_head", None):
@@ -173,7 +169,14 @@ class AveyModel(AveyPreTrainedModel):
             one_by_one=cache is not None and cache.records_past,
             most=self.config.k - 1,
         )
-        index, weights = self.rank(text, selection, tokens, cache)
+        index, weights, scores = self.rank(text, selection, tokens, cache)
+        if cache is not None:
+            cache.keep_scores(text.last_scores(scores, selection, tokens))
+            if text.first is None:  # otherwise `read_text` has counted the tokens
+                cache.count(torch.ones_like(text.position, dtype=torch.bool) if tokens.mask is None else tokens.mask)
+                if text.known is not None:
+                    cache.know_lengths(text.known[:, -1] + 1)
+                cache.advance(tokens)
 
         blocks = self.blocks[: self.config.num_hidden_layers]
         outputs: list[list[torch.Tensor]] = [[] for _ in blocks]
@@ -181,10 +184,10 @@ class AveyModel(AveyPreTrainedModel):
             zero_rows = x.new_zeros(windows.missing, x.shape[-1])
             h = torch.cat([zero_rows, *self.read_together(text, windows, index, weights)])
             for block, parts in zip(blocks, outputs, strict=True):
-                last = block is blocks[-1]
-                h = block(h, windows, last=last)
-                if last or output_hidden_states:
-                    parts.append(h if last else windows.keep(h))
+                is_last = block is blocks[-1]
+                h = block(h, windows, last=is_last)
+                if is_last or output_hidden_states:
+                    parts.append(h if is_last else windows.keep(h))
 
         if not output_hidden_states:
             outputs = outputs[-1:]
@@ -200,8 +203,11 @@ class AveyModel(AveyPreTrainedModel):
 
     def rank(
         self, text: Text, selection: Selection, tokens: Tokens, cache: AveyCache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Section 2.1: the splits that each selected split retrieves, and their weights, (windows, k - 1) each."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Section 2.1: the splits that each selected split retrieves, and their weights, (windows, k - 1) each; and the
+        scores of all splits. Unlike the paper's k, that of the configuration counts the current split.
+        """
         scores = None
         sums = None if cache is None or text.first is not None else cache.after_blocks.get("sums")
         if sums is not None and text.position.shape[1] == 1:
@@ -217,14 +223,7 @@ class AveyModel(AveyPreTrainedModel):
             normalization=self.config.score_normalization,
             scores=scores,
         )
-        if cache is not None:
-            cache.rank(text.last_scores(scores, selection, tokens))
-            if text.first is None:
-                cache.count(torch.ones_like(text.position, dtype=torch.bool) if tokens.mask is None else tokens.mask)
-                if text.known is not None:
-                    cache.know_lengths(text.known[:, -1] + 1)
-                cache.advance(tokens)
-        return index.flatten(0, 1), weights.flatten(0, 1)
+        return index.flatten(0, 1), weights.flatten(0, 1), scores
 
     def read_together(
         self, text: Text, windows: Windows, index: torch.Tensor, weights: torch.Tensor

@@ -82,7 +82,7 @@ class Rwkv5TimeMixing(nn.Module):
         x_r, x_k, x_v, x_g, x_w = self.mix(x, before, tokens.starts)
 
         heads = (*x.shape[:2], -1, self.head_size)
-        r = self.receptance(x_r).view(heads)
+        r = self.receptance(x_r).view(heads)  # equation 4, and 16 of Finch
         k = tokens.zero_padding(self.key(x_k)).view(heads)
         v = self.value(x_v).view(heads)
         g = self.gate(x_g)
