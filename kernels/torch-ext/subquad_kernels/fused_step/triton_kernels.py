@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend import block_size, cdiv, launch, next_power_of_2
+from ..backend import block_size, cdiv, launch, next_power_of_2, overlaps
 from ..segments import exp, expm1, operands
 
 
@@ -89,12 +89,14 @@ def _store_mix(
 def _mixing_kernel(
     x, weight, bias, before, mask, mu0, mu1, mu2, mu3, mu4, mu5, low, up, out, eps,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, MIXES: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr,
-    OF_TOKEN: tl.constexpr,
+    OF_TOKEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     The norm of a row, some of its channels, and their interpolations with the token before, out (MIXES, rows, D). The
     normalised token becomes the one before of the next call, unless the row reads nothing.
     """
+    _begin(OVERLAP)
+    _wait(OVERLAP)
     row = tl.program_id(1)
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = channels < D
@@ -127,8 +129,11 @@ def _mixing_kernel(
 def _shift_kernel(
     x, weight, bias, before, mu, down, low, eps,
     D: tl.constexpr, BD: tl.constexpr, RANKS: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The first maps of Finch's token shift: some columns of tanh(mix · down), low (rows, RANKS)."""
+    _begin(OVERLAP)
+    _wait(OVERLAP)
     row = tl.program_id(1)
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = columns < RANKS
@@ -146,32 +151,61 @@ def _shift_kernel(
 
 
 @triton.jit
+def _begin(OVERLAP: tl.constexpr):
+    """Lets the programs of the next kernel begin, up to where they wait."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _wait(OVERLAP: tl.constexpr):
+    """Until the kernels before have ended. Only parameters and states may be read before, and nothing written."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _tile(pointers, inside, ks, step, K: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN:
+        mask = (ks < K)[None, :]
+    else:
+        mask = inside[:, None] & (ks < K)[None, :]
+    return tl.load(pointers + ks[None, :] * step, mask=mask, other=0.0)
+
+
+@triton.jit
 def _products(
     x, weight, outputs, inside, rows, apart, step, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     x (rows, K) times some outputs of a weight, (ROWS, BN) in float32. Outputs of the weight are `apart`, and inputs
-    `step`. With EVEN all tiles are whole.
+    `step`. With EVEN all outputs are inside.
     """
     pointers = weight + outputs.to(tl.int64)[:, None] * apart
-    row = tl.arange(0, ROWS)
-    sums = tl.zeros((BN, BK) if ROWS == 1 else (ROWS, BN), tl.float32)
-    for start in tl.range(0, K, BK, num_stages=STAGES):
-        ks = start + tl.arange(0, BK)
-        if EVEN:
-            tile = tl.load(pointers + ks[None, :] * step)
-        else:
-            tile = tl.load(pointers + ks[None, :] * step, mask=inside[:, None] & (ks < K)[None, :], other=0.0)
-        if ROWS == 1:
-            sums += tile.to(tl.float32) * _load(x + ks, ks < K)[None, :]
-        else:
-            values = tl.load(
-                x + row[:, None] * K + ks[None, :], mask=(row < rows)[:, None] & (ks < K)[None, :], other=0.0
-            )
-            sums = tl.dot(values.to(DOT), tl.trans(tile.to(DOT)), sums, input_precision=PRECISION)
+    row, columns = tl.arange(0, ROWS), tl.arange(0, BK)
     if ROWS == 1:
+        sums = tl.zeros((BN, BK), tl.float32)
+        tile = _tile(pointers, inside, columns, step, K, EVEN)
+        _wait(OVERLAP)
+        for start in range(0, K, BK):
+            following = tile
+            if K > BK:  # is read while this one is multiplied
+                following = _tile(pointers, inside, start + BK + columns, step, K, EVEN)
+            ks = start + columns
+            sums += tile.to(tl.float32) * _load(x + ks, ks < K)[None, :]
+            tile = following
         sums = tl.sum(sums, 1)[None, :]
+    else:
+        sums = tl.zeros((ROWS, BN), tl.float32)
+        _wait(OVERLAP)
+        for start in tl.range(0, K, BK, num_stages=STAGES):
+            ks = start + columns
+            tile = _tile(pointers, inside, ks, step, K, EVEN)
+            mask = (row < rows)[:, None] & (ks < K)[None, :]
+            values = tl.load(x + row[:, None] * K + ks[None, :], mask=mask, other=0.0)
+            sums = tl.dot(values.to(DOT), tl.trans(tile.to(DOT)), sums, input_precision=PRECISION)
     return sums
 
 
@@ -179,12 +213,13 @@ def _products(
 def _first_map(
     program, programs, x, down, rank, function: tl.constexpr, low, rows, K: tl.constexpr, BC: tl.constexpr,
     BL: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 to `programs` compute low (rows, rank) = function(x (rows, K) · down (K, rank))."""
     if (program >= 0) & (program < programs):
         row, columns = tl.arange(0, ROWS), program * BC + tl.arange(0, BC)
         inside = columns < rank
-        y = _products(x, down, columns, inside, rows, 1, rank, K, ROWS, BC, BL, False, 1, DOT, PRECISION)
+        y = _products(x, down, columns, inside, rows, 1, rank, K, ROWS, BC, BL, False, 1, DOT, PRECISION, OVERLAP)
         cells = row[:, None] * rank + columns[None, :]
         tl.store(low + cells, _activate(y, function), mask=(row < rows)[:, None] & inside[None, :])
 
@@ -199,7 +234,7 @@ def _grouped_kernel(
     F0: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr,
     FEED: tl.constexpr, BC: tl.constexpr, BL: tl.constexpr,
     ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     Products of several weights, each with its own input x[n] (rows, K). Weight 0 has N0 outputs, which become out, and
@@ -208,6 +243,7 @@ def _grouped_kernel(
     The programs before them compute the first maps of low ranks, one after another in `low`: of rank R, with x[I] and
     the function F, in B programs.
     """
+    _begin(OVERLAP)
     program = tl.program_id(0) - (B0 + B1 + B2 + B3)
     if program >= 0:
         part = program * 0
@@ -225,8 +261,9 @@ def _grouped_kernel(
             weight = w3
         row, outputs = tl.arange(0, ROWS), block * BN + tl.arange(0, BN)
         inside = outputs < outputs_of_part
+        of_part = x + part * rows * K
         y = _products(
-            x + part * rows * K, weight, outputs, inside, rows, K, 1, K, ROWS, BN, BK, EVEN, STAGES, DOT, PRECISION
+            of_part, weight, outputs, inside, rows, K, 1, K, ROWS, BN, BK, EVEN, STAGES, DOT, PRECISION, OVERLAP
         )  # fmt: skip
         mask = (row < rows)[:, None] & inside[None, :]
         if part == 0:
@@ -242,32 +279,33 @@ def _grouped_kernel(
     size = rows * K
     at = tl.program_id(0)
     if B0:
-        _first_map(at, B0, x + I0 * size, d0, R0, F0, low, rows, K, BC, BL, ROWS, DOT, PRECISION)
+        _first_map(at, B0, x + I0 * size, d0, R0, F0, low, rows, K, BC, BL, ROWS, DOT, PRECISION, OVERLAP)
     at -= B0
     low += rows * R0
     if B1:
-        _first_map(at, B1, x + I1 * size, d1, R1, F1, low, rows, K, BC, BL, ROWS, DOT, PRECISION)
+        _first_map(at, B1, x + I1 * size, d1, R1, F1, low, rows, K, BC, BL, ROWS, DOT, PRECISION, OVERLAP)
     at -= B1
     low += rows * R1
     if B2:
-        _first_map(at, B2, x + I2 * size, d2, R2, F2, low, rows, K, BC, BL, ROWS, DOT, PRECISION)
+        _first_map(at, B2, x + I2 * size, d2, R2, F2, low, rows, K, BC, BL, ROWS, DOT, PRECISION, OVERLAP)
     at -= B2
     low += rows * R2
     if B3:
-        _first_map(at, B3, x + I3 * size, d3, R3, F3, low, rows, K, BC, BL, ROWS, DOT, PRECISION)
+        _first_map(at, B3, x + I3 * size, d3, R3, F3, low, rows, K, BC, BL, ROWS, DOT, PRECISION, OVERLAP)
 
 
 @triton.jit
 def _adding_kernel(
     x, weight, gate, stream, rows,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Adds x (rows, K) times a weight (N, K), and times a gate if there is one, to the residual stream (rows, N)."""
+    _begin(OVERLAP)
     row = tl.arange(0, ROWS)
     outputs = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = outputs < N
-    y = _products(x, weight, outputs, inside, rows, K, 1, K, ROWS, BN, BK, EVEN, STAGES, DOT, PRECISION)
+    y = _products(x, weight, outputs, inside, rows, K, 1, K, ROWS, BN, BK, EVEN, STAGES, DOT, PRECISION, OVERLAP)
     cells = row[:, None] * N + outputs[None, :]
     mask = (row < rows)[:, None] & inside[None, :]
     if gate is not None:
@@ -297,25 +335,28 @@ def _head_norm(y, weight, bias, channels, inside, eps, S: tl.constexpr):
 def _wkv_kernel(
     products, low, base, up, bonus, weight, bias, state, mask, out, eps, rows,
     H: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     The recurrence of a head of Eagle or Finch, its norm and its gate; products (4, rows, H * S) are receptance, key,
     value and gate. The state changes in place, unless the row reads nothing. Without a RANK the decay is `base` alone.
     """
+    _begin(OVERLAP)
     head, row = tl.program_id(0), tl.program_id(1)
     ks = tl.arange(0, BS)
     inside = ks < S
     channels = head * S + ks
     products += row * (H * S) + channels
     state += (row * H + head).to(tl.int64) * (S * S)
+    cells, in_state = ks[:, None] * S + ks[None, :], inside[:, None] & inside[None, :]
+    s = tl.load(state + cells, mask=in_state, other=0.0)
+    _wait(OVERLAP)
     apart = rows * (H * S)
     r, k = _load(products, inside), _load(products + apart, inside)
     v, gate = _load(products + 2 * apart, inside), _load(products + 3 * apart, inside)
     w = _load(base + channels, inside)
     if RANK:
         w += _times_up(low + row * RANK, up, channels, inside, RANK, H * S, BR)
-    cells, in_state = ks[:, None] * S + ks[None, :], inside[:, None] & inside[None, :]
-    s = tl.load(state + cells, mask=in_state, other=0.0)
     y = tl.sum(r[:, None] * s, 0) + tl.sum(r * _load(bonus + channels, inside) * k, 0) * v
     s = exp(-exp(w))[:, None] * s + k[:, None] * v[None, :]
     tl.store(state + cells, s, mask=in_state & (ks < _kept(mask, row, S))[:, None])
@@ -329,17 +370,22 @@ def _delta_kernel(
     mask, out, eps, rows,
     H: tl.constexpr, S: tl.constexpr, BS: tl.constexpr,
     RW: tl.constexpr, RA: tl.constexpr, RM: tl.constexpr, RG: tl.constexpr, BR: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     The same of Goose; products (3, rows, H * S) are receptance, key and value, and `low` holds the first maps of
     decay, rate, mix and gate. Without RM this is the first block, and its values become `v_first`.
     """
+    _begin(OVERLAP)
     head, row = tl.program_id(0), tl.program_id(1)
     ks = tl.arange(0, BS)
     inside = ks < S
     channels = head * S + ks
     here = row * (H * S) + channels
     state += (row * H + head).to(tl.int64) * (S * S)
+    cells, in_state = ks[:, None] * S + ks[None, :], inside[:, None] & inside[None, :]
+    s = tl.load(state + cells, mask=in_state, other=0.0)
+    _wait(OVERLAP)
     apart = rows * (H * S)
     r, k = _load(products + here, inside), _load(products + apart + here, inside)
     v = _load(products + 2 * apart + here, inside)
@@ -359,8 +405,6 @@ def _delta_kernel(
     kappa = k * _load(k_k + channels, inside)
     kappa /= tl.maximum(tl.sqrt(tl.sum(kappa * kappa, 0)), 1e-12)
     k *= 1.0 + (a - 1.0) * _load(k_a + channels, inside)
-    cells, in_state = ks[:, None] * S + ks[None, :], inside[:, None] & inside[None, :]
-    s = tl.load(state + cells, mask=in_state, other=0.0)
     removed = tl.sum(s * kappa[None, :], 1)
     forgotten = exp(-0.6065306597126334 * tl.sigmoid(w))  # exp(-1/2)
     s = s * forgotten[None, :] + v[:, None] * k[None, :] - removed[:, None] * (a * kappa)[None, :]
@@ -394,14 +438,15 @@ class Token:
         self.heads, self.middle = room(rows, inner, dtype=dtype), room(rows, block.middle, dtype=dtype)
         self.gate = room(rows, width)
         self.low = room(rows * max(block.ranks, 1))
+        self.overlap = {"OVERLAP": True, "launch_pdl": True} if overlaps(x) else {"OVERLAP": False}
 
     def tiles(self, sizes: tuple[int, ...], inputs: int, dtype: torch.dtype) -> dict:
         """The constants of products with so many outputs each."""
         tiles = TILES[self.rows == 1]
         block = min(tiles["BK"], block_size(inputs))
-        even = inputs % block == 0 and all(size % tiles["BN"] == 0 for size in sizes)
+        even = all(size % tiles["BN"] == 0 for size in sizes)
         rows = 1 if self.rows == 1 else block_size(self.rows)
-        return {**tiles, "BK": block, "K": inputs, "ROWS": rows, "EVEN": even, **operands(dtype)}
+        return {**tiles, "BK": block, "K": inputs, "ROWS": rows, "EVEN": even, **operands(dtype), **self.overlap}
 
     def mix(self, p: dict, norm: str, before: torch.Tensor, names: tuple[str, ...], block, shifts: bool) -> None:
         """Normalises the stream, and interpolates it with the token before; with low ranks if the block shifts."""
@@ -419,6 +464,7 @@ class Token:
                 RANKS=ranks,
                 BC=COLUMNS,
                 BK=256,
+                **self.overlap,
             )
         channels = 64 if shifts else 256
         launch(
@@ -431,6 +477,7 @@ class Token:
             RANK=down.shape[-1] // 5 if shifts else 0,
             BR=min(32, block_size(down.shape[-1] // 5)) if shifts else 16,
             OF_TOKEN=block.of_token,
+            **self.overlap,
         )
 
     def group(
@@ -486,6 +533,7 @@ def _run_heads(kernel, token: Token, block, arguments: tuple, state: torch.Tenso
         S=size,
         BS=next_power_of_2(size),
         num_warps=8,
+        **token.overlap,
         **constants,
     )
 
