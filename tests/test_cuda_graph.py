@@ -1,6 +1,7 @@
 """A token replayed as a CUDA graph equals the model itself, whatever is done with cache and model in between."""
 
 import contextlib
+import functools
 import gc
 import threading
 import weakref
@@ -28,6 +29,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.decoding import cuda_graph, step
+from subquad.models import REGISTRY
 
 
 CAPTURED = [case for case in (*GENERATING, *VARIANTS) if case is not AVEY]
@@ -41,7 +43,7 @@ class Calls:
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    monkeypatch.setitem(step.MAKERS, DEVICE, cuda_graph.make)
+    monkeypatch.setitem(step.MAKERS, DEVICE, functools.partial(cuda_graph.make, REGISTRY.values()))
     monkeypatch.setattr(cuda_graph, "_kept", [])
     made = Calls()
     capture, read = cuda_graph.CapturedToken._capture, cuda_graph.CapturedToken.read

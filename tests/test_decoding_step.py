@@ -19,6 +19,8 @@ from subquad import (
     Rwkv7ForCausalLM,
 )
 from subquad.decoding import cpu, step
+from subquad.decoding.fused import find_block
+from subquad.decoding.watch import Watch
 from subquad.models import REGISTRY
 from subquad_kernels.c import native
 from subquad_kernels.c.fused_blocks import FusedBlock, FusedBlocks
@@ -517,8 +519,8 @@ def unlike(x):
 
 def test_blocks_that_do_not_fit_each_other(model):
     """The library makes room for the first one."""
-    fused, watch = REGISTRY[model.config.model_type].fused, cpu.Watch([])
-    first, block = (cpu._fuse(fused, watch, block) for block in model.base_model.blocks)
+    fused, watch = REGISTRY[model.config.model_type].fused, Watch([])
+    first, block = (find_block(fused, watch, block, FusedBlock) for block in model.base_model.blocks)
     for name in ("kind", "dtype", "width", "inner", "middle", "state_shape"):
         other = copy.copy(block)
         setattr(other, name, None)

@@ -38,6 +38,8 @@ import kernel_cases  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 import subquad  # noqa: E402
+from subquad.decoding.cuda_graph import FusedToken  # noqa: E402
+from subquad.decoding.fused import find_fused  # noqa: E402
 from subquad.hub.presets import PRESETS, preset_config  # noqa: E402
 
 
@@ -74,6 +76,15 @@ def of_models(dtype: torch.dtype) -> None:
                     cache = model.new_cache()
                     model(input_ids=ids[:batch], past_key_values=cache)
                     model(input_ids=ids[:batch, :1], past_key_values=cache)
+                    read_fused(model, ids[:batch, :1])
+
+
+def read_fused(model: transformers.PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    """A token as a CUDA graph captures it, if the model has kernels of whole blocks."""
+    if (fused := find_fused(subquad.models.REGISTRY.values(), model)) is not None:
+        cache = model.new_cache(static=True)
+        model(input_ids=ids, past_key_values=cache)
+        assert FusedToken(model, fused).read(ids, mask, cache) is not None
 
 
 def kind_of(module: ModuleType) -> type[benchmark.Case]:

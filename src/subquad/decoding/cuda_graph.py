@@ -7,7 +7,8 @@ import operator
 import os
 import threading
 import weakref
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,13 +17,19 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from subquad_kernels.fused_step import MOST_ROWS, StepBlock, StepBlocks
 from subquad_kernels.tracing import is_observed
 
-from ..modeling.cache import RecurrentCache
+from ..modeling.cache import LayerState, RecurrentCache
+from ..modeling.padding import Tokens
 from ..modeling.versions import named_cache
+from .fused import STATES, ModelOfBlocks, find_fused
 from .step import EagerStep, Unsuitable, check_ids
 from .watch import Watch
 
+
+if TYPE_CHECKING:
+    from ..models.architecture import Architecture, FusedModel
 
 logger = logging.get_logger(__name__)
 # The number of graphs in a process. Those that were used longest ago are dropped.
@@ -58,8 +65,8 @@ class CudaGraphStep:
 
     kind = "cuda_graph"
 
-    def __init__(self, model: PreTrainedModel, cache: RecurrentCache, batch_size: int):
-        self.model, self.cache, self.batch_size = model, cache, batch_size
+    def __init__(self, model: PreTrainedModel, fused: "FusedModel | None", cache: RecurrentCache, batch_size: int):
+        self.model, self.fused, self.cache, self.batch_size = model, fused, cache, batch_size
         self.eager = EagerStep(model, cache, batch_size)
         self._suitable, self._captured, self._key = True, None, None
         self._settings = (
@@ -115,7 +122,7 @@ class CudaGraphStep:
             key = captured.key
         try:
             captured = self._captured = captured or CapturedToken(key, self.model, cache)
-            captured.prepare(self.model, cache, attention_mask is not None)
+            captured.prepare(self.model, self.fused, cache, attention_mask is not None)
             return captured.read(cache, input_ids, attention_mask)
         except Exception as error:
             model.failed.add(key)
@@ -127,7 +134,9 @@ class CudaGraphStep:
             return None
 
 
-def make(model: PreTrainedModel, cache: RecurrentCache, batch_size: int) -> CudaGraphStep:
+def make(
+    architectures: Iterable["Architecture"], model: PreTrainedModel, cache: RecurrentCache, batch_size: int
+) -> CudaGraphStep:
     """
     Raises:
         Unsuitable: if a token of the model cannot be captured.
@@ -142,7 +151,7 @@ def make(model: PreTrainedModel, cache: RecurrentCache, batch_size: int) -> Cuda
         raise Unsuitable("the model, or a part of it, is in training mode.")
     with _lock:
         examine(model, thoroughly=True)
-    return CudaGraphStep(model, cache, batch_size)
+    return CudaGraphStep(model, find_fused(architectures, model), cache, batch_size)
 
 
 class CapturedToken:
@@ -188,13 +197,13 @@ class CapturedToken:
                 return False
         return True
 
-    def prepare(self, model: PreTrainedModel, cache: RecurrentCache, masked: bool) -> None:
+    def prepare(self, model: PreTrainedModel, fused: "FusedModel | None", cache: RecurrentCache, masked: bool) -> None:
         """Lets a cache hold the states, with its own values in them, and captures what is not captured yet."""
         if masked not in self.graphs:
             # Graphs that belong to the same stream, and so are never replayed at the same time, share memory.
             others = [each for each in (*_kept, self) if each.key.stream == self.key.stream]
             pools = (graph.pool() for each in others for graph, _ in each.graphs.values())
-            self._capture(model, masked, next(pools, None))
+            self._capture(model, fused, masked, next(pools, None))
         if self.is_held_by(cache):
             return
         _copy(cache.named_states(), self._states)
@@ -205,14 +214,18 @@ class CapturedToken:
         self._held = [weakref.ref(x) for layer in cache.all_layers for x in layer.states.values()]
         _kept[:] = [*(each for each in _kept if each is not self), self][-MOST_GRAPHS:]
 
-    def _capture(self, model: PreTrainedModel, masked: bool, pool: tuple | None) -> None:
+    def _capture(self, model: PreTrainedModel, fused: "FusedModel | None", masked: bool, pool: tuple | None) -> None:
         """Captures the kernels; `pool` is the memory that they may share."""
+        mask = self._mask if masked else None
 
         def read() -> torch.Tensor:
-            mask = self._mask if masked else None
             inputs = {"input_ids": self._ids, "attention_mask": mask, **named_cache(self.cache)}
             return model(**inputs, use_cache=True, logits_to_keep=1, return_dict=True).logits[:, -1]
 
+        def read_fused() -> torch.Tensor | None:
+            return blocks.read(self._ids, mask, self.cache)
+
+        blocks = _find_blocks(model, fused, len(self._ids))
         current = torch.cuda.current_stream(model.device)
         if (stream := _streams.get(model.device)) is None:
             stream = _streams[model.device] = torch.cuda.Stream(model.device)
@@ -222,7 +235,11 @@ class CapturedToken:
         try:
             # The outer one restores the stream if the end of the capture raises an error.
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
-                read()  # compiles kernels, which cannot be captured
+                # Compiles kernels, which cannot be captured.
+                if blocks is not None and read_fused() is not None:
+                    read = read_fused
+                else:
+                    read()
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     logits = read()
         finally:
@@ -244,6 +261,33 @@ class CapturedToken:
         graph.replay()  # all of it or, with an error, nothing
         cache.seen_tokens += 1
         return out.copy_(logits)
+
+
+class FusedToken(ModelOfBlocks):
+    """A model as the fused kernels read it. States are written in place, so those of the cache must be static."""
+
+    def __init__(self, model: PreTrainedModel, fused: "FusedModel"):
+        super().__init__(model, fused, StepBlock)
+        self.blocks = StepBlocks(self.found)
+
+    def read_blocks(self, x: torch.Tensor, tokens: Tokens, layers: list[LayerState]) -> bool:
+        states = [[layer.states.get(name) for layer in layers] for name in STATES]
+        if not self.blocks(x, *states, tokens.mask):
+            return False
+        for layer, *of_layer in zip(layers, *states, strict=True):
+            layer.set(dict(zip(STATES, of_layer, strict=True)))
+        return True
+
+
+def _find_blocks(model: PreTrainedModel, fused: "FusedModel | None", rows: int) -> FusedToken | None:
+    """The model for the fused kernels; None if they are not made for it, or for so many rows."""
+    if fused is None or rows > MOST_ROWS:
+        return None
+    try:
+        return FusedToken(model, fused)
+    except ValueError as reason:
+        logger.info("The model's own kernels are captured: %s", reason)
+        return None
 
 
 def _copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:

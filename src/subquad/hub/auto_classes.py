@@ -212,7 +212,7 @@ def _register_decoding_steps(module: ModuleType) -> None:
     def make_cuda_step(*args) -> Any:
         from ..decoding.cuda_graph import make
 
-        return make(*args)
+        return make(REGISTRY.values(), *args)
 
     module.MAKERS |= {"cpu": make_cpu_step, "cuda": make_cuda_step}
 

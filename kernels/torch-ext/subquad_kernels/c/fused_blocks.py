@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..block_shapes import block_shapes
 from ..checks import check_stored
 from ..int4_linear import int4_layout
 from ..int8_linear import LARGEST, MOST_INPUTS, adds_exactly, int8_layout
@@ -12,8 +13,6 @@ from .native import STRIP, Library, library, readable
 
 
 _pointer, _size, _number = ctypes.c_size_t, ctypes.c_ssize_t, ctypes.c_int
-# The most channels between two weights, those of all maps of a token shift together: `block.c` has room for so many.
-_MOST_RANKS = 1024
 
 
 def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
@@ -74,42 +73,8 @@ class _DeltaBlock(ctypes.Structure):
 _KINDS = {"wkv": _WkvBlock, "delta_wkv": _DeltaBlock}
 
 
-# The low ranks of a block, and into how many maps each is divided.
-_MAPS = {"wkv": {"shift": 5, "decay": 1}, "delta_wkv": {"decay": 1, "rate": 1, "mix": 1, "gate": 1}}
 # Of matrices of integers: their bits, and how they are stored.
 _INTEGERS = {torch.int8: (8, int8_layout), torch.uint8: (4, int4_layout)}
-
-
-def _shapes(kind: str, sizes: tuple[int, int, int], parameters: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """
-    The shapes of all that a block has, matrices as (outputs, inputs). `parameters` are asked for the ranks, and for
-    what some blocks do not have.
-
-    Raises:
-        ValueError: if there are low ranks with a part that is missing, or too many ranks.
-    """
-    width, inner, middle = sizes
-    names = ["ln1", "ln1_bias", "ln2", "ln2_bias", "mu_r", "mu_k", "mu_v", "mu_g", "mu_ffn_key"]
-    of_inner = ["ln_x", "ln_x_bias", "bonus", "decay.base"]
-    shapes = dict.fromkeys((f"{name}.weight" for name in ("receptance", "key", "value")), (inner, width))
-    shapes |= {"output.weight": (width, inner), "ffn_key.weight": (middle, width), "ffn_value.weight": (width, middle)}
-    low_ranks = [name for name in _MAPS[kind] if f"{name}.up" in parameters]
-    if kind == "wkv":
-        names.append("mu_ffn_receptance")
-        names += [mu for name, mu in (("shift", "mu_x"), ("decay", "mu_w")) if name in low_ranks]
-        shapes |= {"gate.weight": (inner, width), "ffn_receptance.weight": (width, width)}
-    else:
-        names += ["mu_w", "mu_a"]
-        of_inner += ["k_k", "k_a", "rate.base", *(["mix.base"] if "mix" in low_ranks else [])]
-        low_ranks += [name for name in ("decay", "rate", "gate") if name not in low_ranks]
-    for name in low_ranks:
-        maps, down = _MAPS[kind][name], parameters.get(f"{name}.down")
-        ranks = down.shape[-1] if down is not None and down.dim() else 0
-        if not 0 < ranks <= _MOST_RANKS or ranks % maps:
-            raise ValueError(f"`{name}.down` must have up to {_MOST_RANKS} columns for {maps} maps, got {ranks}.")
-        shapes[f"{name}.down"] = (width, ranks)
-        shapes[f"{name}.up"] = (maps, ranks // maps, width) if maps > 1 else (ranks, inner)
-    return shapes | dict.fromkeys(names, (width,)) | dict.fromkeys(of_inner, (inner,))
 
 
 def _address(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -173,7 +138,7 @@ class FusedBlock:
         self.middle, self.dtype = sizes[-1], parameters["ln1"].dtype
         self.stream_dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
         self._check_sizes(found, heads, sizes)
-        self._set_addresses(parameters, _shapes(kind, sizes, parameters), heads)
+        self._set_addresses(parameters, block_shapes(kind, sizes, parameters), heads)
         common = self.struct.common
         common.dtype, common.stream = found.dtypes[self.dtype], found.dtypes[self.stream_dtype]
         common.largest = LARGEST if adds_exactly() else LARGEST // 2

@@ -1,0 +1,139 @@
+"""The models whose blocks read one token without torch, Eagle, Finch and Goose: what their parts are, and the rest."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, modeling_layers
+
+from ..modeling import arguments
+from ..modeling.cache import LayerState, RecurrentCache
+from ..modeling.layers import LINEAR_WEIGHTS, LayerNorm, widen
+from ..modeling.padding import Tokens
+from .watch import Watch
+
+
+if TYPE_CHECKING:
+    from ..models.architecture import Architecture, FusedModel
+
+Block = TypeVar("Block")
+# The package of all modeling files.
+_MODELS = f"{__package__.rpartition('.')[0]}.models."
+# The states of a block, in the order in which the blocks take them.
+STATES = ("attention_shift", "feed_forward_shift", "wkv")
+
+
+def find_fused(architectures: Iterable["Architecture"], model: PreTrainedModel) -> "FusedModel | None":
+    """The parts of a language model of one of the architectures; None if it is none, or has no such blocks."""
+    heads = {each.path(each.heads[each.lm_auto_class]) for each in architectures}
+    fused = {each.path(each.heads["AutoModel"]): each.fused for each in architectures}
+    return fused.get(_path(type(model.get_decoder()))) if _path(type(model)) in heads else None
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+class ModelOfBlocks(ABC):
+    """
+    A model whose blocks read one token by other means than its modules.
+
+    Args:
+        make_block: see [`find_block`].
+
+    Attributes:
+        found: what was made of its blocks.
+        watch: whether the model is still what it was.
+
+    Raises:
+        ValueError: if it has other parts than the published model, or such that cannot be read; the message says why.
+    """
+
+    def __init__(self, model: PreTrainedModel, fused: "FusedModel", make_block: Callable[..., Block]):
+        self.decoder, self.head = decoder, _ = model.get_decoder(), model.get_output_embeddings()
+        self.watch = watch = Watch([model, model.base_model, decoder])
+        self.first_norm, self.last_norm = (watch.find(decoder, x) for x in (fused.first_norm, fused.last_norm))
+        self.width, number = decoder.config.hidden_size, decoder.config.num_hidden_layers
+        blocks = watch.find(decoder, fused.blocks)
+        if len(blocks) < number:
+            raise ValueError(f"There are {len(blocks)} blocks, not {number}.")
+        self.found = [find_block(fused, watch, watch.find(blocks, str(n)), make_block) for n in range(number)]
+        watch.start()
+        if changed := [kind.__name__ for kind in watch.kinds if not _runs_own_forward(kind)]:
+            raise ValueError(f"`forward` of {changed[0]} was replaced.")
+
+    @abstractmethod
+    def read_blocks(self, x: torch.Tensor, tokens: Tokens, layers: list[LayerState]) -> bool:
+        """
+        Lets all blocks read one token of each row: x (batch, 1, width), which becomes the output of the last one.
+
+        Returns:
+            whether it was done. If not, the states are to be as they were, or are put back by the caller.
+        """
+
+    def read(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: RecurrentCache
+    ) -> torch.Tensor | None:
+        """The logits (batch, vocabulary) after one token of each row; None if the blocks cannot read it."""
+        x, tokens, cache, _ = self.decoder.read_inputs(input_ids, None, attention_mask, None, None, cache, True)
+        x = widen(self.first_norm(x))
+        if not self.read_blocks(x, tokens, cache.layers):
+            return None
+        x = self.decoder.filled_output(self.last_norm(x), tokens, cache)
+        cache.advance(tokens)
+        return self.head(x)[:, -1]
+
+
+def find_block(fused: "FusedModel", watch: Watch, block: nn.Module, make_block: Callable[..., Block]) -> Block:
+    """
+    What `make_block(kind, parameters, heads, eps, eps_x, of_token)` makes of a block.
+
+    Raises:
+        ValueError: if the block has other parts than those of the published model, or such as it cannot be made of.
+    """
+    tensors = {}
+    for path, name in fused.classes.items():
+        kind = type(watch.find(block, path))
+        if kind.__name__ != name or not kind.__module__.startswith(_MODELS):
+            raise ValueError(f"`{path}` is a {kind.__name__}.")
+    for name, path in fused.layers.items():
+        layer = watch.find(block, path)
+        if type(layer) not in LINEAR_WEIGHTS or layer.bias is not None:
+            raise ValueError(f"`{path}` is a {type(layer).__name__}, or has a bias.")
+        watch.absent.append((layer._parameters, "bias"))
+        for part, attribute in LINEAR_WEIGHTS[type(layer)].items():
+            tensors[f"{name}.{part}"] = watch.tensor(layer, attribute)
+    for name, path in fused.norms.items():
+        norm = watch.find(block, path)
+        if not (type(norm) is LayerNorm or path in fused.classes):
+            raise ValueError(f"`{path}` is a {type(norm).__name__}.")
+        watch.values.append((norm.__dict__, "eps"))
+        tensors |= {name: watch.tensor(norm, "weight"), f"{name}_bias": watch.tensor(norm, "bias")}
+    for name, path in fused.parameters.items():
+        path, _, attribute = path.rpartition(".")
+        owner = watch.find(block, path)
+        if name in fused.optional and not hasattr(owner, attribute):
+            watch.absent.append((owner._parameters, attribute))
+        else:
+            tensors[name] = watch.tensor(owner, attribute)
+    if 0 < sum(name in tensors for name in fused.optional) < len(fused.optional):
+        raise ValueError(f"There must be all or none of {fused.optional}.")
+    watch.operators(block)
+    ln1, ln2, ln_x = (watch.find(block, fused.norms[name]) for name in ("ln1", "ln2", "ln_x"))
+    if ln1.eps != ln2.eps:
+        raise ValueError(f"The norms have {ln1.eps} and {ln2.eps}.")
+    return make_block(fused.kind, tensors, ln_x.num_groups, ln1.eps, ln_x.eps, fused.of_token)
+
+
+# Modules whose decorators stand around a `forward`.
+_WRAPPERS = (arguments, modeling_layers)
+
+
+def _runs_own_forward(kind: type[nn.Module]) -> bool:
+    """Whether nobody has given a class another `forward`. Patched methods must still run."""
+    code = getattr(kind.forward, "__code__", None)
+    modules = (*(sys.modules[each.__module__] for each in kind.__mro__ if each is not object), *_WRAPPERS)
+    return code is not None and code.co_filename in [getattr(module, "__file__", None) for module in modules]
