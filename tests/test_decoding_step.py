@@ -526,3 +526,36 @@ def test_blocks_that_do_not_fit_each_other(model):
         setattr(other, name, None)
         with pytest.raises(ValueError, match=f"Block [12] has the {name} None"):
             FusedBlocks([block, other] if block.kind == "wkv" else [first, block, other])
+
+
+def test_generate_looks_for_changes_of_others(model, calls, monkeypatch):
+    """Once if nothing but transformers' code runs between the tokens, and at each token if a user's does."""
+    looks, look = [], Watch.is_unchanged
+    monkeypatch.setattr(Watch, "is_unchanged", lambda self: looks.append(1) or look(self))
+    how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(random_ids(1, 4), **how)
+    assert len(calls) == 7 and len(looks) <= 2
+
+    def forbid(row, ids):
+        if len(ids) == 8:  # adapters, or research code, may do this
+            with torch.no_grad():
+                head = model.get_output_embeddings()
+                head.weight = torch.nn.Parameter(head.weight.flip(0))
+        return range(300)
+
+    looks.clear()
+    other = model.generate(random_ids(1, 4), prefix_allowed_tokens_fn=forbid, **how)
+    assert len(looks) >= 7 and not other.equal(expected) and other[:, :8].equal(expected[:, :8])
+
+
+def test_a_sealed_step_keeps_its_weights(model):
+    """They stay in memory, so that it reads what it read before."""
+    _, cache = read(model, random_ids(1, 3))
+    token, step = random_ids(1, 1), model.decoding_step(cache.clone(), 1)
+    expected = step(token)
+    step = model.decoding_step(cache, 1)
+    step.seal()
+    for x in model.base_model.blocks.parameters():
+        if x.dim() == 2:
+            x.data = torch.zeros_like(x)
+    torch.testing.assert_close(step(token), expected)

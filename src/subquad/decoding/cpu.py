@@ -19,6 +19,7 @@ from ..modeling.cache import LayerState, RecurrentCache
 from ..modeling.padding import Tokens
 from .fused import STATES, ModelOfBlocks, find_fused
 from .step import DecodingStep, EagerStep, Unsuitable, check_ids
+from .watch import weights_of
 
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class CpuStep:
         self.model, self.fused, self.cache, self.batch_size = model, fused, cache, batch_size
         prepare(model, fused)
         self.eager = EagerStep(model, cache, batch_size)
+        self._sealed, self._weights = None, []
 
     @torch.no_grad()
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -46,9 +48,12 @@ class CpuStep:
         logits = prepared.read(input_ids, attention_mask, self.cache)
         return self.eager(input_ids, attention_mask) if logits is None else logits
 
+    def seal(self) -> None:
+        self._sealed, self._weights = self._prepared(), weights_of(self.model)
+
     def _prepared(self) -> "PreparedModel | None":
         try:
-            return prepare(self.model, self.fused)
+            return self._sealed or prepare(self.model, self.fused)
         except Unsuitable:
             return None
 

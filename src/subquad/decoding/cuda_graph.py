@@ -25,7 +25,7 @@ from ..modeling.padding import Tokens
 from ..modeling.versions import named_cache
 from .fused import STATES, ModelOfBlocks, find_fused
 from .step import EagerStep, Unsuitable, check_ids
-from .watch import Watch
+from .watch import Watch, weights_of
 
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class CudaGraphStep:
         self.model, self.fused, self.cache, self.batch_size = model, fused, cache, batch_size
         self.eager = EagerStep(model, cache, batch_size)
         self._suitable, self._captured, self._key = True, None, None
+        self._sealed, self._weights = None, []
         self._settings = (
             os.environ.get("SUBQUAD_BACKEND"),
             torch.get_float32_matmul_precision(),
@@ -81,6 +82,10 @@ class CudaGraphStep:
         with _lock:
             logits = self._replay(input_ids, attention_mask)
         return self.eager(input_ids, attention_mask) if logits is None else logits
+
+    def seal(self) -> None:
+        with _lock:
+            self._sealed, self._weights = examine(self.model, thoroughly=True), weights_of(self.model)
 
     def _replay(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
         """The logits; None, and nothing has changed, if the model itself is to read the token."""
@@ -99,7 +104,7 @@ class CudaGraphStep:
         if (most := cache.fixed_until) is not None and cache.get_seq_length() >= most:
             return None
         try:
-            model = examine(self.model)
+            model = self._sealed or examine(self.model)
         except Unsuitable as reason:
             logger.info("Each token is read by the model itself from now on: %s", reason)
             self._suitable = False

@@ -1,6 +1,8 @@
 """`generate` for models with a recurrent state."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -37,6 +39,21 @@ NOT_WITH_PREFIXES = (
 
 # The shapes of the ids in `chat_stops`.
 CHAT_STOPS = {"answer": (-1,), "turns": (-1, 2), "blank": (-1,), "line": (-1,), "newline": ()}
+
+
+# Whether no code of a user runs between the tokens that `generate` writes here.
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+def _is_known(x: Any) -> bool:
+    """Whether the code of something that `generate` calls is transformers' or ours, and so changes no model."""
+    if x is None:
+        return True
+    functions = [
+        value for value in getattr(x, "__dict__", {}).values() if isinstance(value, FunctionType | MethodType)
+    ]
+    places = {type(x).__module__, *(function.__module__ for function in functions)}
+    return {place.partition(".")[0] for place in places} <= {"transformers", __name__.partition(".")[0]}
 
 
 class NextTurnCriteria(StoppingCriteria):
@@ -225,7 +242,11 @@ class RecurrentGenerationMixin(GenerationMixin):
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         if pads and input_ids.shape[0] > 1:
             stopping_criteria = kwargs["ended_rows"] = _EndedRows(stopping_criteria)
-        return super()._sample(input_ids, logits_processor, stopping_criteria, *args, **kwargs)
+        before = _alone.set(all(map(_is_known, (*logits_processor, *stopping_criteria, kwargs.get("streamer")))))
+        try:
+            return super()._sample(input_ids, logits_processor, stopping_criteria, *args, **kwargs)
+        finally:
+            _alone.reset(before)
 
     def prepare_inputs_for_generation(
         self,
@@ -288,7 +309,7 @@ class RecurrentGenerationMixin(GenerationMixin):
 
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
         """As in transformers; or if nothing is to be compiled, a call that reads single tokens by a decoding step."""
-        return super().get_compiled_call(compile_config) if self._compiles else StepByStep(self)
+        return super().get_compiled_call(compile_config) if self._compiles else StepByStep(self, _alone.get())
 
     def _beam_search(self, *args, generation_config: GenerationConfig, **kwargs):
         """As in transformers, which calls `self` for each token."""

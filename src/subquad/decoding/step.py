@@ -41,6 +41,12 @@ class DecodingStep(Protocol):
             ValueError: if there is more than one token in a row, or another number of rows than the step is made for.
         """
 
+    def seal(self) -> None:
+        """
+        Promises that nobody changes the model as long as this step is used, so it need not look for changes. Its
+        weights stay in memory as long.
+        """
+
 
 class Unsuitable(Exception):
     """A faster step cannot be made. The message is the reason."""
@@ -59,6 +65,9 @@ class EagerStep:
         check_ids(input_ids, self.batch_size)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **named_cache(self.cache)}
         return self.model(**inputs, use_cache=True, logits_to_keep=1, return_dict=True).logits[:, -1]
+
+    def seal(self) -> None:
+        """The model itself is called, as it is."""
 
 
 def check_ids(input_ids: torch.Tensor, batch_size: int) -> None:
@@ -88,7 +97,12 @@ def make_step(model: Any, cache: RecurrentCache, batch_size: int | None = None) 
 
 
 class StepByStep:
-    """The model as `generate` calls it: single tokens are read by a decoding step."""
+    """
+    The model as `generate` calls it: single tokens are read by a decoding step.
+
+    Args:
+        alone: whether nothing else runs between two tokens that could change the model.
+    """
 
     # What a step reads, or may leave out: the position of a single token is not read.
     _accepted = {
@@ -101,8 +115,8 @@ class StepByStep:
         "position_ids",
     }
 
-    def __init__(self, model: Any):
-        self.model, self.cache, self.step = model, None, None
+    def __init__(self, model: Any, alone: bool = False):
+        self.model, self.alone, self.cache, self.step = model, alone, None, None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -115,5 +129,7 @@ class StepByStep:
             return self.model(**inputs)
         if self.cache is not cache or self.step.batch_size != ids.shape[0]:
             self.cache, self.step = cache, make_step(self.model, cache, ids.shape[0])
+            if self.alone:
+                self.step.seal()
         logits = self.step(ids, inputs.get("attention_mask"))
         return RecurrentCausalLMOutput(logits=logits.unsqueeze(1), **named_cache(cache))

@@ -9,6 +9,11 @@ from torch.nn.modules import module as torch_module
 from transformers.utils import output_capturing
 
 
+def weights_of(model: nn.Module) -> list[torch.UntypedStorage]:
+    """The memory of all parameters and buffers, which stays as long as it is held."""
+    return [x.untyped_storage() for x in (*model.parameters(), *model.buffers())]
+
+
 class Watch:
     """
     What a step relies on that passes by the modules of a model: they stand at their places and run the `forward` of
