@@ -131,5 +131,7 @@ class StepByStep:
             self.cache, self.step = cache, make_step(self.model, cache, ids.shape[0])
             if self.alone:
                 self.step.seal()
+        if isinstance(self.step, EagerStep):
+            return self.model(**inputs)
         logits = self.step(ids, inputs.get("attention_mask"))
         return RecurrentCausalLMOutput(logits=logits.unsqueeze(1), **named_cache(cache))

@@ -487,7 +487,7 @@ def _lengths_figure(inspection: Inspection):
 
     memories = inspection.memories
     rows, columns = (len({getattr(memory, name) for memory in memories}) for name in ("layer", "head"))
-    figure = Figure(figsize=(max(1 + 3 * columns, 6.5), 1.3 + 2.1 * rows), positions="constrained")
+    figure = Figure(figsize=(max(1 + 3 * columns, 6.5), 1.3 + 2.1 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axis, memory in zip(axes.flat, memories, strict=True):
         lengths = memory.normalised_lengths.sort(descending=True).values
@@ -520,7 +520,7 @@ def _holdings_figure(inspection: Inspection, memory: Memory):
 
     labelled = length <= MAX_LABELS
     width = 2.5 + 0.14 * length if labelled else 13
-    figure = Figure(figsize=(max(width, 8), 5.2 if len(order) < 128 else 6.5), positions="constrained")
+    figure = Figure(figsize=(max(width, 8), 5.2 if len(order) < 128 else 6.5), layout="constrained")
     if memory.kinds:
         # The kind of each slot, beside its row.
         beside, axis = figure.subplots(1, 2, width_ratios=(1, 90))
