@@ -259,9 +259,8 @@ class LayerState:
 @dataclass(eq=False)
 class LinearAttentionState(LayerState):
     """
-    The states of a block that transformers treats as linear attention. transformers reads the recurrent and
-    convolution states by number. Convolution states, such as the last token of a token shift, are (batch, channels,
-    tokens).
+    The states of a block that transformers treats as linear attention, which it reads by number: recurrent states, and
+    convolution states (batch, channels, tokens), such as the last token of a token shift.
     """
 
     recurrent_names: tuple[str, ...] = ()
@@ -333,8 +332,7 @@ class RecurrentCache(Cache):
     recurrent_names: tuple[str, ...] = ("wkv",)
     convolution_names: tuple[str, ...] = ("attention_shift", "feed_forward_shift")
 
-    # States that stay float32 in a model of lower precision, and states of integers. The others have the model's
-    # dtype.
+    # States that stay float32 in a model of lower precision, and integer states. The others have the model's dtype.
     float32_names: tuple[str, ...] = ("wkv",)
     integer_names: tuple[str, ...] = ("padding",)
 
