@@ -15,9 +15,7 @@ HIDDEN_MARK = re.compile(r"\{#-? *(\{% *(?:end)?generation *%\}) *-?#\}")
 
 
 class SavedProcessor(ProcessorMixin):
-    """
-    The base class of all processors. A processor that is pushed to the Hub also loads without this package.
-    """
+    """The base class of all processors. A processor that is pushed to the Hub also loads without this package."""
 
     @classmethod
     def from_args_and_dict(cls, args, processor_dict, **kwargs):

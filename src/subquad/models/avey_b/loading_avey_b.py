@@ -11,7 +11,7 @@ from .configuration_avey_b import AveyBConfig
 
 class ScalarToVector(MergeModulelist):
     """
-    Loads `alpha`. The base class marks operations that stack their inputs. When transformers shards weights at loading,
+    Loads `alpha`. The base class marks operations that stack their inputs. If transformers shards weights at loading,
     it then counts the scalar as one element, which one process gets.
     """
 

@@ -53,7 +53,7 @@ class RavenConfig(CheckedConfig):
         use_output_gate: whether each head's output is normalized separately and gated (section 6.1).
         decay_type: `"Mamba2"`, a decay for each head (equation 19), or `"GLA"`, one for each slot.
         gate_logit_normalizer: divisor of the log decays of `"GLA"`, the temperature.
-        router: choice of the slots that a token is written to (table 1). `"raven"`: the `topk` best of a learned router;
+        router: choice of a token's slots (table 1). `"raven"`: the `topk` slots that a learned router scores highest;
             `"gsa"`: all slots, as in Gated Slot Attention, with the decay of `"GLA"`; `"swa"`: one after the other,
             each overwritten, as in sliding window attention over `num_slots` tokens.
         router_type: `"lin"`, a linear projection, or `"mlp"`, two with a GELU between them (section 6.2.3).
