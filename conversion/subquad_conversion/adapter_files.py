@@ -293,7 +293,7 @@ def _blocks(adapter: Adapter, shapes: Mapping[str, Shape], part: str) -> tuple[d
             )
     if len(forms) > 1:
         raise ConversionError(
-            f"{path} has blocks of square weights only, which do not tell whether they belong to inputs or to "
+            f"{path} has blocks of square weights only, which may belong to inputs or to "
             "outputs: RWKV-PEFT has had both. Merge it with the release that trained it."
         )
     (form,) = forms

@@ -91,7 +91,7 @@ def split_sizes(
     notes = []
     told = {field: given.get(field) for field in ("chunk_size", "k")}
     told = {field: size for field, size in told.items() if isinstance(size, int) and size > 0}
-    what = f"{name} has {rows} rows" if rows else "No tensor tells the rows of a window"
+    what = f"{name} has {rows} rows" if rows else "No tensor determines the rows of a window"
     if assumed is None and not (told if rows else len(told) == 2):
         fields = "`chunk_size` or `k`" if rows else "`chunk_size` and `k`"
         raise ConversionError(f"{what}; give {fields} in a configuration file.")
@@ -101,7 +101,7 @@ def split_sizes(
         chunk_size = rows // (told["k"] + own)
     else:
         chunk_size = assumed
-        notes.append(f"the source tells neither `chunk_size` nor `k`; a `chunk_size` of {assumed} was assumed")
+        notes.append(f"neither `chunk_size` nor `k` is stored in the source; a `chunk_size` of {assumed} was assumed")
     k = told.get("k") or (rows // chunk_size - own if chunk_size else 0)
     if rows and (k < 1 or chunk_size * (k + own) != rows):
         if not told:

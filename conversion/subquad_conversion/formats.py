@@ -313,7 +313,7 @@ class Format:
         sizes, of which only the names matter, and the reason.
         """
         unread = [size for size, length in lengths_of(weights, reading.places).items() if not length]
-        reason = f"no tensor tells {', '.join(unread)}."
+        reason = f"no tensor determines {', '.join(unread)}."
         if not unread:
             try:
                 return self.shapes(reading.fields | reading.shape_fields), None
@@ -353,7 +353,7 @@ class Format:
         ]
         if faults:
             model = reading.model or self.model_type
-            raise ConversionError(f"The tensors are not those of the model type {model}; {'; '.join(faults)}.")
+            raise ConversionError(f"The tensors do not match the model type {model}; {'; '.join(faults)}.")
         if reason is not None:
             read_from = dict.fromkeys(name for name, _ in reading.places.values() if name in weights)
             shown = ", ".join(f"{weights[name].source} {weights[name].shape}" for name in read_from)

@@ -82,7 +82,9 @@ class GeckoFormat(Format):
             if priors:
                 fields["timenorm_num_groups"] = _groups(priors, fields["timenorm_num_groups"])
             if untold := [f"`{name}`" for name in REQUIRED if fields[name] is None]:
-                raise ConversionError(f"No tensor tells {', nor '.join(untold)}; give it in a configuration file.")
+                raise ConversionError(
+                    f"No tensor determines {', nor '.join(untold)}; give it in a configuration file."
+                )
             return fields
 
         assumed = [f"`{name}` {getattr(self.config_class, name)}" for name in ASSUMED if name not in given]
@@ -92,7 +94,7 @@ class GeckoFormat(Format):
             PLACES,
             shape_fields=SHAPE_FIELDS,
             tied=(EMBEDDINGS, HEAD) if tied else None,
-            notes=[f"what the source does not tell was assumed: {', '.join(assumed)}"] if assumed else [],
+            notes=[f"values that are not stored in the source were assumed: {', '.join(assumed)}"] if assumed else [],
             zeros=[tensor.source for tensor in priors],
             finish=finish,
         )

@@ -198,7 +198,7 @@ def _check_told(router: str, attention: list[int], given: Mapping[str, Any]) -> 
             f"the heads, window and rotary embeddings of softmax attention in the layers {attention} (`attn`)"
         )
     if untold:
-        raise ConversionError(f"No tensor tells {', nor '.join(untold)}; give it in a configuration file.")
+        raise ConversionError(f"No tensor determines {', nor '.join(untold)}; give it in a configuration file.")
 
 
 FORMAT = RavenFormat()

@@ -63,7 +63,7 @@ class RwkvFormat(Format):
         sizes = lengths_of(found, self.places) | {"num_hidden_layers": count_blocks(found, "rwkv.blocks.")}
         heads, head_size, notes = self._heads(found, sizes["attention_hidden_size"], given)
         if "head_size_divisor" not in given:
-            notes.append("the source does not tell `head_size_divisor`; 8 was assumed, as in every World model")
+            notes.append("`head_size_divisor` is not stored in the source; 8 was assumed, as in every World model")
         return InferredConfig(
             sizes | {"num_attention_heads": heads, "head_size": head_size},
             {"num_hidden_layers": sizes["num_hidden_layers"]},
@@ -88,7 +88,7 @@ class RwkvFormat(Format):
         notes = []
         if not isinstance(head_size, int) or head_size < 1:
             head_size = HEAD_SIZE
-            notes.append(f"the file does not tell the size of a head; {HEAD_SIZE} was assumed")
+            notes.append(f"the size of a head is not stored in the file; {HEAD_SIZE} was assumed")
         if width % head_size:
             raise ConversionError(
                 f"The per-head vectors are flattened and {width} channels are not a multiple of a head size of "
@@ -161,7 +161,7 @@ def untold_divisor(config: PreTrainedConfig) -> list[str]:
     """A note about a setting that the trainer's files do not store."""
     if (divisor := config.head_size_divisor) == 8:
         return []
-    return [f"no tensor tells `head_size_divisor`: whoever reads the file has to know that it is {divisor}"]
+    return [f"`head_size_divisor` is not stored in the tensors: readers of the file must know that it is {divisor}"]
 
 
 def check_divisor(config: PreTrainedConfig, runtime: str) -> None:

@@ -126,7 +126,7 @@ def check_head_dim(config: PreTrainedConfig, runtime: str) -> None:
     if config.head_dim != 64 or config.norm_eps != 1e-5:
         raise ConversionError(
             f"`head_dim` is {config.head_dim} and `norm_eps` {config.norm_eps:g}; {runtime} has an epsilon of 64e-5 "
-            "for the norm of the heads written into its code, which is that of 64 and 1e-5."
+            "for the norm of the heads written into its code, as for 64 and 1e-5."
         )
 
 

@@ -121,7 +121,7 @@ class VisualFormat(Format):
         text = self.text.read(text_found, text_fields)
         notes = text.notes + tower_notes
         if "grid_size" not in given:
-            notes.append("the source does not tell `grid_size`; -1, all patches of an image, was assumed")
+            notes.append("`grid_size` is not stored in the source; -1, all patches of an image, was assumed")
         text_type = {"model_type": self.text_type}
         return InferredConfig(
             {
@@ -263,7 +263,7 @@ def _untold(width: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[
         )
     fields = {name: value for name, value in fields.items() if name not in given}
     return fields, [
-        f"the source does not tell the vision tower's `{name}`; {value} was assumed, as in CLIP"
+        f"the vision tower's `{name}` is not stored in the source; {value} was assumed, as in CLIP"
         for name, value in fields.items()
     ]
 

@@ -95,7 +95,7 @@ class RwkvReasoningParser(ReasoningParser):
         return DeltaMessage(reasoning=thought, content=answer) if thought or answer else None
 
     def _split(self, text: str, partly: bool = False) -> tuple[str, str]:
-        """The thought and the answer. With `partly`, more text will come, and a possible mark at its end is left out."""
+        """The thought and the answer. With `partly`, more text will come, and a possible mark is left out."""
         rest = (self.opening + text).lstrip()
         if not rest.startswith(BEGIN[:-1] if self.opening else BEGIN):
             return "", "" if partly and BEGIN.startswith(rest) else text

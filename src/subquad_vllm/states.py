@@ -209,7 +209,7 @@ def recur(operator: Callable, block: str, name: str, arguments: dict[str, torch.
         operator: a recurrence of `subquad_kernels`.
         block: name of a [`BlockStates`].
         name: name of the state of the recurrence.
-        arguments: arguments of the operator except for the state. Tensors with three or more axes are (tokens, 1, ...).
+        arguments: arguments of the operator except the state. Tensors with three or more axes are (tokens, 1, ...).
 
     Returns:
         the output, (tokens, 1, ...).

@@ -82,7 +82,7 @@ class NameMap:
     parts: Mapping[str, Part] = field(default_factory=dict)
 
     def __or__(self, other: "NameMap") -> "NameMap":
-        """A layout that reads the names of both. What either replaces in a name must not be in those of the other."""
+        """A map that reads the names of both. Neither may contain what the other replaces in a name."""
         return NameMap({**self.names, **other.names}, {**self.parts, **other.parts})
 
     def read_name(self, name: str) -> dict[str, Extract | None]:

@@ -156,7 +156,7 @@ def _check_headers(directory: Path, config: PreTrainedConfig, headers: Mapping[s
             dtypes.append(f"{name} (dtype {dtype})")
     kinds = {"missing": missing, "of the wrong shape": shapes, "not floating point": dtypes}
     if faults := "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names):
-        raise ValueError(f"{directory}: the tensors are not those of {model_class.__name__}; {faults}.")
+        raise ValueError(f"{directory}: the tensors do not match {model_class.__name__}; {faults}.")
 
 
 def _renamed(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:

@@ -101,7 +101,7 @@ class SavedPreTrainedModel(PreTrainedModel):
         if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
             name, stored, expected = sorted(loading_info.mismatched_keys)[0]
             raise RuntimeError(
-                f"{path}: {name} has the shape {tuple(stored)}, but that of the configuration's model is "
+                f"{path}: {name} has the shape {tuple(stored)}, but in the configuration's model it is "
                 f"{tuple(expected)}. `ignore_mismatched_sizes=True` initialises such weights."
             )
         if hasattr(load_config.hf_quantizer, "check_loaded"):

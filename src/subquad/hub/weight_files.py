@@ -222,9 +222,7 @@ def check_shared(path: str | os.PathLike, claimed: int, most: int = 1) -> None:
         ValueError: if they exceed it.
     """
     if claimed > most * (size := os.path.getsize(path)):
-        raise ValueError(
-            f"{path} has {size:,} bytes, and tensors of {claimed:,}: they overlap, as those of no model do."
-        )
+        raise ValueError(f"{path} has {size:,} bytes, and tensors of {claimed:,}: they overlap, as in no model.")
 
 
 def check_weights(path: str | os.PathLike, options: dict) -> None:
@@ -278,7 +276,7 @@ def check_room(model: "PreTrainedModel", files: Iterable[str | os.PathLike], pac
     stored = sum(torch.Size(shape).numel() for shape, _ in headers.values())
     if not packed and wanted > 2 * stored + PIECE:
         raise ValueError(
-            f"{model.config.name_or_path}: the configuration is that of a model with {wanted:,} weights, but the "
+            f"{model.config.name_or_path}: the configuration describes a model with {wanted:,} weights, but the "
             f"files hold {stored:,}: one of the two belongs to another model."
         )
 

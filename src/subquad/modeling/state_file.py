@@ -141,7 +141,7 @@ def check_owner(path: str | os.PathLike, about: dict[str, Any], model: ModelIden
     """
     found = about.get("model")
     if not isinstance(found, dict):
-        raise ValueError(f"{os.fspath(path)} does not say which model it belongs to; {model} is loaded.")
+        raise ValueError(f"{os.fspath(path)} does not name the model that it belongs to; {model} is loaded.")
     owner = ModelIdentity(str(found.get("name")), str(found.get("digest")))
     if owner.digest != model.digest:
         raise ValueError(f"{os.fspath(path)} is a state of the model {owner}, but {model} is loaded.")

@@ -135,7 +135,7 @@ class IntegerLayer(nn.Module):
             self.check_stored(state_dict, prefix)
             if SCALE in self._non_persistent_buffers_set and metadata.get("assign_to_params_buffers"):
                 raise ValueError(
-                    f"`{prefix}{SCALE}` is that of the embeddings, which `assign=True` would leave behind."
+                    f"`{prefix}{SCALE}` belongs to the embeddings, which `assign=True` would leave behind."
                 )
         except ValueError as error:
             errors.append(str(error))

@@ -80,7 +80,7 @@ class PrefixCache:
                 raise ValueError(f"`{name}` must be at least 1, got {number}.")
         if directory is not None and model is None:
             raise ValueError(
-                "`directory` needs `model`, which says whose states the files hold: `subquad.identify(...)`."
+                "`directory` needs `model`, the model whose states the files hold: `subquad.identify(...)`."
             )
         self.max_bytes, self.max_disk_bytes, self.max_entries = max_bytes, max_disk_bytes, max_entries
         self.shortest, self.identity = shortest, model

@@ -153,7 +153,7 @@ class SavedSession:
         text = about.get("text")
         kinds = {"unread": list, "rest": str, "ended": bool, "turns": int, "end": str}
         if not isinstance(text, dict) or {name: type(value) for name, value in text.items()} != kinds:
-            raise ValueError(f"{path} does not say where its text ends; `subquad generate --state-out` writes that.")
+            raise ValueError(f"{path} does not store where its text ends; `subquad generate --state-out` writes that.")
         return cls(path, states, about)
 
     @property

@@ -285,7 +285,7 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         outputs = self.model(**inputs)
         if not hasattr(outputs, "start_logits") or not hasattr(outputs, "end_logits"):
             raise ValueError(
-                "`model` must have a question answering head, as those of AutoModelForQuestionAnswering have; "
+                "`model` must have a question answering head, as in AutoModelForQuestionAnswering; "
                 f"{type(self.model).__name__} does not return `start_logits` and `end_logits`."
             )
         return {"start": outputs.start_logits.float(), "end": outputs.end_logits.float(), **rest}
