@@ -19,8 +19,8 @@ from .versions import RecurrentCausalLMOutput, RecurrentClassifierOutput, cache_
 
 logger = logging.get_logger(__name__)
 MISCOUNTED = (
-    "There are labels that no token predicts. If `num_items_in_batch` counts them, as Trainer's does, the loss differs "
-    'slightly from the loss of the texts. Pad on the right in training (`tokenizer.padding_side = "right"`), and '
+    "There are labels that no token predicts. If `num_items_in_batch` counts them, as Trainer's does, the loss is "
+    'slightly smaller than without them. Pad on the right in training (`tokenizer.padding_side = "right"`), and '
     "give the first tokens of packed texts and the placeholders of images the label -100."
 )
 
