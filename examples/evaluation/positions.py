@@ -20,7 +20,7 @@ Gecko begins a new document at every id 0, which separates two tunes, and does n
 reads a long text as well as a short one. So it is also measured with `document_boundaries=False`, which it was
 not trained for: then the loss is higher, and the question of figure 4 is whether it stays the same.
 
-Avey reads a window in one call, like the code of its authors. The splits that one retrieves depend on all of its tokens,
+Avey reads a window in one call, like the code of its authors. The splits that one retrieves depend on all its tokens,
 so earlier bytes of a split have a little information about later ones.
 
 Bands and bars are two standard errors: over the tunes, each read alone, and over the parts of the long text. The bands
