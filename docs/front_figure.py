@@ -69,7 +69,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def apart(heights: list[float], distance: float) -> list[float]:
-    """The heights, moved as little as possible so that any two of them are `distance` apart. Equal ones get the order of the list."""
+    """The heights, moved as little as possible to be `distance` apart. Equal ones get the order of the list."""
     groups: list[list[int]] = []
 
     def span(group):
