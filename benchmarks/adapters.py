@@ -1,6 +1,6 @@
 """
-What an adapter learns in the same number of steps: held-out loss of goose-abc (Goose, a million parameters) after
-training on tunes in another notation, beside the trainable parameters and the time.
+What an adapter learns in a fixed number of steps: held-out loss of goose-abc (Goose, a million parameters) after
+training on tunes in another notation, with the number of trainable parameters and the time.
 
 "low ranks" are the maps of the decay, the learning rate, the values and the gate, which are parameters of the time
 mixing (`target_parameters` of LoRA). Every adapter is trained with each learning rate and the first seed, and with the
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-# The benchmarks of the operators measure in the same way, and the examples read the tunes.
+# For measuring as in the operators' benchmarks, and for reading tunes as in the examples.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -52,7 +52,7 @@ def lora(rank: int, projections: bool, low_ranks: bool) -> LoraConfig:
 
 
 RATES = (0.005, 0.015, 0.045)
-# How each adapter is made, and the learning rates that are tried. The ranks make groups of about as many parameters.
+# Constructor of each adapter, and learning rates to try. The ranks make groups with similar numbers of parameters.
 ADAPTERS: dict[str, tuple[Callable, tuple[float, ...]]] = {
     "state tuning": (lambda: subquad.StateTuningConfig(task_type="CAUSAL_LM"), (1.0, 3.0, 10.0)),
     "projections, rank 2": (lambda: lora(2, True, False), RATES),

@@ -1,9 +1,9 @@
 """
-A Finch or a Goose on a CPU: subquad in every dtype and in 8 and 4 bits, beside llama.cpp and the package rwkv.
+A Finch or a Goose on a CPU: subquad in every dtype and in 8 and 4 bits, compared with llama.cpp and the package rwkv.
 
-All have the same random weights. llama.cpp reads the file that `subquad convert --to gguf` writes, and makes the other
-types from it itself. Its source comes from PyPI and is compiled once; where that is not possible, a line says why, and
-the rest is measured.
+All have the same random weights. llama.cpp reads the file written by `subquad convert --to gguf`, and makes the other
+types from it itself. Its source comes from PyPI and is compiled once. If that fails, a line gives the reason, and the
+rest is measured.
 
 parts (--parts):
   one     one more token of a text
@@ -11,9 +11,9 @@ parts (--parts):
   prompt  the first token after a prompt of 512 tokens
 
 Everything runs on --threads threads. The implementations take turns, call by call or in groups of a few calls, so that
-all of them have the same share of what else the machine does. Times are medians: CPU time, which is all threads' and
-leaves out what other processes take, and the time that passes. "error" is the norm of the difference from the logits
-of the first implementation after a prompt, divided by the norm of those.
+other load affects all of them equally. Times are medians of CPU time (all threads, without other processes) and of
+wall-clock time. "error" is the norm of the difference from the first implementation's logits after a prompt, divided
+by the norm of these.
 
 examples:
   python benchmarks/cpu.py --out build/bench
@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 
-# The benchmarks of the operators measure in the same way.
+# For measuring as in the operators' benchmarks.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"))
 
 import llama_peer
@@ -52,7 +52,7 @@ import subquad
 
 
 PARTS = ("one", "many", "prompt")
-# By name: what `from_pretrained` gets for a model of ours, or the type of llama.cpp's file.
+# By name: the arguments of `from_pretrained` for our models, or the type of llama.cpp's file.
 OURS = {
     "subquad float32": {"dtype": "float32"},
     "subquad bfloat16": {"dtype": "bfloat16"},
@@ -63,10 +63,10 @@ OURS = {
 LLAMA = {f"llama.cpp {kind}": kind for kind in llama_peer.TYPES}
 RWKV = "rwkv fp32"
 NAMES = (*OURS, *LLAMA, RWKV)
-# Of a published size, the weights of these do not fit into memory together with the others.
+# At a published size, the weights of these do not fit into memory together with the others.
 LARGE = ("subquad float32", "llama.cpp F32", RWKV)
 MANY = (8, 32)
-# Tokens that are read before those that are measured, and of whose last the logits are compared.
+# Tokens that are read before the measured ones. The logits of the last are compared.
 BEFORE = 16
 
 
@@ -75,9 +75,9 @@ class Runner:
     """
     Attributes:
         read: reads the next tokens (B, T) of the texts; returns the logits (B, V) after the last.
-        forget: lets the next tokens begin new texts.
-        megabytes: of the weights.
-        most_rows: the most texts at a time.
+        forget: makes the next tokens begin new texts.
+        megabytes: size of the weights.
+        most_rows: maximum number of texts at a time.
     """
 
     read: Callable[[Tensor], Tensor]
@@ -132,7 +132,7 @@ def gguf_files(library: Any, path: Path, kinds: list[str]) -> dict[str, Path]:
 
 
 def make_runners(path: Path, options: argparse.Namespace) -> dict[str, Runner]:
-    """The implementations that are there, by name; of each that is not, a line says why."""
+    """The available implementations, by name. For each missing one, a line gives the reason."""
     made: dict[str, Runner | None] = {}
     for name in (name for name in OURS if name in options.implementations):
         made[name] = run_ours(path, **OURS[name])
@@ -151,7 +151,7 @@ def make_runners(path: Path, options: argparse.Namespace) -> dict[str, Runner]:
 
 
 def both_times(call: Callable[[], Any]) -> tuple[float, float]:
-    """Milliseconds of CPU time, and those that pass."""
+    """Milliseconds of CPU time and of wall-clock time."""
     wall, spent = time.perf_counter(), time.process_time()
     call()
     return 1e3 * (time.process_time() - spent), 1e3 * (time.perf_counter() - wall)
@@ -162,7 +162,7 @@ def take_turns(
     runners: dict[str, Runner], batch: int, length: int, rounds: int, group: int, vocabulary: int
 ) -> dict[str, tuple[float, float]]:
     """
-    Medians of CPU time and of the time that passes, in milliseconds, by implementation: of a call that reads `length`
+    Medians of CPU time and of wall-clock time, in milliseconds, by implementation, of a call that reads `length`
     tokens of each of `batch` texts, the first ones if there are many. Each of `rounds` turns has `group` calls.
     """
     generator = torch.Generator().manual_seed(0)
@@ -183,7 +183,7 @@ def take_turns(
 
 @torch.no_grad()
 def errors_of(runners: dict[str, Runner], vocabulary: int) -> dict[str, float]:
-    """How far the logits after a prompt are from those of the first implementation."""
+    """Errors of the logits after a prompt, relative to the first implementation."""
     ids = torch.randint(1, vocabulary, (1, BEFORE), generator=torch.Generator().manual_seed(1))
     logits = {}
     for name, runner in runners.items():

@@ -1,15 +1,15 @@
 """
-Everything that a GPU is needed for, in one run: the tests of the kernels, the models at tiny sizes, and then every
-benchmark. Ours is measured before anything that it is compared with. All is collected in RESULTS.md, after every step.
+Everything that needs a GPU, in one run: the tests of the kernels, the models at tiny sizes, and then every benchmark.
+Ours is measured before its competitors. RESULTS.md collects everything, after every step.
 
 steps (--steps):
   tests     tests/kernels, in parallel
   smoke     benchmarks/models.py --quick
   compile   the calls that will be measured, several operators at a time, and their check against the reference
-  ours      every benchmark, of ours alone
-  others    the same benchmarks, of what ours is compared with, and first calls
+  ours      every benchmark, ours only
+  others    the same benchmarks of the competitors, and first calls
 
-Each step gets its share of the minutes that are left. What it needs beside torch and triton: transformers, pytest and
+Each step gets its share of the remaining minutes. Required besides torch and triton: transformers, pytest and
 pytest-xdist. The packages of this repository need not be installed.
 
 examples:
@@ -58,10 +58,10 @@ class Task:
     A command, or several at a time.
 
     Attributes:
-        name: of its line in the report, and of its log.
+        name: name in the report, and of its log.
         step: one of STEPS.
-        weight: minutes that it may take if there is time for everything.
-        commands: what follows the name of the interpreter, by the name of the log. "LIMIT" in it stands for minutes.
+        weight: its minutes if there is time for everything.
+        commands: arguments of the interpreter, by the name of the log. "LIMIT" in it stands for minutes.
     """
 
     name: str
@@ -88,7 +88,7 @@ def tasks(out: Path) -> Iterator[Task]:
 
 
 def run(command: list[str], log: Path, seconds: float) -> str:
-    """Runs a command, and returns how it ended. What it started ends with it."""
+    """Runs a command, and returns how it ended. Its child processes end with it."""
     deadline = time.monotonic() + seconds + GRACE
     command = [sys.executable, *(f"{seconds / 60:.2f}" if word == "LIMIT" else word for word in command)]
     paths = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -102,7 +102,7 @@ def run(command: list[str], log: Path, seconds: float) -> str:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 return f"not done after {seconds + GRACE:.0f} s"
-        if code != BROKEN:  # otherwise the rows behind the one that broke the context are missing
+        if code != BROKEN:  # otherwise the rows after the one that broke the context are missing
             break
     if code:
         return f"exit status {code}, see {log.name}"
@@ -142,7 +142,7 @@ def run_tasks(options: argparse.Namespace) -> bool:
 
 
 def tested(path: Path) -> list[str]:
-    """How the tests ended, and which failed."""
+    """The outcome of the tests, and the failed ones."""
     if not path.exists():
         return []
     cases = list(ElementTree.parse(path).iter("testcase"))
@@ -157,7 +157,7 @@ def number(value: float | None) -> str:
 
 
 def line(group: dict[str, dict[str, Any]]) -> str:
-    """One shape: ours, its floor, and how many times as fast it is as each of the others."""
+    """One shape: ours, its floor, and its speed relative to each of the others."""
     first, ours = next(iter(group.values())), group.get(OURS, {})
     mine, least = ours.get("milliseconds"), ours.get("floor_milliseconds")
     shape = " x ".join(str(first[name]) for name in ("batch", "length") if first[name])
@@ -174,7 +174,7 @@ def line(group: dict[str, dict[str, Any]]) -> str:
 
 
 def table(paths: list[Path]) -> list[str]:
-    """Of all rows of some files."""
+    """A table of all rows of some files."""
     lines = ["| what | batch x length | heads x size | ms | floor | of it | MiB | others (times ours) | notes |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
     for path in paths:

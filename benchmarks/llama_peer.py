@@ -1,7 +1,7 @@
 """
-llama.cpp beside our models, on a CPU. Its source comes from PyPI, in the source distribution of llama-cpp-python, and
-is compiled for this machine once: the library and what it was made of take about 300 MB in `~/.cache/subquad`, or in
-`$XDG_CACHE_HOME/subquad`. A small library of our own, `llama_peer.c`, is between it and Python.
+llama.cpp, a competitor on a CPU. Its source comes from PyPI, in the source distribution of llama-cpp-python, and
+is compiled once for this machine: the library and its sources take about 300 MB in `~/.cache/subquad`, or in
+`$XDG_CACHE_HOME/subquad`. A small library of our own, `llama_peer.c`, connects it to Python.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ DIGEST = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 # Types of files, and their numbers in `enum llama_ftype`.
 TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "Q4_0": 2}
 SHIM, BEFORE_ALL = (Path(__file__).with_name(name) for name in ("llama_peer.c", "llama_amx.h"))
-# It sets the CPU's tiles (AMX) up once for each thread, and oneDNN clears them: so it gets a thread of its own.
+# It sets up the CPU's tiles (AMX) once per thread, and oneDNN clears them, so it gets its own thread.
 _THREAD = ThreadPoolExecutor(1)
 
 
 class Unavailable(Exception):
-    """llama.cpp is not there. The message says why."""
+    """llama.cpp is not available. The message gives the reason."""
 
 
 def _run(*command: object) -> None:
@@ -62,7 +62,7 @@ def _source(folder: Path) -> Path:
 
 
 def _library(instructions: str) -> Path:
-    """The file of our library, which is compiled together with llama.cpp if it is not there."""
+    """The file of our library, which is compiled together with llama.cpp if needed."""
     compiler = os.environ.get("CC") or shutil.which("cc")
     if compiler is None or not (os.environ.get("CXX") or shutil.which("c++")):
         raise Unavailable("there are no compilers of C and C++")
@@ -102,10 +102,10 @@ def load(instructions: str) -> ctypes.CDLL:
     Our library, with llama.cpp behind it.
 
     Args:
-        instructions: what this CPU has, which the compiled code depends on.
+        instructions: instructions of this CPU, which the compiled code depends on.
 
     Raises:
-        Unavailable: if it cannot be made, for example because there is no network or no compiler.
+        Unavailable: if it cannot be compiled, for example because there is no network or no compiler.
     """
     try:
         loaded = ctypes.CDLL(str(_library(instructions)))
@@ -131,8 +131,8 @@ class Llama:
 
     Args:
         library: from [`load`].
-        path: of a GGUF file.
-        rows: the most texts at a time.
+        path: path of a GGUF file.
+        rows: maximum number of texts at a time.
 
     Raises:
         Unavailable: if it cannot be loaded.
@@ -146,7 +146,7 @@ class Llama:
         self.vocabulary = library.peer_vocabulary(self.peer)
 
     def forget(self) -> None:
-        """Lets the next tokens begin new texts."""
+        """Makes the next tokens begin new texts."""
         self.library.peer_forget(self.peer)
 
     def read(self, ids: Tensor) -> Tensor:

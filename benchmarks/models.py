@@ -43,7 +43,7 @@ import transformers
 from torch import Tensor, nn
 
 
-# The benchmarks of the operators measure in the same way.
+# For measuring as in the operators' benchmarks.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"))
 
 from measuring import (
@@ -79,7 +79,7 @@ from subquad.hub.presets import preset_config
 
 PARTS = ("check", "read", "decode", "generate", "train", "long")
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-# A call that takes longer than so many milliseconds is its own median.
+# A call that takes longer than this, in milliseconds, is its own median.
 LONG = 1500
 
 
@@ -87,13 +87,13 @@ LONG = 1500
 class Sizes:
     """
     Attributes:
-        model_type: of the configuration.
+        model_type: the configuration's model type.
         preset: the size for a GPU.
-        cpu: fields of the configuration that is measured on a CPU, and checked.
+        cpu: fields of the configuration for measurements on a CPU, and for the check.
         quick: fields of a tiny configuration.
-        variants: fields of further configurations that are checked.
+        variants: fields of further configurations to check.
         graphs: whether short texts are also read in a CUDA graph.
-        targets: of a GPU.
+        targets: performance targets on a GPU.
     """
 
     model_type: str
@@ -150,8 +150,8 @@ MODELS = {
         },
     ),
 }
-# By what is measured: lengths of prompts, batches, contexts, rows and tokens that are generated, rows and lengths of
-# training, steps, tokens of a piece of the long text.
+# By measurement: lengths of prompts, batches, contexts, rows and generated tokens, rows and lengths of training,
+# steps, and tokens of a piece of the long text.
 SIZES = {
     "quick": {
         **{"prompts": (16, 40), "batches": (2,), "contexts": (16, 40), "texts": (2,), "new": 8},
@@ -197,7 +197,7 @@ class Ours(TransformersCausal):
         return self.model(input_ids=ids, **how).logits
 
     def operations(self, length: int, last_only: bool) -> int:
-        """Of reading a text, for all tokens or for what comes after the last."""
+        """Operations to read a text, for all tokens or only the logits after the last."""
         if self.config.model_type in PRODUCTS:
             return PRODUCTS[self.config.model_type](self.config, length, last_only)[0]
         return 2 * self.parameters * length
@@ -252,7 +252,7 @@ def make_ours(name: str, options: argparse.Namespace) -> Ours:
 
 
 def peers_of(ours: Ours) -> dict[str, Any]:
-    """Peers that are there, by name."""
+    """Available peers, by name."""
     makers = PEERS.get(ours.config.model_type, {}) if ours.name in MODELS else {}
     made = {name: make(ours.model) for name, make in makers.items()}
     return {name: peer for name, peer in made.items() if peer is not None}
@@ -262,7 +262,7 @@ def peers_of(ours: Ours) -> dict[str, Any]:
 
 
 def related_ids(ours: Ours, batch: int, length: int) -> Tensor:
-    """Of many tokens, those of an earlier split: then rounding does not decide which splits are the nearest."""
+    """Ids with tokens repeated from an earlier split, so that rounding does not decide which splits are nearest."""
     ids = ours.ids(batch, length)
     for distance in (2, 3):
         taken = ours.ids(batch, length, seed=distance) % distance == 0
@@ -273,7 +273,7 @@ def related_ids(ours: Ours, batch: int, length: int) -> Tensor:
 def gradients(loss: Tensor, module: nn.Module) -> dict[str, Tensor]:
     named = {name.removeprefix("model."): x for name, x in module.named_parameters() if "lm_head" not in name}
     found = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
-    # A small gradient of a number may be the difference of two large ones: all numbers are judged together.
+    # A small gradient of a number may be the difference of two large ones, so all numbers are compared together.
     numbers = [found.pop(name).flatten() for name in list(found) if named[name].numel() == 1]
     return found | ({"numbers": torch.cat(numbers)} if numbers else {})
 
@@ -352,7 +352,7 @@ def steady_milliseconds(call: Callable[[], Any], options: argparse.Namespace) ->
 
 
 def with_memory(function: Callable[[], dict[str, Any]], device: str) -> dict[str, Any]:
-    """The result of a function, and the peak memory meanwhile: of torch on a GPU, of the process on a CPU."""
+    """The result of a function, and its peak memory: torch's on a GPU, the process's on a CPU."""
     measured: dict[str, Any] = {}
     if device == "cpu":
         held = resident_mebibytes(lambda: measured.update(function()))
@@ -371,7 +371,7 @@ def read_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) ->
         ids = ours.ids(batch, length)
         function = functools.partial(call, ids)
         if graph:
-            # Reading ids looks at them, which cannot be captured.
+            # The values of ids are checked, which cannot be captured.
             embedded = ours.model.get_input_embeddings()(ids)
             mine = call == ours.all_tokens
             function = captured(lambda: ours.model.base_model(inputs_embeds=embedded) if mine else call(ids))
@@ -593,14 +593,14 @@ ROWS = {
 
 
 def exponent(lengths: list[int], values: list[float]) -> float:
-    """Of the power of the length that is nearest to the values, by least squares of their logarithms."""
+    """The exponent of the power law closest to the values, by least squares of their logarithms."""
     x, y = (torch.tensor(numbers, dtype=torch.float64).log() for numbers in (lengths, values))
     x = x - x.mean()
     return float((x * y).sum() / x.square().sum())
 
 
 def power_laws(rows: list[dict[str, Any]]) -> list[str]:
-    """Of reading, throughput as N^-alpha and latency as N^beta: from the best throughput on, and over all lengths."""
+    """Power laws of reading, throughput N^-alpha, latency N^beta: from the best throughput on, and overall."""
     found: dict[tuple, dict[int, dict[str, Any]]] = {}
     for row in rows:
         if row["part"] == "read" and row.get("tokens_per_second") and not row["what"].endswith(GRAPH):
@@ -644,7 +644,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def measure_model(results: Results, model: str, with_peers: bool, options: argparse.Namespace) -> None:
-    """Adds the rows of one of our models; with its peers, those that are not there yet."""
+    """Adds the rows of one of our models; with its peers, the missing ones."""
     row = {"part": "made", "what": model + ", with peers" * with_peers, "implementation": OURS}
     made: list[Any] = []
 

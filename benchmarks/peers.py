@@ -234,7 +234,7 @@ class TransformersCausal(Transformers):
 
 
 def modernbert(model: nn.Module) -> Transformers:
-    """Of the same width and vocabulary, under torch's scaled dot product attention."""
+    """A ModernBERT of the same width and vocabulary, with torch's scaled dot product attention."""
     from transformers import ModernBertConfig, ModernBertModel
 
     width, vocabulary = model.config.hidden_size, model.config.vocab_size
@@ -249,7 +249,7 @@ def modernbert(model: nn.Module) -> Transformers:
 
 
 def fla_rwkv6(model: nn.Module) -> TransformersCausal | None:
-    """A Finch of flash-linear-attention of the same sizes, with weights of its own."""
+    """A Finch of flash-linear-attention of the same sizes, with its own weights."""
     fla = load_fla("fla.models.rwkv6", model.device.type)
     if fla is None:
         return None
@@ -260,7 +260,7 @@ def fla_rwkv6(model: nn.Module) -> TransformersCausal | None:
 
 
 def fla_rwkv7(model: nn.Module) -> TransformersCausal | None:
-    """A Goose of flash-linear-attention of the same sizes, with weights of its own."""
+    """A Goose of flash-linear-attention of the same sizes, with its own weights."""
     fla = load_fla("fla.models.rwkv7", model.device.type)
     if fla is None:
         return None
@@ -330,13 +330,13 @@ PEERS: dict[str, dict[str, Callable[[Any], Any]]] = {
 }
 
 
-# Floors: the operations of the matrix products that no implementation can save.
+# Floors: the operations of the matrix products that every implementation needs.
 
 
 def avey_products(config: Any, length: int, last_only: bool = False) -> tuple[int, int]:
     """
-    Operations of a forward pass over `length` tokens, or of what its last token needs, and those of the ranker among
-    them. The rows for missing splits are the same in every window.
+    Operations of a forward pass over `length` tokens, or of the part that its last token needs, and the ranker's
+    share. The rows for missing splits are the same in every window.
     """
     size, most, width = config.chunk_size, config.k - 1, config.d_embed
     splits = -(-length // size)
@@ -358,8 +358,8 @@ def avey_products(config: Any, length: int, last_only: bool = False) -> tuple[in
 
 def avey_b_products(config: Any, length: int, last_only: bool = False) -> tuple[int, int]:
     """
-    Operations of a forward pass with its head, and those of the ranker among them. The rows after the text fill its
-    last split: what becomes of them is mixed with the others.
+    Operations of a forward pass with its head, and the ranker's share. The rows after the text fill its last split:
+    their results are mixed with the others.
     """
     size, width, half = config.chunk_size, config.d_embed, config.tail_size // 2
     splits = -(-length // size)
@@ -371,5 +371,5 @@ def avey_b_products(config: Any, length: int, last_only: bool = False) -> tuple[
     return layers + compressor + ranker + 2 * length * width * config.vocab_size, ranker
 
 
-# Others multiply each token with all weights.
+# Other models multiply each token with all weights.
 PRODUCTS = {"avey": avey_products, "avey-b": avey_b_products}

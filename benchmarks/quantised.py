@@ -1,8 +1,8 @@
 """
-What weights of 8 and of 4 bits cost the embedded models: bits per byte on held-out tunes, beside float32 and bfloat16.
-And where the error of their logits comes from: the rounded inputs of layers, or the rounded weights.
+The cost of 8-bit and 4-bit weights for the embedded models: bits per byte on held-out tunes, compared with float32 and
+bfloat16, and the source of the logits' error: the rounded inputs of layers, or the rounded weights.
 
-"7-bit inputs" is what CPUs without VNNI compute, whose products add in 16 bits. "random" are models of the same sizes
+"7-bit inputs" is the way of CPUs without VNNI, whose products add in 16 bits. "random" are models of the same sizes
 with matrices of normally distributed numbers, which read random ids. An error is relative to the logits, with the
 smallest cosine of a token's logits in brackets. The tunes come from the package music21.
 `python benchmarks/cpu.py --ours` measures the speed.
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-# The benchmarks of the operators measure in the same way, and the example reads the tunes.
+# For measuring as in the operators' benchmarks, and for reading tunes as in the example.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -53,7 +53,7 @@ WAYS = {
 
 @contextlib.contextmanager
 def inputs_of_7_bits() -> Iterator[None]:
-    """Lets int8 products be computed as on a CPU that adds in 16 bits."""
+    """Computes int8 products as on a CPU that adds in 16 bits."""
     module = importlib.import_module(quantize_rows.__module__)
     before, module.adds_exactly = module.adds_exactly, lambda: False
     try:

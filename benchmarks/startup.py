@@ -1,13 +1,13 @@
 """
-The start of `subquad generate`: time and memory until a model is ready, and until its first token is there.
+The start of `subquad generate`: time and memory until a model is ready, and until its first token.
 
-It is run in processes of its own, in turn with others: one that imports torch, one that also maps the weights into
-memory and reads a number of each page, and one that imports the base class of all models of transformers. "in a
-program" is the same command in a process that may have other uses: there, imports of optional packages and the
-collection of garbage are left as they are.
+It runs in separate processes, in turn with others: one that imports torch, one that also maps the weights into memory
+and reads a number from each page, and one that imports the base class of all models of transformers. "in a program" is
+the same command in a process that may have other uses: there, imports of optional packages and garbage collection are
+left unchanged.
 
-The files are in the cache of the operating system. Times are medians of CPU time and of the time that passes, from the
-start of Python on. MB is the most that a process holds, weights that are mapped into memory included.
+The files are in the cache of the operating system. Times are medians of CPU time and of wall-clock time, from the
+start of Python on. MB is the peak memory of a process, including weights that are mapped into memory.
 
 examples:
   python benchmarks/startup.py --out build/bench
@@ -29,7 +29,7 @@ import torch
 import transformers
 
 
-# The benchmarks of the operators measure in the same way.
+# For measuring as in the operators' benchmarks.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"))
 
 from measuring import OURS, Results, cpu_name, make_parser, run_benchmark, settle
@@ -42,7 +42,7 @@ from subquad.hub.info import EMBEDDED
 PARTS = ("start",)
 
 
-# Reads a number of each page.
+# Reads a number from each page.
 READ = """
 import torch
 from pathlib import Path
@@ -67,7 +67,7 @@ WORK = {
     "subquad generate": OWN,
     "subquad generate, in a program": SHARED,
 }
-# Around each of them: notes the CPU time, and the memory that is held at most, before the end and where it asks to.
+# Around each of them: records CPU time and peak memory at the end, and on request.
 AROUND = """
 import json, os, sys, time
 notes = []
@@ -82,7 +82,7 @@ os.write(2, ("\\n" + json.dumps(notes)).encode())
 
 
 def run(work: str, model: Path) -> list[tuple[float, float, float]]:
-    """Seconds of CPU time and those that pass, and MB: once a model is ready if there is one, and at the end."""
+    """Seconds of CPU time and of wall-clock time, and MB: once a model is ready, if there is one, and at the end."""
     begin = time.time()
     done = subprocess.run(
         [sys.executable, "-c", AROUND.format(work=work), str(model)],

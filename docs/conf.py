@@ -65,7 +65,7 @@ REFERENCE = re.compile(r"\[`([\w.]+)`\]")
 
 
 def make_markup(app, what, name, obj, options, lines):
-    """Docstrings write [`name`] where they mean another object, and indent equations, as those of transformers do."""
+    """Docstrings write [`name`] for another object and indent equations, as in transformers."""
     out = []
     for line in lines:
         indent = len(line) - len(line.lstrip())

@@ -22,7 +22,7 @@ class Diagram:
     Rows of boxes, which are computed from top to bottom.
 
     Attributes:
-        description: what a reader hears who cannot see the picture.
+        description: text for readers who cannot see the picture.
         residual: whether the input of the first row is added to the output of the last one.
     """
 
@@ -63,11 +63,11 @@ DIAGRAMS = {
     "rwkv7": Diagram(
         "A time mixing of Goose",
         "Token shift feeds receptance, decay, key, value, replacement rate and gate. The state decays, loses a part "
-        "of what it holds under the key, and takes in the new value.",
+        "of its content under the key, and takes in the new value.",
         _rows(
             [("token shift", "six mixtures of the token and the one before")],
             [("r", "receptance"), ("w", "decay"), ("k, κ", "keys"), ("v", "value"), ("a", "rate"), ("g", "gate")],
-            [("S ← S (diag(w) − κᵀ(a ⊙ κ)) + vᵀk", "decay, remove what κ finds, write", True)],
+            [("S ← S (diag(w) − κᵀ(a ⊙ κ)) + vᵀk", "decay, remove the readout of κ, write", True)],
             [("S rᵀ, norm of each head, + (r · ρ ⊙ k) v", "ρ: the bonus of the current token")],
             [("× g, output projection",)],
         ),
@@ -96,7 +96,7 @@ DIAGRAMS = {
     ),
     "raven": Diagram(
         "A slot memory of Raven",
-        "A router chooses slots; these decay and take in the token, all others keep what they hold; the token reads "
+        "A router chooses slots; these decay and take in the token, all others keep their content; the token reads "
         "all slots by softmax.",
         _rows(
             [("q", "query"), ("k", "key"), ("v", "value"), ("router", "top k slots"), ("decay", "of those slots")],

@@ -26,7 +26,7 @@ LINES = {
     "eagle": ("Eagle", "#0072B2"),
 }
 LINE_HEIGHT = 10.0  # points between two labels
-# By field: the title, how many of its units make that of the title, and the numbers beside the axis.
+# By field: the title, the number of its units per unit of the title, and the ticks of the axis.
 PANELS = {
     "state_kibibytes": ("kept of the text, MiB", 1024, (1, 10, 100)),
     "milliseconds_per_token": ("one more token, ms", 1, (3, 5, 10, 20, 40)),
@@ -51,7 +51,7 @@ def style(theme: str) -> dict:
 
 
 def styled_axes(theme: str, columns: int, size: tuple[float, float]) -> tuple[Figure, list]:
-    """A figure of so many inches, and its axes side by side, with the ink of a theme."""
+    """A figure of `size` inches, and its axes side by side, with the ink of a theme."""
     with rc_context(style(theme)):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasSVG(figure)
@@ -69,7 +69,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def apart(heights: list[float], distance: float) -> list[float]:
-    """The heights, moved as little as keeps any two of them `distance` apart. Equal ones get the order of the list."""
+    """The heights, moved as little as possible to be `distance` apart. Equal ones get the order of the list."""
     groups: list[list[int]] = []
 
     def span(group):

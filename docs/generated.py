@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from examples.evaluation import TASKS, figures, report, runs  # noqa: E402
 
 
-# What is copied into the site from other folders, by the name of its page.
+# Files that are copied into the site from other folders, by the name of their page.
 RECORDS = {
     "benchmarks-models.md": "benchmarks/RESULTS.md",
     "benchmarks-operators.md": "kernels/benchmarks/RESULTS.md",
@@ -35,7 +35,7 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def presets_table(model_type: str) -> str:
-    """The presets of one architecture: exact counts, and what is kept between two tokens."""
+    """The presets of one architecture: exact counts, and the state between two tokens."""
     rows = []
     for name in REGISTRY[model_type].presets:
         numbers = info.describe(name)
@@ -72,7 +72,7 @@ def classes() -> str:
 
 
 def support_tables() -> dict[str, str]:
-    """What works with each architecture, by file name; and with which tools, all of them side by side."""
+    """Tables of supported features by architecture, by file name; and of supported tools, side by side."""
     parts = {}
     for architecture in REGISTRY.values():
         rows = [list(row) for table in support.TABLES for row in support.rows(table, architecture)]

@@ -3,8 +3,8 @@ Checks whether files contain valid tunes in ABC notation.
 
     python examples/abc_check.py tune.abc [...]
 
-A tune is valid if music21's ABC parser reads it *and* a musician would call it a tune: it has a header with X, M, L
-and K, a body of known tokens only, at least 4 full bars and 16 notes, and bars that are as long as the metre says. The
+A tune is valid if music21's ABC parser reads it *and* it looks like music: it has a header with X, M, L
+and K, a body of known tokens only, at least 4 full bars and 16 notes, and bars as long as the metre requires. The
 parser alone is lenient: it skips unknown characters and accepts bars of any length.
 """
 
@@ -39,7 +39,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-# A bar between two of these bar lines must be full: plain ones, and those before an ending. All others end a section.
+# A bar between two of these bar lines must be full: plain ones, and ones before an ending. All others end a section.
 _INNER_LINE = re.compile(r"\|(?: ?\[?[1-9].*)?|\[[1-9].*")
 _CHORD_NOTE = re.compile(rf"({_PITCH})({_LENGTH})")
 # In the body, letters that are notes do not begin a field: "A:|" is the end of a repeat.
@@ -48,7 +48,7 @@ _TUPLET_TIME = {2: 3, 3: 2, 4: 3, 6: 2, 8: 3}
 
 
 class AbcError(ValueError):
-    """A text that is not a valid tune; the message says why."""
+    """A text that is not a valid tune; the message gives the reason."""
 
 
 class Metre(NamedTuple):
@@ -104,7 +104,7 @@ class Tune:
 
 @cache
 def parse_length(text: str) -> Fraction:
-    """The factor that a note's suffix means: "" is 1, "3/2" is 3/2, "/" is 1/2, "//" is 1/4."""
+    """The factor of a note's suffix: "" is 1, "3/2" is 3/2, "/" is 1/2, "//" is 1/4."""
     number, slashes, divisor = re.fullmatch(r"(\d*)(/*)(\d*)", text).groups()
     below = int(divisor) if divisor else 2 ** len(slashes)
     above = int(number) if number else 1
@@ -159,7 +159,7 @@ def parse_bars(lines: list[str], unit: Fraction, metre: Metre, close_full_lines:
             raise AbcError(f"unknown token {text[position : position + 8]!r}")
         position = match.end()
         kind, token, events = match.lastgroup, match[0], bars[-1].events
-        # `lastgroup` is not always the kind of the token, because named groups are nested.
+        # Named groups are nested, so `lastgroup` is not always the kind of the token.
         if match["note"] or match["chord"]:
             if match["note"]:
                 pitch, written = match["pitch"].replace("x", "z"), parse_length(match["length"])
@@ -246,7 +246,7 @@ def check_bars(tune: Tune) -> None:
 def check_with_music21(text: str, tune: Tune) -> None:
     """
     Raises:
-        AbcError: if music21 rejects the text, or its length differs from the one that was counted here.
+        AbcError: if music21 rejects the text, or counts another length.
     """
     from music21 import converter
 
@@ -263,7 +263,7 @@ def check_with_music21(text: str, tune: Tune) -> None:
 
 def find_fault(text: str, music21: bool = True) -> str | None:
     """
-    The reason why a text is not a valid tune; None if it is one.
+    The reason why a text is not a valid tune; None if it is valid.
 
     Args:
         music21: whether to run music21's parser too, which takes about ten milliseconds per tune.

@@ -98,7 +98,7 @@ def write_bar(bar: Bar, metre: Metre) -> str:
 
 
 def plain_line(left: str, right: str, last: bool) -> tuple[str, str]:
-    """The bar line between two bars in this corpus's spelling: what closes the old bar, what opens the new one."""
+    """The bar line between two bars in this corpus's spelling: the end of the old bar, the start of the new one."""
     both = left + right
     closes, opens = ":|" in both or "::" in both, "|:" in both or "::" in both
     ending = re.search(r"[1-9]", both)
@@ -116,7 +116,7 @@ def write_body(tune: Tune) -> str:
         last = index + 1 == len(tune.bars)
         following = "" if last else tune.bars[index + 1].left
         close, opening = plain_line(bar.right, "" if bar.right == following else following, last)
-        # An opening repeat that follows no closing one still ends the bar.
+        # An opening repeat without a closing one before it still ends the bar.
         line += write_bar(bar, tune.metre) + (close or "|")
         full_bars += bar.time == tune.metre.time
         ends_section = close in (":|", "||", "|]") or bool(opening)
@@ -132,7 +132,7 @@ def normalise(text: str) -> str:
     One tune in the corpus's spelling.
 
     Raises:
-        AbcError: where the text is no tune that the corpus takes.
+        AbcError: if the corpus does not accept the text as a tune.
     """
     fields, lines = split_header(text)
     if "V" in fields:
@@ -183,7 +183,7 @@ def read_folder(folder: str) -> list[str]:
 
 _LETTERS = "CDEFGAB"
 _FIFTHS = "FCGDAEB"
-# How many sharps fewer than major each mode has.
+# Number of sharps by which each mode has fewer than major.
 _FEWER_SHARPS = {"lyd": -1, "": 0, "mix": 1, "dor": 2, "m": 3, "phr": 4, "loc": 5}
 # The usual keys of fiddle tunes by mode.
 _KEYS = {
@@ -218,9 +218,9 @@ def _parts(tune: str) -> tuple[str, str, str, str]:
 
 def alterations(tune: str) -> dict[int, int]:
     """
-    How each note of a tune of this corpus sounds: the index of its letter to 0 (natural), 1 (sharp), -1 (flat), or
-    twice as much. By the standard (ABC 2.1, sections 4.2 and 11.3) an accidental is valid for its letter in all
-    octaves up to the end of the bar, and a note that is tied over the bar line keeps it.
+    The sound of each note of a tune of this corpus: the index of its letter to 0 (natural), 1 (sharp), -1 (flat), or
+    twice as much. By the standard (ABC 2.1, sections 4.2 and 11.3), an accidental applies to its letter in all octaves
+    up to the end of the bar, and a note that is tied over the bar line keeps it.
     """
     _, tonic, mode, body = _parts(tune)
     start, key = len(tune) - len(body), _signature(tonic, mode)
@@ -265,7 +265,7 @@ def transpose(tune: str, generator: random.Random) -> str:
             step = _step(letter, marks) + shift
             octave, moved = step // 7, _LETTERS[step % 7]
             if accidental:
-                # As far from the new signature as it was from the old one.
+                # At the same distance from the new signature as from the old one.
                 alteration = _ACCIDENTALS[accidental] - before[letter.upper()] + after[moved]
                 accidental = next((sign for sign, value in _ACCIDENTALS.items() if value == alteration), None)
             if accidental is None or not _LOWEST <= step <= _HIGHEST:
@@ -279,7 +279,7 @@ def transpose(tune: str, generator: random.Random) -> str:
 
 def load_corpus(folders: tuple[str, ...] = FOLDERS) -> Corpus:
     """
-    Reads, cleans and splits the tunes. Whether a tune is held out depends on its music alone, so it stays the same
+    Reads, cleans and splits the tunes. Whether a tune is held out depends only on its music, so it stays the same
     with other folders. Held-out tunes that share more than half of their passages with the training tunes, mostly
     variants of them, are left out.
     """

@@ -8,7 +8,7 @@ Exports a causal language model as programs that generate text without transform
 It writes two programs and the initial states (states.safetensors). `prefill` reads `--chunk` tokens of a prompt in one
 call, padding included, and `decode` reads a single token. Both take the states and return new ones, so a runtime keeps
 a few tensors of constant size instead of a cache. Then the example loads the programs again, generates a text with
-them, and checks that the tokens are those of `generate` of transformers.
+them, and checks that the tokens are the same as with transformers' `generate`.
 
 A .pt2 file is for torch: `torch.export.load`, see `load_pt2` below. It only has torch's own operators, except with
 `--chunk 0`: then prefill reads any number of tokens, and needs `import subquad_kernels` first. For C++ without Python,
@@ -122,7 +122,7 @@ def main() -> None:
 
     prompt = tokenizer(arguments.prompt, return_tensors="pt").input_ids
     options = {"max_new_tokens": arguments.new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model.generate(prompt, **options)  # the first call is slow, also that of a program
+    model.generate(prompt, **options)  # the first call is slow, for programs too
     start = time.perf_counter()
     expected = model.generate(prompt, **options)[:, prompt.shape[1] :]
     print(f"transformers: {expected.shape[1] / (time.perf_counter() - start):.0f} tokens/s, prompt included")

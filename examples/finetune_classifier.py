@@ -8,7 +8,7 @@ of a tune in ABC notation from its notes.
 
 By default it trains finch-abc, the small Finch that comes with the package, in about two minutes on a CPU core (`pip
 install "subquad[train]"`, and "subquad[peft]" for --lora). `--model` takes any directory with a model and its
-tokenizer. A causal model classifies by the hidden states of the last token; an encoder, such as that of
+tokenizer. A causal model classifies by the hidden states of the last token; an encoder, such as the one from
 examples/train_avey_b_mlm.py, by the mean of all tokens. The output directory is ready for
 `pipeline("text-classification", model=...)`.
 """

@@ -6,13 +6,13 @@ A page in a browser to try a model: it continues a text, talks, and looks at pic
     python examples/gradio_app.py --model ./goose-0.4b         # any directory, embedded model or name on the Hub
     python examples/gradio_app.py --model ./visualrwkv --dtype bfloat16 --port 7861
 
-Then open http://127.0.0.1:7860. Each token appears as soon as it is generated, and the line below says how large the
-state is, how many tokens it holds and how fast they come. "Text" continues any text. "Chat" is there if the model's
+Then open http://127.0.0.1:7860. Each token appears as soon as it is generated, and the line below shows the size of
+the state, its number of tokens, and their speed. "Text" continues any text. "Chat" is there if the model's
 tokenizer has a chat template. If the model reads pictures, as VisualRWKV does, a message may have some.
 
 A conversation is kept as a state, so no earlier turn is read again. The state before each message is kept too, so that
-"Undo" and "Retry" need no time. A temperature of 0 always takes the most likely token. It listens to this machine
-alone; `--host 0.0.0.0` opens it to the network, without a password.
+"Undo" and "Retry" need no time. A temperature of 0 always takes the most likely token. The app listens to this machine
+only; `--host 0.0.0.0` opens it to the network, without a password.
 
 The app answers one request after the other. A request is refused if its text is too long, if too many wait, or if it
 has waited for two minutes. An answer ends after `--seconds`.
@@ -43,9 +43,9 @@ from subquad_cli.answers import ChatFormat, character_streamer
 from subquad_cli.common import find_auto_class, find_model, load_reader, read_image, usable_device
 
 
-# The states before earlier messages are kept, as far as they have this size together.
+# The states before earlier messages are kept, up to this total size.
 KEPT_BYTES = 2**28
-# Requests that wait for others, and how long one waits, in seconds.
+# Maximum number of waiting requests, and their maximum wait in seconds.
 WAITING, WAIT = 32, 120
 MOST_IMAGES = 8
 TUNE = "X:1\nT:The Finch\nM:6/8\nL:1/8\nK:D\n"
@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass
 class Sampling:
-    """How tokens are chosen. A seed below 0 is none; a temperature of 0 takes the most likely token."""
+    """Sampling settings. A seed below 0 means none; a temperature of 0 takes the most likely token."""
 
     max_new_tokens: int = 256
     temperature: float = 1.0
@@ -86,7 +86,7 @@ class Conversation:
     sessions: dict[int, Session] = field(default_factory=dict)
 
     def before(self, turns: int, model) -> Session:
-        """A session that goes on after `turns` turns; later ones are forgotten, as they are after "Undo"."""
+        """A session that continues after `turns` turns; later ones are dropped, as after "Undo"."""
         self.sessions = {each: session for each, session in self.sessions.items() if each <= turns}
         if turns == 0:
             return Session(model.new_cache())
@@ -102,13 +102,13 @@ class Conversation:
 
 class Demo:
     """
-    A model and its tokenizer, which answer one request after the other.
+    A model and its tokenizer, which answer one request at a time.
 
     Args:
         name: a model directory, an embedded model, or a name on the Hub.
-        dtype: of the weights, such as "bfloat16"; "auto" is that of the files.
+        dtype: dtype of the weights, such as "bfloat16"; "auto" is the files' dtype.
         device: such as "cuda"; None is a GPU if there is one.
-        max_characters: length of the longest text, or message with a system's message, that is read.
+        max_characters: maximum length of a text, or of a message with the system message.
         seconds: time after which an answer ends.
 
     Attributes:
@@ -163,11 +163,11 @@ class Demo:
         Yields the answer so far, and a line about the state.
 
         Args:
-            conversation: is changed: it keeps the state after the answer, also if that was stopped.
+            conversation: is modified: it keeps the state after the answer, even if that was stopped.
             turns: number of turns before the message.
-            message: the user's.
+            message: the user's message.
             images: files of pictures, put before the message.
-            system: what the conversation begins with; may be empty.
+            system: the beginning of the conversation; may be empty.
         """
         self._check_length(message, system)
         if len(images) > MOST_IMAGES:
@@ -201,13 +201,13 @@ class Demo:
         **more,
     ) -> Iterator[tuple[str, str]]:
         """
-        Generates in a thread, and yields what has come until now. When the iterator is closed, the thread stops with
-        the next token.
+        Generates in a thread, and yields the text so far. When the iterator is closed, the thread stops with the next
+        token.
 
         Args:
-            start: what the text begins with.
+            start: the beginning of the text.
             end: text that ends the generation and is left out.
-            finish: is called with the ids of the new tokens.
+            finish: called with the ids of the new tokens.
             more: further options of `generate`.
         """
         pieces: Queue = Queue()  # texts, then None or an error
@@ -232,7 +232,7 @@ class Demo:
                     self.lock.release()
             except Exception as raised:
                 error = raised
-            except BaseException as raised:  # nobody waits for this thread but the one that reads its pieces
+            except BaseException as raised:  # only the reader of its pieces waits for this thread
                 error = RuntimeError(f"The generation ended with {type(raised).__name__}.")
             finally:
                 pieces.put(error)
@@ -313,7 +313,7 @@ def main() -> None:
     import gradio as gr
 
     demo = Demo(arguments.model, arguments.dtype, arguments.device, arguments.max_characters, arguments.seconds)
-    # Fonts of this machine: those of gradio's theme would be fetched from another host.
+    # Local fonts: gradio's theme would fetch its own from another host.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     build_app(demo).queue(max_size=WAITING).launch(
         server_name=arguments.host, server_port=arguments.port, show_error=True, footer_links=["api"], theme=theme

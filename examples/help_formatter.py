@@ -4,4 +4,4 @@ import argparse
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The description as it is written, and the defaults."""
+    """The description as written, and the defaults."""

@@ -4,8 +4,8 @@ Quantises a model by every method that runs on this machine, and prints loss, si
     python examples/quantize.py
     python examples/quantize.py --model my-raven --text my.txt --methods bfloat16 int8 nf4 --dtype bfloat16
 
-The weights of the linear layers below the head are quantised. Embeddings, head, norms, decays and states stay as they
-are. In a program, it takes one argument:
+The weights of the linear layers below the head are quantised. Embeddings, head, norms, decays and states stay
+unchanged. In a program, it takes one argument:
 
     config = TorchAoConfig(Int8WeightOnlyConfig())  # from transformers, from torchao.quantization
     model = AutoModelForCausalLM.from_pretrained("my-raven", quantization_config=config)
@@ -19,7 +19,7 @@ int4          4 bits per weight, a scale for every 32 weights (torchao). On a GP
               weights share a byte. On a CPU each weight has a byte of its own, so only the loss is informative.
 llm-int8      8 bits, and 16 for outliers among the activations (bitsandbytes). LoRA trains on it.
 nf4           4 bits per weight, for weights with a normal distribution, a scale for every 64 (bitsandbytes). QLoRA
-              trains on it. On a CPU the inputs of layers must be multiples of 64, which those of finch-abc are not.
+              trains on it. On a CPU the inputs of layers must be multiples of 64, unlike finch-abc's.
 
 `modules_to_not_convert` of TorchAoConfig (`llm_int8_skip_modules` of BitsAndBytesConfig) excludes more layers. For
 example, [r".*\\.(r_proj|a_proj|f_proj)"] are the layers that decide where Raven writes and how fast it forgets.

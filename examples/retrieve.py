@@ -4,10 +4,10 @@ Finds a tune by a few of its bars, in any key, with Avey-B in sentence-transform
     python examples/retrieve.py --model avey-b-abc --output avey-b-tunes
     python examples/retrieve.py --model avey-b-tunes --steps 0 --query "B2 BA|GABG|A2 AG|FDEF"
 
-The encoder turns every tune of examples/abc_corpus.py into one vector, the mean of its hidden states, and also the
+The encoder turns every tune of examples/abc_corpus.py into one vector, the mean of its hidden states, and likewise the
 line to look for, transposed to another key. The answer is the tune with the nearest vector. The encoder is trained on
-pairs of a line and its tune: it must find the tune among those of the batch (MultipleNegativesRankingLoss). Before and
-after, it is measured on lines of held-out tunes, which it must find among all tunes.
+pairs of a line and its tune: it must find the tune in the batch (MultipleNegativesRankingLoss). Before and after, it
+is measured on lines of held-out tunes, which it must find among all tunes.
 
 `--model` is a directory made by examples/train_avey_b_mlm.py or by this example. Without it, training starts from a
 tiny encoder with random weights. (`pip install "subquad[train]" sentence-transformers`; about two minutes on two CPU

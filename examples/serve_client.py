@@ -5,10 +5,10 @@ Talks to a server of `transformers serve` with the client of OpenAI.
     subquad run transformers serve                                            # in one terminal
     python examples/serve_client.py "Why is the sky blue?" --model ./finch-1b6 --stop $'\\n\\n'        # in another
 
-`subquad run` makes the architectures known to the server, so that it serves repositories on the Hub and the
-directories that `subquad convert`, `subquad export` and training write. The server loads a model at the first request
+`subquad run` registers the architectures in the server, so that it serves repositories on the Hub and the
+directories written by `subquad convert`, `subquad export` and training. The server loads a model at the first request
 for it, by its path (on the machine of the server) or its name on the Hub. Without a question, this client lists the
-models that the server finds in the cache of the Hub. With `subquad run transformers serve MODEL`, the server loads
+models in the server's cache of the Hub. With `subquad run transformers serve MODEL`, the server loads
 MODEL when it starts and serves only this model.
 
 The answer is printed while it is generated, and Ctrl-C also stops the generation. A model answers questions if its
@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--complete", action="store_true", help="continue the text, without the chat template")
     add("--url", default="http://localhost:8000/v1", help="address of the server")
     add("--max-tokens", type=int, default=512, help="maximum number of new tokens")
-    add("--temperature", type=float, help="0 always takes the most likely token (default: that of the model)")
+    add("--temperature", type=float, help="0 always takes the most likely token (default: the model's)")
     add("--seed", type=int, help="seed of the sampling, which makes it repeatable")
     add("--stop", action="append", help="text that ends the answer; may be repeated")
     arguments = parser.parse_args()

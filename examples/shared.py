@@ -1,4 +1,4 @@
-"""What examples share: the check of the packages that they need, and the names of models."""
+"""Helpers of the examples: the check of required packages, and the names of models."""
 
 import importlib.util
 import os
@@ -8,12 +8,12 @@ import subquad
 
 
 def require(*packages: str, extra: str) -> None:
-    """Ends the program with one line if packages are missing, which an extra of subquad installs."""
+    """Ends the program with one line if packages of an extra of subquad are missing."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         sys.exit(f'{sys.argv[0]} needs {", ".join(missing)}: pip install "subquad[{extra}]"')
 
 
 def model_directory(name: str) -> str:
-    """A directory, or that of the embedded model of this name."""
+    """A directory, or the directory of the embedded model of this name."""
     return name if os.path.isdir(name) else str(subquad.embedded_model(name) or name)

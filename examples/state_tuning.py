@@ -1,12 +1,12 @@
 """
-Tunes the initial state of a recurrent model, or a prompt with as many numbers to compare with.
+Tunes the initial state of a recurrent model, or, for comparison, a prompt with as many numbers.
 
     pip install "subquad[train]" peft
     python examples/state_tuning.py --output spaced
     python examples/state_tuning.py --output spaced-prompt --method prompt
     python examples/state_tuning.py --output my-style --model my-model --text my.txt --steps 500
 
-The weights of the model stay as they are. An adapter of PEFT (`StateTuningConfig`) trains the initial state of every
+The weights of the model stay unchanged. An adapter of PEFT (`StateTuningConfig`) trains the initial state of every
 layer. A tuned prompt (PEFT's `PromptTuningConfig`) consists of vectors in front of every text; for a model without
 attention, it is the closest equivalent of a tuned prefix.
 

@@ -42,14 +42,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def share(model: torch.nn.Module) -> float:
-    """The share of the weights that this process has."""
+    """The share of the weights in this process."""
     own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     return own / model.num_parameters()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    # torchrun tells every process its number and how many there are.
+    # torchrun sets the rank of every process and the number of processes.
     rank, processes = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     if rank > 0:
         logging.set_verbosity_error()

@@ -1,12 +1,12 @@
 """
 Trains a small model of any architecture to write tunes in ABC notation, from scratch on a CPU. The embedded models of
-the package were made like this.
+the package were made this way.
 
     python examples/train_abc.py finch --output finch-abc
 
 The tunes come with the PyPI package music21 (`pip install "subquad[train]"`). With the same seed, all architectures
-read the same rows in the same order. The schedule is that of appendix G of "Eagle and Finch" (arXiv:2404.05892), with
-a learning rate for models of this size. Adam's betas and epsilon are those of each architecture's paper. Avey-B, an
+read the same rows in the same order. The schedule follows appendix G of "Eagle and Finch" (arXiv:2404.05892), with a
+learning rate for models of this size. Adam's betas and epsilon follow each architecture's paper. Avey-B, an
 encoder, learns to predict masked bytes. "transformer" is a Llama to compare with.
 
 The output directory is ready for `from_pretrained`. It has the configuration, bfloat16 weights, generation settings,
@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
         "--recipe",
         choices=names_of_recipes(),
         default=COMMON,
-        help="what the model has instead of the common settings, of the recipes in examples/evaluation/recipes.py",
+        help="a recipe of examples/evaluation/recipes.py instead of the common settings",
     )
     add("--steps", type=int, default=3000, help="steps to train for")
     add("--resume", action="store_true", help="continue from the checkpoint of the output directory")
@@ -137,8 +137,8 @@ def predict(
     model: PreTrainedModel, rows: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Logits (bytes, vocabulary) and ids (bytes) of the bytes of the rows that are predicted, without -1. A causal model
-    predicts each byte from those before it; an encoder predicts the bytes that `generator` masks from all others.
+    Logits (bytes, vocabulary) and ids (bytes) of the predicted bytes of the rows, without -1. A causal model predicts
+    each byte from earlier ones; an encoder predicts the bytes that `generator` masks from all others.
     """
     ids, there = rows.clamp(min=BOUNDARY), rows >= 0
     encoder = is_encoder(model.config)
@@ -253,7 +253,7 @@ def train(arguments: argparse.Namespace, model: torch.nn.Module, corpus) -> dict
             if not math.isfinite(bits):
                 raise RuntimeError(f"The loss became {bits} at step {at['step']}: lower --lr.")
             smooth = bits if smooth is None else 0.98 * smooth + 0.02 * bits
-            now = time.process_time()  # what other programs do meanwhile does not count
+            now = time.process_time()  # without the time of other programs
             at["seconds"], clock = at["seconds"] + (now - clock) / arguments.threads, now
             at["step"], at["batch"] = at["step"] + 1, at["batch"] + 1
             at["bytes"] += int((batch >= 0).sum())
@@ -329,7 +329,7 @@ def main() -> None:
             **ids,
         )
     model.to(torch.bfloat16).save_pretrained(arguments.output)
-    # The model loads in float32 all the same: most CPUs do not multiply bfloat16, and take up to seven times as long.
+    # The model still loads in float32: most CPUs do not multiply bfloat16, and take up to seven times as long.
     model.config.dtype = torch.float32
     model.config.save_pretrained(arguments.output)
     tokenizer.save_pretrained(arguments.output)

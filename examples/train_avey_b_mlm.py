@@ -8,8 +8,8 @@ By default, a tiny model learns ABC tunes (`pip install "subquad[train]"`) in ab
 output directory has the model and its tokenizer, ready for `pipeline("fill-mask", model=...)` and for
 examples/retrieve.py.
 
-The recipe is that of appendix B of "Avey-B". Documents are concatenated and cut into rows of one length. A fifth of
-the tokens is replaced by [MASK] and predicted. The optimizer is AdamW (betas 0.95 and 0.95, epsilon 1e-18, weight
+The recipe follows appendix B of "Avey-B". Documents are concatenated and cut into rows of one length. A fifth of the
+tokens are replaced by [MASK] and predicted. The optimizer is AdamW (betas 0.95 and 0.95, epsilon 1e-18, weight
 decay 0.01), with gradients clipped at 1. The learning rate rises over a tenth of the steps and falls to zero along a
 cosine.
 """
@@ -100,12 +100,12 @@ def load_documents(path: Path | None, folders: list[str]) -> tuple[list[str], li
 
 
 def train_tokenizer(documents: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer like that of the published models; each text becomes [CLS] text [SEP]."""
+    """A byte-level BPE tokenizer like the published models'; each text becomes [CLS] text [SEP]."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    # The mask includes the space before it, as the words that it replaces do.
+    # The mask includes the space before it, like the words that it replaces.
     special = [*SPECIAL.values(), AddedToken("[MASK]", lstrip=True, special=True)]
     if vocabulary < len(alphabet) + len(special):
         raise SystemExit(f"--vocabulary must be at least {len(alphabet) + len(special)}.")
@@ -142,7 +142,7 @@ def average(prediction) -> dict[str, float]:
 
 
 def hide_a_token(tokenizer, document: str) -> tuple[str, str]:
-    """The document with a token in the middle masked, and the text of that token."""
+    """The document with a token in the middle masked, and the token's text."""
     offsets = tokenizer(document, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
     begin, end = offsets[len(offsets) // 2]
     return document[:begin] + tokenizer.mask_token + document[end:], document[begin:end]

@@ -9,15 +9,15 @@ and Finch" (section 10.2), with the Trainer of transformers.
 A vision tower turns the patches of a picture into features, a projection turns these into embeddings, and the language
 model, Eagle or Finch, reads them together with the text. In stage 1 only the projection is trained; the tower and the
 language model are frozen. So the projection learns to express pictures in words that the language model knows. In
-stage 2 the language model is trained too, and the tower stays frozen. The loss is that of the answers.
+stage 2 the language model is trained too, and the tower stays frozen. Only the answers have a loss.
 
 Both stages need trained parts. The second command uses a trained CLIP and a trained Eagle or Finch: these are the
 published stages, on other data. The first command does not need any files and takes less than ten minutes on a CPU
 core (`pip install "subquad[train]"`). It begins with two stages that are not part of the recipe, in place of
 pretraining:
 
-  - tower: a small CLIP tower with a linear layer learns to recognise what is where in a picture;
-  - language model: a small Eagle or Finch learns to answer questions about scenes that are described in words.
+  - tower: a small CLIP tower with a linear layer learns to recognise things and their places in a picture;
+  - language model: a small Eagle or Finch learns to answer questions about scenes described in words.
 
 So the tower has seen shapes but never words, and the language model has read about shapes but never seen them. Each
 stage draws its own pictures, and none of them is held out. The accuracy is the share of right answers about held-out
@@ -59,7 +59,7 @@ from subquad import VisualRwkvConfig, VisualRwkvForConditionalGeneration, Visual
 
 
 STAGES = ("tower", "language model", "stage 1", "stage 2")
-# The parts that are trained if trained ones are not given.
+# Sizes of the parts to train if no trained ones are given.
 TOWER = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 6}
 TOWER |= {"image_size": 56, "patch_size": 14}
 TEXT = {"hidden_size": 96, "num_hidden_layers": 3, "head_size": 32, "initializer_range": 1e-2}
@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--reading-order",
         choices=("forward", "alternate"),
-        help="reading order of the patches (default: that of the architecture)",
+        help="reading order of the patches (default: the architecture's)",
     )
     add("--grid-size", type=int, default=-1, help="-1: all patches; n: averages of n x n squares; 0: class token only")
     add("--vision-tower", help="directory of a trained CLIP model (default: train a small tower)")
@@ -108,7 +108,7 @@ def parse_arguments() -> argparse.Namespace:
 class Probe(nn.Module):
     """
     A linear layer on the tower's tokens. For each patch, it predicts the shapes and colours of the things with their
-    centre in the patch; for the class token, those of the whole picture.
+    centre in the patch; for the class token, of all things in the picture.
     """
 
     def __init__(self, tower: CLIPVisionModel, image_processor):

@@ -6,7 +6,7 @@ about the colour of a shape, the shape of a colour, or the number of things. It 
 the colour of the circle is only asked if there is one circle.
 
 Everything is drawn from a seed. A picture is held out or not depending on its pixels, so a held-out picture is never
-in the training data, whatever the seed.
+in the training data, for any seed.
 
     python examples/visual_shapes.py shapes.png     # a sheet of training pictures; prints their questions
 """
@@ -33,7 +33,7 @@ COLOURS = {
 }
 BACKGROUNDS = ((255, 255, 255), (200, 200, 200), (20, 20, 20))
 MOST = 4  # shapes in a picture
-HELD_OUT = 10  # of so many pictures, one is held out
+HELD_OUT = 10  # one in this many pictures is held out
 KINDS = ("colour", "shape", "count")
 
 
@@ -63,7 +63,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Example:
-    """A picture, what is in it, and a question of one of the `KINDS` with its answer."""
+    """A picture, its things, and a question of one of the `KINDS` with its answer."""
 
     image: Image.Image
     things: tuple[Thing, ...]
@@ -73,12 +73,12 @@ class Example:
 
     @property
     def description(self) -> str:
-        """The picture in words, for who cannot see it."""
+        """The picture described in words."""
         return ", ".join(f"{thing.colour} {thing.shape}" for thing in self.things)
 
 
 def draw_scene(generator: random.Random, size: int) -> tuple[Image.Image, tuple[Thing, ...]]:
-    """A picture of size x size pixels, and what is in it."""
+    """A picture of size x size pixels, and its things."""
     things, number = [], generator.randint(1, MOST)
     while len(things) < number:
         radius = generator.randint(size // 9, size // 7)
@@ -107,12 +107,12 @@ def questions(things: tuple[Thing, ...]) -> dict[str, list[tuple[str, str]]]:
 
 
 def is_held_out(image: Image.Image) -> bool:
-    """Whether a picture is held out, which depends on its pixels alone."""
+    """Whether a picture is held out, which depends only on its pixels."""
     return zlib.crc32(image.tobytes()) % HELD_OUT == 0
 
 
 class VisualShapes:
-    """A sequence of `number` examples, each drawn when it is read, with held-out pictures only or with others only."""
+    """A sequence of `number` examples, each drawn when it is read, with only held-out pictures or without them."""
 
     def __init__(self, number: int, seed: int = 0, size: int = 56, held_out: bool = False):
         self.number, self.seed, self.size, self.held_out = number, seed, size, held_out
@@ -135,7 +135,7 @@ class VisualShapes:
 
 def chance(training, held_out) -> dict[str, float]:
     """
-    The accuracy without looking at the pictures: of always giving the most frequent answer to the same question in the
+    The accuracy without looking at the pictures: always giving the most frequent answer to the same question in the
     training data. For each kind of question in `held_out`, and "all". Both arguments are iterables of [`Example`].
     """
     answers = defaultdict(Counter)

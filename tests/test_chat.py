@@ -191,7 +191,7 @@ def test_a_conversation_goes_on_after_what_fails(finch, tmp_path, capsys, monkey
     for message in (
         "long is the state of a text of 300,000,000 tokens",
         "bare does not hold a cache that this version can read",
-        "more does not say where its text ends",
+        "more does not store where its text ends",
         "KeyError: 'fork'",
     ):
         assert message in captured.err

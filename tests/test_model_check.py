@@ -98,7 +98,7 @@ def test_a_sound_model_passes(model_type, tmp_path):
 
 def test_a_configuration_of_a_type_alone(finch, tmp_path):
     (finch / "config.json").write_text('{"model_type": "rwkv6"}')
-    with pytest.raises(ValueError, match=f"{finch}: the tensors are not those of Rwkv6ForCausalLM; missing: "):
+    with pytest.raises(ValueError, match=f"{finch}: the tensors do not match Rwkv6ForCausalLM; missing: "):
         hub.export(finch, tmp_path / "out")
 
 
@@ -203,7 +203,7 @@ def test_sizes_without_measure(finch, capsys):
     for fields, message in (
         ({"num_hidden_layers": 10**12}, "`num_hidden_layers` must be at most 4096"),
         ({"hidden_size": 10**12, "attention_hidden_size": 10**12}, "`hidden_size` must be at most"),
-        ({"vocab_size": 2 * 10**9}, "is that of a model with .* weights, but the files hold"),
+        ({"vocab_size": 2 * 10**9}, "describes a model with .* weights, but the files hold"),
     ):
         sound = (finch / "config.json").read_text()
         edit(finch / "config.json", **fields)

@@ -246,7 +246,7 @@ def test_states_with_other_tensors(method, tmp_path):
         assert torch.equal(model(ids).logits, expected)
     tied = load(tiny_model("rwkv7", tie_word_embeddings=True), tmp_path / "tied", method)
     tied.load_state_dict(tied.state_dict())
-    with pytest.raises(RuntimeError, match="`head.weight_scale` is that of the embeddings, which `assign=True`"):
+    with pytest.raises(RuntimeError, match="`head.weight_scale` belongs to the embeddings, which `assign=True`"):
         tied.load_state_dict(tied.state_dict(), assign=True)
 
 

@@ -222,7 +222,7 @@ def test_foreign_states(finch, content, tmp_path):
     with pytest.raises(ValueError, match=r"is a state of the model tiny \(0123456789ab\), but tiny \(fedcba98\)"):
         type(finch.new_cache()).load(path, finch.config, model=replace(OWNER, digest="fedcba98"))
     finch.new_cache().save(path)
-    with pytest.raises(ValueError, match="does not say which model it belongs to; tiny"):
+    with pytest.raises(ValueError, match="does not name the model that it belongs to; tiny"):
         load(path, finch)
     with pytest.raises(ValueError, match="nowhere cannot be read"):
         load(tmp_path / "nowhere", finch)

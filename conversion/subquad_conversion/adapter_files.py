@@ -1,5 +1,5 @@
 """
-Adapters that are merged into the model that they were trained on: the files of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA),
+Merging of adapters into their base models: the files of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA),
 which use the trainer's tensor names, and directories of PEFT (LoRA, MiSS).
 """
 
@@ -22,21 +22,21 @@ from .errors import ConversionError
 from .formats import STATE_LEFT_OUT, Format, Plan, PlannedTensor, Shape, Tensors
 
 
-# Makes the weight with the adapter of the one without.
+# Maps a weight without the adapter to the weight with it.
 Change = Callable[[torch.Tensor], torch.Tensor]
 
-# The tensors of an adapter: the name of the layer, and which part this is.
+# The tensors of an adapter: the name of the layer, and the part.
 PART = re.compile(r"(.+)\.(lora_[AB]|bone|disha|miss_block)(?:\.weight)?")
 INITIAL = re.compile(r"(.+)\.init_(lora_[AB])")
 GGUF_PART = re.compile(r".+\.lora_[ab]")
-# What PEFT, and RWKV-PEFT's trainer, put before names.
+# Prefixes that PEFT and RWKV-PEFT's trainer add to names.
 PREFIX = re.compile(r"^(base_model\.model\.|model\.(?=blocks\.))")
 
 SETTINGS = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 KINDS = ("LORA", "MISS")
-# Settings of PEFT that an adapter of these kinds may have, with any value, or with one of a few: other ways to begin
-# change the weights of the model too. All other settings have to be off.
+# Settings of PEFT that an adapter of these kinds may have, with any value or one of a few. Other initialisations also
+# change the model's weights. All other settings must be off.
 ANY = {
     *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "miss_dropout", "mini_r", "use_rslora", "rank_pattern"),
@@ -57,12 +57,12 @@ OTHER_BASE = "Is `base` the model that the adapter was trained on?"
 
 
 def is_adapter_directory(path: Path) -> bool:
-    """Whether a directory holds an adapter of PEFT, and no model."""
+    """Whether a directory holds an adapter of PEFT and no model."""
     return (path / SETTINGS).is_file() and not any((path / name).is_file() for name in DIRECTORY_FILES)
 
 
 def describe_directory(directory: Path) -> str:
-    """What the adapter in a directory is, and what to do with it."""
+    """Describes the adapter in a directory, with a hint on its use."""
     settings = read_json(directory / SETTINGS)
     kind, model = settings.get("peft_type"), settings.get("base_model_name_or_path")
     trained_on = f" for {model}" if isinstance(model, str) and model else ""
@@ -78,7 +78,7 @@ def describe_directory(directory: Path) -> str:
 
 
 def describe_file(tensors: Tensors) -> str | None:
-    """What a file without a model is, and what to do with it; None if it is something else."""
+    """Describes a file without a model, with a hint on its use; None if it is something else."""
     if any(PART.fullmatch(name) for name in tensors):
         return f"an adapter, not a model. {ASK_FOR_BASE}"
     if tensors and all(INITIAL.fullmatch(name) for name in tensors):
@@ -100,9 +100,9 @@ class Adapter:
 
     Attributes:
         checkpoint: its tensors.
-        layers: the layers that it changes, each with the names of its parts.
-        others: names without a prefix, of weights that take the place of the model's, each with its whole name.
-        settings: what PEFT knows about it, {} for a file of RWKV-PEFT.
+        layers: the adapted layers, each with the names of its parts.
+        others: weights that replace the model's: names without a prefix, each with its whole name.
+        settings: the adapter's configuration in PEFT, {} for a file of RWKV-PEFT.
     """
 
     checkpoint: Checkpoint
@@ -167,16 +167,16 @@ def merge(
     initial: Checkpoint | None,
 ) -> tuple[dict[str, Change], list[str]]:
     """
-    How the tensors of a model change, by their names, and notes.
+    The changes of a model's tensors, by their names, and notes.
 
     Args:
-        plan, known: the tensors of the model that the adapter was trained on, and their format.
-        rename: our name of a tensor of the trainer.
-        lora_alpha: the scale of LoRA's products is this, divided by their rank.
-        initial: the products that PiSSA took out of the model's weights.
+        plan, known: the tensors of the base model, and their format.
+        rename: maps the trainer's tensor names to ours.
+        lora_alpha: LoRA's products are scaled by it, divided by their rank.
+        initial: the products that PiSSA removed from the model's weights.
 
     Raises:
-        ConversionError: if the adapter does not fit the model, or its file does not tell how it is merged.
+        ConversionError: if the adapter does not fit the model, or its file does not determine how to merge it.
     """
     source, stored = adapter.checkpoint.path, adapter.checkpoint.tensors
     planned = {tensor.target: tensor for tensor in plan.tensors}
@@ -215,7 +215,7 @@ def merge(
 def _changes(
     adapter: Adapter, shapes: Mapping[str, Shape], lora_alpha: float | None, initial: Checkpoint | None
 ) -> tuple[dict[str, Change], str]:
-    """How the weight of each layer, of a shape (out, in), changes; and what the adapter is."""
+    """The change of each layer's weight of shape (out, in), and a description of the adapter."""
     path, kinds = adapter.checkpoint.path, {tuple(sorted(parts)) for parts in adapter.layers.values()}
     if len(kinds) > 1 or (kind := kinds.pop()) not in (LORA, *((part,) for part in BLOCKS)):
         raise ConversionError(f"{path}: every layer has lora_A and lora_B, or all have one of {', '.join(BLOCKS)}.")
@@ -233,7 +233,7 @@ def _lora(
     adapter: Adapter, shapes: Mapping[str, Shape], lora_alpha: float | None, initial: Checkpoint | None
 ) -> tuple[dict[str, Change], str]:
     """
-    W + alpha / rank * B A, of (out, rank) and (rank, in). PiSSA: W - B' A' + B A, where B' A' is the product at first.
+    W + alpha / rank * B A, of (out, rank) and (rank, in). PiSSA: W - B' A' + B A, where B' A' is the initial product.
     """
     path, settings = adapter.checkpoint.path, adapter.settings
     if settings and not isinstance(lora_alpha := settings.get("lora_alpha"), int | float):
@@ -280,7 +280,7 @@ def _with_products(products: list[tuple[float, Callable, Callable]], weight: tor
 
 
 def _blocks(adapter: Adapter, shapes: Mapping[str, Shape], part: str) -> tuple[dict[str, Change], str]:
-    """All layers have the same one of the forms of that part. A square weight alone may have several."""
+    """All layers have the same form of that part. For square weights alone, several forms may fit."""
     path, forms = adapter.checkpoint.path, BLOCKS[part]
     for layer, shape in shapes.items():
         name = adapter.layers[layer][part]
@@ -293,7 +293,7 @@ def _blocks(adapter: Adapter, shapes: Mapping[str, Shape], part: str) -> tuple[d
             )
     if len(forms) > 1:
         raise ConversionError(
-            f"{path} has blocks of square weights only, which do not tell whether they belong to inputs or to "
+            f"{path} has blocks of square weights only, which may belong to inputs or to "
             "outputs: RWKV-PEFT has had both. Merge it with the release that trained it."
         )
     (form,) = forms
@@ -307,7 +307,7 @@ def _blocks(adapter: Adapter, shapes: Mapping[str, Shape], part: str) -> tuple[d
 
 @dataclass(frozen=True)
 class Form:
-    """What the tensors of an adapter are: whether one fits a weight of (out, in), and the weight with it."""
+    """A form of an adapter's tensors: a check of one with a weight (out, in), and the changed weight."""
 
     title: str
     fits: Callable[[Shape, int, int], bool]
@@ -328,7 +328,7 @@ INPUTS = Form(
 )
 OUTPUTS = Form(
     "Bone, a block for every r outputs",
-    # The first files have them one below the other.
+    # The first files stack them vertically.
     lambda stored, rows, columns: (
         stored in ((rows, stored[-1]), (rows // stored[-1], *2 * stored[-1:])) and not columns % stored[-1]
     ),

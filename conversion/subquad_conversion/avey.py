@@ -1,5 +1,5 @@
 """
-Avey: what is published, and what training saves, have the same names; in a state dict of our causal model they start
+Avey: published models and training checkpoints have the same names; in a state dict of our causal model they start
 with `model.`.
 """
 
@@ -10,11 +10,11 @@ from .errors import ConversionError
 from .formats import Format, InferredConfig, SourceTensor, Tensors, count_blocks, lengths_of
 
 
-CHUNK_SIZE = 64  # of every published model; only used if a file does not tell
+CHUNK_SIZE = 64  # of every published model; only used if not stored in a file
 CONTEXT_PROPORTION = 0.5  # of every published model; only used for the expected shapes of a damaged file
 
 EMBEDDINGS, HEAD = "wte.weight", "lm_head.weight"
-# Where each size is read: tensor, axis.
+# The source of each size: tensor, axis.
 PLACES = {
     "vocab_size": (EMBEDDINGS, 0),
     "d_embed": (EMBEDDINGS, 1),
@@ -62,16 +62,16 @@ class AveyFormat(Format):
 
 def feature_sizes(d: int, features: int, fused: int, given: Mapping[str, Any]) -> tuple[int, float]:
     """
-    How many times `d` the enricher's features are, and the share of them that is the tail. One half of the tail is
+    The enricher's features in multiples of `d`, and the share of them in the tail. One half of the tail is
     contextualised, the other is its gate, so that `fused` features are left for the fuser.
     """
     expansion = max(features // max(d, 1), 1)
     features = expansion * d
     tail = 2 * (features - fused)
-    if not 0 < tail <= features:  # an error will list the shapes that this gives as the expected ones
+    if not 0 < tail <= features:  # an error will list the resulting shapes as expected
         return expansion, CONTEXT_PROPORTION
     share = given.get("context_proportion")
-    # A tail is a share rounded down and then up to an even number: many shares give the same.
+    # A tail is a share rounded down and then up to an even number: many shares give the same tail.
     if isinstance(share, float) and tail - 1 <= features * share < tail + 1:
         return expansion, share
     return expansion, tail / features
@@ -81,17 +81,17 @@ def split_sizes(
     name: str, rows: int, own: int, given: Mapping[str, Any], assumed: int | None = None
 ) -> tuple[int, int, list[str]]:
     """
-    Size of a split and k, the splits of a window beside its `own` ones, as far as the configuration tells them, and
-    notes. The tensor `name` only tells the rows of a window, which are their product; 0 if none does.
+    The size of a split, and k, the splits of a window besides its `own` ones, from the configuration if given there,
+    and notes. The tensor `name` only determines their product, the rows of a window; 0 if no tensor does.
 
     Raises:
-        ConversionError: if configuration and tensor contradict each other, or nothing tells the sizes and none is
+        ConversionError: if configuration and tensor contradict each other, or if the sizes are unknown and none is
             `assumed` for a split.
     """
     notes = []
     told = {field: given.get(field) for field in ("chunk_size", "k")}
     told = {field: size for field, size in told.items() if isinstance(size, int) and size > 0}
-    what = f"{name} has {rows} rows" if rows else "No tensor tells the rows of a window"
+    what = f"{name} has {rows} rows" if rows else "No tensor determines the rows of a window"
     if assumed is None and not (told if rows else len(told) == 2):
         fields = "`chunk_size` or `k`" if rows else "`chunk_size` and `k`"
         raise ConversionError(f"{what}; give {fields} in a configuration file.")
@@ -101,7 +101,7 @@ def split_sizes(
         chunk_size = rows // (told["k"] + own)
     else:
         chunk_size = assumed
-        notes.append(f"the source tells neither `chunk_size` nor `k`; a `chunk_size` of {assumed} was assumed")
+        notes.append(f"neither `chunk_size` nor `k` is stored in the source; a `chunk_size` of {assumed} was assumed")
     k = told.get("k") or (rows // chunk_size - own if chunk_size else 0)
     if rows and (k < 1 or chunk_size * (k + own) != rows):
         if not told:

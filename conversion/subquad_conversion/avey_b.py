@@ -1,6 +1,6 @@
 """
-Avey-B, in two layouts. What is published on the Hub has our names; in a state dict of a head they start with `model.`.
-The code that came with the paper has other names, its own variant of the model, and the model type `avey`.
+Avey-B, in two formats. Models on the Hub have our names; in a state dict of a head they start with `model.`. The code
+of the paper has other names, its own variant of the model, and the model type `avey`.
 """
 
 import re
@@ -14,7 +14,7 @@ from .formats import Format, InferredConfig, Shape, SourceTensor, Tensors, count
 
 
 EMBEDDINGS, HEAD = "embed.weight", "lm_head.weight"
-# Where each size is read: tensor, axis.
+# The source of each size: tensor, axis.
 PLACES = {
     "vocab_size": (EMBEDDINGS, 0),
     "d_embed": (EMBEDDINGS, 1),
@@ -23,16 +23,16 @@ PLACES = {
 }
 COMPRESSOR = "ranker.down_proj"
 COMPRESSOR_PLACES = {"chunk_size": (COMPRESSOR, 0), "compressed_rows": (COMPRESSOR, 1)}
-# What shows that a field is true: a tensor whose name ends like this.
+# Suffixes of tensor names that show that a field is true.
 SHOWN_BY = {"compressor": COMPRESSOR, "residual_gain": ".alpha", "final_norm": "ln_f.weight"}
 
 
 class AveyBFormat(Format):
     """
-    What both layouts have in common.
+    The common base of both formats.
 
     Attributes:
-        variant: fields that the tensors may not show, with the values that published models of this layout have.
+        variant: fields that the tensors may not show, with their values in published models of this format.
     """
 
     model_type = "avey-b"
@@ -84,9 +84,9 @@ class AveyBFormat(Format):
         )
 
     def _pattern(self, dynamic: list[bool], given: Mapping[str, Any]) -> tuple[str, bool]:
-        """The name of the layers' pattern, and whether by it the same layers are `dynamic` as by the tensors."""
+        """The name of the layers' pattern, and whether it makes the same layers `dynamic` as the tensors do."""
         told = given.get("layer_pattern")
-        # The configuration's first: several patterns are the same if there are few layers.
+        # The configuration's pattern first: with few layers, several patterns are equal.
         names = sorted(LAYER_PATTERNS, key=lambda name: name != told)
         for name in names:
             if self.config_class(n_layers=len(dynamic), layer_pattern=name).dynamic_layers == dynamic:
@@ -95,7 +95,7 @@ class AveyBFormat(Format):
 
 
 def _variant(name: str, value: Any, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> Any:
-    """From the tensors if they show it, else from the configuration, else the `value` of the variant."""
+    """The value from the tensors if they show it, else from the configuration, else the variant's `value`."""
     if name in SHOWN_BY and any(target.endswith(SHOWN_BY[name]) for target in found):
         return True
     told = given.get(name)
@@ -130,7 +130,7 @@ class AveyBPaper(AveyBFormat):
         return any(re.match(r"(avey_model\.)?(base_avey_model\.)?layers\.0\.ctxt\.", name) for name in tensors)
 
     def rename(self, name: str) -> str:
-        # A classifier holds the masked language model, and the model alone may be saved too.
+        # A classifier contains the masked language model; the model may also be saved alone.
         name = name.removeprefix("avey_model.").removeprefix("base_avey_model.")
         if name == "embeddings.weight":
             return EMBEDDINGS

@@ -1,7 +1,7 @@
 """
 Containers of tensors: `.pth`/`.bin` archives of PyTorch, safetensors files, directories of either, and GGUF files.
 
-Nothing here knows a model. Tensors stay in the memory-mapped source until they are read, and only tensors are ever
+Nothing here depends on a model. Tensors stay in the memory-mapped source until they are read, and only tensors are
 unpickled.
 """
 
@@ -25,24 +25,24 @@ from .gguf_files import open_gguf
 from .vocabularies import Vocabulary
 
 
-# Weights of a directory, the first that exists: a single file or the index of several. The order is transformers'.
+# Weights of a directory, in transformers' order: the first that exists, a single file or the index of several.
 DIRECTORY_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# Files with these names are a Hub model's: the other files of their directory belong to them.
+# Files with these names belong to a Hub model, with the other files of their directory.
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
-# How names of safetensors files end; the second is web-rwkv's.
+# Suffixes of safetensors files; the second is web-rwkv's.
 SAFETENSORS = (".safetensors", ".st")
-# What DistributedDataParallel and torch.compile put into names.
+# Parts that DistributedDataParallel and torch.compile add to names.
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Shape and dtype of a stored tensor; the dtype is a string if it is none of `DTYPES`."""
+    """Shape and dtype of a stored tensor; the dtype is a string if it is not one of `DTYPES`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
@@ -59,7 +59,7 @@ class Checkpoint:
 
     Attributes:
         path: the file or directory it was opened from.
-        tensors: name to [`TensorInfo`], in stored order, without what wrappers for training put into the names.
+        tensors: name to [`TensorInfo`], in stored order, without the additions of training wrappers to names.
         settings: contents of the `config.json` beside a Hub model's weights, or of the header of a GGUF file; {} if
             there is none.
         vocabulary: reads the tokenizer in a GGUF file; None for other files.
@@ -87,7 +87,7 @@ class Checkpoint:
             raise ConversionError(f"Tensor {name} of {file} cannot be read: {error}") from error
 
     def include(self, other: "Checkpoint", rename: Callable[[str], str | None]) -> None:
-        """Adds the tensors of another open checkpoint under new names, except for those whose new name is None."""
+        """Adds the tensors of another open checkpoint under new names; None leaves a tensor out."""
         for name, info in other.tensors.items():
             file, reader = other._readers[name]
             if (renamed := rename(name)) is not None:
@@ -136,7 +136,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _files_of_directory(directory: Path) -> list[tuple[Path, set[str] | None]]:
-    """The weight files of a directory, each with the names that the index has for it (None: no index)."""
+    """The weight files of a directory, each with its names in the index (None: no index)."""
     for candidate in DIRECTORY_FILES:
         file = directory / candidate
         if not file.is_file():

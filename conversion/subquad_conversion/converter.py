@@ -1,4 +1,4 @@
-"""From a checkpoint in any known format to a model directory, or to the files of another program."""
+"""Conversion of a checkpoint in any known format to a model directory, or to another program's files."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -51,9 +51,9 @@ from .writer import OutputTensor, parse_size
 
 SHARD_SIZE = "5GB"
 OUTPUT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Fields of a source's configuration that are not true of the model to be written.
+# Fields of a source's configuration that do not apply to the written model.
 DROPPED_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version")
-# Fields of a generation configuration that mean nothing without `do_sample`.
+# Fields of a generation configuration that have no effect without `do_sample`.
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -69,18 +69,18 @@ SAMPLING_FIELDS = (
 @dataclass(frozen=True)
 class Report:
     """
-    What [`convert`] did.
+    The result of [`convert`].
 
     Attributes:
-        recognised: what the source is.
+        recognised: the recognised source.
         config: the configuration that was written.
-        directory: where the model is.
+        directory: the directory of the model.
         files: names of all files written there.
         parameters: number of elements written.
         bytes: size of the weights.
-        dtype: the dtype that most elements have, or the type that the weights of linear layers have in a GGUF file.
+        dtype: the dtype of most elements, or the type of linear layers' weights in a GGUF file.
         tokenizer: title of the tokenizer, None if none was written.
-        notes: what had to be assumed or was left out.
+        notes: assumptions and omissions.
     """
 
     recognised: Recognised
@@ -96,15 +96,15 @@ class Report:
 
 def recognise(source: str | os.PathLike) -> Recognised:
     """
-    Tells what a checkpoint is, from names and shapes alone.
+    Recognises a checkpoint from names and shapes alone.
 
     Args:
         source: a `.pth`, `.bin`, `.safetensors`, `.st` or `.gguf` file, or a directory with `model.safetensors` or
-            `pytorch_model.bin`, sharded or not. A file of one of these two names is read with the `config.json`
-            beside it. For the two files `<name>_rwkv.pth` and `<name>_visual.pth` of a VisualRWKV give either.
+            `pytorch_model.bin`, sharded or not. A file with one of these two names is read with the `config.json`
+            beside it. For the two files `<name>_rwkv.pth` and `<name>_visual.pth` of a VisualRWKV, give either one.
 
     Raises:
-        ConversionError: if it is damaged, of a version that is not supported, or its tensors do not fit together.
+        ConversionError: if it is damaged, its version is not supported, or its tensors do not fit together.
     """
     with as_conversion_error(), open_source(source) as checkpoint:
         known = find_format(checkpoint)
@@ -135,39 +135,39 @@ def convert(
     Converts a checkpoint into a directory that `from_pretrained` loads, or into the files of another program.
 
     The directory or file appears complete or not at all; a directory that exists is filled at the end. Tensors are
-    read and written one by one, so that memory use stays far below the size of a shard. Only a `.pth` file takes as
-    much memory as it has bytes, if its dtype is not that of the source.
+    read and written one by one, so that memory use stays far below the size of a shard. Only a `.pth` file needs as
+    much memory as its size, if its dtype differs from the source's.
 
     Args:
         source: as for [`recognise`].
-        dest: directory to make, which must not exist or be empty; or file to make, which must not exist and has the
-            name of the format at its end.
-        to: what to make.
+        dest: directory to create, which must not exist or be empty; or file to create, which must not exist and must
+            have the suffix of its format.
+        to: the format to write.
             `directory`: a directory of this package.
             `pth`: a file with the names of RWKV's trainers.
             `st`: a file for web-rwkv and Ai00, in float16.
             `gguf`: a file for llama.cpp, with the tokenizer if it is a greedy one.
             `fla`: a directory for flash-linear-attention.
             `hub`: a directory as the RWKV organisation publishes them.
-            Which of these a model type has is in `docs/how-to/formats.md`.
+            `docs/how-to/formats.md` lists the formats of each model type.
         gguf_type: type of the weights of linear layers in a GGUF file, such as `F16` or `Q8_0`; by default the dtype
             of the source.
         config: a `config.json` that replaces the one beside the source. Sizes are always taken from the tensors.
         tokenizer: `auto`, `rwkv-world`, `bytes`, `none`, or a directory whose tokenizer files are copied. `auto`
-            copies those of a Hub model, and otherwise goes by its type and the size of the vocabulary.
-        dtype: `keep`, `float32`, `bfloat16` or `float16`, for every tensor, those of the decay included.
-        quantize: `int8` rounds the weights of linear layers and embeddings to 8 bits, see [`subquad.Int8Config`], and
-            `int4` those of linear layers to 4, see [`subquad.Int4Config`]. The other tensors are float32 then, unless
-            `dtype` says otherwise.
-        head_size_divisor: sets that field of Eagle's or Finch's configuration. No tensor tells it; 8 by default.
+            copies a Hub model's files, and otherwise chooses by model type and vocabulary size.
+        dtype: `keep`, `float32`, `bfloat16` or `float16`, for every tensor, including decays.
+        quantize: `int8` rounds the weights of linear layers and embeddings to 8 bits, see [`subquad.Int8Config`];
+            `int4` rounds linear layers to 4 bits, see [`subquad.Int4Config`]. The other tensors are then float32,
+            unless `dtype` is given.
+        head_size_divisor: sets that field of Eagle's or Finch's configuration, not stored in tensors; 8 by default.
         vision_tower: directory of the CLIP model whose vision tower a VisualRWKV was trained with, if the source has
-            none; its files also tell how images are prepared.
-        grid_size: sets that field of VisualRWKV's configuration. No tensor tells it; -1, all patches, by default.
-        base: the model that `source`, an adapter, was trained on, as a source of its own. They are merged. An adapter
+            none; its files also define how images are prepared.
+        grid_size: sets that field of VisualRWKV's configuration, not stored in tensors; by default -1, all patches.
+        base: the base model of `source`, an adapter, in any format of a source. They are merged. An adapter
             is a file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA) or a directory of PEFT (LoRA, MiSS).
         lora_alpha: alpha of a LoRA in a file of RWKV-PEFT, which is not stored there: W + alpha / rank * B A.
         pissa_init: the file `init_pissa.pth` that RWKV-PEFT wrote when it began to train a PiSSA adapter.
-        max_shard_size: most bytes of a weight file, as a number or like `5GB`, which is the default.
+        max_shard_size: largest size of a weight file in bytes, as a number or like `5GB`, the default.
         progress: whether to show a progress bar on stderr.
 
     Raises:
@@ -265,7 +265,7 @@ def convert(
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
             if not hasattr(generation_config, "chat_stops") and (stops := chosen.chat_stops()) is not None:
                 generation_config.chat_stops = stops
-                generation_config._from_model_config = False  # else only the fields of transformers are read again
+                generation_config._from_model_config = False  # otherwise only transformers' fields are read again
             if to not in FILES:
                 notes += generation_notes
 
@@ -300,7 +300,7 @@ def convert(
 
 
 def _quantized(outputs: list[OutputTensor], config: PreTrainedConfig, method: str) -> list[OutputTensor]:
-    """The tensors of a model whose weights are integers, which its configuration then tells."""
+    """The tensors of a model with integer weights. Marks the configuration as quantised."""
     quantization = {"int8": subquad.Int8Config, "int4": subquad.Int4Config}[method]()
     layers = subquad.quantization.quantized.quantized_layers(config, quantization)
     config.quantization_config = quantization.to_dict()
@@ -345,7 +345,7 @@ def _recognised(checkpoint: Checkpoint, known: Format, plan: Plan) -> Recognised
 
 
 def _check_twins(checkpoint: Checkpoint, twins: list[tuple[str, str]]) -> None:
-    """A configuration may call two tensors one; a file in which they differ says otherwise."""
+    """Checks that tensors which the configuration ties are equal in the file."""
     for pair in twins:
         # Shapes and dtypes first: tensors of two dtypes cannot be compared.
         infos = {checkpoint.tensors[name] for name in pair}
@@ -361,7 +361,7 @@ def _check_zeros(checkpoint: Checkpoint, zeros: list[str]) -> None:
 
 
 def _contradictions(known: Format, given: Mapping[str, Any], sizes: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Sizes that the configuration tells differently, except for the fields that published files misuse."""
+    """Sizes that differ in the configuration, except in fields that published files misuse."""
     notes = []
     for name, size in sizes.items():
         if _is_config(size):
@@ -386,7 +386,7 @@ def _build_config(known: Format, given: Mapping[str, Any], sizes: Mapping[str, A
 
 
 def _merged(given: Mapping[str, Any], sizes: Mapping[str, Any], dropped: Collection[str]) -> dict[str, Any]:
-    """The fields to write: the given ones without those to drop, and the sizes."""
+    """The fields to write: the given fields except `dropped`, and the sizes."""
     fields = {name: value for name, value in given.items() if name not in dropped and not name.startswith("_")}
     for name, size in sizes.items():
         fields[name] = _merged(object_in(given, name), size, DROPPED_FIELDS) if _is_config(size) else size
@@ -398,7 +398,7 @@ def _is_config(size: Any) -> bool:
 
 
 def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[GenerationConfig, list[str]]:
-    """The one beside a Hub model's weights if there is one, else one from the model's configuration; and notes."""
+    """The Hub model's generation configuration if it has one, else one from its configuration; and notes."""
     file = checkpoint.directory and checkpoint.directory / "generation_config.json"
     fields = read_json(file) if file and file.is_file() else None
     try:
@@ -407,11 +407,11 @@ def _build_generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -
         else:
             fields.pop("transformers_version", None)
             generation = GenerationConfig.from_dict(fields)
-            if fields.get("_from_model_config"):  # ours may have another than the source's
+            if fields.get("_from_model_config"):  # ours may differ from the source's
                 generation.bos_token_id = config.get_text_config(decoder=True).bos_token_id
         notes = _mend_sampling(generation)
         generation.to_json_string()
-    except Exception as error:  # a file may hold anything, so that any part of the reader may fail
+    except Exception as error:  # a file may hold anything, so any part of the reader may fail
         raise ConversionError(f"The generation configuration is not valid: {one_line(error)}") from error
     return generation, notes
 

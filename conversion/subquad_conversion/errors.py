@@ -5,12 +5,12 @@ from contextlib import contextmanager
 
 
 class ConversionError(ValueError):
-    """A checkpoint, configuration or tokenizer that cannot be converted; the message says what was found and where."""
+    """A checkpoint, configuration or tokenizer that cannot be converted; the message gives the fault and its place."""
 
 
 @contextmanager
 def as_conversion_error() -> Iterator[None]:
-    """What the checks of `subquad` refuse is an error of the conversion."""
+    """Turns errors of `subquad`'s checks into conversion errors."""
     try:
         yield
     except ConversionError:

@@ -1,4 +1,4 @@
-"""What a source format is, and how the tensors of a checkpoint are held against the model that they make."""
+"""Source formats, and the matching of a checkpoint's tensors with the model's parameters."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -25,19 +25,19 @@ from .writer import OutputTensor
 Tensors = Mapping[str, TensorInfo]
 Shape = tuple[int, ...]
 LISTED = 12  # names of each kind that an error lists
-# A note about `TIME_STATE`, for which no model has a place.
+# A note about `TIME_STATE`, which no model has.
 STATE_LEFT_OUT = "the tuned initial state was left out; `subquad.load_time_states` reads it into an adapter"
 
 
-# Takes a tensor of ours out of one of the source. None stands for the whole tensor as it is.
+# Extracts one of our tensors from a source tensor. None means the whole tensor unchanged.
 Extract = Callable[[torch.Tensor], torch.Tensor] | None
 
 
 @dataclass(frozen=True)
 class SourceTensor(TensorInfo):
     """
-    A tensor that has a name of ours: its shape and dtype, the name of the source's tensor that holds it, and how it is
-    taken out of that.
+    A tensor under our name: its shape and dtype, the name of the source's tensor that holds it, and the function that
+    extracts it.
     """
 
     source: str
@@ -47,8 +47,8 @@ class SourceTensor(TensorInfo):
 @dataclass(frozen=True)
 class PlannedTensor:
     """
-    One tensor to write: its name here, the name of the source's tensor that holds it, its shape here (a reshape of
-    what is taken), and how it is taken out.
+    One tensor to write: its name here, the name of the source's tensor that holds it, its shape here (a reshape of the
+    extracted tensor), and the function that extracts it.
     """
 
     target: str
@@ -60,17 +60,17 @@ class PlannedTensor:
 @dataclass(frozen=True)
 class Plan:
     """
-    How a checkpoint becomes a model.
+    A plan for converting a checkpoint to a model.
 
     Attributes:
-        sizes: configuration fields that the tensors tell, and those of a variant that only the format tells; a
+        sizes: configuration fields from the tensors, and a variant's fields that only the format determines; a
             dictionary if such a field is itself a configuration.
-        tensors: what to write, in the order of the model's state dict.
-        twins: pairs of source names of which only the first is written, because the configuration ties them. Whether
-            they are equal has to be checked: a plan knows no values.
-        notes: what had to be assumed, for the user to read.
-        zeros: source names of tensors that are not written because they must be zero, which has to be checked too.
-        tied: names of ours of the embeddings and the head, if the configuration ties them.
+        tensors: the tensors to write, in the order of the model's state dict.
+        twins: pairs of source names of which only the first is written, because the configuration ties them. Equality
+            must be checked separately: a plan does not read values.
+        notes: assumptions, for the user to read.
+        zeros: source names of tensors that are not written because they must be zero, to be checked separately.
+        tied: our names of the embeddings and the head, if the configuration ties them.
     """
 
     sizes: dict[str, Any]
@@ -84,18 +84,18 @@ class Plan:
 @dataclass(frozen=True)
 class InferredConfig:
     """
-    What the shapes and names of a checkpoint's tensors tell about the model.
+    A model's configuration as inferred from a checkpoint's tensor names and shapes.
 
     Attributes:
-        fields: configuration fields, for the model's configuration. Sizes that cannot be read have any value.
+        fields: configuration fields, for the model's configuration. Sizes that cannot be read have arbitrary values.
         structure: the fields that the names of the model's tensors depend on: number of layers and variants.
-        places: size to the name of ours and the axis of the tensor that it is read from.
-        shape_fields: fields for the model on the meta device only. No shape depends on their values, but the
-            configuration is valid only with them.
-        tied: names of ours of the embeddings and the head, if the configuration ties them.
+        places: size to our name and the axis of the tensor that it is read from.
+        shape_fields: fields for the model on the meta device only, needed for a valid configuration. No shape depends
+            on their values.
+        tied: our names of the embeddings and the head, if the configuration ties them.
         notes, zeros: as in [`Plan`].
-        model: what errors call the model, if it is not the model type alone.
-        finish: returns further fields, or raises `ConversionError`. It is called when the tensors are known to fit.
+        model: the model's name in errors, if not just the model type.
+        finish: returns further fields, or raises `ConversionError`. Called once the tensors are known to fit.
     """
 
     fields: dict[str, Any]
@@ -111,16 +111,16 @@ class InferredConfig:
 
 class Format:
     """
-    A source format. A subclass says how to recognise it, which sizes the tensors show, and how their names become
-    ours. Which tensors a model has, and of which shapes, comes from the model itself, made on the meta device.
+    A source format. A subclass defines how to recognise it, how to read sizes from tensors, and how to rename tensors.
+    The model itself, made on the meta device, defines the tensors and their shapes.
 
     Attributes:
         name: short and stable, for programs.
-        title: for people.
+        title: display name.
         model_type: the `model_type` of the configuration to write.
         config_types: values of `model_type` in published configurations of this format, in addition to the
             descriptor's `other_types`.
-        name_map: how its names become ours; None if `parts` or `rename` says it.
+        name_map: map from its names to ours; None if `parts` or `rename` does it.
         target: the name under which `subquad convert --to` writes it; None if it is only read.
     """
 
@@ -131,7 +131,7 @@ class Format:
     name_map: NameMap | None = None
     target: str | None = None
 
-    # --- what a subclass says ---
+    # --- for subclasses ---
 
     def matches(self, tensors: Tensors) -> bool:
         """Whether a checkpoint has this format, by the names and shapes of its tensors."""
@@ -139,11 +139,11 @@ class Format:
 
     def read(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredConfig:
         """
-        What the tensors tell.
+        Infers the configuration from the tensors.
 
         Args:
-            found: name of ours to the tensor of the source.
-            given: the configuration fields that came with the checkpoint.
+            found: our names to the source's tensors.
+            given: the checkpoint's configuration fields.
 
         Raises:
             ConversionError: if tensors and configuration contradict each other.
@@ -151,7 +151,7 @@ class Format:
         raise NotImplementedError
 
     def is_misused(self, name: str, value: Any, sizes: Mapping[str, Any]) -> bool:
-        """Whether published configurations have a value in a field that is not the size of that name."""
+        """Whether a value is a known misuse of the field in published configurations, instead of its size."""
         return False
 
     def rename(self, name: str) -> str:
@@ -159,15 +159,15 @@ class Format:
         return name
 
     def parts(self, name: str) -> dict[str, Extract]:
-        """Our names of the tensors that one of the source holds, and how each is taken out of it."""
+        """Our names of the tensors in a source tensor, each with the function that extracts it."""
         return {self.rename(name): None} if self.name_map is None else self.name_map.read_name(name)
 
     def written_name(self, name: str) -> str:
-        """Our name of a tensor of the model, which is the one in the published files."""
+        """The name of one of the model's tensors in published files with our names."""
         return name
 
     def is_buffer(self, name: str) -> bool:
-        """Whether the tensor with this name of ours is read but not written."""
+        """Whether the tensor with this name (ours) is read but not written."""
         return False
 
     def fits(self, name: str, stored: Shape, shape: Shape, fields: Mapping[str, Any]) -> bool:
@@ -185,11 +185,11 @@ class Format:
             model = self.model_class(self.config_class.from_dict(dict(fields)))
         return {self.written_name(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
-    # --- what only formats with a `target` say ---
+    # --- for formats with a `target` ---
 
     def check_target(self, config: PreTrainedConfig) -> list[str]:
         """
-        Notes about a model that is to be written in this format.
+        Notes on writing a model in this format.
 
         Raises:
             ConversionError: if the format cannot hold it.
@@ -197,7 +197,7 @@ class Format:
         return []
 
     def unused(self, config: PreTrainedConfig) -> dict[str, Shape]:
-        """Name to shape of tensors of the format that no runtime reads. They are written as zeros."""
+        """Name to shape of tensors of the format that no runtime reads, written as zeros."""
         return {}
 
     def target_fields(self, config: PreTrainedConfig) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class Format:
         return config.to_diff_dict()
 
     def target_tensors(self, tensors: list[OutputTensor], config: PreTrainedConfig) -> list[OutputTensor]:
-        """The tensors of a model, which have our names, under those of the format."""
+        """Renames a model's tensors from our names to the format's."""
         return [
             *from_ours(self.name_map, tensors),
             *(
@@ -214,18 +214,18 @@ class Format:
             ),
         ]
 
-    # --- what only formats with several parts say ---
+    # --- for formats with several files ---
 
     def gather(self, checkpoint: Checkpoint, stack: ExitStack, vision_tower: Path | None) -> Checkpoint | None:
         """
-        The checkpoint with the tensors that belong to it and are in other files, which `stack` keeps open; None if
-        this format has nothing to add. It is called before the format of the checkpoint is known.
+        The checkpoint together with its tensors in other files, which `stack` keeps open; None if this format has
+        nothing to add. Called before the format of the checkpoint is known.
         """
         return None
 
     def with_options(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         """
-        The configuration fields, with those that the user set.
+        The configuration fields, with the user's settings.
 
         Raises:
             ConversionError: if the model type has no such field.
@@ -241,19 +241,19 @@ class Format:
         return self.model_type
 
     def text_fields(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those configuration fields that are the language model's."""
+        """The language model's configuration fields."""
         return fields
 
     def with_text_fields(self, fields: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration fields with others of the language model's."""
+        """The configuration fields with the language model's fields added."""
         return {**fields, **added}
 
     def save_processor(
         self, directory: Path, config: PreTrainedConfig, generation: GenerationConfig, vision_tower: Path | None
     ) -> None:
-        """Saves what a model needs beside the tokenizer that is in `directory`, and may change `generation`."""
+        """Saves the files that a model needs besides the tokenizer in `directory`, and may change `generation`."""
 
-    # --- what all formats have in common ---
+    # --- for all formats ---
 
     @property
     def config_class(self) -> type[PreTrainedConfig]:
@@ -271,7 +271,7 @@ class Format:
     def check_type(self, given: Mapping[str, Any], source: Path) -> None:
         """
         Raises:
-            ConversionError: if a configuration has a model type that tensors of this format do not have.
+            ConversionError: if the configuration's model type does not match this format.
         """
         known = self.model_type, *self.config_types, *REGISTRY[self.model_type].other_types
         if given.get("model_type", self.model_type) not in known:
@@ -282,13 +282,13 @@ class Format:
 
     def plan(self, tensors: Tensors, given: Mapping[str, Any]) -> Plan:
         """
-        Maps the tensors of a checkpoint onto those of the model.
+        Maps the tensors of a checkpoint to the model's.
 
         Args:
-            given: the configuration fields that came with the checkpoint.
+            given: the checkpoint's configuration fields.
 
         Raises:
-            ConversionError: with a list of all that is missing, unexpected or of the wrong shape.
+            ConversionError: with a list of all tensors that are missing, unexpected or of the wrong shape.
         """
         stateless = {name: info for name, info in tensors.items() if not TIME_STATE.fullmatch(name)}
         found = rename_all(stateless, self.parts)
@@ -309,11 +309,11 @@ class Format:
         self, weights: Mapping[str, SourceTensor], reading: InferredConfig
     ) -> tuple[dict[str, Shape], str | None]:
         """
-        Name to shape of the model's tensors, and None; or, if the sizes make no model, those of one with the default
-        sizes, of which only the names are expected, and the reason.
+        Name to shape of the model's tensors, and None. If the sizes are invalid, the tensors of a model with default
+        sizes, of which only the names matter, and the reason.
         """
         unread = [size for size, length in lengths_of(weights, reading.places).items() if not length]
-        reason = f"no tensor tells {', '.join(unread)}."
+        reason = f"no tensor determines {', '.join(unread)}."
         if not unread:
             try:
                 return self.shapes(reading.fields | reading.shape_fields), None
@@ -353,7 +353,7 @@ class Format:
         ]
         if faults:
             model = reading.model or self.model_type
-            raise ConversionError(f"The tensors are not those of the model type {model}; {'; '.join(faults)}.")
+            raise ConversionError(f"The tensors do not match the model type {model}; {'; '.join(faults)}.")
         if reason is not None:
             read_from = dict.fromkeys(name for name, _ in reading.places.values() if name in weights)
             shown = ", ".join(f"{weights[name].source} {weights[name].shape}" for name in read_from)
@@ -365,7 +365,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A format that is known and not supported: its title and how to tell it."""
+    """A format that is known but not supported: its title, and how to recognise it."""
 
     title: str
     matches: Callable[[Tensors], bool]
@@ -374,15 +374,15 @@ class Refusal:
 @dataclass(frozen=True)
 class Recognised:
     """
-    What a checkpoint is.
+    A recognised checkpoint.
 
     Attributes:
         format: the format's short name, `rwkv6-trainer` for instance.
-        title: the same for people.
-        model_type: `model_type` of the model it becomes.
-        sizes: configuration fields read from the tensors and, of a variant, known from the format.
+        title: display name of the format.
+        model_type: `model_type` of the converted model.
+        sizes: configuration fields from the tensors and, for a variant, from the format.
         parameters: number of elements in all tensors.
-        dtype: the dtype that most elements are stored in.
+        dtype: the dtype of most elements.
     """
 
     format: str
@@ -393,7 +393,7 @@ class Recognised:
     dtype: str
 
 
-# What a configuration class raises if its fields are not valid, and a model if they are too large for any tensor.
+# Errors of configuration classes for invalid fields, and of models for fields too large for any tensor.
 INVALID = (StrictDataclassError, TypeError, ValueError, RuntimeError, OverflowError)
 
 
@@ -411,13 +411,13 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
 
 def rename_all(tensors: Tensors, parts: Callable[[str], Mapping[str, Extract]]) -> dict[str, SourceTensor]:
     """
-    Name of ours to what is found under it.
+    Our names to the source's tensors.
 
     Args:
         parts: as [`Format.parts`].
 
     Raises:
-        ConversionError: if two tensors of the source have one name of ours, or if one cannot be taken apart.
+        ConversionError: if two source tensors map to the same name, or if one cannot be split.
     """
     found: dict[str, SourceTensor] = {}
     for source, info in tensors.items():
@@ -438,7 +438,7 @@ def _shape_taken(source: str, info: TensorInfo, take: Extract) -> Shape:
 
 
 def lengths_of(found: Tensors, places: Mapping[str, tuple[str, int]]) -> dict[str, int]:
-    """Sizes from the tensor and axis where each is read; 0 if there is no such axis, or a tensor without elements."""
+    """Sizes, each from a tensor and axis; 0 if the axis is missing or the tensor is empty."""
     lengths = {}
     for size, (name, axis) in places.items():
         shape = found[name].shape if name in found else ()
@@ -455,7 +455,7 @@ def count_blocks(names: Iterable[str], prefix: str) -> int:
 
 
 def from_ours(name_map: NameMap, tensors: Iterable[OutputTensor]) -> list[OutputTensor]:
-    """Tensors with our names under those of another package: the inverse of [`NameMap.read_name`]."""
+    """Renames tensors from our names to another package's: the inverse of [`NameMap.read_name`]."""
     ours = {tensor.name: tensor for tensor in tensors}
     ends = {end: (theirs, part) for theirs, part in name_map.parts.items() if part.join for end in part.takes}
     written = {}
@@ -479,7 +479,7 @@ def _their_name(name_map: NameMap, name: str) -> str:
 
 
 def _joined(join: Callable[..., torch.Tensor], tensors: list[OutputTensor]) -> OutputTensor:
-    """One tensor that is made of several."""
+    """One tensor joined from several."""
     shape = join(*(torch.empty(tensor.shape, device="meta") for tensor in tensors)).shape
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
@@ -491,7 +491,7 @@ def _joined(join: Callable[..., torch.Tensor], tensors: list[OutputTensor]) -> O
 
 def object_in(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
-    A copy of the configuration in the field `name` of another, {} if there is none.
+    A copy of the configuration in another configuration's field `name`, {} if there is none.
 
     Raises:
         ConversionError: if the field holds something else.

@@ -1,6 +1,6 @@
 """
-Gecko: the authors' code and we have the same names, which start with `model.` here, except for the head's. Their code
-also saves buffers, which tell some sizes and are not written.
+Gecko: the authors' code has the same names as ours, here with the prefix `model.`, except for the head. Their code
+also saves buffers, which determine some sizes and are not written.
 """
 
 import re
@@ -17,7 +17,7 @@ LAYERS = "model.layers."
 PRIOR = re.compile(r"model\.(?:layers\.\d+\.mega\.timenorm|output\.final_norm)\.prior_(?:count|mean|var)")
 FREQUENCIES = "model.rope.freqs"
 
-# Where each size is read: tensor, axis.
+# The source of each size: tensor, axis.
 PLACES = {
     "vocab_size": (EMBEDDINGS, 0),
     "model_dim": (EMBEDDINGS, 1),
@@ -26,13 +26,13 @@ PLACES = {
     "ffn_hidden_dim": (f"{LAYERS}0.nffn.fc1.weight", 0),
     "cema_ndim": (f"{LAYERS}0.mega.cema.alpha", 1),
 }
-# What shows that a field is true: a tensor whose name ends like this.
+# Suffixes of tensor names that show that a field is true.
 SHOWN_BY = {
     "norm_affine": (".mega.rmsnorm.weight", ".nffn.norm.weight"),
     "swiglu": (".nffn.fc3.weight",),
     "rescale_nffn": (".nffn.alpha",),
 }
-# Fields that no weight tells. The first three are needed to run a model, the others have usual values.
+# Fields that no weight determines. The first three are needed to run a model, the others have usual values.
 REQUIRED = ("num_heads", "chunk_size", "timenorm_num_groups")
 ASSUMED = (
     "timenorm_beta1",
@@ -45,7 +45,7 @@ ASSUMED = (
     "scale_emb",
     "document_boundaries",
 )
-# Values with which every configuration is valid, of fields that no shape depends on.
+# Valid values for fields that no shape depends on.
 SHAPE_FIELDS = {"num_heads": 1, "num_rope_heads": 0, "timenorm_num_groups": 1}
 
 
@@ -56,7 +56,7 @@ class GeckoFormat(Format):
 
     def matches(self, tensors: Tensors) -> bool:
         found = [name for name in map(self.rename, tensors) if name.startswith(f"{LAYERS}0.mega.")]
-        # Megalodon, which came before, has some of the names.
+        # Megalodon, an earlier model, has some of these names.
         return bool(found) and not any(name.endswith(".cema.omega") for name in found)
 
     def rename(self, name: str) -> str:
@@ -82,7 +82,9 @@ class GeckoFormat(Format):
             if priors:
                 fields["timenorm_num_groups"] = _groups(priors, fields["timenorm_num_groups"])
             if untold := [f"`{name}`" for name in REQUIRED if fields[name] is None]:
-                raise ConversionError(f"No tensor tells {', nor '.join(untold)}; give it in a configuration file.")
+                raise ConversionError(
+                    f"No tensor determines {', nor '.join(untold)}; give it in a configuration file."
+                )
             return fields
 
         assumed = [f"`{name}` {getattr(self.config_class, name)}" for name in ASSUMED if name not in given]
@@ -92,14 +94,14 @@ class GeckoFormat(Format):
             PLACES,
             shape_fields=SHAPE_FIELDS,
             tied=(EMBEDDINGS, HEAD) if tied else None,
-            notes=[f"what the source does not tell was assumed: {', '.join(assumed)}"] if assumed else [],
+            notes=[f"values that are not stored in the source were assumed: {', '.join(assumed)}"] if assumed else [],
             zeros=[tensor.source for tensor in priors],
             finish=finish,
         )
 
 
 def _heads(frequencies: SourceTensor, z: int) -> int:
-    """How many heads of `z` channels have as many pairs as there are frequencies."""
+    """The number of heads, from `z` channels and one frequency per pair of a head's channels."""
     shape = frequencies.shape
     if len(shape) != 1 or not shape[0] or z % (2 * shape[0]):
         raise ConversionError(f"{frequencies.source} has the shape {shape}, which fits no heads of `z_dim` {z}.")
@@ -107,7 +109,7 @@ def _heads(frequencies: SourceTensor, z: int) -> int:
 
 
 def _groups(priors: list[SourceTensor], told: Any) -> Any:
-    """How many groups of channels the norms have, from their initial moments, else what is `told`."""
+    """The number of groups of channels in the norms, from their initial moments, else `told`."""
     shapes = {tensor.shape: tensor.source for tensor in priors if not tensor.source.endswith("count")}
     if not shapes:
         return told

@@ -24,24 +24,24 @@ from .vocabularies import ENDS, SPECIAL, Vocabulary
 from .writer import OutputTensor, whole
 
 
-# The types that `gguf` can write, by their names there, each with the number of weights that share a scale.
+# The types that `gguf` can write, by their names in it, each with the number of weights that share a scale.
 TYPES = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q5_1": 32, "Q5_0": 32, "Q4_1": 32, "Q4_0": 32}
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # The weights of linear layers and the embeddings. llama.cpp expects all others in float32.
 MATRICES = re.compile(r"(token_embd|output|blk\.\d+\.(time|channel)_mix_(receptance|key|value|gate|output))\.weight")
-# Weights that are divided by two after every so many blocks, where the file says so.
+# Weights that are halved after every few blocks, in files with that setting.
 RESCALED = re.compile(r"blk\.(\d+)\.(time_mix_output|channel_mix_value)\.weight")
 RESCALE_EVERY = "rescale_every_n_layers"
-# Limits on what becomes objects of Python: entries and tensors of a header, and tokens. Lists stay in the mapped file.
+# Limits on what becomes Python objects: entries and tensors of a header, and tokens. Lists stay in the mapped file.
 MOST_FIELDS, MOST_TENSORS, MOST_TOKENS = 2**12, 2**15, 2**18
-# Types of tokens, and the text of those that nothing uses.
+# Types of tokens, and the text of unused tokens.
 NORMAL, CONTROL, USER_DEFINED, UNUSED_KIND, BYTE = 1, 3, 4, 5, 6
 UNUSED = "[PAD{}]"
 TOKENIZER, TEMPLATE = "tokenizer.ggml.model", "tokenizer.chat_template"
 LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", f"{TEMPLATE}s")
 LENGTH = struct.Struct("<Q")  # of a string
 TOKEN_ID, AROUND = "tokenizer.ggml.{}_token_id", "tokenizer.ggml.add_{}_token"
-# What a token is for to the name in the header. The last two end a turn and a message.
+# The role of a token to its name in the header. The last two end a turn and a message.
 TOKEN_IDS = {name: name for name in SPECIAL} | {"unk": "unknown", "sep": "seperator", "pad": "padding"}
 TOKEN_IDS |= {name: name for name in ENDS}
 
@@ -78,8 +78,8 @@ Stored = tuple[tuple[int, ...], torch.dtype, Callable[[str], torch.Tensor]]
 
 def open_gguf(file: Path) -> tuple[dict[str, Stored], dict[str, Any], Callable[[], Vocabulary | None]]:
     """
-    The tensors of a file; the entries of its header that are not lists; and what reads its tokenizer. Quantised
-    weights are read as float32.
+    The tensors of a file, the entries of its header that are not lists, and a function that reads its tokenizer.
+    Quantised weights are read as float32.
 
     Raises:
         ConversionError: if it is damaged, or has parts in other files.
@@ -117,7 +117,7 @@ def _read_vocabulary(gguf: ModuleType, file: Path, reader: Any, entries: Mapping
     The tokenizer in a file, None if there is none.
 
     Raises:
-        ConversionError: if it is of another type, or damaged.
+        ConversionError: if it has another type, or is damaged.
     """
     if (kind := entries.get(TOKENIZER, "none")) in ("none", "no_vocab"):
         return None
@@ -137,7 +137,7 @@ def _read_vocabulary(gguf: ModuleType, file: Path, reader: Any, entries: Mapping
     whole = all(type(index) is int and index in places for index in ids.values()) and len(kinds) == len(texts)
     if not (texts and whole) or {type(each) for each in (*texts, *named, template or "")} != {str}:
         raise ConversionError(f"{file} has a damaged tokenizer: {len(texts)} tokens, {len(kinds)} types, ids {ids}.")
-    # Behind the last ordinary token are those that were added, and places for more of them.
+    # After the last ordinary token come the added tokens, and space for more of them.
     size = 1 + max((index for index, kind in enumerate(kinds) if kind in (NORMAL, BYTE)), default=0)
     last = max((index for index, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)), default=0)
     tokens = [_unescaped(text) for text in texts[:size]]
@@ -167,8 +167,8 @@ def _unescaped(text: str) -> bytes:
 def _reader(gguf: ModuleType, file: Path) -> Any:
     class Reader(gguf.GGUFReader):
         """
-        As the base class, which would go on for as long as a damaged length says, and makes an object of every entry
-        of a list. Here the last part of a list has the bytes of all entries.
+        As the base class, which would read on for as long as a damaged length demands, and makes an object of every
+        list entry. Here the last part of a list has the bytes of all entries.
         """
 
         def _get(self, offset, dtype, count=1, *args, **kwargs):
@@ -245,7 +245,7 @@ def type_for(dtype: str) -> str:
 
 
 def type_of(tensor: OutputTensor, wanted: str) -> str:
-    """The type that a tensor is written with, if `wanted` is the one for the weights of linear layers."""
+    """The type in which to write a tensor, if `wanted` is the type of linear layers' weights."""
     if not MATRICES.fullmatch(tensor.name):
         return "F32"
     return "F16" if tensor.shape[-1] % TYPES[wanted] else wanted
@@ -273,17 +273,17 @@ def write_gguf(
     Writes a file, a tensor at a time.
 
     Args:
-        advance: called with the number of bytes written, again and again.
+        advance: called repeatedly with the number of bytes written.
         kinds: the type of every tensor.
         main: the type of most weights, as the header records it.
-        architecture: llama.cpp's name of it.
+        architecture: its name in llama.cpp.
         fields: the entries of the header that begin with that name.
         vocabulary: a greedy tokenizer; None for a file without one.
-        ends: as [`find_ends`] returns them.
+        ends: from [`find_ends`].
     """
     gguf = import_gguf()
     writer = gguf.GGUFWriter(path, architecture)
-    numpy_dtype = torch.empty(0).numpy().dtype  # looked at only to tell packed bytes
+    numpy_dtype = torch.empty(0).numpy().dtype  # used only to recognise packed bytes
     try:
         for name, value in fields.items():
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
@@ -339,7 +339,7 @@ def token_texts(vocabulary: Vocabulary, vocab_size: int) -> tuple[list[str], lis
     The texts of all tokens, and their types.
 
     Raises:
-        ConversionError: if llama.cpp would look for a token in another way, or refuse the file.
+        ConversionError: if llama.cpp would match a token differently, or refuse the file.
     """
     tokens, added = vocabulary.tokens, vocabulary.added
     if (size := max([len(tokens), *(index + 1 for index in added)])) > vocab_size:
@@ -350,7 +350,7 @@ def token_texts(vocabulary: Vocabulary, vocab_size: int) -> tuple[list[str], lis
     for index, token in added.items():
         content, kinds[index] = token.content, CONTROL if token.special else USER_DEFINED
         if index >= len(tokens):
-            # It is looked for in the text as it is stored, so that there must be no escapes in it.
+            # It is matched as stored, so it must not contain escapes.
             kinds[index] = UNUSED_KIND if content == UNUSED.format(index) else kinds[index]
             texts[index] = content
         faults = {
@@ -376,8 +376,8 @@ WITHOUT = "With `tokenizer` none, the file has none."
 
 def find_ends(vocabulary: Vocabulary, stops: Sequence[int], vocab_size: int) -> dict[str, int]:
     """
-    The tokens that end an answer, by GGUF's names of them: the tokenizer's EOS, if it is one of these, and up to two
-    others. If only the end of a document ends an answer, llama.cpp is also told what ends a turn of World's template.
+    The tokens that end an answer, by their names in GGUF: the tokenizer's EOS, if it is among them, and up to two
+    others. If only the end of a document ends an answer, the end of a turn in World's template is added for llama.cpp.
 
     Raises:
         ConversionError: if there are more than three, or an id is not in the vocabulary.

@@ -1,4 +1,4 @@
-"""Formats that are known by name and not supported, so that the answer can say what a file is."""
+"""Formats that are known but not supported, so that errors can name them."""
 
 import re
 from functools import partial
@@ -26,7 +26,7 @@ def _has(tensors: Tensors, name: str) -> bool:
 
 
 def _is_relative_of_goose(pattern: str, tensors: Tensors) -> bool:
-    if re.search(pattern, ".attn.q_proj.") and not _ends(tensors, ".r_k"):  # a name that many models have
+    if re.search(pattern, ".attn.q_proj.") and not _ends(tensors, ".r_k"):  # many models have this name
         return False
     return any(re.search(pattern, name) for name in tensors)
 
@@ -58,7 +58,7 @@ def _is_inside_another_model(tensors: Tensors) -> bool:
     return _starts(tensors, "rwkv.emb.", "rwkv.blocks.0.att.", "vit.")
 
 
-# Most of their files hold a language model that is known here, so these are tried before a format claims a file.
+# Most of these files contain a supported language model, so they are tried before the formats.
 OTHER_VISUAL = (
     Refusal(
         "VisualRWKV-7, whose language model is RWKV-7 (Goose)",
@@ -83,7 +83,7 @@ OTHER_VISUAL = (
     ),
 )
 
-# The first that matches is the answer.
+# The first match wins.
 REFUSALS = (
     *OTHER_VISUAL,
     *(Refusal(title, partial(_is_relative_of_goose, pattern)) for pattern, title in RELATIVES.items()),

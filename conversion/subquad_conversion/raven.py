@@ -1,6 +1,6 @@
 """
-Raven: what is published, and what we save, have the same names. A layer is a slot memory or, in a hybrid, softmax
-attention, which has nothing but four projections.
+Raven: published models have the same names as ours. A layer is a slot memory or, in a hybrid, softmax attention, which
+has only four projections.
 """
 
 import re
@@ -17,7 +17,7 @@ MIXER = re.compile(r"model\.layers\.([0-9]+)\.attn\.(.+)")
 ATTENTION = {f"{name}_proj.weight" for name in "qkvo"}
 ATTENTION_BIASES = {f"{name}_proj.bias" for name in "qkv"}
 
-# What shows a variant: tensors whose names end like these.
+# Suffixes of tensor names that show a variant.
 VARIANTS = {
     "use_output_gate": {True: (".o_gate_proj.weight", ".o_norm.weight"), False: (".g_norm.weight",)},
     "decay_type": {"GLA": (".f_proj.weight",), "Mamba2": (".a_proj.weight", ".A_log", ".dt_bias")},
@@ -72,7 +72,7 @@ class RavenFormat(Format):
             return fields
 
         def softmax(heads: int, kv_heads: Mapping[int, int]) -> list[dict[str, Any]]:
-            """Entries of `attn` with as many heads as the shapes need: no tensor tells how wide one is."""
+            """Entries of `attn` with as many heads as the shapes need: no tensor determines their width."""
             return [
                 {
                     "layers": groups[i],
@@ -86,7 +86,7 @@ class RavenFormat(Format):
 
         # Heads of one channel each. If the keys' channels do not divide the queries', as many as queries are expected.
         kv_heads = {i: rows if rows and d % rows == 0 else d for i, rows in key_rows.items()}
-        # So that the configuration is valid: neither `topk` nor the layers of softmax attention change a memory.
+        # For a valid configuration: neither `topk` nor the layers of softmax attention affect a memory's shapes.
         shape_fields = {"topk": 1, "attn": softmax(max(d, 1), kv_heads)}
         structure = {"num_hidden_layers": layers, "topk": 1, "attn": softmax(1, dict.fromkeys(keys, 1))}
         return InferredConfig(
@@ -105,7 +105,7 @@ class RavenFormat(Format):
         found: Mapping[str, SourceTensor],
         given: Mapping[str, Any],
     ) -> Any:
-        """From the tensors if they show it, else from the configuration, else what published models are."""
+        """The variant from the tensors if they show it, else from the configuration, else as in published models."""
         for choice, endings in choices.items():
             if any(target.startswith(LAYERS) and target.endswith(endings) for target in found):
                 return choice
@@ -114,7 +114,7 @@ class RavenFormat(Format):
 
 
 def _places(memory: str, variant: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
-    """Where each size is read: tensor, axis. The names of a slot memory start with `memory`."""
+    """The source of each size: tensor, axis. The names of a slot memory start with `memory`."""
     places = {
         "vocab_size": (EMBEDDINGS, 0),
         "hidden_size": (EMBEDDINGS, 1),
@@ -145,7 +145,7 @@ def _sizes(read: Mapping[str, int], layers: int, given: Mapping[str, Any]) -> di
         expansion = given[spellings[-1]] if spellings else 1
         if not isinstance(expansion, int | float) or abs(d * expansion - width) > 1e-6:
             expansion = width / max(d, 1)
-        # Under both names, so that it replaces whichever is given.
+        # Under both names, to replace whichever is given.
         sizes |= dict.fromkeys({name, *spellings}, expansion)
     return sizes
 
@@ -162,7 +162,7 @@ def _entries(attn: Any, mixers: list[set[str]]) -> tuple[list[dict[str, Any]], l
             raise ConversionError(f"The configuration's `attn` must have `layers` and `num_heads`, got {entry}.")
     told = [i for entry in entries for i in entry["layers"]]
     memories = [i for i, names in enumerate(mixers) if names - projections]
-    # A damaged layer that looks like neither is what the configuration says.
+    # A damaged layer that looks like neither is taken from the configuration.
     if entries and (
         any(i not in told for i in found) or any(i in memories or i not in range(len(mixers)) for i in told)
     ):
@@ -171,7 +171,7 @@ def _entries(attn: Any, mixers: list[set[str]]) -> tuple[list[dict[str, Any]], l
 
 
 def _entry(entry: dict[str, Any], key_rows: int, bias: bool, d: int) -> dict[str, Any]:
-    """An entry of `attn`, with the heads of keys and the biases that the tensors have."""
+    """An entry of `attn`, with the number of key heads and the biases from the tensors."""
     heads = entry["num_heads"]
     if not entry["layers"]:
         return entry
@@ -187,7 +187,7 @@ def _entry(entry: dict[str, Any], key_rows: int, bias: bool, d: int) -> dict[str
 
 
 def _check_told(router: str, attention: list[int], given: Mapping[str, Any]) -> None:
-    """Refuses what cannot be run without a configuration, which does not describe the layers of `attention`."""
+    """Raises an error for missing settings, and for `attention` layers that the configuration does not describe."""
     untold = []
     if router == "raven" and given.get("topk") is None:
         untold.append("`topk`")
@@ -198,7 +198,7 @@ def _check_told(router: str, attention: list[int], given: Mapping[str, Any]) -> 
             f"the heads, window and rotary embeddings of softmax attention in the layers {attention} (`attn`)"
         )
     if untold:
-        raise ConversionError(f"No tensor tells {', nor '.join(untold)}; give it in a configuration file.")
+        raise ConversionError(f"No tensor determines {', nor '.join(untold)}; give it in a configuration file.")
 
 
 FORMAT = RavenFormat()

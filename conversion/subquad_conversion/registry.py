@@ -1,4 +1,4 @@
-"""The source formats, and the one place that tells which of them a checkpoint has."""
+"""The source formats, and the recognition of a checkpoint's format."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -53,13 +53,13 @@ FORMATS: tuple[Format, ...] = (
 @contextmanager
 def open_source(source: str | Path, vision_tower: Path | None = None) -> Iterator[Checkpoint]:
     """
-    As [`open_checkpoint`], with the tensors that belong to those of `source` and are in other files.
+    As [`open_checkpoint`], including tensors of `source` in other files.
 
     Args:
         vision_tower: directory of a CLIP model, to be read with a VisualRWKV that has no vision tower.
 
     Raises:
-        ConversionError: also if such a file is missing or does not fit.
+        ConversionError: also if one of these files is missing or does not fit.
     """
     if is_adapter_directory(Path(source)):
         raise ConversionError(describe_directory(Path(source)))
@@ -71,7 +71,7 @@ def open_source(source: str | Path, vision_tower: Path | None = None) -> Iterato
 
 def find_target(model_type: str, name: str) -> Format:
     """
-    The format in which models of a type are written.
+    The format for writing models of a type.
 
     Args:
         name: the format's `target`.
@@ -93,17 +93,17 @@ def trainer_layout(model_type: str) -> NameMap:
 
 def find_format(checkpoint: Checkpoint) -> Format:
     """
-    The format of a checkpoint, from the names and shapes of its tensors alone.
+    The format of a checkpoint, from the names and shapes of its tensors.
 
     Raises:
-        ConversionError: if it is a version that is not supported, or unknown. The message shows some of the names and
-            lists the formats that are supported.
+        ConversionError: if its version is not supported, or its format is unknown. The message shows some of the names
+            and lists the supported formats.
     """
     tensors = checkpoint.tensors
     supported = f"Supported are: {'; '.join(known.title for known in FORMATS)}."
     examples = sorted(tensors)[:4]
     what = f"{checkpoint.path} holds {len(tensors)} tensors such as {', '.join(examples)}"
-    # An adapter may have the tensors by which a format is known.
+    # An adapter may have the tensors by which a format is recognised.
     if description := describe_file(tensors):
         raise ConversionError(f"{what}: this is {description}")
     for known in FORMATS:

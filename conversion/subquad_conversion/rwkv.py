@@ -1,6 +1,6 @@
 """
-What the formats of Eagle (RWKV-5.2) and Finch (RWKV-6.0) have in common. Some spell the names as the trainer does, two
-as the published Hub models do, which are ours. The shapes of the vectors differ from one trainer to another.
+Common parts of the formats of Eagle (RWKV-5.2) and Finch (RWKV-6.0). Some have the trainer's names, two have the
+published Hub models' names, which are ours. The shapes of the vectors differ between trainers.
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from .errors import ConversionError
 from .formats import Format, InferredConfig, Shape, SourceTensor, Tensors, count_blocks, lengths_of
 
 
-HEAD_SIZE = 64  # of every published model; only used if a file does not tell
+HEAD_SIZE = 64  # of every published model; only used if not stored in a file
 EMBEDDINGS, HEAD = "rwkv.embeddings.weight", "head.weight"
 ATTENTION = "rwkv.blocks.0.attention."
-# Where each size is read: tensor, axis.
+# The source of each size: tensor, axis.
 PLACES = {
     "vocab_size": (EMBEDDINGS, 0),
     "hidden_size": (EMBEDDINGS, 1),
@@ -29,7 +29,7 @@ RANKS = {
     "lora_rank_tokenshift": (f"{ATTENTION}time_maa_w2", 1),
     "lora_rank_decay": (f"{ATTENTION}time_decay_w2", 0),
 }
-# The trainer's names, as far as both versions agree.
+# The trainer's names that both versions share.
 TRAINER_NAMES = {
     "^emb.": "rwkv.embeddings.",
     "^blocks.": "rwkv.blocks.",
@@ -39,7 +39,7 @@ TRAINER_NAMES = {
     ".ffn.": ".feed_forward.",
 }
 OURS = NameMap({})  # of published Hub models too
-# One axis of them, or both as one.
+# One of their axes, or both flattened.
 HEADS = {"num_attention_heads": (f"{ATTENTION}time_faaaa", 0)}
 
 
@@ -48,7 +48,7 @@ class RwkvFormat(Format):
     A format of this family.
 
     Attributes:
-        places: size to the tensor and axis where it is read.
+        places: size to the tensor and axis that it is read from.
         vectors_of_heads: tensors of the first block's time mixing with a row for each head.
     """
 
@@ -59,11 +59,11 @@ class RwkvFormat(Format):
         return name == "num_attention_heads" and value == sizes["head_size"]
 
     def read(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredConfig:
-        """Every size is read by itself: the sizes of published models follow no formula."""
+        """Every size is read separately: the sizes of published models follow no formula."""
         sizes = lengths_of(found, self.places) | {"num_hidden_layers": count_blocks(found, "rwkv.blocks.")}
         heads, head_size, notes = self._heads(found, sizes["attention_hidden_size"], given)
         if "head_size_divisor" not in given:
-            notes.append("the source does not tell `head_size_divisor`; 8 was assumed, as in every World model")
+            notes.append("`head_size_divisor` is not stored in the source; 8 was assumed, as in every World model")
         return InferredConfig(
             sizes | {"num_attention_heads": heads, "head_size": head_size},
             {"num_hidden_layers": sizes["num_hidden_layers"]},
@@ -75,9 +75,9 @@ class RwkvFormat(Format):
     def _heads(
         self, found: Mapping[str, SourceTensor], width: int, given: Mapping[str, Any]
     ) -> tuple[int, int, list[str]]:
-        """Number and size of the heads, and notes. Some trainers flatten the vectors, which hides both."""
+        """Number and size of the heads, and notes. Some trainers flatten the vectors, which hides both numbers."""
         if not lengths_of(found, HEADS)["num_attention_heads"]:
-            return 0, 0, []  # the list of faults will say so
+            return 0, 0, []  # the list of faults will report it
         for name in self.vectors_of_heads:
             shape = found[ATTENTION + name].shape if ATTENTION + name in found else ()
             if len(shape) != 2:
@@ -88,7 +88,7 @@ class RwkvFormat(Format):
         notes = []
         if not isinstance(head_size, int) or head_size < 1:
             head_size = HEAD_SIZE
-            notes.append(f"the file does not tell the size of a head; {HEAD_SIZE} was assumed")
+            notes.append(f"the size of a head is not stored in the file; {HEAD_SIZE} was assumed")
         if width % head_size:
             raise ConversionError(
                 f"The per-head vectors are flattened and {width} channels are not a multiple of a head size of "
@@ -97,7 +97,7 @@ class RwkvFormat(Format):
         return width // head_size, head_size, notes
 
     def fits(self, name: str, stored: Shape, shape: Shape, fields: Mapping[str, Any]) -> bool:
-        """Vectors come with and without axes of length 1, and flattened; decays also with a row for each head."""
+        """Vectors may have axes of length 1 or be flattened; decays may also have a row for each head."""
         if stored == shape:
             return True
         leaf = name.rpartition(".")[2]
@@ -114,7 +114,7 @@ class Rwkv5Format(RwkvFormat):
     Eagle.
 
     Attributes:
-        attention: how the names of the first block's time mixing begin in the source.
+        attention: prefix of the first block's time mixing in the source.
     """
 
     model_type = "rwkv5"
@@ -132,7 +132,7 @@ class Rwkv6Format(RwkvFormat):
     Finch.
 
     Attributes:
-        attention: how the names of the first block's time mixing begin in the source.
+        attention: prefix of the first block's time mixing in the source.
     """
 
     model_type = "rwkv6"
@@ -153,21 +153,21 @@ def has_vector_decay(tensors: Tensors, attention: str) -> bool:
     """Whether every channel of a head has its own decay (version 5.2), instead of one for the whole head."""
     decay, key = tensors.get(f"{attention}time_decay"), tensors.get(f"{attention}key.weight")
     if decay is None or key is None or not key.shape:
-        return True  # a damaged file: the list of faults says more than a refusal
+        return True  # a damaged file: the list of faults is more helpful than a refusal
     return decay.elements == key.shape[0] or len(without_ones(decay.shape)) > 1
 
 
 def untold_divisor(config: PreTrainedConfig) -> list[str]:
-    """A note about what the trainer's files do not tell."""
+    """A note about a setting that the trainer's files do not store."""
     if (divisor := config.head_size_divisor) == 8:
         return []
-    return [f"no tensor tells `head_size_divisor`: whoever reads the file has to know that it is {divisor}"]
+    return [f"`head_size_divisor` is not stored in the tensors: readers of the file must know that it is {divisor}"]
 
 
 def check_divisor(config: PreTrainedConfig, runtime: str) -> None:
     """
     Raises:
-        ConversionError: if a runtime would normalise the heads with another epsilon than the model was trained with.
+        ConversionError: if a runtime's epsilon for the norm of the heads differs from the model's.
     """
     if config.head_size_divisor != 8:
         raise ConversionError(

@@ -9,7 +9,7 @@ from .rwkv import TRAINER_NAMES, Rwkv5Format, untold_divisor
 
 
 MIXES = {"k": "key", "v": "value", "r": "receptance", "g": "gate"}
-# Tensors that only web-rwkv's files have.
+# Tensors that exist only in web-rwkv's files.
 RENAMED = ("blocks.0.att.time_first", "blocks.0.att.time_mix_x")
 
 

@@ -1,6 +1,6 @@
 """
-Finch (RWKV-6.0) as flash-linear-attention saves it: model type `rwkv6` too, with other names, other configuration
-fields, and low-rank matrices in the layout of linear layers.
+Finch (RWKV-6.0) as saved by flash-linear-attention: also model type `rwkv6`, with other names and configuration
+fields, and low-rank matrices as linear layers' weights.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from .formats import Tensors
 from .rwkv import Rwkv6Format
 
 
-# Fields that are kept, by their names there. The ids of special tokens are not: they belong to that package's default
-# tokenizer, which published models do not have.
+# Fields to keep, by their names there. The ids of special tokens are dropped: they belong to that package's default
+# tokenizer, which published models do not use.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",

@@ -33,7 +33,7 @@ FIELDS = {
     "time_mix_extra_dim": "lora_rank_tokenshift",
     "time_decay_extra_dim": "lora_rank_decay",
 }
-# Entries that llama.cpp needs and that say nothing: a state has no limit, and the heads come from their size.
+# Entries that llama.cpp requires but that have no effect: a state has no limit, and the heads follow from their size.
 CONSTANTS = {"context_length": 2**20, "attention.head_count": 0}
 
 
@@ -49,7 +49,7 @@ def stacked(*vectors: torch.Tensor) -> torch.Tensor:
 def fields_of(entries: Mapping[str, Any], architecture: str, names: Mapping[str, str]) -> dict[str, Any]:
     """Fields of our configuration from the entries of a header."""
     found = {ours: entries.get(f"{architecture}.{name}") for name, ours in names.items()}
-    # Numbers are stored in float32, which is not exactly 1e-5.
+    # Numbers are stored in float32, so 1e-5 is not exact.
     return {name: float(f"{x:.7g}") if isinstance(x, float) else x for name, x in found.items() if x is not None}
 
 
@@ -77,7 +77,7 @@ class Rwkv6Gguf(Rwkv6Format):
             ".time_mix_lerp_fused.weight": Part(
                 {f".attention.time_maa_{x}": partial(row, index=i) for i, x in enumerate(SHIFTS)}, stacked
             ),
-            # The first files had them apart.
+            # The first files had them as separate tensors.
             **{f".time_mix_lerp_{x}.weight": Part({f".attention.time_maa_{x}": as_vector}) for x in SHIFTS},
             ".channel_mix_lerp_k.weight": vector(".feed_forward.time_maa_k"),
             ".channel_mix_lerp_r.weight": vector(".feed_forward.time_maa_r"),

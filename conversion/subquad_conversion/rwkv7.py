@@ -1,8 +1,8 @@
 """
-Goose (RWKV-7), in six layouts. Three have the trainer's names: alone, after `rwkv7.` (the RWKV organisation's
+Goose (RWKV-7), in six formats. Three have the trainer's names: alone, after `rwkv7.` (the RWKV organisation's
 repositories, and ours), or after `model.` (rwkv-rs). rwkv-rs had other names before, and flash-linear-attention has
-its own. web-rwkv has the trainer's names with transposed matrices. The type in a configuration does not distinguish
-them: several have `rwkv7`.
+its own. web-rwkv has the trainer's names with transposed matrices. The model type does not distinguish them: several
+have `rwkv7`.
 """
 
 import re
@@ -20,7 +20,7 @@ from .formats import Format, InferredConfig, Shape, SourceTensor, Tensors, count
 
 
 EMBEDDINGS, HEAD = "rwkv7.emb.weight", "head.weight"
-# Where each size is read: tensor, axis. The first block does not mix values: that rank is read in the second one.
+# The source of each size: tensor, axis. The first block does not mix values: that rank is read from the second one.
 PLACES = {
     "vocab_size": (EMBEDDINGS, 0),
     "hidden_size": (EMBEDDINGS, 1),
@@ -32,9 +32,9 @@ PLACES = {
     "v_low_rank_dim": ("rwkv7.blocks.1.att.v1", 1),
     "gate_low_rank_dim": ("rwkv7.blocks.0.att.g1", 1),
 }
-# Many files have them, and no runtime reads them.
+# Present in many files, but unused by all runtimes.
 UNUSED = re.compile(r"rwkv7\.blocks\.0\.att\.v[012]")
-# Vectors, which come with and without axes of length 1.
+# Vectors, which may have axes of length 1.
 VECTORS = re.compile(r"(att\.(x_[rwkvag]|[wav]0|k_[ka])|ffn\.x_k)$")
 # Tensors of relatives and of larger models. The names of their other tensors may be the same.
 RELATED = re.compile("|".join((*RELATIVES, r"^(rwkv|vit)\.")))
@@ -42,10 +42,10 @@ RELATED = re.compile("|".join((*RELATIVES, r"^(rwkv|vit)\.")))
 
 class Rwkv7Format(Format):
     """
-    A layout of Goose.
+    A format of Goose.
 
     Attributes:
-        sign: the name of a tensor that only this layout has.
+        sign: the name of a tensor that only this format has.
     """
 
     model_type = "rwkv7"
@@ -91,7 +91,7 @@ class Rwkv7Trainer(Rwkv7Format):
         return super().matches(tensors) and not is_transposed(tensors)
 
     def unused(self, config: PreTrainedConfig) -> dict[str, Shape]:
-        """The trainer's first block has the tensors of the mixing of values too."""
+        """The trainer's first block also has the tensors for mixing values."""
         return value_mixing("blocks.0.att.", config)
 
 
@@ -113,7 +113,7 @@ class Rwkv7Web(Rwkv7Format):
 
 
 def value_mixing(prefix: str, config: PreTrainedConfig) -> dict[str, Shape]:
-    """Name to shape of the tensors of a block's mixing of values."""
+    """Name to shape of a block's tensors for mixing values."""
     width, rank = config.hidden_size, config.v_low_rank_dim
     return {f"{prefix}v0": (1, 1, width), f"{prefix}v1": (width, rank), f"{prefix}v2": (rank, width)}
 
@@ -121,17 +121,17 @@ def value_mixing(prefix: str, config: PreTrainedConfig) -> dict[str, Shape]:
 def check_head_dim(config: PreTrainedConfig, runtime: str) -> None:
     """
     Raises:
-        ConversionError: if a runtime would normalise the heads with another epsilon than the model was trained with.
+        ConversionError: if a runtime's epsilon for the norm of the heads differs from the model's.
     """
     if config.head_dim != 64 or config.norm_eps != 1e-5:
         raise ConversionError(
             f"`head_dim` is {config.head_dim} and `norm_eps` {config.norm_eps:g}; {runtime} has an epsilon of 64e-5 "
-            "for the norm of the heads written into its code, which is that of 64 and 1e-5."
+            "for the norm of the heads written into its code, as for 64 and 1e-5."
         )
 
 
 def is_transposed(tensors: Tensors) -> bool:
-    """Whether the low-rank matrices are those of web-rwkv, (rank, width) first. The rank is below the width."""
+    """Whether the low-rank matrices are transposed as in web-rwkv, (rank, width) first. Ranks are below widths."""
     first = tensors.get("blocks.0.att.g1")
     return first is not None and len(first.shape) == 2 and first.shape[0] < first.shape[1]
 
@@ -144,7 +144,7 @@ class Rwkv7Hub(Rwkv7Format):
     target = "hub"
 
     def unused(self, config: PreTrainedConfig) -> dict[str, Shape]:
-        """The organisation's first block has the tensors of the mixing of values too."""
+        """The organisation's first block also has the tensors for mixing values."""
         return value_mixing("rwkv7.blocks.0.att.", config)
 
     def target_fields(self, config: PreTrainedConfig) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Rwkv7Fla(Rwkv7Format):
             "norm_first": True,
             "norm_bias": True,
             "attn": None,
-            # Its fused norm of the removal keys adds an epsilon that the models were not trained with.
+            # Its fused norm of the removal keys adds an epsilon that was not used in training.
             "fuse_norm": False,
         }
 

@@ -76,7 +76,7 @@ class Rwkv7Gguf(Rwkv7Format):
         return []
 
     def unused(self, config: PreTrainedConfig) -> dict[str, Shape]:
-        """llama.cpp wants a mixing of values in the first block too, with the rank of the in-context learning rate."""
+        """llama.cpp expects value mixing in the first block too, with the rank of the in-context learning rate."""
         width, rank, prefix = config.hidden_size, config.a_low_rank_dim, "blk.0.time_mix_v"
         return {f"{prefix}0.weight": (width,), f"{prefix}1.weight": (rank, width), f"{prefix}2.weight": (width, rank)}
 

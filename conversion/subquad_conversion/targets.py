@@ -1,4 +1,4 @@
-"""What a converted model is written to: a directory of this package, or the files of another program."""
+"""Targets of a conversion: a directory of this package, or the files of another program."""
 
 import json
 from collections import Counter
@@ -24,7 +24,7 @@ from .writer import OutputTensor, plan_shards, write_safetensors, write_shards, 
 
 
 WEIGHTS_ONLY = ("pth", "st")
-FILES = (*WEIGHTS_ONLY, "gguf")  # the targets that are one file, whose name ends so
+FILES = (*WEIGHTS_ONLY, "gguf")  # the targets that are one file, with its suffix
 TARGETS = ("directory", "fla", "hub", *FILES)
 
 
@@ -36,9 +36,9 @@ class Model:
     Attributes:
         config: its configuration.
         tensors: its tensors, under our names until [`for_target`].
-        tokenizer: what goes with it.
+        tokenizer: its tokenizer.
         generation: its generation configuration, None if it has none.
-        save_processor: writes what it needs beside the tokenizer into a directory.
+        save_processor: writes the files it needs besides the tokenizer into a directory.
     """
 
     config: PreTrainedConfig
@@ -50,7 +50,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written, as in [`subquad_conversion.Report`]; `dtype` is None if it is that of the tensors."""
+    """The written files, as in [`subquad_conversion.Report`]; `dtype` is None if it is the tensors' dtype."""
 
     directory: Path
     files: list[str]
@@ -85,10 +85,10 @@ def check_target(destination: Path, to: str, gguf_type: str | None, dtype: str, 
 
 def for_target(model: Model, target: Format, tied: tuple[str, str] | None) -> tuple[Model, list[str]]:
     """
-    The model with the tensors of another format, and notes.
+    The model with its tensors converted to another format, and notes.
 
     Args:
-        tied: names of ours of the embeddings and the head, if the head is no tensor of its own.
+        tied: our names of the embeddings and the head, if the head is not a separate tensor.
 
     Raises:
         ConversionError: if the format cannot hold it.
@@ -107,11 +107,11 @@ def write_directory(
 ) -> Written:
     """
     Args:
-        fields: of the configuration to write, if it is not that of the model.
+        fields: fields of the configuration to write, if it is not the model's.
     """
     size, tokenizer = sum(tensor.bytes for tensor in model.tensors), model.tokenizer
     with new_directory(destination, size) as directory:
-        # Weights last: they take the longest, and everything else that can fail should fail before.
+        # Weights last: they take longest, and everything else that can fail should fail first.
         if fields is None:
             model.config.save_pretrained(directory)
         else:
@@ -151,7 +151,7 @@ def write_gguf(model: Model, target: Format, destination: Path, gguf_type: str |
     if vocabulary is None:
         notes.append("the file has no tokenizer: llama.cpp takes and gives ids")
     else:
-        gguf_files.token_texts(vocabulary, vocab_size)  # refuses what cannot be written, before anything is
+        gguf_files.token_texts(vocabulary, vocab_size)  # raises an error before anything is written
         stops, stop_notes = _stops(model, vocabulary)
         notes += stop_notes
         ends = gguf_files.find_ends(vocabulary, stops, vocab_size)

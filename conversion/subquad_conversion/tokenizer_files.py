@@ -1,4 +1,4 @@
-"""Which tokenizer goes beside a converted model."""
+"""The choice of a tokenizer for a converted model."""
 
 import shutil
 from collections.abc import Callable
@@ -31,7 +31,7 @@ CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # a directory
 # Classes of tokenizers that are greedy.
 GREEDY = ("ByteTokenizer", "RwkvWorldTokenizer", "RwkvWorldTokenizerFast")
-# Some published files have it as a special token. The tokenizers here keep the ordinary one.
+# Some published files have it as a special token. Here it stays an ordinary token.
 BLANK_LINE = "\n\n"
 FILES = (
     "tokenizer.json",
@@ -45,9 +45,9 @@ FILES = (
     "vocab.txt",
     "tokenizer.model",
 )
-# What the package tokenizers has in a `tokenizer.json`.
+# The models of the package tokenizers in a `tokenizer.json`.
 MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
-# Any of these makes a tokenizer; the others only accompany one.
+# Each of these defines a tokenizer; the other files only accompany one.
 VOCABULARIES = ("tokenizer.json", WORLD_VOCAB_FILE_NAME, "vocab.json", "vocab.txt", "tokenizer.model")
 
 
@@ -57,11 +57,11 @@ class TokenizerChoice:
     A tokenizer to write.
 
     Attributes:
-        title: what it is, None if there is none.
+        title: its description, None if there is none.
         save: writes its files into a directory.
-        note: why, if the user did not choose it.
-        token_ids: `bos_token_id` and so on, as far as the tokenizer has them; some configurations lack some.
-        vocabulary: reads what it consists of; None if the tokenizer is not greedy.
+        note: the reason, if the user did not choose it.
+        token_ids: `bos_token_id` and so on, if the tokenizer has them; some configurations lack some.
+        vocabulary: reads its vocabulary; None if the tokenizer is not greedy.
     """
 
     title: str | None
@@ -71,10 +71,10 @@ class TokenizerChoice:
     vocabulary: Callable[[], Vocabulary] | None = None
 
     def chat_stops(self) -> dict[str, Any] | None:
-        """Where the answers to its chats end, if it has the turns of World; see [`Vocabulary`]."""
+        """The ends of answers in chats, if it has the turns of World; see [`Vocabulary`]."""
         try:
             return self.vocabulary and self.vocabulary().chat_stops
-        except ConversionError:  # its files are copied, damaged or not
+        except ConversionError:  # damaged files are copied too
             return None
 
 
@@ -86,7 +86,7 @@ def choose_tokenizer(
     stored: Callable[[], Vocabulary | None] | None = None,
 ) -> TokenizerChoice:
     """
-    The tokenizer that `choice` means, found before any weight is written.
+    Finds the tokenizer for `choice`, before any weight is written.
 
     Args:
         choice: `auto`, `rwkv-world`, `bytes`, `none`, or a directory that holds a tokenizer.
@@ -96,8 +96,8 @@ def choose_tokenizer(
         stored: reads the tokenizer in the source's file, if it has one.
 
     Raises:
-        ConversionError: if a directory holds no tokenizer or one that needs code of its own, if a tokenizer made here
-            has more ids than the model, or if one cannot be read.
+        ConversionError: if a directory holds no tokenizer or one that needs its own code, if a tokenizer made here has
+            more ids than the model, or if one cannot be read.
     """
     if choice == "none":
         return TokenizerChoice(None, lambda directory: None, None, {})
@@ -138,7 +138,7 @@ def choose_tokenizer(
 def _world(vocab_size: int, note: str | None, replaced: Path | None = None) -> TokenizerChoice:
     from subquad_tokenizers import RwkvWorldTokenizerFast
 
-    # A tokenizer of the same vocabulary whose code is not run may have more tokens than that.
+    # A tokenizer of the same vocabulary whose code is not run may have more tokens.
     more = replaced is not None and max(_stated_ids(replaced), default=0) >= WORLD_VOCABULARIES.start
     if more:
         tokenizer = _load_greedy(replaced)
@@ -149,7 +149,7 @@ def _world(vocab_size: int, note: str | None, replaced: Path | None = None) -> T
 
 
 def _chat_template(directory: Path) -> str | None:
-    """The chat template that a directory has, which its model was trained with."""
+    """The chat template in a directory, which its model was trained with."""
     if (file := directory / TEMPLATE).is_file():
         return file.read_text(encoding="utf-8")
     template = read_json(directory / CONFIG).get("chat_template") if (directory / CONFIG).is_file() else None
@@ -163,7 +163,7 @@ def _bytes(vocab_size: int, note: str | None) -> TokenizerChoice:
 
 
 def _stored(vocabulary: Vocabulary, vocab_size: int) -> TokenizerChoice:
-    """The tokenizer that a file of another program holds."""
+    """The tokenizer in another program's file."""
     note, ids = "the tokenizer was found in the file", vocabulary.ids
     turn = vocabulary.end_of_turn
     ends = [ids[name] for name in ("eos", *ENDS) if name in ids and (name == "eos" or ids[name] != turn)]
@@ -195,7 +195,7 @@ def _files(directory: Path) -> list[str]:
 
 
 def _unreadable(directory: Path) -> str | None:
-    """What keeps the tokenizer there from loading without the package that wrote it; None if nothing does."""
+    """Why a tokenizer does not load without the package that wrote it; None if it does."""
     if (file := directory / CONFIG).is_file() and "auto_map" in read_json(file):
         return "needs code of its own"
     model = read_json(file).get("model") if (file := directory / "tokenizer.json").is_file() else None
@@ -220,10 +220,10 @@ def _copy(directory: Path, files: list[str], note: str | None) -> TokenizerChoic
 
 def _load_greedy(directory: Path) -> PreTrainedTokenizerBase:
     """
-    The tokenizer of RWKV World or of bytes in a directory, whatever class of these its files name.
+    The RWKV World or byte tokenizer in a directory, whichever of these classes its files name.
 
     Raises:
-        ConversionError: if it cannot be read, or gives a token another id than its files do.
+        ConversionError: if it cannot be read, or if its token ids differ from the files' ids.
     """
     from subquad_tokenizers import ByteTokenizer, published
 
@@ -241,7 +241,7 @@ def _load_greedy(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _stated_ids(directory: Path) -> dict[int, str]:
-    """The tokens that were added to a tokenizer, by the ids that its files have for them."""
+    """The added tokens of a tokenizer, by their ids in its files."""
     found = {}
     try:
         if (file := directory / "added_tokens.json").is_file():
@@ -257,7 +257,7 @@ def _stated_ids(directory: Path) -> dict[int, str]:
 
 
 def _special_ids(directory: Path) -> dict[str, int]:
-    """The ids of the special tokens that `tokenizer_config.json` names, as far as files have them."""
+    """The ids of the special tokens in `tokenizer_config.json`, if the files have them."""
     if not (directory / CONFIG).is_file():
         return {}
     settings, ids = read_json(directory / CONFIG), {content: i for i, content in _stated_ids(directory).items()}
@@ -272,10 +272,10 @@ def _special_ids(directory: Path) -> dict[str, int]:
 
 def lost_tokenizer(choose: Callable[[], TokenizerChoice], source: Path | None) -> list[str]:
     """
-    A note about the tokenizer of a source, for a file without one: nobody could guess that it is not World's.
+    A note about the source's tokenizer, for a file without one: readers would assume the World tokenizer.
 
     Args:
-        choose: finds it.
+        choose: finds the tokenizer.
         source: the directory of a Hub model, None for any other file.
     """
     try:

@@ -1,6 +1,6 @@
 """
-VisualRWKV: a CLIP vision tower (`vit.`), a projection (`proj.weight`) and Eagle or Finch under the trainer's names
-(`rwkv.`), in one file or in the two of the authors' export; the tower may also come from a CLIP model's directory.
+VisualRWKV: a CLIP vision tower (`vit.`), a projection (`proj.weight`) and Eagle or Finch with the trainer's names
+(`rwkv.`), in one file or in the authors' two; the tower may also come from a CLIP model's directory.
 """
 
 import re
@@ -35,12 +35,12 @@ MODEL = "model."
 TOWER = "model.vit.vision_model."
 LAYERS = f"{TOWER}encoder.layers."
 PROJECTION = "model.proj.weight"
-# Some releases of transformers have the level `vision_model` in the tower's names, others do not.
+# Some releases of transformers have `vision_model` in the tower's names, others do not.
 TOWER_NAME = re.compile(r"vit\.(?:vision_model\.)?((?:embeddings|pre_layrnorm|encoder|post_layernorm)\..+)")
-# How the names of an export's two files end: the language model's, without a prefix, and that of all else.
+# Suffixes of an export's two files: the language model, without a prefix, and everything else.
 TEXT_HALF, VISUAL_HALF = "_rwkv", "_visual"
 
-# Where each size of the tower is read: tensor, axis.
+# The source of each size of the tower: tensor, axis.
 TOWER_PLACES = {
     "hidden_size": (f"{TOWER}embeddings.class_embedding", 0),
     "intermediate_size": (f"{LAYERS}0.mlp.fc1.weight", 0),
@@ -48,10 +48,10 @@ TOWER_PLACES = {
     "patch_size": (f"{TOWER}embeddings.patch_embedding.weight", 2),
     "positions": (f"{TOWER}embeddings.position_embedding.weight", 0),
 }
-# Of every CLIP; only used if nothing tells.
+# The same in every CLIP; only used if not stored.
 TOWER_HEAD_SIZE = 64
 TOWER_ACTIVATION = "quick_gelu"
-# Each of these files tells how images are prepared.
+# Each of these files defines how images are prepared.
 PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -60,8 +60,8 @@ class VisualFormat(Format):
     One of the two published generations, by the format of its language model.
 
     Args:
-        text: the language model's format in a file of its own.
-        title: for people.
+        text: the format of a language model alone.
+        title: display name.
     """
 
     model_type = "visual_rwkv"
@@ -121,7 +121,7 @@ class VisualFormat(Format):
         text = self.text.read(text_found, text_fields)
         notes = text.notes + tower_notes
         if "grid_size" not in given:
-            notes.append("the source does not tell `grid_size`; -1, all patches of an image, was assumed")
+            notes.append("`grid_size` is not stored in the source; -1, all patches of an image, was assumed")
         text_type = {"model_type": self.text_type}
         return InferredConfig(
             {
@@ -146,7 +146,7 @@ class VisualFormat(Format):
     def fits(self, name: str, stored: Shape, shape: Shape, fields: Mapping[str, Any]) -> bool:
         return self.text.fits(name, stored, shape, fields["text_config"])
 
-    # --- what other files hold ---
+    # --- other files ---
 
     def gather(self, checkpoint: Checkpoint, stack: ExitStack, vision_tower: Path | None) -> Checkpoint | None:
         """
@@ -186,7 +186,7 @@ class VisualFormat(Format):
             merged.include(part, rename)
         return merged
 
-    # --- the language model in it ---
+    # --- the language model ---
 
     @property
     def text_type(self) -> str:
@@ -199,7 +199,7 @@ class VisualFormat(Format):
         return {**fields, "text_config": {**self.text_fields(fields), **added}}
 
     def with_options(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of `vision_tower` come after those of a configuration; the language model has options too."""
+        """Settings of a configuration override the settings of `vision_tower`; the language model has options too."""
         options = dict(options)
         if (vision_tower := options.pop("vision_tower", None)) is not None:
             given = {"vision_config": tower_settings(vision_tower)} | given
@@ -223,12 +223,12 @@ def text_name(name: str) -> str:
 
 
 def own_name(name: str) -> str | None:
-    """None for the numbers of the positions, which older releases of transformers saved with a tower."""
+    """None for position numbers, which older releases of transformers saved with a tower."""
     return None if name.startswith("vit.") and name.endswith(".position_ids") else name
 
 
 def open_tower(directory: Path, stack: ExitStack) -> tuple[Checkpoint, Callable[[str], str | None]]:
-    """The CLIP model in a directory, and what the tensors of its vision tower are called in a VisualRWKV."""
+    """The CLIP model in a directory, and the names of its vision tower's tensors in a VisualRWKV."""
     checkpoint = stack.enter_context(open_checkpoint(directory))
     level = "vision_model." if any(name.startswith("vision_model.") for name in checkpoint.tensors) else ""
     if f"{level}embeddings.class_embedding" not in checkpoint.tensors:
@@ -248,12 +248,12 @@ def tower_settings(directory: Path) -> dict[str, Any]:
     """The configuration fields of a CLIP model's vision tower."""
     try:
         return CLIPVisionConfig.from_pretrained(directory).to_dict()
-    except Exception as error:  # a file may hold anything, so that any part of the reader may fail
+    except Exception as error:  # a file may hold anything, so any part of the reader may fail
         raise ConversionError(f"{directory} has no usable config.json: {one_line(error)}") from error
 
 
 def _untold(width: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of the tower that no tensor tells and that are not `given`, and notes."""
+    """Fields of the tower that no tensor determines and that are not `given`, and notes."""
     fields = {"num_attention_heads": width // TOWER_HEAD_SIZE, "hidden_act": TOWER_ACTIVATION}
     heads = given.get("num_attention_heads", fields["num_attention_heads"])
     if width and isinstance(heads, int) and (heads < 1 or width % heads):
@@ -263,7 +263,7 @@ def _untold(width: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[
         )
     fields = {name: value for name, value in fields.items() if name not in given}
     return fields, [
-        f"the source does not tell the vision tower's `{name}`; {value} was assumed, as in CLIP"
+        f"the vision tower's `{name}` is not stored in the source; {value} was assumed, as in CLIP"
         for name, value in fields.items()
     ]
 
@@ -273,13 +273,13 @@ def _untold(width: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[
 
 def save_processor(directory: Path, config: PreTrainedConfig, vision_tower: Path | None) -> list[int]:
     """
-    Makes a processor of the tokenizer in `directory` and saves it there. Images are prepared as the directory of the
-    tower says if it has a file for that, else as for every CLIP.
+    Makes a processor from the tokenizer in `directory` and saves it there. Images are prepared according to a file in
+    the tower's directory, if there is one, or else as for every CLIP.
 
     Returns:
         the ids that end an answer: the end of a document, and a blank line if that is one token.
     """
-    # Image processors need Pillow, which nothing else here does.
+    # Image processors need Pillow, unlike everything else here.
     from transformers import AutoTokenizer, CLIPImageProcessorPil
 
     from subquad import VisualRwkvProcessor
@@ -292,7 +292,7 @@ def save_processor(directory: Path, config: PreTrainedConfig, vision_tower: Path
         else:
             image_processor = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=size)
         processor = VisualRwkvProcessor(image_processor, tokenizer, config.num_image_tokens)
-    except Exception as error:  # a file may hold anything, so that any part of the readers may fail
+    except Exception as error:  # a file may hold anything, so any part of the readers may fail
         raise ConversionError(f"No processor can be made: {one_line(error)}") from error
     made = image_processor.crop_size if image_processor.do_center_crop else image_processor.size
     if made != {"height": size, "width": size}:

@@ -1,4 +1,4 @@
-"""Greedy tokenizers, such as RWKV World: what they consist of, for files that have no room for a tokenizer's own."""
+"""Greedy tokenizers, such as RWKV World: their vocabularies, for files that cannot store tokenizer files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from subquad_tokenizers.vocabulary import token_to_bytes
 from .errors import ConversionError
 
 
-# Special tokens of a tokenizer, as far as a file of another program has them.
+# Special tokens of a tokenizer, if another program's file has them.
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
-# Names of tokens that end an answer too, which only files have.
+# Names of further tokens that end an answer, found only in files.
 ENDS = ("eot", "eom")
 BYTES_VOCABULARY = 128
-# How the turns of World's template begin. They end with a blank line.
+# Beginnings of turns in World's template. Turns end with a blank line.
 TURN, END_OF_TURN = "Assistant:", b"\n\n"
-# The tokens of World that begin an answer, and that begin the other turns.
+# World's tokens that begin an answer, and that begin the other turns.
 ANSWER, OTHER_TURNS = (b"Ass", b"istant", b":"), ((b"User", b":"), (b"System", b":"))
 
 
@@ -38,9 +38,9 @@ class Vocabulary:
 
     Attributes:
         tokens: in the order of their ids. The first one is the boundary between documents.
-        added: id to token, of those that a text is searched for before it is encoded; the boundary is one of them.
-        ids: of special tokens, by the names in `SPECIAL`; in a file also in `ENDS`.
-        chat_template: how conversations become text; several, by name; or None.
+        added: id to token, for tokens that are matched before a text is encoded; the boundary is one of them.
+        ids: ids of special tokens, by the names in `SPECIAL`; in a file also in `ENDS`.
+        chat_template: the chat template; several, by name; or None.
         around: `bos` and `eos`, if they are put around every text.
     """
 
@@ -64,9 +64,9 @@ class Vocabulary:
     @property
     def chat_stops(self) -> dict[str, Any] | None:
         """
-        Where `generate` ends an answer, for World and its turns: `answer`, the tokens that begin one; `turns`, the
-        pairs of tokens that begin another turn; `blank` and `line`, those that end with a blank line and with a line;
-        and `newline`, a line break alone.
+        The ends of an answer for `generate`, for World and its turns: `answer`, the tokens that begin one; `turns`,
+        the pairs of tokens that begin another turn; `blank` and `line`, tokens that end with a blank line or with a
+        line; and `newline`, a line break alone.
         """
         if TURN not in self.template or not is_world(self):
             return None
@@ -81,7 +81,7 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-    """What one of the tokenizers of `subquad_tokenizers` consists of."""
+    """The vocabulary of one of the tokenizers of `subquad_tokenizers`."""
     added = dict(tokenizer.added_tokens_decoder)
     strings = tokenizer.convert_ids_to_tokens(list(range(tokenizer.vocab_size)))
     tokens = [str(string).encode() if i == 0 else token_to_bytes(string) for i, string in enumerate(strings)]
@@ -97,11 +97,11 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
 
 def tokenizer_of(vocabulary: Vocabulary) -> PreTrainedTokenizerBase:
     """
-    The tokenizer that a vocabulary makes. A special token that is an ordinary token of the vocabulary is left out:
-    the tokenizer would look for it in every text.
+    The tokenizer of a vocabulary. A special token that is an ordinary token of the vocabulary is left out: otherwise
+    the tokenizer would match it in every text.
 
     Raises:
-        ConversionError: if there is none with these ids.
+        ConversionError: if no tokenizer has these ids.
     """
     added, ids = vocabulary.added, vocabulary.ids
     named = [name for name in SPECIAL if ids.get(name) in added]
@@ -127,7 +127,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> PreTrainedTokenizerBase:
 def check_ids(tokenizer: PreTrainedTokenizerBase, contents: Mapping[int, str]) -> None:
     """
     Raises:
-        ConversionError: if a token has another id in a tokenizer that was made than in its files.
+        ConversionError: if a token's id differs between a new tokenizer and its files.
     """
     for index, content in contents.items():
         if (found := tokenizer.convert_tokens_to_ids(content)) != index:
@@ -146,7 +146,7 @@ def is_bytes(vocabulary: Vocabulary) -> bool:
 
 
 def beyond_world(vocabulary: Vocabulary) -> list[str]:
-    """What a tokenizer has that the plain World tokenizer has not, in words."""
+    """Differences of a tokenizer from the plain World tokenizer, in words."""
     found = [] if is_world(vocabulary) else ["its vocabulary is another"]
     found += [f"{token.content!r} has the id {index}" for index, token in vocabulary.added.items() if index]
     found += [

@@ -2,7 +2,7 @@
 Writing files of weights with little memory.
 
 `safetensors.torch.save_file` needs all tensors of a file in memory. The format does not: a header is followed by the
-tensors' bytes in order. So only one piece of one tensor is in memory here, beside the mapped source.
+tensors' bytes in order. So only one piece of one tensor is in memory here, besides the mapped source.
 """
 
 import json
@@ -43,7 +43,7 @@ class OutputTensor:
 
 
 def parse_size(size: int | str) -> int:
-    """A number of bytes from `5GB`, `200MiB` or a number; raises `ConversionError` if it is none."""
+    """A number of bytes from `5GB`, `200MiB` or a number; raises `ConversionError` for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", str(size).upper())
     if not match or match[2] not in UNITS:
         raise ConversionError(f"A shard size is a number with one of KB, MB, GB, TB, KiB, MiB, GiB; got {size!r}.")
@@ -54,7 +54,7 @@ def parse_size(size: int | str) -> int:
 
 
 def plan_shards(tensors: Iterable[OutputTensor], max_shard_size: int) -> list[list[OutputTensor]]:
-    """Cuts the tensors, in order, into files of at most `max_shard_size` bytes; a larger one has its own."""
+    """Cuts the tensors, in order, into files of at most `max_shard_size` bytes; a larger tensor gets its own file."""
     shards: list[list[OutputTensor]] = []
     room = 0
     for tensor in tensors:
@@ -71,7 +71,7 @@ def write_shards(shards: list[list[OutputTensor]], directory: Path, advance: Cal
     Writes the files of a model, with an index if there is more than one.
 
     Args:
-        advance: called with the number of bytes written, again and again.
+        advance: called repeatedly with the number of bytes written.
 
     Returns:
         The names of the files, the index last.
@@ -107,8 +107,8 @@ def write_torch(path: Path, tensors: list[OutputTensor], advance: Callable[[int]
 
 def whole(tensor: OutputTensor, dtype: torch.dtype) -> torch.Tensor:
     """
-    All elements in another dtype, contiguous and with a storage of their own: PyTorch would save the whole mapped file
-    with each tensor in it. They are not copied if they need not be.
+    All elements in another dtype, contiguous and with their own storage: PyTorch would save the whole mapped file with
+    each tensor in it. They are copied only if needed.
     """
     tensor = replace(tensor, dtype=dtype)
     stored = tensor.fetch().detach()
@@ -147,8 +147,8 @@ def write_safetensors(path: Path, tensors: list[OutputTensor], advance: Callable
 
 def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """
-    The elements in order, at most `PIECE` at a time. A tensor that is not contiguous is cut by rows before any of it
-    is copied.
+    The elements in order, at most `PIECE` at a time. A non-contiguous tensor is cut by rows before any of it is
+    copied.
     """
     if tensor.is_contiguous() or tensor.numel() <= PIECE:
         yield from tensor.reshape(-1).split(PIECE)
@@ -160,7 +160,7 @@ def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _pieces(tensor: OutputTensor) -> Iterator[torch.Tensor]:
-    """The tensor's elements in order and in its dtype, some at a time."""
+    """The tensor's elements in order and in its dtype, a few at a time."""
     for stored in _flat(tensor.fetch().detach()):
         if not tensor.dtype.is_floating_point:
             yield stored

@@ -18,8 +18,8 @@ as this number is the same, the training is the same for any number of processes
 
 By default, a tiny model learns ABC tunes (`pip install "subquad[train]"`). `--model` continues from a directory. The
 output directory has the whole model, ready for `from_pretrained`. Checkpoints go next to it; with FSDP2 and ZeRO-3,
-each process writes its share of them. `--resume` continues from the last checkpoint. With FSDP2, the number of
-processes may be different then.
+each process writes its share. `--resume` continues from the last checkpoint. With FSDP2, the number of
+processes may then be different.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def load_rows(path: Path | None, tokenizer: PreTrainedTokenizerBase, length: int
 
 def with_labels(rows: torch.Tensor, mask_token_id: int | None, seed: int) -> list[dict[str, torch.Tensor]]:
     """
-    The inputs and labels of a causal model; with a `mask_token_id`, those of an encoder, which predicts masked tokens.
+    Inputs and labels of a causal model or, with a `mask_token_id`, of an encoder, which predicts masked tokens.
     """
     labels = rows
     if mask_token_id is not None:

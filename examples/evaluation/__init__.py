@@ -12,12 +12,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 TASKS = {
     "mqar": "multi-query associative recall, by width and length",
-    "needle": "a passkey or a number in a text many times as long as those of the training, by depth and length",
+    "needle": "a passkey or a number in a text many times as long as in training, by depth and length",
     "trials": "the needle with other recipes of the training: what was tried",
-    "ablations": "every model with and without the part that its paper leads with",
+    "ablations": "every model with and without its paper's main idea",
     "positions": "loss by position in ABC tunes, and in one text of many tunes",
-    "pairs": "loss by position where pairs repeat: is what lies beyond attention used?",
-    "tracking": "products in groups (parity, S3, A5), in rows longer than those of the training",
+    "pairs": "loss by position where pairs repeat: are tokens beyond attention used?",
+    "tracking": "products in groups (parity, S3, A5), in rows longer than in training",
     "encoders": "Avey-B beside BERT and ModernBERT: masked tokens, labels of tokens, retrieval",
     "speed": "speed and memory of reading and of writing, by length",
 }

@@ -26,8 +26,8 @@ from .runs import Record  # noqa: E402
 
 
 OUT = Path("build/evaluation")
-# Rows of several hundred lengths need more matrix kernels than oneDNN usually keeps. Otherwise it would make most of
-# them again in every step, which takes up to a third of the time of a small model.
+# Rows of several hundred lengths need more matrix kernels than oneDNN usually keeps. Otherwise it would recompile most
+# of them in every step, which takes up to a third of the time of a small model.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
 
 
@@ -84,7 +84,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def record_of(arguments: argparse.Namespace, command: list[str]) -> Record:
-    """The record of a task, with what an earlier run has measured."""
+    """The record of a task, with the measurements of earlier runs."""
     settings = arguments.module.settings(arguments)
     if not hasattr(arguments.module, "SEEDS"):
         settings = {"seed": arguments.seed, **settings}
@@ -100,7 +100,7 @@ def record_of(arguments: argparse.Namespace, command: list[str]) -> Record:
 
 
 def measure(arguments: argparse.Namespace, record: Record, cells: list[dict[str, Any]]) -> None:
-    """Measures the cells that the record does not have, and draws the figures of all."""
+    """Measures the cells that are missing in the record, and draws the figures of all cells."""
     module = arguments.module
     record.measure(cells, lambda **cell: module.measure(arguments, **cell))
     for name, figure in figures.draw(module, record.content).items():

@@ -1,16 +1,16 @@
 """
-Ablations: every model with and without the part that its paper leads with, where the part should matter.
+Ablations: every model with and without its paper's main idea, in tasks where it should matter.
 
 The ranker of Avey (appendix K of "Don't Pay Attention"), the router of Raven (table 2 of "Raven": Gated Slot Attention
 writes to all slots), and the working memory of Gecko (section 3.3 of "Gecko") are tested by the needle in a haystack,
-in rows as long as those of the training and longer ones, with the smaller settings of the trials. The decay of Finch
+in rows as long as in training and longer ones, with the smaller settings of the trials. The decay of Finch
 that depends on the data (section 4.2.2 of "Eagle and Finch") is tested by multi-query associative recall, where figure
 4 has Finch above Eagle. Both models of a pair have the same seed, rows and settings, those that are common to all
 architectures, and one switch between them:
 
   Avey    --k 1 --chunk-size 128: one split as long as the window, and no other is retrieved
   Raven   router "gsa", decay_type "GLA": every token is written to all slots
-  Gecko   what is read from the working memory is zero
+  Gecko   readouts of the working memory are zero
   Finch   the low-rank term of the decay is zero and stays so
 
 The first two are fields of the configuration, the others `without` in baselines.py. Accuracies are means over the
@@ -67,7 +67,7 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def recall_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The settings of associative recall, with the first learning rate alone."""
+    """The settings of associative recall, with only the first learning rate."""
     parser = argparse.ArgumentParser()
     mqar.add_arguments(parser)
     options = parser.parse_args(["--steps", str(arguments.recall_steps)])
@@ -108,7 +108,7 @@ class Pair(NamedTuple):
 
 
 def pairs_of(record: dict[str, Any]) -> list[Pair]:
-    """All pairs of which both were measured."""
+    """All pairs with both measurements."""
     spreads = {
         cell: Spread.of(row["accuracy"] for row in rows)
         for cell, rows in by(record["rows"], "architecture", "recipe", "length").items()

@@ -1,13 +1,13 @@
 """
-Baselines: Eagle with one of two older memories, which it was developed from (section 2 of "Eagle and Finch",
-arXiv:2404.05892), and Goose with a memory that may turn around what it holds.
+Baselines: Eagle with one of two older memories, its predecessors (section 2 of "Eagle and Finch", arXiv:2404.05892),
+and Goose with a memory that may flip the sign of its content.
 
 `make_baseline` builds an Eagle and replaces the recurrence, its norm and its gate by an older memory, or a Goose and
-removes more of what the state held. Embeddings, token shift, projections, channel mixing and norms stay, with the same
+removes more of the state's content. Embeddings, token shift, projections, channel mixing and norms stay, with the same
 initial weights, so only the memory differs. The baselines can be trained and can read whole texts. They cannot
 generate, because they do not keep a state.
 
-`without` takes a part from a model, if no field of the configuration does. Such a model can do all that it could.
+`without` removes a part from a model if no field of the configuration does. The model keeps all of its functions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def decayed_average(k: torch.Tensor, v: torch.Tensor, log_w: torch.Tensor, u: to
 
 
 class OlderTimeMixing(nn.Module):
-    """A time mixing with another memory, and with the token shift and projections of Eagle's."""
+    """A time mixing with another memory, and with Eagle's token shift and projections."""
 
     def __init__(self, eagle: Rwkv5TimeMixing):
         super().__init__()
@@ -85,13 +85,13 @@ class OlderTimeMixing(nn.Module):
 
 
 class Rwkv4TimeMixing(OlderTimeMixing):
-    """RWKV-4: the memory has two numbers per channel, and the receptance gates what is read from it."""
+    """RWKV-4: the memory has two numbers per channel, and the receptance gates its readout."""
 
     def __init__(self, eagle: Rwkv5TimeMixing, depth: float):
         super().__init__(eagle)
         width = eagle.key.weight.shape[0]
         channel = torch.arange(width)
-        # The initial values of RWKV-4: from decays that last for a hundred tokens to those that last for one.
+        # The initial values of RWKV-4: from decays that last for a hundred tokens to decays that last for one.
         self.time_decay = nn.Parameter(-5 + 8 * (channel / (width - 1)) ** (0.7 + 1.3 * depth))
         self.time_first = nn.Parameter(-1.2 + 0.5 * ((channel + 1) % 3 - 1))
 
@@ -142,19 +142,19 @@ def make_baseline(name: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def remember_nothing(remember: Callable[..., tuple], *inputs: Any) -> tuple:
-    """What Gecko's working memory holds for each token, as zeros, and its states."""
+    """Readouts of zeros from Gecko's working memory, and its states."""
     out, *states = remember(*inputs)
     return torch.zeros_like(out), *states
 
 
 def drop_memory(model: PreTrainedModel) -> None:
-    """A Gecko reads nothing from its working memory, so that it sees no farther than its attention and CEMA."""
+    """Makes a Gecko read nothing from its working memory, so it only uses attention and CEMA."""
     for layer in model.model.layers:
         layer.mega.remember = partial(remember_nothing, layer.mega.remember)
 
 
 def fix_decay(model: PreTrainedModel) -> None:
-    """A Finch's decays are parameters, as Eagle's are: nothing is added that depends on the data (section 4.2.2)."""
+    """Makes a Finch's decays parameters, as in Eagle, without a data-dependent term (section 4.2.2)."""
     for block in model.rwkv.blocks:
         for weight in (block.attention.time_decay_w1, block.attention.time_decay_w2):
             weight.requires_grad_(False)

@@ -3,10 +3,10 @@ Encoders: Avey-B beside BERT and ModernBERT of the same width, depth and about t
 
 "Avey-B" (section 5 and table 2) compares encoders that are trained on masked language modelling and then fine-tuned,
 and has Avey-B above BERT in all tasks, most clearly where tokens are classified and where texts are retrieved.
-Appendix M has needles in texts of up to 96k tokens, 48 times as long as those of the training. Three comparisons are
-like these, as small as one core can train them in minutes:
+Appendix M has needles in texts of up to 96k tokens, 48 times as long as in training. Three comparisons are
+similar, but small enough to train on one core in minutes:
 
-  masked     Masked language modelling of folk tunes in ABC. A fifth of the bytes is masked, as in the paper. Numbers:
+  masked     Masked language modelling of folk tunes in ABC. A fifth of the bytes are masked, as in the paper. Numbers:
              bits per masked byte, and the share of masked bytes that are predicted right, in the held-out tunes.
   tokens     Classification of every byte, fine-tuned from the model of `masked`: not a note, or a note that sounds
              natural, sharp or flat. The letter of a note is not enough: the key is in the header, up to 200 bytes
@@ -14,16 +14,16 @@ like these, as small as one core can train them in minutes:
              ranker retrieves the split with it. Numbers: the mean of the three F1 scores of notes, and the share of
              notes that are right. A guess that knows which bytes are notes, but not the key, gives every letter its
              most frequent label.
-  retrieval  The number in a haystack of `needle`, in one call: mask tokens are in the place of the answer, and the
+  retrieval  The number in a haystack of `needle`, in one call: mask tokens take the place of the answer, and the
              answer is right if every digit is. Models learn it from scratch from rows that never repeat, whose length
              grows to --train-length as a model learns, and are also tested with longer texts. In the paper the
              answer is a span of the text. Rows are whole splits of Avey-B, as in the paper.
 
 All models read the same rows with the same masks for the same number of steps, without dropout. The learning rate
-rises in the first tenth of the steps, as in appendix B; its peak and Adam's settings are those of each architecture.
-Only the lengths of retrieval's rows depend on how fast a model learns. A split of Avey-B has an eighth of a training
-row, as in the paper (256 of 2,048 tokens), and so has ModernBERT's local attention. Avey-B's layers are half as large
-as those of the transformers, so it has twice as many.
+rises in the first tenth of the steps, as in appendix B; its peak and Adam's settings are specific to each
+architecture. Only the lengths of retrieval's rows depend on how fast a model learns. A split of Avey-B has an eighth
+of a training row, as in the paper (256 of 2,048 tokens), and so has ModernBERT's local attention. Avey-B's layers are
+half as large as the transformers', so it has twice as many.
 
 BERT has a table of positions, one for each token of its training rows, and cannot read longer texts. ModernBERT can,
 because its positions are rotary. Avey-B knows positions only within a split. A needle takes a small part of a split of
@@ -67,16 +67,16 @@ ARCHITECTURES = (*ENCODERS, *PEERS)
 MINE = "avey-b"
 PROBLEMS = ("masked", "tokens", "retrieval")
 SEEDS = (0, 1)
-SHARED = ("problem", "architecture", "seed")  # cells that are the same in these have one training
+SHARED = ("problem", "architecture", "seed")  # cells with the same values of these share a training
 OWN_RATES = {"bert": "bert_lr", "modernbert": "modernbert_lr"}  # architecture to the option with its learning rate
-VARIANT = "number"  # of the needle's texts
+VARIANT = "number"  # variant of the needle's texts
 WARMUP = 0.1  # share of the steps in which the learning rate rises
-TEST_SEED = 0  # that of the test's masks and keys, the same for all models
+TEST_SEED = 0  # for the test's masks and keys, the same for all models
 LABELS = ("not a note", "natural", "sharp", "flat")
 IGNORED = -100  # the label of boundaries and of empty places, which have no loss
 BYTES = 128  # number of ids of tunes
-NEEDLE_MASK = len(needle.IDS) + 1  # the id after those of the words
-# What is measured, by problem: the field of a row, its name, its format, and whether more of it is better.
+NEEDLE_MASK = len(needle.IDS) + 1  # the id after the words' ids
+# Measurements by problem: the field of a row, its name, its format, and whether more is better.
 MEASURES = {
     "masked": (("bits", "bits per masked byte", ".3f", False), ("accuracy", "masked bytes right", ".1%", True)),
     "tokens": (("f1", "mean F1 of notes", ".3f", True), ("accuracy", "notes right", ".1%", True)),
@@ -87,7 +87,7 @@ PAPER = {
     "tokens": ("token classification, F1", {"avey-b": 93.59, "bert": 89.82, "modernbert": 92.78}),
     "retrieval": ("information retrieval, NDCG@10", {"avey-b": 78.53, "bert": 73.08, "modernbert": 72.54}),
 }
-# Table 15, base size: accuracies at 1k and at 96k tokens, and how many times as long as the training's rows that is.
+# Table 15, base size: accuracies at 1k and at 96k tokens, and the ratio of that to the training's rows.
 PAPER_NEEDLE = (78.29, 71.86, 48)
 
 
@@ -250,7 +250,7 @@ def retrieval_losses(arguments: argparse.Namespace, model: PreTrainedModel, seed
         yield F.cross_entropy(logits.flatten(0, 1), answers.flatten())
 
 
-# Problem to the option with its number of steps, and to the losses of these.
+# Problem to the option with its number of steps, and to their losses.
 TRAININGS: dict[str, tuple[str, Callable[..., Iterator[torch.Tensor]]]] = {
     "masked": ("steps", masked_losses),
     "tokens": ("tuning_steps", tuning_losses),
@@ -280,8 +280,8 @@ def train(arguments: argparse.Namespace, problem: str, architecture: str, seed: 
 
 
 def obtain(arguments: argparse.Namespace, problem: str, architecture: str, seed: int) -> tuple[PreTrainedModel, float]:
-    """A trained model, and the seconds of its training; that of an earlier run if nothing has changed."""
-    models = vars(arguments).setdefault("models", {})  # those of this run
+    """A trained model, and the seconds of its training; an earlier run's if nothing has changed."""
+    models = vars(arguments).setdefault("models", {})  # models of this run
     key = f"{architecture}-{problem}-{seed}"
     if key not in models:
         directory = arguments.out / f"encoders-{key}"
@@ -305,7 +305,7 @@ def measure_masked(arguments: argparse.Namespace, model: PreTrainedModel) -> dic
 
 def scores(found: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     """
-    Mean of the F1 scores of the labels of notes, of those that occur, and the share of notes that have the right one.
+    Mean of the F1 scores of the labels of notes, if they occur, and the share of notes with the right label.
     """
     notes, f1 = labels > 0, []
     for label in range(1, len(LABELS)):
@@ -328,7 +328,7 @@ def guesses(tunes: list[str]) -> dict[int, int]:
 
 
 def measure_tokens(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[str, float]:
-    """The scores of the held-out tunes in random keys, each read alone, and those of the guess."""
+    """The scores of the held-out tunes in random keys, each read alone, and the scores of the guess."""
     generator = random.Random(f"{TEST_SEED} keys")
     tunes, trained = (
         [transposed(tune, arguments.context, generator) for tune in tunes_of(arguments, held_out)]
@@ -341,7 +341,7 @@ def measure_tokens(arguments: argparse.Namespace, model: PreTrainedModel) -> dic
         there = labels >= 0
         found.append(logits.argmax(-1)[there])
         right.append(labels[there])
-        # The guess knows what is a note.
+        # The guess knows which bytes are notes.
         there = there.cpu()
         guessed.append(torch.tensor([label.get(byte, 0) for byte in rows[there].tolist()]) * (labels.cpu()[there] > 0))
     found, guessed, right = (torch.cat(part).cpu() for part in (found, guessed, right))
@@ -350,7 +350,7 @@ def measure_tokens(arguments: argparse.Namespace, model: PreTrainedModel) -> dic
 
 
 def measure_retrieval(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -> dict[str, Any]:
-    """The shares of right answers at a length, as those of the needle in a haystack."""
+    """The shares of right answers at a length, as for the needle in a haystack."""
     texts = needle.texts_of_test(VARIANT, length, arguments.texts, arguments.digits)
     right = []
     for batch in torch.tensor(texts).split(max(needle.CALL // length, 1)):
@@ -390,13 +390,13 @@ def groups_of(record: dict[str, Any]) -> dict[tuple[str, int | None], dict[str, 
 
 
 def spread_of(rows: list[dict[str, Any]], field: str) -> Spread | None:
-    """The spread of a field over the seeds; None if no row has a number there, as where a model cannot read a text."""
+    """The spread of a field over the seeds; None without numbers, for example if a model cannot read a text."""
     values = [row[field] for row in rows if row.get(field) is not None]
     return Spread.of(values) if values else None
 
 
 def spreads_of(models: dict[str, list[dict[str, Any]]], field: str) -> dict[str, Spread]:
-    """The spreads of a field by architecture, of those that have one."""
+    """The spreads of a field by architecture, if there are any."""
     spreads = {architecture: spread_of(rows, field) for architecture, rows in models.items()}
     return {architecture: spread for architecture, spread in spreads.items() if spread is not None}
 
@@ -486,7 +486,7 @@ def compare(problem: str, models: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def kept(architecture: str, lines: dict[int, Spread], trained: int) -> str:
-    """How much of its accuracy at the length of the training a model keeps in the longest texts."""
+    """The share of its accuracy at the training's length that a model keeps in the longest texts."""
     name, last = NAMES[architecture], max(lines)
     if lines[trained].least < needle.LEARNED:
         which = " with every seed" if lines[trained].greatest >= needle.LEARNED else ""

@@ -1,4 +1,4 @@
-"""The architectures that are compared, as small models of the same width and depth and about the same size."""
+"""The compared architectures, as small models of the same width and depth and about the same size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = {
     "transformer": "Transformer (RoPE)",
 }
 ENCODERS = ("avey-b",)
-PEERS = {"bert": "BERT", "modernbert": "ModernBERT"}  # what `encoders` has beside Avey-B, by model type
+PEERS = {"bert": "BERT", "modernbert": "ModernBERT"}  # competitors of Avey-B in `encoders`, by model type
 CAUSAL = tuple(name for name in NAMES if name not in ENCODERS)
 
 
@@ -87,7 +87,7 @@ def _goose(size: Size):
 
 
 def _avey(size: Size):
-    # A layer of the others has about 14 width**2 parameters; one of Avey has 7 width**2 and the square of a window.
+    # Other layers have about 14 width**2 parameters; a layer of Avey has 7 width**2 and the square of a window.
     width, layers = size.width, size.layers
     blocks = max(round(14.2 * layers * width**2 / (6.8 * width**2 + (2 * size.window) ** 2)), layers + layers // 4)
     return AveyConfig, {"d_embed": width, "n_blocks": blocks, "chunk_size": size.window // 2, "k": 4}
@@ -191,12 +191,12 @@ def make_config(
         vocabulary: number of token ids.
         width: width of the model, a multiple of 32.
         layers: number of layers, each with token and channel mixing. Avey and Avey-B, whose layers are smaller, get
-            more of them, so that the number of parameters is about the same.
+            more of them, for about the same number of parameters.
         context: number of tokens of a training row.
         window: number of tokens that attention sees: a chunk of Gecko, two splits of Avey and Avey-B, twice the
             local attention of ModernBERT.
         lr: learning rate of the training, which is also the scale of the initial embeddings of Eagle and Finch.
-        others: fields of the configuration, which replace those of the small model: `bos_token_id`, `topk` and so on.
+        others: fields of the configuration, which override the small model's: `bos_token_id`, `topk` and so on.
 
     Raises:
         ValueError: if `width` is not a multiple of 32, or `architecture` is not one of `NAMES` and `PEERS`.
@@ -216,7 +216,7 @@ def is_encoder(config: PreTrainedConfig) -> bool:
 
 
 def most_tokens(config: PreTrainedConfig) -> int | None:
-    """The number of tokens that a model can read, if its positions are a table, as BERT's are; None if any number."""
+    """The number of tokens that a model can read, if it has a table of positions, like BERT; None for any number."""
     return config.max_position_embeddings if isinstance(config, BertConfig) else None
 
 
@@ -261,7 +261,7 @@ def take_step(
 
 
 def make_cycle(optimizer: torch.optim.Optimizer, steps: int, rise: float) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rates rise to those of the optimizer in a share of the steps, and fall along a cosine."""
+    """The learning rates rise to the optimizer's in a share of the steps, and fall along a cosine."""
     peaks = [group["lr"] for group in optimizer.param_groups]
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, peaks, steps, pct_start=rise, cycle_momentum=False)
 

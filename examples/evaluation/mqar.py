@@ -13,8 +13,8 @@ ones, up to the length of the test; without that, transformers learn the task mu
 values of the validation rows are right, or after the last step. Several learning rates are tried, and the one with the
 best validation accuracy counts. The test rows are yet other rows, the same for all models.
 
-The memory of RWKV-4 has two numbers per channel, so it needs channels of its own for every key. Where it fails, fewer
-keys tell whether it is too small: it is also trained with --fewer-words, at the first length and the last width.
+The memory of RWKV-4 has two numbers per channel, so it needs separate channels for every key. To find out whether it
+is too small, it is also trained with --fewer-words keys, at the first length and the last width.
 
 Every cell has several seeds, of weights and rows. The numbers are means, with the least and the greatest. A call
 measures the first seed of all cells before the second.
@@ -48,8 +48,8 @@ SEEDS = (0, 1, 2)
 WIDTHS, LENGTHS = (32, 64, 128), (64, 128, 256)  # the grid of the command without options
 ENOUGH = 0.99  # validation accuracy that ends a training
 NEAR, SAME = 0.95, 0.01  # accuracy that the findings call solved, and the largest difference that they ignore
-SMALL, FEWER = ("rwkv4",), (8, 16)  # memories of a few numbers per channel; keys that they are also trained with
-# What figure 4 shows: the model that is near 100% everywhere, and the memory that Eagle and Finch exceed everywhere.
+SMALL, FEWER = ("rwkv4",), (8, 16)  # memories of a few numbers per channel; numbers of keys in their extra trainings
+# Claims of figure 4: the model near 100% everywhere, and the memory that Eagle and Finch exceed everywhere.
 PERFECT, EXCEEDED = ("finch",), {"rwkv4": "RWKV-4"}
 BLANK, NOTHING = 0, -100  # the id between queries, and the target of tokens that are not queries
 
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="*",
         help=f"numbers of keys with which {', '.join(SMALL)} is also trained (default: those of "
-        f"{' and '.join(map(str, FEWER))} that are enough for the first length)",
+        f"{' and '.join(map(str, FEWER))} the ones that suffice for the first length)",
     )
     add(
         "--power", type=float, default=0.01, help="gap g between pairs and query is drawn with weight g ** (power - 1)"
@@ -274,7 +274,7 @@ def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def shares(differences: list[float]) -> str:
-    """The number of differences that are above `SAME`, below -`SAME`, and in between."""
+    """The numbers of differences above `SAME`, below -`SAME`, and in between."""
     above, below = sum(x > SAME for x in differences), sum(x < -SAME for x in differences)
     return f"higher in {above}, lower in {below}, and within {SAME} in {len(differences) - above - below}"
 
@@ -288,7 +288,7 @@ def ends(rows: dict[tuple[int, int], dict[str, Any]], axis: int) -> list[float]:
 
 
 def coverage(record: dict[str, Any]) -> str:
-    """How many cells of the grid there are, and how many of them have several seeds."""
+    """The number of measured cells of the grid, and of cells with several seeds."""
     lines = lines_of(record)
     lengths, widths = ({cell[axis] for rows in lines.values() for cell in rows} for axis in (0, 1))
     counts = [cell["spread"].count for rows in lines.values() for cell in rows.values()]

@@ -1,6 +1,6 @@
 """
-Needle in a haystack, by depth and length: can a model find a number that occurs once in a text, anywhere, also if the
-text is many times as long as those of the training?
+Needle in a haystack, by depth and length: can a model find a number that occurs once anywhere in a text, even if the
+text is many times as long as in training?
 
 This is the test of figures 1, 4, 6 and 7 of "Don't Pay Attention" (Avey, arXiv:2506.11305), table 2 of "Raven" and
 figure 5 of "Gecko", in the two variants of RULER (arXiv:2404.06654) that they share, S-NIAH-1 and S-NIAH-2:
@@ -14,8 +14,8 @@ The passkey is among five sentences that repeat, the number among sentences that
 models of 150M to 7B parameters. Here models of about 0.13M learn only this task, from scratch, with a vocabulary of
 words and digits. They learn both variants together from rows that never repeat, with the needle anywhere; only the
 answer has a loss. The longest rows grow from --shortest to --train-length tokens as a model learns, because with long
-rows from the beginning it learns nothing for a long time. Where another recipe is better for an architecture, it has
-that one (recipes.py); the section on what was tried has the numbers.
+rows from the beginning it learns nothing for a long time. If another recipe is better for an architecture, it is used
+(recipes.py); the section on trials has the numbers.
 
 The test works like an application: `generate` reads a text and writes the digits one by one with the cache. The answer
 is right if every digit is. All models get the same texts. The weights are kept in OUT/needle-ARCHITECTURE-RECIPE-SEED,
@@ -23,8 +23,8 @@ so a later run, for example with more --lengths, does not train again. With seve
 with the least and the greatest.
 
 A training row contains its answer, and Avey's ranker reads the whole last split, so it also learns to find the needle
-by its digits. In the test these are missing, and the accuracy is lower than in training, especially if the digits are
-in another split than the words before them.
+by its digits. In the test the digits are missing, and the accuracy is lower than in training, especially if the digits
+are in another split than the words before them.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from .spread import Spread, by, draw_spreads
 TITLE = "Needle in a haystack"
 ARCHITECTURES = CAUSAL
 SEEDS = (0,)
-SHARED = ("architecture", "recipe", "seed")  # cells that are the same in these have one training
+SHARED = ("architecture", "recipe", "seed")  # cells with the same values of these share a training
 VARIANTS = ("passkey", "number")
 DEPTHS = range(0, 101, 10)  # in percent
 CALL = 32768  # tokens that are read in one call
 LEARNED = 0.5  # accuracy above which rows become longer, and a model counts as having learned the task
-KEPT = 0.9  # a length counts as reached with at least this share of the accuracy at the length of the training
-# The results of the papers for the passkey, and the multiple of a setting up to which it is found.
+KEPT = 0.9  # a length counts as reached with at least this share of the accuracy at the training's length
+# The results of the papers for the passkey, and the multiple of a setting up to which models find it.
 PAPERS = {
     "avey": ("97.8% at 128 times the length of the training (figure 6)", "train_length", 128),
     "raven": ("91.4% at 16 times the length of the training (table 2)", "train_length", 16),
@@ -68,7 +68,7 @@ PAPERS = {
 }
 OWN_RATES = {"transformer": "transformer_lr"}  # architecture to the option with its learning rate
 BOUNDARY = 0  # the id that begins a text
-TEST_SEED = 0  # that of the test's texts, the same for all models
+TEST_SEED = 0  # for the test's texts, the same for all models
 DIGITS = "0123456789"
 NEEDLES = {"passkey": "the pass key is", "number": "the special magic number for NOUN is"}
 SENTENCES = {
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipes",
         nargs="+",
         choices=names_of_recipes(),
-        help="recipes of the training, of those that an architecture has (default: the one that recipes.py chooses)",
+        help="recipes of the training, if an architecture has them (default: the one chosen in recipes.py)",
     )
     add_settings(parser)
 
@@ -197,7 +197,7 @@ def make_text(variant: str, length: int, depth: float, digits: int, generator: r
 
 
 def are_whole(answers: str, progress: float, generator: random.Random) -> bool:
-    """Whether the rows of a step of the training end with the whole answer. The progress is from 0 to 1."""
+    """Whether the rows of a training step end with the whole answer. The progress is from 0 to 1."""
     if answers == "mixed":
         return generator.random() < 0.5
     return answers == "whole" or (answers == "late" and progress < 0.5)
@@ -248,8 +248,8 @@ def train(arguments: argparse.Namespace, architecture: str, recipe: Recipe, seed
 
 
 def obtain(arguments: argparse.Namespace, architecture: str, name: str, seed: int) -> tuple[PreTrainedModel, float]:
-    """A model trained by a recipe, and the seconds of its training; that of an earlier run if nothing has changed."""
-    models = vars(arguments).setdefault("models", {})  # those of this run
+    """A model trained by a recipe, and the seconds of its training; an earlier run's if nothing has changed."""
+    models = vars(arguments).setdefault("models", {})  # models of this run
     key = f"{architecture}-{name}-{seed}"
     if key not in models:
         directory, recipe = arguments.out / f"needle-{key}", find(architecture, name)
@@ -311,7 +311,7 @@ def measure(
 
 
 def texts_of_test(variant: str, length: int, number: int, digits: int) -> list[list[int]]:
-    """The texts of the test, so many for each depth, the same for all models."""
+    """The texts of the test, `number` for each depth, the same for all models."""
     generator = random.Random(f"{TEST_SEED} test {variant} {length}")
     return [make_text(variant, length, depth / 100, digits, generator) for depth in DEPTHS for _ in range(number)]
 
@@ -325,7 +325,7 @@ def shares_of(right: torch.Tensor, texts: list[list[int]], variant: str, digits:
 
 
 def is_cut(text: list[int], variant: str, digits: int, split: int) -> bool:
-    """Whether the needle of a text, words and digits, lies in more than one split of so many tokens."""
+    """Whether the needle of a text, words and digits, lies in more than one split of `split` tokens."""
     first = next(place for place, token in enumerate(text) if token in DIGIT_IDS)
     begin = first - len(NEEDLES[variant].split())
     return begin // split != (first + digits - 1) // split
@@ -336,7 +336,7 @@ def in_order(row: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def recipes_in(record: dict[str, Any]) -> dict[str, list[str]]:
-    """The recipes of each architecture, that of figures and table first: the chosen one if it was measured."""
+    """The recipes of each architecture, the one in figures and table first: the chosen one if it was measured."""
     found: dict[str, list[str]] = {}
     for architecture, name in by(sorted(record["rows"], key=in_order), "architecture", "recipe"):
         found.setdefault(architecture, []).append(name)
@@ -352,7 +352,7 @@ def shown(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def others(record: dict[str, Any]) -> list[str]:
-    """What is said of other recipes than those of figures and table."""
+    """Findings about recipes that are not in figures and table."""
     said = []
     for architecture, (first, *rest) in recipes_in(record).items():
         if first != chosen(architecture):
@@ -454,7 +454,7 @@ def reach_of(rows: dict[int, dict[str, Any]], trained: int) -> tuple[int, int]:
 
 
 def describe(architecture: str, variant: str, rows: dict[int, dict[str, Any]], trained: int) -> str:
-    """All accuracies, and those in both halves of the text at the first length that is too long for the model."""
+    """All accuracies, and the accuracies in both halves of the text at the first length that is too long."""
     answers = ", ".join(f"{row['spread'].text('.1%')} at {length:,}" for length, row in rows.items())
     text = f"{NAMES[architecture]}, {variant}, right answers by length in tokens: {answers}."
     base, reach = reach_of(rows, trained)

@@ -1,9 +1,9 @@
 """
-Pairs that repeat, by position: does a model use what lies beyond its attention, and beyond the length of its training?
+Pairs that repeat, by position: does a model use tokens beyond its attention, and beyond the length of its training?
 
-Figure 4 of "Gecko" shows the loss of a language model by the length of its context. The loss falls far beyond what
-attention sees. Folk tunes cannot show this, because a tune says little about the next one (see the loss by position).
-So here the farthest parts of a text matter as much as the nearest:
+Figure 4 of "Gecko" shows the loss of a language model by the length of its context. The loss falls far beyond the
+reach of attention. Folk tunes cannot show this, because a tune contains little information about the next one (see the
+loss by position). So here the farthest parts of a text matter as much as the nearest:
 
     key    k3 k1 k4 k3 k1 ...
     value  v7 v2 v7 v7 v2 ...      every key has one value, new in each row
@@ -11,11 +11,11 @@ So here the farthest parts of a text matter as much as the nearest:
 Keys are drawn at random, again and again. The first value of a key cannot be known, and every later one can. So the
 least possible loss at a position is the share of keys that are new there, times the bits of a value. It falls as the
 text goes on. Gecko's attention sees a chunk of --window tokens and the chunk before it. A model that sees only these
-two does not know the keys that lie farther back, so its least possible loss soon stops falling. Both limits are
-computed from the test rows. If the loss of a model is below the second one, the model uses what lies farther back.
+two does not know keys farther back, so its least possible loss soon stops falling. Both limits are
+computed from the test rows. If the loss of a model is below the second one, the model uses tokens farther back.
 
 So Gecko is measured with and without its working memory. Other parts reach farther back than attention too: its moving
-average (CEMA), its normalization over time, and the second layer, which sees what the first one saw.
+average (CEMA), its normalization over time, and the second layer, which sees the first one's outputs.
 
 Training rows grow from 16 tokens to --train-length, and the number of their keys grows with them, to --keys. Test rows
 have --keys keys too. They have --length tokens, several times as many, and are the same for all models. Only values
@@ -50,7 +50,7 @@ TOKENS_PER_KEY = 8  # of longer training rows
 GROWTH = 0.5  # share of the steps in which rows become longer
 FIRST = 32  # tokens of the first range of positions; each later one ends at twice as many
 CALL = 16384  # tokens that are read in one call
-TEST_SEED = 1  # that of the test rows, the same for all models
+TEST_SEED = 1  # for the test rows, the same for all models
 SMALL = 0.02  # a difference in bits that is ignored
 
 
@@ -154,7 +154,7 @@ def train(arguments: argparse.Namespace, architecture: str, part: str, seed: int
     model = without(part, make_model(config)).to(arguments.device).train()
     optimizer = make_optimizer(model, lr, weight_decay=0.0)
     schedule = make_schedule(optimizer, arguments.steps)
-    generator = torch.Generator().manual_seed(2 * seed)  # that of the test is odd
+    generator = torch.Generator().manual_seed(2 * seed)  # the test's is odd
     bar = trange(arguments.steps, desc=" without ".join(filter(None, (architecture, part))), unit="step", leave=False)
     for step in bar:
         grown = min(step / (GROWTH * arguments.steps), 1.0)

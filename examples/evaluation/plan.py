@@ -1,15 +1,15 @@
 """
-All tasks, as far as a budget of hours goes, and one page of all measurements.
+All tasks within a budget of hours, and one page of all measurements.
 
     python -m examples.evaluation all --budget 0.5 --dry-run
     python -m examples.evaluation all --budget 0.5 --threads 1
 
-Cells that share a training are one job. What a job takes is estimated from the seconds of its cells, or of those most
-like them, in the records of the output directory and of the repository. A new cell says more than another seed of one
-that is there: the first seed of every cell comes before the second, and among those the shortest jobs come first. A
-job that does not fit in what is left of the budget is left out. The plan is printed before anything runs.
+Cells that share a training are one job. The time of a job is estimated from the seconds of its cells, or of the most
+similar cells, in the records of the output directory and of the repository. A new cell is more informative than
+another seed of a measured one: the first seed of every cell comes before the second, and within a round the shortest
+jobs come first. A job that does not fit in the remaining budget is left out. The plan is printed before anything runs.
 
-A later call with the same --out goes on where the last one ended. Every task has the settings of its own command, so
+A later call with the same --out continues where the last one ended. Every task has the settings of its own command, so
 `python -m examples.evaluation TASK` measures the same cells, and its options choose single ones.
 """
 
@@ -28,8 +28,8 @@ from .runs import read_record
 from .spread import by
 
 
-UNKNOWN = 60.0  # seconds of a cell when no record has one of its task
-# Fields of a cell, those first that its time depends on most.
+UNKNOWN = 60.0  # seconds of a cell without a record of its task
+# Fields of a cell, the most important for its time first.
 FIELDS = ("architecture", "recipe", "problem", "text", "length", "width", "layers", "context", "variant")
 
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def expected(cell: dict[str, Any], rows: list[dict[str, Any]], what: str = "seconds") -> float:
-    """The mean seconds of the rows that are most like a cell, field by field."""
+    """The mean seconds of the rows most similar to a cell, field by field."""
     for name in FIELDS:
         alike = [row for row in rows if name in cell and row.get(name) == cell[name]]
         rows = alike or rows
@@ -67,18 +67,18 @@ def expected(cell: dict[str, Any], rows: list[dict[str, Any]], what: str = "seco
 
 
 def together(cells: list[dict[str, Any]], rows: list[dict[str, Any]]) -> float:
-    """The seconds of cells that share a training, which an earlier run may have spared some of the rows."""
+    """The seconds of cells that share a training, which some of the rows may have reused from an earlier run."""
     seconds, trained = sum(expected(cell, rows) for cell in cells), [row for row in rows if "training_seconds" in row]
     return max(seconds, expected(cells[0], trained, "training_seconds")) if trained else seconds
 
 
 def jobs_of(tasks: dict[str, argparse.Namespace], measured: dict[str, list[dict[str, Any]]]) -> list[Job]:
     """
-    The jobs that are left, in the order of the plan.
+    The remaining jobs, in the order of the plan.
 
     Args:
         tasks: the arguments of each task's command.
-        measured: the rows of each task that the output directory has.
+        measured: the rows of each task in the output directory.
     """
     jobs = []
     for task, arguments in tasks.items():
@@ -95,7 +95,7 @@ def jobs_of(tasks: dict[str, argparse.Namespace], measured: dict[str, list[dict[
 
 
 def fitting(jobs: Iterable[Job], seconds: float) -> tuple[list[Job], list[Job]]:
-    """The jobs that fit in some seconds, each taken if it fits in what those before it leave, and the others."""
+    """The jobs that fit in some seconds, each taken if it fits in the remaining time, and the others."""
     taken, left = [], []
     for job in jobs:
         fits = job.seconds <= seconds
@@ -105,7 +105,7 @@ def fitting(jobs: Iterable[Job], seconds: float) -> tuple[list[Job], list[Job]]:
 
 
 def described(taken: list[Job], left: list[Job], budget: float) -> str:
-    """The plan: a line for each task and round, and what is left out."""
+    """The plan: a line for each task and round, and the jobs left out."""
     lines = [f"{len(taken)} jobs of about {hours(taken)} fit in {budget:g} hours:"]
     for (task, turn), jobs in by([job._asdict() for job in taken], "task", "round").items():
         cells, minutes = sum(len(job["cells"]) for job in jobs), sum(job["seconds"] for job in jobs) / 60

@@ -3,7 +3,7 @@ Loss by position: in single ABC tunes, and in a text of tunes that is many times
 
 Tunes: figure 8 of "Eagle and Finch" (section 10.1) compares two generations of RWKV, 24 layers of 512, on 2,162
 held-out tunes. Every tune is read alone from its header on, and the loss of each position is averaged over the tunes.
-Here the models are those that come with the package, 4 layers of 128, and the tunes are the held-out ones of
+Here the models are the embedded ones, 4 layers of 128, and the tunes are the held-out ones of
 `examples/train_abc.py`, about 200.
 
 Long text: figure 4 of "Gecko" shows the perplexity of books by context length, 4K to 4M tokens (a), and their loss by
@@ -12,16 +12,16 @@ at least half of the context length and less than the whole. So a point of a lin
 (b), and all points are for the same bytes, as in (a): the lines only show the effect of the context. The models were
 trained on rows of 1,024 bytes; the longest window is 32 times as long.
 
-How to read it: if a model fails beyond the lengths of its training, its line rises there, as that of the transformer
-with its rotary positions does. If a model remembers, its line falls. A tune says little about the next one, so there
-is not much to remember beyond the tune.
+How to read it: if a model fails beyond the lengths of its training, its line rises there, like the line of the
+transformer with its rotary positions. If a model remembers, its line falls. A tune contains little information about
+the next one, so there is not much to remember beyond the tune.
 
 Gecko begins a new document at every id 0, which separates two tunes, and does not see earlier tunes. So it naturally
-reads a long text as well as a short one. It is therefore also measured with `document_boundaries=False`, which it was
+reads a long text as well as a short one. So it is also measured with `document_boundaries=False`, which it was
 not trained for: then the loss is higher, and the question of figure 4 is whether it stays the same.
 
-Avey reads a window in one call, like the code of its authors. What a split retrieves depends on all of its tokens, so
-earlier bytes of a split have a little information about later ones.
+Avey reads a window in one call, like the code of its authors. The splits that one retrieves depend on all its tokens,
+so earlier bytes of a split have a little information about later ones.
 
 Bands and bars are two standard errors: over the tunes, each read alone, and over the parts of the long text. The bands
 of the smoothed lines are upper bounds.
@@ -137,7 +137,7 @@ def windows(text: torch.Tensor, context: int) -> list[torch.Tensor]:
 
 
 def bits_of(model: PreTrainedModel, ids: torch.Tensor, first: int) -> torch.Tensor:
-    """Loss in bits of the tokens of ids (rows, length) from `first` on, given those before: (rows, length - first)."""
+    """Loss in bits of the tokens of ids (rows, length) from `first` on, given the earlier: (rows, length - first)."""
     ids = ids.to(model.device)
     logits = model(input_ids=ids, use_cache=False).logits[:, first - 1 : -1]
     losses = F.cross_entropy(logits.float().transpose(1, 2), ids[:, first:], reduction="none")
@@ -147,8 +147,8 @@ def bits_of(model: PreTrainedModel, ids: torch.Tensor, first: int) -> torch.Tens
 def in_tunes(model: PreTrainedModel, tunes: list[str]) -> dict[str, Any]:
     """
     Bits per byte of the tunes, each read alone with the boundary at its end; the first byte, always an X, is not
-    predicted. Also those of the headers and of the music, those of every bin of positions, the number of bytes in each
-    bin, and twice the standard error of each bin, of which every tune has one sample.
+    predicted. Also separately for headers and music and for every bin of positions, with the number of bytes in each
+    bin and twice the standard error of each bin, of which every tune has one sample.
     """
     sums, counts = torch.zeros(2, max(map(len, tunes)) // BIN + 1)
     samples: list[list[float]] = [[] for _ in sums]

@@ -1,8 +1,8 @@
 """
-Recipes of the needle's training: what a training and a model have instead of the common settings.
+Recipes of the needle's training: changes to the common settings of a training and a model.
 
-They are data. `RECIPES` has those that were tried, each with what it changes and why, and `CHOSEN` the one that the
-needle in a haystack uses. `python -m examples.evaluation trials` measures them.
+They are data. `RECIPES` has the recipes that were tried, each with its changes and their reason, and `CHOSEN` the one
+used by the needle in a haystack. `python -m examples.evaluation trials` measures them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 class Recipe(NamedTuple):
     """
     Args:
-        why: what it changes, and the reason.
+        why: the change, and the reason.
         config: fields of the configuration.
-        options: options of `python -m examples.evaluation needle`, such as `{"weight_decay": 0.0}`. Those of the
-            texts, such as `digits`, are also those of the test.
-        without: the part of `baselines.PARTS` that the model does not have.
-        start: last part of parameters' names to the value that they begin with.
+        options: options of `python -m examples.evaluation needle`, such as `{"weight_decay": 0.0}`. Options of the
+            texts, such as `digits`, also apply to the test.
+        without: the part of `baselines.PARTS` that the model lacks.
+        start: last part of parameters' names to their initial value.
     """
 
     why: str
@@ -81,7 +81,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "k8": Recipe("7 splits are retrieved, as in the paper, not 3", {"k": 8}),
     },
 }
-CHOSEN = {"raven": "brisk-long"}  # architecture to the recipe of its needle, if it is not the common one
+CHOSEN = {"raven": "brisk-long"}  # architecture to the recipe of its needle, if not the common one
 # Architecture to the name of a part, and the recipe of a model without it.
 ABLATIONS: dict[str, tuple[str, Recipe]] = {
     "avey": ("ranker", Recipe("one split of 128 tokens, and no other is retrieved", {"k": 1, "chunk_size": 128})),
@@ -107,7 +107,7 @@ def names_of_recipes() -> list[str]:
 
 
 def begin(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Gives parameters of a new model the values that they begin with in a recipe."""
+    """Sets parameters of a new model to their initial values in a recipe."""
     for name, parameter in model.named_parameters():
         if (value := recipe.start.get(name.rpartition(".")[2])) is not None:
             torch.nn.init.constant_(parameter, value)

@@ -162,7 +162,7 @@ def cell_command(task: str, row: dict[str, Any]) -> str:
 
 
 def longest(record: dict[str, Any]) -> str:
-    """How long the row that took longest took, and its command."""
+    """The time of the slowest row, and its command."""
     row = max(record["rows"], key=lambda row: row["seconds"])
     return f"{row['seconds'] / 60:.1f} minutes: `{cell_command(record['task'], row)}`."
 
@@ -210,7 +210,7 @@ def section(task: str, out: Path) -> tuple[str, str]:
 
 def write_report(out: Path) -> Path:
     """
-    Makes `report.html` from the records in a directory. If a task does not have a record there, that of the repository
+    Makes `report.html` from the records in a directory. If a task has no record there, the repository's record
     is used. The same records give the same file.
 
     Args:

@@ -54,7 +54,7 @@ class Record:
 
     Args:
         task: name of the task.
-        settings: everything else that the numbers depend on, as JSON values.
+        settings: all other settings that affect the numbers, as JSON values.
         command: the command that repeats the task.
         out: directory of the files, created if it does not exist.
         device: device of the models.
@@ -149,12 +149,12 @@ def keep_model(directory: Path, settings: dict[str, Any], train: Callable[[], An
 
     Args:
         directory: where the model is kept, with the file `training.json`.
-        settings: what the model depends on, as JSON values.
+        settings: settings that affect the model, as JSON values.
         train: called without arguments, returns a model of transformers.
         fresh: whether to train in any case.
 
     Returns:
-        the seconds of the training, also if it was an earlier one.
+        the seconds of the training, even if it was an earlier one.
     """
     path = directory / "training.json"
     training = read_record(path) if path.exists() else {}
@@ -171,6 +171,6 @@ def keep_model(directory: Path, settings: dict[str, Any], train: Callable[[], An
 
 
 def seeds_of(record: dict[str, Any]) -> str:
-    """The seeds of a record as a text: those of its rows, or the one of its settings."""
+    """The seeds of a record as a text, from its rows or its settings."""
     seeds = sorted({row["seed"] for row in record["rows"] if "seed" in row}) or [record["settings"].get("seed", 0)]
     return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"

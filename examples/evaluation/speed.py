@@ -58,7 +58,7 @@ from measuring import extra_mebibytes, repeated_milliseconds, resident_mebibytes
 TITLE = "Speed and memory"
 ARCHITECTURES = tuple(NAMES)
 VOCABULARY = 1024
-FITTED = 4  # number of the longest lengths that an exponent is fitted to
+FITTED = 4  # number of longest lengths to fit an exponent to
 # Measured value to its title and unit.
 MEASURES = {
     "tokens_per_second": ("Reading", "tokens a second"),
@@ -98,7 +98,7 @@ def peak_mebibytes(function: Callable[[], Any], device: torch.device) -> float |
         return extra_mebibytes(function, "cuda")
     # Return free memory to the system (glibc): otherwise its reuse would not be measured.
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
-    # Not `ru_maxrss`, which a process inherits from its parent.
+    # `ru_maxrss` would be inherited from the parent process.
     more = -resident_mebibytes(lambda: None) + resident_mebibytes(function)
     return None if math.isnan(more) else more
 
@@ -295,7 +295,7 @@ def compare(record: dict[str, Any], architecture: str, what: str, paper: str) ->
 
 
 def growth(record: dict[str, Any], what: str) -> list[str]:
-    """Which architectures' values depend on the length, and how much."""
+    """The architectures whose values depend on the length, and by how much."""
     constant, changed = {}, {}
     for name, values in series(record, what).items():
         shortest, longest = min(values), max(values)

@@ -1,4 +1,4 @@
-"""Mean and spread of what was measured with several seeds."""
+"""Mean and spread of measurements with several seeds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def two_errors(values: Iterable[float]) -> float:
 
 
 def bars_of(spreads: Iterable[Spread]) -> list[list[float]]:
-    """How far the least and the greatest values are from the means: the errors of matplotlib's bars."""
+    """Distances of the least and the greatest values from the means: the errors of matplotlib's bars."""
     spreads = list(spreads)
     return [[each.mean - each.least for each in spreads], [each.greatest - each.mean for each in spreads]]
 

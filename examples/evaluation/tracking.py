@@ -1,8 +1,8 @@
 """
-State tracking, by length: can a model follow a state that every token changes, also in a text many times as long as
-those of the training?
+State tracking, by length: can a model follow a state that every token changes, even in a text many times as long as in
+training?
 
-Every token is an element of a group, and the model predicts the product of all elements so far. The group is that of
+Every token is an element of a group, and the model predicts the product of all elements so far. The group is
 parity (two elements), S3 (the six permutations of three things), or A5 (the sixty even permutations of five):
 
     parity   token    1 0 1 1 0 1        S3   token    (1 2) (1 2 3) (2 3) ...
@@ -10,15 +10,15 @@ parity (two elements), S3 (the six permutations of three things), or A5 (the six
 
 "RWKV-7 Goose" (arXiv:2503.14456) claims that RWKV-7 tracks states that its predecessors and transformers cannot. With
 a constant number of layers, a transformer, Eagle or Finch can only compute such a product for texts up to some length,
-because their states are sums, whose order means little. Goose multiplies its state with a matrix that depends on the
+because their states are sums, which mostly ignore order. Goose multiplies its state with a matrix that depends on the
 token, and products of matrices can follow a group.
 
-Which groups they can follow depends on their eigenvalues. To swap two things is to multiply a direction of the state
-by -1. With the published formula, diag(w) - k (a * k)^T with a key k of length 1, decays w above 0.545 and rates a
-below 1, no eigenvalue is below w - 1 > -0.455. So what a swap turns around it also makes less than half as large:
-after ten swaps less than a thousandth of it is left. "Goose, eigenvalues from -1" is a Goose whose rates are 1 + w
-times as large. All its eigenvalues are between -1 and 1, and it is otherwise the same: so the difference between the
-two is what the range of the eigenvalues means. "Unlocking State-Tracking in Linear RNNs" (arXiv:2411.12537) has this
+Which groups they can follow depends on their eigenvalues. To swap two things means to multiply a direction of the
+state by -1. With the published formula, diag(w) - k (a * k)^T with a key k of length 1, decays w above 0.545 and rates
+a below 1, no eigenvalue is below w - 1 > -0.455. So a swap also shrinks the direction by more than half: after ten
+swaps less than a thousandth of it is left. "Goose, eigenvalues from -1" is a Goose whose rates are 1 + w times as
+large. All its eigenvalues are between -1 and 1, and it is otherwise the same, so the difference between the two is the
+effect of the range of eigenvalues. "Unlocking State-Tracking in Linear RNNs" (arXiv:2411.12537) has this
 result for other models. The lowest eigenvalue of the trained models is part of the measurements.
 
 The models read new rows at every step. All tokens are equally likely, and every product has a loss. Rows have two
@@ -65,7 +65,7 @@ ENOUGH = 0.99  # accuracy in training that ends it
 KEPT = 0.9  # accuracy up to which a model follows the state
 BIN = 4  # tokens that are averaged
 BOUNDARY = 0  # the id that begins a row
-TEST_SEED = 1  # that of the test rows, the same for all models
+TEST_SEED = 1  # for the test rows, the same for all models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +107,7 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def multiplication_table(problem: str) -> torch.Tensor:
-    """The indices of the products of all elements of a group: [first, then] is that of `first` followed by `then`."""
+    """The indices of the products of all elements of a group: [first, then] is `first` followed by `then`."""
     elements = GROUPS[problem]
     index = {element: number for number, element in enumerate(elements)}
     return torch.tensor([[index[tuple(first[i] for i in then)] for then in elements] for first in elements])
@@ -146,7 +146,7 @@ def train(arguments: argparse.Namespace, problem: str, layers: int, architecture
     model = make(arguments, problem, layers, architecture, lr).to(arguments.device).train()
     optimizer = make_optimizer(model, lr, weight_decay=0.0)
     schedule = make_schedule(optimizer, arguments.steps)
-    generator = torch.Generator().manual_seed(2 * seed)  # that of the test is odd
+    generator = torch.Generator().manual_seed(2 * seed)  # the test's is odd
     accuracy = 0.0
     bar = trange(1, arguments.steps + 1, desc=f"{architecture} {problem}", unit="step", leave=False)
     for step in bar:
@@ -176,7 +176,7 @@ def accuracies(model: PreTrainedModel, ids: torch.Tensor, products: torch.Tensor
 
 @torch.no_grad()
 def lowest_eigenvalue(model: PreTrainedModel, ids: torch.Tensor) -> float | None:
-    """That of the matrices that a Goose multiplies its states with; None for models that have no such matrices."""
+    """The lowest eigenvalue of a Goose's transition matrices; None for models without such matrices."""
     found: list[float] = []
 
     def look(module, arguments, named):
@@ -284,7 +284,7 @@ def listed(numbers: Iterable[Any]) -> str:
 
 
 def compare(lines: dict[tuple[str, int], dict[str, list[dict[str, Any]]]], mine: str, other: str) -> list[str]:
-    """In how many tasks the mean reach of one architecture is longer than that of another."""
+    """The number of tasks in which one architecture's mean reach is longer than another's."""
     means = [
         [sum(map(reach, models[name])) / len(models[name]) for name in (mine, other)]
         for models in lines.values()

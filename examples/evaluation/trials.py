@@ -1,15 +1,15 @@
 """
-What was tried: the needle in a haystack with other recipes of the training, one thing changed at a time.
+Trials: the needle in a haystack with other training recipes, one thing changed at a time.
 
 The papers' small models keep their recall far beyond the length of the training: Raven to 16 times it (table 2 of
-"Raven"), Avey to 128 times (figure 6 of "Don't Pay Attention"). Every recipe here changes what the paper has and the
-common settings lack, or what may stand in the way: weight decay, noise, slots, retrieved splits, what the ranker sees.
+"Raven"), Avey to 128 times (figure 6 of "Don't Pay Attention"). Every recipe here adopts a setting of the paper that
+the common settings lack, or changes a possible obstacle: weight decay, noise, slots, splits, the ranker's inputs.
 
 The rows of the training have 256 tokens at most and a step has 1,024, half as many as for the needle in a haystack, so
 that a model takes minutes. The tests have 1, 4 and 16 times the length of the training. Two recipes of Avey have
 answers of one digit, which are easier, and one of these has rows of 512 tokens. `recipes.py` has the recipes.
 
-What stands in the way, as far as these numbers show it:
+Obstacles, as far as these numbers show:
 
   Raven   Its decays begin near 1, so that slots fill up slowly. In longer texts they hold more of the haystack than
           they ever did in training: needles near the end are lost first, not the oldest ones (see the needle in a
@@ -78,8 +78,8 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def results(record: dict[str, Any]) -> dict[str, dict[str, dict[int, Spread]]]:
     """
-    Accuracy by architecture, recipe and length, in the order of `RECIPES`: means over seeds and variants, the spread
-    being that of the seeds.
+    Accuracy by architecture, recipe and length, in the order of `RECIPES`: means over seeds and variants, with the
+    spread of the seeds.
     """
     found: dict[str, dict[str, dict[int, Spread]]] = {}
     rows = by(record["rows"], "architecture", "recipe", "length")
@@ -132,7 +132,7 @@ def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def boundaries(record: dict[str, Any], architecture: str) -> list[str]:
-    """How often answers are right if the needle crosses a boundary of Avey's splits, over lengths and variants."""
+    """The shares of right answers if the needle crosses a boundary of Avey's splits, over lengths and variants."""
     rows = [row for row in record["rows"] if row["architecture"] == architecture and "cut" in row and "whole" in row]
     texts = []
     for (name,), alike in by(rows, "recipe").items():
@@ -149,7 +149,7 @@ def share(part: float, whole: float) -> str:
 
 
 def retrievals(record: dict[str, Any], architecture: str) -> list[str]:
-    """How often the ranker retrieves the split with the first digit, and how often answers are right if it does."""
+    """The share of texts where the ranker retrieves the split with the first digit, and of right answers if so."""
     rows = [row for row in record["rows"] if row["architecture"] == architecture and "retrieved" in row]
     said = []
     for (name, variant), alike in by(rows, "recipe", "variant").items():

@@ -1,4 +1,4 @@
-"""The data of abc.yaml, and the check of the tunes that a model writes."""
+"""The data of abc.yaml, and the check of a model's tunes."""
 
 import functools
 import random
@@ -22,7 +22,7 @@ FIELDS = 5  # lines of a header
 def held_out(folders: tuple[str, ...]) -> Dataset:
     """
     The held-out tunes, one per row: the whole `tune`, its `header`, its `beginning` (header and first line of music),
-    `lines` to choose the next line from, and the index `right` of the correct one. The others are lines of other
+    `lines` to choose the next line from, and the index `right` of the correct one. The other lines are from other
     tunes.
     """
     generator = random.Random(0)
@@ -45,5 +45,5 @@ def load_tunes(folders: list[str] = FOLDERS, **metadata) -> dict[str, Dataset]:
 
 
 def judge(row: dict, results: list[str]) -> dict[str, float]:
-    """1 if the header and the text that the model wrote after it are a valid tune."""
+    """1 if the header and the model's continuation are a valid tune."""
     return {"valid": float(is_valid_tune(row["header"] + results[0]))}

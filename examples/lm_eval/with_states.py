@@ -1,12 +1,12 @@
 """
-lm-evaluation-harness with states: what the questions of a task begin with, such as the examples of a few-shot prompt,
-is read once, and each question once for all of its answers.
+lm-evaluation-harness with states: shared beginnings of a task's questions, such as the examples of a few-shot prompt,
+are read once, and each question is read once for all of its answers.
 
     python examples/lm_eval/with_states.py run --model subquad --model_args pretrained=./finch-1b6 \
         --tasks arc_easy --num_fewshot 5
 
 takes the options of `lm_eval` and gives the scores of `--model hf`. One text is read at a time, so `--batch_size` has
-no effect on it. On a GPU, this is worth it where the shared beginnings are long.
+no effect on it. On a GPU, this pays off with long shared beginnings.
 """
 
 import torch
@@ -32,7 +32,7 @@ class StateLM(HFLM):
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, override_bs: int | None = None):
-        # In the order of their tokens, texts that begin alike come one after another.
+        # Sorted by their tokens, texts with the same beginning are neighbours.
         order = sorted(range(len(requests)), key=lambda n: (requests[n][1], requests[n][2]))
         answers = {}
         for n in tqdm(order, disable=disable_tqdm, desc="Running loglikelihood requests"):

@@ -1,8 +1,8 @@
 """
-Measures serving with vLLM. Each part writes a record, from which `docs/serving_figure.py` draws.
+Measures serving with vLLM. Each part writes a record, for the figures of `docs/serving_figure.py`.
 
-    python examples/serving/benchmark.py servers    # vLLM's server beside `transformers serve`, by number of clients
-    python examples/serving/benchmark.py batches    # `vllm.LLM` beside `generate` for one left-padded batch
+    python examples/serving/benchmark.py servers    # vLLM's server and `transformers serve`, by number of clients
+    python examples/serving/benchmark.py batches    # `vllm.LLM` and `generate` for one left-padded batch
     python examples/serving/benchmark.py soak       # the memory of vLLM's server under thousands of requests
 
 The models are `finch-abc` and models with random weights of 12 layers of width 512; --model takes others. Run it in an
@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def find_model(name: str, folder: str) -> str:
-    """The directory of a model; that with random weights is made in a folder."""
+    """The directory of a model; models with random weights are made in a folder."""
     if name not in RANDOM:
         return str(subquad.embedded_model(name) or name)
     torch.manual_seed(0)
@@ -123,9 +123,8 @@ def measure_servers(arguments: argparse.Namespace, model: str) -> list[dict[str,
 
 def measure_batches(arguments: argparse.Namespace, model: str) -> list[dict[str, Any]]:
     """
-    Answers of one length, which is the best case for `generate`, and of lengths that differ by a factor of 16, of 32
-    requests and of 128. `generate` gets batches of 32 in the order of the requests. Only tokens that a request asked
-    for count.
+    Answers of one length, which is the best case for `generate`, and of lengths that differ by a factor of 16, for 32
+    and for 128 requests. `generate` gets batches of 32 in the order of the requests. Only requested tokens count.
     """
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     torch.set_num_threads(1)
@@ -179,8 +178,8 @@ def measure_batches(arguments: argparse.Namespace, model: str) -> list[dict[str,
 
 def measure_soak(arguments: argparse.Namespace, model: str) -> list[dict[str, Any]]:
     """
-    The memory of all processes of a server, while it answers thousands of short requests of all kinds of lengths, and
-    while a thousand wait.
+    The memory of all processes of a server, while it answers thousands of short requests of various lengths, and while
+    a thousand are waiting.
     """
     more = ["--dtype", "float32", "--max-num-seqs", "64", "--max-model-len", "4096"]
     draw = random.Random(0)
@@ -211,7 +210,7 @@ def measure_soak(arguments: argparse.Namespace, model: str) -> list[dict[str, An
             await asyncio.gather(*(work() for _ in range(16)))
 
         async def all_at_once() -> None:
-            """So many that most of them wait."""
+            """So many requests that most of them wait."""
             number = arguments.waiting + 64
             tasks = [asyncio.create_task(ask(32)) for _ in range(number)]
             while left := sum(not task.done() for task in tasks):
@@ -230,22 +229,22 @@ PARTS = {"servers": measure_servers, "batches": measure_batches, "soak": measure
 
 
 def processes(pid: int) -> list[psutil.Process]:
-    """A process and those that it has started."""
+    """A process and its descendants."""
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
 def cpu_seconds(pid: int) -> float:
-    """The time that a process and those that it has started have computed."""
+    """The CPU time of a process and its descendants."""
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes(pid)))
 
 
 def mebibytes(pid: int) -> float:
-    """The memory that they have of their own."""
+    """Their private memory."""
     return sum(process.memory_full_info().uss for process in processes(pid)) / 2**20
 
 
 def time_of(function: Callable, cases: list) -> tuple[float, float]:
-    """How long a call takes with these requests: in seconds, and in seconds of this process's computation."""
+    """The time of a call with these requests: wall-clock seconds, and this process's CPU seconds."""
     gc.collect()
     begin = time.perf_counter(), time.process_time()
     function(cases)
@@ -253,7 +252,7 @@ def time_of(function: Callable, cases: list) -> tuple[float, float]:
 
 
 def show(row: dict[str, Any]) -> dict[str, Any]:
-    """Prints a row, whose numbers it rounds."""
+    """Prints a row, with rounded numbers."""
     row = {
         name: round(value, 3 if value < 100 else 1) if isinstance(value, float) else value
         for name, value in row.items()
@@ -263,7 +262,7 @@ def show(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor, and those of its instructions that matter here."""
+    """The processor, and its relevant instructions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     fields = {name.strip(): value.strip() for name, value in fields.items()}
@@ -284,7 +283,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = PARTS[arguments.part](arguments, find_model(arguments.model, folder))
     words = sys.argv[1:]
-    if "--records" in words:  # where the record lies says nothing about it
+    if "--records" in words:  # the location of the record does not matter
         start = words.index("--records")
         del words[start : start + 2]
     record = {

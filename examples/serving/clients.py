@@ -5,9 +5,9 @@ Serves a model with vLLM and asks it from many clients at once, each of which st
     python examples/serving/clients.py                                       # finch-abc
     python examples/serving/clients.py --model ./finch-1b6 --clients 1 8 64
 
-For each number of clients it prints how many tokens the server writes in a second, and how long a client waits for the
-first token and for an answer. With --figure it draws the tokens per second (needs matplotlib). With --url it asks a
-server that runs already.
+For each number of clients it prints the tokens per second of the server, and the time that a client waits for the
+first token and for an answer. With --figure it draws the tokens per second (needs matplotlib). With --url it uses a
+running server.
 """
 
 import argparse
@@ -35,7 +35,7 @@ HEADER = "X:1\nT:The Finch\nM:6/8\nL:1/8\nK:D\n"
 
 @dataclass
 class Answer:
-    """How long a client waited for the first token and for all of them, and how many they were."""
+    """The time that a client waited for the first token and for all tokens, and their number."""
 
     first: float
     whole: float
@@ -45,11 +45,11 @@ class Answer:
 @dataclass
 class Question:
     """
-    What every client asks to be continued.
+    The text that every client wants continued.
 
     Attributes:
         prompt: the text.
-        tokens: the length of the answer, which no special token ends.
+        tokens: the length of the answer, in which special tokens do not count as an end.
         of_transformers: whether `transformers serve` is asked. vLLM has other options.
     """
 
@@ -58,7 +58,7 @@ class Question:
     of_transformers: bool = False
 
     def options(self) -> dict[str, Any]:
-        """What a request has besides the names of the model."""
+        """Options of a request besides the model and the prompt."""
         if self.of_transformers:
             sampling = {"do_sample": True, "min_new_tokens": self.tokens, "max_new_tokens": self.tokens}
             more = {"generation_config": json.dumps(sampling)}
@@ -82,7 +82,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def vllm_command(model: str, *options: str) -> list[str]:
-    """What starts vLLM's server."""
+    """The command that starts vLLM's server."""
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
 
 
@@ -123,7 +123,7 @@ def ask(client: OpenAI, model: str, question: Question) -> Answer:
 
 
 def measure(url: str, model: str, clients: int, requests: int, question: Question) -> tuple[float, list[Answer]]:
-    """The seconds that so many clients take, each of which has so many requests, and their answers."""
+    """The seconds for `clients` clients with `requests` requests each, and their answers."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=None)
     begin = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:

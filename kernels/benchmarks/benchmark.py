@@ -389,7 +389,7 @@ def measure_case(case: Case, name: str, training: bool, graph: bool, options: ar
 
 
 def others_for(case: Case, training: bool, graph: bool, options: argparse.Namespace) -> Iterator[str]:
-    """What the case is compared with."""
+    """The reference results of the case."""
     if options.device != "cpu" and case.has_kernels:
         yield EAGER
     yield from case.others()

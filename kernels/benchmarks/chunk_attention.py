@@ -25,7 +25,7 @@ CPU = {"key": 64, "value": 512, "chunk": 256}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunked(Case):
-    """Chunks of tokens, whose keys and values have different sizes: those of Gecko 7B unless others are given."""
+    """Chunks of tokens, whose keys and values have different sizes: Gecko 7B's by default."""
 
     heads: int = 4
     key: int = 256

@@ -17,7 +17,7 @@ OPERATOR = "contextualizer"
 
 
 def plain_contextualizer(z: Tensor, v: Tensor, gate: Tensor) -> Tensor:
-    """Computes all rows of z (W, C, H), and returns those that have a gate."""
+    """Computes all rows of z (W, C, H), and returns the rows that have a gate."""
     y = z / (z.square().sum(-1, keepdim=True) + 1e-8).sqrt()
     mixed = (v.tril() * (y @ y.mT)).to(z.dtype) @ z
     return mixed[:, -gate.shape[1] :] * gate

@@ -43,7 +43,7 @@ class DeltaWkv(Case):
             {"batch": 2, "heads": 2, "length": 200},
             {**CHECKED, "batch": 1, "length": 201, "documents": (0, 3, 3, 67, 68, 201)},
         ],
-        # The kernels cut long texts of few heads into segments, and walk through those of many heads.
+        # The kernels cut long texts of few heads into segments, and walk through texts of many heads.
         "GPU check": [
             {**CHECKED, "length": 1000},
             {**CHECKED, "batch": 1, "length": 1400, "documents": (0, 700, 701, 1400)},

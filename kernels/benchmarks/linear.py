@@ -1,5 +1,5 @@
 """
-The product of a linear layer (linear), compared with that of torch. On a CPU and without gradients it goes through
+The product of a linear layer (linear), compared with torch's. On a CPU and without gradients it goes through
 oneDNN; elsewhere both are the same function.
 """
 

@@ -46,7 +46,7 @@ Times are medians, on a GPU between device events. Inputs alternate, so that the
 runs in bfloat16 on a GPU and in float32 on a CPU. A floor is the larger of two times: moving inputs and outputs once
 (for a model: its weights), and computing the unavoidable matrix products, at the rates of a large copy and a large
 product in the same run. TFLOP/s and GB/s count these only. MiB are the additional peak memory of the call; for models,
-all memory, on a CPU that of the process. "graph" replays a CUDA graph, without the time of Python between kernels.
+all memory, on a CPU the process's. "graph" replays a CUDA graph, without the time of Python between kernels.
 Ours is measured before anything that it is compared with. --out DIR keeps the rows of NAME in NAME.csv (after every
 row), NAME.json, NAME.md and, if matplotlib is installed, NAME.png.
 """
@@ -170,12 +170,12 @@ def size_of(*tensors: torch.Tensor) -> int:
 
 
 def megabytes(model: torch.nn.Module) -> float:
-    """Of the parameters and buffers; those that are tied count once."""
+    """Size of the parameters and buffers; tied ones count once."""
     return size_of(*{x.data_ptr(): x for x in (*model.parameters(), *model.buffers())}.values()) / 1e6
 
 
 def sets_beyond_cache(size: int, device: str) -> int:
-    """How many inputs of `size` bytes to alternate between, so that none is still in the cache."""
+    """Number of inputs of `size` bytes to alternate between, so that none is still in the cache."""
     if device == "cpu":
         return 2
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
@@ -281,7 +281,7 @@ INSTRUCTIONS = {
 
 @functools.cache
 def cpu_name() -> str:
-    """The CPU, with those of its instructions that matter for products."""
+    """The CPU, with its relevant instructions for products."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -320,7 +320,7 @@ def is_over(row: dict[str, Any]) -> bool:
 
 
 class Results:
-    """The rows of a run, which a file keeps, and the number of those that failed or did not begin."""
+    """The rows of a run, which a file keeps, and the number of failed or unstarted ones."""
 
     def __init__(self, path: Path | None, device: str, seconds: float, versions: str, resumes: bool = False):
         self.path, self.device, self.versions = path, device, versions
@@ -489,7 +489,7 @@ def judged_targets(rows: list[dict[str, Any]], targets: Targets) -> list[str]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """What was measured at more than one length: a panel for each measurement and unit, over the length."""
+    """Measurements at several lengths: a panel for each measurement and unit, over the length."""
     try:
         import matplotlib
 

@@ -51,7 +51,7 @@ class Wkv(Case):
             {"batch": 2, "heads": 2, "length": 200},
             {**CHECKED, "batch": 1, "length": 201, "documents": (0, 3, 3, 67, 68, 201), "wide": True},
         ],
-        # The kernels cut long texts of few heads into segments, and walk through those of many heads.
+        # The kernels cut long texts of few heads into segments, and walk through texts of many heads.
         "GPU check": [
             *({**CHECKED, "length": 1000, "static": static, "wide": True} for static in (False, True)),
             {**CHECKED, "batch": 1, "length": 1400, "documents": (0, 700, 701, 1400), "wide": True},

@@ -42,7 +42,7 @@ class WorkingMemory(Chunked):
 
     @functools.cached_property
     def positions(self) -> dict[str, Tensor]:
-        """Which chunks leave the attention, and what each token reads."""
+        """The chunks that leave attention, and the reads of each token."""
         number = self.number
         if self.is_step:
             return {"leaving": number if self.absorbs else number - 1, "begins": number - 1, "reads": number + 1}

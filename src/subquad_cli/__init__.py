@@ -36,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Runs the command line.
 
     Args:
-        argv: the arguments; by default those of the process, which then is the command's own.
+        argv: the arguments; by default the process's arguments; the process then runs only this command.
 
     Returns:
-        0; 1 if the command failed, or found something wrong; 2 if the arguments are wrong; 130 after Ctrl-C; 141 if
+        0; 1 if the command failed, or found a problem; 2 if the arguments are wrong; 130 after Ctrl-C; 141 if
         the reader of the output closed it.
     """
     args = parse(argv)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments. Exits with status 2 if one is unknown, and names the options that look like it."""
+    """The arguments. Exits with status 2 if one is unknown, and names similar options."""
     args, unknown = build_parser().parse_known_args(argv)
     if not unknown:
         return args

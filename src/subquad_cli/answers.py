@@ -1,4 +1,4 @@
-"""What `subquad generate` and `subquad chat` know about the turns of a chat template, and how they print text."""
+"""Turns of a chat template, and printing of text, for `subquad generate` and `subquad chat`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# A conversation that shows what the chat template puts around an answer.
+# A conversation that shows the chat template's text around an answer.
 QUESTION = {"role": "user", "content": "A question."}
 ANSWER = {"role": "assistant", "content": "An answer."}
 NEXT = {"role": "user", "content": "Another question."}
@@ -22,18 +22,18 @@ class ChatFormat:
 
     Args:
         reader: the tokenizer, or the processor.
-        name: the model, as the user calls it.
-        think: whether the model is to think before it answers; None leaves it to the model.
+        name: the model's name as given by the user.
+        think: whether the model should think before it answers; None leaves it to the model.
 
     Attributes:
-        opening: what the prompt begins the thoughts with, empty if there are to be none.
-        completes: what the model completes the end of an empty thought with, before its answer; empty if the prompt
-            has the whole end, or no empty thought.
-        end: the text by which an answer ends.
+        opening: the text in the prompt that begins the thoughts, empty if there should be none.
+        completes: the text with which the model completes the end of an empty thought, before its answer; empty if the
+            prompt has the whole end, or no empty thought.
+        end: the text that ends an answer.
         thinking: the argument of the template that turns thinking on or off.
 
     Raises:
-        UsageError: if there is no template, or it has no argument for what `think` asks.
+        UsageError: if there is no template, or it has no argument for `think`.
     """
 
     def __init__(self, reader, name: str, think: bool | None):
@@ -55,9 +55,9 @@ class ChatFormat:
 
         Args:
             question: the user's message.
-            images: files of pictures, which are put before it.
-            after: what [`~ChatFormat.after`] returned; None at the beginning of a conversation.
-            system: what the conversation begins with.
+            images: image files, placed before it.
+            after: the result of [`~ChatFormat.after`]; None at the beginning of a conversation.
+            system: the beginning of the conversation.
 
         Returns:
             `input_ids` (1, tokens), and `pixel_values` if there are images.
@@ -79,11 +79,11 @@ class ChatFormat:
         return {name: inputs[name] for name in ("input_ids", "pixel_values") if name in inputs}
 
     def shown(self, answer: str) -> str:
-        """The answer without what completes an empty thought."""
+        """The answer without the end of an empty thought."""
         return _without(answer, self.completes)
 
     def after(self, turns: int, rest: str, ended: bool, **more) -> str | None:
-        """What [`~ChatFormat.encode`] puts the next message after, given the attributes of a [`Session`]."""
+        """The text after which [`~ChatFormat.encode`] puts the next message, given the attributes of a [`Session`]."""
         return None if turns == 0 else rest if ended else self.end
 
     def _render(self, reader, *messages: dict) -> str:
@@ -101,9 +101,9 @@ def _thinking_option(tokenizer, think: bool) -> dict[str, bool] | None:
 
 def _around_answer(tokenizer, thinking: dict[str, bool]) -> tuple[str, str]:
     """
-    By the chat template: what the prompt begins the answer with, and the text by which the answer ends. If only white
-    space follows an answer, which may also be in the middle of one, the beginning of the user's next message belongs
-    to that text.
+    From the chat template: the text in the prompt that begins the answer, and the text that ends it. If only white
+    space follows an answer, which may also occur within one, the end includes the beginning of the user's next
+    message.
     """
     before, _, end = _render(tokenizer, QUESTION, ANSWER).rpartition(ANSWER["content"])
     prompt = _render(tokenizer, QUESTION, add_generation_prompt=True, **thinking)
@@ -139,12 +139,12 @@ def character_streamer(
 ):
     """
     A streamer that prints each token as soon as it is generated; `TextStreamer` waits for the end of a word. It prints
-    `opening` before the first token, and nothing from `end` on. Its attribute `ended` tells whether `end` has come.
+    `opening` before the first token, and nothing from `end` on. Its attribute `ended` is true once `end` has come.
 
     Args:
-        known: ids that the prompt begins with, and that are not printed.
-        completes: what an answer may begin with that is not printed, and neither is white space behind it.
-        write: takes the text instead of standard output.
+        known: first ids of the prompt, which are not printed.
+        completes: a beginning of an answer that is not printed, like white space after it.
+        write: receives the text instead of standard output.
     """
     from transformers import TextStreamer
 

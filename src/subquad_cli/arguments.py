@@ -33,14 +33,14 @@ def add_sampling(parser: ArgumentParser) -> None:
     add("--top-p", type=probability, metavar="P", help="sample from the most likely tokens that sum to P")
     add("--top-k", type=positive_int, metavar="K", help="sample from the K most likely tokens")
     add("--presence-penalty", type=penalty, metavar="X", help="lower the scores of generated tokens by X (RWKV: 0.3)")
-    add("--frequency-penalty", type=penalty, metavar="X", help="the same, by X for each time (RWKV: 0.3)")
-    add("--penalty-decay", type=fraction, metavar="X", help="let times count X times as much after each token (0.996)")
+    add("--frequency-penalty", type=penalty, metavar="X", help="the same, by X for each occurrence (RWKV: 0.3)")
+    add("--penalty-decay", type=fraction, metavar="X", help="multiply earlier counts by X after each token (0.996)")
     add("--seed", type=seed, metavar="N", help="seed of the sampling, which makes it repeatable")
 
 
 def sampling_options(args: Namespace) -> dict[str, Any]:
     """
-    The options of [`subquad.states.session.Session.generate`] that the arguments of [`add_sampling`] stand for.
+    The options of [`subquad.states.session.Session.generate`] for the arguments of [`add_sampling`].
 
     Raises:
         UsageError: if they contradict each other.
@@ -125,7 +125,7 @@ def size(text: str) -> int:
 
 
 def _float(text: str) -> float:
-    """A number; NaN, which is in no range, if the text is not a number."""
+    """A number; NaN, which fails every range check, if the text is not a number."""
     try:
         return float(text)
     except ValueError:

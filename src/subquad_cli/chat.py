@@ -35,16 +35,16 @@ DESCRIPTION = """\
 Talk to a model that has a chat template. The conversation is kept as a state: no earlier turn is read again, and the
 state can be saved, loaded and copied.
 
-A message is a line. A line that ends in a backslash goes on in the next one, and a message that begins with three
-quotation marks goes on until the next three. Ctrl-C stops an answer, Ctrl-D leaves. If the input is not a terminal,
+A message is a line. A line that ends in a backslash continues in the next one, and a message that begins with three
+quotation marks continues until the next three. Ctrl-C stops an answer, Ctrl-D leaves. If the input is not a terminal,
 each of its messages is answered. Only answers go to standard output.
 
 commands:
   /save FILE [--force]   save the state of the conversation
-  /load FILE             go on with a saved state
-  /fork [N]              copy the conversation and go on in the copy; with N, go back to conversation N
+  /load FILE             continue with a saved state
+  /fork [N]              copy the conversation and continue in the copy; with N, go back to conversation N
   /undo                  take back the last message and its answer
-  /reset                 begin anew
+  /reset                 start a new conversation
   /image FILE            put a picture before the next message
   /help, /quit
 
@@ -57,7 +57,7 @@ examples:
 COMMANDS = ("/save", "/load", "/fork", "/undo", "/reset", "/image", "/help", "/quit")
 BARE_COMMANDS = ("/undo", "/reset", "/help", "/quit")
 QUOTES = '"""'
-# The states before the last messages are kept for /undo, as far as they have this size together.
+# The states before the last messages are kept for /undo, up to this total size.
 UNDO_BYTES = 2**30
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 THOUGHT, ANSWER = "<think", "</think>"
@@ -66,12 +66,12 @@ THOUGHT, ANSWER = "<think", "</think>"
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a model directory, the name of an embedded model, or a model on the Hub")
-    add("--system", metavar="TEXT", help="what the conversation begins with, such as a role for the model")
-    add("--load", metavar="FILE", help="go on with a saved state")
+    add("--system", metavar="TEXT", help="the beginning of the conversation, such as a role for the model")
+    add("--load", metavar="FILE", help="continue with a saved state")
     add(
         "--prefix-cache",
         metavar="DIRECTORY",
-        help="keep states of beginnings in this directory, so that a long --system is read only once",
+        help="keep states of text beginnings in this directory, so that a long --system is read only once",
     )
     add(
         "--max-new-tokens",
@@ -108,7 +108,7 @@ class Conversation:
 
 
 class Chat:
-    """What `subquad chat` knows. The methods with the names of commands are these commands."""
+    """The state of `subquad chat`. Methods named like commands implement these."""
 
     def __init__(self, args: Namespace, model, reader, turns: ChatFormat, identity):
         self.args, self.model, self.turns, self.identity = args, model, turns, identity
@@ -151,7 +151,7 @@ class Chat:
         self.restore(SavedSession.read(argument, self.identity))
 
     def restore(self, saved) -> None:
-        """Goes on with a session that was read from a file."""
+        """Continues with a session from a file."""
         session = saved.restore(self.model)
         self.conversations[self.current] = Conversation(session)
         note(f"Loaded {saved.tokens:,} tokens, which end with {saved.text['end'][-60:]!r}.")
@@ -226,7 +226,7 @@ class Chat:
 
 
 class AnswerStreamer:
-    """Prints an answer as it comes, and thoughts dimmed if they go to a terminal."""
+    """Prints an answer as it is generated, with dimmed thoughts on a terminal."""
 
     def __init__(self, tokenizer, turns: ChatFormat, in_terminal: bool):
         self.thinks, self.in_terminal, self.held = False, in_terminal, ""
@@ -266,7 +266,7 @@ class AnswerStreamer:
 
 
 def until(streamer: AnswerStreamer, stop: threading.Event) -> Callable:
-    """The criterion by which an answer ends: with the text that ends a turn, or when it is stopped."""
+    """The stopping criterion of an answer: the text that ends a turn, or an interrupt."""
     import torch
 
     def criterion(input_ids, scores, **kwargs):
@@ -279,7 +279,7 @@ def until(streamer: AnswerStreamer, stop: threading.Event) -> Callable:
 @contextmanager
 def interrupts(stop: threading.Event) -> Iterator[None]:
     """Lets the first Ctrl-C set `stop`, and the second raise KeyboardInterrupt."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
 
@@ -296,7 +296,7 @@ def interrupts(stop: threading.Event) -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Prints what is not an answer."""
+    """Prints a message that is not an answer."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -372,7 +372,7 @@ def run(args: Namespace) -> None:
             if not in_terminal:
                 raise
             note("")  # at the prompt: the line is dropped
-        except Exception as error:  # a conversation must not end with one command
+        except Exception as error:  # one failed command must not end a conversation
             if not in_terminal or isinstance(error, BrokenPipeError):
                 raise
             note(one_line(error))

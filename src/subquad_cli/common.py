@@ -1,4 +1,4 @@
-"""What several commands do before and around their work."""
+"""Helpers that several commands share."""
 
 import os
 import re
@@ -28,8 +28,8 @@ class UsageError(ValueError):
 
 def find_model(name: str) -> Path | str:
     """
-    `name` if it is a directory or may be a model on the Hub, or the directory of the embedded model of that name. A
-    directory of one's own comes first.
+    `name` if it is a directory or may be a model on the Hub, or the directory of the embedded model of that name. The
+    user's own directory comes first.
 
     Raises:
         UsageError: if it cannot be any of these.
@@ -75,17 +75,17 @@ def find_auto_class(name: str, path: Path | str, images: bool) -> str:
     Name of the Auto class that loads a model which generates text.
 
     Args:
-        name: the model, as the user calls it.
-        path: what [`find_model`] found.
-        images: whether it is to read images.
+        name: the model's name as given by the user.
+        path: the result of [`find_model`].
+        images: whether it must read images.
 
     Raises:
-        UsageError: if it is of an unknown type, an encoder, or does not read images.
+        UsageError: if its type is unknown, if it is an encoder, or if it does not read images.
     """
     from subquad.models import REGISTRY
 
     model_type = _model_type(path)
-    if model_type is None:  # loading the tokenizer or the model will say what is wrong
+    if model_type is None:  # loading the tokenizer or the model will report the fault
         return "AutoModelForCausalLM"
     if (architecture := REGISTRY.get(model_type)) is None:
         raise UsageError(f"{name} is of type {model_type}, which is none of {', '.join(REGISTRY)}.")
@@ -97,7 +97,7 @@ def find_auto_class(name: str, path: Path | str, images: bool) -> str:
 
 
 def _model_type(path) -> str | None:
-    """The type of a model, or of the one that an adapter was trained on; None if the Hub does not tell."""
+    """The type of a model, or of an adapter's base model; None if the Hub has no information."""
     from transformers import PreTrainedConfig
 
     from subquad.hub.model_check import model_type_of
@@ -115,14 +115,14 @@ def read_session(
     name: str, path: Path | str, file: str | None, needed: bool = False
 ) -> "tuple[ModelIdentity | None, SavedSession | None]":
     """
-    The identity of a model, if there is a file or it is `needed`, and the session in a file.
+    The identity of a model, if a file is given or it is `needed`, and the session in the file.
 
     Args:
-        name: the model, as the user calls it.
-        path: what [`find_model`] found.
+        name: the model's name as given by the user.
+        path: the result of [`find_model`].
 
     Raises:
-        ValueError: if the file is damaged, or the text is that of another model.
+        ValueError: if the file is damaged, or the text belongs to another model.
     """
     if file is None and not needed:
         return None, None
@@ -162,7 +162,7 @@ def check_new_file(option: str, file: str, force: bool) -> None:
 
 
 def find_directory(name: str) -> str:
-    """`name`, or the directory of the embedded model of that name. A directory that one trained comes first."""
+    """`name`, or the directory of the embedded model of that name. The user's own directory comes first."""
     from subquad.hub.info import embedded_model
 
     return name if os.path.exists(name) else str(embedded_model(name) or name)
@@ -170,12 +170,12 @@ def find_directory(name: str) -> str:
 
 def load_reader(auto_class: type, name: str, path: Path | str) -> Any:
     """
-    The tokenizer of a model, or its processor, as the Auto class says. For an adapter without one, it is that of the
-    model that the adapter was trained on. Chat templates have limits from now on.
+    The tokenizer or processor of a model, depending on the Auto class. For an adapter without one, the base model's is
+    used. Chat templates have limits from then on.
 
     Args:
-        name: the model, as the user calls it.
-        path: what [`find_model`] found.
+        name: the model's name as given by the user.
+        path: the result of [`find_model`].
 
     Raises:
         ValueError: if there is no tokenizer, or it cannot be read.
@@ -202,8 +202,8 @@ def load_reader(auto_class: type, name: str, path: Path | str) -> Any:
 @contextmanager
 def naming_options(*names: str) -> Iterator[None]:
     """
-    Lets errors of the library speak of options instead of arguments: of --grid-size instead of `grid_size`, of --force
-    instead of `force=True`.
+    Makes errors of the library name options instead of arguments: --grid-size instead of `grid_size`, --force instead
+    of `force=True`.
 
     Raises:
         UsageError: in place of an error that names one of these arguments.
@@ -247,8 +247,7 @@ def usable_device(name: str | None) -> "torch.device":
 @contextmanager
 def signals_raise() -> Iterator[None]:
     """
-    Lets a signal that would end the process raise SystemExit, so that the code that removes an unfinished directory
-    runs.
+    Makes a signal that would end the process raise SystemExit, so that unfinished directories are removed.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers

@@ -19,14 +19,14 @@ SOURCE is either
     VisualRWKV has two files, NAME_rwkv.pth and NAME_visual.pth, give one of them; or
   - a Hub model of type rwkv5, rwkv6, rwkv7, avey, avey-b, raven or gecko: its directory, or the model.safetensors or
     pytorch_model.bin in it, with the configuration and the tokenizer in the same directory; a Finch or a Goose in the
-    layout of flash-linear-attention, and a Goose of rwkv7-hf or rwkv-rs, too; or
+    format of flash-linear-attention, and a Goose of rwkv7-hf or rwkv-rs, too; or
   - an .st file of web-rwkv and Ai00 (RWKV-5.2, RWKV-6.0, RWKV-7); or
   - a .gguf file of llama.cpp (RWKV-6.0, RWKV-7), whose quantised weights become float32; or
   - with --base, an adapter, which is merged: the .pth file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA) or a directory of
     PEFT (LoRA, MiSS).
 
-The names and shapes of the tensors tell which of these SOURCE is. No code in SOURCE is ever run. DEST appears only
-when it is complete. docs/how-to/formats.md has a table of what comes in and what goes out.
+SOURCE is recognised by the names and shapes of its tensors. No code in SOURCE is ever run. DEST appears only
+when it is complete. docs/how-to/formats.md has a table of all formats.
 
 examples:
   subquad convert RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth ./finch-1b6
@@ -48,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--to",
         choices=("directory", "fla", "hub", "pth", "st", "gguf"),
         default="directory",
-        help="what to make: a directory of this package (the default), of flash-linear-attention or as the RWKV "
+        help="what to write: a directory of this package (the default), of flash-linear-attention or as the RWKV "
         "organisation publishes them (hub), or a file of RWKV's trainers (pth), of web-rwkv and Ai00 (st, in float16) "
         "or of llama.cpp (gguf)",
     )
@@ -74,14 +74,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--quantize",
         choices=tuple(METHODS),
-        help="round the weights of linear layers and embeddings to 8 bits, or those of linear layers to 4, for "
+        help="round the weights of linear layers and embeddings to 8 bits, or of linear layers to 4, for "
         "inference on a CPU; the other tensors are float32, unless --dtype is given",
     )
     add(
         "--head-size-divisor",
         type=positive_int,
         metavar="N",
-        help="for Eagle and Finch: the group norm's epsilon is 1e-5 N², which no tensor shows (default: the "
+        help="for Eagle and Finch: the group norm's epsilon is 1e-5 N², which is not stored in tensors (default: the "
         "configuration's, or 8)",
     )
     add(
@@ -95,18 +95,18 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="for VisualRWKV: average the patches of an image to N x N; 0 keeps the class token only, -1 keeps all "
-        "patches; no tensor shows it (default: the configuration's, or -1)",
+        "patches; not stored in tensors (default: the configuration's, or -1)",
     )
     add(
         "--base",
         metavar="PATH",
-        help="if SOURCE is an adapter: the model that it was trained on, anything that could be SOURCE otherwise",
+        help="if SOURCE is an adapter: its base model, in any format that SOURCE may have",
     )
     add(
         "--lora-alpha",
         type=float,
         metavar="N",
-        help="if SOURCE is a LoRA of RWKV-PEFT: its alpha in training, which the file does not tell",
+        help="if SOURCE is a LoRA of RWKV-PEFT: its alpha in training, which is not stored in the file",
     )
     add(
         "--pissa-init",
@@ -140,7 +140,7 @@ def run(args: Namespace) -> None:
         "lora_alpha",
         "pissa_init",
     )
-    # Those that are not given are fields of a configuration in the messages.
+    # Other names in the messages are fields of a configuration.
     given = [name for name in names if getattr(args, name) is not None]
     with signals_raise(), naming_options(*given), naming(args.source):
         report = convert(

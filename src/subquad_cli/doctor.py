@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 SUMMARY = "check this installation"
 DESCRIPTION = """\
-Print the versions of what subquad uses, the devices, and which implementation every operator takes on them and why.
+Print the versions of packages, the devices, and each operator's implementation on every device, with the reason.
 Then the embedded models read a text on every kind of device, which takes about a second on a CPU, and their logits are
 compared with stored ones. They also generate with and without a cache, which must not differ. On a GPU the first run
-also compiles the kernels, which takes minutes; later ones find them.
+also compiles the kernels, which takes minutes; later runs reuse them.
 
-The exit status is 1 if something is wrong: those lines are at the end. Reports of a defect should have all of it.
+The exit status is 1 if there are problems, listed at the end. Bug reports should include the whole output.
 
 examples:
   subquad doctor --no-test
   subquad doctor --json
 """
-# Beside what subquad needs, and what its extras name.
+# Besides the requirements of subquad and its extras.
 OTHERS = ("torchvision", "torchaudio", "mamba-ssm", "flash-linear-attention", "flash-attn")
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -47,8 +47,8 @@ def run(args: Namespace) -> int:
 
 def examine(test: bool = True) -> dict[str, Any]:
     """
-    What `subquad doctor` knows: versions; devices; for each device the backend of every operator, and why, and the
-    largest error of the logits of each embedded model; notes; and problems, sentences that say what is wrong.
+    The report of `subquad doctor`: versions; devices; for each device the backend of every operator with the reason,
+    and the largest error of the logits of each embedded model; notes; and problems, as sentences.
     """
     report: dict[str, Any] = {"versions": {"python": sys.version.split()[0], "platform": sys.platform}}
     problems, notes = [], []
@@ -72,7 +72,7 @@ def examine(test: bool = True) -> dict[str, Any]:
 
 
 def _check_packages(versions: dict[str, str], problems: list[str], notes: list[str]) -> None:
-    """Lists the version of every package that subquad can use. Each must be new enough, and fit the others."""
+    """Lists the version of every package that subquad can use. Checks that they fit together."""
     from packaging.requirements import Requirement
 
     def version_of(name):
@@ -83,7 +83,7 @@ def _check_packages(versions: dict[str, str], problems: list[str], notes: list[s
 
     def requirements_of(name):
         found = [Requirement(line) for line in metadata.requires(name) or []]
-        # An extra's packages need not be there.
+        # An extra's packages are optional.
         return [(x, x.marker is None or x.marker.evaluate({"extra": ""})) for x in found]
 
     if (own := version_of("subquad")) is None:
@@ -101,7 +101,7 @@ def _check_packages(versions: dict[str, str], problems: list[str], notes: list[s
             where = problems if needed else notes
             where.append(f"{wanted.name} is {found}; subquad needs {wanted.name}{wanted.specifier}.")
     versions |= {name: found for name in OTHERS if (found := version_of(name))}
-    # The first two contain code that is compiled for one version of torch; with another they fail when transformers
+    # The first two contain code compiled for one version of torch; with another they fail when transformers
     # imports them. And torch calls parts of Triton that change from version to version.
     for name, other in (("torchvision", "torch"), ("torchaudio", "torch"), ("torch", "triton")):
         if name not in versions or other not in versions:
@@ -115,7 +115,7 @@ def _check_packages(versions: dict[str, str], problems: list[str], notes: list[s
 
 
 def _check_tested(problems: list[str], notes: list[str]) -> None:
-    """Notes the versions that were tested, and which of the installed ones are newer."""
+    """Notes the tested versions, and installed packages that are newer."""
     try:
         from subquad.modeling.versions import describe_tested, newer_than_tested
     except Exception as error:  # whatever a wrong combination of packages raises
@@ -171,7 +171,7 @@ def _backends(device: "torch.device", problems: list[str]) -> dict[str, dict[str
 
 
 def _test(device: str, problems: list[str]) -> dict[str, float | None]:
-    """Compares the embedded models with what is stored; what runs in plain torch instead of a kernel is a problem."""
+    """Compares the embedded models with stored logits; a fallback from a kernel to plain torch is a problem."""
     import warnings
 
     try:
@@ -193,8 +193,8 @@ def _test(device: str, problems: list[str]) -> dict[str, float | None]:
             except Exception as error:  # whatever a wrong combination of packages raises
                 problems.append(f"{name} on {device} failed: {type(error).__name__}: {one_line(error)}")
                 continue
-            errors[name] = error if math.isfinite(error) else None  # JSON has no other numbers
-            if not error <= TOLERANCE:  # also if it is NaN
+            errors[name] = error if math.isfinite(error) else None  # JSON has only finite numbers
+            if not error <= TOLERANCE:  # also for NaN
                 problems.append(f"{name} on {device} is wrong: its logits differ by {error:.2g} from the stored ones.")
             if not change <= self_check.TOLERANCE:
                 problems.append(

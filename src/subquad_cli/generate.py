@@ -24,7 +24,7 @@ from .common import (
 
 
 DEFAULT_MODEL = "finch-abc"
-# The prompt of an embedded model by default: the header of a jig, in the form that the training data have.
+# The prompt of an embedded model by default: the header of a jig, in the format of the training data.
 ABC_HEADER = "X:1\nT:The Finch\nM:6/8\nL:1/8\nK:D\n"
 
 SUMMARY = "continue a text"
@@ -87,17 +87,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--midi",
         metavar="FILE",
-        help="also write the printed tune to this .mid file, as it is played: with its repeats and both endings, at "
+        help="also write the printed tune to this .mid file, as played: with its repeats and both endings, at "
         "120 quarter notes a minute unless the tune gives a tempo (Q:)",
     )
     add("--score", metavar="FILE", help="also draw the printed tune in this .svg file")
     add(
         "--state-in",
         metavar="FILE",
-        help="go on with the text whose state is in this file, which --state-out or /save of `subquad chat` wrote; "
+        help="continue the text whose state is in this file, written by --state-out or /save of `subquad chat`; "
         "PROMPT follows it, or may be left out",
     )
-    add("--state-out", metavar="FILE", help="also save the state at the end of the text, to go on with it later")
+    add("--state-out", metavar="FILE", help="also save the state at the end of the text, to continue it later")
     add("--force", action="store_true", help="replace FILE if it exists")
     add_dtype_and_device(parser)
 

@@ -18,9 +18,9 @@ Print the sizes of a model and the cost of a token. The weights are not loaded. 
 and the presets.
 
 NAME is a model directory, a preset, an embedded model, or a checkpoint that `subquad convert` reads. FLOPs are counted
-as in appendix E of the paper "Eagle and Finch" (arXiv:2404.05892). For Avey they are those of the matrix products of a
-full window; for Avey-B those of a token in a full split; for Raven and Gecko those of the matrix products, of full
-attention windows and of the memories.
+as in appendix E of the paper "Eagle and Finch" (arXiv:2404.05892). They cover, for Avey, the matrix products of a full
+window; for Avey-B, a token in a full split; for Raven and Gecko, the matrix products, full attention windows, and the
+memories.
 
 examples:
   subquad info finch-1.6b
@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--length",
         type=positive_int,
         metavar="N",
-        help="also show what the state costs after N tokens, and the keys and values of a transformer with as many "
+        help="also show the size of the state after N tokens, and the keys and values of a transformer with as many "
         "layers of the same width",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -76,7 +76,7 @@ def run(args: Namespace) -> None:
 
 
 def _describe(name: str) -> "ModelInfo":
-    """The numbers of a model, also of a checkpoint that can be converted, such as a single file."""
+    """The numbers of a model or of a convertible checkpoint, such as a single file."""
     from subquad.hub.foreign_files import naming
     from subquad.hub.info import describe
 

@@ -6,16 +6,16 @@ from .arguments import add_dtype_and_device, majority, numbers, numbers_or_all
 from .common import UsageError, find_model, load_reader, naming_options, read_prompt, signals_raise, usable_device
 
 
-SUMMARY = "show what the slots of a Raven hold after a text"
+SUMMARY = "show the memory slots of a Raven after a text"
 DESCRIPTION = """\
-Show what the slot memories of a Raven hold after a text (section 7 of the paper "Raven").
+Show the content of a Raven's slot memories after a text (section 7 of the paper "Raven").
 
 These files go to DIR:
-  effective_lengths.png  the share of the tokens that were written to each slot (figures 5 and 8)
-  layer00-head00.png     and so on: slots by tokens, how much of a token a slot holds at the end (figures 6 and 7);
+  effective_lengths.png  the share of the tokens written to each slot (figures 5 and 8)
+  layer00-head00.png     and so on: slots by tokens, the weight of a token in a slot at the end (figures 6 and 7);
                          with --mark, red slots hold marked tokens only, green ones other tokens only, blue ones both
   memory.json            the same numbers: `memories` lists, for each layer and head, the `effective_lengths`, `weight`
-                         (sum of what the slot holds), `marked_weight` and `kinds` of every slot, and its `holdings`:
+                         (sum of its holdings), `marked_weight` and `kinds` of every slot, and its `holdings`:
                          the positions of its tokens with their weights, without those below `floor`
 
 A table of the effective lengths, divided by the length of the text, is printed: their median, their 90th percentile,
@@ -51,8 +51,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--threshold",
         type=majority,
         metavar="SHARE",
-        help="with --mark: a slot counts as holding marked (or other) tokens only if they have at least this share of "
-        "its weights (default: 0.9)",
+        help="with --mark: a slot counts as holding only marked (or other) tokens if they have at least this share of "
+        "its weight (default: 0.9)",
     )
     add("--force", action="store_true", help="replace the files of an earlier run")
     add_dtype_and_device(parser)

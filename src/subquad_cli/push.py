@@ -15,7 +15,7 @@ Upload a model directory to the Hugging Face Hub.
 The repository gets the weights, the configuration, the tokenizer, a model card and the modeling code, so that anybody
 can load it with `from_pretrained(REPO_ID, trust_remote_code=True)`; with subquad installed, it loads without remote
 code. Everything is one commit: an interrupted upload changes nothing. The model card is the README.md of MODEL_DIR; if
-there is none, the one in the repository stays, and a new repository gets a new one.
+there is none, the repository keeps its card, and a new repository gets a new one.
 
 Log in with `hf auth login` first, or set HF_TOKEN.
 

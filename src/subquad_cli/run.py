@@ -8,13 +8,13 @@ from .common import UsageError
 from .templates import limit_templates
 
 
-SUMMARY = "run the command of another package with these models known to it"
+SUMMARY = "run another package's command with subquad's models"
 DESCRIPTION = """\
 Run the command of another installed package after importing subquad.
 
-Such a command loads models by their configuration, in a process that does not know subquad. When it is run like this,
-it loads the architectures of subquad as it loads those of transformers. (This does not extend to processes that the
-command starts: a script for torchrun or accelerate must import subquad itself.)
+Such a command loads models by their configuration, in a process without subquad. With `subquad run`, it loads
+subquad's architectures like transformers' own. (This does not extend to processes that the command starts: a script
+for torchrun or accelerate must import subquad itself.)
 
 examples:
   subquad run transformers serve ./finch-1b6
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _put_classes_into_transformers() -> None:
-    """`transformers serve` looks up the `architectures` of a configuration there, and not in the Auto classes."""
+    """`transformers serve` looks up the `architectures` of a configuration there instead of in the Auto classes."""
     # This import replaces the module `transformers`, so it must come before `setattr`.
     import transformers.processing_utils
 
@@ -59,7 +59,7 @@ def _put_classes_into_transformers() -> None:
 
 
 def _keep_states() -> None:
-    """The server gives whole conversations to `generate`, which then goes on from the states of their beginnings."""
+    """The server passes whole conversations to `generate`, which then continues from states of their beginnings."""
     from subquad.decoding.generation import RecurrentGenerationMixin
     from subquad.states.prefix_cache import PrefixCache
 

@@ -13,15 +13,15 @@ from subquad.quantization.methods import METHODS
 # transformers imports these packages if they are installed: for its quantisers, losses, assistants and adapters. A
 # plain model needs none of them.
 UNNEEDED = ("accelerate", "peft", "scipy", "sklearn", "torchao")
-# The methods of quantisation that need none of them either.
+# The quantisation methods that do not need them either.
 OWN_METHODS = (None, *METHODS.values())
 
 
 def begin(args: Namespace, path: Path | str) -> None:
     """
-    Before transformers is imported: turns the collection of garbage off, which would look through what imports make
-    again and again; and forbids the imports that a model at `path` does not need. Nothing of this is done if the
-    process is not the command's own.
+    Before transformers is imported: turns garbage collection off, which would scan the objects of imports again and
+    again, and blocks imports that a model at `path` does not need. Does nothing if the process is not the command's
+    own.
     """
     if not args.own_process:
         return
@@ -32,18 +32,18 @@ def begin(args: Namespace, path: Path | str) -> None:
 
 
 def ready(args: Namespace) -> None:
-    """Once the model is loaded: turns the collection of garbage on again."""
+    """Once the model is loaded: turns garbage collection on again."""
     if args.own_process:
         gc.enable()
 
 
 def is_plain(path: Path | str) -> bool:
-    """Whether a model is in a directory that has no adapter, and is not quantised by another package."""
+    """Whether a model directory has no adapter and is not quantised by another package."""
     directory = Path(path)
     if not directory.is_dir() or os.path.isfile(directory / "adapter_config.json"):
         return False
     try:
         quantised = read_json(directory / "config.json").get("quantization_config") or {}
-    except ValueError:  # loading it will say what is wrong
+    except ValueError:  # loading it will report the fault
         return False
     return isinstance(quantised, dict) and quantised.get("quant_method") in OWN_METHODS

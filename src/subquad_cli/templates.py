@@ -1,4 +1,4 @@
-"""Limits of time and memory for chat templates, which are programs that came with a model."""
+"""Limits of time and memory for chat templates, which are programs that come with a model."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 
-# What rendering one prompt may take. Whole conversations take a few milliseconds.
+# Limits for rendering one prompt. Whole conversations take a few milliseconds.
 SECONDS = 10
 MEMORY = 2**28  # bytes
 TOO_LARGE = f"The chat template takes more than {MEMORY >> 20} MiB of memory."
@@ -21,9 +21,9 @@ TOO_LARGE = f"The chat template takes more than {MEMORY >> 20} MiB of memory."
 
 def limit_templates() -> None:
     """
-    Lets transformers render chat templates in processes of their own, which may take [`SECONDS`] of CPU time and
-    [`MEMORY`] bytes more than this process. Where processes cannot fork (Windows), nothing is limited, and memory is
-    limited on Linux alone.
+    Makes transformers render chat templates in separate processes, which may take [`SECONDS`] of CPU time and
+    [`MEMORY`] bytes more than this process. Without fork (Windows), nothing is limited; memory is limited on Linux
+    only.
     """
     from transformers import processing_utils, tokenization_utils_base
 
@@ -36,18 +36,18 @@ def limit_templates() -> None:
 
 def in_process_of_its_own(render: Callable) -> Callable:
     """
-    A function that renders as `render` does, in a fork of this process.
+    Runs `render` in a fork of this process.
 
     Raises:
-        ValueError: if it takes too much time or memory. Errors of templates are raised as `render` does, but other
-            exceptions than TypeError become a ValueError, too.
+        ValueError: if it takes too much time or memory. Errors of templates are raised as by `render`, but exceptions
+            other than TypeError also become a ValueError.
     """
 
     @functools.wraps(render)
     def limited(*args, **kwargs):
         end, begin = os.pipe()
         with warnings.catch_warnings():
-            # Of other threads, which may hold locks. None of these locks is needed to render.
+            # The warning is about locks of other threads, which rendering does not need.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if not child:
@@ -92,8 +92,8 @@ def _answer(to: int, render: Callable, args: tuple, kwargs: dict[str, Any]) -> N
 
 
 def _read(end: int) -> bytes | None:
-    """All that is written to a pipe; None if it takes too long."""
-    text, until = b"", time.monotonic() + 6 * SECONDS  # this process may share its CPU with others
+    """Everything written to a pipe; None if it takes too long."""
+    text, until = b"", time.monotonic() + 6 * SECONDS  # this process may share its CPU
     while select.select([end], [], [], max(until - time.monotonic(), 0))[0]:
         part = os.read(end, 2**20)
         if not part:
@@ -103,7 +103,7 @@ def _read(end: int) -> bytes | None:
 
 
 def _errors() -> dict[str, type[Exception]]:
-    """The errors that are raised as `render` does, by name."""
+    """The errors that are raised unchanged, by name."""
     from jinja2 import TemplateError
 
     return {"TemplateError": TemplateError, "TypeError": TypeError}

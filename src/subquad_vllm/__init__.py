@@ -6,7 +6,7 @@ If subquad is installed next to vLLM, vLLM calls [`register`] in each of its pro
 
 
 def register() -> None:
-    """Makes vLLM know the models. It may be called more than once in a process."""
+    """Registers the models with vLLM. It may be called more than once in a process."""
     from .plugin import register
 
     register()

@@ -1,4 +1,4 @@
-"""What vLLM is told about a model before it is built, and what is refused."""
+"""Information for vLLM about a model before it is built, and refusals."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +14,17 @@ from subquad.models import REGISTRY
 from .served import hybrid_name
 
 
-# Tokens of a request, prompt and answer, if `--max-model-len` is not given. The states have no limit, but vLLM keeps a
+# Tokens of a request, prompt and answer, without `--max-model-len`. The states have no limit, but vLLM keeps a
 # buffer of this length for every request.
 DEFAULT_LENGTH = 32768
-# What was tested on a CPU. Most other methods fail late there, or leave the linear layers as they are.
+# Methods tested on a CPU. Most others fail late there, or leave the linear layers unchanged.
 QUANTIZATION_ON_CPU = ("compressed-tensors", "gptq", "awq")
 
 
 def own_config(config: PreTrainedConfig, processes: int = 1) -> PreTrainedConfig:
     """
-    A copy of a configuration: of our class, also if the repository brought its own, and for tensor parallelism in
-    that many processes.
+    A copy of a configuration as an instance of our class, even if the repository brought its own, and for tensor
+    parallelism in that many processes.
     """
     config = REGISTRY[config.model_type].config_class.from_dict(config.to_dict())
     if processes > 1:
@@ -33,7 +33,7 @@ def own_config(config: PreTrainedConfig, processes: int = 1) -> PreTrainedConfig
 
 
 def attention_styles(plan: dict[str, str]) -> set[str]:
-    """How a tensor parallel plan splits the queries of attention layers."""
+    """The styles in which a tensor parallel plan splits the queries of attention layers."""
     return {style for name, style in plan.items() if name.endswith(".attn.q_proj")}
 
 
@@ -41,7 +41,7 @@ class ServedConvertor(ModelArchConfigConvertorBase):
     """Reads the sizes in a configuration of ours."""
 
     def derive_max_model_len_and_key(self) -> tuple[float, str | None]:
-        """No limit: `context_length` is the length of the training sequences, and a state reads on after it."""
+        """No limit: `context_length` is the length of the training sequences, and a state has no limit."""
         return float("inf"), None
 
     def get_architectures(self) -> list[str]:
@@ -66,7 +66,7 @@ class ServedConvertor(ModelArchConfigConvertorBase):
 
     @property
     def attention(self) -> dict[str, Any] | None:
-        """The sizes of the layers with softmax attention, which vLLM wants to be the same in all of them."""
+        """The sizes of the layers with softmax attention, which vLLM requires to be equal in all of them."""
         specs = getattr(own_config(self.hf_config), "attention_specs", None)
         if not specs:
             return None
@@ -78,7 +78,7 @@ class ServedConvertor(ModelArchConfigConvertorBase):
 
 
 class RefusedConvertor(ModelArchConfigConvertorBase):
-    """Ends the start of vLLM for a model that it cannot serve."""
+    """Raises an error for a model that vLLM cannot serve."""
 
     def convert(self, supports_multimodal: bool = True):
         model_type = self.hf_config.model_type
@@ -95,7 +95,7 @@ class ServedConfig(MambaModelConfig):
             model_config.max_model_len = max(trained, DEFAULT_LENGTH)
         in_file = getattr(model_config.hf_config, "quantization_config", None) or {}
         method = model_config.quantization or in_file.get("quant_method")
-        method = method and method.removeprefix("auto_")  # vLLM's names for the same
+        method = method and method.removeprefix("auto_")  # vLLM's names for the same methods
         if method == "awq" and not in_file.get("modules_to_not_convert"):
             raise ValueError(
                 "`modules_to_not_convert` must be in the `quantization_config` of a model of AWQ: the names of the "

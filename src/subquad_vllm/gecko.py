@@ -20,19 +20,19 @@ from .states import BlockStates, StateSizes, StepMetadata
 
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what comes under its own name
-# The tokens that a block keeps. A token changes one row of each.
+# The states of a block that are rings of tokens. A token changes one row of each.
 RINGS = ("keys", "values", "memory_keys")
-# The states of a block that a token changes as a whole. The others are read, and changed, where they are.
+# The states of a block that a token changes as a whole. The others are read and changed in place.
 COPIED = ("timenorm", "cema")
 MEMORY = ("memory", "normalizer")
-# What the model keeps after its blocks: names in the pool and in the cache. Every block has room for it, because vLLM
-# wants them alike; the first one's is used. It is small beside the rings.
+# States kept after the blocks: names in the pool and in the cache. vLLM requires all blocks to be alike, so every
+# block has space for them; the first block's is used. It is small compared with the rings.
 AFTER_BLOCKS = {"final_timenorm": "timenorm", "begins": "begins"}
 
 
 @ignore_torch_compile
 class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
-    """Its step is not compiled: how it is laid out depends on the lengths of the requests."""
+    """Its step is not compiled, because its batches depend on the lengths of the requests."""
 
     captured = False
     state_names = (*COPIED, *MEMORY, *AFTER_BLOCKS, *RINGS)
@@ -106,9 +106,9 @@ class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
 
 def batches(step: StepMetadata) -> list[tuple[torch.Tensor | slice, int, torch.Tensor, torch.Tensor | None]]:
     """
-    The batches of a step: the requests with one token, then the others, those together that fill at least half of
-    their rows, apart from those that begin. Of each: which requests it has, how many tokens these have read at most,
-    the index of each of its tokens in the step (batch, length), and which are real, or None if all are.
+    The batches of a step: the requests with one token, then the others, grouped so that at least half of each row is
+    filled, and new requests apart. For each batch: its requests, the largest number of tokens they have read, the
+    index of each of its tokens in the step (batch, length), and the mask of real tokens, or None if all are real.
     """
     first, found = step.first, []
     if step.single:
@@ -132,13 +132,13 @@ def batches(step: StepMetadata) -> list[tuple[torch.Tensor | slice, int, torch.T
 class SlotCache(GeckoCache):
     """
     The cache of a batch of requests. Their states are read from their slots and written back block by block, except
-    those that a single token reads where they are.
+    for states that a single token reads in place.
 
     Args:
         config: configuration of the model.
         blocks: the pools.
-        slots: those of the requests, (batch).
-        lengths: how many tokens each of these has read, (batch).
+        slots: the slots of the requests, (batch).
+        lengths: number of tokens that each request has read, (batch).
         most: the largest of these numbers.
         one_token: whether each request reads one token.
     """
@@ -162,7 +162,7 @@ class SlotCache(GeckoCache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there are states. An empty slot is read as zeros, and these mean the same as none."""
+        """Whether there are states. An empty slot is read as zeros, which mean the same as no state."""
         return self.one_token or self.most > 0
 
     def ring_size(self, tokens: int) -> int:
@@ -210,10 +210,10 @@ class SlotCache(GeckoCache):
 
 
 class SlotPositions(GeckoPositions):
-    """A single token of each request, which the rings in the slots hold once it is read."""
+    """A single token of each request, written to the rings in the slots before they are read."""
 
     def keep(self, state: LayerState, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:
-        """Writes the rows of the tokens to the rings, and returns these. The memory is where it was."""
+        """Writes the rows of the tokens to the rings, and returns these. The memory stays in place."""
         rings = {name: state.get(name) for name in rows}
         place = self.position[:, 0] % (2 * self.chunk_size)
         for name, x in rows.items():

@@ -1,6 +1,6 @@
 """
-A model's own modules with vLLM's linear layers, which can be split, quantised and adapted. The tensor parallel plan of
-the configuration, which transformers reads too, says how they are split.
+A model's own modules with vLLM's linear layers, which can be split, quantised and adapted. They are split by the
+tensor parallel plan of the configuration, which transformers also reads.
 """
 
 import re
@@ -36,18 +36,18 @@ LINEAR = {
 
 
 def style_of(name: str, plan: dict[str, str]) -> str | None:
-    """The style of a module or parameter in a plan, in whose names * stands for a number; None if it has none."""
+    """The style of a module or parameter in a plan, where * in names stands for a number; None if it has none."""
     return plan.get(name) or plan.get(re.sub(r"\.\d+\.", ".*.", name))
 
 
 class RoundedRowsMethod(UnquantizedLinearMethod):
     """
-    The product of a linear layer on a CPU, for one of a few numbers of rows. oneDNN compiles code for each of them and
-    keeps it, so that without this the memory would grow whenever a step has a number of tokens that none had before.
+    The product of a linear layer on a CPU, for one of a few numbers of rows. oneDNN compiles and keeps code for each
+    of them, so otherwise memory would grow with every new number of tokens in a step.
 
     Args:
-        name: of the layer among those that vLLM finds when a compiled step runs.
-        outputs: how many outputs it has in this process.
+        name: name of the layer for vLLM when a compiled step runs.
+        outputs: number of its outputs in this process.
     """
 
     def __init__(self, name: str, outputs: int):
@@ -61,7 +61,7 @@ class RoundedRowsMethod(UnquantizedLinearMethod):
 
 
 def multiply_rounded(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (..., in) to (..., out), with rows of zeros beside those of x."""
+    """x (..., in) to (..., out), padded with rows of zeros."""
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
     if size := round_up(count) - count:
@@ -72,7 +72,7 @@ def multiply_rounded(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | Non
 def apply_to_rows(
     apply: Callable[..., torch.Tensor], layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A quantised product of x (..., in), by a method of vLLM that may take (rows, in) only, as on CPUs with AMX."""
+    """A quantised product of x (..., in), by a method of vLLM that may only accept (rows, in), as on CPUs with AMX."""
     return apply(layer, x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
 
@@ -84,13 +84,13 @@ def apply_wide(
 
 
 def round_up(count: int) -> int:
-    """The next of 1, ..., 16, and from there on of eight numbers between two powers of two."""
+    """The next of 1, ..., 16, then of eight numbers between powers of two."""
     step = max(1, (1 << (count - 1).bit_length()) // 16)
     return -(-count // step) * step
 
 
 def multiply_in_graph(x: torch.Tensor, bias: torch.Tensor | None, outputs: int, name: str) -> torch.Tensor:
-    """As [`multiply_rounded`], of the layer of this name, which has so many outputs."""
+    """As [`multiply_rounded`], for the layer of this name with that many outputs."""
     return multiply_rounded(get_forward_context().no_compile_layers[name], x, bias).contiguous()
 
 
@@ -101,14 +101,14 @@ direct_register_custom_op(
 
 def use_vllm_layers(model: nn.Module, plan: dict[str, str], vllm_config: VllmConfig, prefix: str) -> None:
     """
-    Replaces the linear layers and embeddings of a model on the meta device by vLLM's, in place, and gives the other
-    parameters memory: that of this process's part.
+    Replaces the linear layers and embeddings of a model on the meta device by vLLM's, in place, and allocates this
+    process's part of the other parameters.
 
     Args:
         model: the model.
         plan: names of modules and parameters in it, with the styles of transformers' tensor parallel plans.
         vllm_config: vLLM's settings.
-        prefix: what comes before the model's names in checkpoints.
+        prefix: prefix of the model's names in checkpoints.
     """
     device = vllm_config.device_config.device
     layers = vllm_config.compilation_config.static_forward_context
@@ -148,14 +148,14 @@ def use_vllm_layers(model: nn.Module, plan: dict[str, str], vllm_config: VllmCon
 
 
 def split_dim(parameter: nn.Parameter, style: str | None) -> int | None:
-    """The axis along which a parameter outside linear layers is split, as `plan_heads` of `subquad` names the ways."""
+    """The axis along which a parameter outside linear layers is split, by the styles of `plan_heads`."""
     if style not in ("colwise", "rowwise"):
         return None
     return -1 if style == "rowwise" or parameter.dim() == 1 else -2
 
 
 def own_part(parameter: nn.Parameter, dim: int | None, device: torch.device) -> nn.Parameter:
-    """A parameter without values, of which this process has a part, and which is loaded from the whole."""
+    """An uninitialised parameter for this process's part, to be loaded from the whole tensor."""
     shape = list(parameter.shape)
     if dim is not None:
         shape[dim] //= get_tensor_model_parallel_world_size()

@@ -1,4 +1,4 @@
-"""Makes vLLM know the models. None of them is imported before vLLM runs it."""
+"""Registers the models with vLLM. A model is imported only when vLLM runs it."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
-from subquad.models import REGISTRY  # importing subquad also tells AutoConfig and AutoTokenizer
+from subquad.models import REGISTRY  # importing subquad also registers with AutoConfig and AutoTokenizer
 
 from .configuration import RefusedConvertor, ServedConfig, ServedConvertor
 from .served import TESTED, hybrid_name

@@ -1,4 +1,4 @@
-"""Splits the thoughts of Goose's G1 models off their answers: `--reasoning-parser rwkv`."""
+"""Separates the thoughts of Goose's G1 models from their answers: `--reasoning-parser rwkv`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,7 @@ ANSWER, BEGIN, END = "Assistant:", "<think>", "</think>"
 
 
 def stop_at_next_turn(request, tokenizer):
-    """Lets a request for a chat end where the model begins the next turn, besides at the stop strings that it has."""
+    """Makes a chat request end where the model begins the next turn, in addition to its stop strings."""
     if hasattr(request, "stop"):
         given = [request.stop] if isinstance(request.stop, str) else request.stop or []
         request.stop = [*given, *(text for text in getattr(tokenizer, "stop_strings", ()) if text not in given)]
@@ -19,16 +19,16 @@ def stop_at_next_turn(request, tokenizer):
 
 class RwkvReasoningParser(ReasoningParser):
     """
-    Thoughts are what stands between `<think>` and `</think>` at the beginning of an answer. Both are several tokens of
+    Thoughts are the text between `<think>` and `</think>` at the beginning of an answer. Both are several tokens of
     World, so they are looked for in text. If a request asks for thoughts, its prompt ends with ` <think`, and the
     answer begins with `>`. If it asks for none, the same `>` completes ` <think></think`.
 
     A stream, and structured outputs, have thoughts only if the request asks for them: nothing else shows in time that
-    a thought, and not the answer, is about to come.
+    a thought comes before the answer.
 
     Args:
-        tokenizer: of the model.
-        chat_template_kwargs: those of the request, such as `thinking`.
+        tokenizer: tokenizer of the model.
+        chat_template_kwargs: arguments of the request, such as `thinking`.
     """
 
     def __init__(self, tokenizer, *args, chat_template_kwargs: dict | None = None, **kwargs):
@@ -38,7 +38,7 @@ class RwkvReasoningParser(ReasoningParser):
         self.before: list[int] = []  # the last ids of the prompt
 
     def _opening(self, tools: bool = False) -> str:
-        """What a prompt begins the answer with."""
+        """The text in the prompt that begins the answer."""
         chat, tools = [{"role": "user", "content": "?"}], [{"name": "f"}] if tools else None
         options = {"tokenize": False, "add_generation_prompt": True}
         return self._answer(
@@ -56,7 +56,7 @@ class RwkvReasoningParser(ReasoningParser):
         self.opening, self.before = self._answer(self._decode(prompt_token_ids)), list(prompt_token_ids[-len(END) :])
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
-        """Whether a prompt of the chat template, and what follows it, has no thought that is still open."""
+        """Whether a prompt of the chat template and the text after it have no open thought."""
         answer = self._answer(self._decode(input_ids))
         return END in answer or not answer.startswith(BEGIN[:-1])
 
@@ -66,7 +66,7 @@ class RwkvReasoningParser(ReasoningParser):
         return END in self._decode([*self.before, *input_ids][-new:]).rpartition(ANSWER)[2]
 
     def extract_content_ids(self, input_ids: list[int]) -> list[int]:
-        """The ids after those of the thought; none if it does not end in them."""
+        """The ids after the thought; none if it does not end in them."""
         text = self._answer(self._decode(self.before))
         for count, index in enumerate(input_ids, 1):
             text += self._decode([index])
@@ -89,13 +89,13 @@ class RwkvReasoningParser(ReasoningParser):
         current_token_ids: Sequence[int],
         delta_token_ids: Sequence[int],
     ) -> DeltaMessage | None:
-        """What the last tokens add to the thought and to the answer; None while they may be part of a mark."""
+        """The additions of the last tokens to thought and answer; None while they may be part of a mark."""
         before, now = self._split(previous_text, partly=True), self._split(current_text, partly=True)
         thought, answer = (new[len(old) :] or None for old, new in zip(before, now, strict=True))
         return DeltaMessage(reasoning=thought, content=answer) if thought or answer else None
 
     def _split(self, text: str, partly: bool = False) -> tuple[str, str]:
-        """The thought and the answer. With `partly`, more text will come, and what may begin a mark is left out."""
+        """The thought and the answer. With `partly`, more text will come, and a possible mark is left out."""
         rest = (self.opening + text).lstrip()
         if not rest.startswith(BEGIN[:-1] if self.opening else BEGIN):
             return "", "" if partly and BEGIN.startswith(rest) else text

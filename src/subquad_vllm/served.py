@@ -1,9 +1,9 @@
-"""What does not need vLLM itself: the version that was tested, and the names of classes there."""
+"""Definitions that do not import vLLM: the tested version, and the names of classes there."""
 
 # The minor version of vLLM that the tests run on. Its interfaces change from one to the next.
 TESTED = "0.32"
 
 
 def hybrid_name(name: str) -> str:
-    """Under which name vLLM knows a class of models with softmax attention in some blocks."""
+    """The name in vLLM of a class of models with softmax attention in some blocks."""
     return name if "HybridFor" in name else name.replace("For", "HybridFor", 1)

@@ -1,4 +1,4 @@
-"""What all served models share."""
+"""The base class of all served models."""
 
 import re
 from collections.abc import Iterable
@@ -32,20 +32,20 @@ from .states import Blocks, BlockSlots, BlockStates, StateSizes, StepTokens
 @support_torch_compile
 class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, SupportsLoRA, SupportsQuant):
     """
-    A language model of ours in vLLM. Its modules are those of our own class, with the names of the checkpoints, except
-    that the linear layers and embeddings are vLLM's.
+    A language model of ours in vLLM. It has the modules of our own class, with the names of the checkpoints, except
+    for vLLM's linear layers and embeddings.
     """
 
     # Names of the states of a block, if it keeps any.
     state_names: tuple[str, ...]
     # Whether a step can be captured in CUDA graphs.
     captured = True
-    # How another package names and shapes the tensors, if there are such files.
+    # The name map of another package, if there are such files.
     name_map: NameMap | None = None
 
     @classmethod
     def state_sizes(cls, config: PreTrainedConfig, dtype: torch.dtype, processes: int) -> StateSizes:
-        """The states of a block in one of some tensor parallel processes; those of `state_names`, in their order."""
+        """The states of a block in one of `processes` tensor parallel processes, in the order of `state_names`."""
         raise NotImplementedError
 
     @classmethod
@@ -60,7 +60,7 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
         Args:
             x: embeddings, (tokens, 1, width).
             input_ids: (tokens); None if the request has embeddings instead.
-            positions: of the tokens in their texts, (tokens).
+            positions: positions of the tokens in their texts, (tokens).
 
         Returns:
             as x.
@@ -125,7 +125,7 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
         return self.logits_processor(self.get_submodule(self.head_name), hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads a checkpoint's tensors, in which every weight must be; returns the names of those loaded."""
+        """Loads a checkpoint's tensors, which must include every weight; returns the loaded names."""
         tied = f"{self.head_name}." if self.config.tie_word_embeddings else None
 
         def named():
@@ -139,5 +139,5 @@ class ServedForCausalLM(nn.Module, HasInnerState, SupportsMambaPrefixCaching, Su
 
 
 def part_of(heads: int, processes: int, split: bool) -> int:
-    """The number of heads that a process has, of a block whose heads are split among them or not."""
+    """The number of heads in a process, for a block whose heads are split among processes or not."""
     return heads // processes if split else heads

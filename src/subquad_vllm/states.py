@@ -1,8 +1,8 @@
 """
-The pool of states, and how the blocks of a model read and write it.
+The pool of states, which the blocks of a model read and write.
 
 vLLM gives each request a slot in the pool of each block. In a step it reads some tokens of each of several requests:
-first those that read one token, then those that read several. All tokens are one flat sequence; the blocks see it as
+first the requests that read one token, then the others. All tokens are one flat sequence; the blocks see it as
 a batch of rows of one token, (tokens, 1, width), and only token shifts and recurrences know the requests. These two
 are custom operators of a compiled step, which find the requests and the pool when they run.
 """
@@ -40,10 +40,10 @@ class StepMetadata:
 
     Attributes:
         slots: each request's row in the pools, int64 (requests).
-        before: how many tokens each request has read before, on the host.
-        single: how many requests read one token. They come first.
-        lengths: how many tokens each of the others reads, on the host.
-        bounds: where the tokens of each request begin and end in the flat sequence, (requests + 1).
+        before: number of tokens that each request has read before, on the host.
+        single: number of requests that read one token. They come first.
+        lengths: number of tokens that each of the others reads, on the host.
+        bounds: boundaries of the requests' tokens in the flat sequence, (requests + 1).
         bounds_of_several: the same for the requests with several tokens, among their tokens alone.
         first, last: the indices of each request's first and last token in the flat sequence, int64 (requests).
     """
@@ -59,7 +59,7 @@ class StepMetadata:
 
 
 class StepMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
-    """Finds the [`StepMetadata`] of each step, and clears the slots of requests that begin, which others have used."""
+    """Builds the [`StepMetadata`] of each step, and clears the used slots of new requests."""
 
     kv_cache_spec: MambaSpec
     reorder_batch_threshold = 1  # requests with one token come first
@@ -68,7 +68,7 @@ class StepMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
     def __init__(self, kv_cache_spec: MambaSpec, layers: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layers, vllm_config, device)
         self.layers = layers
-        # A captured graph reads the slots of every step at the same place.
+        # A captured graph reads the slots of every step from the same address.
         self.slots = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
 
     def build(
@@ -104,13 +104,13 @@ class StepMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
 
 
 class UncapturedBuilder(StepMetadataBuilder):
-    """For models whose steps are laid out on the host, so that a CUDA graph cannot have them."""
+    """For models whose steps depend on work on the host, which CUDA graphs cannot capture."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
 
 
 class StateBackend(AttentionBackend):
-    """Tells vLLM which metadata a [`BlockStates`] needs."""
+    """The metadata that a [`BlockStates`] needs from vLLM."""
 
     @staticmethod
     def get_name() -> str:
@@ -142,10 +142,10 @@ class BlockStates(MambaBase):
     The pool of states of one block.
 
     Args:
-        vllm_config: vLLM's settings, which the pool is announced to.
-        sizes: the states. Those of 4-byte numbers come first, so that all begin at multiples of their size.
-        name: a name that no other layer has, with the number of the block in it.
-        captured: whether CUDA graphs may have the steps of requests with one token.
+        vllm_config: vLLM's settings, in which the pool is registered.
+        sizes: the states. States of 4-byte numbers come first, for alignment.
+        name: a unique name that contains the number of the block.
+        captured: whether CUDA graphs may capture the steps of requests with one token.
     """
 
     mamba_type = MambaAttentionBackendEnum.LINEAR  # any of them: the backend is our own
@@ -168,7 +168,7 @@ class BlockStates(MambaBase):
         return StateBackend if self.captured else UncapturedBackend
 
     def metadata(self) -> StepMetadata | None:
-        """The requests of this step; None while vLLM measures how much memory a step takes."""
+        """The requests of this step; None while vLLM measures the memory of a step."""
         metadata = get_forward_context().attn_metadata
         return None if metadata is None else metadata[self.name]
 
@@ -179,7 +179,7 @@ class BlockStates(MambaBase):
 
 def shift(x: torch.Tensor, block: str, name: str) -> torch.Tensor:
     """
-    What a token shift sees before each token of a step. The last token of each request is kept.
+    The token before each token of a step, for a token shift. The last token of each request is stored.
 
     Args:
         x: the tokens, (tokens, 1, width).
@@ -209,7 +209,7 @@ def recur(operator: Callable, block: str, name: str, arguments: dict[str, torch.
         operator: a recurrence of `subquad_kernels`.
         block: name of a [`BlockStates`].
         name: name of the state of the recurrence.
-        arguments: those of the operator but for the state. Tensors of three or more dimensions are (tokens, 1, ...).
+        arguments: arguments of the operator except the state. Tensors with three or more axes are (tokens, 1, ...).
 
     Returns:
         the output, (tokens, 1, ...).
@@ -258,7 +258,7 @@ CompilationConfig._attention_ops += ["vllm::subquad_shift", "vllm::subquad_recur
 
 @dataclass
 class InSlots:
-    """Where [`shift`] and [`recur`] find a state: the name of its block, and its own."""
+    """The place of a state for [`shift`] and [`recur`]: the name of its block, and its own."""
 
     block: str
     name: str
@@ -280,7 +280,7 @@ class BlockSlots(BlockState):
         """[`shift`] has kept the last tokens of the same x."""
 
     def update(self, name: str, state: InSlots, replay: Callable, *updates: torch.Tensor) -> None:
-        """[`recur`] has written the state. Nothing is recorded: no request goes back."""
+        """[`recur`] has written the state. Nothing is recorded: requests are never rolled back."""
 
 
 class Blocks(BlockCache):

@@ -1,4 +1,4 @@
-"""Reads the calls of tools that World and G1 models write: `--enable-auto-tool-choice --tool-call-parser rwkv`."""
+"""Reads the tool calls of World and G1 models: `--enable-auto-tool-choice --tool-call-parser rwkv`."""
 
 import json
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from .reasoning import ANSWER, stop_at_next_turn
 
 class RwkvToolParser(ToolParser):
     """
-    Reads calls as `tokenizer.parse_response` does, with the same response template. In a stream, a call comes when it
-    is complete. One that is cut off is content, and so is a thought, which the reasoning parser splits off before.
+    Reads calls as `tokenizer.parse_response` does, with the same response template. In a stream, a call is sent once
+    it is complete. A truncated call is content, and so is a thought, which the reasoning parser separates first.
 
     Args:
-        tokenizer: of the model.
-        tools: of the request.
+        tokenizer: tokenizer of the model.
+        tools: tools of the request.
     """
 
     engine_based_streaming = True  # vLLM calls `finish_streaming`
@@ -71,7 +71,7 @@ class RwkvToolParser(ToolParser):
         return self._delta(self.stream.feed(delta_text))
 
     def finish_streaming(self) -> DeltaMessage | None:
-        """What waited for more text."""
+        """The text that was held back."""
         if self.stream is None:
             return None
         events, self.stream = self.stream.finalize()[1], None

@@ -233,7 +233,7 @@ def test_a_pattern_that_the_tensors_contradict(weights, tmp_path):
     with pytest.raises(ConversionError) as error:
         recognise(publish(tmp_path / "damaged", weights))
     assert str(error.value) == (
-        "The tensors are not those of the model type avey-b with the layer pattern interleaved; "
+        "The tensors do not match the model type avey-b with the layer pattern interleaved; "
         "missing: layers.2.spatial_proj; unexpected: layers.3.spatial_proj."
     )
 
@@ -259,7 +259,9 @@ def test_windows_that_are_not_compressed(pattern, fields, expected, tmp_path):
 
     if pattern == "all-dynamic" and "compressor" not in fields:
         if len(fields) < 2:
-            expected = r"^No tensor tells the rows of a window; give `chunk_size` and `k` in a configuration file\.$"
+            expected = (
+                r"^No tensor determines the rows of a window; give `chunk_size` and `k` in a configuration file\.$"
+            )
         else:  # nothing contradicts them
             expected = (3, 2)
     if isinstance(expected, str):

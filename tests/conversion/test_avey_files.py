@@ -90,7 +90,7 @@ def test_sizes_that_the_tensors_do_not_tell(tmp_path):
     weights = random_weights()
     source = save(tmp_path / "trained.pth", weights)
     report = convert(source, tmp_path / "assumed", progress=False)
-    assert "the source tells neither `chunk_size` nor `k`; a `chunk_size` of 64 was assumed" in report.notes
+    assert "neither `chunk_size` nor `k` is stored in the source; a `chunk_size` of 64 was assumed" in report.notes
     assert (report.config.chunk_size, report.config.k) == (64, 2)
     for i, (fields, expected) in enumerate([({"k": 4}, (32, 4)), ({"chunk_size": 16}, (16, 8))]):
         (tmp_path / "sizes.json").write_text(json.dumps(fields))

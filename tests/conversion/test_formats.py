@@ -250,7 +250,7 @@ def test_every_tensor_matters(case, fault, monkeypatch):
             known.plan(changed, case.fields)
         message = str(error.value)
         if fault == "missing":
-            assert message.startswith(f"The tensors are not those of the model type {case.model_type}")
+            assert message.startswith(f"The tensors do not match the model type {case.model_type}")
             assert f"missing: {case.ours[name]}" in message
         elif fault == "dtype":
             assert f"{name} (dtype I8, expected a floating one)" in message
@@ -282,7 +282,7 @@ def test_one_error_lists_all_that_does_not_fit(case, tmp_path):
         f"{wide} (shape ({rows}, {columns + 1}), expected ({rows}, {columns}))",
         f"{narrow} (dtype int8, expected a floating one)",
     ]
-    head = f"The tensors are not those of the model type {case.model_type}; missing: {ours[lost]}; "
+    head = f"The tensors do not match the model type {case.model_type}; missing: {ours[lost]}; "
     head += f"unexpected: {case.last_block}stray; of the wrong shape: "
     assert str(error.value) in [f"{head}{', '.join(order)}." for order in (faults, faults[::-1])]
 

@@ -165,7 +165,7 @@ def test_what_a_configuration_must_tell(buffers, fields, untold, tmp_path):
     source = save(tmp_path / "trained.pth", as_trained(model) if buffers else model.state_dict())
     with pytest.raises(ConversionError) as error:
         convert(source, tmp_path / "model", config=write_config(tmp_path, **fields), progress=False)
-    assert str(error.value) == f"No tensor tells {untold}; give it in a configuration file."
+    assert str(error.value) == f"No tensor determines {untold}; give it in a configuration file."
     assert not (tmp_path / "model").exists()
 
 
@@ -175,7 +175,7 @@ def test_what_is_assumed(tmp_path):
     config = write_config(tmp_path, chunk_size=4, norm_eps=1e-5, num_rope_heads=None)
     report = convert(source, tmp_path / "model", config=config, progress=False)
     assert notes_of(report) == [
-        "what the source does not tell was assumed: `timenorm_beta1` 0.999, `timenorm_beta2` 0.9999, "
+        "values that are not stored in the source were assumed: `timenorm_beta1` 0.999, `timenorm_beta2` 0.9999, "
         "`layernorm_num_groups` 1, `two_hop_residual` False, `rope_base` 500000, `scale_emb` False, "
         "`document_boundaries` True"
     ]
@@ -275,7 +275,7 @@ def test_info(dtype, tmp_path, capsys):
 def test_info_of_a_file_needs_its_configuration(weights, tmp_path, capsys):
     source = save(tmp_path / "model.safetensors", weights)
     assert cli.main(["info", str(source)]) == 1
-    assert "No tensor tells `chunk_size`; give it in a configuration file." in capsys.readouterr().err
+    assert "No tensor determines `chunk_size`; give it in a configuration file." in capsys.readouterr().err
     write_config(tmp_path, chunk_size=8)
     assert cli.main(["info", str(source), "--json"]) == 0
     info = json.loads(capsys.readouterr().out)

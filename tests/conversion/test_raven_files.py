@@ -235,7 +235,7 @@ def test_without_a_configuration(fields, untold, tmp_path):
         config.write_text(json.dumps({"router": "swa", "topk": 2}))
     with pytest.raises(ConversionError) as error:
         convert(source, tmp_path / "model", config=config, progress=False)
-    assert str(error.value) == f"No tensor tells {untold}; give it in a configuration file."
+    assert str(error.value) == f"No tensor determines {untold}; give it in a configuration file."
     assert not (tmp_path / "model").exists()
 
 
@@ -290,7 +290,7 @@ def test_every_tensor_matters_without_a_configuration(fault, monkeypatch):
             changed[name] = TensorInfo(() if fault == "no axis" else (1, *info.shape[1:]), info.dtype)
         with pytest.raises(ConversionError) as error:
             FORMAT.plan(changed, {})
-        assert "No tensor tells" not in str(error.value)
+        assert "No tensor determines" not in str(error.value)
         assert fault == "one row" or name in str(error.value)
 
 
@@ -370,4 +370,4 @@ def test_info_of_a_file_needs_its_configuration(weights, tmp_path, capsys):
     assert info["state_elements"] == 3 * 4 * 32 * (16 + 16)
     (source / "config.json").unlink()
     assert cli.main(["info", str(source)]) == 1
-    assert "No tensor tells `topk`; give it in a configuration file." in capsys.readouterr().err
+    assert "No tensor determines `topk`; give it in a configuration file." in capsys.readouterr().err

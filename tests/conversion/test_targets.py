@@ -330,7 +330,7 @@ def test_gguf_files_that_are_not_what_they_say(tmp_path):
         (header([(b"a", struct.pack("<IIQ", 9, 8, 1) + struct.pack("<Q", 2**62))]), "it ends too early"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), "it has 1,099,511,627,776 entries"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**40, 0), "it has 1,099,511,627,776 tensors"),
-        (header([], [(b"%d" % n, vector) for n in range(40)]) + bytes(5000), "they overlap, as those of no model do"),
+        (header([], [(b"%d" % n, vector) for n in range(40)]) + bytes(5000), "they overlap, as in no model"),
         (
             header([(TOKENIZER.encode(), text), (LISTS[0].encode(), tokens)]) + bytes(64),
             "is no list of at most 262,144",
@@ -352,7 +352,7 @@ def test_tensors_that_share_bytes(tmp_path):
         recognise(path)
     x = torch.zeros(1000)
     torch.save({f"{n}": x for n in range(9)}, tmp_path / "out.pth")
-    with pytest.raises(ConversionError, match="they overlap, as those of no model do"):
+    with pytest.raises(ConversionError, match="they overlap, as in no model"):
         recognise(tmp_path / "out.pth")
 
 
@@ -476,7 +476,9 @@ def test_an_epsilon_that_others_do_not_know(to, tmp_path):
     model, out = made(case, tmp_path, head_size_divisor=1), tmp_path / f"out.{to}"
     if to == "pth":
         notes = convert(model, out, to=to, progress=False).notes
-        assert notes == ["no tensor tells `head_size_divisor`: whoever reads the file has to know that it is 1"]
+        assert notes == [
+            "`head_size_divisor` is not stored in the tensors: readers of the file must know that it is 1"
+        ]
         return
     with pytest.raises(ConversionError, match="`head_size_divisor` is 1; .* has 8 written into its code"):
         convert(model, out, to=to, progress=False)

@@ -275,7 +275,7 @@ def test_one_error_lists_all_that_does_not_fit(vision, save):
     with pytest.raises(ConversionError) as error:
         recognise(save("trained.pth", tensors))
     assert str(error.value) == (
-        "The tensors are not those of the model type visual_rwkv; "
+        "The tensors do not match the model type visual_rwkv; "
         "missing: model.vit.vision_model.encoder.layers.1.mlp.fc2.bias, model.proj.weight, model.rwkv.ln_out.bias; "
         "unexpected: align.queue, rwkv.blocks.0.att.time_first; "
         "of the wrong shape: vit.vision_model.embeddings.position_embedding.weight (shape (16, 128), expected "

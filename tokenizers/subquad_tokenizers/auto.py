@@ -1,4 +1,4 @@
-"""What `AutoTokenizer` needs to know, as import paths, so that nothing is imported before it is used."""
+"""Import paths for `AutoTokenizer`, so that nothing is imported before it is used."""
 
 from .vocabulary import WORLD_MODEL_TYPES
 
@@ -17,8 +17,8 @@ CLASSES = {
 
 def default_class(model_type: str) -> str:
     """
-    The class for a directory whose files name none: RWKV World for Eagle, Finch and Goose, for others what reads the
-    `tokenizer.json` of the directory.
+    The class for a directory whose files do not name one: RWKV World for Eagle, Finch and Goose, otherwise a class
+    that reads the directory's `tokenizer.json`.
     """
     world = model_type in WORLD_MODEL_TYPES
     return CLASSES["RwkvWorldTokenizerFast"] if world else "transformers.PreTrainedTokenizerFast"

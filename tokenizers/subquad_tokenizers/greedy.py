@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import chain, pairwise
 
 
-# Bytes that a piece may begin with: ASCII other than letters and digits, and the first bytes of CJK ideographs (E4 to
+# Possible first bytes of a piece: ASCII other than letters and digits, and the first bytes of CJK ideographs (E4 to
 # E9), of most South and South-East Asian scripts (E0) and of emoji (F0 on). Any choice is correct; this one keeps
 # pieces word-sized.
 _HEADS = frozenset(
@@ -68,7 +68,7 @@ class GreedyEncoder:
             return self.encode_piece(block)
         pieces = self._split(block)
         ids = list(chain.from_iterable(map(self._pieces.__getitem__, pieces)))
-        # Noise, in which hardly any piece occurs twice, is encoded faster without the dictionary. If most pieces of a
+        # Noise, where hardly any piece occurs twice, is encoded faster without the dictionary. If most pieces of a
         # sample were new, the dictionary is not used for a while, longer each time. Ordinary text fills it later.
         self._sampled += len(pieces)
         if self._sampled >= 1024:
@@ -140,8 +140,8 @@ def _build_trie(tokens: Sequence[bytes]) -> tuple[list[dict[int, int]], list[tup
     rest = [0] * len(children)
     for node, index in token_at.items():
         done[node] = (index,)
-    # At a node where no token ends, the path is its parent's and one more byte: the tokens are those of the parent's
-    # path, then those of the rest with that byte. Only nodes nearer to the root are needed, so go level by level.
+    # At a node where no token ends, the path is its parent's and one more byte: the tokens are the tokens of the
+    # parent's path, then of the rest with that byte. Only nodes nearer to the root are needed, so go level by level.
     level = [0]
     while level:
         below = []
@@ -164,7 +164,7 @@ def _safe_cuts(tokens: Sequence[bytes]):
     A function that splits bytes where no token crosses the cut, and a pattern that finds such cuts one at a time.
 
     A cut is between a byte outside `_HEADS` and one of `_HEADS`. Pairs of this kind that a token contains are
-    exceptions. All pairs of a first byte and a second byte of exceptions are excluded, which is safe and only loses a
+    exceptions. All combinations of first and second bytes of exceptions are excluded, which is safe and only loses a
     few cuts.
     """
     pairs = set()
@@ -174,7 +174,7 @@ def _safe_cuts(tokens: Sequence[bytes]):
     before, after = {first for first, _ in exceptions}, {second for _, second in exceptions}
     rest = set(range(256)) - _HEADS
     head, tail, first, second = map(_byte_class, (_HEADS, rest, before, after))
-    # At an exception the piece continues. The `re` module is fastest at runs of a byte class.
+    # At an exception the piece continues. The `re` module is fastest with runs of a byte class.
     piece = rb"(?:%b+%b*|%b+)(?:(?<=%b)(?=%b)%b+%b*)*" % (head, tail, tail, first, second, head, tail)
     cut = rb"(?<=%b)(?=%b)|(?<=%b)(?=%b)" % (_byte_class(rest - before), head, tail, _byte_class(_HEADS - after))
     return re.compile(piece).findall, re.compile(cut)

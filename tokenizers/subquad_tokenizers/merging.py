@@ -2,10 +2,10 @@
 The code of a repository on the Hub: modules of this distribution, merged into a few files that a person can read.
 Models and tokenizers both need this, so it stands below them.
 
-A repository names modules. It gets them whole, and of the modules of ours that they import, directly or indirectly,
-the definitions that are used. Modules follow one another in the order of their imports, under a heading each. Imports
-from our packages become imports from a file next to it, if the name is not in the same file. A private name that
-several modules define gets the module's name in front, and so does a constant.
+A repository names modules. It gets them whole, and the definitions that they use from our other modules, directly or
+indirectly. Modules follow one another in the order of their imports, each under a heading. Imports from our packages
+become imports from a neighbouring file, unless the name is in the same file. A private name or constant that several
+modules define gets the module's name as a prefix.
 """
 
 import ast
@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 # Packages whose modules are merged.
 OWN = ("subquad", "subquad_kernels", "subquad_tokenizers")
-# Packages that may be missing where the code is loaded: transformers checks all imports but those in a `try`.
+# Packages that may be missing where the code is loaded: transformers checks all imports outside a `try`.
 OPTIONAL = ("triton",)
-# The digest is that of all files: transformers compares the first one to see whether it has loaded the others.
+# The digest covers all files: transformers compares only the first file to decide whether to reload the others.
 HEADER = "# Part of subquad{version} (Apache-2.0), merged for a model repository: {digest}\n"
 LINE_LENGTH = 119
-# The decorator of methods that a repository does not have.
+# The decorator of methods to leave out of repositories.
 MARK = "package_only"
 # The function that finds faster implementations of single cases, which a repository does not have either.
 SHORTCUT = "shortcut"
@@ -62,11 +62,11 @@ class Statement:
     A statement at the top of a module, other than an import.
 
     Attributes:
-        defines: the names that it defines, or belongs to: that of a decorator which registers a function `_`, or that
-            of an object whose method it calls.
-        uses: the names of our packages that it uses, each with what it is called here.
+        defines: the names that it defines or belongs to: the name of a decorator that registers a function `_`, or of
+            an object whose method it calls.
+        uses: the names of our packages that it uses, each with its local name.
         lazy: the names of our packages that it imports inside.
-        foreign: what it uses of the other imports of its module.
+        foreign: the names that it uses from other imports of its module.
     """
 
     def __init__(self, module: "Module", node: ast.stmt, defines: list[str]):
@@ -99,7 +99,7 @@ class Statement:
         for name in sorted(self.used):
             if name in module.defining:
                 found.append((name, Name(module.name, name)))
-            # A statement may bind an imported name again, to something made from it.
+            # A statement may rebind an imported name to something made from it.
             if isinstance(home := module.imported.get(name), Name) and module.defining.get(name, [self]) == [self]:
                 found.append((name, _home(home)))
         return found
@@ -110,7 +110,7 @@ class Statement:
         return [each for each in found if isinstance(each, Foreign)]
 
     def needs(self) -> Iterator["Statement"]:
-        """The statements that it does not work without."""
+        """The statements that it depends on."""
         for home, name in [*(each for _, each in self.uses), *self.lazy]:
             module = load(home)
             if name not in module.defining:
@@ -119,11 +119,11 @@ class Statement:
 
     @functools.cached_property
     def rebinds(self) -> set[str]:
-        """The names of the module that a function in it gives another value."""
+        """The module's names that a function in it rebinds."""
         return {name for each in ast.walk(self.node) if isinstance(each, ast.Global) for name in each.names}
 
     def bound_inside(self) -> set[str]:
-        """The names that functions and classes in it bind: a global name among them would be another one."""
+        """The names that functions and classes in it bind, which would hide global names."""
         found = {each.arg for each in ast.walk(self.node) if isinstance(each, ast.arg)}
         for each in ast.walk(self.node):
             if isinstance(each, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
@@ -134,7 +134,7 @@ class Statement:
 
     @property
     def first_line(self) -> int:
-        """Where it begins, with its decorators and the comment above it."""
+        """Its first line, including decorators and the comment above it."""
         first = min([self.node.lineno, *(each.lineno for each in getattr(self.node, "decorator_list", ()))])
         while self.module.lines[first - 2].startswith("#"):
             first -= 1
@@ -146,9 +146,9 @@ class Module:
     A module of ours, read by its syntax tree.
 
     Attributes:
-        imported: local name to what it is imported from.
-        defining: name to the statements that define it, or only have a meaning together with it.
-        fixed: the statements that are kept together with any other.
+        imported: local name to the origin of its import.
+        defining: name to the statements that define it or belong to it.
+        fixed: the statements that are kept with any other.
     """
 
     def __init__(self, name: str):
@@ -180,7 +180,7 @@ class Module:
 
     def _defined(self, node: ast.stmt) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            # A function `_` exists for its decorator alone, which registers it with another function.
+            # A function `_` exists only for its decorator, which registers it with another function.
             return [node.name] if node.name != "_" else [_root(node.decorator_list[0])]
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -190,7 +190,7 @@ class Module:
         return []
 
     def own_names(self, node: ast.Import | ast.ImportFrom) -> list[tuple[str, Name]]:
-        """What a statement imports from our packages, each after the name that it gets here."""
+        """The imports of a statement from our packages, each with its local name."""
         if isinstance(node, ast.Import):
             if any(alias.name.split(".")[0] in OWN for alias in node.names):
                 raise ValueError(f"{self.name}, line {node.lineno}: import names from a module, not the module.")
@@ -200,7 +200,7 @@ class Module:
             package = self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
             target = importlib.util.resolve_name("." * node.level + target, package)
         elif target.split(".")[0] == self.name.split(".")[0]:
-            return []  # an absolute import of the own package means the one that is installed, if any
+            return []  # an absolute import of our package means the installed one, if any
         if target.split(".")[0] not in OWN:
             return []
         return [(alias.asname or alias.name, Name(target, alias.name)) for alias in node.names]
@@ -236,7 +236,7 @@ def _without_marked(text: str) -> str:
 
 
 def _home(name: Name) -> Name:
-    """Where a name is defined that a module, maybe the `__init__.py` of a package, has or imports."""
+    """The definition of a name that a module (possibly a package's `__init__.py`) has or imports."""
     source = load(name.module)
     while source.path.name == "__init__.py" and name.name not in source.defining:
         found = source.imported.get(name.name)
@@ -264,7 +264,7 @@ def _foreign_names(node: ast.Import | ast.ImportFrom) -> list[tuple[str, Foreign
 def _reach(
     statements: Iterable[Statement], through: Callable[[Statement], bool] = lambda each: True
 ) -> set[Statement]:
-    """These statements and all that they need, without looking at what the ones need that are not passed through."""
+    """These statements and all their dependencies, without following those not passed through."""
     found, waiting = set(), list(statements)
     while waiting:
         statement = waiting.pop()
@@ -276,7 +276,7 @@ def _reach(
 
 
 def _ordered(names: list[str], kept: set[Statement]) -> list[Module]:
-    """The modules of the kept statements, each after those that it imports."""
+    """The modules of the kept statements, each after its imports."""
     there, order = {each.module.name for each in kept}, {}
 
     def visit(module):
@@ -295,11 +295,11 @@ def _ordered(names: list[str], kept: set[Statement]) -> list[Module]:
 
 
 class Names:
-    """What the names at the top of modules are called in the files."""
+    """Maps top-level names of modules to their names in the files."""
 
     def __init__(self, modules: list[Module], kept: set[Statement], entries: set[Module]):
         self.final: dict[Name, str] = {}
-        # Statements that another module has, too, to the names there.
+        # Statements that another module has too, mapped to the names there.
         self.twins: dict[Statement, Name] = {}
         foreign: dict[str, set[Foreign]] = {}
         for each in kept:
@@ -337,7 +337,7 @@ class Names:
 
 
 def _same(one: list[Statement], other: list[Statement]) -> bool:
-    """Whether both are one assignment that means the same in any module."""
+    """Whether both are single assignments with the same meaning in any module."""
     (a, *more), (b, *others) = one, other
     plain = not more and not others and len(a.uses) == len(b.uses) == 1 and a.foreign == b.foreign
     return plain and isinstance(a.node, ast.Assign) and ast.dump(a.node) == ast.dump(b.node)
@@ -361,8 +361,8 @@ class File:
     One file of a repository.
 
     Args:
-        parts: the kept statements of each module that is in it.
-        entry: the module that the repository names, if it is one; then `doc` is its docstring.
+        parts: the kept statements of each of its modules.
+        entry: the module that the repository names, if any; then `doc` is its docstring.
     """
 
     def __init__(self, name: str, parts: list[tuple[Module, list[Statement]]], entry: str | None, doc: str):
@@ -392,7 +392,7 @@ class File:
         return "\n\n\n".join([head, *guarded, *sections]) + "\n"
 
     def _check_bound_again(self, statements: list[Statement]) -> None:
-        """A name that a module imports and binds again is the new one for everything in the file."""
+        """Checks names that a module imports and rebinds: the whole file would see the new value."""
         for one in statements:
             again = [_home(home) for name in one.defines if isinstance(home := one.module.imported.get(name), Name)]
             for other in statements:
@@ -401,7 +401,7 @@ class File:
                     raise ValueError(f"{where}: {one.module.name} binds a name again that this uses.")
 
     def _lines_of(self, statement: Statement, names: Names, file_of: Callable[[Name], str]) -> list[str]:
-        """A statement with the names that it has in the files, and with its imports."""
+        """The lines of a statement, with its names in the files, and its imports."""
         module, first = statement.module, statement.first_line
         lines = module.lines[first - 1 : statement.node.end_lineno]
         renamed = {local: names[name] for local, name in statement.uses if names[name] != local}
@@ -428,7 +428,7 @@ class File:
 
 
 def _rename(statement: Statement, renamed: dict[str, str], lines: list[str], first: int) -> None:
-    """Renames in the lines of a statement, the first of which has this number."""
+    """Renames in the lines of a statement, starting at line `first`."""
     places = [(each.lineno, each.col_offset, each.id) for each in statement.names if each.id in renamed]
     for line, offset, name in sorted(places, reverse=True):  # offsets are in bytes
         text = lines[line - first].encode()
@@ -474,7 +474,7 @@ def _guard(block: str) -> str:
 
 
 def _import_blocks(names: Iterable[Foreign]) -> list[str]:
-    """Import statements: of the standard library, of other packages, of files next to it."""
+    """Import statements: standard library, other packages, neighbouring files."""
     groups: dict[int, list[Foreign]] = {}
     for each in names:
         package = each.module.partition(".")[0]
@@ -515,20 +515,20 @@ def merge(
     modules: Iterable[str], packages: dict[str, list[tuple[str, str]]] | None = None, version: str = ""
 ) -> dict[str, str]:
     """
-    Merges modules, and what they use.
+    Merges modules with the definitions that they use.
 
     Args:
-        modules: import paths. Each becomes a file of its own, with what it needs; what several need is in the first
-            one's, by name.
-        packages: package to two files for what is used of it, as their names and docstrings: of the modules that do
-            not need packages which may be missing, and of those that do.
+        modules: import paths. Each becomes a file of its own, with its dependencies; shared ones are in the first file
+            by name.
+        packages: package to two files for the definitions used from it, as names and docstrings: for modules that do
+            not need packages which may be missing, and for modules that do.
         version: for the first line of every file.
 
     Returns:
         the text of each file, by its name.
 
     Raises:
-        ValueError: if the code cannot be merged as it is written. The message names the module, and what to change.
+        ValueError: if the code cannot be merged as written. The message names the module and the remedy.
     """
     packages, modules = packages or {}, sorted(set(modules))
     reached = {module: _reach(load(module).statements) for module in modules}

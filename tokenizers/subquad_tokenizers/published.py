@@ -1,4 +1,4 @@
-"""The tokenizer classes that published RWKV repositories name."""
+"""Tokenizer classes named in published RWKV repositories."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from .vocabulary import WORLD_VOCAB_FILE
 
 class RWKVWorldTokenizer(RwkvWorldTokenizerFast):
     """
-    Replaces the classes of published repositories. All of these have the World vocabulary, some in a file of another
+    Replaces the classes of published repositories. They all have the World vocabulary, some in a file of another
     format, which is not read.
 
     Attributes:
@@ -34,11 +34,11 @@ class Rwkv6Tokenizer(RWKVWorldTokenizer):
 
 
 class RwkvTokenizer(RWKVWorldTokenizer):
-    """The same under another name, that of Goose's repositories."""
+    """The same under the name in Goose's repositories."""
 
 
 class RWKV7Tokenizer(RWKVWorldTokenizer):
-    """That of rwkv7-hf. It gives its special tokens id 0, although it saves them with other ids."""
+    """The class of rwkv7-hf. It gives its special tokens id 0, although it saves them with other ids."""
 
     misstated = (BLANK_LINE, DOCUMENT_BOUNDARY, "<|padding|>")
 

@@ -1,4 +1,4 @@
-"""What all tokenizers share: they read every keyword, and are saved and pushed together with their code."""
+"""Common base of all tokenizers: checks of keywords, and saving and pushing with their code."""
 
 import functools
 import inspect
@@ -18,8 +18,8 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# What transformers 5.16 to 5.24 reads when a tokenizer is made, or `tokenizer_config.json` brings for other readers.
-# None of it is in a signature.
+# Keywords that transformers 5.16 to 5.24 reads when a tokenizer is made, or that `tokenizer_config.json` has for other
+# readers. None of them is in a signature.
 SETTINGS = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
     *("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens", "added_tokens_decoder"),
@@ -32,23 +32,23 @@ SETTINGS = (
     *("name_or_path", "processor_class", "tokenizer_class", "auto_map", "files_loaded", "is_local"),
     *("local_files_only", "tokenizer_file", "tokenizer_object", "tokenizer_padding", "tokenizer_truncation"),
 )
-# What is for an upload, or for another form of files. `push_to_hub` gives the last to every kind of object.
+# Keywords for an upload, or for another form of files. `push_to_hub` passes the last to every kind of object.
 SAVING = (
     *("commit_description", "commit_message", "create_pr", "private", "repo_id", "repo_type", "revision", "tags"),
     *("token", "save_jinja_files", "max_shard_size"),
 )
-# What transformers gives to a call, by name, without a place in every signature.
+# Keywords that transformers passes to calls, not present in every signature.
 CALLING = {"max_target_length", "return_offsets_mapping", "sanitize_control_tokens", "split_special_tokens"}
-# The marks of an assistant's turn in a chat template, in comments. Only transformers knows the statements.
+# The marks of an assistant's turn in a chat template, in comments. Only transformers supports these statements.
 HIDDEN_MARK = re.compile(r"\{#-? *(\{% *(?:end)?generation *%\}) *-?#\}")
-# How alike two names are, from 0 to 1, if the one is a misspelling of the other.
+# Similarity, from 0 to 1, from which on a name counts as a misspelling of another.
 ALIKE = 0.87
 
 
 class SelfContainedMixin:
     """
-    Mixin for tokenizers, placed before the class of transformers, which ignores keywords that nobody reads. A
-    tokenizer that is pushed to the Hub loads also if this package is not installed.
+    Mixin for tokenizers, placed before transformers' class, which ignores unknown keywords. A tokenizer that is pushed
+    to the Hub also loads without this package.
     """
 
     def __init__(self, **kwargs):
@@ -59,7 +59,7 @@ class SelfContainedMixin:
                 continue
             if not kwargs.get("name_or_path"):
                 raise TypeError(f"{title}() got an unexpected keyword argument `{name}`.{hint}")
-            # The setting comes from a file, or through `AutoTokenizer` from somebody who means its configuration.
+            # The setting comes from a file, or from a caller of `AutoTokenizer` who means the configuration.
             logger.warning_once(f"`{name}` ({kwargs[name]!r:.80}) is not a setting of {title} and is ignored.{hint}")
         super().__init__(**kwargs)
 
@@ -71,7 +71,7 @@ class SelfContainedMixin:
         `assistant_only_loss` of TRL need them.
 
         Raises:
-            ValueError: if `chat_template` is a word, but not the name of a template. It would be rendered as it is.
+            ValueError: if `chat_template` is a word but not the name of a template. It would be rendered literally.
         """
         named = self.chat_template if isinstance(self.chat_template, dict) else {}
         if chat_template is not None and "{" not in chat_template and chat_template not in named:
@@ -82,12 +82,12 @@ class SelfContainedMixin:
         return HIDDEN_MARK.sub(r"\1", super().get_chat_template(chat_template, tools))
 
     def _encode_plus(self, *args, **kwargs):
-        """As in transformers. All that make ids of texts come here with the keywords that they do not read."""
+        """As in transformers. All encoding methods end here with the keywords that they do not read."""
         refuse_unknown("A tokenizer's call", kwargs, parameter_names(self.__call__, super()._encode_plus) | CALLING)
         return super()._encode_plus(*args, **kwargs)
 
     def _decode(self, *args, **kwargs):
-        """As in transformers. `decode` and `batch_decode` come here."""
+        """As in transformers. `decode` and `batch_decode` end here."""
         refuse_unknown("decode()", kwargs, parameter_names(super()._decode))
         return super()._decode(*args, **kwargs)
 
@@ -103,20 +103,20 @@ class SelfContainedMixin:
     ) -> tuple[str, ...]:
         """
         As in transformers. With `self_contained` or `push_to_hub`, the code of the tokenizer is saved too: the
-        directory loads with `trust_remote_code=True` if this package is not installed, and without remote code if it
-        is. The code is always saved if the tokenizer was loaded from such a directory.
+        directory loads with `trust_remote_code=True` without this package, and without remote code if it is installed.
+        The code is always saved if the tokenizer was loaded from such a directory.
         """
         refuse_unknown("save_pretrained()", kwargs, {*parameter_names(self.save_pretrained), *SAVING})
         with self._with_code(self_contained or push_to_hub or "auto_map" in self.init_kwargs):
             return super().save_pretrained(save_directory, legacy_format, filename_prefix, push_to_hub, **kwargs)
 
     def _save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> tuple[str, ...]:
-        """As in transformers, which has copied the module of the class, and those that it imports, if asked to."""
+        """As in transformers, which may have copied the module of the class and its imports."""
         module = type(self).__module__
         if self._auto_class is not None and module.startswith("subquad_tokenizers."):
             try:
                 from subquad_tokenizers.merging import merge
-            except ImportError:  # it is there: only imports in a `try` may be missing in a copy of this file
+            except ImportError:  # in a `try`, because only such imports may be missing in a copy of this file
                 raise
             for copied in get_relative_import_files(sys.modules[module].__file__):
                 Path(save_directory, Path(copied).name).unlink(missing_ok=True)
@@ -131,7 +131,7 @@ class SelfContainedMixin:
 
     @contextmanager
     def _with_code(self, code: bool = True) -> Iterator[None]:
-        # transformers copies the module of a class with this attribute, and `_save_pretrained` merges what it imports.
+        # transformers copies the module of a class with this attribute, and `_save_pretrained` merges its imports.
         if not code or self._auto_class is not None:
             yield
             return
@@ -164,9 +164,9 @@ def refuse_unknown(function: str, keywords: Mapping[str, Any], known: Collection
 
 def _unknown(keywords: Mapping[str, Any], known: Collection[str]) -> Iterator[tuple[str, str]]:
     """
-    Yields the keywords that are neither known nor private, each with known ones that look like it, as the end of an
-    error's text. One that is None or false asks for nothing, unless it is a misspelling: other versions and other
-    tokenizers have it.
+    Yields the keywords that are neither known nor private, each with similar known ones, as the end of an error
+    message. A keyword that is None or false is allowed unless it is a misspelling: other versions and other tokenizers
+    have it.
     """
     for name, value in keywords.items():
         if name in known or name.startswith("_"):

@@ -7,7 +7,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from .tokenization_base import SelfContainedMixin
 
 
-# Letters and signs in titles of tunes that have an obvious spelling in ASCII, but no decomposition to it.
+# Letters and signs in titles of tunes with an obvious spelling in ASCII but no decomposition.
 _SPELLINGS = {
     "[‘’‚′]": "'",
     "[“”„″«»]": '"',

@@ -23,16 +23,16 @@ from .vocabulary import (
 )
 
 
-# How id 0, the boundary between documents, is written in text.
+# The spelling of id 0, the boundary between documents.
 DOCUMENT_BOUNDARY = "<|endoftext|>"
 # Some published files call it the EOS token. As a special token it would get an id that no model has seen, instead of
-# that of the ordinary token.
+# the id of the ordinary token.
 BLANK_LINE = "\n\n"
 
-# The turns are those of the official templates of Goose's G1 models. A blank line ends a turn, so there is none inside
-# a turn of the system or the user. The assistant's own text stays as the model wrote it, up to its last line: no space
-# follows the last colon, because the space belongs to the first token of the answer, and text that begins with white
-# space gets none. So an answer that is rendered in a later prompt has the tokens that were generated.
+# The turns follow the official templates of Goose's G1 models. A blank line ends a turn, so a turn of the system or
+# the user contains none. The assistant's own text stays as the model wrote it, up to its last line: no space follows
+# the last colon, because the space belongs to the first token of the answer, and text that begins with white space
+# gets none. So an answer that is rendered in a later prompt has the tokens that were generated.
 #
 # - `thinking`, or `enable_thinking` as others call it: True begins a thought with ` <think`, to which the model adds
 #   `>`, and False gives an empty thought, whose end the model completes in the same way. With `style="2025"`, it has
@@ -44,7 +44,7 @@ BLANK_LINE = "\n\n"
 #
 # Programs that render it alone are jinja2, minijinja, llama.cpp and @huggingface/jinja. The `tojson` of the first
 # two escapes characters of HTML, and jinja2's sorts keys; separators differ, too. None knows the marks of an
-# assistant's turn, which stand in comments: see `SelfContainedMixin.get_chat_template`.
+# assistant's turn, which are in comments: see `SelfContainedMixin.get_chat_template`.
 WORLD_CHAT_TEMPLATE = r"""
 {%- set names = {'system': 'System', 'user': 'User', 'assistant': 'Assistant', 'tool': 'User'} -%}
 {%- macro json(value) -%}
@@ -193,7 +193,7 @@ WORLD_CHAT_TEMPLATE = r"""
     {%- endif -%}
 {%- endif -%}
 """.strip()
-# How the turns after an answer begin.
+# Beginnings of the turns after an answer.
 STOP_STRINGS = ("\n\nUser:", "\n\nSystem:")
 
 # Valid JSON, in the language of the package `regex`, up to an object that is a call: a name and an object of
@@ -215,13 +215,13 @@ _CALL = _CALL.replace("~", r"[ \t\n\r]*+")
 
 def _response_template(end: str | AddedToken | None) -> dict:
     """
-    How `parse_response` reads an answer to a prompt of `WORLD_CHAT_TEMPLATE`: thoughts, calls of tools, and the rest.
-    The next turn is none of the answer, nor is `end`, the EOS token. The fields keep all white space but what the
+    How `parse_response` reads an answer to a prompt of `WORLD_CHAT_TEMPLATE`: thoughts, tool calls, and the rest. The
+    next turn is not part of the answer, nor is `end`, the EOS token. The fields keep all white space except what the
     template writes: a space before the answer, a blank line after a thought, a line break before a call, and the end
     of the turn.
 
-    A call is a complete object of JSON with a name and arguments. It stands in a block of JSON, in `<tool_call>`,
-    after `**Tool Call:**`, on a line of its own, or in a list; the ends of these may be missing. A call that is cut
+    A call is a complete object of JSON with a name and arguments. It may be in a block of JSON, in `<tool_call>`,
+    after `**Tool Call:**`, on a line of its own, or in a list; the closing marks may be missing. A call that is cut
     off is content.
     """
     ends = "|".join([r"(?<=\n\n)(?:User|System):", *([re.escape(str(end))] if end else [])])
@@ -240,10 +240,10 @@ def _response_template(end: str | AddedToken | None) -> dict:
                 "content_args": {"strip": False},
             },
             "tool_calls": {
-                # The first group lets the search skip what cannot be one.
+                # The first group lets the search skip text that cannot be a call.
                 "open_pattern": r"(?=[\n*<`\[{])(?:(?<!(?:\A|</think>)\s*)\n)?"
                 + rf"(?:{marks}|{on_its_own})(?:\[\s*+)?(?=\{{)(?=(?&call)){_CALL}",
-                # The call itself is the content: the match is what follows it.
+                # The call itself is the content: the match is the text after it.
                 "close_pattern": rf"(?:(?<!\}})(?&call)\K)?\s*+,?\s*+\]?\s*+(?:{fence}\s*+)?(?:{tag}\s*+)?{_CALL}",
                 "repeats": True,
                 "content": "json",
@@ -263,13 +263,13 @@ def _response_template(end: str | AddedToken | None) -> dict:
 
 
 def _boundary(added_tokens_decoder: dict | None) -> str:
-    """The spelling of id 0. In published repositories it is `<s>`, which is one of their added tokens."""
+    """The spelling of id 0. In published repositories it is `<s>`, one of their added tokens."""
     return str((added_tokens_decoder or {}).get(0, DOCUMENT_BOUNDARY))
 
 
 def _special_tokens(boundary: str, **given: str | AddedToken | None) -> dict[str, str | AddedToken | None]:
     """
-    Special tokens with the default spelling get the spelling of id 0; else they would become new tokens. So does a
+    Special tokens with the default spelling get the spelling of id 0; otherwise they would be new tokens. So does a
     blank line.
     """
     replaced = (DOCUMENT_BOUNDARY, BLANK_LINE)
@@ -307,7 +307,7 @@ def _read_pattern(options: dict) -> dict[str, bool]:
 
 def _in_raw_text(token: str | AddedToken) -> str | AddedToken:
     """
-    The token, looked for before normalization if it depends on the text around it. The normalizer writes a space as
+    The token, matched before normalization if it depends on the surrounding text. The normalizer writes a space as
     `Ġ`, which is a letter.
     """
     if isinstance(token, str) or not (token.lstrip or token.rstrip or token.single_word):
@@ -319,7 +319,7 @@ def _in_raw_text(token: str | AddedToken) -> str | AddedToken:
 def _find_vocabulary(vocab_file: str | None, name_or_path: str | None) -> str:
     if vocab_file is not None:
         return vocab_file
-    # Only a tokenizer that is made without files gets the vocabulary of the package: the directory of another model
+    # Only a tokenizer that is made without files gets the vocabulary of the package: another model's directory
     # without its vocabulary must not be taken for World.
     if name_or_path:
         raise ValueError(
@@ -345,7 +345,7 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
     bytes, and is the fastest way to the ids of a long text.
 
     Args:
-        vocab_file: path of the vocabulary; that of the World models if this and `tokenizer_file` are None.
+        vocab_file: path of the vocabulary; the World models' if this and `tokenizer_file` are None.
         tokenizer_file: path of a `tokenizer.json`, used instead of `vocab_file`.
         bos_token: the token that begins a document. It is put before a text only with `add_bos_token=True`, as the
             authors of Goose do in their evaluations.
@@ -354,11 +354,11 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
         pad_token: the padding token. By default it has the same id as `eos_token`, so a collator that removes padding
             from the loss by its id also removes the end of documents. If that matters, use one of the unused ids.
         unk_token: never needed, because every byte is a token.
-        chat_template: the template of `apply_chat_template`; by default that of the World models, `User: ...` and
+        chat_template: the template of `apply_chat_template`; by default the World models', `User: ...` and
             `Assistant: ...` with a blank line after each turn. For Goose's G1 models, it also takes `tools`,
             `tool_style` ("json" or "signatures"), `thinking` (True or False), or `enable_thinking`, and `style`
             ("2026", or "2025" for the models of that year). A wrong value of these, a tool that is not a JSON schema
-            of a function, and a call without a name are errors. With such turns, `parse_response` makes a message of
+            of a function, and a call without a name are errors. With such turns, `parse_response` makes a message from
             an answer, and `stop_strings` has the beginnings of the next turns.
         padding_side: "left" by default, which generation needs.
         kwargs: as in `PreTrainedTokenizerFast`.
@@ -400,23 +400,23 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
             **kwargs,
         )
         added = self._tokenizer.get_added_tokens_decoder()
-        if any(token.content == BLANK_LINE for token in added.values()):  # only a whole `tokenizer.json` brings it
+        if any(token.content == BLANK_LINE for token in added.values()):  # only a complete `tokenizer.json` has it
             self._tokenizer = _build_backend(_tokens_of(self._tokenizer), added[0].content)
             self._tokenizer.add_tokens([token for token in added.values() if token.content != BLANK_LINE])
-        self.init_kwargs["special_tokens_pattern"] = None  # saved as the property has it then
+        self.init_kwargs["special_tokens_pattern"] = None  # the property is saved instead
 
     @property
     def special_tokens_pattern(self) -> str:
-        """What is added to a text, which is saved under this name."""
+        """The tokens added to every text, saved under this name."""
         added = {"bos": self.add_bos_token, "eos": self.add_eos_token}
         return "_".join(name for name in added if added[name]) or "none"
 
     @property
     def stop_strings(self) -> list[str]:
         """
-        How the turn after an answer begins, for the `stop_strings` of `generate`, the `stop` of a server, and so on;
-        empty if the chat template does not have the turns of World. In a directory that `subquad convert` wrote, the
-        model ends the answers to chats there without being told.
+        The beginnings of the turn after an answer, for the `stop_strings` of `generate`, the `stop` of a server, and
+        so on; empty if the chat template does not have the turns of World. A model in a directory written by `subquad
+        convert` ends its answers in such chats anyway.
         """
         return [*STOP_STRINGS] if _has_turns(self.chat_template) else []
 
@@ -462,7 +462,7 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
         return files + self.save_vocabulary(str(save_directory), filename_prefix)
 
 
-# The name in `tokenizer_config.json`, which transformers writes without the ending. It was that of a second class.
+# The name in `tokenizer_config.json`, which transformers writes without the ending. It once belonged to another class.
 RwkvWorldTokenizer = RwkvWorldTokenizerFast
 
 
@@ -514,7 +514,7 @@ def _longest_match(tokens: Sequence[str]) -> str:
 
 
 def _continuations(suffixes: list[str]) -> str:
-    """What may follow a common prefix; `suffixes` are sorted. Alternatives differ in their first character."""
+    """The continuations of a common prefix; `suffixes` are sorted. Alternatives differ in their first character."""
     optional = suffixes[0] == ""
     last, branches = [], []
     for char, group in groupby(suffixes[optional:], key=itemgetter(0)):

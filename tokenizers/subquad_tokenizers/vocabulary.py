@@ -17,7 +17,7 @@ WORLD_MODEL_TYPES = ("rwkv5", "rwkv6", "rwkv7", "visual_rwkv")
 def read_vocabulary(path) -> list[bytes]:
     """
     Reads a vocabulary file. The token with id `i` is at index `i - 1` of the result. Id 0 is the boundary between
-    documents, which the file does not have.
+    documents, which is not in the file.
 
     Raises:
         ValueError: if a line is not `id literal length`, a length is wrong, an id or a token occurs twice, the ids are

@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs, in which dtype it computes, and how a Triton kernel is launched."""
+"""Choice of an operator's implementation and dtype, and launching of Triton kernels."""
 
 import contextlib
 import functools
@@ -20,9 +20,9 @@ class KernelError(RuntimeError):
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Operators whose kernels could not be imported.
 _not_imported: set[str] = set()
-# What kernels could not be compiled for, and why. Eager runs where they are needed.
+# Failed kernel specializations and their reasons. Eager runs instead.
 _failed: dict[Callable, dict[tuple, str]] = {}
-# Of which operator, and why, a warning has been given.
+# Operators and reasons that have been warned about.
 _warned: set[tuple[str, str]] = set()
 
 
@@ -43,7 +43,7 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
     Args:
         operator: name of the operator, for the error.
         backend: `"auto"` or a member of `available`. The environment variable `SUBQUAD_BACKEND` overrides `"auto"`;
-            `SUBQUAD_BACKEND=triton` means eager for an operator without kernels.
+            `triton` there means eager for an operator without kernels.
         available: the implementations of the operator.
         x: an input of the widest dtype, on the device of all inputs.
 
@@ -51,7 +51,7 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
         A member of `available`, or `"auto"`, which [`dispatch`] resolves: Triton if it works, otherwise eager.
 
     Raises:
-        ValueError: if the operator has no such implementation, or Triton cannot compute with that tensor.
+        ValueError: if the operator lacks the implementation, or Triton cannot compute with the tensor.
     """
     source = "backend"
     if backend == "auto" and os.environ.get("SUBQUAD_BACKEND"):
@@ -74,7 +74,7 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
 
 def explain_backend(operator: str, available: tuple[str, ...], device: torch.device) -> tuple[str, str]:
     """
-    The implementation that float32 tensors on that device get by default, and why. For other arguments see
+    The default implementation for float32 tensors on that device, and the reason. For other arguments see
     [`choose_backend`], whose errors this raises too.
     """
     chosen = choose_backend(operator, "auto", available, torch.empty(0, device=device))
@@ -95,7 +95,7 @@ def explain_backend(operator: str, available: tuple[str, ...], device: torch.dev
 def dispatch(operator: str, backend: str, x: torch.Tensor, triton: Callable[[], Any], eager: Callable[[], Any]) -> Any:
     """
     Calls the implementation that [`choose_backend`] returned. `"auto"` means Triton on a device that it supports. If a
-    kernel of this call does not compile there, one warning says why, and eager runs instead.
+    kernel of this call does not compile there, eager runs instead, with one warning that gives the reason.
     """
     if backend == "eager" or (backend == "auto" and (operator in _not_imported or not _works(x.device))):
         return eager()
@@ -115,12 +115,12 @@ def dispatch(operator: str, backend: str, x: torch.Tensor, triton: Callable[[], 
 
 def launch(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:
     """
-    Runs a Triton kernel on the device of its first tensor. `num_warps`, 4 if it is missing, is among the constants:
-    Python compares each of them with each parameter that has a name.
+    Runs a Triton kernel on the device of its first tensor. `num_warps`, 4 by default, is among the constants, because
+    Python compares every named parameter with each of them.
 
     Raises:
         KernelError: if it does not compile, needs more registers, shared memory or programs than the device has, or
-            has failed before for the same dtypes and constants.
+            failed before for the same dtypes and constants.
     """
     if 0 in grid:
         return
@@ -135,8 +135,8 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants: 
     if failed and (reason := failed.get(_variant(kernel, device, arguments, constants))):
         raise KernelError(reason)
     try:
-        # As `kernel[grid](...)`, which makes a function first. Newer versions of Triton fuse a product and a sum, as
-        # those before them did, only where they are told to.
+        # Like `kernel[grid](...)`, but without making a function first. Newer versions of Triton fuse a product and a
+        # sum, as older ones did, only when told to.
         kernel.run(*arguments, grid=grid, warmup=False, num_stages=1, enable_fp_fusion=True, **constants)
     except Exception as error:
         if not _says_that_it_cannot_run(error):
@@ -147,7 +147,7 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants: 
 
 
 def _says_that_it_cannot_run(error: Exception) -> bool:
-    """Whether Triton could not compile or load a kernel. Other errors are of the device, or of what was passed."""
+    """Whether Triton could not compile or load a kernel. Other errors come from the device or the arguments."""
     from triton.runtime.errors import TritonError
 
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or str(error).startswith("Triton Error"):
@@ -156,7 +156,7 @@ def _says_that_it_cannot_run(error: Exception) -> bool:
 
 
 def _variant(kernel: Any, device: torch.device, arguments: tuple, constants: dict) -> tuple:
-    """What Triton compiles a kernel for: dtypes, alignments, constants, and properties of numbers."""
+    """The key of a Triton specialization: dtypes, alignments, constants, and properties of numbers."""
     parameters = inspect.signature(kernel.fn).parameters.values()
     compiled = []
     for x, parameter in zip(arguments, parameters, strict=False):
@@ -169,7 +169,7 @@ def _variant(kernel: Any, device: torch.device, arguments: tuple, constants: dic
 
 
 def cdiv(x: int, y: int) -> int:
-    """x / y, rounded up. (Those of Triton may be called by kernels too, and take 1.5 microseconds each.)"""
+    """x / y, rounded up. (Triton's version also works in kernels, and takes 1.5 microseconds.)"""
     return -(x // -y)
 
 
@@ -179,12 +179,12 @@ def next_power_of_2(n: int) -> int:
 
 
 def block_size(size: int, most: int = 1 << 16) -> int:
-    """The block size for a dimension: a power of two, and at least as much as a product needs."""
+    """The block size for a dimension: a power of two, and at least the minimum of a product."""
     return min(max(16, next_power_of_2(size)), most)
 
 
 def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The tensors in the layout that kernels read."""
+    """The tensors, contiguous, as kernels read them."""
     return [None if x is None else x.contiguous() for x in tensors]
 
 
@@ -194,7 +194,7 @@ def dense_rows(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def strided(x: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
-    """A tensor (B, H, T, size) in a layout that kernels can read, and its strides but the last."""
+    """A tensor (B, H, T, size) in a layout that kernels can read, and all its strides except the last."""
     strides = x.stride()
     if strides[3] != 1:
         x = x.contiguous()
@@ -259,7 +259,7 @@ def shared_memory(x: torch.Tensor) -> int:
 def _shared_memory(device: torch.device) -> int:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        # ROCm lacks the first one.
+        # ROCm lacks the first attribute.
         return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return (227 if torch.version.hip is None else 64) * 1024  # of an H100 or H200, or of AMD
 
@@ -277,7 +277,7 @@ def _overlaps(device: torch.device) -> bool:
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context that turns autocast off on the device of x."""
     device = x.device.type
-    # The device meta has none. Asking torch.amp.is_autocast_available breaks graphs in torch 2.11.
+    # The device meta has no autocast. Asking torch.amp.is_autocast_available breaks graphs in torch 2.11.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
@@ -287,8 +287,8 @@ def step_states(
     initial_state: torch.Tensor | None, inplace: bool, x: torch.Tensor, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """
-    The states of a decoding step of one token: the one before it, and the tensor that takes the one after it. With
-    `inplace` these are None and `initial_state`, otherwise new float32 tensors on the device of x; None means zeros.
+    The states before and after a decoding step of one token: the input, and the tensor to write to. With `inplace`
+    these are None and `initial_state`, otherwise new float32 tensors on the device of x; None means zeros.
     """
     if inplace:
         return None, initial_state

@@ -4,7 +4,7 @@ import torch
 
 
 def check_sequences(**tensors: torch.Tensor) -> None:
-    """Checks the tensors whose shapes determine those of the others."""
+    """Checks the tensors that determine the shapes of the others."""
     for name, x in tensors.items():
         if x.dim() != 4 or x.shape[1] == 0:
             raise ValueError(f"`{name}` must be (batch, length >= 1, heads, size), got {tuple(x.shape)}.")
@@ -17,8 +17,8 @@ def check_tensors(
     dtype: torch.dtype | None = None,
 ) -> None:
     """
-    Checks that each tensor that is not None has its shape and `dtype` (a floating point type if None), and is on the
-    device of `beside`, the argument called `first`.
+    Checks that each tensor that is not None has its shape and `dtype` (floating point if None), and is on the device
+    of `beside`, the argument called `first`.
     """
     device = beside.device
     for name, (x, shape) in expected.items():
@@ -37,10 +37,10 @@ def check_stored(
     name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> None:
     """
-    Checks a tensor whose memory is read as it is: dtype, shape, one piece, and the device unless that is None.
+    Checks a tensor whose memory is read directly: dtype, shape, contiguity, and the device unless it is None.
 
     Raises:
-        ValueError: with the name of the tensor, what was found, and what was expected.
+        ValueError: with the tensor's name, and the actual and the expected properties.
     """
     if x.dtype == dtype and x.shape == shape and x.is_contiguous() and (device is None or x.device == device):
         return

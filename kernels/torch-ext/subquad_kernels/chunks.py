@@ -1,13 +1,13 @@
 """
-Chunks of tokens that the recurrences in plain torch compute together.
+Chunks of tokens, which recurrences in plain torch compute together.
 
 Inside a chunk the token pairs are covered by halving. Of two neighbouring blocks, every token of the right one reads
 every token of the left one in one matrix product, after the reads have been decayed from the boundary of the blocks to
 their token and the writes from their token to the boundary. The blocks then merge, and blocks twice as long follow.
 
-Every factor is the exponential of a sum of log decays, never of a difference. So none exceeds 1 and none suffers
-cancellation, whatever the decays. The price is log2(chunk) products over blocks instead of one over chunks. (The slot
-memory begins with longer blocks than one token where its decays are small enough for one product.)
+Every factor is the exponential of a sum of log decays, never of a difference. So none exceeds 1 or suffers
+cancellation, for any decays. The price is log2(chunk) products over blocks instead of one over chunks. (The slot
+memory begins with blocks longer than one token where its decays are weak enough for one product.)
 """
 
 import itertools
@@ -19,19 +19,19 @@ from .documents import document_bounds
 
 
 CHUNK_SIZE = 64
-# A chunk is halved while gaps make the sequences more than so many times as long, but not below SHORTEST tokens.
+# A chunk is halved while gaps lengthen the sequences by more than this factor, but not below SHORTEST tokens.
 MOST_FILLED = 1.25
 SHORTEST = 16
 
 
 class ChunkLayout:
     """
-    How sequences are laid out in chunks: (B, T, H, .) <-> (B, H, N, C, .). Gaps are filled with zeros, tokens that
-    change nothing.
+    The layout of sequences in chunks: (B, T, H, .) <-> (B, H, N, C, .). Gaps are filled with zeros, tokens that change
+    nothing.
 
     Attributes:
         chunk: C, the number of tokens of a chunk, at most `chunk_size`.
-        chunks: the number of chunks of each sequence. A state passes through them and starts anew after them.
+        chunks: the number of chunks of each sequence. A state passes through them and starts over after them.
         packed: whether the sequences are documents of one row.
     """
 
@@ -52,7 +52,7 @@ class ChunkLayout:
             self._index = torch.cat(tokens).to(device)
 
     def chunks_of(self, x: torch.Tensor) -> torch.Tensor:
-        """As [`to_chunks`], in the memory of x if there are no gaps."""
+        """As [`to_chunks`]; a view of x if there are no gaps."""
         filled = sum(self.chunks) * self.chunk
         if self.packed:
             x = x.new_zeros(1, filled, *x.shape[2:]).index_copy_(1, self._index, x)

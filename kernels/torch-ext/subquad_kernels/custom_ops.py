@@ -1,4 +1,4 @@
-"""Registers operators with `torch.library`, so that `torch.compile`, `torch.export` and autograd see through them."""
+"""Registers operators with `torch.library`, so that `torch.compile`, `torch.export` and autograd support them."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from .backend import contiguous, dispatch, first_tensor, without_autocast
 
 
-# Another copy of this package in the same process registers its operators in a namespace of its own.
+# Another copy of this package in the same process uses its own namespace.
 _NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0], flags=re.ASCII)
 
 
@@ -28,23 +28,22 @@ def custom_op(
     saved: int = 0,
 ) -> Callable:
     """
-    Registers an operator, and its backward pass as operator `name`_backward. Between them only the inputs are kept.
-    Returns the function to call it with, see [`_with_shortcut`].
+    Registers an operator, and its backward pass as operator `name`_backward. Only the inputs are kept between them.
+    Returns the function to call, see [`_with_shortcut`].
 
     Args:
-        name: of the operator.
+        name: name of the operator.
         eager: the implementation in plain torch. The annotations of its arguments and results are the schema.
-        eager_backward: the backward pass in plain torch. For each output of `eager` it takes the gradient, then all
-            inputs. It returns the gradients of those of the first inputs that are not None.
+        eager_backward: the backward pass in plain torch. It takes the gradient of each output of `eager`, then all
+            inputs, and returns the gradients of the first inputs that are not None.
         triton: imports the Triton kernels and returns the same one or two functions. The operator then has a last
             argument `backend`, see [`dispatch`].
         fake: takes the inputs and returns empty tensors of the shapes and dtypes of the outputs.
-        mutates_args: names of the arguments that are written to. Only the last kernel of a call may do that, so that
-            nothing has changed if one of them does not compile.
-        gradients: number of inputs, the first ones, that have gradients.
+        mutates_args: names of the arguments that are written to. Only the last kernel of a call may write to them, so
+            that they are unchanged if a kernel does not compile.
+        gradients: number of leading inputs that have gradients.
         outputs: number of outputs.
-        saved: number of outputs, the last ones, that only the backward pass needs. It takes them instead of their
-            gradients.
+        saved: number of trailing outputs that only the backward pass needs. It takes them instead of their gradients.
     """
     written = [n for n, x in enumerate(inspect.signature(eager).parameters) if x in mutates_args]
     operator = name.rstrip("_")
@@ -55,7 +54,7 @@ def custom_op(
         return fake(*(arguments if triton is None else arguments[:-1]))
 
     def run(*arguments):
-        if arguments[0] is not None and arguments[0].numel() == 0:  # there may be nothing to do, as without any rows
+        if arguments[0] is not None and arguments[0].numel() == 0:  # possibly nothing to do, as without rows
             results = make(*arguments)
             found = results if isinstance(results, tuple) else (results,)
             if not any(x is not None and x.numel() for x in (*found, *(arguments[n] for n in written))):
@@ -90,7 +89,7 @@ def custom_op(
         ctx.options = [None if isinstance(x, torch.Tensor) else x for x in (*kept, *inputs)]
 
     def differentiate(ctx, *grads):
-        tensors = ctx.saved_tensors  # non-reentrant checkpointing returns them once only
+        tensors = ctx.saved_tensors  # non-reentrant checkpointing returns them only once
         arguments = [option if x is None else x for x, option in zip(tensors, ctx.options, strict=True)]
         found = iter(call_backward(*grads[: outputs - saved], *arguments))
         inputs = enumerate(arguments[saved:])
@@ -100,7 +99,7 @@ def custom_op(
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *arguments):  # setup_context as a method of its own would take longer
+        def forward(ctx, *arguments):  # a separate setup_context would be slower
             output = run(*arguments)
             keep(ctx, arguments, output)
             return output
@@ -114,7 +113,7 @@ def custom_op(
 def _transformed(op: Callable, **methods: Callable) -> Callable:
     """
     `op` for the transformations of `torch.func`. They need an autograd function whose forward method has no context,
-    and the ones that torch makes for custom operators are not like this.
+    unlike the functions that torch makes for custom operators.
     """
 
     def forward(*arguments):
@@ -126,7 +125,7 @@ def _transformed(op: Callable, **methods: Callable) -> Callable:
 
 
 def _by_row(op: Callable, info, in_dims: tuple[int | None, ...], *arguments) -> tuple[list[torch.Tensor], list[int]]:
-    """`op`, which returns a list of tensors, for each row of a batch: for those torch has no way of its own."""
+    """`op`, which returns a list of tensors, for each row of a batch: torch has no rule for lists."""
     rows = []
     for n in range(info.batch_size):
         pairs = zip(arguments, in_dims, strict=True)
@@ -148,10 +147,10 @@ def _with_shortcut(
     transformed: Callable | None = None,
 ) -> Callable:
     """
-    The function that calls `op`, or its implementation `run` where nobody can tell the difference, because the
-    bookkeeping of a custom operator takes longer than the kernel of a single token. `written` are the arguments that
-    it writes to. For a call with gradients the implementation is `differentiable`, and under the transformations of
-    `torch.func` it is `transformed`, if there is one.
+    The function that calls `op`, or its implementation `run` when no hook, gradient or trace could observe it, because
+    the bookkeeping of a custom operator takes longer than the kernel of a single token. `written` are the arguments
+    that it writes to. Calls with gradients use `differentiable`, and calls under the transformations of `torch.func`
+    use `transformed`, if there is one.
     """
 
     def call(*arguments):
@@ -168,7 +167,7 @@ def _with_shortcut(
         if _needs_gradient(arguments):
             return (differentiable or op)(*arguments)
         changing = [arguments[n] for n in written if not arguments[n].is_inference()]
-        if changing:  # autograd checks that nothing that it needs has been overwritten
+        if changing:  # lets autograd detect overwritten tensors that it needs
             torch.autograd.graph.increment_version(changing)
         return run(*arguments)
 
@@ -176,7 +175,7 @@ def _with_shortcut(
 
 
 def _is_plain(arguments: tuple) -> bool:
-    """Whether nothing traces, transforms, replaces or watches a call with these arguments."""
+    """Whether nothing traces, transforms, replaces or observes a call with these arguments."""
     if (
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -188,7 +187,7 @@ def _is_plain(arguments: tuple) -> bool:
     for x in arguments:
         is_tensor = _IS_TENSOR.get(type(x))
         if is_tensor is None or (is_tensor and (x.is_meta or x.is_neg())):
-            return False  # kernels would not see a minus that torch has put off
+            return False  # kernels would miss torch's lazy negation
     return True
 
 
@@ -201,7 +200,7 @@ def _needs_gradient(arguments: tuple) -> bool:
 
 
 def _choose(operator: str, eager: Callable, triton: Callable | None, first: int = 0) -> Callable:
-    """The function that runs what [`dispatch`] chooses for the first tensor from argument `first` on."""
+    """The function that calls [`dispatch`] for the first tensor from argument `first` on."""
 
     def run_eager(*inputs):
         with without_autocast(first_tensor(inputs[first:])):

@@ -7,7 +7,7 @@ import torch
 
 def count_documents(cu_seqlens: torch.Tensor | None, batch: int) -> int:
     """
-    The number of sequences: documents if there are `cu_seqlens`, otherwise rows. No value is read.
+    The number of sequences: documents if there are `cu_seqlens`, otherwise rows. Values are not read.
 
     Raises:
         ValueError: if the shape or the dtype of `cu_seqlens` is wrong.

@@ -8,27 +8,27 @@ from .int8_linear import Stored, _finished, _quantize, check_product
 from .tracing import is_observed
 
 
-# Numbers that are rounded, or become floats, at a time.
+# Numbers that are rounded, or converted to floats, at a time.
 _PIECE = 1 << 22
-# Scales that are tried for a group, beside the one that lets its largest number become -8: smaller ones cut it off.
+# Scales to try for a group, besides the one that maps its largest number to -8: smaller ones clip it.
 _TRIED = (1.0, 0.92, 0.82)
 
 
 def fits_groups(outputs: int, inputs: int) -> bool:
-    """Whether a weight (outputs, inputs) may have 4 bits: multiples of 16 and of 32."""
+    """Whether a weight (outputs, inputs) may have 4 bits: outputs and inputs must be multiples of 16 and 32."""
     return outputs > 0 and inputs > 0 and outputs % STRIP == 0 and inputs % GROUP == 0
 
 
 def int4_layout(outputs: int, inputs: int) -> tuple[Stored, Stored]:
-    """The shape and dtype of the integers, and those of the scales, of a weight (outputs, inputs) of 4 bits."""
+    """Shape and dtype of the integers, then of the scales, of a 4-bit weight (outputs, inputs)."""
     blocks = outputs // STRIP, inputs // GROUP
     return ((*blocks, STRIP * GROUP // 2), torch.uint8), ((*blocks, STRIP), torch.bfloat16)
 
 
 def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Rounds each group of 32 inputs of an output to integers from -8 to 7 with a scale of their own. Of some scales that
-    is chosen which leaves the smallest squared error.
+    Rounds each group of 32 inputs of an output to integers from -8 to 7 with a common scale. Several scales are tried,
+    and the one with the smallest squared error is chosen.
 
     Args:
         weight: (outputs, inputs), floating point. outputs must be a multiple of 16, inputs of 32.
@@ -62,12 +62,12 @@ def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _round_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The integers of groups x (outputs, groups, GROUP) in float32, and the scales in bfloat16 (outputs, groups)."""
     low, high = x.amin(-1), x.amax(-1)
-    # With its sign, so that the number which is largest in absolute value becomes -8.
+    # With its sign, so that the number with the largest absolute value becomes -8.
     largest = torch.where(-low >= high, low, high) / -8
     best, integers, scale = torch.full_like(largest, -1), torch.zeros_like(x), torch.zeros_like(largest)
     for factor in _TRIED:
         tried = (x * (largest * factor).reciprocal().unsqueeze(-1)).round_().clamp_(-8, 7).nan_to_num_(0)
-        # The scale that is best for these integers, by least squares, and how much of the squares of x it explains.
+        # The scale that is best for these integers, by least squares, and the part of the squares that it explains.
         product, squares = (x * tried).sum(-1), tried.square().sum(-1).clamp_min_(1)
         found = product.square() / squares
         better = found > best
@@ -79,10 +79,10 @@ def _round_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def unpack_groups(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """
-    The float32 weight (outputs, inputs) that packed integers and scales stand for.
+    The float32 weight (outputs, inputs) from packed integers and scales.
 
-    Of each strip of 16 outputs and group of 32 inputs, byte (b, o, i) of (4, 16, 4) has in its low half the integer of
-    output o and of input 4 b + i of the group, in its high half that of input 16 + 4 b + i. 8 is added to each.
+    In each strip of 16 outputs and group of 32 inputs, byte (b, o, i) of (4, 16, 4) holds two integers of output o,
+    plus 8 each: input 4 b + i of the group in the low half, and input 16 + 4 b + i in the high half.
     """
     strips, groups, _ = weight.shape
     bytes_ = weight.view(strips, groups, 4, STRIP, 4)
@@ -96,9 +96,9 @@ def int4_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
-    `x @ unpack_groups(weight, scale).T + bias`, with x rounded to 8 bits: every row of x gets a scale of its own, see
-    [`quantize_rows`]. The sums of a group's products are exact, those of the groups float32's. In the library of
-    `native.py` the result of a row does not depend on the other rows.
+    `x @ unpack_groups(weight, scale).T + bias`, with x rounded to 8 bits and a scale for every row of x, see
+    [`quantize_rows`]. Sums within a group are exact, sums over groups are float32. In the library of `native.py` the
+    result of a row does not depend on the other rows.
 
     Args:
         x: (..., in), floating point, on a CPU.

@@ -9,9 +9,9 @@ from .checks import check_stored, check_tensors
 from .tracing import is_observed
 
 
-# The largest integer. -128 is left out, so that every number has a negative.
+# The largest integer. -128 is left out, so that every number can be negated.
 LARGEST = 127
-# Numbers that are quantised at a time, which bounds the memory that is needed besides the result.
+# Numbers that are quantised at a time, which bounds the extra memory.
 _PIECE = 1 << 22
 # Rows of a weight in one call of `_by_columns`: oneDNN is several times slower for more.
 _ROWS = 2048
@@ -48,13 +48,13 @@ def _quantize(x: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor
         return x.to(torch.int8), x.new_zeros(x.shape[0])
     # Ten times as fast as `torch.linalg.vector_norm` and `torch.aminmax`.
     scale = torch.maximum(x.amax(1), x.amin(1).neg()) / largest
-    # The smallest normal number keeps zeros apart from 0 / 0. What no integer can hold is in the scale.
+    # The smallest normal number keeps zeros apart from 0 / 0. NaN and infinity are kept in the scale.
     integers = (x * scale.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()[:, None]).round_()
     return integers.nan_to_num_(0, 0, 0).to(torch.int8), scale
 
 
 def int8_layout(outputs: int, inputs: int) -> tuple[Stored, Stored]:
-    """The shape and dtype of the integers, and those of the scales, of a weight (outputs, inputs) of 8 bits."""
+    """Shape and dtype of the integers, then of the scales, of an 8-bit weight (outputs, inputs)."""
     return ((outputs, inputs), torch.int8), ((outputs,), torch.float32)
 
 
@@ -67,10 +67,10 @@ def check_product(
     layout: tuple[Stored, Stored],
 ) -> None:
     """
-    Checks the arguments of a product with a weight of integers, whose outputs and inputs are `size`.
+    Checks the arguments of a product with an integer weight of `size` (outputs, inputs).
 
     Raises:
-        ValueError: with the name of the argument, what was found, and what was expected.
+        ValueError: with the argument's name, and the actual and the expected properties.
     """
     outputs, inputs = size
     check_stored("weight", weight, *layout[0], x.device)
@@ -87,9 +87,9 @@ def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
-    `x @ (weight * scale[:, None]).T + bias`, with x rounded to 8 bits: every row of x gets a scale of its own, see
-    [`quantize_rows`]. The products and sums of the integers are exact. So the result of a row does not depend on the
-    other rows. (A sum of more than 131,072 products is added up in 64 bits; `torch._int_mm` would overflow.)
+    `x @ (weight * scale[:, None]).T + bias`, with x rounded to 8 bits and a scale for every row of x, see
+    [`quantize_rows`]. The products and sums of the integers are exact, so the result of a row does not depend on the
+    other rows. (A sum of more than 131,072 products uses 64 bits; `torch._int_mm` would overflow.)
 
     On x86 CPUs without VNNI, torch adds products in 16 bits. There the integers of x have 7 bits, so that no sum
     overflows.
@@ -120,7 +120,7 @@ def int8_linear(
     sums = _sums(integers, weight, exact)
     if found and sums.dtype == torch.int32 and sums.is_contiguous():
         return _finished(found.scale_sums(sums, row_scale, scale), bias, x)
-    out = sums.float()  # torch is slow where the dtypes of factors differ
+    out = sums.float()  # torch is slow if the dtypes of factors differ
     out *= scale
     out *= row_scale[:, None]
     return _finished(out, bias, x)
@@ -146,7 +146,7 @@ def _finished(out: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> 
 
 
 def _library_for(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> Library | None:
-    """The C library of `native.py`, which computes the same numbers. None if it may not read these tensors."""
+    """The C library of `native.py`, which computes the same numbers; None if it cannot read these tensors."""
     if (
         torch.compiler.is_compiling()
         or not rows.numel()
@@ -176,8 +176,8 @@ def _try_sums() -> bool:
 
 def _by_columns(integers: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
-    The product on CPUs that add in 16 bits. oneDNN makes the left matrix unsigned, by adding 128. The sum of two
-    products then fits in 16 bits if the numbers of the right one have 7 bits.
+    The product on CPUs that add in 16 bits. oneDNN makes the left matrix unsigned by adding 128. The sum of two
+    products then fits in 16 bits if the right matrix has 7-bit numbers.
     """
     columns = integers.T
     return torch.cat([torch._int_mm(part, columns).T for part in weight.split(_ROWS)], dim=1)

@@ -1,4 +1,4 @@
-"""Maps through a few channels, which make an offset of each token from the token itself."""
+"""Low-rank maps, which compute data-dependent offsets for each token."""
 
 from collections.abc import Callable
 
@@ -24,19 +24,19 @@ def low_rank(
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = matmul,
 ) -> torch.Tensor:
     """
-    `scale * outer(base + inner(x @ down) @ up)`: what decays, learning rates, gates and interpolations of RWKV read
-    from a token, equations 14 and 17 of arXiv:2404.05892 and 3 of arXiv:2503.14456.
+    `scale * outer(base + inner(x @ down) @ up)`: the inputs of RWKV's decays, learning rates, gates and
+    interpolations, equations 14 and 17 of arXiv:2404.05892 and 3 of arXiv:2503.14456.
 
     Args:
         x: (..., in).
         down: (in, rank), or (in, G * rank) for G maps.
         up: (rank, out), or (G, rank, out).
         inner, outer: `"tanh"`, `"sigmoid"`, `"exp"`, or None for none.
-        base: anything that is broadcast to (..., out), or None for zero.
+        base: broadcast to (..., out); None means zero.
         scale: a number.
-        wide: whether the result is float32 (float64 if x is), and what is after the products is computed in it.
-            Otherwise it has the dtype of x.
-        multiply: the second product, [`matmul`] or one for weights that only it understands.
+        wide: whether the result, and everything after the products, is float32 (float64 if x is). Otherwise it has the
+            dtype of x.
+        multiply: the second product: [`matmul`], or a function for special weights.
 
     Returns:
         (..., out), or (G, ..., out).

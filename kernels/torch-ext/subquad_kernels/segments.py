@@ -11,7 +11,7 @@ from .backend import cdiv
 from .memoize import memoize_by_tensor
 
 
-# Arguments that depend on the length of the sequences. A kernel is not compiled again for special values of them.
+# Arguments that depend on the length of the sequences. They do not specialize a kernel.
 OF_LENGTH = ("T", "SEGMENT", "SEGMENTS", "SLOTS")
 
 # Dtype and precision of the products for each dtype of the inputs. Scores and states may overflow float16.
@@ -37,7 +37,7 @@ def dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def sum_where(mask, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """mask @ x. The mask is exact in any dtype; an x that is not is split into two parts."""
+    """mask @ x. The mask is exact in any dtype; an inexact x is split into two parts."""
     if DOT == tl.bfloat16 and x.dtype != tl.bfloat16:
         x = x.to(tl.float32)
         head = x.to(tl.bfloat16).to(tl.float32)
@@ -55,14 +55,14 @@ def exp(x):
 
 @triton.jit
 def expm1(x):
-    """exp(x) - 1 for x <= 0, accurate also for small x."""
+    """exp(x) - 1 for x <= 0, also accurate for small x."""
     series = x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24))))
     return tl.where(x > -0.0625, series, exp(x) - 1)
 
 
 @triton.jit
 def decayed(state, total):
-    """state * exp(total), accurate also for a decay so slow that rounding exp(total) would lose it."""
+    """state * exp(total), also accurate for slow decays that rounding exp(total) would lose."""
     return state + state * expm1(total)[:, None]
 
 
@@ -100,7 +100,7 @@ def _pass_kernel(
     PACKED: tl.constexpr,
     HAS_STATE: tl.constexpr,
 ):
-    """Replaces what each segment adds by the state that enters it, and writes the state that leaves the last one."""
+    """Replaces each segment's contribution by the state that enters it, and writes the state after the last one."""
     tile, head, sequence = program(H, TILES)
     cells = tile * BLOCK + tl.arange(0, BLOCK)
     there = cells < K * V
@@ -127,14 +127,14 @@ def _pass_kernel(
 
 class Segments:
     """
-    How the sequences, or the documents of a packed row, are cut into segments that are computed in parallel.
+    The division of sequences, or of a packed row's documents, into segments that are computed in parallel.
 
     Args:
         batch, length: number of rows, and of tokens of a row.
-        chunk: number of tokens that a kernel computes together; a segment is a multiple of it.
+        chunk: number of tokens that a kernel computes together; segments are multiples of it.
         programs: number of programs if the sequences are not cut.
         wanted: number of programs that keep the device busy.
-        shortest: shortest segment that is worth the passes that compute the state that enters it.
+        shortest: shortest segment for which computing its entering state pays off.
         cu_seqlens: boundaries of documents, or None.
         longest: documents longer than this are always cut.
     """
@@ -162,7 +162,7 @@ class Segments:
     @staticmethod
     def _cut_documents(cu_seqlens, length, segment, sequences):
         """The first token of each segment and the one after its last; the first segment of each document, or None."""
-        # Kernels must stay within the tensors, even with wrong boundaries. Nothing here waits for the device.
+        # Kernels must stay within the tensors, even with wrong boundaries. Nothing here synchronizes with the device.
         bounds = cu_seqlens.long().clamp(0, length).cummax(0).values
         rises = (bounds == cu_seqlens).all() & (bounds[0] == 0) & (bounds[-1] == length)
         torch._assert_async(rises, f"`cu_seqlens` must rise from 0 to {length}.")
@@ -170,7 +170,7 @@ class Segments:
             return torch.stack((bounds[:-1], bounds[1:]), dim=1), None
         counts = ((bounds.diff() + segment - 1) // segment).clamp(min=1)
         firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        # At most so many segments; the last ones may be empty.
+        # An upper bound of the number of segments; the last ones may be empty.
         n = torch.arange(length // segment + sequences, device=bounds.device)
         document = torch.searchsorted(firsts[1:], n, right=True).clamp(max=sequences - 1)
         stop = bounds[document + 1]
@@ -181,7 +181,7 @@ class Segments:
         """
         The launch (kernel, grid, arguments) that passes the state along the segments, in reverse from the last one to
         the first. A segment decays a state by exp(totals) (segments, H, K) and adds `states` (segments, H, K, V) to
-        it; these are replaced by the states that enter the segments. Those that leave the sequences go to `final`.
+        it; these are replaced by the states that enter the segments. States that leave the sequences go to `final`.
         """
         heads, key_size, value_size = states.shape[1:]
         tiles = cdiv(key_size * value_size, 1024)

@@ -1,7 +1,4 @@
-"""
-Implementations of single cases that are faster than an operator's own. The package `c` adds them; a model repository
-has none.
-"""
+"""Faster implementations of special cases of an operator. The package `c` adds them; model repositories have none."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +8,7 @@ _ADDED: dict[str, Callable] = {}
 
 
 def adds(name: str) -> Callable[[Callable], Callable]:
-    """Decorates a shortcut for an operator. It takes arguments that were checked."""
+    """Decorates a shortcut for an operator. Its arguments have been checked."""
 
     def add(function: Callable) -> Callable:
         _ADDED[name] = function
@@ -21,6 +18,6 @@ def adds(name: str) -> Callable[[Callable], Callable]:
 
 
 def shortcut(name: str, *arguments: Any) -> Any:
-    """The result of the shortcut of that name; None if there is none, or it cannot compute with these arguments."""
+    """The result of the shortcut of that name; None if there is none, or if it does not support these arguments."""
     function = _ADDED.get(name)
     return None if function is None else function(*arguments)

@@ -1,4 +1,4 @@
-"""Pools of states, of which each row of a batch has one, as engines that serve many texts keep them."""
+"""Pools of states, one for each row of a batch, as in engines that serve many texts."""
 
 from collections.abc import Callable
 
@@ -8,12 +8,12 @@ from .checks import needs_gradient
 from .tracing import can_read_without_sync
 
 
-# Bytes of a state from which on, on a CPU, operations on one state at a time take less time than copies of all.
+# On a CPU, size of a state in bytes from which on operations on single states are faster than copies of all.
 LARGE = 256 * 1024
 
 
 def count_states(pool: torch.Tensor | None, name: str = "initial_state") -> int:
-    """The number of states in a pool, (states, ...), an argument of that name."""
+    """The number of states in a pool, (states, ...), the argument `name`."""
     if pool is None or pool.dim() == 0:
         raise ValueError(f"`indices` needs `{name}`, to write the states to.")
     return pool.shape[0]
@@ -23,8 +23,8 @@ def check_indices(
     indices: torch.Tensor, rows: int, pool: torch.Tensor, *others: torch.Tensor, name: str = "initial_state"
 ) -> None:
     """
-    Checks the indices of the rows' states in a pool, an argument of that name, and that these may be overwritten. The
-    values are not read, because a GPU would have to be waited for.
+    Checks the indices of the rows' states in a pool, the argument `name`, and that these may be overwritten. The
+    values are not read, which would synchronize with a GPU.
     """
     check_numbers(indices, rows, pool, name)
     if pool.dtype != torch.float32 or not pool[:1].is_contiguous():
@@ -34,7 +34,7 @@ def check_indices(
 
 
 def check_numbers(indices: torch.Tensor, rows: int, pool: torch.Tensor, name: str) -> None:
-    """Checks the indices of the rows' states in a pool, an argument of that name, from which they are read."""
+    """Checks the indices of the rows' states to read from a pool, the argument `name`."""
     if indices.dtype != torch.int64 or indices.shape != (rows,):
         raise ValueError(f"`indices` must be int64 of shape ({rows},), got {indices.dtype} {tuple(indices.shape)}.")
     if indices.device != pool.device:
@@ -43,8 +43,8 @@ def check_numbers(indices: torch.Tensor, rows: int, pool: torch.Tensor, name: st
 
 def in_copies(run: Callable, pool: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    What an operator does that cannot read a pool: `run(states) -> out, states` gets copies, which are written back.
-    Returns out and the pool.
+    Runs an operator that cannot read a pool: `run(states) -> out, states` gets copies, which are written back. Returns
+    out and the pool.
     """
     out, states = run(pool.index_select(0, indices))
     pool.index_copy_(0, indices, states)
@@ -78,7 +78,7 @@ def step_in_pool(
     Args:
         step: `step(states, *tokens) -> out`, which changes the states in place.
         pool: (states, ...).
-        indices: of the rows' states, int64 (batch).
+        indices: indices of the rows' states, int64 (batch).
         tokens: (batch, ...).
 
     Returns:

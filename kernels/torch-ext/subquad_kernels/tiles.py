@@ -15,13 +15,13 @@ def load_tile(pointers, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def rows_at(x, x_row, rows, last):
-    """Pointers to rows of a window; rows before or after those of the window are its first or last one."""
+    """Pointers to rows of a window; rows outside the window repeat its first or last one."""
     return x + tl.minimum(tl.maximum(rows, 0), last).to(tl.int64) * x_row
 
 
 @triton.jit
 def cells_of(rows, columns, size):
-    """Where the values of rows of that size lie. In 64 bits the compiler keeps one address for those of a row."""
+    """Offsets of the values of rows of that size. With 64 bits the compiler keeps one address per row."""
     return rows.to(tl.int64)[:, None] * size + columns.to(tl.int64)[None, :]
 
 
@@ -71,9 +71,9 @@ def norm_kernel(x, scales, rows, C, H, x_window, x_row, added, limit, ROWS: tl.c
 
 def product_constants(x, rows):
     """
-    How kernels divide products that have that many rows, where x (..., width) is an operand: their constants, and the
+    The division of products with that many rows, where x (..., width) is an operand: constants for kernels, and the
     columns of a tile of the rows of x. They fit in 99 KB of shared memory, and in the 64 KB of AMD's GPUs. On sm_90 a
-    group of four warps then multiplies whole rows of a tile, as Triton needs it.
+    group of four warps then multiplies whole rows of a tile, as Triton requires.
     """
     narrow, hip, even = x.element_size() == 2, torch.version.hip is not None, x.shape[-1] % 128 == 0
     tile = 128 if narrow and rows > 64 else 64

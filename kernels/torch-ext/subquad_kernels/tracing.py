@@ -1,4 +1,4 @@
-"""What Python may do with tensors while a graph is traced or captured, or a mode observes torch's operations."""
+"""Checks for tracing, capture, and modes that observe torch's operations."""
 
 import torch
 from torch.autograd import forward_ad
@@ -24,8 +24,8 @@ def is_observed(device_type: str = "cpu") -> bool:
 
 def can_read_values(x: torch.Tensor) -> bool:
     """
-    Whether Python may branch on the values of a tensor. It may not while a graph is traced or captured, or under the
-    transformations of `torch.func`, and a tensor on the meta device has no values.
+    Whether Python may branch on the values of a tensor: not while a graph is traced or captured, not under the
+    transformations of `torch.func`, and not on the meta device.
     """
     if torch.compiler.is_compiling() or x.device.type == "meta" or is_transformed():
         return False
@@ -38,17 +38,17 @@ def is_transformed() -> bool:
 
 
 def can_keep(x: torch.Tensor) -> bool:
-    """Whether new tensors outlive a call with x: not those of a graph, nor those that a dispatch mode makes."""
+    """Whether new tensors outlive a call with x: not in a graph, nor under a dispatch mode."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return False
     return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def can_read_without_sync(x: torch.Tensor) -> bool:
-    """Whether Python may branch on the values of x: on a CPU, where reading them does not wait, and not in a trace."""
+    """Whether Python may branch on the values of x without a synchronization: on a CPU, and not in a trace."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def is_inference(x: torch.Tensor) -> bool:
-    """Whether x was made in inference mode, as far as that can be asked."""
+    """Whether x was made in inference mode, if that can be checked."""
     return not torch.compiler.is_compiling() and x.is_inference()

@@ -1,8 +1,8 @@
 """
 Registration of the architectures with transformers and PEFT.
 
-transformers' Auto classes take as long to import as torch does, so registration waits until somebody imports them.
-Then it adds import paths to their tables: a class of ours is imported when it is looked up, like transformers' own.
+transformers' Auto classes take as long to import as torch does, so registration waits until they are imported.
+Then it adds import paths to their tables: our classes are imported when they are looked up, like transformers' own.
 """
 
 import functools
@@ -22,11 +22,11 @@ from .foreign_files import GGUF
 
 class LazyClasses(MutableMapping):
     """
-    What is registered in one of transformers' tables: the classes of others, and import paths of ours.
+    The entries of one of transformers' tables: classes of others, and import paths of our classes.
 
     Args:
-        registered: what the table has.
-        paths: key to the path of our class. A key that is a class itself is given by its path.
+        registered: the existing entries of the table.
+        paths: key to the path of our class. A key that is itself a class is given by its path.
     """
 
     def __init__(self, registered: MutableMapping, paths: dict[str, str]):
@@ -44,7 +44,7 @@ class LazyClasses(MutableMapping):
         self.registered[key] = value
 
     def __delitem__(self, key: Hashable) -> None:
-        self[key]  # a KeyError, if there is none
+        self[key]  # raises a KeyError if there is none
         del self.registered[key]
         self.paths.pop(_path(key), None)
 
@@ -67,13 +67,13 @@ def _load(path: str) -> type:
 
 
 def _add(mapping: Any, paths: dict[str, str]) -> None:
-    """Adds our classes to what is registered in one of transformers' mappings."""
+    """Adds our classes to one of transformers' mappings."""
     if not isinstance(mapping._extra_content, LazyClasses):
         mapping._extra_content = LazyClasses(mapping._extra_content, paths)
 
 
 def _by_configuration(paths: dict[str, str]) -> dict[str, str]:
-    """The same import paths by those of the configuration classes, instead of model types."""
+    """The same import paths, by configuration class instead of by model type."""
     return {REGISTRY[name].path(REGISTRY[name].config): path for name, path in paths.items()}
 
 
@@ -96,8 +96,8 @@ def _register_configurations(module: ModuleType) -> None:
 
 def _share_type(module: ModuleType, model_type: str, fields: dict[str, Any], architecture: Architecture) -> None:
     """
-    Lets transformers' configuration of a model type give the files that have certain fields to ours. Its own model
-    would get random weights instead of theirs. A later version may know the fields itself.
+    Makes transformers' configuration of a model type hand files with certain fields to ours. Its own model would
+    initialise their weights randomly. A later version may know the fields itself.
     """
     config_class = next(each for each in vars(module).values() if getattr(each, "model_type", None) == model_type)
 
@@ -111,7 +111,7 @@ def _share_type(module: ModuleType, model_type: str, fields: dict[str, Any], arc
 
 
 def _put_around(cls: type, name: str, function: Callable) -> None:
-    """Replaces a class method of transformers by a function that gets it, and its arguments."""
+    """Wraps a class method of transformers: `function` is called with the method and its arguments."""
     theirs = getattr(cls, name).__func__
 
     @functools.wraps(theirs)
@@ -122,7 +122,7 @@ def _put_around(cls: type, name: str, function: Callable) -> None:
 
 
 def _load_directory(theirs: Callable, *args, **kwargs) -> Any:
-    """`from_pretrained` of an Auto class, which takes a file of weights for the name of a repository."""
+    """`from_pretrained` of an Auto class, which would mistake a file of weights for the name of a repository."""
     from .weight_files import check_directory
 
     check_directory(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
@@ -179,11 +179,11 @@ def _register_prompts(module: ModuleType) -> None:
 
 
 def _register_state_tuning(module: ModuleType) -> None:
-    importlib.import_module("subquad.training.state_tuning")  # it registers itself, also if it is what imported PEFT
+    importlib.import_module("subquad.training.state_tuning")  # registers itself, even if this module imported PEFT
 
 
 def _register_gguf(module: ModuleType) -> None:
-    """Lets transformers say how GGUF files of our models are loaded, and not that there is no such architecture."""
+    """Makes transformers' error explain how GGUF files of our models are loaded."""
 
     def refuse(*args) -> dict:
         raise ValueError(GGUF.format(file="FILE.gguf"))
@@ -222,7 +222,7 @@ def _register_names(module: ModuleType, architecture: Architecture) -> None:
 
 
 _AUTO = "transformers.models.auto."
-# Module of transformers, PEFT or ours to what is registered each time that it is imported.
+# Module of transformers, PEFT or this package to the registrations to run each time it is imported.
 _TABLES: dict[str, Callable[[ModuleType], None]] = {
     f"{_AUTO}configuration_auto": _register_configurations,
     f"{_AUTO}tokenization_auto": _register_tokenizers,
@@ -282,9 +282,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def start() -> None:
-    """Registers with what is already imported, and with the rest as soon as it is."""
+    """Registers with modules that are already imported, and with the others as soon as they are."""
     if not any(type(finder) is _AfterImport for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
     for name, register in _TABLES.items():
-        if sys.modules.get(name) is not None:  # None: an import that somebody forbids
+        if sys.modules.get(name) is not None:  # None: an import that is blocked
             register(importlib.import_module(name))  # waits, if another thread is importing it

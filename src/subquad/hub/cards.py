@@ -18,10 +18,10 @@ from .info import describe, labelled
 
 
 # `card.md` is the frame of all cards, `use/` has one example per task. The text about an
-# architecture is in its folder, and so is the citation, if another folder does not have it.
+# architecture is in its folder, and so is the citation, unless another folder has it.
 TEMPLATES = Path(__file__).parent / "model_cards"
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
-# How a card begins that was made from a directory alone.
+# The beginning of a card that was made from a directory alone.
 BEGINNING = re.compile(r"---\n(?:base_model: (?P<base>\S+)\n)?(?:.+\n)*- subquad\n---\n\n# (?P<name>.+)\n")
 TASKS = {
     "AutoModel": "feature-extraction",
@@ -42,16 +42,16 @@ def model_card(
     **known: Any,
 ) -> ModelCard:
     """
-    The card of a saved model: metadata, an example that runs as printed, sizes, citation. It says nothing that is
-    neither in the files nor in `known`: no licence of the weights, no evaluation, no training data.
+    The card of a saved model: metadata, an example that runs as printed, sizes, citation. Everything in it comes from
+    the files or from `known`: no licence of the weights, no evaluation, no training data otherwise.
 
     Args:
         directory: a model directory with weights.
-        repo_id: the repository that the example loads; the part after the last `/` is the model's name. The name of
-            the directory if None.
+        repo_id: the repository that the example loads; the part after the last `/` is the model's name. If None, the
+            name of the directory.
         has_tokenizer: whether the example uses a tokenizer. If None, it does if the directory has one.
         known: fields of [`ModelCardData`]: `license`, `base_model`, `language`, `datasets`, `eval_results`, ...
-            `tags` are added to those of the architecture. A `base_model` equal to `repo_id` is left out.
+            `tags` are added to the architecture's tags. A `base_model` equal to `repo_id` is left out.
 
     Raises:
         ValueError: if the directory does not hold a model of this package.
@@ -62,11 +62,11 @@ def model_card(
     from ..modeling.arguments import UnknownArgument, nearest, parameter_names
 
     names = parameter_names(ModelCardData.__init__)
-    for field in known.keys() - names:  # a card may have others, which the Hub does not know
+    for field in known.keys() - names:  # a card may have others, unknown to the Hub
         if hint := nearest(field, names, 0.8):
             raise UnknownArgument(f"ModelCardData has no field `{field}`.{hint}")
     directory = Path(directory).resolve()
-    # The name of a directory may hold line breaks, which would begin new lines of the card.
+    # A directory name may contain line breaks, which would begin new lines of the card.
     repo_id = "".join(letter if letter.isprintable() else "_" for letter in repo_id or directory.name)
     name = repo_id.rpartition("/")[2]
     info = describe(str(directory))
@@ -111,8 +111,8 @@ def model_card(
 
 def base_model(directory: str | os.PathLike) -> str | None:
     """
-    The model on the Hub that this one was loaded from, if its card, made by [`model_card`], or its configuration names
-    it (transformers wrote `_name_or_path` there up to version 4). None if the name looks like a path.
+    The Hub model that this one was loaded from, as named by its card (if [`model_card`] made it) or by its
+    configuration (transformers wrote `_name_or_path` there up to version 4). None if the name looks like a path.
     """
     config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     beginning = BEGINNING.match(_readme(directory))
@@ -127,7 +127,7 @@ def base_model(directory: str | os.PathLike) -> str | None:
 def is_own_card(directory: str | os.PathLike) -> bool:
     """
     Whether the directory's README.md is exactly what [`model_card`] makes for it, under any name, with or without a
-    tokenizer. Nobody edited such a card, so it may be replaced by one for another name.
+    tokenizer. Such a card was never edited, so it may be replaced.
     """
     text = _readme(directory)
     if (beginning := BEGINNING.match(text)) is None:
@@ -142,7 +142,7 @@ def _readme(directory: str | os.PathLike) -> str:
 
 
 def _auto_class(config) -> str:
-    """Name of the saved model's Auto class; that of the language model if the configuration names no class of ours."""
+    """Name of the saved model's Auto class; the language model's if the configuration names none of our classes."""
     architecture = REGISTRY[config.model_type]
     classes = {head: auto_class for auto_class, head in architecture.heads.items()}
     return classes.get((config.architectures or [""])[0], architecture.lm_auto_class)

@@ -1,4 +1,4 @@
-"""Directories and files of models that appear complete or not at all, where nothing was before."""
+"""New directories and files of models that appear complete or not at all."""
 
 import shutil
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from .new_files import PARTIAL, partial_directory, remove_abandoned, sync
 
 
 class DirectoryError(ValueError):
-    """A directory that cannot be made; the message says why."""
+    """A directory that cannot be made; the message gives the reason."""
 
 
 def _nearest(path: Path) -> Path:
@@ -24,7 +24,7 @@ def _check_space(directory: Path, size: int) -> None:
 
 def check_free(destination: Path) -> None:
     """
-    Removes what killed processes left in the directory.
+    Removes files that killed processes left in the directory.
 
     Raises:
         DirectoryError: if [`new_directory`] could not make the directory.
@@ -45,7 +45,7 @@ def check_free(destination: Path) -> None:
 def new_directory(destination: Path, size: int) -> Iterator[Path]:
     """
     A temporary directory whose content moves to `destination` if the block succeeds, and is deleted if it fails. If
-    the process is killed, the next one deletes what it left.
+    the process is killed, the next one cleans up.
 
     Raises:
         DirectoryError: if the disk has fewer than `size` bytes free, or `destination` is filled meanwhile.
@@ -60,7 +60,7 @@ def new_directory(destination: Path, size: int) -> Iterator[Path]:
                 if path.is_file():
                     sync(path)
             if existing == destination:
-                # Fill it instead of replacing it: it may be a mount point, or have permissions of its own.
+                # Fill it rather than replace it: it may be a mount point or have its own permissions.
                 if any(path != directory for path in destination.iterdir()):
                     raise DirectoryError(f"Something else was written to {destination} meanwhile.")
                 for path in sorted(directory.iterdir(), key=lambda path: path.name == "config.json"):

@@ -42,7 +42,7 @@ def _write_json(path: Path, fields: dict[str, Any]) -> None:
 def check_portable(config: "PreTrainedConfig", name: str | os.PathLike) -> None:
     """
     Raises:
-        ValueError: if only this package can compute with the weights, which its code in a repository cannot.
+        ValueError: if only the installed package, not its code in a repository, can compute with the weights.
     """
     method = getattr(config, "quantization_config", None) or {}
     method = method if isinstance(method, dict) else method.to_dict()
@@ -56,8 +56,8 @@ def check_portable(config: "PreTrainedConfig", name: str | os.PathLike) -> None:
 
 def add_model_code(directory: str | os.PathLike) -> None:
     """
-    Makes a saved model load without this package: adds the code that it needs, with its licence, and tells the Auto
-    classes in `config.json` where it is.
+    Makes a saved model load without this package: adds the code that it needs, with its licence, and names it in
+    `config.json` for the Auto classes.
 
     Raises:
         ValueError: if the directory does not hold a model of this package.
@@ -80,8 +80,8 @@ def add_model_code(directory: str | os.PathLike) -> None:
 
 def add_processor_code(processor: "ProcessorMixin", directory: str | os.PathLike, self_contained: bool) -> None:
     """
-    Makes a saved processor load without this package, if `self_contained`, if it was loaded from a directory with its
-    code, or if `directory` has a model with its code: adds the code of processor and tokenizer.
+    Makes a saved processor load without this package: adds the code of processor and tokenizer. This happens if
+    `self_contained`, or if the processor was loaded from, or is saved to, a directory with its code.
     """
     directory = Path(directory)
     if not (self_contained or hasattr(processor, "auto_map") or _names_processor(directory / "config.json")):
@@ -102,7 +102,7 @@ def _names_processor(path: Path) -> bool:
 
 
 def _add_processor_code(directory: Path, architecture: Architecture) -> dict[str, str]:
-    """Adds a processor's code, and tells `AutoProcessor` in `processor_config.json`, if there is one, where it is."""
+    """Adds a processor's code, and names it in `processor_config.json`, if present, for `AutoProcessor`."""
     module = f"processing_{architecture.folder}"
     _write_code(directory, f"{architecture.package}.{module}")
     auto_map = {"AutoProcessor": f"{module}.{architecture.processor}"}
@@ -114,7 +114,7 @@ def _add_processor_code(directory: Path, architecture: Architecture) -> dict[str
 def repository_code(*modules: str) -> dict[str, str]:
     """
     The files that these modules of one architecture need, by name: a file for each module, `kernels_NAME.py` with the
-    operators in plain torch, and `triton_NAME.py` with the same as kernels for a GPU.
+    operators in plain torch, and `triton_NAME.py` with the same operators as GPU kernels.
     """
     name = modules[0].rpartition(".")[2].partition("_")[2]
     kernels = (f"kernels_{name}", f"The operators of `modeling_{name}.py`, in plain torch.")
@@ -125,7 +125,7 @@ def repository_code(*modules: str) -> dict[str, str]:
 def _write_code(directory: Path, *modules: str) -> None:
     """
     Writes the code of modules. Modules of the same architecture that are already in the directory are written again,
-    because a file that several modules share must have what all of them use.
+    because shared files must contain what all of them use.
     """
     packages = {module.rpartition(".")[0] for module in modules}
     kinds = ("configuration", "modeling", "processing")
@@ -146,13 +146,13 @@ def export(
     link_weights: bool = False,
 ) -> list[str]:
     """
-    Makes a repository from a model directory, after a check that the model is complete: weights, configuration,
+    Makes a repository from a model directory, after checking that the model is complete: weights, configuration,
     tokenizer, a card, and the code that they need. It loads with only transformers and torch, given
-    `trust_remote_code=True`. Where this package is installed, its own classes load it. Code in the model directory is
-    not copied. Fields of the configuration that nothing reads are copied, and a warning lists them.
+    `trust_remote_code=True`. Where this package is installed, its classes are used instead. Code in the model
+    directory is
 
     Args:
-        source: a directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights.
+        source: a directory written by `save_pretrained` or `subquad convert`, with safetensors weights.
         destination: the directory to create; it must be empty or not exist. It appears complete or not at all.
         link_weights: link the weights instead of copying them, if the system allows symbolic links.
 
@@ -160,9 +160,9 @@ def export(
         The names of the files.
 
     Raises:
-        ValueError: if the source is not a model of this package, if it lacks weights in safetensors or has others than
-            the configuration says, if some of them are not finite, if a file is a link to a place outside, or if the
-            destination is occupied.
+        ValueError: if the source is not a model of this package, if its safetensors weights are missing, do not match
+            the configuration or are not finite, if a file is a link to a place outside, or if the destination is
+            occupied.
     """
     from .cards import base_model, is_own_card, model_card
 
@@ -177,7 +177,7 @@ def export(
     with new_directory(destination, size) as partial:
         for path in weights:
             (_link if link_weights else shutil.copyfile)(path, partial / path.name)
-        config.save_pretrained(partial)  # with all sizes: the code in a repository does not look at the tensors
+        config.save_pretrained(partial)  # with all sizes: code in a repository does not inspect the tensors
         for name in ("generation_config.json", "processor_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
@@ -202,7 +202,7 @@ def _link(source: Path, destination: Path) -> None:
 
 
 def _copy_tokenizer(source: Path, destination: Path) -> None:
-    """Saves the tokenizer of a model directory, if there is one; with its code, if it is one of ours."""
+    """Saves the tokenizer of a model directory, if there is one, with its code if it is one of ours."""
     if not any((source / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
         return
     from transformers import AutoTokenizer

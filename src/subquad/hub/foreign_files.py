@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have made: every error names the file and says what is wrong with it."""
+"""Reading files of unknown origin: every error names the file and the fault."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 # A tuned initial state in a file of RWKV's trainers and runtimes, alone or among the weights of a model.
 TIME_STATE = re.compile(r"(?:.*\.)?blocks\.(\d{1,6})\.att\.time_state")
 
-# What is said of the argument `gguf_file` of `from_pretrained`.
+# Error for the argument `gguf_file` of `from_pretrained`.
 GGUF = (
     "`gguf_file`: GGUF files are not loaded as they are. `subquad convert {file} OUT` makes a directory that loads, "
     "with quantised weights in float32."
@@ -29,7 +29,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     The object in a JSON file.
 
     Raises:
-        ValueError: if the file cannot be read, or holds something else.
+        ValueError: if the file cannot be read or does not hold an object.
     """
     path = Path(path)
     check_file(path)
@@ -59,7 +59,7 @@ def check_file(path: str | os.PathLike) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The first sentence of an error, with its type if it is not one that users are expected to cause."""
+    """The first sentence of an error, with its type unless users are expected to cause it."""
     text = ""
     for line in str(error).strip().splitlines():
         text = f"{text} {line.strip()}".lstrip()
@@ -71,13 +71,13 @@ def one_line(error: BaseException) -> str:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """The first of some names, and how many more there are."""
+    """The first names, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 @contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Puts the path before errors that do not name it."""
+    """Prefixes errors with the path unless they name it."""
     try:
         yield
     except ValueError as error:
@@ -89,12 +89,12 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 @contextmanager
 def reading(path: str | os.PathLike, what: str = "this file") -> Iterator[None]:
     """
-    Turns whatever a reader of another package raises into an error that says what could not be read, unless it says so
-    itself. A file may hold anything, so any part of its reader may fail.
+    Turns any error of another package's reader into one that names what could not be read. A file may hold anything,
+    so any part of its reader may fail.
     """
     try:
         yield
-    except BrokenPipeError:  # nobody reads what is printed meanwhile
+    except BrokenPipeError:  # the reader of our output is gone
         raise
     except Exception as error:
         if isinstance(error, ValueError | OSError) and str(path) in str(error):
@@ -105,7 +105,7 @@ def reading(path: str | os.PathLike, what: str = "this file") -> Iterator[None]:
 def check_links(directory: str | os.PathLike) -> None:
     """
     Raises:
-        ValueError: if a file of a model directory is a link to a place outside. Whoever made the directory may not be
+        ValueError: if a file of a model directory links to a place outside. The creator of the directory may not be
             allowed to read that file, or to publish it.
     """
     root = Path(directory).resolve()

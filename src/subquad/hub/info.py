@@ -1,7 +1,7 @@
 """
-What a model costs: parameters, state and floating-point operations, without loading it.
+Costs of a model without loading it: parameters, state and floating-point operations.
 
-`python -m subquad.hub.info` writes the numbers of the presets to `presets.json`, from which they are read in
+`python -m subquad.hub.info` writes the numbers of the presets to `presets.json`, which loads in
 milliseconds.
 """
 
@@ -31,7 +31,7 @@ BITS = {
     "F4": 4,
     "F6_E2M3": 6,
     "F6_E3M2": 6,
-    "I4": 4,  # as `Int4Config` has them; safetensors has no name for them
+    "I4": 4,  # for `Int4Config`; safetensors has no name for them
     "U8": 8,
     "I8": 8,
     "F8_E5M2": 8,
@@ -60,20 +60,18 @@ class UnknownModelError(ValueError):
 @dataclass(frozen=True)
 class ModelInfo:
     """
-    The numbers of one model. A number is None if the architecture does not have it, or belongs to another package.
+    The numbers of one model. A number is None if it does not apply, or if the model is another package's.
 
-    FLOPs are those of one token. What they count differs between the architectures: see `costs` in the
-    `architecture.py` of each.
+    FLOPs are for one token. Their definition differs between the architectures: see `costs` in each `architecture.py`.
 
     Attributes:
-        source: `preset`, or the path that was read.
+        source: `preset`, or the path of the model.
         dtype: the dtype that most weights are stored in; None for a preset.
         weight_bytes: size of the weights; None for a preset.
-        state_elements: numbers kept between two tokens, whatever the length of the text.
-        state_bytes: their size. Recurrent states are float32; token shifts, keys and values have the dtype
-            that the configuration asks for, else that of the weights (float32 for a preset and for weights that are
-            not floating point).
-        state_elements_per_token: numbers kept for every token of the text. Room for tokens to come is not counted.
+        state_elements: numbers kept between two tokens, independent of the length of the text.
+        state_bytes: their size. Recurrent states are float32; token shifts, keys and values have the dtype of the
+            configuration, or else of the weights (float32 for a preset and for weights that are not floating point).
+        state_elements_per_token: numbers kept for every token of the text, without spare capacity.
         state_bytes_per_token: their size, in the model's dtype.
         inference_flops: floating-point operations to read or generate one more token.
         training_flops: floating-point operations to train on one token.
@@ -97,15 +95,15 @@ class ModelInfo:
     training_flops: int | None
 
     def state_bytes_after(self, tokens: int) -> int | None:
-        """Size of the state after a text of so many tokens; None if the model keeps none."""
+        """Size of the state after a text of that many tokens; None if the model has no state."""
         if self.state_bytes is None and self.state_bytes_per_token is None:
             return None
         return (self.state_bytes or 0) + (self.state_bytes_per_token or 0) * tokens
 
     def transformer_bytes_after(self, tokens: int) -> int | None:
         """
-        Size of the keys and values of a transformer with as many layers of the same width, in 16 bits, after a text of
-        so many tokens: 2 * layers * width numbers for each token. Heads that share keys and values divide it.
+        Size of a transformer's keys and values with the same depth and width, in 16 bits, after a text of that many
+        tokens: 2 * layers * width numbers for each token, fewer if heads share keys and values.
         """
         if self.num_hidden_layers is None or self.hidden_size is None:
             return None
@@ -113,7 +111,7 @@ class ModelInfo:
 
 
 def embedded_model(name: str) -> Path | None:
-    """The directory of the model of that name that comes with the package; None if there is none."""
+    """The directory of the embedded model of that name; None if there is none."""
     return _embedded().get(name)
 
 
@@ -122,12 +120,12 @@ def _embedded() -> dict[str, Path]:
 
 
 def known_names() -> dict[str, list[str]]:
-    """The names that need no path: of the embedded models, and of the presets, which have no weights."""
+    """Names that are not paths: the embedded models, and the presets, which have no weights."""
     return {"embedded models": list(_embedded()), "presets": list(PRESETS)}
 
 
 def describe_preset(name: str) -> ModelInfo:
-    """The numbers of a preset, computed; [`describe`] reads them from a file."""
+    """Computes the numbers of a preset; [`describe`] reads them from a file."""
     config = preset_config(name)
     return make_info(name, "preset", config, REGISTRY[config.model_type].count_parameters(config), None)
 
@@ -139,7 +137,7 @@ def describe(name_or_path: str) -> ModelInfo:
 
     Raises:
         UnknownModelError: if it is none of these.
-        ValueError: if a directory cannot be read, if its weights are not in safetensors, or if it is a file of
+        ValueError: if a directory cannot be read, if its weights are not in safetensors, or if the path is a file of
             weights.
     """
     path = Path(name_or_path)
@@ -161,8 +159,8 @@ def describe(name_or_path: str) -> ModelInfo:
 
 def labelled(info: ModelInfo, length: int | None = None) -> dict[str, str]:
     """
-    The numbers of a model as text, by their labels, as `subquad info` and model cards show them; also what its state
-    costs after `length` tokens, if that is given.
+    The numbers of a model as labelled text, as in `subquad info` and model cards, with the cost of the state after
+    `length` tokens if that is given.
     """
     state = info.state_elements and f"{info.state_elements:,} elements, {format_bytes(info.state_bytes)}"
     if info.state_elements_per_token:
@@ -237,7 +235,7 @@ def _bits(dtype: str) -> int:
 
 
 def _loaded_dtype(config: "PreTrainedConfig") -> str:
-    """The dtype that a configuration asks for, "None" if it asks for none."""
+    """The dtype in a configuration, "None" if there is none."""
     return str(getattr(config, "dtype", None)).removeprefix("torch.")
 
 
@@ -254,8 +252,8 @@ def make_info(
 
     Args:
         parameters: their number.
-        dtype: of most of them, by its name in torch or safetensors; None if there are no weights.
-        weight_bytes: size of the weights; None if their dtype tells it, or if there are none.
+        dtype: dtype of most of them, by its name in torch or safetensors; None without weights.
+        weight_bytes: size of the weights; None if it follows from the dtype, or without weights.
     """
     if weight_bytes is None and dtype is not None:
         weight_bytes = parameters * _bits(dtype) // 8

@@ -1,4 +1,4 @@
-"""Files whose tensors have the names of another package. `from_pretrained` reads them as they are."""
+"""Name maps for files with another package's tensor names. `from_pretrained` reads such files directly."""
 
 import functools
 import re
@@ -11,7 +11,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, WeightTransform
 
 
-# A function that takes one of our tensors out of a tensor of another package.
+# A function that extracts one of our tensors from a tensor of another package.
 Extract = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -21,7 +21,7 @@ class Renaming(WeightRenaming):
     __slots__ = ()
 
     def reverse_transform(self) -> WeightTransform:
-        return self  # it finds nothing among our names
+        return self  # it matches none of our names
 
 
 class Conversion(WeightConverter):
@@ -34,7 +34,7 @@ class Conversion(WeightConverter):
 
 
 class TakeOut(ConversionOps):
-    """Takes our tensors, by the ends of their names, out of the one that was read."""
+    """Extracts our tensors, by the ends of their names, from the tensor that was read."""
 
     def __init__(self, parts: Mapping[str, Extract]):
         self.parts = parts
@@ -57,11 +57,10 @@ class TakeOut(ConversionOps):
 @dataclass(frozen=True)
 class Part:
     """
-    How a tensor of another package holds one of ours in another shape, or several.
+    A tensor of another package that holds one or several of ours in another shape.
 
     Attributes:
-        takes: ends of our names; and how each of ours is taken out of the tensor.
-        join: makes the tensor of ours, in the order of `takes`; None if it is only read, and other names are written.
+        takes: ends of our names, and functions that extract each of ours from the tensor.
     """
 
     takes: Mapping[str, Extract]
@@ -83,7 +82,7 @@ class NameMap:
     parts: Mapping[str, Part] = field(default_factory=dict)
 
     def __or__(self, other: "NameMap") -> "NameMap":
-        """A layout that reads the names of both. What either replaces in a name must not be in those of the other."""
+        """A map that reads the names of both. Neither may contain what the other replaces in a name."""
         return NameMap({**self.names, **other.names}, {**self.parts, **other.parts})
 
     def read_name(self, name: str) -> dict[str, Extract | None]:

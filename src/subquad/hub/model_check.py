@@ -1,4 +1,4 @@
-"""Whether a model directory holds a model that loads."""
+"""Checks that a model directory holds a model that loads."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ from .weight_files import (
 )
 
 
-# What a model directory has beside its configuration and its weights.
+# Files of a model directory besides its configuration and its weights.
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 SETTINGS = (
     *TOKENIZER_FILES,
@@ -55,7 +55,7 @@ def weights_of(directory: Path) -> list[Path]:
     The weight files of a model directory; the index is first if there is one.
 
     Raises:
-        ValueError: if there are none in safetensors, or if some are missing.
+        ValueError: if none is in safetensors, or if some are missing.
     """
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if single.is_file():
@@ -81,16 +81,16 @@ def _check_not_adapter(directory: Path) -> None:
 
 def check_model(directory: str | os.PathLike, values: bool = True) -> PreTrainedConfig:
     """
-    Checks a model directory, without memory for the model.
+    Checks a model directory without allocating the model.
 
     Args:
-        values: whether to read all weights, to see that they are finite.
+        values: whether to read all weights and check that they are finite.
 
     Returns:
         the configuration, with all sizes.
 
     Raises:
-        ValueError: if the model would not load, or not all of it; the message names the file.
+        ValueError: if the model would not load completely; the message names the file.
     """
     directory = Path(directory)
     model_type_of(directory)
@@ -129,7 +129,7 @@ def check_model(directory: str | os.PathLike, values: bool = True) -> PreTrained
 
 
 def _check_headers(directory: Path, config: PreTrainedConfig, headers: Mapping[str, Header]) -> None:
-    """Raises a ValueError if the tensors are not those of the model that the configuration describes."""
+    """Raises a ValueError if the tensors do not match the model that the configuration describes."""
     if getattr(config, "quantization_config", None) is not None:  # its tensors are packed under other names
         return
     architecture = REGISTRY[config.model_type]
@@ -156,11 +156,11 @@ def _check_headers(directory: Path, config: PreTrainedConfig, headers: Mapping[s
             dtypes.append(f"{name} (dtype {dtype})")
     kinds = {"missing": missing, "of the wrong shape": shapes, "not floating point": dtypes}
     if faults := "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names):
-        raise ValueError(f"{directory}: the tensors are not those of {model_class.__name__}; {faults}.")
+        raise ValueError(f"{directory}: the tensors do not match {model_class.__name__}; {faults}.")
 
 
 def _renamed(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """The names of tensors, and the names that they have after what transformers does to them when it loads them."""
+    """The names of tensors in files, and their names after transformers' conversions at loading."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -168,7 +168,7 @@ def _renamed(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
 
 
 def unknown_fields(directory: str | os.PathLike) -> list[str]:
-    """The fields of a model's configuration that nothing reads, which somebody may have put there for themselves."""
+    """The fields of a model's configuration that nothing reads, such as users' own."""
     directory = Path(directory)
     fields = read_json(directory / "config.json")
     return sorted(_unknown(fields, REGISTRY[fields["model_type"]].config_class()))

@@ -19,7 +19,7 @@ PARTIAL = re.compile(r"\.subquad-[0-9a-f]{8}\.partial")
 @contextmanager
 def _locked(directory: Path, wait: bool = False) -> Iterator[bool]:
     """
-    Holds the lock of a directory, and yields whether it could be had. The system releases it if the process is killed.
+    Holds the lock of a directory, and yields whether it was acquired. The system releases it if the process is killed.
     """
     with ExitStack() as stack:
         held = False
@@ -36,7 +36,7 @@ def _locked(directory: Path, wait: bool = False) -> Iterator[bool]:
 def remove_abandoned(directory: Path) -> None:
     """Removes the temporary directories that killed processes left in a directory."""
     found = []
-    with suppress(PermissionError):  # one may write to some directories without reading them
+    with suppress(PermissionError):  # some directories can be written to but not read
         found = [path for path in directory.iterdir() if PARTIAL.fullmatch(path.name)]
     for path in found:
         with _locked(path) as abandoned:
@@ -47,8 +47,8 @@ def remove_abandoned(directory: Path) -> None:
 @contextmanager
 def partial_directory(parent: Path) -> Iterator[Path]:
     """
-    A temporary directory in another one, which is deleted in the end. If the process is killed, the next one deletes
-    what it left.
+    A temporary directory in another one, which is deleted in the end. If the process is killed, the next one cleans
+    up.
     """
     remove_abandoned(parent)
     directory = parent / f".subquad-{secrets.token_hex(4)}.partial"
@@ -71,8 +71,8 @@ def sync(path: Path) -> None:
 @contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
     """
-    Turns what writers of other packages raise into an OSError that names the file: torch fails with a RuntimeError,
-    safetensors with one of its own, and tokenizers with a plain Exception.
+    Turns writing errors of other packages into an OSError that names the file: torch raises a RuntimeError,
+    safetensors its own error, and tokenizers a plain Exception.
     """
     try:
         yield
@@ -86,9 +86,8 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 @contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[Path]:
     """
-    A temporary file to write, with the name of `path`. It takes the place of `path` if the block succeeds, and is
-    deleted if the block fails: a reader finds the old file or the whole new one, also if several threads or processes
-    write it.
+    A temporary file to write, with the name of `path`. It replaces `path` if the block succeeds, and is deleted if it
+    fails: a reader finds the old file or the whole new one, even if several threads or processes write it.
 
     Raises:
         OSError: if the file cannot be written; the message names it.

@@ -1,4 +1,4 @@
-"""Loading and saving that every processor shares: processors that bring their code."""
+"""Loading and saving of all processors, with their code."""
 
 import os
 import re
@@ -8,25 +8,22 @@ from transformers import ProcessorMixin
 from ..modeling.arguments import ALIKE, PUSH_ARGUMENTS, UnknownArgument, nearest, parameter_names, refuse_unknown
 
 
-# The arguments of a call that transformers reads without listing them.
+# Arguments of a call that transformers reads but does not list.
 CALL_ARGUMENTS = ("common_kwargs", "sanitize_control_tokens")
-# The marks of an assistant's turn in a chat template, in comments, as tokenizers have them.
+# Marks of an assistant's turn in a chat template, in comments as in tokenizers.
 HIDDEN_MARK = re.compile(r"\{#-? *(\{% *(?:end)?generation *%\}) *-?#\}")
 
 
 class SavedProcessor(ProcessorMixin):
-    """
-    The base class of all processors. A processor that is pushed to the Hub loads also if this package is not
-    installed.
-    """
+    """The base class of all processors. A processor that is pushed to the Hub also loads without this package."""
 
     @classmethod
     def from_args_and_dict(cls, args, processor_dict, **kwargs):
         """
-        As in transformers. The processor keeps the field `auto_map`, which says that it was saved with its code.
+        As in transformers. The processor keeps the field `auto_map`, a sign that it was saved with its code.
 
         Raises:
-            UnknownArgument: if an argument looks like one of the class, but is none. Others are for the tokenizer.
+            UnknownArgument: if an argument resembles one of the class but is none. Others go to the tokenizer.
         """
         names = parameter_names(cls.__init__)
         for name in kwargs:
@@ -43,11 +40,11 @@ class SavedProcessor(ProcessorMixin):
     ) -> list[str]:
         """
         As in transformers. With `self_contained` or `push_to_hub`, the code of processor and tokenizer is saved too:
-        the directory loads with `trust_remote_code=True` if this package is not installed, and without remote code if
-        it is. The code is always saved if the processor was loaded from such a directory, or a model was saved with
-        its code in the same directory.
+        the directory loads with `trust_remote_code=True` without this package, and without remote code if it is
+        installed. The code is always saved if the processor was loaded from such a directory, or if the target
+        directory has a model with its code.
         """
-        # `push_to_hub` gives the second to every kind of object.
+        # `push_to_hub` passes the second to every kind of object.
         known = {"save_jinja_files", "max_shard_size", *PUSH_ARGUMENTS}
         known |= parameter_names(SavedProcessor.save_pretrained)
         refuse_unknown(kwargs, known, f"{type(self).__name__}.save_pretrained()")
@@ -57,7 +54,7 @@ class SavedProcessor(ProcessorMixin):
         return files
 
     def apply_chat_template(self, conversation, chat_template: str | None = None, *args, **kwargs):
-        """As in transformers, with the marks of an assistant's turn, which the template may have in comments."""
+        """As in transformers. The template may have the marks of an assistant's turn in comments."""
         templates = self.chat_template if isinstance(self.chat_template, dict) else {"default": self.chat_template}
         template = templates.get(chat_template or "default", chat_template)
         if template is not None:
@@ -69,7 +66,7 @@ class SavedProcessor(ProcessorMixin):
         As in transformers.
 
         Raises:
-            UnknownArgument: if an argument of a call is none of the processor, its tokenizer or its image processor.
+            UnknownArgument: if neither the processor, its tokenizer nor its image processor has an argument.
                 transformers ignores it with a warning.
         """
         kinds = self.valid_processor_kwargs.__annotations__
@@ -79,7 +76,7 @@ class SavedProcessor(ProcessorMixin):
         super().validate_inputs(images=images, text=text, videos=videos, audio=audio, **kwargs)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, *args, **kwargs):
-        """`push_to_hub` and `save_pretrained` of transformers upload with this what they have saved."""
+        """transformers' `push_to_hub` and `save_pretrained` call this to upload what they saved."""
         self._add_code(working_dir, self_contained=True)
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 

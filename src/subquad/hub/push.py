@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CARD = "README.md"
-# The weight files that `from_pretrained` looks for, and the files of code that earlier versions wrote, one a module.
+# The weight files that `from_pretrained` looks for, and the code files of earlier versions, one per module.
 # Old ones are deleted if the new ones have other names.
 REPLACED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|subquad_\w+\.py|configuration_checks\.py")
-# In the card that transformers makes if a tokenizer is pushed first. It says nothing about the model.
+# Part of the card that transformers writes if a tokenizer is pushed first; it does not describe the model.
 PLACEHOLDER = "# Model Card for Model ID"
 
 
 class PushError(OSError):
-    """The Hub refuses an upload or cannot be reached; the message says why."""
+    """The Hub refuses an upload or cannot be reached; the message gives the reason."""
 
 
 def push(
@@ -40,15 +40,15 @@ def push(
 ) -> "CommitInfo":
     """
     Uploads a model directory in the form that [`subquad.hub.export.export`] writes, in one commit. Other files of the
-    repository stay, except for the weights of another model. The card is the model directory's README.md if somebody
-    wrote it, otherwise the one that the repository has, otherwise a new one.
+    repository stay, except for the weights of another model. The card is the model directory's README.md if a person
+    wrote it, otherwise the repository's, otherwise a new one.
 
     Args:
         source: a directory that `save_pretrained` or `subquad convert` wrote, with safetensors weights.
         repo_id: owner and name of the repository, or only the name of one of your own. It is created if it does not
             exist.
         private: whether a new repository is private; by default as in the owner's settings.
-        token: token of a user who may write to the repository; by default that of `hf auth login` or the variable
+        token: token of a user who may write to the repository; by default from `hf auth login` or the variable
             HF_TOKEN.
         revision: branch to commit to, created if it does not exist; by default main.
         create_pr: open a pull request with the commit, which does not need write access.
@@ -95,8 +95,8 @@ def save_model(
     **kwargs,
 ) -> None:
     """
-    `save_pretrained` of the models. It calls that of transformers, `save`, and adds the model's code if
-    `self_contained`, or if the model was loaded from a directory with its code.
+    `save_pretrained` of the models. It calls transformers' own, `save`, and adds the model's code if `self_contained`,
+    or if the model was loaded from a directory with its code.
     """
     from ..modeling.arguments import PUSH_ARGUMENTS
     from .export import add_model_code, check_portable
@@ -129,14 +129,14 @@ def push_model(
     tags: str | list[str] | None = None,
 ) -> "CommitInfo":
     """
-    `push_to_hub` of the models: like that of transformers, but in the form that loads without this package.
+    `push_to_hub` of the models: as in transformers, but in the form that loads without this package.
 
     Args:
-        source: a directory that holds the saved model and whatever else [`push`] uploads; by default the model is
+        source: a directory with the saved model and other files for [`push`]; by default the model is
             saved to a temporary directory, in files of at most `max_shard_size`.
 
     Raises:
-        ValueError: as [`push`]. If the Hub refuses the upload, the errors are those of huggingface_hub.
+        ValueError: as [`push`]. If the Hub refuses the upload, huggingface_hub's errors are raised.
     """
     from .export import export
 
@@ -170,7 +170,7 @@ def _api(token: bool | str | None) -> "HfApi":
 
 
 def _target(api: "HfApi", repo_id: str, *, private: bool | None, revision: str | None, create_pr: bool) -> str:
-    """The full name of the repository, after the checks that do not take long."""
+    """The full name of the repository, after quick checks."""
     from huggingface_hub.utils import validate_repo_id
 
     if create_pr and revision not in (None, "main"):
@@ -246,7 +246,7 @@ def _tag(path: Path, tags: list[str]) -> None:
 
 @contextmanager
 def _explained(api: "HfApi", repo_id: str) -> Iterator[None]:
-    """Turns the Hub's errors into ones that say what to do about them."""
+    """Turns the Hub's errors into ones with a remedy."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
 
     try:

@@ -1,4 +1,4 @@
-"""Loading and saving that every model shares: safetensors only, and model repositories that bring their code."""
+"""Loading and saving of all models: safetensors only, and model repositories with their code."""
 
 import os
 
@@ -15,10 +15,10 @@ from .foreign_files import listed
 class SavedPreTrainedModel(PreTrainedModel):
     """
     The base class of all models. Weights come from safetensors files only, because unpickling others may run code.
-    A model that is pushed to the Hub loads also if this package is not installed.
+    A model that is pushed to the Hub also loads without this package.
     """
 
-    # A rank would begin its part of the sequence with an empty state.
+    # Otherwise a rank would begin its part of the sequence with an empty state.
     _supports_context_parallel = False
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
@@ -26,7 +26,7 @@ class SavedPreTrainedModel(PreTrainedModel):
         As in transformers, which would load a kernel for a model that never calls it.
 
         Raises:
-            ValueError: if the model has none of transformers' attention functions, and one is asked for.
+            ValueError: if one is requested and the model does not use transformers' attention functions.
         """
         has_choice = self._supports_sdpa or self._supports_flash_attn or self._supports_flex_attn
         if not has_choice and attn_implementation not in (None, "eager"):
@@ -38,7 +38,7 @@ class SavedPreTrainedModel(PreTrainedModel):
 
     def post_init(self) -> None:
         """
-        As in transformers. In a model to be quantised the layers below the head become plain ones: bitsandbytes'
+        As in transformers. In a model to be quantised, the layers below the head become plain ones: bitsandbytes'
         integration replaces no others, and would replace a head that no checkpoint has yet.
         """
         if getattr(self.config, "quantization_config", None) is not None:
@@ -50,7 +50,7 @@ class SavedPreTrainedModel(PreTrainedModel):
 
     @package_only
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """As in transformers. A byte that has two weights of 4 bits counts as two."""
+        """As in transformers. A byte with two 4-bit weights counts as two."""
         packed = [module.weight for module in self.modules() if getattr(module, "packed", False)]
         return super().num_parameters(only_trainable, exclude_embeddings) + sum(
             weight.numel() for weight in packed if weight.dtype == torch.uint8 and not only_trainable
@@ -63,8 +63,8 @@ class SavedPreTrainedModel(PreTrainedModel):
         checkpoint's tensors.
 
         Raises:
-            ValueError: if there are no weights in safetensors, only in files that `subquad convert` converts; or if
-                weights of the model are missing. Those of a head may be: it is initialised, to be trained.
+            ValueError: if the weights are not in safetensors but in files for `subquad convert`; or if weights of the
+                model are missing. A head may be missing: it is initialised, to be trained.
         """
         path = pretrained_model_name_or_path
         if path is not None:
@@ -82,7 +82,7 @@ class SavedPreTrainedModel(PreTrainedModel):
     @package_only
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        """As in transformers, for a model and for the one that an adapter was trained on."""
+        """As in transformers, for a model and for the base model of an adapter."""
         from .weight_files import check_room
 
         quantizer = load_config.hf_quantizer
@@ -96,12 +96,12 @@ class SavedPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def _finalize_model_loading(model, load_config, loading_info, *args, **kwargs):
-        """As in transformers, after a check that weights were found for all of the model below its head, and fit."""
+        """As in transformers, after checking that all weights below the head were found and fit."""
         path = load_config.pretrained_model_name_or_path
         if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
             name, stored, expected = sorted(loading_info.mismatched_keys)[0]
             raise RuntimeError(
-                f"{path}: {name} has the shape {tuple(stored)}, but that of the configuration's model is "
+                f"{path}: {name} has the shape {tuple(stored)}, but in the configuration's model it is "
                 f"{tuple(expected)}. `ignore_mismatched_sizes=True` initialises such weights."
             )
         if hasattr(load_config.hf_quantizer, "check_loaded"):
@@ -139,7 +139,7 @@ class SavedPreTrainedModel(PreTrainedModel):
         if self._saved_by_transformers():
             save(save_directory, *args, **kwargs)
             return
-        # Others give the first to every model; transformers has forgotten it.
+        # Some callers pass the first to every model, although transformers dropped it.
         known = {"safe_serialization", "self_contained", *PUSH_ARGUMENTS}
         known |= parameter_names(PreTrainedModel.save_pretrained)
         refuse_unknown(kwargs, known, f"{type(self).__name__}.save_pretrained()")
@@ -164,5 +164,5 @@ class SavedPreTrainedModel(PreTrainedModel):
 
     @package_only
     def _saved_by_transformers(self) -> bool:
-        """Whether transformers copies the code itself (of a model loaded with its code) or saves only an adapter."""
+        """Whether transformers copies the code (the model was loaded with its code) or saves only an adapter."""
         return self.is_remote_code() or getattr(self, "_hf_peft_config_loaded", False)

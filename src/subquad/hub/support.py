@@ -1,4 +1,4 @@
-"""The tables of the documentation that say what works with which architecture, made from the descriptors."""
+"""The documentation's tables of supported features by architecture, made from the descriptors."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ def _field(name: str) -> Callable[[Architecture], str]:
     return lambda architecture: getattr(architecture.support, name)
 
 
-# Table to rows; a row is what works and the cell of an architecture.
+# Table to rows; a row maps a feature to an architecture's cell.
 TABLES: dict[str, dict[str, Callable[[Architecture], str]]] = {
     "models": {
         "`AutoModel...`": _auto_classes,
@@ -53,5 +53,5 @@ TABLES: dict[str, dict[str, Callable[[Architecture], str]]] = {
 
 
 def rows(table: str, architecture: Architecture) -> list[tuple[str, str]]:
-    """What works with one architecture: the rows of a table, and what each says of it."""
+    """The features of a table, each with the cell of one architecture."""
     return [(what, cell(architecture)) for what, cell in TABLES[table].items()]

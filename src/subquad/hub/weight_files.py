@@ -1,4 +1,4 @@
-"""What has to be known about weight files before they are loaded, converted or published."""
+"""Checks of weight files before they are loaded, converted or published."""
 
 import copy
 import os
@@ -28,9 +28,9 @@ from .foreign_files import GGUF, check_file, one_line, read_json, reading
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# A file that is missing is None, not an error.
+# A missing file is None, not an error.
 QUIET = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
-# The layers that tell sizes, by their names in all layouts. In some models the first one lacks a tensor.
+# The layers that sizes are read from, by their names in all name maps. In some models the first one lacks a tensor.
 FIRST_BLOCKS = re.compile(r"(^|\.)(blocks|layers)\.[01]\.")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 # The dtypes of weights, by their names in safetensors files.
@@ -40,11 +40,11 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-FLOATING = (*DTYPES, "F8_E4M3", "F8_E5M2")  # those that transformers casts
-# How names of files of weights end, all of which `subquad convert` reads.
+FLOATING = (*DTYPES, "F8_E4M3", "F8_E5M2")  # transformers casts these
+# Suffixes of weight files, all of which `subquad convert` reads.
 WEIGHT_SUFFIXES = (".bin", ".gguf", ".pth", ".pt", ".safetensors", ".st")
-PIECE = 1 << 22  # elements of a tensor that are looked at at a time
-# Tensors of a PyTorch file may share memory, as tied weights do. Together they may have so many times its size.
+PIECE = 1 << 22  # elements of a tensor that are checked at a time
+# Tensors of a PyTorch file may share memory, as tied weights do. Together they may have this many times its size.
 MOST_SHARED = 4
 
 # Shape and name of the dtype, as a safetensors file has them.
@@ -70,7 +70,7 @@ def pickled_weights(directory: str | os.PathLike) -> list[Path]:
 def check_directory(path: str | os.PathLike | None) -> None:
     """
     Raises:
-        ValueError: if what `from_pretrained` was given is a file of weights.
+        ValueError: if `from_pretrained` was given a file of weights.
     """
     if path is not None and os.path.splitext(path)[1] in WEIGHT_SUFFIXES and os.path.isfile(path):
         raise ValueError(
@@ -81,12 +81,12 @@ def check_directory(path: str | os.PathLike | None) -> None:
 
 def unsafe_weights(path: str | os.PathLike, options: dict) -> list[Path]:
     """
-    The weight files of a directory, or of a repository on the Hub, that has none in safetensors.
+    The weight files of a directory or Hub repository, if none is in safetensors.
 
     Args:
         path, options: as for [`check_weights`].
     """
-    # transformers reads a file whatever `use_safetensors` says, and asks the Hub to convert others on the spot.
+    # transformers reads a given file regardless of `use_safetensors`, and asks the Hub to convert others on the spot.
     if os.path.isfile(path):
         return [] if os.fspath(path).endswith(".safetensors") else [Path(path)]
     subfolder = options.get("subfolder") or ""
@@ -103,7 +103,7 @@ def unsafe_weights(path: str | os.PathLike, options: dict) -> list[Path]:
         if any(exists(name) for name in _file_names(options.get("variant"))):
             return []
         return [Path("DIRECTORY") / name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if exists(name)]
-    except (OSError, ValueError):  # transformers says what is wrong
+    except (OSError, ValueError):  # transformers reports the fault
         return []
 
 
@@ -115,7 +115,7 @@ def read_weight_map(index: str | os.PathLike, suffix: str = ".safetensors") -> d
         suffix: how the names of the files end.
 
     Raises:
-        ValueError: if the index is damaged, or if a name is not that of such a file in the same directory.
+        ValueError: if the index is damaged, or names anything but such a file in the same directory.
     """
     content = read_json(index)
     weight_map = content.get("weight_map")
@@ -163,7 +163,7 @@ def open_weights(path: str | os.PathLike) -> safe_open:
 
 def open_pytorch(path: str | os.PathLike) -> dict[Any, Any]:
     """
-    The dictionary in a file of PyTorch, whose tensors stay in the mapped file if it is a zip file. Only tensors and
+    The dictionary in a PyTorch file. The tensors of a zip file stay in the mapped file. Only tensors and
     plain objects are unpickled.
 
     Raises:
@@ -200,7 +200,7 @@ def open_pytorch(path: str | os.PathLike) -> dict[Any, Any]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a PyTorch file has all its elements there."""
+    """Whether a tensor of a PyTorch file is stored element by element in the memory of the CPU."""
     return tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
@@ -216,25 +216,23 @@ def check_shared(path: str | os.PathLike, claimed: int, most: int = 1) -> None:
     """
     Args:
         claimed: the bytes of all tensors of a file, each as it is stored.
-        most: how many times the size of the file that may be.
+        most: largest allowed multiple of the size of the file.
 
     Raises:
-        ValueError: if it is more.
+        ValueError: if they exceed it.
     """
     if claimed > most * (size := os.path.getsize(path)):
-        raise ValueError(
-            f"{path} has {size:,} bytes, and tensors of {claimed:,}: they overlap, as those of no model do."
-        )
+        raise ValueError(f"{path} has {size:,} bytes, and tensors of {claimed:,}: they overlap, as in no model.")
 
 
 def check_weights(path: str | os.PathLike, options: dict) -> None:
     """
     Args:
-        path: what `from_pretrained` was given; for an adapter, the model that it was trained on.
+        path: the first argument of `from_pretrained`; for an adapter, its base model.
         options: the keyword arguments of `from_pretrained`.
 
     Raises:
-        ValueError: if there are weights, but none in safetensors, or if an index leads to other files.
+        ValueError: if there are weights but none in safetensors, or if an index names other files.
     """
     if (gguf_file := options.get("gguf_file")) is not None:
         raise ValueError(GGUF.format(file=gguf_file))
@@ -254,7 +252,7 @@ def _index_file(path: str | os.PathLike, options: dict) -> str | None:
     """The index of a model whose weights are in several files."""
     try:
         return cached_file(os.fspath(path), _file_names(options.get("variant"))[1], **_hub_options(options), **QUIET)
-    except (OSError, ValueError):  # transformers says what is wrong
+    except (OSError, ValueError):  # transformers reports the fault
         return None
 
 
@@ -263,11 +261,11 @@ def check_room(model: "PreTrainedModel", files: Iterable[str | os.PathLike], pac
     Args:
         model: a model on the meta device.
         files: its weight files.
-        packed: whether several weights may be in one number, so that there are fewer than the model's.
+        packed: whether one number may hold several weights.
 
     Raises:
-        ValueError: if the model is much larger than its files, before memory is taken for it, or if they hold weights
-            that are not floating point.
+        ValueError: before memory is allocated, if the model is much larger than its files or they hold weights that
+            are not floating point.
     """
     headers = read_headers(files)
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
@@ -278,7 +276,7 @@ def check_room(model: "PreTrainedModel", files: Iterable[str | os.PathLike], pac
     stored = sum(torch.Size(shape).numel() for shape, _ in headers.values())
     if not packed and wanted > 2 * stored + PIECE:
         raise ValueError(
-            f"{model.config.name_or_path}: the configuration is that of a model with {wanted:,} weights, but the "
+            f"{model.config.name_or_path}: the configuration describes a model with {wanted:,} weights, but the "
             f"files hold {stored:,}: one of the two belongs to another model."
         )
 
@@ -289,15 +287,15 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
         ValueError: if a tensor holds NaN or infinity.
     """
     for piece in tensor.detach().reshape(-1).split(PIECE):
-        # The extremes are not finite if any element is not, and take no memory.
+        # If any element is not finite, so are the extremes, which take no memory.
         if piece.numel() and not all(x.isfinite() for x in piece.aminmax()):
             raise ValueError(f"{name} holds NaN or infinite numbers: the model that it was saved from had diverged.")
 
 
 def with_sizes(config_class: type[PreTrainedConfig], path: str | os.PathLike, options: dict) -> dict:
     """
-    The keyword arguments of `from_pretrained`, with a configuration whose missing sizes were read from the
-    checkpoint's tensors, if the configuration class can do that (`set_sizes_from_shapes`).
+    The keyword arguments of `from_pretrained`, with missing sizes of the configuration read from the checkpoint's
+    tensors, if the configuration class supports that (`set_sizes_from_shapes`).
 
     Raises:
         ValueError: if a directory's configuration is not valid.
@@ -325,14 +323,14 @@ def with_sizes(config_class: type[PreTrainedConfig], path: str | os.PathLike, op
 def complete_sizes(
     config: PreTrainedConfig, path: str | os.PathLike, variant: str | None = None, hub: dict | None = None
 ) -> None:
-    """Takes sizes that published configurations lack from a checkpoint's tensors, if the configuration class can."""
+    """Reads sizes that published configurations lack from a checkpoint's tensors, if the class supports that."""
     if hasattr(config, "set_sizes_from_shapes"):
         config.set_sizes_from_shapes(_checkpoint_shapes(os.fspath(path), variant, hub or {}))
 
 
 def adapted_model(path: str | os.PathLike, options: dict) -> str:
     """
-    The model that an adapter was trained on; the path itself if it is not that of an adapter alone.
+    The base model of an adapter; the path itself if it is not an adapter alone.
 
     Args:
         path, options: the arguments of `from_pretrained`.

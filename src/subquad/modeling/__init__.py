@@ -1,1 +1,1 @@
-"""What every forward pass is made of."""
+"""Building blocks shared by the forward passes of all models."""

@@ -1,4 +1,4 @@
-"""An error for an argument that nobody reads, in a forward pass and elsewhere; one name for what has two."""
+"""Errors for arguments that nothing reads, in a forward pass and elsewhere, and one name for arguments with two."""
 
 import difflib
 import functools
@@ -11,18 +11,18 @@ from torch import nn
 from .versions import CACHE_NAMES
 
 
-# Other names of arguments, and ours: transformers' collators call the boundaries of documents so.
+# Other names of arguments, and ours. transformers' collators use the other names for document boundaries.
 ALIASES = {CACHE_NAMES[1]: CACHE_NAMES[0], "cu_seq_lens_q": "cu_seqlens"}
 # Arguments that mark packed documents.
 MARKERS = ("cu_seqlens", "position_ids")
-# Arguments of transformers' collators that repeat what the boundaries say, and who needs them.
+# Redundant arguments of transformers' collators, and their users.
 REPEATED = {
     "cu_seq_lens_k": "attention, for its keys",
     "max_length_q": "kernels of attention",
     "max_length_k": "kernels of attention",
     "seq_idx": "convolutions",
 }
-# Arguments that libraries give to every model, and who reads them, or why nobody needs to.
+# Arguments that libraries pass to every model: what reads each of them, or why it can be ignored.
 COMMON_ARGUMENTS = {
     "return_dict": "transformers' decorators read it",
     "output_hidden_states": "transformers' hooks read it",
@@ -45,18 +45,18 @@ PUSH_ARGUMENTS = (
 )
 
 
-# How alike two names are, from 0 to 1, to be taken for each other in a file. Other files of configurations have names
-# that are as long and not much less alike: `bos_token` is 0.86 of `bos_token_id`.
+# The similarity, from 0 to 1, at which a name in a file is taken for a misspelling. Other configurations have names
+# that are as long and almost as similar: `bos_token` is 0.86 of `bos_token_id`.
 ALIKE = 0.87
 
 
 class UnknownArgument(TypeError, ValueError):
-    """An argument that nobody reads. Python raises a TypeError for it, transformers' `generate` a ValueError."""
+    """An argument that nothing reads. Python raises a TypeError for it, transformers' `generate` a ValueError."""
 
 
 def with_own_names(arguments: dict[str, Any]) -> dict[str, Any]:
     """
-    Arguments under our names.
+    Renames arguments to our names.
 
     Raises:
         TypeError: if one is given under both of its names.
@@ -75,10 +75,10 @@ def with_own_names(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str:
     """
-    Names of `known` that look like `name`, as the end of an error's text; empty if there is none.
+    Names in `known` that resemble `name`, as the end of an error message; empty if there are none.
 
     Args:
-        alike: how much they must look like it, from 0 to 1.
+        alike: minimum similarity, from 0 to 1.
     """
     found = difflib.get_close_matches(name, sorted(known), n=3, cutoff=alike)
     return f" Did you mean {' or '.join(f'`{each}`' for each in found)}?" if found else ""
@@ -87,7 +87,7 @@ def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str:
 def refuse_unknown(arguments: dict[str, Any], known: Iterable[str], of: str) -> None:
     """
     Raises:
-        UnknownArgument: if an argument that is not None is not known. The text has the known names that look like it.
+        UnknownArgument: if an argument other than None is unknown. The message lists known names that resemble it.
     """
     for name, value in arguments.items():
         if value is not None and name not in known:
@@ -96,14 +96,14 @@ def refuse_unknown(arguments: dict[str, Any], known: Iterable[str], of: str) -> 
 
 @functools.cache
 def parameter_names(*functions: Callable) -> frozenset[str]:
-    """The names of the parameters of some functions."""
+    """The parameter names of all the functions."""
     parameters = [each for function in functions for each in inspect.signature(function).parameters.values()]
     own = (each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL))
     return frozenset(own) - {"self", "cls"}
 
 
 def known_arguments(model: nn.Module) -> frozenset[str]:
-    """The arguments that a model's forward pass reads, its base model's included, and the common ones."""
+    """The arguments that the forward pass of a model or its base model reads, and the common ones."""
     classes = [*type(model).__mro__, *type(model.base_model).__mro__]
     forwards = [vars(each)["forward"] for each in classes if _is_ours(vars(each).get("forward"))]
     return parameter_names(*forwards) | COMMON_ARGUMENTS.keys() | REPEATED.keys()
@@ -116,7 +116,7 @@ def _is_ours(forward: Callable | None) -> bool:
 def _check_attentions(model: nn.Module) -> None:
     """
     Raises:
-        ValueError: if a model does not compute attention weights.
+        ValueError: if the model does not compute attention weights.
     """
     kind = (model.base_model._can_record_outputs or {}).get("attentions", ())
     if not any(isinstance(module, kind) for module in model.modules()):
@@ -127,8 +127,8 @@ def _check_attentions(model: nn.Module) -> None:
 
 def checks_arguments(forward: Callable) -> Callable:
     """
-    Decorates the `forward` of a model or of a mixin for models. Arguments may have their other names, and one that
-    nobody reads is an error, before any work.
+    Decorates the `forward` of a model or of a mixin for models. Arguments may have their other names, and an argument
+    that nothing reads is an error, raised before any work.
     """
     signature = inspect.signature(forward)
     positional = [*signature.parameters][1:]

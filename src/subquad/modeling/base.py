@@ -18,8 +18,8 @@ class RecurrentBlock(GradientCheckpointingLayer):
     """
     A block with states of its own. The last positional argument of its `forward` is the cache, or None.
 
-    For gradient checkpointing, the states go into what is computed twice, and come out of it, as tensors like x. So
-    gradients pass through them, and the second time the cache is not changed.
+    Under gradient checkpointing, states enter and leave the recomputed part as tensors, like x. So gradients pass
+    through them, and the second computation does not change the cache.
     """
 
     layer_idx: int
@@ -55,12 +55,12 @@ class RecurrentBlock(GradientCheckpointingLayer):
 
 
 class RecurrentPreTrainedModel(SavedPreTrainedModel):
-    """What models with a recurrent state share: their checks, their cache, and the start and end of a forward pass."""
+    """Base class of models with a recurrent state: checks, cache, start and end of a forward pass."""
 
     cache_class: type[RecurrentCache] = RecurrentCache
     supports_gradient_checkpointing = True
     _can_compile_fullgraph = True
-    # Why a CUDA graph of one token would not be right for the next one; None if it is.
+    # Why a CUDA graph captured for one token would be wrong for the next one; None if it is right.
     uncapturable: str | None = None
     _skip_keys_device_placement = list(CACHE_NAMES)
 
@@ -75,7 +75,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
 
         Args:
             static: see [`RecurrentCache`].
-            max_cache_len: number of tokens that a static cache has room for. A recurrent state has no limit.
+            max_cache_len: capacity of a static cache in tokens. A recurrent state has no limit.
         """
         return self.cache_class(self.config, static, max_cache_len)
 
@@ -92,12 +92,12 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         **kwargs,
     ) -> tuple[torch.Tensor, Tokens, RecurrentCache | None, bool]:
         """
-        The start of every forward pass: the checks of its arguments, before any work. For `wanted` see [`Tokens`]; the
-        others are arguments that libraries give to every model, and that the blocks do not need.
+        Starts a forward pass: checks its arguments before any work. For `wanted` see [`Tokens`]; the others are
+        arguments that libraries pass to every model and that the blocks do not need.
 
         Returns:
-            the embeddings (batch, length, width), which of them are real and where documents begin, the cache to fill,
-            if any, and whether to return it.
+            the embeddings (batch, length, width), the call's [`Tokens`], the cache to fill, if any, and whether to
+            return it.
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -130,7 +130,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
     def _check_recomputable(self, cache: RecurrentCache) -> None:
         """
         Raises:
-            ValueError: if gradient checkpointing would compute a block again from other states than the first time.
+            ValueError: if gradient checkpointing would recompute a block from other states than it had at first.
         """
         if cache.is_recomputable or not (self.training and torch.is_grad_enabled()):
             return
@@ -143,8 +143,8 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
     @staticmethod
     def filled_output(x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None) -> torch.Tensor:
         """
-        The output of all blocks, (batch, length, width), in which padding repeats the last real token before it, also
-        one of an earlier call. It is zero if there is none.
+        The output of all blocks, (batch, length, width), in which padding repeats the last real token before it, even
+        from an earlier call, or is zero if there is none.
         """
         if cache is None:
             return tokens.forward_fill(x, None)
@@ -156,7 +156,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         self, x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None, use_cache: bool
     ) -> RecurrentModelOutput:
         """
-        The end of the forward pass of a model that keeps nothing but recurrent states: the cache counts the tokens.
+        Ends the forward pass of a model that keeps nothing but recurrent states: the cache counts the tokens.
         x (batch, length, width) is the model's output.
         """
         x = self.filled_output(x, tokens, cache)

@@ -19,30 +19,30 @@ from .padding import Tokens, read_values, should_check
 from .state_file import ModelIdentity, check_owner, describe_owner, read_state_file, write_state_file
 
 
-# How many of the last tokens can be removed while the past is recorded. No draft is nearly as long.
+# How many of the last tokens can be removed while the past is recorded. No draft comes near this length.
 MAX_RECORDED = 256
 
 # The name of the count of padding among the states of a cache.
 PADDING = "after_blocks.padding"
-# A count that is not known, or has no meaning: that of a row with columns that it never read, joined to a longer one.
+# A count that is unknown or has no meaning, as for a row with columns that it never read, joined to a longer one.
 NOT_COMPARED = -(2**62)
 
 States = dict[str, torch.Tensor | None]
 
 
 def static_copy(x: torch.Tensor) -> torch.Tensor:
-    """A copy marked as a tensor whose address does not change: CUDA graphs write to no other."""
+    """A copy marked as having a fixed address: CUDA graphs write to no other tensors."""
     if torch.compiler.is_compiling():  # a traced tensor cannot be marked
         return x.clone(memory_format=torch.contiguous_format)
-    with torch.inference_mode(False):  # otherwise it could not be written outside of inference mode
+    with torch.inference_mode(False):  # inference tensors cannot be written to outside inference mode
         x = x.detach().clone(memory_format=torch.contiguous_format)
-    torch._dynamo.mark_static_address(x, guard=False)  # for another address no other code is compiled
+    torch._dynamo.mark_static_address(x, guard=False)  # no recompilation for another address
     return x
 
 
 @dataclass
 class Record:
-    """What rebuilds states: their values before the recorded tokens, and what each token contributed."""
+    """Data to rebuild states: their values before the recorded tokens, and each token's contribution."""
 
     replay: Callable[..., States]
     before: States
@@ -87,10 +87,10 @@ class LayerState:
     fresh: bool = False
     # The rows that were reset and have read no token since, bool (batch); None if there are none.
     fresh_rows: torch.Tensor | None = None
-    # Names of states that were read with gradients enabled: a graph may hold them, whether they require any or not.
+    # Names of states that were read with gradients enabled: a graph may hold them, even if they do not require grad.
     aliased: set[str] = field(default_factory=set, repr=False)
 
-    # What transformers asks of a cache layer.
+    # Attributes that transformers expects of a cache layer.
     keys = values = None
     is_croppable = True
     is_sliding = False
@@ -101,10 +101,10 @@ class LayerState:
         return self.static
 
     def get(self, name: str) -> torch.Tensor | None:
-        """The state of that name. None, and zeros, mean that no token has been read."""
+        """The state of that name. None or all zeros means that no token has been read."""
         state = self.states.get(name)
         if state is not None and torch.is_grad_enabled() and (self.static or is_inference(state)):
-            return state.clone()  # the backward pass may need it after it was overwritten
+            return state.clone()  # the backward pass may need it after it is overwritten
         return state
 
     def can_overwrite(self, name: str) -> bool:
@@ -112,18 +112,18 @@ class LayerState:
         held = self.states.get(name)
         if held is None or held.dtype != torch.float32 or not held.is_contiguous():
             return False
-        if torch.compiler.is_compiling() and not self.static:  # it may be from inference mode, which cannot be asked
+        if torch.compiler.is_compiling() and not self.static:  # a trace cannot check for inference tensors
             return False
         return not self.record_past and self.can_modify(name, held)
 
     def can_modify(self, name: str, held: torch.Tensor) -> bool:
-        """Whether a state, as [`~LayerState.get`] returned it, may be modified in place: no graph needs it."""
+        """Whether a state from [`~LayerState.get`] may be modified in place: no graph needs it."""
         if torch.is_grad_enabled() or held.requires_grad or name in self.aliased:
             return False
         return not is_inference(held) or torch.is_inference_mode_enabled()
 
     def note_alias(self, name: str) -> None:
-        """Notes whether a graph may hold the state, which was just set and which this call goes on to read."""
+        """Notes whether a graph may hold the state, which was just set and which this call still reads."""
         if torch.is_grad_enabled():
             self.aliased.add(name)
         else:
@@ -150,8 +150,8 @@ class LayerState:
             name: name of the state.
             state: its new value, (batch, ...).
             replay: a function of a module, `replay(state before or None, *updates) -> state`, that rebuilds a state
-                from an earlier one and from what the tokens since then contributed.
-            updates: these contributions, (batch, tokens, ...) each. They are only kept while the past is recorded.
+                from an earlier one and the contributions of the tokens since then.
+            updates: these contributions, (batch, tokens, ...) each. Kept only while the past is recorded.
         """
         self.update_together({name: state}, functools.partial(_replay_one, name, replay), *updates)
 
@@ -176,7 +176,7 @@ class LayerState:
         self._replace(states)
 
     def set(self, states: States) -> None:
-        """Sets states after the tokens of a call, of which nothing is recorded."""
+        """Sets states after the tokens of a call, without recording anything."""
         self.records.clear()
         self._replace(states)
 
@@ -193,7 +193,7 @@ class LayerState:
         self.records = {name: record.map(function) for name, record in self.records.items()}
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LayerState":
-        """A copy that holds `function(tensor)` of every tensor, which must not share memory with it."""
+        """A copy with `function(tensor)` for every tensor; results must not share memory with their inputs."""
         other = copy.copy(self)
         other.states, other.aliased = {}, set()
         for name, state in self.states.items():
@@ -203,14 +203,14 @@ class LayerState:
         return other
 
     def frozen(self) -> "LayerState":
-        """A copy with the same tensors, which neither modifies from now on. It is not static."""
+        """A non-static copy that shares the tensors; neither modifies them from now on."""
         self.aliased.update(self.states)
         other = copy.copy(self)
         other.states, other.records, other.aliased, other.static = dict(self.states), {}, set(self.states), False
         return other
 
     def detach(self) -> None:
-        """Cuts the states from their graph, which may still need their memory."""
+        """Detaches the states from their graph, which may still need their memory."""
         self.aliased.update(self.states)
         self.apply(torch.Tensor.detach)
 
@@ -259,8 +259,8 @@ class LayerState:
 @dataclass(eq=False)
 class LinearAttentionState(LayerState):
     """
-    The states of a block that transformers takes for linear attention. It reads them by number: those of the
-    recurrences, and those of the convolutions, (batch, channels, tokens), such as the last token of a token shift.
+    The states of a block that transformers treats as linear attention, which it reads by number: recurrent states, and
+    convolution states (batch, channels, tokens), such as the last token of a token shift.
     """
 
     recurrent_names: tuple[str, ...] = ()
@@ -297,7 +297,7 @@ class LinearAttentionState(LayerState):
 
 
 def add_marked(count: torch.Tensor | None, marks: torch.Tensor) -> torch.Tensor:
-    """A number of tokens of each row, (batch), after a call in which those that count are marked, (batch, tokens)."""
+    """A token count per row, (batch), after a call; `marks` (batch, tokens) is True for tokens that count."""
     return marks.sum(1) if count is None else count + marks.sum(1).to(count.device)
 
 
@@ -307,9 +307,8 @@ class RecurrentCache(Cache):
     text.
 
     `generate` and the models create one by themselves. Passed to a later call (`cache`), it continues the text.
-    Rolling back (`crop`) rebuilds the states from those before the recorded tokens and from what each of these
-    contributed, so call [`~RecurrentCache.activate_past_recording`] before the tokens are read. Assisted decoding does
-    that.
+    Rolling back (`crop`) rebuilds the states from the values before the recorded tokens and each token's contribution,
+    so call [`~RecurrentCache.activate_past_recording`] before the tokens are read. Assisted decoding does that.
 
     Args:
         config: configuration of the model that the cache is for.
@@ -317,7 +316,7 @@ class RecurrentCache(Cache):
             on. No gradient passes through them. `generate(cache_implementation="static")` makes such a cache, and on
             a GPU compiles the decoding step. [`~RecurrentCache.reset`] fills it with zeros, for a batch of the same
             size. Once it records the past, it is no longer static. It is an instance of `transformers.StaticCache`.
-        max_cache_len: not used. Subclasses whose static states grow with the text have room for so many tokens.
+        max_cache_len: not used. It limits the tokens in subclasses whose static states grow with the text.
     """
 
     # The configuration fields that two models must have in common for the states of one to fit the other.
@@ -329,12 +328,11 @@ class RecurrentCache(Cache):
         "head_size",
     )
 
-    # The states that transformers knows as those of recurrences and of convolutions.
+    # The states that transformers treats as recurrent states and as convolution states.
     recurrent_names: tuple[str, ...] = ("wkv",)
     convolution_names: tuple[str, ...] = ("attention_shift", "feed_forward_shift")
 
-    # The states that are float32 in a model of less precision, and those that are integers. The others have the
-    # model's dtype.
+    # States that stay float32 in a model of lower precision, and integer states. The others have the model's dtype.
     float32_names: tuple[str, ...] = ("wkv",)
     integer_names: tuple[str, ...] = ("padding",)
 
@@ -343,10 +341,10 @@ class RecurrentCache(Cache):
         layers = [self.new_layer(config, number, static) for number in range(config.num_hidden_layers)]
         Cache.__init__(self, layers=layers)
         self._set_class(static)
-        # What the model keeps after its blocks, such as the output of every row's last token.
+        # States kept after the blocks, such as the output of every row's last token.
         self.after_blocks = LayerState(static=static)
         self.sizes = self.sizes_of(config)
-        # A tensor if static: compiled code would be specialised to a number, and compiled again for the next one.
+        # A tensor if static: with a number, every new count would recompile.
         self.seen_tokens = static_copy(torch.zeros((), dtype=torch.long)) if static else 0
 
     @classmethod
@@ -355,17 +353,17 @@ class RecurrentCache(Cache):
         return {name: getattr(config, name, None) for name in cls.size_names}
 
     def _set_class(self, static: bool) -> None:
-        """Makes it an instance of the class of static caches, `static_class`, or of the other one."""
+        """Switches between the class of static caches, `static_class`, and the other one."""
         wanted = cls = type(self)
         if static:
             wanted = cls.__dict__.get("static_class", cls)  # a subclass has its own, or none
         elif issubclass(cls, StaticCache):
             wanted = cls.__base__
-        if wanted is not cls:  # compiled code cannot change a class, and makes no static caches
+        if wanted is not cls:  # compiled code cannot change a class, and does not make static caches
             self.__class__ = wanted
 
     def new_layer(self, config: PreTrainedConfig, number: int, static: bool) -> LayerState:
-        """The states of a block, still without any."""
+        """The states of a block, still empty."""
         return LinearAttentionState(
             static=static, recurrent_names=self.recurrent_names, convolution_names=self.convolution_names
         )
@@ -373,11 +371,11 @@ class RecurrentCache(Cache):
     @package_only
     def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
         """
-        The shapes of the states of a block once a token is read, by name, without the batch. None is a size that
-        depends on the text.
+        Shapes of a block's states by name, without the batch, once a token is read. None is a size that depends on the
+        text.
 
         Args:
-            number: which block; None for what is kept after the blocks.
+            number: the block; None for the states kept after the blocks.
         """
         if number is None:
             return {"output": (config.hidden_size,), "padding": ()}
@@ -386,7 +384,7 @@ class RecurrentCache(Cache):
 
     @property
     def all_layers(self) -> list[LayerState]:
-        """The layers of the blocks, and what is kept after them."""
+        """The states of the blocks, then the states kept after them."""
         return [*self.layers, self.after_blocks]
 
     @property
@@ -407,7 +405,7 @@ class RecurrentCache(Cache):
             layer.apply(function)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Gives row i the states of row `beam_idx[i]`, as beam search needs it."""
+        """Gives row i the states of row `beam_idx[i]`, for beam search."""
         self._apply(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -436,14 +434,14 @@ class RecurrentCache(Cache):
     @property
     def is_linear(self) -> list[bool]:
         """
-        False for every layer: a cache that transformers takes for linear attention alone does not count its tokens, so
-        `generate` would read a text from its beginning, and not from where this cache ends.
+        False for every layer: transformers does not count tokens for a cache of linear attention only, so `generate`
+        would read a text from its beginning instead of from the end of this cache.
         """
         return [False] * len(self.layers)
 
     def reserve(self, tokens: int) -> None:
         """
-        Makes sure that there will be room for a text of `tokens` tokens. A recurrent state always has it.
+        Makes sure that the cache has room for `tokens` tokens. A recurrent state always has.
 
         Raises:
             ValueError: if there is no such room.
@@ -457,7 +455,7 @@ class RecurrentCache(Cache):
     def check_tokens(self, tokens: Tokens) -> None:
         """
         Raises:
-            ValueError: if the tokens of a call cannot continue what was read.
+            ValueError: if the tokens of a call cannot continue the cached text.
         """
         self.after_blocks.record_past = self.records_past  # transformers may end the recording of the layers
         if tokens.cu_seqlens is not None and self.records_past:
@@ -467,7 +465,7 @@ class RecurrentCache(Cache):
         """Counts the tokens of a call, and the padding among them, after every block has read them."""
         after = self.after_blocks
         device = next(iter(after.states.values())).device
-        # Later calls without padding add nothing, but a record is about the same tokens for every state.
+        # Later calls without padding add 0, but the records of all states must cover the same tokens.
         if tokens.mask is not None or after.record_past or "padding" not in after.states:
             if tokens.mask is None:
                 padding = torch.zeros(tokens.batch, tokens.length, dtype=torch.bool, device=device)
@@ -487,15 +485,15 @@ class RecurrentCache(Cache):
 
     def check_mask(self, mask: torch.Tensor, length: int) -> None:
         """
-        Compares a mask with what was read. A GPU is waited for.
+        Compares a mask with the padding already read. Synchronizes with a GPU.
 
         Args:
             mask: (batch, earlier tokens + length), 0 for padding.
             length: number of tokens of the call.
 
         Raises:
-            ValueError: if it has columns for other earlier tokens than were read, or if the number of those that it
-                marks as padding is not that of the padding that was read; the message names the row.
+            ValueError: if it does not have a column for each earlier token, or marks a different number of them as
+                padding than when they were read; the message names the row.
         """
         if (earlier := mask.shape[1] - length) == 0:
             return
@@ -518,7 +516,7 @@ class RecurrentCache(Cache):
             self.seen_tokens = static_copy(self.seen_tokens.to(device))
 
     def activate_past_recording(self) -> None:
-        """Keeps from now on what [`~RecurrentCache.crop`] needs."""
+        """Starts to keep the data that [`~RecurrentCache.crop`] needs."""
         for layer in self.all_layers:
             layer.activate_past_recording()
         self._set_class(static=False)
@@ -526,11 +524,11 @@ class RecurrentCache(Cache):
 
     @property
     def records_past(self) -> bool:
-        """Whether it keeps what [`~RecurrentCache.crop`] needs."""
+        """Whether the cache keeps the data that [`~RecurrentCache.crop`] needs."""
         return any(layer.record_past for layer in self.layers)
 
     def keep_past(self, tokens: int) -> None:
-        """Drops the recorded past but for the last `tokens` tokens: no more of them can be removed."""
+        """Drops the recorded past except for the last `tokens` tokens: no more can be removed."""
         for layer in self.all_layers:
             for record in layer.records.values():
                 record.keep(tokens)
@@ -543,9 +541,9 @@ class RecurrentCache(Cache):
             tokens_to_remove: minus the number of tokens to forget; 0 drops the record and keeps the states.
 
         Raises:
-            ValueError: if the number is positive or more tokens than were recorded. Nothing has changed then.
+            ValueError: if the number is positive or more tokens than were recorded. The cache is unchanged then.
         """
-        # A layer that only grows has no record: it keeps something of every token, which can be cut off.
+        # A layer that only grows needs no record: it keeps an entry for every token, and the last ones can be cut off.
         recorded = min((layer.recorded_tokens for layer in self.all_layers if layer.records), default=0)
         if tokens_to_remove > 0:
             raise ValueError(f"`tokens_to_remove` must be 0 or negative (tokens to forget), got {tokens_to_remove}.")
@@ -566,15 +564,15 @@ class RecurrentCache(Cache):
 
     def reset_rows(self, rows: torch.Tensor) -> None:
         """
-        Forgets the texts of some rows, which begin anew with the next call, as in training on streams of documents.
-        The other rows stay as they are, with their gradients. [`~RecurrentCache.get_seq_length`] counts on, and a mask
-        may have anything for what the rows had read. A record of the past is dropped.
+        Forgets the texts of some rows, which start new texts with the next call, as in training on streams of
+        documents. The other rows stay as they are, with their gradients. [`~RecurrentCache.get_seq_length`] does not
+        start over, and a mask may have any values for the earlier tokens of the rows. A record of the past is dropped.
 
         Args:
             rows: bool (batch), True for the rows to forget.
 
         Raises:
-            ValueError: if `rows` is something else.
+            ValueError: if `rows` has another dtype or shape.
         """
         rows = torch.as_tensor(rows)
         number = max(self.batch_size, 0)
@@ -587,7 +585,7 @@ class RecurrentCache(Cache):
         self.after_blocks.write("padding", padding.masked_fill(rows.to(padding.device), NOT_COMPARED))
 
     def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RecurrentCache":
-        """A copy that holds `function(tensor)` of every tensor, which must not share memory with it."""
+        """A copy with `function(tensor)` for every tensor; results must not share memory with their inputs."""
         other = copy.copy(self)
         *other.layers, other.after_blocks = [layer.mapped(function) for layer in self.all_layers]
         if isinstance(self.seen_tokens, torch.Tensor):
@@ -596,11 +594,11 @@ class RecurrentCache(Cache):
 
     @property
     def is_recomputable(self) -> bool:
-        """Whether blocks can be computed again from what it held before: not while the past is recorded."""
+        """Whether blocks can be recomputed from its earlier states: not while the past is recorded."""
         return not self.records_past
 
     def frozen(self) -> "RecurrentCache":
-        """The cache as it is now, whatever is read later. It shares the tensors of the blocks' states."""
+        """A snapshot that later calls do not change. It shares the tensors of the blocks' states."""
         other = copy.copy(self)
         other.layers = [layer.frozen() for layer in self.layers]
         if isinstance(self.seen_tokens, torch.Tensor):
@@ -608,7 +606,7 @@ class RecurrentCache(Cache):
         return other
 
     def with_states(self, number: int, states: dict[str, torch.Tensor]) -> "RecurrentCache":
-        """A copy whose block of that number reads `states`, a dictionary, and writes to it. It shares all others."""
+        """A copy whose block `number` reads and writes the dictionary `states`. All other states are shared."""
         other = copy.copy(self)
         other.layers = list(self.layers)
         other.layers[number] = layer = self.layers[number].frozen()
@@ -617,20 +615,20 @@ class RecurrentCache(Cache):
 
     def detach(self) -> "RecurrentCache":
         """
-        Cuts the states from the graph that computed them, in place, and returns the cache. Gradients then end where
-        the next call begins, so a long text can be trained on in pieces.
+        Detaches the states from the graph that computed them, in place, and returns the cache. Gradients then stop at
+        the beginning of the next call, so a long text can be trained on in pieces.
         """
         for layer in self.all_layers:
             layer.detach()
         return self
 
     def clone(self) -> "RecurrentCache":
-        """An independent copy, also of the recorded past."""
+        """An independent copy, including the recorded past."""
         return self._mapped(torch.clone)
 
     def fork(self, n: int) -> list["RecurrentCache"]:
         """
-        `n` independent copies, each of which continues the text on its own, exactly as this cache would.
+        `n` independent copies, each of which continues the text on its own, as this cache would.
 
         Raises:
             ValueError: if `n` is not positive.
@@ -642,15 +640,15 @@ class RecurrentCache(Cache):
     @classmethod
     def join(cls, caches: Sequence["RecurrentCache"]) -> "RecurrentCache":
         """
-        One cache with the rows of several, in their order, for a batch that continues different texts. The caches stay
-        as they are, and the record of their past is left out.
+        One cache with the rows of several, in order, for a batch that continues different texts. The caches stay
+        unchanged, and the records of their past are left out.
 
-        The texts may have different lengths. The longest counts for [`~RecurrentCache.get_seq_length`], as if the
-        others had been padded on the left, so `generate` takes an `attention_mask` of that length and of the new
-        tokens. It may have anything for the earlier tokens of the shorter texts.
+        The texts may have different lengths. [`~RecurrentCache.get_seq_length`] is the longest, as if the others had
+        been padded on the left, so `generate` takes an `attention_mask` that covers that length and the new tokens.
+        Its values for the earlier tokens of the shorter texts do not matter.
 
         Raises:
-            ValueError: if the caches are not of one model and one dtype, if one of them has not read a token, or is
+            ValueError: if the caches belong to different models or dtypes, or if one has not read a token or is
                 static: its batch has a fixed size.
         """
         if not caches:
@@ -691,12 +689,12 @@ class RecurrentCache(Cache):
         return joined
 
     def split(self) -> list["RecurrentCache"]:
-        """Every row as a cache of its own, with the same number of tokens read. The record of the past goes along."""
+        """Every row as a cache of its own, with the same number of tokens read. They keep the record of the past."""
         return [self._mapped(lambda x, row=row: x[row : row + 1].clone()) for row in range(max(self.batch_size, 0))]
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the model that filled it: of the states that need not be float32. None if there are none."""
+        """The dtype of the model that filled it, from states in the model's dtype; None without states."""
         states = self.named_states().items()
         names = self.float32_names
         kinds = [x.dtype for name, x in states if x.is_floating_point() and name.rpartition(".")[2] not in names]
@@ -707,8 +705,8 @@ class RecurrentCache(Cache):
         Moves the states to a device, or to a model of another dtype, in place, and returns the cache.
 
         Args:
-            device: where to; None leaves the states where they are.
-            dtype: the dtype of the model that goes on. What has float32 in any model keeps at least that.
+            device: target device; None leaves the states where they are.
+            dtype: the dtype of the model that continues. States that are float32 in every model keep at least that.
 
         Raises:
             ValueError: if `dtype` is given while the past is recorded.
@@ -748,7 +746,7 @@ class RecurrentCache(Cache):
         Sets states by the names of [`~RecurrentCache.named_states`]. Any rows may have had padding.
 
         Raises:
-            ValueError: if a name is not that of a state of such a cache.
+            ValueError: if a name is not the name of a state of such a cache.
         """
         layers = dict(self._named_layers())
         for key in states:
@@ -763,15 +761,15 @@ class RecurrentCache(Cache):
         self, path: str | os.PathLike, model: ModelIdentity | None = None, text: dict[str, Any] | None = None
     ) -> None:
         """
-        Writes the states to a safetensors file, without the record of the past. The file is complete, or is not there.
+        Writes the states to a safetensors file, without the record of the past. A failed write leaves no file.
 
         Args:
-            model: the model that filled the cache, which `subquad.identify` names. [`~RecurrentCache.load`] can then
-                refuse another one.
-            text: what else is to be known about the text, for JSON.
+            model: the model that filled the cache, as identified by `subquad.identify`. [`~RecurrentCache.load`] can
+                then refuse another one.
+            text: more values about the text, to be stored as JSON.
 
         Raises:
-            ValueError: if rows were reset and have read no token since: the file would not have that.
+            ValueError: if rows were reset and have read no token since: a file cannot represent that.
         """
         if any(layer.fresh_rows is not None for layer in self.all_layers):
             raise ValueError("Rows that were reset must read a token before the cache can be saved.")
@@ -801,12 +799,12 @@ class RecurrentCache(Cache):
 
         Args:
             config: configuration of the model that continues the text.
-            device: where the states are to be.
-            static: whether the cache is to be static.
-            model: the model that continues the text, which `subquad.identify` names. If None, its sizes are compared.
+            device: device for the states.
+            static: whether the cache is static.
+            model: the model that continues the text, from `subquad.identify`. If None, only sizes are compared.
 
         Raises:
-            ValueError: if the file is damaged or was changed, does not hold a cache, or holds that of another model.
+            ValueError: if the file is damaged or was changed, holds no cache, or another model's cache.
         """
         states, about = read_state_file(path)
         if model is not None:
@@ -827,11 +825,11 @@ class RecurrentCache(Cache):
         A cache with the states of a file.
 
         Args:
-            path: its name, for errors.
-            states, about: what [`read_state_file`] returned.
+            path: path of the file, for errors.
+            states, about: the results of [`read_state_file`].
 
         Raises:
-            ValueError: if the states are those of another kind of model.
+            ValueError: if the states belong to another kind of model.
         """
         path = os.fspath(path)
         config, tokens = config.get_text_config(), about["seen_tokens"]
@@ -849,7 +847,7 @@ class RecurrentCache(Cache):
     @package_only
     def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:
         """
-        Why states cannot be those of this cache after `tokens` tokens; None if they can.
+        Why the states do not fit this cache after `tokens` tokens; None if they do.
 
         Args:
             states: by the names of [`~RecurrentCache.named_states`].
@@ -882,7 +880,7 @@ class RecurrentCache(Cache):
 
 
 class StaticRecurrentCache(RecurrentCache, StaticCache):
-    """A static [`RecurrentCache`], which transformers recognises as one."""
+    """A static [`RecurrentCache`], which transformers recognises as a static cache."""
 
 
 RecurrentCache.static_class = StaticRecurrentCache
@@ -890,11 +888,11 @@ RecurrentCache.static_class = StaticRecurrentCache
 
 def own_cache(cache: Any, cache_class: type[RecurrentCache]) -> RecurrentCache | None:
     """
-    The cache that a model was given. An unused `DynamicCache` of transformers counts as none, the first time: nothing
-    is written to it.
+    The cache that was passed to a model. An unused `DynamicCache` of transformers counts as none, the first time:
+    nothing is written to it.
 
     Raises:
-        ValueError: if a cache is not one of this kind of model.
+        ValueError: if the cache belongs to another kind of model.
     """
     if cache is None or isinstance(cache, cache_class):
         return cache
@@ -908,7 +906,7 @@ def own_cache(cache: Any, cache_class: type[RecurrentCache]) -> RecurrentCache |
 
 
 def _is_unused(layer: Any) -> bool:
-    """Whether a layer of a cache of transformers is empty."""
+    """Whether a layer of a transformers cache is empty."""
     started = [getattr(layer, f"is_{kind}initialized", False) for kind in ("", "conv_states_", "recurrent_states_")]
     return not any(any(each.values()) if isinstance(each, dict) else each for each in started)
 
@@ -918,7 +916,7 @@ def check_cache(
 ) -> None:
     """
     Raises:
-        ValueError: if a cache is not one of this model or of this batch, or cannot continue with these tokens.
+        ValueError: if the cache belongs to another model or batch, or cannot continue with these tokens.
     """
     _check_sizes("`cache`", cache.sizes, cache.sizes_of(config))
     held = cache.batch_size
@@ -930,7 +928,7 @@ def check_cache(
 
 
 def _concatenate(states: list[torch.Tensor]) -> torch.Tensor:
-    """The rows of all states, on the device of the first. Those with less room get zeros, as if they had grown."""
+    """The rows of all states, on the device of the first. Smaller states are padded with zeros."""
     shape = [max(sizes) for sizes in zip(*(state.shape[1:] for state in states), strict=True)]
     rows = []
     for state in states:

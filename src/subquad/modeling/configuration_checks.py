@@ -1,9 +1,9 @@
 """
-What every configuration is checked for before any tensor is made: the names of its fields, and their values.
+Checks of every configuration before any tensor is made: the names of its fields, and their values.
 
-transformers keeps every field that it does not know as an attribute, which nobody reads. Here a keyword that is no
-field is a TypeError. A `config.json` may come from another implementation: a field that nobody reads is ignored with a
-warning, and refused if it resembles one that is read.
+transformers keeps every unknown field as an attribute that nothing reads. Here a keyword that is not a
+field is a TypeError. A `config.json` may come from another implementation: an unknown field is ignored with a
+warning, or refused if it resembles a known one.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ READ_BY_TRANSFORMERS = (
     "tokenizer_class",
     "transformers_weights",
 )
-# Fields that transformers 4 wrote into files, and that change nothing.
+# Fields that transformers 4 wrote into files and that have no effect.
 LEGACY = (
     "add_cross_attention",
     "cross_attention_hidden_size",
@@ -46,17 +46,17 @@ LEGACY = (
     "torchscript",
     "use_bfloat16",
 )
-# What implementations call the epsilon of their norms.
+# Names that implementations use for the epsilon of their norms.
 EPSILONS = ("eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rms_norm_eps")
 
-# More than any model has. Without limits, a file of a few bytes could ask for more memory or time than there is.
+# Larger than in any model. Without limits, a file of a few bytes could demand more memory or time than there is.
 MAX_LAYERS = 4096
 MAX_SIZE = 2**31 - 1
 
 
 class CheckedConfig(PreTrainedConfig):
     """
-    The base class of all configurations: every field is read, or refused by name.
+    The base class of all configurations: every field is either read or refused by name.
 
     Attributes:
         ignored_fields: fields of other implementations that do not change what the model computes. They are dropped.
@@ -67,8 +67,8 @@ class CheckedConfig(PreTrainedConfig):
     @property
     def only_values(self) -> dict[str, tuple[tuple[Any, ...], str]]:
         """
-        Fields of other implementations that make variants of the model: the values that change nothing, which are
-        dropped, and why no other is accepted. None, and a list of such values, change nothing either.
+        Fields of other implementations that select variants of the model: the values that have no effect, which are
+        dropped, and why no other is accepted. None, and a list of such values, have no effect either.
         """
         fixed = dict.fromkeys(("rope_parameters", "rope_scaling"), ((None,), "no rotary embedding is scaled"))
         if (own := next((name for name in EPSILONS if hasattr(type(self), name)), None)) is not None:
@@ -78,7 +78,7 @@ class CheckedConfig(PreTrainedConfig):
         return fixed
 
     def __post_init__(self, _from_file: bool = False, **kwargs):
-        """Takes the fields that the class has not read itself."""
+        """Handles the fields that the class itself does not read."""
         only_values, refused = self.only_values, {}
         for name, value in list(kwargs.items()):
             if name in self.ignored_fields:
@@ -94,7 +94,7 @@ class CheckedConfig(PreTrainedConfig):
                     )
                 del kwargs[name]
         if isinstance(kwargs.get("model_type"), str):
-            del kwargs["model_type"]  # the class has it; other packages' directories have other types
+            del kwargs["model_type"]  # set by the class; directories of other packages have other types
         check_names(type(self), kwargs, _from_file)
         if not _from_file:
             _warn_of_generation(kwargs)
@@ -111,7 +111,7 @@ class CheckedConfig(PreTrainedConfig):
             config._check_value(name, unused.pop(name))
         if returns_unused:
             return config, unused
-        # Others are not refused: `AutoTokenizer`, too, passes its keywords on to here.
+        # Others are not refused: `AutoTokenizer` also passes its keywords on to this method.
         for name in unused:
             if hint := nearest_fields(cls, name, ALIKE):
                 raise UnknownArgument(f"`{name}` is not a field of {cls.__name__}.{hint}")
@@ -124,7 +124,7 @@ class CheckedConfig(PreTrainedConfig):
 
     def _changes_nothing(self, value: Any, values: tuple[Any, ...]) -> bool:
         if isinstance(value, dict) and value.get("rope_type", value.get("type")) == "default":
-            # The rotary embedding as it is; transformers and vLLM set this on any configuration with a `rope_theta`.
+            # The default rotary embedding; transformers and vLLM set it on any configuration with a `rope_theta`.
             theta = value.get("rope_theta")
             return theta is None or theta == getattr(self, "rope_theta", theta)
         return all(each is None or each in values for each in (value if isinstance(value, list) else [value]))
@@ -137,8 +137,8 @@ class CheckedConfig(PreTrainedConfig):
     def validate_names(self) -> None:
         """
         Raises:
-            ValueError: if a field has a value that belongs to another model, or an attribute resembles a field. It was
-                set later, and would be saved with the others.
+            ValueError: if a field has a value of another kind of model, or an attribute that was set later resembles a
+                field: it would be saved with the others.
         """
         for name in self.only_values:
             self._check_value(name, vars(self).get(name))
@@ -150,7 +150,7 @@ class CheckedConfig(PreTrainedConfig):
 def check_names(config_class: type[PreTrainedConfig], fields: Mapping[str, Any], from_file: bool = False) -> None:
     """
     Args:
-        fields: what is given to a configuration of this class.
+        fields: the keywords for a configuration of this class.
         from_file: whether it was read from a file, in which an unknown field is only reported, once, unless it
             resembles a field.
 
@@ -172,7 +172,7 @@ def check_names(config_class: type[PreTrainedConfig], fields: Mapping[str, Any],
 
 
 def nearest_fields(config_class: type[PreTrainedConfig], name: str, alike: float = 0.6) -> str:
-    """The fields of a configuration that look like a name, as the end of an error's text; empty if there is none."""
+    """Fields of a configuration that resemble a name, as the end of an error message; empty if there are none."""
     if name.endswith("_token"):  # of a tokenizer, which has no ids
         return ""
     return nearest(name, {*_field_names(config_class), *config_class.attribute_map}, alike)
@@ -184,7 +184,7 @@ def _field_names(config_class: type[PreTrainedConfig]) -> list[str]:
 
 
 def _is_known(config_class: type[PreTrainedConfig], name: str) -> bool:
-    """Whether a configuration has a field, or transformers reads it; also if it is private."""
+    """Whether a configuration has a field or transformers reads it, private ones included."""
     of_class = hasattr(config_class, name) and not callable(getattr(config_class, name))
     return name.startswith("_") or of_class or name in config_class.attribute_map or _is_read_by_transformers(name)
 
@@ -193,7 +193,7 @@ def _is_known(config_class: type[PreTrainedConfig], name: str) -> bool:
 def _is_read_by_transformers(name: str) -> bool:
     if name in READ_BY_TRANSFORMERS or name in LEGACY or name in vars(GenerationConfig()):
         return True
-    # It keeps what it does not read as an attribute.
+    # transformers stores what it does not read as an attribute.
     return not hasattr(PreTrainedConfig, name) and name not in vars(PreTrainedConfig(**{name: None}))
 
 
@@ -203,7 +203,7 @@ def _is_read_only(config_class: type[PreTrainedConfig], name: str) -> bool:
 
 
 def _warn_of_generation(keywords: Mapping[str, Any]) -> None:
-    """Warns of settings that transformers drops. It reads them in a `config.json` if there is no other file."""
+    """Warns of settings that transformers drops. In a `config.json`, it reads them if there is no other file."""
     for name, default in GenerationConfig._get_default_generation_params().items():
         if keywords.get(name, default) not in (None, default):
             logger.warning_once(
@@ -214,11 +214,11 @@ def _warn_of_generation(keywords: Mapping[str, Any]) -> None:
 def check_configuration(config: PreTrainedConfig, sizes: Iterable[str], positive: Iterable[str] = ()) -> None:
     """
     Args:
-        sizes: names of the fields that are numbers of something.
-        positive: names of the fields that are any finite numbers above 0.
+        sizes: names of the fields that are counts.
+        positive: names of the fields that may be any finite number above 0.
 
     Raises:
-        ValueError: if a field has a value that no model has.
+        ValueError: if a field has a value that no model can have.
     """
     layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     for name in sizes:
@@ -241,6 +241,6 @@ def check_configuration(config: PreTrainedConfig, sizes: Iterable[str], positive
     dtype = getattr(torch, config.dtype, None) if isinstance(config.dtype, str) else config.dtype
     if config.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"`dtype` must be a floating one, got {config.dtype!r}.")
-    # transformers would open that file in place of those that were checked.
+    # transformers would open that file instead of the checked ones.
     if (file := getattr(config, "transformers_weights", None)) is not None:
         raise ValueError(f"`transformers_weights` is not supported, got {file!r}: weights are in model.safetensors.")

@@ -1,4 +1,4 @@
-"""A cache that knows the positions of the tokens."""
+"""A cache that counts the tokens of each row."""
 
 import torch
 from transformers import PreTrainedConfig
@@ -38,7 +38,7 @@ class CountingCache(RecurrentCache):
         self.after_blocks.update_with("lengths", add_marked, real)
 
     def count_tokens(self, positions: TokenPositions) -> None:
-        """Counts the tokens of a positions: those of each row's last document, which may continue the cache."""
+        """Counts the tokens of each row's last document, which a later call may continue."""
         if positions.document is None:
             self.count(positions.kept)
         else:

@@ -1,4 +1,4 @@
-"""A cache that keeps something of every token."""
+"""A cache that keeps an entry for every token."""
 
 import os
 
@@ -17,7 +17,7 @@ from .state_file import ModelIdentity
 
 class GrowingCache(CountingCache):
     """
-    A cache that keeps something of every token of a text, so it grows with the text.
+    A cache that keeps an entry for every token, so it grows with the text.
 
     The states that grow, (batch, room, ...), hold the entry of each token at its position in its row, without padding,
     and zeros after that. The room is a whole number of `unit` tokens and doubles when it is used up.
@@ -25,8 +25,8 @@ class GrowingCache(CountingCache):
     Args:
         config: configuration of the model that the cache is for.
         static: see [`RecurrentCache`].
-        max_cache_len: number of tokens that a static cache has room for, rounded up to whole units. Padding and
-            documents that have ended count too. If None, `generate` sets it, or else the first call.
+        max_cache_len: capacity of a static cache in tokens, rounded up to whole units. Padding and
+            documents that have ended count too. If None, `generate` or the first call sets it.
     """
 
     # Tokens per unit of room.
@@ -50,7 +50,7 @@ class GrowingCache(CountingCache):
         return max([0, *(layer.states[name].shape[1] * tokens for layer, name, tokens in self._grown())])
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Number of tokens that a static cache has room for; -1 if there is no limit."""
+        """Capacity of a static cache in tokens; -1 if there is no limit."""
         return self._capacity or self._limit or -1 if self.after_blocks.static and self.growing else -1
 
     @property
@@ -71,10 +71,10 @@ class GrowingCache(CountingCache):
 
     def capacity_for(self, tokens: int) -> int:
         """
-        The room, in tokens, that the cache has once `tokens` more are read.
+        Capacity of the cache in tokens once `tokens` more are read.
 
         Raises:
-            ValueError: if the cache is static and has no such room.
+            ValueError: if the cache is static and too small.
         """
         room, static = self._capacity, self.after_blocks.static
         known = isinstance(self.seen_tokens, int) or can_read_values(self.seen_tokens)
@@ -93,17 +93,17 @@ class GrowingCache(CountingCache):
 
     def append(self, layer: LayerState, name: str, x: torch.Tensor, position: torch.Tensor, room: int) -> torch.Tensor:
         """
-        Keeps x (batch, tokens, ...), zero for padding, at the positions (batch or 1, tokens) of their rows. Returns
-        what is kept of all tokens, (batch, room, ...).
+        Stores x (batch, tokens, ...), zero for padding, at the positions (batch or 1, tokens) of their rows. Returns
+        the entries of all tokens, (batch, room, ...).
         """
         held = layer.get(name)
         if held is None:
             held = x.new_zeros(x.shape[0], room, *x.shape[2:])
         elif held.shape[1] < room:
             held = with_capacity(held, room - held.shape[1])
-        position = expand_to(position.clamp_min(0), x).expand_as(x)  # padding adds zero, so any position will do
+        position = expand_to(position.clamp_min(0), x).expand_as(x)  # padding adds zero at any position
         x = x.to(held.dtype)
-        # In place, so that a long text is not copied for every token, unless a backward pass may need the old state.
+        # In place, to avoid copying a long text for every token, unless a backward pass may need the old state.
         modify = layer.can_modify(name, held)
         held = held.scatter_add_(1, position, x) if modify else held.scatter_add(1, position, x)
         layer.write(name, held)
@@ -143,7 +143,7 @@ class GrowingCache(CountingCache):
         model: ModelIdentity | None = None,
         max_cache_len: int | None = None,
     ) -> "GrowingCache":
-        """As [`RecurrentCache.load`]; a static cache has room for `max_cache_len` tokens, or as much as was saved."""
+        """As [`RecurrentCache.load`]; `max_cache_len` is the capacity of a static cache; by default the saved one."""
         saved = super().load(path, config, device, model=model)
         if not static:
             return saved

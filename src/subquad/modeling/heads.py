@@ -19,8 +19,8 @@ from .versions import RecurrentCausalLMOutput, RecurrentClassifierOutput, cache_
 
 logger = logging.get_logger(__name__)
 MISCOUNTED = (
-    "There are labels that no token predicts. If `num_items_in_batch` counts them, as that of Trainer does, the loss "
-    'is not exactly that of the texts alone. Pad on the right in training (`tokenizer.padding_side = "right"`), and '
+    "There are labels that no token predicts. If `num_items_in_batch` counts them, as Trainer's does, the loss is "
+    'slightly smaller than without them. Pad on the right in training (`tokenizer.padding_side = "right"`), and '
     "give the first tokens of packed texts and the placeholders of images the label -100."
 )
 
@@ -35,15 +35,15 @@ def predicted_labels(
     """
     The labels, and the other arguments of a loss, without the labels that no token predicts.
 
-    `Trainer` counts them all in `num_items_in_batch`, because it knows no padding. If it counts this batch alone, they
-    are taken off. If it counts several, there is a warning, and one if the labels stay outside of the model.
+    `Trainer` counts them all in `num_items_in_batch`, because it does not know about padding. If it counts only this
+    batch, they are subtracted. If it counts several batches, or the labels stay outside the model, there is a warning.
 
     Args:
         labels: (batch, length), not yet shifted; None if there are none.
         arguments: of the loss, maybe with `shift_labels` and `num_items_in_batch`.
         shape: batch and length of the logits.
         predicting: which tokens predict the next one, bool (batch, length); None if all do.
-        unpredicted_id: a label that no token predicts, wherever it is.
+        unpredicted_id: a label that no token ever predicts.
 
     Raises:
         ValueError: if labels have another shape.
@@ -85,8 +85,8 @@ class CausalLMHead:
 
     def post_init(self) -> None:
         super().post_init()
-        # For label smoothing, `Trainer` shifts the labels of the classes that this table names. Its keys are the types
-        # of transformers' models; those of a repository, of VisualRWKV and of a subclass are not among them.
+        # For label smoothing, `Trainer` shifts the labels of the classes in this table. Its keys are the model types
+        # of transformers, without VisualRWKV, subclasses, and classes loaded from a repository.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[type(self).__name__] = type(self).__name__
 
     @property
@@ -121,12 +121,12 @@ class CausalLMHead:
                 base model.
             labels: (batch, kept) ids to predict, shifted inside the model; -100 is ignored, and so is the label of a
                 token that no real token of its document precedes in this call. Behind padding, a token is predicted
-                from the last real one before it. `shift_labels`, which are shifted already, are used instead if they
-                are given too.
+                from the last real one before it. If `shift_labels`, already shifted, are given too, they are used
+                instead.
             logits_to_keep: the number of last tokens to compute logits for (0: all), or the indices of the tokens.
 
         Returns:
-            loss if `labels` are given, 0 if none of them counts; logits (batch, kept, vocabulary), cache,
+            loss if `labels` are given (0 if none counts); logits (batch, kept, vocabulary), cache,
             hidden_states.
         """
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
@@ -169,7 +169,7 @@ class CausalLMHead:
 class SequenceClassificationHead:
     """Mixin: class logits of a text, by `score` from its last token, on top of the model at `base_model_prefix`."""
 
-    # Regression and multi-label losses are means whatever `num_items_in_batch` is; `Trainer` weighs them.
+    # Regression and multi-label losses ignore `num_items_in_batch` and are means; `Trainer` weights them.
     accepts_loss_kwargs = False
 
     @checks_arguments
@@ -190,8 +190,8 @@ class SequenceClassificationHead:
             labels: (batch) class ids or regression targets, or (batch, classes) targets of a multi-label problem, see
                 `config.problem_type`.
 
-        Without `attention_mask`, a run of `pad_token_id` at either end of a row counts as padding. For other arguments
-        see the base model.
+        Without `attention_mask`, a run of `pad_token_id` at either end of a row counts as padding. For the other
+        arguments see the base model.
 
         Returns:
             loss if `labels` are given, logits (batch, `num_labels`), cache, hidden_states.

@@ -1,4 +1,4 @@
-"""What transformers and accelerate take the layers of a model for."""
+"""The layer types that models report to transformers and accelerate."""
 
 from collections.abc import Callable
 
@@ -6,12 +6,12 @@ from transformers import PreTrainedConfig
 
 
 def layer_types_property(find: Callable[[PreTrainedConfig], list[str]]) -> property:
-    """A configuration's `layer_types`: what the function finds; None if the configuration is not valid."""
+    """A configuration's `layer_types`, from `find`; None if the configuration is not valid."""
 
     def read(config: PreTrainedConfig) -> list[str] | None:
         try:
             config.validate_architecture()
-        except Exception:  # transformers reads this first, and reports what is wrong then
+        except Exception:  # transformers reads this property first and reports the fault later
             return None
         return find(config)
 
@@ -20,5 +20,5 @@ def layer_types_property(find: Callable[[PreTrainedConfig], list[str]]) -> prope
 
 @layer_types_property
 def all_linear(config: PreTrainedConfig) -> list[str]:
-    """What transformers takes the layers for: none keeps keys of all tokens."""
+    """Layer types reported to transformers: no layer keeps keys of all tokens."""
     return ["linear_attention"] * config.num_hidden_layers

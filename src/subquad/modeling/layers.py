@@ -14,7 +14,7 @@ from subquad_kernels import linear
 from .padding import Tokens
 
 
-# The largest number that a wide product gets. It overflows only if the absolute weights of one output sum to more than
+# The largest input of a wide product. It overflows only if the absolute weights of one output sum to more than
 # 32 times 65,504, the largest number of float16.
 LARGEST = 1 / 32
 
@@ -26,8 +26,8 @@ def widen(x: torch.Tensor) -> torch.Tensor:
 
 def multiply_wide(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """
-    The product of x with a float16 matrix, without a bias, in float32. A power of two for each row of x makes its
-    largest number 1/64 to 1/32, and is taken out of the result: neither is too large or too small for float16.
+    The product of x with a float16 matrix, without a bias, in float32. A power of two for each row of x scales its
+    largest number to 1/64 to 1/32, and is divided out of the result: neither overflows or underflows in float16.
     """
     largest = x.abs().amax(-1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny)
     scale = largest.log2().ceil().exp2() / LARGEST
@@ -57,7 +57,7 @@ class _WideProduct(torch.autograd.Function):
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             of_x = multiply_wide(lambda grad: grad @ weight, grad).to(weight.dtype)
-        if ctx.needs_input_grad[1]:  # a sum over tokens: with scales for inputs and for outputs
+        if ctx.needs_input_grad[1]:  # a sum over tokens: scales per input and per output
             x, grad = x.reshape(-1, x.shape[-1]).mT, grad.reshape(-1, grad.shape[-1]).mT
             of_weight = multiply_wide(lambda grad: multiply_wide(lambda x: x @ grad.mT, x).mT, grad).to(weight.dtype)
         return of_x, of_weight
@@ -88,7 +88,7 @@ class LayerNorm(nn.LayerNorm):
         return torch.addcmul(self.bias, out, self.weight).to(self.weight.dtype)
 
 
-# Linear layers whose weights a C library reads: its names for them, and their attributes.
+# Linear layers whose weights a C library reads: names in C, and attributes.
 LINEAR_WEIGHTS: dict[type[nn.Module], dict[str, str]] = {Linear: {"weight": "weight"}}
 
 
@@ -103,7 +103,7 @@ class _ReluSquared(torch.autograd.Function):
     @staticmethod
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = x.relu()
-        # Dynamo of torch 2.11 loses the gradient of what a traced forward pass has written over.
+        # Dynamo of torch 2.11 loses the gradient of tensors that a traced forward pass overwrites.
         return y.square() if torch.compiler.is_compiling() else y.square_()
 
     @staticmethod
@@ -118,7 +118,7 @@ class _ReluSquared(torch.autograd.Function):
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)², of which only the result is kept for the backward pass."""
+    """relu(x)², which keeps only its result for the backward pass."""
     if torch.is_grad_enabled():
         return _ReluSquared.apply(x)
     y = torch.relu(x)
@@ -129,14 +129,14 @@ def check_inputs(
     config: PreTrainedConfig, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
 ) -> torch.Tensor:
     """
-    The tokens of a call, (batch, length, ...): the one of the two inputs that is given. Their values are not read.
+    The tokens of a call, (batch, length, ...): whichever of the two inputs is given. Their values are not read.
 
     Raises:
         ValueError: if not exactly one is given, or a shape or a dtype does not fit.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
-    width = config.hidden_size  # not that of the embeddings' weight: adapters wrap it
+    width = config.hidden_size  # not the width of the embeddings' weight: adapters wrap it
     if inputs_embeds is not None:
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != width or inputs_embeds.numel() == 0:
             shape = tuple(inputs_embeds.shape)
@@ -161,8 +161,8 @@ def read_tokens(
     wanted: dict[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, Tokens]:
     """
-    The embeddings of the tokens of a call, (batch, length, width), which of them are real and where documents begin.
-    For the arguments see [`Tokens`].
+    The embeddings of a call's tokens, (batch, length, width), and their [`Tokens`].
+    For the arguments see there.
 
     Raises:
         ValueError: before any work, if an argument does not fit; the message names it.
@@ -180,8 +180,8 @@ def chosen_states(
     states: tuple[torch.Tensor, ...], chosen: bool | int | list[int] | None
 ) -> tuple[torch.Tensor | None, ...] | None:
     """
-    The hidden states that `output_hidden_states` asks for: all or none, or those at some indices, and None in place of
-    the others.
+    The hidden states that `output_hidden_states` asks for: all, none, or some by index, with None in place of the
+    others.
     """
     if not chosen or chosen is True:
         return states if chosen else None
@@ -191,19 +191,19 @@ def chosen_states(
 
 def replaceable(*operators: Callable) -> list[Callable]:
     """
-    The operators, in a form that `use_kernels=True` replaces by those of a kernel repository, for all models that
-    share a modeling file. They stay as they are if no mapping names them, and if `kernels` is not installed.
+    Operators that `use_kernels=True` replaces with a kernel repository's, for all models that share a modeling file.
+    They stay unchanged if no mapping names them, or if `kernels` is not installed.
     """
     return [use_kernel_forward_from_hub(operator.__name__)(operator) for operator in operators]
 
 
 def zero_without_labels(loss: torch.Tensor, labels: torch.Tensor, ignore_index: int | None = None) -> torch.Tensor:
     """
-    A loss, or 0 with gradients of 0 if no label counts: a mean over none is not a number.
+    A loss, or 0 with gradients of 0 if no label counts: the mean over none would be NaN.
 
     Args:
         loss: a number.
-        labels: any shape; targets of a regression, which are not integers, all count.
+        labels: any shape; regression targets, which are not integers, all count.
         ignore_index: the label that does not count; -100 if None.
     """
     if labels.is_floating_point():
@@ -213,7 +213,7 @@ def zero_without_labels(loss: torch.Tensor, labels: torch.Tensor, ignore_index: 
 
 
 def labelled_loss(model: PreTrainedModel, labels: torch.Tensor | None, **arguments: Any) -> torch.Tensor | None:
-    """The loss that transformers has for a head, see [`zero_without_labels`]; None without labels."""
+    """The loss that transformers defines for a head, see [`zero_without_labels`]; None without labels."""
     if labels is None:
         return None
     loss = model.loss_function(labels=labels, **arguments)

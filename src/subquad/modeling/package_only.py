@@ -1,4 +1,4 @@
-"""Methods that model repositories do not have."""
+"""Methods that are left out of model repositories."""
 
 from typing import TypeVar
 

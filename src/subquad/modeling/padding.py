@@ -1,9 +1,9 @@
 """
-The one place that makes padded batches and packed documents exact.
+Exact results for padded batches and packed documents.
 
-A recurrent model is exact under padding if a padding token changes no state, the first real token sees as its
-predecessor what came before the padding, and what is read at the end of a row comes from its last real token. All
-three follow from one rule: at a padding token, a mixer sees what it saw at the last real token before.
+A recurrent model is exact under padding if a padding token changes no state, if the first real token's predecessor is
+the token before the padding, and if readouts at the end of a row come from its last real token. All three follow from
+one rule: at a padding token, a mixer sees what it saw at the last real token before.
 """
 
 from collections.abc import Callable
@@ -14,22 +14,22 @@ import torch
 from subquad_kernels.tracing import can_read_values, is_transformed
 
 
-@torch.compiler.assume_constant_result  # Dynamo of torch < 2.12 would take every compiled call for an export
+@torch.compiler.assume_constant_result  # Dynamo of torch < 2.12 treats every compiled call as an export
 def is_exporting() -> bool:
-    """Whether `torch.export` traces the call, with or without Dynamo. It may not leave anything out of its graph."""
+    """Whether `torch.export` traces the call, with or without Dynamo. Nothing may run outside its graph."""
     return torch.compiler.is_exporting()
 
 
 def should_check(x: torch.Tensor) -> bool:
     """
     Whether to check the values of a call's tokens, x (batch, length, ...). A single token was most likely chosen by
-    the model itself, and a GPU would have to wait at every step of a decoding loop.
+    the model itself, and a check would synchronize with a GPU at every step of a decoding loop.
     """
     return can_read_values(x) and (x.device.type == "cpu" or x.shape[1] > 1)
 
 
 def read_values(**tensors: torch.Tensor | None) -> dict[str, np.ndarray]:
-    """The values of tensors on one device, without those that are None. A GPU is waited for once, not for each."""
+    """Values of the tensors that are not None, all on one device. Synchronizes with a GPU once."""
     found = {name: x.contiguous() for name, x in tensors.items() if x is not None}
     if not found:
         return {}
@@ -42,7 +42,7 @@ def read_values(**tensors: torch.Tensor | None) -> dict[str, np.ndarray]:
 
 
 def send_values(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Whole numbers as a tensor on a device. A GPU is not waited for."""
+    """Integers as a tensor on a device, without synchronizing with a GPU."""
     return torch.from_numpy(values.astype(np.int64)).to(device, non_blocking=torch.device(device).type == "cuda")
 
 
@@ -64,14 +64,14 @@ def last_real(mask: torch.Tensor) -> torch.Tensor:
 
 
 def last_token(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """The state of a token shift after the tokens x (batch, tokens, width), whatever it was before."""
+    """The state of a token shift after the tokens x (batch, tokens, width); the earlier state is not used."""
     return x[:, -1].clone()
 
 
 def find_mask(
     attention_mask: torch.Tensor | None, batch: int, length: int, device: torch.device
 ) -> torch.Tensor | None:
-    """[`Tokens.mask`], also if there is no padding."""
+    """[`Tokens.mask`], even without padding."""
     if attention_mask is None:
         return None
     shape = tuple(attention_mask.shape)
@@ -91,7 +91,7 @@ def find_boundaries(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Ten
 
 
 def find_starts(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
-    """[`Tokens.starts`] of one row with these boundaries. Those outside the row are not looked at."""
+    """[`Tokens.starts`] of one row with these boundaries. Boundaries outside the row are ignored."""
     starts = torch.zeros(length + 1, dtype=torch.bool, device=cu_seqlens.device)
     return starts.index_fill(0, cu_seqlens[1:].long().clamp(0, length), True)[None, :length]
 
@@ -99,15 +99,15 @@ def find_starts(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
 def find_restarts(
     position_ids: torch.Tensor, mask: torch.Tensor | None, batch: int, length: int, device: torch.device
 ) -> torch.Tensor:
-    """Where positions do not follow those before, bool (batch, length - 1). Their values are not read."""
+    """Where a position does not follow the one before, bool (batch, length - 1). Values are not read."""
     shape = tuple(position_ids.shape)
     if shape not in ((1, length), (batch, length)):
         raise ValueError(f"`position_ids` must be ({batch}, {length}), got {shape}.")
     position_ids = position_ids.to(device)
     if mask is None:
         return (position_ids[:, 1:] != position_ids[:, :-1] + 1).expand(batch, -1)
-    # Padding has no position of its own. After it a text goes on at the next position, or at the number of its
-    # column if the positions count columns.
+    # Padding has no position. After it, a text continues at the next position, or at its column number if the
+    # positions count columns.
     last = last_real(mask)[:, :-1]
     position_ids = position_ids.expand(batch, -1)
     step = position_ids[:, 1:] - position_ids.gather(1, (last - 1).clamp_min(0))
@@ -124,7 +124,7 @@ def find_predicting(
     cu_seqlens: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """
-    Which tokens of a call predict the token after them, bool (batch, length): those that are real or follow a real one
+    The tokens of a call that predict the next token, bool (batch, length): tokens that are real or follow a real one
     of the call, unless the next token begins a document. None if all do. For the arguments see [`Tokens`]; their
     values are not read.
     """
@@ -157,35 +157,34 @@ def read_boundaries(restarts: torch.Tensor) -> torch.Tensor | None:
 
 class Tokens:
     """
-    Which tokens of a call are real, and where documents begin among them.
+    The real tokens of a call and the boundaries of its documents.
 
     Args:
-        batch, length, device: the shape and the device of the call's tokens.
-        attention_mask: (batch, at least `length`), 0 for padding. The last `length` columns are read; those before
-            belong to the tokens of earlier calls. Padding may be anywhere in a row.
+        batch, length, device: shape and device of the call's tokens.
+        attention_mask: (batch, at least `length`), 0 for padding. The last `length` columns are read; columns before
+            them belong to the tokens of earlier calls. Padding may be anywhere in a row.
         position_ids: (batch or 1, length). A position that does not follow the one before begins a new document.
-            Those of padding mean nothing, and behind it they may count it or not. Under `torch.compile` they are read
-            between two graphs, so `fullgraph=True` needs `cu_seqlens` instead. They are an error under `torch.func`,
-            and are not read while the model is exported or captured, or compiled with a cache to continue.
+            Positions of padding do not matter; positions behind it may or may not count it. Under `torch.compile` they
+            are read between two graphs, so `fullgraph=True` needs `cu_seqlens` instead. They are an error under
+            `torch.func`, and are not read while the model is exported, captured, or compiled with a cache to continue.
         cu_seqlens: (documents + 1), the boundaries 0, ..., length of documents packed into one row. The first document
             of a call continues the cache.
         input_ids: (batch, length), checked against `vocab_size`.
-        wanted: other tensors on the device, of which Python wants to know the values.
+        wanted: other tensors on the device, also copied to the host.
 
     Attributes:
         mask: bool (batch, length), False for padding; None if there is none.
         cu_seqlens: the boundaries of the documents in the concatenated rows; None if nothing is packed.
         starts: bool (batch or 1, length), True where a document begins; None if nothing is packed.
         first, last: the index of the first and the last document of each row, (batch), if documents are packed.
-        known: the values of `mask` and `cu_seqlens`, where these are not None and Python has read them, and of the
-            wanted tensors.
+        known: host copies of `mask` and `cu_seqlens`, if they are not None and were read, and of the wanted tensors.
 
     Raises:
         ValueError: if a shape does not fit, an id is outside the vocabulary, or documents are packed into a padded
             batch.
     """
 
-    # What a copy has, by name: not every version of torch can trace `copy.copy`, or an update of `__dict__`.
+    # The attributes of a copy, by name: not every version of torch can trace `copy.copy`, or an update of `__dict__`.
     _fields = ("batch", "length", "known", "mask", "_source", "cu_seqlens", "starts", "first", "last")
 
     def __init__(
@@ -209,7 +208,7 @@ class Tokens:
             restarts = find_restarts(position_ids, mask, batch, length, device)
             if not can_read_values(restarts):
                 if torch.compiler.is_compiling():
-                    # `torch.compile` may leave a function out of its graphs. An export may not.
+                    # `torch.compile` may leave a function out of its graphs; an export may not.
                     cu_seqlens = None if is_exporting() else read_boundaries(restarts)
                 elif is_transformed():
                     raise ValueError(
@@ -256,14 +255,14 @@ class Tokens:
         return other
 
     def with_mask(self, mask: torch.Tensor) -> "Tokens":
-        """A copy with another mask, whose values are not read."""
+        """A copy with another mask; its values are not read."""
         other = self._copy_to(object.__new__(type(self)))
         other._set_mask(mask)
         other.known = {name: values for name, values in self.known.items() if name != "mask"}
         return other
 
     def known_lengths(self) -> np.ndarray | None:
-        """Number of real tokens of each row, or of each document if they are packed; None if Python cannot tell."""
+        """Number of real tokens of each row, or of each document if they are packed; None if they were not read."""
         if self.cu_seqlens is not None:
             return np.diff(self.known["cu_seqlens"]) if "cu_seqlens" in self.known else None
         if self.mask is not None:
@@ -273,7 +272,7 @@ class Tokens:
     def _set_mask(self, mask):
         self.mask, self._source = mask, None
         if mask is not None:
-            self._source = last_real(mask)  # 0 is what the cache holds
+            self._source = last_real(mask)  # 0 is the cached token
 
     def _set_boundaries(self, cu_seqlens):
         if self.batch != 1 or self.mask is not None:
@@ -303,11 +302,11 @@ class Tokens:
 
     def forward_fill(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """
-        Repeats at each padding token what the last real token before it has.
+        Copies the values of the last real token to the padding tokens after it.
 
         Args:
             x: (batch, length, width).
-            before: the same for the last real token of earlier calls, (batch, width); zero if None.
+            before: values of the last real token of earlier calls, (batch, width); zero if None.
         """
         if self._source is None:
             return x
@@ -317,8 +316,8 @@ class Tokens:
 
     def token_before(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor | None:
         """
-        What a token shift sees before the first token of each row of x (batch, length, width): `before`, the last
-        token of earlier calls. An engine whose rows are the tokens of many texts has another rule.
+        The token that a token shift sees before the first token of each row of x (batch, length, width): `before`, the
+        last token of earlier calls. Engines that flatten many texts into rows of single tokens override this.
         """
         return before
 
@@ -327,7 +326,7 @@ class Tokens:
         return x if self.mask is None else x.masked_fill(~expand_to(self.mask, x), 0.0)
 
     def keep_rows(self, before: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor:
-        """A state (batch, ...) after a call of one token, in which rows with padding keep the state before it."""
+        """A state (batch, ...) after a call of one token; rows with padding keep the state before it."""
         if self.mask is None:
             return after
         return torch.where(expand_to(self.mask, after), after, 0 if before is None else before)
@@ -359,8 +358,8 @@ class Tokens:
 
     def entering_states(self, state: torch.Tensor | None) -> torch.Tensor | None:
         """
-        The state that enters each document (each row if nothing is packed): a row's first document continues its
-        state, (batch, ...), the others begin with zeros. None if all begin with zeros.
+        The state that enters each document (each row if nothing is packed): a row's first document continues the row's
+        state, (batch, ...); the others start from zeros. None if all start from zeros.
         """
         if self.cu_seqlens is None or state is None:
             return state

@@ -1,4 +1,4 @@
-"""Where the tokens of a call are in their documents, for models that need positions."""
+"""Positions of a call's tokens in their documents, for models that need them."""
 
 import dataclasses
 from typing import TypeVar
@@ -19,12 +19,12 @@ class TokenPositions:
 
     Attributes:
         tokens: which tokens are real, and where documents begin.
-        position: of each token in its document, from 0 on, (batch, length). Padding has that of the last token before
-            it, or -1 if there is none.
+        position: of each token in its document, from 0, (batch, length). Padding repeats the position of the last
+            token before it, or has -1 if there is none.
         document: the index of each token's document in its row, (batch, length), if documents are packed. The first,
             0, continues the cache.
-        kept: the tokens that the cache may keep, those of every row's last document, bool (batch, length).
-        kept_position: the positions of the tokens in that document, (batch, length): -1 before it begins. They never
+        kept: the tokens that the cache may keep: each row's last document, bool (batch, length).
+        kept_position: positions of the tokens in that document, (batch, length); -1 before it begins. They never
             decrease.
     """
 

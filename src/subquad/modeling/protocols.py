@@ -1,6 +1,6 @@
 """
-What a block asks of the tokens of a call, of its states, and of the cache. [`Tokens`], [`LayerState`] and
-[`RecurrentCache`] answer for a batch of texts. An engine with states of its own implements these instead.
+What a block requires of the tokens of a call, its states, and the cache. [`Tokens`], [`LayerState`] and
+[`RecurrentCache`] implement this for a batch of texts. An engine with states of its own has its own implementations.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import torch
 
 class CallTokens(Protocol):
     """
-    Which tokens of a call are real, and where documents begin among them.
+    The real tokens of a call and the boundaries of its documents.
 
     Attributes:
         mask: bool (batch, length), False for padding; None if there is none.
@@ -34,7 +34,7 @@ class CallTokens(Protocol):
         """x (batch, length, ...) with zeros at padding tokens."""
 
     def token_before(self, x: torch.Tensor, before: Any) -> torch.Tensor | None:
-        """What a token shift sees before the first token of each row of x; None means zeros."""
+        """The token that a token shift sees before the first token of each row of x; None means zeros."""
 
     def run_packed(
         self, operator: Callable, initial_state: Any, inplace: bool = False, **arguments: Any
@@ -48,7 +48,7 @@ class CallTokens(Protocol):
 
 
 class BlockState(Protocol):
-    """The named states of one block. What `get` returns goes to [`CallTokens`], and comes back to `update`."""
+    """The named states of one block. Results of `get` are passed to [`CallTokens`] and then to `update`."""
 
     def get(self, name: str) -> Any:
         """The state of that name, (batch, ...); None means that no token has been read."""
@@ -61,8 +61,8 @@ class BlockState(Protocol):
         Sets a state after the tokens of a call.
 
         Args:
-            replay: `replay(state before or None, *updates)` computes the same state.
-            updates: what each token contributes to it, (batch, tokens, ...).
+            replay: `replay(state before or None, *updates)` recomputes the state.
+            updates: the contribution of each token, (batch, tokens, ...).
         """
 
     def update_with(self, name: str, replay: Callable, *updates: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class BlockCache(Protocol):
     The states of all blocks.
 
     Attributes:
-        layers: those of each block, by its number.
+        layers: the states of each block, by its number.
     """
 
     layers: Sequence[BlockState | None]

@@ -16,11 +16,11 @@ def entries_at(
     held: torch.Tensor, x: torch.Tensor, wanted: torch.Tensor, position: torch.Tensor, real: torch.Tensor
 ) -> torch.Tensor:
     """
-    The entries at the positions `wanted` (batch, n) of each row: those of the call's tokens x (batch, tokens, ...) at
-    the positions `position` (batch, tokens), which never decrease, and `held` (batch, n, ...) for all other positions.
-    `real` (batch, tokens) is False for tokens that do not count.
+    The entries at the positions `wanted` (batch, n) of each row: from the call's tokens x (batch, tokens, ...) at the
+    positions `position` (batch, tokens), which never decrease, or else from `held` (batch, n, ...). `real` (batch,
+    tokens) is False for tokens that do not count.
     """
-    before = position[:, :1] + 1 - real[:, :1].long()  # number of tokens that the row had
+    before = position[:, :1] + 1 - real[:, :1].long()  # number of earlier tokens in the row
     brought = (wanted >= before) & (wanted <= position[:, -1:])
     index = torch.searchsorted(position.contiguous(), wanted.contiguous())  # of equal positions the first is real
     index = expand_to(index.clamp_max(x.shape[1] - 1), x).expand(-1, -1, *x.shape[2:])
@@ -31,8 +31,8 @@ def ring_state(
     ring: torch.Tensor | None, x: torch.Tensor, position: torch.Tensor, real: torch.Tensor, window: int
 ) -> torch.Tensor:
     """
-    The ring (batch, window, ...) after the tokens x (batch, tokens, ...) of [`entries_at`]. Rows that no token has
-    reached are zero.
+    The ring (batch, window, ...) after the tokens x (batch, tokens, ...) of [`entries_at`]. Slots without a token are
+    zero.
     """
     last = position[:, -1:]
     if ring is None:
@@ -52,8 +52,8 @@ def write_to_ring(
     window: int,
 ) -> torch.Tensor:
     """
-    [`ring_state`] after the tokens of a positions, which may modify the layer's state of that name in place if nothing
-    else needs it. A few tokens change their own rows only.
+    [`ring_state`] after a call's tokens. It may modify the layer's state of that name in place if nothing else needs
+    it. A few tokens change only their own slots.
     """
     position, real = positions.kept_position, positions.kept
     few = positions.all_real and x.shape[1] <= window

@@ -1,4 +1,4 @@
-"""Whether `generate` of a transformers or torch that is newer than those tested still passes the cache on."""
+"""Checks that `generate` still passes the cache on in untested newer versions of transformers or torch."""
 
 import copy
 import os
@@ -22,15 +22,15 @@ _checked: set[type] = set()
 @torch.no_grad()
 def difference_of_cache(model: GenerationMixin, device: torch.device | None = None) -> float:
     """
-    The largest difference of the logits of a step of `generate` with a cache and of the same step without one, as a
-    part of the largest logit. The step reads a fixed token after a fixed prompt, so nothing is drawn.
+    The largest difference between the logits of a step of `generate` with a cache and without one, relative to the
+    largest logit. The step reads a fixed token after a fixed prompt, so nothing is sampled.
 
     Args:
-        device: where the tokens are; that of an offloaded model's weights may be none.
+        device: device of the tokens; the weights of an offloaded model may be on none.
     """
     prompt = torch.tensor([PROMPT], device=device or model.device)
     options = {"max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
-    # Without EOS, sampling, and whatever else the model's own configuration asks for.
+    # Without EOS, sampling, and other settings of the model's own configuration.
     plain = copy.copy(model)  # other threads may use the model
     plain.generation_config = GenerationConfig(pad_token_id=0)
     logits = [

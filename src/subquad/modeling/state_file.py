@@ -1,7 +1,7 @@
 """
-Files of states: one safetensors file with the states of all blocks, what they belong to, and a checksum of both.
+State files: one safetensors file with the states of all blocks, their owner, and a checksum of both.
 
-The checksum shows damage, and that something was changed. It is no signature: whoever writes the file can compute it.
+The checksum detects damage and changes. It is not a signature: anyone who writes the file can compute it.
 """
 
 import hashlib
@@ -22,19 +22,19 @@ from ..hub.new_files import replacing
 
 # The keys of the file's metadata.
 ABOUT, CHECKSUM = "subquad_state", "sha256"
-# Limits on what is read: characters of JSON and numbers of states, which become objects of Python, and of tokens.
+# Limits on characters of JSON and numbers of states, which become Python objects, and on numbers of tokens.
 MOST_CHARACTERS, MOST_STATES, MOST_TOKENS = 2**23, 2**14, 2**48
-# What every file has in its JSON.
+# Fields in the JSON of every file.
 FIELDS = {"sizes": dict, "seen_tokens": int, "dtype": str}
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
     """
-    What a state file says about the model that it belongs to.
+    The model that a state file belongs to.
 
     Attributes:
-        name: the model, as people call it.
+        name: display name of the model.
         digest: a hexadecimal digest of its configuration and weights, as [`subquad.identify`] makes it.
     """
 
@@ -55,10 +55,10 @@ def _checksum(tensors: dict[str, torch.Tensor], about: str) -> str:
 
 def write_state_file(path: str | os.PathLike, tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     """
-    Writes states and what is known about them. The file is complete, or is not there: it gets its name at the end.
+    Writes states and their description. The file is complete or absent: it is renamed at the end.
 
     Args:
-        about: values for JSON.
+        about: a description, to be stored as JSON.
 
     Raises:
         ValueError: if `about` is so long that the file could not be read.
@@ -73,7 +73,7 @@ def write_state_file(path: str | os.PathLike, tensors: dict[str, torch.Tensor], 
 
 def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """
-    The states in a file, on the CPU, and what [`write_state_file`] was told about them.
+    The states in a file, on the CPU, and their description.
 
     Raises:
         ValueError: if the file is damaged or was changed, or holds something else.
@@ -81,8 +81,8 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
     with _open(path) as (file, metadata):
         if len(names := file.keys()) > MOST_STATES:
             raise ValueError(f"{os.fspath(path)} has {len(names):,} states, more than any model.")
-        # Copies, because a file's tensors begin at any address, by which matrix products choose their order of
-        # additions: the text would go on with other rounding.
+        # Copies, because a file's tensors begin at any address. Matrix products choose their order of additions by
+        # address, so the text would continue with other rounding.
         tensors = {name: file.get_tensor(name).clone() for name in names}
         if _checksum(tensors, metadata[ABOUT]) != metadata.get(CHECKSUM):
             raise ValueError(f"{os.fspath(path)} is damaged or was changed: its checksum is another one.")
@@ -91,7 +91,7 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
 
 def read_about(path: str | os.PathLike) -> dict[str, Any]:
     """
-    What is known about the states in a file, without the states and without a check of them.
+    The description of the states in a file, without reading or checking the states.
 
     Raises:
         ValueError: if the file is damaged, or holds something else.
@@ -133,15 +133,15 @@ def _check_length(path: str | os.PathLike, text: str) -> None:
 def check_owner(path: str | os.PathLike, about: dict[str, Any], model: ModelIdentity) -> None:
     """
     Args:
-        about: what [`read_state_file`] returned.
-        model: the model that is to continue from the states.
+        about: the description that [`read_state_file`] returned.
+        model: the model that continues from the states.
 
     Raises:
-        ValueError: if the states belong to another model, or do not say to which one.
+        ValueError: if the states belong to another model or to an unknown one.
     """
     found = about.get("model")
     if not isinstance(found, dict):
-        raise ValueError(f"{os.fspath(path)} does not say which model it belongs to; {model} is loaded.")
+        raise ValueError(f"{os.fspath(path)} does not name the model that it belongs to; {model} is loaded.")
     owner = ModelIdentity(str(found.get("name")), str(found.get("digest")))
     if owner.digest != model.digest:
         raise ValueError(f"{os.fspath(path)} is a state of the model {owner}, but {model} is loaded.")

@@ -1,6 +1,6 @@
 """
-What tensor parallelism needs besides transformers: plans that split heads, and access to the local part of parameters
-outside linear layers. A process that has some of the heads has only their parameters and states.
+Additions to transformers' tensor parallelism: plans that split heads, and access to the local part of parameters
+outside linear layers. A process with some of the heads has only their parameters and states.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,13 +12,13 @@ from subquad_kernels import low_rank, matmul
 
 
 def divides_heads(config: PreTrainedConfig, *heads: int) -> bool:
-    """Whether the heads can be split evenly over the processes that load the model."""
+    """Whether the heads divide evenly among the processes that load the model."""
     processes = getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
     return not any(number % processes for number in heads)
 
 
 def plan_property(plan: Callable[[PreTrainedConfig], dict[str, str]]) -> property:
-    """A configuration's `base_model_tp_plan`: that of the function, updated by what is assigned to the property."""
+    """A configuration's `base_model_tp_plan`: the result of `plan`, updated by values assigned to the property."""
     name = "base_model_tp_plan"  # transformers leaves the attribute of this name out of saved configurations
 
     def read(config: PreTrainedConfig) -> dict[str, str]:
@@ -27,7 +27,7 @@ def plan_property(plan: Callable[[PreTrainedConfig], dict[str, str]]) -> propert
     def assign(config: PreTrainedConfig, given: dict[str, str]) -> None:
         own = plan(config)
         changed = {key: style for key, style in given.items() if own.get(key) != style}
-        # Before 5.21, transformers adds this layer to the plans of tied models. No architecture has one of that name.
+        # Before 5.21, transformers adds this layer to the plans of tied models. No architecture has such a layer.
         changed.pop("embed_tokens", None)
         config.__dict__[name] = changed
 

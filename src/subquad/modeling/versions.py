@@ -1,8 +1,8 @@
 """
-What depends on the version of transformers: the range that was tested, and the name of the cache.
+Differences between versions of transformers: the tested range, and the name of the cache.
 
 transformers 5.24 renamed `past_key_values` to `cache`, as an argument and as a field of outputs. The models call it
-`cache`. With every version they take it as an argument of either name, and outputs have it as attributes of both.
+`cache`. With every version they accept either name as an argument, and outputs have both as attributes.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def _name_of_cache() -> str:
 
 
 CACHE_NAME = _name_of_cache()
-# Whether `prefill_chunk_size` reads a text from its beginning, although a cache has read some of it.
+# Whether `prefill_chunk_size` reads a text from its beginning even if the cache holds a part of it.
 CHUNKS_FROM_THE_BEGINNING = minor_version(transformers.__version__) < (5, 23)
 
 
@@ -71,7 +71,7 @@ def cache_of(output: Any) -> Any:
 
 
 class _EitherName:
-    """Mixin: an output whose cache also has the name that the installed transformers lacks."""
+    """Mixin: an output whose cache is also available under the other name."""
 
     def __getattr__(self, name: str) -> Any:
         if name in CACHE_NAMES and name != CACHE_NAME:

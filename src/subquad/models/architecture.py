@@ -1,5 +1,5 @@
 """
-The descriptor of an architecture: everything that the tools of this package need to know about it.
+The descriptor of an architecture: all that the tools of this package need.
 
 Each folder in `models/` has an `architecture.py` with one [`Architecture`]; `models/__init__.py` collects them. The
 tools (registration, presets, adapters, optimizer recipes, `subquad info`, model cards, state tuning, the tables of the
@@ -48,7 +48,7 @@ class AdapterTargets:
 @dataclass(frozen=True)
 class OptimizerRecipe:
     """
-    What a paper says about its optimizer.
+    The optimizer settings of a paper.
 
     Attributes:
         weight_decay: for matrices: the weights of linear layers and embeddings, and those named in `matrices`. All
@@ -56,7 +56,7 @@ class OptimizerRecipe:
         betas, eps: Adam's; None if the paper does not give them.
         matrices: names of parameters that are matrices but do not belong to a linear layer.
         rates: parameter name to the factor on its learning rate.
-        peak, warmup, decay: of the learning rate in pretraining, for people. They belong to a run, so they go into
+        peak, warmup, decay: of the learning rate in pretraining, as text. They belong to a run, so set them in
             `TrainingArguments`.
     """
 
@@ -81,7 +81,7 @@ class TunableState:
         shape: the state's shape without the batch, given the configuration (of the language model).
         scale: size of the largest numbers in a trained state. The trained parameter is multiplied by it, so that the
             usual learning rates of adapters fit.
-        transposed: whether the files of others (`time_state`) hold its transpose; None if there are no such files.
+        transposed: whether files of other packages (`time_state`) hold its transpose; None if there are no such files.
     """
 
     module: str
@@ -94,13 +94,13 @@ class TunableState:
 @dataclass(frozen=True)
 class FusedModel:
     """
-    The parts of a model by the names that [`subquad_kernels.c.fused_blocks.FusedBlock`] has for them.
+    The parts of a model, by their names in [`subquad_kernels.c.fused_blocks.FusedBlock`].
 
     Attributes:
-        kind: of the blocks.
+        kind: kind of block.
         blocks, first_norm, last_norm: their paths in the base model.
         classes: path in a block, "" for the block itself, to the name of the class whose `forward` the C library
-            stands for.
+            replaces.
         layers: name to the path of a linear layer in a block, such as `"attention.key"`.
         norms: name to the path of a norm with a weight and a bias.
         parameters: name to the path of a parameter.
@@ -123,12 +123,12 @@ class FusedModel:
 @dataclass(frozen=True)
 class Costs:
     """
-    What a token costs; see [`subquad.hub.info.ModelInfo`] for the units. None if the architecture has no such number.
+    Costs of a token; see [`subquad.hub.info.ModelInfo`] for the units. None if a number does not apply.
 
     Attributes:
-        fixed_state: elements that are always float32, and elements in the model's dtype, that are kept between two
-            tokens whatever the length of the text.
-        growing_state: elements, in the model's dtype, that are kept for every token of the text.
+        fixed_state: elements that are always float32, and elements in the model's dtype, kept between two tokens
+            independent of the length of the text.
+        growing_state: elements, in the model's dtype, kept for every token of the text.
         inference_flops, training_flops: floating-point operations for one token.
     """
 
@@ -141,13 +141,13 @@ class Costs:
 @dataclass(frozen=True)
 class Support:
     """
-    What works with an architecture, as cells of the README's tables.
+    Supported features of an architecture, as cells of the README's tables.
 
     Attributes:
         checkpoints: the files that load or convert.
-        parity: what the logits were compared with, to 1e-4.
-        state: how the state grows with the text.
-        dtypes: what is said about float32, bfloat16 and float16.
+        parity: the reference that the logits match to 1e-4.
+        state: growth of the state with the text.
+        dtypes: the cell for float32, bfloat16 and float16.
         tensor_parallel: what tensor parallelism splits.
         pipelines: the pipelines that were tested.
         export: what `torch.export` and ONNX can express.
@@ -200,7 +200,7 @@ class Architecture:
     Attributes:
         model_type: the `model_type` of its configurations.
         folder: its folder in `models/`, which also ends the names of its modules: `modeling_FOLDER.py`.
-        title: its name, for people.
+        title: display name.
         summary: one line about it.
         config: name of the configuration class.
         heads: Auto class to model class, by name.
@@ -211,19 +211,19 @@ class Architecture:
         support: see [`Support`].
         presets: name of a published size to its configuration fields.
         exports: other public names to the modules in the folder that define them, such as the cache.
-        other_types: other values of `model_type` in directories of this model that other packages write. If
-            transformers has a model of such a type, too, these are the fields by which the files differ.
+        other_types: other values of `model_type` that other packages write for this model. If transformers also has a
+            model of such a type, the fields by which the files differ.
         processor: name of the class behind `AutoProcessor`, for models that read images.
         tunable_state: see [`TunableState`]; None if state tuning cannot train the state.
         onnx: the exported functions that ONNX can express: "prefill", "decode".
         float_layers: the linear layers that stay in floating point if the others get 8-bit weights, as parts of their
-            names: routers, and what decides how fast a state decays.
-        other_names: the module in the folder whose import makes `from_pretrained` read the tensor names of other
-            packages; None if there is none.
+            names: routers, and layers that compute decays.
+        other_names: the module in the folder whose import makes `from_pretrained` read other packages' tensor names;
+            None if there is none.
         fused: see [`FusedModel`]; None if the C library has no such blocks.
         vllm: see [`Serving`].
-        inspection: the module in the folder that shows what the memory holds after a text, for
-            `subquad inspect-memory`; None if there is none.
+        inspection: the module in the folder that shows the memory's content after a text, for `subquad
+            inspect-memory`; None if there is none.
     """
 
     model_type: str

@@ -8,7 +8,7 @@ With 8 bits, every weight of a linear layer and of the embeddings takes one byte
 token of the embeddings, has a float32 scale. With 4 bits ([`Int4Config`]), 32 inputs of an output of a linear layer
 have a bfloat16 scale, so that a weight takes 4.5 bits; both kinds of embeddings have 8 bits. The inputs of a layer are
 rounded to 8 bits as well, each token with a scale of its own. Everything else keeps its dtype: norms, decays, low
-ranks, the layers that an architecture names in `float_layers`, and heads that are no language model's.
+ranks, the layers that an architecture names in `float_layers`, and heads that are not language modeling heads.
 """
 
 import os
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 class Int8Config(QuantizationConfigMixin):
     """
-    Asks `from_pretrained` for 8-bit weights.
+    Makes `from_pretrained` load 8-bit weights.
 
     Args:
-        modules_to_not_convert: names of layers that stay in floating point, or regular expressions, as in other
-            quantisation methods of transformers: the beginning of a name, or its end. Output and input embeddings that
-            are tied stay both if one of them does.
+        modules_to_not_convert: names of layers that stay in floating point, or regular expressions, matched with the
+            beginning or end of a name as in transformers' other quantisation methods. If one of two tied embeddings is
+            listed, both stay.
 
     Raises:
         ValueError: if it is not a list of strings.
@@ -66,8 +66,8 @@ class Int8Config(QuantizationConfigMixin):
 
 class Int4Config(Int8Config):
     """
-    Asks `from_pretrained` for 4-bit weights of linear layers. Both kinds of embeddings have 8 bits, and so do layers
-    whose outputs are no multiple of 16 or whose inputs are none of 32.
+    Makes `from_pretrained` load 4-bit weights of linear layers. Both kinds of embeddings have 8 bits, and so do layers
+    whose outputs are not a multiple of 16 or whose inputs are not a multiple of 32.
 
     Args:
         modules_to_not_convert: as in [`Int8Config`].
@@ -80,7 +80,7 @@ class Int4Config(Int8Config):
 
 
 class _Inference(torch.autograd.Function):
-    """A function without a gradient, which says so if one is asked for."""
+    """A function without a gradient; the backward pass raises an error."""
 
     @staticmethod
     def forward(ctx, run, x, *arguments):
@@ -97,19 +97,19 @@ class IntegerLayer(nn.Module):
 
     Attributes:
         weight: int8 or uint8, a parameter without gradient.
-        weight_scale: a buffer, whose dtype stays the same also if the model is cast.
+        weight_scale: a buffer, which keeps its dtype when the model is cast.
     """
 
     # From a weight in floating point to integers and scales.
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = staticmethod(quantize_rows)
-    # The shape and dtype of the integers, and those of the scales, of a weight (rows, width).
+    # Shape and dtype of the integers, then of the scales, of a weight (rows, width).
     stored: Callable[[int, int], tuple[Stored, Stored]] = staticmethod(int8_layout)
 
     def __init__(self, layer: nn.Linear | nn.Embedding, pre_quantized: bool, own_scale: bool = True):
         super().__init__()
         self.size = tuple(layer.weight.shape)
         (shape, dtype), (scale_shape, scale_dtype) = self.stored(*self.size)
-        if not pre_quantized:  # a checkpoint's float weight is still to be rounded; the result takes its place
+        if not pre_quantized:  # the float weight is rounded later and then replaced
             shape, dtype = layer.weight.shape, layer.weight.dtype
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
         scale = torch.empty(scale_shape, dtype=scale_dtype, device="meta")
@@ -117,25 +117,25 @@ class IntegerLayer(nn.Module):
 
     def check_stored(self, tensors: Mapping[str, torch.Tensor | None], prefix: str) -> None:
         """
-        Checks integers and scales, those that are there. C code reads their memory.
+        Checks the integers and scales that are present, because C code reads their memory.
 
         Args:
-            tensors: by the names of the layer's own ones, after a prefix.
+            tensors: by the layer's own names, after a prefix.
 
         Raises:
-            ValueError: with the name of the tensor, what was found, and what was expected.
+            ValueError: with the tensor's name, and its actual and expected shape and dtype.
         """
         for name, (shape, dtype) in zip(("weight", SCALE), self.stored(*self.size), strict=True):
             if (x := tensors.get(prefix + name)) is not None:
                 check_stored(prefix + name, x, shape, dtype)
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        """As in torch, which would cast integers and scales, or with `assign=True` take any."""
+        """As in torch, which would cast integers and scales, or accept anything with `assign=True`."""
         try:
             self.check_stored(state_dict, prefix)
             if SCALE in self._non_persistent_buffers_set and metadata.get("assign_to_params_buffers"):
                 raise ValueError(
-                    f"`{prefix}{SCALE}` is that of the embeddings, which `assign=True` would leave behind."
+                    f"`{prefix}{SCALE}` belongs to the embeddings, which `assign=True` would leave behind."
                 )
         except ValueError as error:
             errors.append(str(error))
@@ -187,12 +187,12 @@ LINEAR_WEIGHTS.update({layer: {"weight": "weight", "scale": SCALE} for layer in 
 
 
 class Int8Embedding(IntegerLayer):
-    """Embeddings with 8-bit weights, and a scale for each token. The result has the dtype that was loaded."""
+    """Embeddings with 8-bit weights, and a scale for each token. The result has the dtype of the loaded model."""
 
     def __init__(self, layer: nn.Embedding, pre_quantized: bool, own_scale: bool = True):
         super().__init__(layer, pre_quantized, own_scale)
         self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
-        # Its dtype is that of the embeddings, also after the model is cast.
+        # Its dtype is the embeddings' dtype, even after the model is cast.
         self.register_buffer("of_dtype", layer.weight.new_empty(0), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,7 @@ class Int8Embedding(IntegerLayer):
 
 
 def quantized_layers(config: "PreTrainedConfig", quantization: Int8Config) -> dict[str, type[IntegerLayer]]:
-    """The names of the weights that a language model of a configuration has as integers, and whose they are."""
+    """The names of a language model's integer weights, and the class of each layer."""
     from ..models import REGISTRY
 
     with torch.device("meta"):
@@ -218,7 +218,7 @@ def _make_quantize_op(quantizer: "IntegerQuantizer"):
     from transformers.core_model_loading import ConversionOps  # whose module imports the quantisers
 
     class Quantize(ConversionOps):
-        """From a weight of a checkpoint to integers and scales."""
+        """Rounds a weight of a checkpoint to integers and scales."""
 
         def convert(
             self, input_dict: dict[str, Any], full_layer_name: str, model: "PreTrainedModel", **kwargs
@@ -235,7 +235,7 @@ def _make_quantize_op(quantizer: "IntegerQuantizer"):
 
 
 class IntegerQuantizer(HfQuantizer):
-    """Loads a model with weights of 8 or 4 bits, from a checkpoint in floating point or from one with such weights."""
+    """Loads a model with weights of 8 or 4 bits, from a floating-point or a quantised checkpoint."""
 
     quantization_config: Int8Config
 
@@ -247,7 +247,7 @@ class IntegerQuantizer(HfQuantizer):
     def validate_environment(self, *args, device_map: Any = None, **kwargs) -> None:
         """
         Raises:
-            ValueError: if the model, or a part of it, is not to be on the CPU.
+            ValueError: if any part of the model would not be on the CPU.
         """
         places = device_map.values() if isinstance(device_map, dict) else [] if device_map is None else [device_map]
         for place in places:
@@ -291,7 +291,7 @@ class IntegerQuantizer(HfQuantizer):
         return chosen
 
     def _may_convert(self, model: "PreTrainedModel", name: str) -> bool:
-        """Whether the user lets a layer be converted, whose name may be that in the model with or without a head."""
+        """Whether the user allows a layer to be converted. `name` may be from the model with or without a head."""
         excluded, prefix = self.quantization_config.modules_to_not_convert, model.base_model_prefix + "."
         names = (name, prefix + name) if model.base_model is model else (name, name.removeprefix(prefix))
         return all(should_convert_module(each, excluded) for each in names)
@@ -306,7 +306,7 @@ class IntegerQuantizer(HfQuantizer):
                 )
             head.weight_scale = embeddings.weight_scale
 
-        # The code of a repository cannot compute with these weights: what is saved must not name it.
+        # Code in a repository cannot compute with these weights, so saved files must not name it.
         model.config.__dict__.pop("auto_map", None)
         for name, module in model.named_modules():
             if isinstance(module, IntegerLayer) and hasattr(module.weight, "device_mesh"):
@@ -319,8 +319,8 @@ class IntegerQuantizer(HfQuantizer):
             files: its weight files, in safetensors.
 
         Raises:
-            ValueError: if integers of such a checkpoint are floating point, of which transformers would keep what is
-                before the point.
+            ValueError: if integers in such a checkpoint are stored as floating point, which transformers would
+                truncate.
         """
         headers, prefix = read_headers(files) if self.pre_quantized else {}, f"{model.base_model_prefix}."
         for name, module in model.named_modules():
@@ -333,8 +333,8 @@ class IntegerQuantizer(HfQuantizer):
     def check_loaded(self, model: "PreTrainedModel", missing: set[str]) -> None:
         """
         Raises:
-            ValueError: if weights that are to be integers are not in the checkpoint, because such weights cannot be
-                initialised, are not finite, or have another dtype or shape there than they must have.
+            ValueError: if weights to be loaded as integers are missing (they cannot be initialised), not finite, or of
+                the wrong dtype or shape.
         """
         path = model.config.name_or_path
         if self.not_finite:
@@ -351,7 +351,7 @@ class IntegerQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, IntegerLayer):
                 loaded = {f"{name}.weight": module.weight, f"{name}.{SCALE}": module.weight_scale}
-                # Those of a tied head are still to become the embeddings'.
+                # A tied head gets the embeddings' tensors later.
                 module.check_stored({part: x for part, x in loaded.items() if not x.is_meta}, f"{name}.")
 
     def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs) -> bool:

@@ -1,4 +1,4 @@
-"""What the states of a model depend on, so that states of earlier weights are not taken for those of later ones."""
+"""Fingerprints of what a model's states depend on, to detect states of earlier weights."""
 
 import weakref
 from collections.abc import Callable
@@ -7,23 +7,23 @@ import torch
 from torch import nn
 
 
-# How PEFT's layers keep which adapters are active, which are merged into the weights, and how much they count.
+# Attributes of PEFT's layers: active adapters, merged adapters, and their scaling.
 SETTINGS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-# Numbers of each tensor that are compared. They tell of changes that torch does not count: those through `.data`, and
-# those of tensors that were made in inference mode.
+# Numbers of each tensor that are compared. They reveal changes that torch does not count: through `.data`, and to
+# tensors that were made in inference mode.
 SAMPLE = 8
 
 
 class Fingerprint:
     """
-    What a model's states depend on, as it is now: its parameters and buffers, the settings of its adapters, and hooks.
-    It takes a small part of the time of a decoding step, and keeps none of the tensors alive.
+    A snapshot of what a model's states depend on: parameters, buffers, settings of adapters, and hooks.
+    It takes a small fraction of a decoding step, and does not keep tensors alive.
     """
 
     @torch.no_grad()
     def __init__(self, model: nn.Module):
         self._settings: list[tuple[str, str]] = []
-        # Weak references to tensors and hooks. While an object lives, there is one of them.
+        # Weak references to tensors and hooks. An object has only one while it lives.
         self._parts: list[weakref.ref] = []
         self._counts: list[tuple[int, int | None]] = []
         samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -32,7 +32,7 @@ class Fingerprint:
             self._settings += [(name, repr(own[name])) for name in SETTINGS if name in own]
             self._parts += [weakref.ref(hook) for hook in _hooks(module)]
             for x in (*module._parameters.values(), *module._buffers.values()):
-                if x is None or x.is_meta:  # weights that are loaded for each call, and forgotten after it
+                if x is None or x.is_meta:  # offloaded weights, loaded for each call
                     continue
                 self._parts.append(weakref.ref(x))
                 plain = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
@@ -54,7 +54,7 @@ class Fingerprint:
 
 
 def _hooks(module: nn.Module) -> list[Callable]:
-    """What is called with a module. PEFT also chooses the adapters of a batch's rows in this way."""
+    """Hooks of a module. PEFT also chooses adapters per row of a batch with hooks."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 

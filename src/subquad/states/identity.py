@@ -1,4 +1,4 @@
-"""Which model a state belongs to: a digest that takes milliseconds, whatever the size of the weights."""
+"""Identity of a model, for its states: a digest that takes milliseconds for weights of any size."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from ..hub.weight_files import QUIET, adapted_model, find_weights, open_weights
 from ..modeling.state_file import ModelIdentity
 
 
-# Fields of a configuration that say nothing about what the model computes.
+# Fields of a configuration that do not affect the model's computation.
 INCIDENTAL = (
     "_name_or_path",
     "architectures",
@@ -24,7 +24,7 @@ INCIDENTAL = (
     "transformers_version",
     "use_cache",
 )
-# Bytes of each tensor that the digest covers. Models that were trained on differ in some tensor's first numbers.
+# Bytes of each tensor that the digest covers. Further training changes the first numbers of some tensor.
 SAMPLE = 64
 
 
@@ -32,9 +32,9 @@ def identify(model: str | os.PathLike) -> ModelIdentity:
     """
     The identity of a model, for the files of its states.
 
-    The digest is that of the configuration, of the names, dtypes and shapes of the weights, and of the first 64 bytes
-    of each tensor, so that it takes milliseconds. Two models with the same sizes have different digests if one of them
-    was trained on. An adapter counts together with its model.
+    The digest covers the configuration, the names, dtypes and shapes of the weights, and the first 64 bytes of each
+    tensor, so that it takes milliseconds. Models of the same sizes have different digests if one of them was trained
+    further. An adapter counts together with its model.
 
     Args:
         model: a model directory, or the name of a model on the Hub.
@@ -59,7 +59,7 @@ def _parts(path: str) -> Iterator[bytes]:
     yield json.dumps(config, sort_keys=True).encode()
     if not (files := find_weights(path)):
         raise ValueError(f"{path} has no weights in safetensors.")
-    # In the order of their names, so that it does not matter how they are divided into files.
+    # Sorted by name, so that the division into files does not matter.
     yield from sorted(part for file in files for part in _weights(file))
 
 

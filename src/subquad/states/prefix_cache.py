@@ -1,4 +1,4 @@
-"""States after the beginnings of texts, so that a beginning that many texts share is read once."""
+"""States after the beginnings of texts, so that a shared beginning is read once."""
 
 import hashlib
 import os
@@ -41,28 +41,28 @@ class PrefixCache:
     """
     States after the beginnings of texts, for one model. `generate(prefix_cache=...)` and `subquad chat` use one.
 
-    A state cannot be cut back to an earlier token, so it helps only texts that go on where it ends. Therefore states
-    are kept in two places: at the end of every text that is read, where a conversation goes on, and where a text first
-    departs from an earlier one. The third text with a beginning does not read it any more. When there is no room left,
-    the states that were used longest ago are dropped.
+    A state cannot be cut back to an earlier token, so it only helps texts that continue from its end. Therefore states
+    are kept in two places: at the end of every text that is read, where a conversation continues, and where a text
+    first departs from an earlier one. The third text with a common beginning no longer reads it. When there is no room
+    left, the least recently used states are dropped.
 
     Args:
-        max_bytes: memory for states. A single state that is larger is kept nevertheless.
-        directory: keep the states in files there, too, for other processes and later. Needs `model`.
+        max_bytes: memory for states. A single larger state is still kept.
+        directory: also keep the states in files there, for other processes and later. Needs `model`.
         max_disk_bytes: size of all files together.
-        model: what [`subquad.identify`] returns for the model; files of other models are ignored.
-        shortest: the number of tokens from which on a beginning is worth a state.
+        model: the result of [`subquad.identify`] for the model; files of other models are ignored.
+        shortest: smallest number of tokens for which a state is kept.
         max_entries: the number of states in memory and on disk. Every text is compared with each of them.
 
     Attributes:
-        tokens_asked, tokens_read: numbers of tokens that texts had, and that had to be read.
+        tokens_asked, tokens_read: numbers of tokens in texts, and of tokens actually read.
 
-    Files are a help, and no more. One that is damaged or forged is ignored, with a warning, and so is a disk that is
-    full or may not be written to.
+    Problems with files are never fatal. A damaged or forged file is ignored with a warning, and so is a disk that is
+    full or not writable.
 
-    The states depend on the weights. If these have changed since the last call, by training, by loading, or because
-    another adapter is active, merged or unmerged, the states in memory are forgotten. Files are read and written only
-    while the model is as it was at the first call, as `model` describes it.
+    The states depend on the weights. If these have changed since the last call (training, loading, another adapter
+    active, merged or unmerged), the states in memory are dropped. Files are read and written only while the model is
+    as it was at the first call, as `model` describes it.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class PrefixCache:
                 raise ValueError(f"`{name}` must be at least 1, got {number}.")
         if directory is not None and model is None:
             raise ValueError(
-                "`directory` needs `model`, which says whose states the files hold: `subquad.identify(...)`."
+                "`directory` needs `model`, the model whose states the files hold: `subquad.identify(...)`."
             )
         self.max_bytes, self.max_disk_bytes, self.max_entries = max_bytes, max_disk_bytes, max_entries
         self.shortest, self.identity = shortest, model
         self.directory = None if directory is None else Path(directory)
         self.tokens_asked = self.tokens_read = 0
-        # The one that was used last comes last.
+        # The most recently used entry comes last.
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._model: weakref.ref | None = None
         self._fingerprint = self._of_files = None
@@ -104,14 +104,14 @@ class PrefixCache:
     @torch.no_grad()
     def read(self, model: "PreTrainedModel", ids: Sequence[int] | torch.Tensor) -> RecurrentCache:
         """
-        A cache of one row that has read `ids`, which may be changed. Only what no state covers is read.
+        A cache of one row that has read `ids`; it may be modified. Only tokens that no state covers are read.
 
         Args:
-            model: reads the tokens. Every call must be for the same one.
+            model: the model that reads the tokens, the same for every call.
             ids: the ids of a text without images, (tokens).
 
         Raises:
-            ValueError: if the states are those of another model.
+            ValueError: if the states belong to another model.
         """
         self._check_model(model)
         ids = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids, dtype=np.int64)
@@ -130,9 +130,9 @@ class PrefixCache:
 
     def put(self, ids: Sequence[int] | torch.Tensor | np.ndarray, cache: RecurrentCache) -> None:
         """
-        Keeps a copy of the state after the beginning `ids` of a text, if it is long enough.
+        Stores a copy of the state after the beginning `ids` of a text, if it is long enough.
 
-        If the model has changed since the last `read`, nothing is kept, because the state may be from either model.
+        If the model has changed since the last `read`, nothing is stored, because the state may be from either model.
 
         Args:
             ids: the ids of the tokens that the model has read, (tokens).
@@ -159,7 +159,7 @@ class PrefixCache:
         self._drop_oldest()
 
     def clear(self) -> None:
-        """Forgets all states, also those in files."""
+        """Drops all states, including files."""
         for entry in self._entries.values():
             _delete(entry.file)
         self._entries.clear()
@@ -175,7 +175,7 @@ class PrefixCache:
         return model is not None and Fingerprint(model).matches(self._fingerprint)
 
     def _check_model(self, model: "PreTrainedModel") -> None:
-        """Forgets the states of earlier weights."""
+        """Drops the states of earlier weights."""
         now = Fingerprint(model)
         if self._model is None:
             self._model, self._of_files = weakref.ref(model), now
@@ -208,7 +208,7 @@ class PrefixCache:
         return 0, None
 
     def _branch(self, ids: np.ndarray) -> int:
-        """The number of tokens up to which some earlier text is the same."""
+        """The length in tokens of the longest beginning shared with an earlier text."""
         longest = 0
         for entry in self._entries.values():
             length = min(len(entry.ids), len(ids))
@@ -262,7 +262,7 @@ class PrefixCache:
             self._entries[ids.tobytes()] = _Entry(ids, None, file, size)
 
     def _ids_of(self, about: dict[str, Any], model: "PreTrainedModel") -> np.ndarray | None:
-        """The ids of the text of a state, None if it is that of another model."""
+        """The ids of the text of a state; None if the state belongs to another model."""
         owner, text = about.get("model"), about.get("text")
         owner = owner.get("digest") if isinstance(owner, dict) else None
         ids = text.get("ids") if isinstance(text, dict) else None
@@ -291,7 +291,7 @@ class PrefixCache:
 
 def _delete(file: Path | None) -> None:
     if file is not None:
-        with suppress(OSError):  # nobody may delete it, or somebody has
+        with suppress(OSError):  # not allowed, or already deleted
             file.unlink()
 
 

@@ -1,4 +1,4 @@
-"""A text that a model goes on with: its state, and what the model has not read of it yet."""
+"""A text that a model continues: its state, and the part that the model has not read yet."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from ..modeling.state_file import ModelIdentity, check_owner, read_state_file
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Characters of the text's end that a file shows.
+# Characters of the text's end that a file stores.
 SHOWN = 200
 # Tokens that a session may have read.
 MOST_TOKENS = 2**24
@@ -23,16 +23,16 @@ MOST_TOKENS = 2**24
 @dataclass
 class Session:
     """
-    A text, as far as its continuation needs it. The model has read all of it but the last tokens.
+    The part of a text that its continuation needs. The model has read all but the last tokens.
 
     Attributes:
         cache: the state after the tokens that were read.
         unread: ids of the tokens after these. `generate` does not read the last token that it chooses.
-        rest: text after these tokens, which has no ids yet: an answer and the beginning of the next turn need not end
-            where a token does.
-        ended: whether `rest` goes up to the end of the text by which an answer of the chat template ends.
+        rest: text after these tokens, without ids yet: an answer and the beginning of the next turn need not end at a
+            token boundary.
+        ended: whether `rest` includes the text that ends an answer in the chat template.
         turns: number of answers that were given in turns of a chat template.
-        end: the end of the text, for people.
+        end: the end of the text, for display.
     """
 
     cache: RecurrentCache
@@ -43,7 +43,7 @@ class Session:
     end: str = ""
 
     def copy(self) -> "Session":
-        """An independent copy, which goes on exactly as this one."""
+        """An independent copy."""
         return replace(self, cache=self.cache.clone(), unread=list(self.unread))
 
     @torch.no_grad()
@@ -60,10 +60,10 @@ class Session:
         Args:
             ids: the next tokens of the text.
             penalties: arguments of [`DecayingPenaltyLogitsProcessor`] for the new tokens; None: there are none.
-            options: those of `model.generate`. The penalties come after the processors in `logits_processor`.
+            options: options of `model.generate`. The penalties come after the processors in `logits_processor`.
 
         Returns:
-            the ids of the new tokens. If it is interrupted by an error, the session is of no use any more.
+            the ids of the new tokens. After an error, the session is unusable.
 
         Raises:
             ValueError: if there is no token to read.
@@ -94,15 +94,15 @@ class Session:
         Ends a turn.
 
         Args:
-            new: what [`~Session.generate`] returned.
-            end: the text by which an answer ends, "" if there is none.
+            new: the ids from [`~Session.generate`].
+            end: the text that ends an answer, "" if there is none.
 
         Returns:
-            the answer, without that text and what follows.
+            the answer, without that text and anything after it.
         """
         text = tokenizer.decode(new, skip_special_tokens=True)
         answer, ended, _ = text.partition(end) if end else (text, "", "")
-        if ended:  # by the last token, which has not been read, and may have more than that
+        if ended:  # by the last token, which is unread and may contain more text
             self.rest = (answer + end)[len(tokenizer.decode(new[:-1], skip_special_tokens=True)) :]
             self.unread, self.ended = [], True
         self.turns += 1
@@ -110,7 +110,7 @@ class Session:
 
     def save(self, path: str | os.PathLike, model: ModelIdentity) -> None:
         """
-        Writes one safetensors file, or none.
+        Writes one safetensors file, completely or not at all.
 
         Args:
             model: the model that has read the text.
@@ -123,11 +123,11 @@ class Session:
 @dataclass(frozen=True)
 class SavedSession:
     """
-    A session in a file that was read and checked, before the model is loaded.
+    A session from a file, read and checked before the model is loaded.
 
     Attributes:
         path: of the file.
-        states, about: what the file holds.
+        states, about: the content of the file.
     """
 
     path: str
@@ -153,7 +153,7 @@ class SavedSession:
         text = about.get("text")
         kinds = {"unread": list, "rest": str, "ended": bool, "turns": int, "end": str}
         if not isinstance(text, dict) or {name: type(value) for name, value in text.items()} != kinds:
-            raise ValueError(f"{path} does not say where its text ends; `subquad generate --state-out` writes that.")
+            raise ValueError(f"{path} does not store where its text ends; `subquad generate --state-out` writes that.")
         return cls(path, states, about)
 
     @property
@@ -176,7 +176,7 @@ class SavedSession:
         The session, on the device of a model and in its dtype.
 
         Raises:
-            ValueError: if an id is none of the model's, or the states are those of another kind of model.
+            ValueError: if the model does not have an id, or the states belong to another kind of model.
         """
         unread, config = self.text["unread"], model.config.get_text_config()
         for token in unread:

@@ -19,7 +19,7 @@ from ..hub.weight_files import check_finite, is_dense, open_pytorch, open_weight
 from ..training.state_tuning import StateTuningLayer
 
 
-WEB = ".st"  # how the names of web-rwkv's files end
+WEB = ".st"  # the suffix of web-rwkv's files
 SAFETENSORS = (".safetensors", WEB)
 
 
@@ -34,11 +34,11 @@ def load_time_states(model: nn.Module, path: str | os.PathLike) -> None:
 
     Args:
         model: a model with the adapter of [`StateTuningConfig`].
-        path: a `.pth` file of RWKV-LM or RWKV-PEFT, of which only tensors are read, the same as `.safetensors`, or an
+        path: a `.pth` file of RWKV-LM or RWKV-PEFT, read without running code, the same as `.safetensors`, or an
             `.st` file of web-rwkv and Ai00.
 
     Raises:
-        ValueError: if the file is not readable, or its states are not those of the model. Nothing has changed then.
+        ValueError: if the file is not readable, or its states do not fit the model. The model is unchanged then.
     """
     layers, states = _layers_of(model), _read(Path(path))
     if states.keys() != layers.keys():

@@ -21,7 +21,7 @@ SCORE_SUFFIXES = (".svg",)
 # A tune ends at an empty line or at the end of the text.
 _TUNE = re.compile(r"^X:.*?(?=\n[ \t\r]*\n|\Z)", re.MULTILINE | re.DOTALL)
 _KEY = re.compile(r"^K:", re.MULTILINE)
-# Limits of a tune that is read: one line of text can be a tune of any length, for which music21 would take hours.
+# Limits of a tune that is read: one line of text can be a very long tune that takes music21 hours.
 _CHARACTERS, _QUARTERS, _BARS, _TOGETHER = 6000, 5000, 1000, 100
 _TEMPOS = (1, 1000)  # quarter notes a minute
 _NO_TEMPO = re.compile(r"Q:(?:[^\n\]]*=)?[ \t]*0+(?:\.0*)?[ \t]*(?=$|\])", re.MULTILINE)
@@ -32,7 +32,7 @@ _TIE_AT_BROKEN_RHYTHM = re.compile(r"-(?=[<>])|(?<=[<>])-")
 def require_music() -> None:
     """
     Raises:
-        ImportError: if music21 or verovio is not installed; the message says how to install them.
+        ImportError: if music21 or verovio is not installed; the message names the command.
     """
     try:
         import music21  # noqa: F401
@@ -68,7 +68,7 @@ def write(
     text: str, midi: str | os.PathLike | None = None, score: str | os.PathLike | None = None, force: bool = False
 ) -> None:
     """
-    Writes the first tune of a text to files, which appear only when all of them are complete.
+    Writes the first tune of a text to files, which appear only when all are complete.
 
     Args:
         text: see [`read_tune`].
@@ -95,8 +95,8 @@ def write(
 
 def read_tune(text: str):
     """
-    The first tune of a text as a `music21.stream.Score`. Bars are as long as they are written, whatever the metre
-    says. Only the first metre is shown: if the metre changes within the tune, the bars change without a sign.
+    The first tune of a text as a `music21.stream.Score`. Bars are as long as written, even if that contradicts the
+    metre. Only the first metre is shown: if the metre changes within the tune, the bars change without a sign.
 
     Args:
         text: ABC notation, version 2.1. A tune goes from a line that begins with `X:` to an empty line and has a `K:`
@@ -116,13 +116,13 @@ def read_tune(text: str):
         raise ValueError(f"the tune has a chord or grace notes of more than {_TOGETHER} characters.")
     if _NO_TEMPO.search(match[0]):
         raise ValueError("the tempo (Q:) of the tune is 0.")
-    # music21 misreads a tie next to the `<` or `>` of a broken rhythm. Most of these ties are meant as slurs.
+    # music21 misreads a tie next to the `<` or `>` of a broken rhythm. Most of these ties are really slurs.
     tune = _TIE_AT_BROKEN_RHYTHM.sub("", match[0])
     with _understood():
-        # Without a version, music21 reads a tune by the standard of 1999, in which an accidental does not last until
+        # Without a version, music21 reads a tune by the standard of 1999, where an accidental does not last until
         # the end of the bar.
         handler = abcFormat.ABCFile().readstr(f"%abc-2.1\n{tune}\n")
-        # music21 cuts bars that are longer than the metre in two, unless it does not know the metre.
+        # music21 cuts bars that are longer than the metre in two, unless the metre is unknown.
         metres = [token for token in handler.tokens if isinstance(token, abcFormat.ABCMetadata) and token.isMeter()]
         handler.tokens = [token for token in handler.tokens if not any(token is metre for metre in metres)]
         score = abcFormat.translate.abcToStreamScore(handler)
@@ -221,7 +221,7 @@ def to_svg(score) -> str:
 
 
 def _mark_endings(part) -> None:
-    """Extends endings to the next bar line that is not a plain one; music21 only knows where they begin or end."""
+    """Extends endings to the next bar line that is not a plain one; music21 only stores where they begin or end."""
     from music21 import spanner
 
     found = list(part.getElementsByClass("RepeatBracket"))

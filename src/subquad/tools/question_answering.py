@@ -17,7 +17,7 @@ from ..models import REGISTRY
 
 CONTEXT, NO_ANSWER = 1, 2  # role of a token: part of the passage, or the token whose logits mean "no answer"
 DEFAULT_STRIDE = 128
-UNLIMITED = 10**9  # a `model_max_length` above this means that the tokenizer does not know a limit
+UNLIMITED = 10**9  # a `model_max_length` above this means that the tokenizer has no limit
 
 
 @dataclass
@@ -109,7 +109,7 @@ def cut(others: int, tokens: int, limit: int | None, stride: int | None) -> Iter
         others: number of tokens that are read together with each piece: the question and special tokens.
         tokens: number of tokens of the passage.
         limit: maximum number of tokens that can be read in one call; None for any number.
-        stride: by default 128, or half of the room that the question leaves if that is less.
+        stride: by default 128, or half of the room left by the question if that is less.
 
     Raises:
         ValueError: if the question is too long, or `stride` is.
@@ -152,12 +152,12 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         top_k: number of answers. 1 (the default) gives a dictionary, more give a list of them, the best first.
         max_answer_len: maximum number of tokens of an answer. Default: 15.
         handle_impossible_answer: whether "no answer" (an empty one, with `start` and `end` 0) may be the best. Its
-            logits are those of the [CLS] token, or of the first token if there is no [CLS] token. With several
+            logits come from the [CLS] token, or from the first token if there is no [CLS] token. With several
             pieces, the piece with the lowest logits for "no answer" counts.
-        max_seq_len: maximum number of tokens of a piece, with question and special tokens. Default: as many as the
-            model and its tokenizer can read.
+        max_seq_len: maximum number of tokens of a piece, with question and special tokens. Default: the limit of the
+            model and its tokenizer.
         doc_stride: number of tokens that a piece shares with the one before it. Default: 128, or half of the room
-            that the question leaves if that is less.
+            left by the question if that is less.
         padding: `"max_length"` pads every piece to `max_seq_len`, for models that are compiled for one length. The
             pieces of a batch are always padded to the longest.
         batch_size: number of pieces that are read in one call.
@@ -285,7 +285,7 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         outputs = self.model(**inputs)
         if not hasattr(outputs, "start_logits") or not hasattr(outputs, "end_logits"):
             raise ValueError(
-                "`model` must have a question answering head, as those of AutoModelForQuestionAnswering have; "
+                "`model` must have a question answering head, as in AutoModelForQuestionAnswering; "
                 f"{type(self.model).__name__} does not return `start_logits` and `end_logits`."
             )
         return {"start": outputs.start_logits.float(), "end": outputs.end_logits.float(), **rest}

@@ -1,6 +1,6 @@
 """
-Whether this installation computes what it should: the embedded models read a text, and their logits must be those that
-are stored, which come from the recurrences as the papers write them, in float64.
+A self-test of this installation: the embedded models read a text, and their logits must match stored ones, which come
+from the recurrences as written in the papers, in float64.
 
 `python -m subquad.tools.self_test` writes them to `self_test.json`.
 """
@@ -21,10 +21,10 @@ from ..modeling.self_check import difference_of_cache
 REFERENCES = Path(__file__).parent / "self_test.json"
 TOLERANCE = 1e-3
 TOKENS = 90  # more than one chunk or window of every embedded model
-EVERY = 8  # of the logits, one of so many is compared
+EVERY = 8  # one in this many logits is compared
 
 
-@functools.lru_cache(maxsize=1)  # `subquad doctor` asks for two results of each model
+@functools.lru_cache(maxsize=1)  # `subquad doctor` needs two results from each model
 def _load(name: str, device: str | torch.device, dtype: torch.dtype) -> transformers.PreTrainedModel:
     path = embedded_model(name)
     model_type = transformers.AutoConfig.from_pretrained(path).model_type
@@ -34,7 +34,7 @@ def _load(name: str, device: str | torch.device, dtype: torch.dtype) -> transfor
 
 def logits_of(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> list[list[float]]:
     """
-    Some logits of an embedded model: after a text that is read at once and, if it keeps a state, after one more token.
+    Some logits of an embedded model: after a text in one call and, if the model keeps a state, one more token.
     """
     model = _load(name, device, dtype)
     ids = 2 + torch.arange(TOKENS + 1, device=device)[None] ** 2 % 100
@@ -53,12 +53,12 @@ def difference_of_generate(name: str, device: str | torch.device = "cpu") -> flo
 
 
 def stored_logits() -> dict[str, list[list[float]]]:
-    """What [`logits_of`] should return, by name of the model."""
+    """The expected results of [`logits_of`], by name of the model."""
     return json.loads(REFERENCES.read_text(encoding="utf-8"))
 
 
 def difference(found: list[list[float]], expected: list[list[float]]) -> float:
-    """The largest difference of two logits; NaN if one of them is."""
+    """The largest difference of two logits; NaN if any logit is NaN."""
     return (torch.tensor(found) - torch.tensor(expected)).abs().max().item()
 
 

@@ -9,8 +9,8 @@ states. Two programs generate text: one reads the prompt, the other continues to
     logits, states = prefill(input_ids, states, attention_mask)    # tokens (batch, length)
     logits, states = decode(logits.argmax(-1, keepdim=True), states)
 
-States are the tensors of a static cache, but not its count of padding. The batch comes first. Their names and their
-order are those of [`initial_states`].
+States are the tensors of a static cache, except for its count of padding. The batch comes first. [`initial_states`]
+has their names and their order.
 """
 
 import os
@@ -52,7 +52,7 @@ def initial_states(
     model: PreTrainedModel, batch_size: int = 1, max_cache_len: int | None = None
 ) -> dict[str, torch.Tensor]:
     """
-    The states at the beginning of a text: zeros, unless state tuning trained others.
+    The states at the beginning of a text: zeros, or trained by state tuning.
 
     Args:
         model: a causal language model.
@@ -74,7 +74,7 @@ def initial_states(
         raise ValueError(f"`max_cache_len` must be given: the cache of {type(model).__name__} grows with the text.")
     padding = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
     model(padding, attention_mask=padding, cache=cache)  # padding changes no state
-    # In the order of their names, as in a file of safetensors: programs of torch 2.8 take them in one order only.
+    # In the order of their names, as in a file of safetensors: programs of torch 2.8 accept only one order.
     return {name: state.clone() for name, state in sorted(cache.named_states().items()) if name != PADDING}
 
 
@@ -91,7 +91,7 @@ def export_program(
     new states. It does not check whether `max_cache_len` is exceeded; the caller must.
 
     Args:
-        model: a causal language model in evaluation mode, on the device where the program is to run.
+        model: a causal language model in evaluation mode, on the device where the program will run.
         length: number of tokens of a call; if None, any number of at least 3.
         batch_size, max_cache_len: see [`initial_states`].
 
@@ -137,7 +137,7 @@ def inline_operators(program: ExportedProgram) -> ExportedProgram:
 
 
 def _cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`torch.cummax` of integers, which ONNX does not have."""
+    """`torch.cummax` of integers, missing in ONNX."""
     x = x.movedim(dim, -1)
     earlier = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device).tril()
     found = torch.where(earlier, x.unsqueeze(-2), torch.iinfo(x.dtype).min).max(-1)
@@ -147,16 +147,16 @@ def _cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _solve_triangular(
     matrix: torch.Tensor, x: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> torch.Tensor:
-    """`torch.linalg.solve_triangular` with ones on the diagonal, which ONNX does not have."""
+    """`torch.linalg.solve_triangular` with ones on the diagonal, missing in ONNX."""
     assert unitriangular
     power = -(matrix.triu(1) if upper else matrix.tril(-1))
-    # The inverse is the sum of all powers. Those from the number of rows on are zero.
+    # The inverse is the sum of all powers. Powers from the number of rows on are zero.
     for _ in range((matrix.shape[-1] - 1).bit_length()):
         x, power = x + (power @ x if left else x @ power), power @ power
     return x
 
 
-# What ONNX does not have, as functions that it has.
+# Replacements for operators that ONNX lacks.
 DECOMPOSITIONS = {
     torch.ops.aten.cummax.default: _cummax,
     torch.ops.aten.linalg_solve_triangular.default: _solve_triangular,

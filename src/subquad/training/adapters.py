@@ -1,4 +1,4 @@
-"""What PEFT's methods need to know of an architecture: the modules that they adapt, and sizes."""
+"""PEFT's view of the architectures: modules to adapt, and sizes."""
 
 import functools
 from types import ModuleType
@@ -28,8 +28,8 @@ def register() -> None:
 
 def register_prompts(module: ModuleType) -> None:
     """
-    Lets `peft.peft_model` find the sizes that prompt learning needs, whatever names a configuration has for them, and
-    refuse the methods that train keys and values.
+    Makes `peft.peft_model` find the sizes that prompt learning needs, under any field names, and refuse the methods
+    that train keys and values.
     """
     prepare = module._prepare_prompt_learning_config
 

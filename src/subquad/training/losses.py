@@ -14,7 +14,7 @@ def l2wrap_loss(
 ) -> torch.Tensor:
     """
     The loss of a causal model with L2Wrap, as RWKV models are pretrained: the largest logit of each position is pulled
-    towards zero, so that logits do not grow for long. The value is that of the cross-entropy alone. The gradient also
+    towards zero, so that logits do not keep growing. The value is the cross-entropy alone. The gradient also
     has `factor` times the largest logit, at this logit, as a mean over the positions that predict a label.
 
     ```python
@@ -25,8 +25,8 @@ def l2wrap_loss(
         outputs: of the model, with `logits` (batch, length, vocabulary).
         labels: (batch, length) ids to predict, shifted here; -100 is ignored. The first token of a text that is padded
             on the left counts, although no token predicts it, so pad on the right.
-        num_items_in_batch: what the sums are divided by; the number of positions that predict a label if None.
-        factor: how strong the pull is. The trainers of RWKV have 1e-4.
+        num_items_in_batch: divisor of the sums; if None, the number of positions that predict a label.
+        factor: strength of the pull; 1e-4 in the trainers of RWKV.
     """
     logits = outputs.logits
     predicting = (labels[:, 1:] != -100).to(logits.device)

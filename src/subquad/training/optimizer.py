@@ -2,8 +2,7 @@
 Parameter groups for an optimizer, by the papers' recipes: [`parameter_groups`].
 
 The papers also give a learning rate, a warm-up and a decay for pretraining, which belong to a run and not to a group:
-`REGISTRY[model_type].recipe` has them, and so has the page of the documentation about fine-tuning. Set them in
-`TrainingArguments`.
+see `REGISTRY[model_type].recipe` and the documentation page about fine-tuning. Set them in `TrainingArguments`.
 
 Avey, Avey-B and Gecko clip gradients at a norm of 1, as `Trainer` does. RWKV models have a loss of their own,
 [`subquad.training.losses.l2wrap_loss`].
@@ -26,19 +25,19 @@ def parameter_groups(model: nn.Module, lr: float, weight_decay: float | None = N
 
     `Trainer(optimizers=(torch.optim.AdamW(groups), None))` does the same, but is refused with FSDP. `Trainer` then
     ignores the learning rate, betas, epsilon and weight decay of `TrainingArguments`. Its schedule multiplies the
-    learning rate of each group, and it logs that of the first one.
+    learning rate of each group, and it logs the first group's.
 
     Args:
         model: a model of this package, with or without a head, alone or in a wrapper that has its `config`: PEFT's
             (apply it first), `torch.compile`'s.
-        lr: peak of the learning rate. The papers' are those of pretraining.
+        lr: peak of the learning rate. The papers' values are for pretraining.
         weight_decay: for the matrices; the paper's if None.
 
     Returns:
         dicts with `params`, `lr`, `weight_decay`, and the paper's `betas` and `eps` if it gives them.
 
     Raises:
-        ValueError: if the model is of another architecture.
+        ValueError: if the model has another architecture.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in REGISTRY:
@@ -57,7 +56,7 @@ def parameter_groups(model: nn.Module, lr: float, weight_decay: float | None = N
         is_weight = name == "weight" and isinstance(model.get_submodule(module), nn.Linear | nn.Embedding)
         decay = weight_decay if is_weight or name in recipe.matrices else 0.0
         rate = lr * recipe.rates.get(name, 1.0)
-        # Optimizers do not update tensors that are sharded over several processes together with others.
+        # Optimizers do not update sharded and unsharded tensors together.
         key = rate, decay, getattr(parameter, "device_mesh", None)
         group = groups.setdefault(key, {"params": [], "lr": rate, "weight_decay": decay, **adam})
         group["params"].append(parameter)

@@ -52,7 +52,7 @@ class StateTuningConfig(PeftConfig):
 
     Args:
         target_modules: names of the recurrences whose initial state is trained, or a regular expression that matches
-            them; every recurrence of the model if None.
+            them; if None, every recurrence of the model.
         exclude_modules: names of recurrences to leave out, or a regular expression.
         modules_to_save: other modules to train and save too, such as the head of a classifier.
     """
@@ -93,8 +93,8 @@ def _replay_from(initial: torch.Tensor, replay, before: States, *updates: torch.
 
 class StateTuningLayer(nn.Module, BaseTunerLayer):
     """
-    A recurrence whose texts begin with a trained state: the parameter times the scale, so that the usual learning
-    rates of adapters fit.
+    A recurrence with a trained initial state: the parameter times the scale, so that the usual learning rates of
+    adapters fit.
     """
 
     adapter_layer_names = (f"{PREFIX}states",)
@@ -107,7 +107,7 @@ class StateTuningLayer(nn.Module, BaseTunerLayer):
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: StateTuningConfig) -> None:
-        """Adds an initial state of zeros. Texts begin with zeros anyway, so training starts at the model as it is."""
+        """Adds an initial state of zeros. Texts begin with zeros anyway, so training starts from the same model."""
         initial = torch.zeros(self.shape)
         device = next(self.base_layer.parameters()).device
         if device.type != "meta":  # the device of offloaded weights
@@ -139,7 +139,7 @@ class StateTuningLayer(nn.Module, BaseTunerLayer):
         held = None if state is None or state.fresh else state.get(name)
         if state is None or (held is not None and state.fresh_rows is None):
             return self.base_layer(x, tokens, *cache_and_state)
-        # Texts begin with this call. A copy, because operators may write over what a cache holds.
+        # Texts begin with this call. A copy, because operators may overwrite the cache's tensors.
         rows = initial.expand(len(x), *initial.shape)
         if held is not None:
             begins = state.fresh_rows.to(held.device).view(-1, *[1] * initial.dim())
@@ -147,7 +147,7 @@ class StateTuningLayer(nn.Module, BaseTunerLayer):
         state.write(name, rows.clone(memory_format=torch.contiguous_format))
         out = self.base_layer(x, tokens, *cache_and_state)
         if (record := state.records.get(name)) is not None:
-            # If all tokens are taken back, no state is left, and the next text may begin with another one.
+            # If all tokens are removed, no state is left, and the next text may have another initial state.
             record.before[name] = None
             record.replay = functools.partial(_replay_from, initial, record.replay)
         return out
@@ -170,7 +170,7 @@ class StateTuningModel(BaseTuner):
         if (getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1) > 1:
             raise ValueError("State tuning: a model whose heads are split over several processes cannot be tuned.")
         if peft_config.target_modules is None:
-            # Names that also fit the model without a head, or with another one, and a layer that is already wrapped.
+            # Names that also match the model without a head or with another one, and layers already wrapped.
             prefix = f"{getattr(model, 'base_model_prefix', '')}."
             peft_config.target_modules = [name.removeprefix(prefix).removesuffix(".base_layer") for name in names]
 
@@ -210,7 +210,7 @@ class StateTuningModel(BaseTuner):
         raise ValueError(_NO_MERGING)
 
 
-# Not through `register_peft_method`, which only takes the names that PEFT itself has.
+# Not through `register_peft_method`, which only accepts PEFT's own names.
 PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.STATE_TUNING] = StateTuningConfig
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.STATE_TUNING] = StateTuningModel
 PEFT_TYPE_TO_PREFIX_MAPPING[PeftType.STATE_TUNING] = PREFIX

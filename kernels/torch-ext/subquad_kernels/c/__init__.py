@@ -1,6 +1,6 @@
 """
-What a CPU computes faster than torch: few tokens by a library of C files, which the C compiler of this machine makes,
-and products by the fastest library of torch. Operators take them as shortcuts.
+Faster implementations than torch's on a CPU: a library of C files, compiled on this machine, for few tokens, and
+products by the fastest library of torch. Operators use them as shortcuts.
 """
 
 from . import products as products

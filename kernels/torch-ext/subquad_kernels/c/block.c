@@ -174,7 +174,7 @@ struct wkv_block {
     /* Of receptance, key, value, gate and decay (which may be NULL); of_token if they weigh the token itself. */
     const void *mu[5], *mu_x;
     int of_token;
-    /* The shift has five maps, of decay, key, value, receptance and gate. A decay without maps is that of all tokens. */
+    /* The shift has five maps, of decay, key, value, receptance and gate. A decay without maps is the same for all tokens. */
     struct offset shift, decay;
     struct matrix receptance, key, value, gate, output;
     const void *mu_ffn_key, *mu_ffn_receptance;

@@ -79,10 +79,10 @@ _INTEGERS = {torch.int8: (8, int8_layout), torch.uint8: (4, int4_layout)}
 
 def _address(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """
-    Where a parameter begins.
+    The address of a parameter.
 
     Raises:
-        ValueError: if it is not what the library reads there, or does not lie within its storage.
+        ValueError: if the library expects something else, or if it does not lie within its storage.
     """
     check_stored(name, x, shape, dtype, torch.device("cpu"))
     if not readable(dtype, x):
@@ -99,21 +99,21 @@ class FusedBlock:
 
     Args:
         kind: `"wkv"` for Eagle (RWKV-5) and Finch (RWKV-6), `"delta_wkv"` for Goose (RWKV-7).
-        parameters: by the names of `block.c`: the matrices (out, in) as `NAME.weight`, those of integers with a
-            `NAME.scale`, as `int8_linear` and `int4_linear` have them; the low ranks as `NAME.down`, `NAME.up` and
-            `NAME.base`; and vectors. All but matrices of integers and their scales have one dtype. They are not kept:
-            the caller must keep them alive, and at their places.
+        parameters: by the names of `block.c`: the matrices (out, in) as `NAME.weight`, integer ones with a
+            `NAME.scale`, as in `int8_linear` and `int4_linear`; the low ranks as `NAME.down`, `NAME.up` and
+            `NAME.base`; and vectors. All except integer matrices and their scales have one dtype. The caller must keep
+            them alive and at the same addresses.
         heads: number of heads.
-        eps: of the two norms of the block's input.
-        eps_x: of the norm of the heads.
-        of_token: whether the interpolations weigh the token itself, as in Eagle, and not the one before.
+        eps: epsilon of the two norms of the block's input.
+        eps_x: epsilon of the norm of the heads.
+        of_token: whether the interpolations weight the token itself, as in Eagle, instead of the one before.
 
     Attributes:
-        dtype: of the parameters, and of the tokens that are kept.
-        stream_dtype: of the residual stream: float32 if `dtype` is float16, whose range it may exceed.
+        dtype: dtype of the parameters, and of the stored tokens.
+        stream_dtype: dtype of the residual stream: float32 if `dtype` is float16, whose range it may exceed.
 
     Raises:
-        ValueError: if the library cannot compute such a block; the message says why.
+        ValueError: if the library cannot compute such a block; the message gives the reason.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class FusedBlock:
         common.width, common.inner, common.middle = sizes
         common.heads, common.eps, common.eps_x = heads, eps, eps_x
         self.state_shape = heads, self.inner // heads, self.inner // heads
-        # Whether it reads the values of the first block of Goose.
+        # Whether it reads the values of Goose's first block.
         self.mixes = "mix.up" in parameters
         if kind == "wkv":
             self.struct.of_token = of_token
@@ -161,7 +161,7 @@ class FusedBlock:
     def _set_addresses(
         self, parameters: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]], heads: int
     ) -> None:
-        """Notes the addresses of parameters of these shapes, which may have axes of length 1 in front."""
+        """Stores the addresses of parameters of these shapes, possibly with leading axes of length 1."""
         left = dict(parameters)
         for name, shape in shapes.items():
             group, _, part = name.rpartition(".")
@@ -178,7 +178,7 @@ class FusedBlock:
                 target.weight = _address(name, x, *stored)
                 target.scale = _address(f"{group}.scale", scale, *of_scale)
             else:
-                if len(shape) == 1:  # some are stored by heads, and some with axes for rows and tokens
+                if len(shape) == 1:  # some are stored by head, some with axes for rows and tokens
                     by_heads = shape == (self.inner,) and x.shape == (heads, self.inner // heads)
                     shape = tuple(x.shape) if by_heads else (*(x.dim() - 1) * [1], *shape)
                 owner = target if group or hasattr(target, part) else target.common
@@ -196,7 +196,7 @@ class FusedBlocks:
     Blocks of one kind, one dtype and one width, as the library reads them one after another.
 
     Args:
-        blocks: at least one. If they are Goose's, only the first one does not read the first block's values.
+        blocks: at least one. In Goose, all except the first read the first block's values.
 
     Raises:
         ValueError: if the blocks do not fit each other.
@@ -227,18 +227,18 @@ class FusedBlocks:
         inplace: bool,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]] | None:
         """
-        One token of each row. All but x and the states are in `dtype`, and all are contiguous.
+        One token of each row. All tensors except x and the states have `dtype`, and all are contiguous.
 
         Args:
-            x: the residual stream (B, 1, D), in `stream_dtype`. The output of the last block is written over it.
-            before, before_ffn: of each block, the normalised tokens before, of the two token shifts, (B, D); None
+            x: the residual stream (B, 1, D), in `stream_dtype`. It is overwritten by the output of the last block.
+            before, before_ffn: for each block, the normalised tokens before, for the two token shifts, (B, D); None
                 means zeros.
-            states: of each recurrence, float32 (B, H, K, V), or (B, H, V, K) of Goose; None means zeros.
-            inplace: whether the new states are written into `states`; those that are None are made.
+            states: for each recurrence, float32 (B, H, K, V), or (B, H, V, K) for Goose; None means zeros.
+            inplace: whether to write the new states into `states`; missing ones are created.
 
         Returns:
-            these tokens, normalised, for the next call's `before` and `before_ffn`; and the new states. None, and
-            nothing is changed, if the arguments do not fit each other or the blocks.
+            these tokens, normalised, for the next call's `before` and `before_ffn`; and the new states. None, with
+            nothing changed, if the arguments do not match each other or the blocks.
 
         Raises:
             MemoryError: if there is no memory. The states may have been changed then.

@@ -176,7 +176,7 @@ static void int8_work(void *data)
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 typedef int32_t whole __attribute__((vector_size(4 * LANES)));
 
-/* The bits of the largest absolute value of a row; those of infinity and NaN are the largest. */
+/* The bits of the largest absolute value of a row; infinity and NaN have the largest. */
 INLINE uint32_t largest_bits(const float *x, ptrdiff_t width)
 {
     words most = {0};
@@ -487,7 +487,7 @@ int subquad_int8_linear(
 /*
  * Weights of 4 bits, in groups of GROUP inputs. A strip has STRIP outputs and all inputs. Of each group it has 256
  * bytes, in the order (4, STRIP, 4): byte (b, o, i) has in its low half the number of output o and of input 4 b + i of
- * the group, in its high half that of input 16 + 4 b + i. 8 is added to the numbers, which are from -8 to 7. The scales
+ * the group, in its high half input 16 + 4 b + i. 8 is added to the numbers, which are from -8 to 7. The scales
  * of a strip, in bfloat16, are in the order (groups, STRIP).
  */
 #define PARTS (STRIP / LANES) /* vectors of a strip */

@@ -1,4 +1,4 @@
-"""Where a compiled library is kept: in a folder that only its owner writes to, under a name that its content gives."""
+"""Storage of a compiled library: in a folder that only its owner may write to, named by its content."""
 
 import hashlib
 import os
@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-# How folders end in which a library is made, and the age in seconds from which on one is of a process that has ended.
+# Suffix of folders for building a library, and the age in seconds at which one counts as abandoned.
 _TEMPORARY, _OLD = ".tmp", 600
 
 
 def find_library(folder: Path, name: str) -> Path | None:
     """
-    The library of a name, which stands for sources, compiler and CPU, in a folder. None if there is no whole one.
+    The library of a name, which stands for sources, compiler and CPU, in a folder. None if there is no complete one.
 
     Raises:
-        OSError: if there is no such folder, or if somebody else may write to it.
+        OSError: if there is no such folder, or if other users may write to it.
     """
     _check_owner(folder, folder.stat())
     found = None
@@ -30,18 +30,18 @@ def find_library(folder: Path, name: str) -> Path | None:
             _check_owner(path, path.lstat())
             if path.name == _whole_name(name, path):
                 found = path
-            else:  # shortened or changed: reading what is not there would end the process
+            else:  # shortened or changed: reading past its end would kill the process
                 path.unlink(missing_ok=True)
     return found
 
 
 def keep_library(folder: Path, name: str, make: Callable[[Path], None]) -> None:
     """
-    Keeps the library of a name, which `make` writes to a file and tries. It appears when it is complete, so that
-    several processes may do this at the same time, and a signal at any moment leaves no other half of one.
+    Stores the library of a name, which `make` writes to a file and tests. It appears only when it is complete, so
+    several processes may do this at the same time, and a signal at any moment leaves no partial file.
 
     Raises:
-        OSError: if it cannot be written, or if somebody else may write to the folder.
+        OSError: if it cannot be written, or if other users may write to the folder.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _check_owner(folder, folder.stat())
@@ -65,7 +65,7 @@ def _whole_name(name: str, path: Path) -> str:
 def _check_owner(path: Path, found: os.stat_result) -> None:
     """
     Raises:
-        PermissionError: if another user than this one and root could have written it: its code would be run.
+        PermissionError: if users other than this one and root could have written it: its code would be run.
     """
     if found.st_uid not in (os.geteuid(), 0):
         raise PermissionError(f"{path} belongs to another user")
@@ -80,12 +80,12 @@ def _remove_if_old(path: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink()
-    except OSError:  # of another process that does the same
+    except OSError:  # another process does the same
         pass
 
 
 def _flush(path: Path) -> None:
-    """Lets what was written outlive a crash of the machine."""
+    """Makes a written file survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """
-What a CPU computes for a few tokens, and all products of integers: a library of the C files beside this one, which the
-C compiler of this machine makes when the first computation of a worthwhile size is asked for. Where that is not
-possible, `library` returns None.
+A CPU library for computations with few tokens and for all integer products, from the C files beside this one. The C
+compiler of this machine makes it when the first computation of a worthwhile size is requested. If that fails,
+`library` returns None.
 """
 
 import ctypes
@@ -21,35 +21,35 @@ from ..tracing import is_observed
 from .library_file import find_library, keep_library
 
 
-# Up to this number of rows the library is asked; above, torch's libraries are faster.
+# Up to this number of rows the library is used; above, torch's libraries are faster.
 MOST_ROWS = 8
-# Weights with fewer elements take torch's products: the caches hold them, and tests of tiny models compile nothing.
+# Smaller weights use torch's products: they fit in caches, and tests of tiny models compile nothing.
 WORTHWHILE = 2**15
-# The same for the channels of what stands between products.
+# The same for the channels of operators between products.
 WORTHWHILE_CHANNELS = 128
-# From this number of elements on all threads read a weight.
+# From this number of elements on, all threads read a weight.
 _FOR_THREADS = 2**18
 _SOURCES = tuple(
     Path(__file__).with_name(name) for name in ("block.c", "steps.c", "integers.c", "products.c", "vectors.h")
 )
 _FLAGS = ("-std=gnu11", "-O2", "-fno-math-errno", "-shared", "-fPIC")
-# The largest size of a head, and what divides it: the numbers of the widest vectors.
+# The largest size of a head, and its divisor: the length of the widest vectors.
 _MOST, _LANES = 256, 16
-# The most slots of one.
+# The largest number of slots of a head.
 _MOST_SLOTS = 1024
-# Of weights of 4 bits: inputs that share a scale, and outputs that lie together.
+# For weights of 4 bits: inputs that share a scale, and outputs stored together.
 GROUP, STRIP = 32, 16
-# Seconds after which a compiler is given up; it needs one or two.
+# Timeout of a compiler in seconds; it needs one or two.
 _PATIENCE = 120
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _loading = threading.Lock()
-# What `explain` returns, and folders that are removed when the process ends.
+# The result of `explain`, and folders to remove when the process ends.
 _found: "tuple[Library | None, str] | None" = None
 _kept: list[tempfile.TemporaryDirectory] = []
 
 
 class Unavailable(Exception):
-    """There is no library. The message says why."""
+    """There is no library. The message gives the reason."""
 
 
 class _Step(ctypes.Structure):
@@ -83,7 +83,7 @@ class _SlotStep(ctypes.Structure):
 
 
 class Library:
-    """The functions of the library, which read the memory of tensors: their callers check what these are."""
+    """The functions of the library, which read the memory of tensors: callers must check them."""
 
     def __init__(self, path: Path):
         loaded = ctypes.CDLL(str(path))
@@ -110,7 +110,7 @@ class Library:
         self._delta_keys.argtypes = [number, number, *6 * [pointer], *3 * [size]]
         self._token_shift.restype = self._delta_keys.restype = None
         loaded.subquad_int8_rows.restype = loaded.subquad_linear_rows.restype = size
-        # Up to this number of rows `linear` is made for.
+        # The largest number of rows that `linear` supports.
         self.linear_rows: int = loaded.subquad_linear_rows()
         # Up to this number of rows `int8_linear` is faster than torch.
         self.int8_rows: int = loaded.subquad_int8_rows()
@@ -118,7 +118,7 @@ class Library:
         # One token of all blocks, by structures of `fused_blocks.py`.
         self.wkv_blocks, self.delta_blocks = loaded.subquad_wkv_blocks, loaded.subquad_delta_blocks
         self.wkv_blocks.argtypes = self.delta_blocks.argtypes = [pointer, size, pointer]
-        # Of the OpenMP that torch has loaded: threads of another one would disturb it.
+        # From the OpenMP that torch has loaded: threads of another one would disturb it.
         self._parallel = ctypes.cast(getattr(ctypes.CDLL(None), "GOMP_parallel", None), pointer)
 
     @property
@@ -128,8 +128,8 @@ class Library:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """
-        x (..., in) times weight (out, in), transposed, plus bias (out): (..., out). None if there is no memory, or
-        several threads are needed and torch has another kind of them.
+        x (..., in) times weight (out, in), transposed, plus bias (out): (..., out). None if there is no memory, or if
+        several threads are needed and torch uses another threading library.
         """
         outputs, width = weight.shape
         threads = torch.get_num_threads() if weight.numel() >= _FOR_THREADS else 1
@@ -180,7 +180,7 @@ class Library:
         return integers, scale
 
     def scale_sums(self, sums: torch.Tensor, row_scale: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """sums, contiguous int32 (rows, outputs), times row_scale (rows) and scale (outputs), in their memory."""
+        """sums, contiguous int32 (rows, outputs), times row_scale (rows) and scale (outputs), in place."""
         threads = torch.get_num_threads() if sums.numel() >= _FOR_THREADS else 1
         pointers = sums.data_ptr(), row_scale.data_ptr(), scale.data_ptr()
         self._scale_sums(*pointers, *sums.shape, threads, self._parallel)
@@ -223,7 +223,7 @@ class Library:
 
     @staticmethod
     def fits_head(size: int) -> bool:
-        """Whether a head may have so many keys or values."""
+        """Whether a head may have this many keys or values."""
         return size % _LANES == 0 and size <= _MOST
 
     def step(
@@ -244,8 +244,8 @@ class Library:
         indices: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """
-        One token of [`subquad_kernels.gated_delta_wkv`], or without `kappa` of [`subquad_kernels.gated_wkv`], whose
-        new state goes to `new_state`. None if an index is outside the pool.
+        One token of [`subquad_kernels.gated_delta_wkv`], or without `kappa` of [`subquad_kernels.gated_wkv`]. The new
+        state is written to `new_state`. None if an index is outside the pool.
         """
         batch, _, heads, keys = k.shape
         values = v.shape[-1]
@@ -263,7 +263,7 @@ class Library:
 
     @staticmethod
     def fits_slots(slots: int) -> bool:
-        """Whether a head may have so many slots."""
+        """Whether a head may have this many slots."""
         return slots <= _MOST_SLOTS
 
     def slot_step(
@@ -316,20 +316,20 @@ def _address(x: torch.Tensor | None) -> int | None:
 
 
 def readable(dtype: torch.dtype, *tensors: torch.Tensor | None) -> bool:
-    """Whether those that are not None are in the memory of the CPU, in one piece and in a real dtype."""
+    """Whether all tensors that are not None are contiguous in CPU memory, in a real dtype."""
     return all(x is None or (x.dtype == dtype and x.is_contiguous() and in_memory(x)) for x in tensors)
 
 
 def in_memory(x: torch.Tensor) -> bool:
     """
-    Whether a tensor of a real dtype is a plain one, whose numbers are in the memory of the CPU as they are. (torch
-    changes the sign of a negative view only when it reads it.)
+    Whether a tensor of a real dtype is a plain one with its values in CPU memory. (torch negates a negative view only
+    when it is read.)
     """
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and not x.is_neg()
 
 
 def library_for(channels: int, dtype: torch.dtype, *tensors: torch.Tensor | None) -> Library | None:
-    """The library, if it may read these tensors of a dtype, and rows of so many channels are worthwhile."""
+    """The library, if it may read these tensors of a dtype, and rows of this many channels are worthwhile."""
     if channels < WORTHWHILE_CHANNELS or is_observed() or not readable(dtype, *tensors):
         return None
     found = library()
@@ -337,7 +337,7 @@ def library_for(channels: int, dtype: torch.dtype, *tensors: torch.Tensor | None
 
 
 def library_for_heads(tensors: tuple[torch.Tensor | None, ...]) -> Library | None:
-    """[`library_for`] the channels of the last two dimensions, heads and their size, of the first of the tensors."""
+    """[`library_for`] with the channels of the first tensor's last two dimensions, heads and their size."""
     heads, size = tensors[0].shape[-2:]
     if not Library.fits_head(size):
         return None
@@ -345,14 +345,14 @@ def library_for_heads(tensors: tuple[torch.Tensor | None, ...]) -> Library | Non
 
 
 def library() -> Library | None:
-    """The library, which the first call compiles if no process has done so. None if it is not available."""
+    """The library, compiled by the first call if no process has done so. None if it is not available."""
     return (_found or explain())[0]
 
 
 def explain() -> tuple[Library | None, str]:
-    """The library or None, and why."""
+    """The library or None, and the reason."""
     global _found
-    with _loading:  # so that one thread compiles, and others wait
+    with _loading:  # one thread compiles while others wait
         if _found is None:
             _found = _load()
         return _found
@@ -369,11 +369,11 @@ def _load() -> tuple[Library | None, str]:
 
 def _compile() -> tuple[Library, str]:
     """
-    The library, from the cache or from the compiler, and whose work it is. The name of the file is a hash of all that
+    The library, from the cache or from the compiler, and its origin. The name of the file is a hash of everything that
     it depends on.
 
     Raises:
-        Unavailable: if there is none.
+        Unavailable: if there is no library.
     """
     if os.environ.get("SUBQUAD_NATIVE") == "0":
         raise Unavailable("SUBQUAD_NATIVE=0")
@@ -396,7 +396,7 @@ def _compile() -> tuple[Library, str]:
     for folder in _folders():
         try:
             found = _library_in(folder, name, command)
-        except OSError as error:  # of a folder that is no safe place, cannot be written, or may hold no code
+        except OSError as error:  # the folder is unsafe, not writable, or may not hold code
             reasons.append(str(error))
         else:
             return found, "; ".join([f"compiled by {version}", *(f"not kept: {reason}" for reason in reasons)])
@@ -404,13 +404,13 @@ def _compile() -> tuple[Library, str]:
 
 
 def _library_in(folder: Path, name: str, command: list[str]) -> Library:
-    """The library of that name in a folder, which the command writes if there is none."""
+    """The library of that name in a folder. The command creates it if needed."""
     if folder.is_dir() and (path := find_library(folder, name)):
         return Library(path)
     made = []
 
     def make(path: Path) -> None:
-        # The compiler's own files go the way of this one.
+        # The compiler's temporary files are removed with this folder.
         _run([*command, str(path)], path.parent)
         made.append(Library(path))
 
@@ -419,11 +419,11 @@ def _library_in(folder: Path, name: str, command: list[str]) -> Library:
 
 
 def _folders() -> Iterator[Path]:
-    """Where the library may be: in the user's cache, or if that cannot be written, in a folder of this process."""
+    """Folders for the library: the user's cache or, if that is not writable, a folder of this process."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     if home.is_absolute():
         yield home / "subquad"
-    # Of a new name, because everyone may write there.
+    # With a new name, because everyone may write there.
     folder = tempfile.TemporaryDirectory(prefix="subquad-", ignore_cleanup_errors=True)
     _kept.append(folder)
     yield Path(folder.name)
@@ -431,7 +431,7 @@ def _folders() -> Iterator[Path]:
 
 def _run(command: list[str], temporary: Path | None = None) -> str:
     """
-    The output of a command, which has a folder for temporary files.
+    The output of a command, with a folder for its temporary files.
 
     Raises:
         Unavailable: if it fails, or takes too long.
@@ -457,7 +457,7 @@ def _run(command: list[str], temporary: Path | None = None) -> str:
 
 
 def _cpu() -> str:
-    """The instructions of the CPU: a folder may be shared by machines that differ."""
+    """The instructions of the CPU: different machines may share a folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Products of linear layers, by the fastest of the CPU libraries of torch and our own."""
+"""Products of linear layers, by the fastest CPU library, torch's or our own."""
 
 import math
 import threading
@@ -15,18 +15,18 @@ from .native import MOST_ROWS, WORTHWHILE, library, readable
 
 # Below this number of multiplications MKL is at least as fast as oneDNN.
 _WORTHWHILE = 2**21
-# oneDNN compiles code for every number of rows, and keeps it (about 0.6 MB). So it gets only about 50 numbers of rows:
-# long inputs are cut into blocks of this size, and rows of zeros are added to others.
+# oneDNN compiles code for every number of rows, and keeps it (about 0.6 MB). So it only gets about 50 numbers of rows:
+# long inputs are cut into blocks of this size, others are padded with rows of zeros.
 _BLOCK = 4096
 # Up to this number of rows torch's dot products of 16-bit numbers are faster than a product in float32.
 _FEW_ROWS = 4
-# Below this number of multiplications a 16-bit product takes less time than the conversion of its weight begins with.
+# Below this number of multiplications a 16-bit product takes less time than starting the conversion of its weight.
 _CONVERTED = 2**18
-# From this number of rows on the conversion of the weight takes less time than slow instructions lose.
+# From this number of rows on, converting the weight costs less than slow instructions do.
 _MANY_ROWS = 96
-# A weight is converted to float32 in tiles of about this number of elements for each thread, which the caches hold.
+# A weight is converted to float32 in tiles of about this number of elements for each thread, which fit in caches.
 _TILE = 2**19
-# Held while oneDNN is off, so that one thread does not turn it on for another, or leave it off.
+# Held while oneDNN is off, so that no other thread turns it on or leaves it off.
 _switching = threading.Lock()
 
 
@@ -59,8 +59,8 @@ def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def fits_library(x: torch.Tensor, weight: torch.Tensor, inner: int, bias: torch.Tensor | None = None) -> bool:
     """
-    Whether the library of `native.py` may read the memory of plain tensors: no mode or transformation of torch wants
-    to see the product, there are few rows, and what is read lies in one piece. `inner` is the dimension of the weight
+    Whether the library of `native.py` may read the memory of plain tensors: no mode or transformation of torch
+    observes the product, there are few rows, and all inputs are contiguous. `inner` is the dimension of the weight
     that the product sums over.
     """
     return (
@@ -131,7 +131,7 @@ def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
 
 
 def _by_dot_products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The 16-bit product without oneDNN, which torch takes on every CPU with AVX-512, and takes twice as long."""
+    """The 16-bit product without oneDNN. torch uses oneDNN on every CPU with AVX-512, at twice the time."""
     if not torch.backends.mkldnn.enabled or not _switching.acquire(blocking=False):
         return F.linear(x, weight, bias)
     # Not `torch.backends.mkldnn.flags`, which sets four more flags in 12 microseconds.
@@ -147,7 +147,7 @@ def _in_float32(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     """The product of 16-bit numbers, computed in float32."""
     outputs, width = weight.shape
     tiles = math.ceil(weight.numel() / (_TILE * torch.get_num_threads()))
-    size = min(outputs, math.ceil(outputs / tiles / 64) * 64)  # oneDNN is slower for other numbers
+    size = min(outputs, math.ceil(outputs / tiles / 64) * 64)  # other sizes are slower in oneDNN
     out = rows.new_empty(rows.shape[0], outputs)
     rows, bias = rows.float(), bias if bias is None else bias.float()
     tile = rows.new_empty(size, width)
@@ -169,14 +169,14 @@ def _block_by_onednn(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     """The product of at most `_BLOCK` rows."""
     count = rows.shape[0]
     if count != (size := _rounded(count)):
-        padded = rows.new_empty(size, rows.shape[1])  # faster than F.pad, which fills all of it first
+        padded = rows.new_empty(size, rows.shape[1])  # faster than F.pad, which first fills the whole tensor
         padded[:count], padded[count:] = rows, 0
         rows = padded
     return _ONEDNN(rows, weight, bias, "none", [], "")[:count]
 
 
 def _rounded(count: int) -> int:
-    """The next of 1, 2, 4, 8, 16, 32, 48, ..., 256, and from there on eight numbers between two powers of two."""
+    """The next of 1, 2, 4, 8, 16, 32, 48, ..., 256, then eight numbers between powers of two."""
     power = 1 << (count - 1).bit_length()
     step = max(power // 16, min(power, 16))
     return -(-count // step) * step

@@ -78,7 +78,7 @@ INLINE ptrdiff_t place_of(ptrdiff_t n, ptrdiff_t heads, const int64_t *indices, 
     return (indices ? indices[row] : row) * apart + head * size;
 }
 
-/* Whether some index is that of no state. */
+/* Whether some index is outside the pool. */
 static int is_outside(const int64_t *indices, ptrdiff_t rows, ptrdiff_t states)
 {
     for (ptrdiff_t row = 0; indices && row < rows; row++)

@@ -25,12 +25,12 @@ def recurrence(
     inplace: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """
-    `gated_delta_wkv`, or without `kappa` `gated_wkv`, of T = 1 and arguments that were checked.
+    `gated_delta_wkv`, or without `kappa` `gated_wkv`, for T = 1 and checked arguments.
 
     Returns:
         out and the state, or None if the library is not available or cannot read these tensors.
     """
-    pool = initial_state if indices is None else initial_state[:1]  # states may be any number of elements apart
+    pool = initial_state if indices is None else initial_state[:1]  # states may have any stride
     found = library_for_heads((v, r, k, kappa, a, gate, bonus, weight, bias))
     if (
         found is None
@@ -58,7 +58,7 @@ def slot_memory(
     indices: torch.Tensor | None,
     inplace: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """As [`recurrence`], `slot_memory` of T = 1. It changes a copy of the states if it may not change them."""
+    """`slot_memory` for T = 1, as [`recurrence`]. It changes a copy of the states unless it may change them."""
     pool = initial_state if indices is None else initial_state[:1]
     found = library_for_heads((v, q, k))
     if (
@@ -78,7 +78,7 @@ def slot_memory(
     return None if out is None else (out, state)
 
 
-# Elements of a result from which on the threads of torch are faster.
+# Size of a result from which on torch's threads are faster.
 _MOST_SHIFTED = 2**17
 
 
@@ -86,8 +86,8 @@ _MOST_SHIFTED = 2**17
 def token_shift(
     x: torch.Tensor, state: torch.Tensor | None, mu: torch.Tensor, offset: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """`token_shift` of T = 1, without documents."""
-    # The sizes last, because a question about them would become a part of a traced graph.
+    """`token_shift` for T = 1, without documents."""
+    # Sizes are compared last, because comparisons would become part of a traced graph.
     if is_observed() or mu.dtype not in (x.dtype, torch.float32) or x.numel() * mu.shape[0] > _MOST_SHIFTED:
         return None
     if not readable(mu.dtype, mu):
@@ -100,7 +100,7 @@ def token_shift(
 def delta_keys(
     k: torch.Tensor, a: torch.Tensor, scale: torch.Tensor, mix: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`delta_keys` of T = 1."""
+    """`delta_keys` for T = 1."""
     found = library_for_heads((k, a, scale, mix))
     return found.delta_keys(k, a, scale, mix) if found else None
 
@@ -122,9 +122,9 @@ def low_rank(
     scale: float,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """`low_rank` of few rows, in `dtype`."""
+    """`low_rank` for few rows, in `dtype`."""
     if (
-        is_observed()  # first, because a question about the sizes would become a part of a traced graph
+        is_observed()  # first, because comparisons of sizes would become part of a traced graph
         or not 0 < x.numel() <= _FEW_ROWS * x.shape[-1]
         or down.shape != (x.shape[-1], up.shape[:-1].numel())
         or (base is not None and base.numel() != up.shape[-1])

@@ -42,7 +42,7 @@ def cema(
         gamma: real and imaginary part, (D, N, 2).
         initial_state: h before the first token, real and imaginary part, (B, D, N, 2); None means zeros.
         starts: bool (B, T) or (1, T), True for the first token of each document: h is cleared before it.
-        real: bool (B, T), False for padding tokens: they leave h unchanged, whatever their x, and their out is 0.
+        real: bool (B, T), False for padding tokens: they leave h unchanged for any x, and their out is 0.
         inplace: write the state after the last token into `initial_state` and return that tensor. It must be float32
             and contiguous, and nothing may need a gradient.
         backend: `"auto"`, `"triton"`, `"eager"` (plain torch, parallel over time) or `"reference"` (the recurrence).

@@ -2,9 +2,9 @@
 The complex moving average in plain torch, parallel over time, for any device.
 
 The coefficients of the recurrence do not depend on the data. So the output of a chunk of C tokens is a product with
-one Toeplitz matrix per channel, K[t - s] = Re sum_n gamma a q^(t - s), plus the part that comes from the N states, and
-q^C takes a state from chunk to chunk. Each document begins a new chunk, and padding is left out. So all chunks of a
-document but the last are full, and one set of matrices serves them all. The last chunk of a row may be short; its
+one Toeplitz matrix per channel, K[t - s] = Re sum_n gamma a q^(t - s), plus the contribution of the N states, and q^C
+takes a state from chunk to chunk. Each document begins a new chunk, and padding is left out. So all chunks of a
+document except the last are full, and one set of matrices serves them all. The last chunk of a row may be short; its
 tokens are moved to the end of the chunk to compute the state that leaves the row.
 
 The powers of q are computed in float64, if the device has it, and rounded once, so that a long memory does not drift.
@@ -26,7 +26,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 
 def _rates(alpha, delta, theta):
-    """a, d, sigmoid(theta), and the angles that it scales."""
+    """a, d, sigmoid(theta), and the unscaled angles."""
     a, d, share = (x.to(_wide(x)).sigmoid() for x in (alpha, delta, theta.unsqueeze(-1)))
     size = alpha.shape[1]
     return a, d, share, torch.arange(1, size + 1, device=alpha.device, dtype=a.dtype) * (2 * math.pi / size)
@@ -83,13 +83,13 @@ def cema_step_inplace(
 
 class _Chunks:
     """
-    How rows are laid out in chunks: (B, T, D) <-> (D, B, n, C). Gaps are filled with zeros.
+    The layout of rows in chunks: (B, T, D) <-> (D, B, n, C). Gaps are filled with zeros.
 
     Attributes:
-        fresh: bool (B, n), the chunks whose entering state is cleared, or None.
+        fresh: bool (B, n), True for chunks whose entering state is cleared, or None.
         last: the last chunk of each row, (B).
-        count: the number of its tokens, (B).
-        cleared: bool (B), the rows that end with a document without tokens, or None.
+        count: its number of tokens, (B).
+        cleared: bool (B), True for rows that end with a document without tokens, or None.
     """
 
     def __init__(self, x: torch.Tensor, starts: torch.Tensor | None, real: torch.Tensor | None):
@@ -104,7 +104,7 @@ class _Chunks:
             return
         if real is None:
             real = torch.ones(self.batch, self.length, dtype=torch.bool, device=x.device)
-        number = real.cumsum(1)  # of each token among the real tokens of its row, from 1
+        number = real.cumsum(1)  # index of each token among the real tokens of its row, from 1
         document = torch.zeros_like(number)
         if starts is not None:
             document = starts.expand_as(real).cumsum(1)
@@ -112,14 +112,14 @@ class _Chunks:
             number = number - before
         begins = real & ((number - 1) % chunk == 0)
         at = begins.cumsum(1) - 1
-        if torch.compiler.is_compiling():  # the largest number that there can be
+        if torch.compiler.is_compiling():  # the largest possible number
             self.chunks = -(-self.length // chunk) if starts is None else self.length
         else:
             self.chunks = max(int(at.max()) + 1, 1)
         self.last = at[:, -1].clamp(min=0)
         index = at * chunk + (number - 1) % chunk
         size = self.chunks * chunk
-        # One more position per row takes the padding tokens.
+        # One extra position per row for the padding tokens.
         self.index = (torch.where(real, index, size) + rows[:, None] * (size + 1)).flatten()
         self.count = torch.where(real, index + 1 - self.last[:, None] * chunk, 0).amax(1).clamp(min=0)
         if starts is not None:
@@ -181,7 +181,7 @@ class _Tables:
         self.powers = torch.cat((powers, step.unsqueeze(-1)), dim=-1).to(self.complex)
         self.a, self.gamma = a.to(dtype), gamma.to(self.complex)
 
-        # Maps tokens (D, C, .) to outputs and to the state that leaves, and the state that enters to outputs.
+        # Maps tokens (D, C, .) to outputs and to the leaving state, and the entering state to outputs.
         toeplitz = torch.nn.functional.pad(kernel, (chunk - 1, 0)).unfold(1, chunk, 1).flip(1)
         self.to_state = self._pairs((self.powers[..., :-1] * self.a.unsqueeze(-1)).flip(-1)).transpose(1, 2)
         self.from_token = torch.cat((toeplitz, self.to_state), dim=2)
@@ -202,8 +202,8 @@ class _Tables:
 
     def gradients(self, weights, to_state, from_state, decays):
         """
-        Gradients of alpha, delta, theta, gamma from those of the matrices and the conjugated ones of the powers of q,
-        `decays` (D, N, C + 1).
+        Gradients of alpha, delta, theta and gamma from the gradients of the matrices and the conjugated gradients of
+        the powers of q, `decays` (D, N, C + 1).
         """
         chunk = self.chunk
         # The lags are the diagonals of `weights`, and the columns of this skewed view.
@@ -231,7 +231,7 @@ class _Tables:
 
 
 def _enter(chunks, tables, added, initial_state):
-    """The states that enter the chunks, (D, B, n, N), from what each chunk adds to a state."""
+    """The states that enter the chunks, (D, B, n, N), from the contribution of each chunk."""
     state = torch.zeros_like(added[:, :, 0])
     if initial_state is not None:
         state = torch.complex(*initial_state.unbind(-1)).transpose(0, 1)
@@ -289,8 +289,8 @@ def cema_chunked_backward(
     real: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """
-    Gradients of x, alpha, delta, theta, gamma and, if it is given, initial_state. The forward pass is computed again,
-    so that only its inputs are kept until then.
+    Gradients of x, alpha, delta, theta, gamma and, if it is given, initial_state. The forward pass is recomputed, so
+    that only its inputs are kept.
     """
     floats = x, alpha, delta, theta, gamma, initial_state
     dtype = widest(*floats)
@@ -304,7 +304,7 @@ def cema_chunked_backward(
     if chunks.cleared is not None:
         grad_state = grad_state.masked_fill(chunks.cleared.unsqueeze(1), 0.0)
 
-    # Gradients of the states that enter the chunks; those of the states that leave, from the last chunk to the first.
+    # Gradients of the states that enter the chunks; of the states that leave, from the last chunk to the first.
     read = tables.to_complex(g @ tables.from_state.mT).view(added.shape)
     chunks.add_to_last(read, _decays_of_last(chunks, tables).conj() * grad_state)
     grad, leaving = torch.zeros_like(read[:, :, 0]), torch.empty_like(read)

@@ -1,4 +1,4 @@
-"""The complex moving average as the paper writes it, token by token: the reference of every test."""
+"""The complex moving average as written in the paper, token by token: the reference for all tests."""
 
 import math
 

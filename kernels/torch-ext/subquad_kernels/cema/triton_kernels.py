@@ -3,14 +3,14 @@ The complex moving average as Triton kernels.
 
 A thread computes a channel token by token over a segment, with all its states in registers: a column of a tile
 (states, channels). So nothing passes between threads, x is read and out is written once, and the states are enough
-independent sums to keep a multiprocessor busy. While a thread computes AHEAD tokens, the next ones are loaded. If
+independent sums to keep a multiprocessor busy. While a thread computes AHEAD tokens, it loads the next ones. If
 there are few channels, a row is cut into segments, and two light passes compute the state that enters each.
 
 The gradient of the state is the same recurrence from the last token to the first, with gamma in place of a. It gives
-the gradients of x and of the factor a of x. Those of gamma and q come from a pass forward that computes dh/dq along
-with h. Only the states that enter the segments are written to memory.
+the gradients of x and of the factor a of x. The gradients of gamma and q come from a forward pass that computes dh/dq
+along with h. Only the states that enter the segments are written to memory.
 
-q is rounded to float32. The effect of this on a state in CHUNK steps is undone at the start of each chunk, so that a
+q is rounded to float32. The effect on a state is corrected at the start of each chunk of CHUNK steps, so that a
 long memory does not drift.
 """
 
@@ -29,7 +29,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _cos_sin(turns):
-    """Cosine and sine of a float64 angle in whole turns; the series gets at most an eighth of a turn."""
+    """Cosine and sine of a float64 angle in whole turns; the series is used up to an eighth of a turn."""
     turns -= tl.floor(turns + 0.5)
     quarter = tl.floor(4 * turns + 0.5)
     x = (turns - quarter / 4) * 6.283185307179586
@@ -116,7 +116,7 @@ def _chunk_flags(starts, real, first, first_start, length, CHUNK: tl.constexpr):
 
 @triton.jit
 def _token_flags(starts, real, t, start, count, begins, length):
-    """Whether a document begins at a token, and whether it is real. Reads memory only if the chunk has such tokens."""
+    """Whether a document begins at a token, and whether it is real. Reads memory only if needed in the chunk."""
     is_start, is_real = False, True
     if starts is not None:
         is_start = tl.load(starts + start, mask=begins > 0, other=0)
@@ -172,8 +172,8 @@ def _step(
     return h_re, h_im, sums, result
 
 
-# The first ones differ from text to text. Were the width known to be a multiple of 16, loads of the coefficients would
-# give a thread some states of several channels; it needs all states of one, whose sum then passes between no threads.
+# The first ones differ from text to text. If the width were known to be a multiple of 16, loads of the coefficients
+# would give a thread some states of several channels; it needs all states of one, to sum them without other threads.
 @triton.jit(do_not_specialize=["T", "SEGMENT", "SEGMENTS", "D"])
 def _average_kernel(
     x,
@@ -200,10 +200,10 @@ def _average_kernel(
     REVERSE: tl.constexpr,
 ):
     """
-    Computes, from the states that enter a segment (None means zeros), those of the following that are not None: `out`,
-    the states that leave it, `final`, and `steps`, how often it decays a state, or -1 if it clears the state. With
-    REVERSE x is the gradient of out, out that of x, y is x, the states are gradients of states, and the gradient of
-    the factor a is written to `grad_a` (segments, N, D).
+    From the states that enter a segment (None means zeros), computes each of these that is not None: `out`; `final`,
+    the states that leave the segment; and `steps`, the number of decays of a state, or -1 if it is cleared. With
+    REVERSE x is the gradient of out, out the gradient of x, y is x, the states are gradients of states, and the
+    gradient of the factor a is written to `grad_a` (segments, N, D).
     """
     tile, segment = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     begin, stop = tokens(None, segment, T, SEGMENT, SEGMENTS, False)
@@ -297,7 +297,7 @@ def _carry_kernel(
     BLOCK: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Replaces what each segment adds by the state that enters it, and writes the state that leaves the last one."""
+    """Replaces each segment's contribution by the state that enters it, and writes the state after the last one."""
     tile, row = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     cells = tile * BLOCK + tl.arange(0, BLOCK)
     mask = cells < N * D
@@ -365,8 +365,8 @@ def _rate_gradient_kernel(
     AHEAD: tl.constexpr,
 ):
     """
-    What a segment adds to the conjugated gradients of gamma and q in PART of the N states, to `grads` (4, segments, N,
-    D). `states` enter the segment (None means zeros), `grad_states` are the gradients of those that leave it.
+    A segment's part of the conjugated gradients of gamma and q, for PART of the N states: `grads` (4, segments, N,
+    D). `states` enter the segment (None means zeros), `grad_states` are the gradients of the states that leave it.
     """
     PARTS: tl.constexpr = (N + PART - 1) // PART
     tile, part = tl.program_id(0) % TILES, tl.program_id(0) // TILES % PARTS
@@ -455,7 +455,7 @@ def _parameter_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradients of the parameters from those of a, gamma and q, which are sums over the segments of `sums`."""
+    """The gradients of the parameters, from the gradients of a, gamma and q summed over the segments of `sums`."""
     channels = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
     mask = (channels < D) & (n < N)
@@ -537,12 +537,12 @@ def _average_step_kernel(
         tl.store(out + row * D + one, result.to(out.dtype.element_ty), mask=one < D)
 
 
-# The shortest segment that is worth the passes that compute the state that enters it.
+# The shortest segment for which computing its entering state pays off.
 MIN_SEGMENT = 512
 
 
 class _Plan(Segments):
-    """How the work is divided into programs, and the coefficients of each channel."""
+    """The division of work into programs, and the coefficients of each channel."""
 
     def __init__(self, x, alpha, delta, theta, gamma, starts, real):
         batch, length, self.width = x.shape
@@ -577,13 +577,13 @@ class _Plan(Segments):
             N=self.size,
             STATES=next_power_of_2(self.size),
             REVERSE=reverse,
-            # Four tokens take less time than a load may; eight leave no registers for the sums of the gradient.
+            # Four tokens may take less time than a load; eight leave no registers for the sums of the gradient.
             AHEAD=8 if grad_a is None else 4,
             **self.walking,
         )
 
     def entering(self, x, initial, reverse):
-        """The states that enter the segments, and those that leave the rows; in reverse, their gradients."""
+        """The states that enter the segments and that leave the rows; in reverse, their gradients."""
         if self.whole:
             return initial, None
         states, final = self.states(x, self.segments), self.states(x, self.sequences)

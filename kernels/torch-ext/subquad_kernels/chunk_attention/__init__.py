@@ -1,4 +1,4 @@
-"""Chunk attention: causal attention to the previous chunk and to the current one, of Gecko."""
+"""Chunk attention: Gecko's causal attention to the previous and the current chunk."""
 
 import torch
 
@@ -33,15 +33,15 @@ def chunk_attention(
 
     The first S keys and values are from earlier calls. Products have the dtype of v, to which q and k are cast; the
     softmax is float32 (float64); autocast has no effect. Only the inputs are kept for the backward pass, which
-    computes the weights again, unless there is dropout. There are no Triton kernels, but for a single token: values
-    are several times as large as keys, so plain matrix products take nearly all of the time.
+    recomputes the weights, unless there is dropout. Triton kernels exist only for a single token: values are several
+    times as large as keys, so plain matrix products take nearly all of the time.
 
     Args:
         q: query, (B, H, T, K), T at least 1.
         k: key, (B, H, S + T, K).
         v: value, (B, H, S + T, V).
-        first: the first key that a token sees, int64 (B, T) or (1, T): at most S + t, and one of the last
-            2 chunk_size keys up to there.
+        first: the first key that a token sees, int64 (B, T) or (1, T): at most S + t, and one of the last 2 chunk_size
+            keys up to it.
         chunk_size: C, the number of tokens of a chunk.
         aligned: whether the first token begins a chunk (then C divides S) and no token sees keys before the previous
             chunk: fewer scores are computed.
@@ -52,8 +52,8 @@ def chunk_attention(
         out (B, H, T, V) in the dtype of v.
 
     Raises:
-        ValueError: if a shape or a dtype does not fit, before any work. (An assertion on the device finds wrong values
-            of `first`, so that nothing waits for the device.)
+        ValueError: if a shape or a dtype does not fit, before any work. (Wrong values of `first` fail an assertion on
+            the device, which avoids a synchronization.)
     """
     _check(q, k, v, first, chunk_size, aligned, dropout_p)
     chosen = choose_backend("chunk_attention", backend, BACKENDS, v)
@@ -77,16 +77,16 @@ def chunk_attention_step(
     backend: str = "auto",
 ) -> torch.Tensor:
     """
-    [`chunk_attention`] of a single token to keys in any order, for example those of a ring. Triton kernels read keys
-    and values as they are; plain torch may copy them first, if their heads lie next to their features.
+    [`chunk_attention`] of a single token to keys in any order, for example in a ring. Triton kernels read keys
+    and values as they are; plain torch may first copy them, if heads are next to features in memory.
 
     Args:
         q: query, (B, H, 1, K).
         k: key, (B, H, W, K).
         v: value, (B, H, W, V).
         mask: bool (B, W) or (1, W), True for the keys that the token sees, at least one.
-        indices: int64 (B). Then k (rings, H, W, K) and v (rings, H, W, V) are pools, and row n reads the keys and
-            values indices[n] of them. Nothing may need a gradient.
+        indices: int64 (B). Then k (rings, H, W, K) and v (rings, H, W, V) are pools, and row n reads their keys and
+            values indices[n]. Nothing may need a gradient.
         backend: `"auto"`, `"triton"` (where nothing needs a gradient), `"eager"` or `"reference"` (both plain torch).
 
     Returns:

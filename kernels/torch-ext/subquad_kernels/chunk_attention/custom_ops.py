@@ -1,4 +1,4 @@
-"""Chunk attention as custom operators: of a sequence, and of a single token."""
+"""Chunk attention as custom operators: for a sequence, and for a single token."""
 
 from ..custom_ops import custom_op
 from .eager import chunk_attention_eager, chunk_attention_eager_backward, chunk_attention_masked

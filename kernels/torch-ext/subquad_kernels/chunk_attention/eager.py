@@ -1,6 +1,6 @@
 """
-The attention of Gecko in plain torch, for any device: a piece of the queries at a time against the keys that any of
-them may see. So few scores are computed in vain, and memory is bounded for any length of the sequence.
+The attention of Gecko in plain torch, for any device: blocks of queries against the keys that they may see. So few
+hidden scores are computed, and memory is bounded for any length of the sequence.
 
 torch computes the softmax of bfloat16 or float16 in float32.
 """
@@ -17,12 +17,12 @@ from ..memoize import memoize_by_tensor
 from ..state_pool import numbers_in, prefers_single_states
 
 
-# Scores of the chunks that are computed together: a GPU needs many for large products, a CPU has to keep them near.
+# Scores that are computed together: a GPU needs many for large products, a CPU must keep them in its cache.
 SCORES, SCORES_OF_GPU = 1 << 18, 1 << 25
 
 
 def _oldest(token, chunk_size, aligned):
-    """The first key that a token may see; both are counted from the token of the first query."""
+    """The first key that a token may see; both are counted from the first query's token."""
     return token // chunk_size * chunk_size - chunk_size if aligned else token - 2 * chunk_size + 1
 
 
@@ -65,7 +65,7 @@ class _Chunks:
     before: int
 
     def _windows(self, x: torch.Tensor, begin: int, length: int) -> torch.Tensor:
-        """x (tokens, ...) from `begin` on, so many of every chunk: (count, length, ...), a view."""
+        """`length` tokens of every chunk of x (tokens, ...), from `begin` on: (count, length, ...), a view."""
         end = begin + (self.count - 1) * self.size + length
         return x[begin:end].unfold(0, length, self.size).movedim(-1, 1)
 
@@ -77,7 +77,7 @@ class _Chunks:
         return self._windows(x[self.row, self.head], self.begin, self.size + self.stop)
 
     def add_to_keys(self, x: torch.Tensor, added: torch.Tensor) -> None:
-        x = x[self.row, self.head]  # the keys of neighbours overlap, but not those of their own chunks
+        x = x[self.row, self.head]  # the keys of neighbours overlap, but their own chunks do not
         self._windows(x, self.begin, self.size).add_(added[:, : self.size])
         self._windows(x, self.begin + self.size, self.stop).add_(added[:, self.size :])
 
@@ -111,9 +111,9 @@ def _pieces(
     q: torch.Tensor, k: torch.Tensor, first: torch.Tensor, chunk_size: int, aligned: bool
 ) -> Iterator[tuple[_Block | _Chunks, torch.Tensor]]:
     """
-    All queries, piece by piece with their scores, -inf for hidden keys. If there are more whole chunks than heads,
-    those of a head are computed together, so that products are fewer and larger. Blocks of all heads are the rest: the
-    last tokens, and a chunk without another one before it.
+    All queries, piece by piece with their scores, -inf for hidden keys. If there are more whole chunks than heads, the
+    chunks of a head are computed together, so that products are fewer and larger. The rest are blocks of all heads:
+    the last tokens, and a chunk without another one before it.
     """
     (rows, heads, length, _), device = q.shape, q.device
     before, size = k.shape[2] - length, _block_size(chunk_size, device)
@@ -156,7 +156,7 @@ def chunk_attention_with_dropout(
     aligned: bool,
     dropout_p: float,
 ) -> torch.Tensor:
-    """Computes [`subquad_kernels.chunk_attention`] as autograd can differentiate it; q, k and v have one dtype."""
+    """Computes [`subquad_kernels.chunk_attention`] differentiably for autograd; q, k and v have one dtype."""
     memoize_by_tensor(_assert_in_reach, (first,), k.shape[2], chunk_size, aligned)
     q, k, v = contiguous(q, k, v)  # once, not for every block
     outs, length = [], q.shape[2]
@@ -169,7 +169,7 @@ def chunk_attention_with_dropout(
 def chunk_attention_eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, chunk_size: int, aligned: bool
 ) -> torch.Tensor:
-    """The same without dropout, so that the backward pass can compute the weights again."""
+    """The same without dropout, so that the backward pass can recompute the weights."""
     memoize_by_tensor(_assert_in_reach, (first,), k.shape[2], chunk_size, aligned)
     q, k, v = contiguous(q, k, v)
     out = v.new_empty(*q.shape[:3], v.shape[3])
@@ -187,14 +187,14 @@ def chunk_attention_eager_backward(
     chunk_size: int,
     aligned: bool,
 ) -> list[torch.Tensor]:
-    """Gradients of q, k and v without dropout. The weights are computed again."""
+    """Gradients of q, k and v without dropout. The weights are recomputed."""
     grad_out, q, k, v = contiguous(grad_out, q, k, v)
     grad_q = q.new_empty(q.shape)
     grad_k, grad_v = (x.new_zeros(x.shape, dtype=widest(x)) for x in (k, v))  # sums over pieces
     for piece, scores in _pieces(q, k, first, chunk_size, aligned):
         weights, grad = scores.softmax(-1), piece.of_queries(grad_out)
         piece.add_to_keys(grad_v, weights.mT @ grad)
-        # The whole formula in one launch, with sums in float32. In plain torch the scores would be read six times.
+        # The whole formula in one launch, with sums in float32. Plain torch would read the scores six times.
         grad_scores = torch._softmax_backward_data(grad @ piece.of_keys(v).mT, weights, -1, q.dtype)
         piece.of_queries(grad_q).copy_(grad_scores @ piece.of_keys(k))
         piece.add_to_keys(grad_k, grad_scores.mT @ piece.of_queries(q))
@@ -207,7 +207,7 @@ def chunk_attention_masked(
     """Computes [`subquad_kernels.chunk_attention_step`]."""
     if indices is not None and prefers_single_states(v):
         mask = mask.expand(len(q), -1)
-        ends = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1)  # what follows is not read
+        ends = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1)  # later keys are not read
         rows = zip(q.split(1), mask.split(1), numbers_in(v, indices), ends.tolist(), strict=True)
         return torch.cat(
             [_masked(q, k[n : n + 1, :, :end], v[n : n + 1, :, :end], m[:, :end]) for q, m, n, end in rows]

@@ -1,4 +1,4 @@
-"""The attention of Gecko as the paper writes it: the reference of every test."""
+"""The attention of Gecko as written in the paper: the reference for all tests."""
 
 import torch
 

@@ -2,8 +2,8 @@
 The attention of a single token of Gecko as Triton kernels, which read keys and values once, in any layout.
 
 One kernel computes the scores of all keys. Another one gives each program some columns of the values, and sums these
-with the weights, which it computes from the scores. A thread sums some of the tokens; only at the end do threads add
-their sums.
+with the weights, which it computes from the scores. A thread sums some of the tokens; threads add their sums only at
+the end.
 """
 
 import functools
@@ -36,7 +36,7 @@ def _scores_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """The scores of the keys (B, H, KEYS), -inf for those that the token does not see."""
+    """The scores of the keys (B, H, KEYS), -inf for keys that the token does not see."""
     tile, head, row = program(H, TILES)
     row, head = row.to(tl.int64), head.to(tl.int64)
     token, ks = tile.to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BK)

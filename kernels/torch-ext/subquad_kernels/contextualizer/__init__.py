@@ -26,9 +26,9 @@ def contextualizer(
         out = gate * ((tril(v) * cos) x),    cos_ij = y_i · y_j,    y_i = x_i / sqrt(sum(x_i²) + 1e-8)
 
     The C rows of x are the first C - R rows of `prefix`, the same in every window, followed by the R rows of z. Norms
-    and sums are float32 (float64 if z is), also under autocast; products have the dtype of z. If there is no prefix
-    and the values of each row are adjacent in memory, z and gate are not copied. The (C, C) weights of a few windows
-    at a time take a few dozen MiB. They are not kept for the backward pass, which keeps only the arguments.
+    and sums are float32 (float64 if z is), also under autocast; products have the dtype of z. Without a prefix, z and
+    gate are not copied if the values of each row are adjacent in memory. The (C, C) weights of a few windows at a time
+    take a few dozen MiB. They are not kept for the backward pass, which keeps only the arguments.
 
     Args:
         z: the last R rows of W windows, (W, R, H), H at least 1.

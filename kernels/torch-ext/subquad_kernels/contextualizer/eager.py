@@ -1,8 +1,8 @@
 """
 The contextualizer in plain torch, for any device.
 
-It takes a few windows at a time, and a block of their rows at a time with the rows that the block reads. So the scores
-that exist at once are a tile of bounded size. The backward pass computes them again.
+It processes a few windows at a time, and within them blocks of rows with the rows that each block reads. So the scores
+are a tile of bounded size. The backward pass recomputes them.
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def contextualizer_eager_backward(
     prefix: torch.Tensor | None,
     queries: int,
 ) -> list[torch.Tensor]:
-    """Gradients of z, v, gate and prefix, those that are given: products in the dtype of z, sums in float32."""
+    """Gradients of z, v, gate and prefix, if given: products in the dtype of z, sums in float32."""
     context, shared = v.shape[0], v.shape[0] - z.shape[1]
     dtype = torch.promote_types(z.dtype, torch.float32)
     lower = v.to(dtype).tril()

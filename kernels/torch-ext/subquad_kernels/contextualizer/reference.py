@@ -1,4 +1,4 @@
-"""The contextualizer as the paper writes it, row by row: the reference of every test."""
+"""The contextualizer as written in the paper, row by row: the reference for all tests."""
 
 import torch
 

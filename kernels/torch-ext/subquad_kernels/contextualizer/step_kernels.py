@@ -1,8 +1,8 @@
 """
-The contextualizer of the last row of each window as Triton kernels, as a model needs it for one token.
+The contextualizer for the last row of each window as Triton kernels, used for a single token.
 
-A row has no use for tiles of products. The first kernel reads each row of a window once for its norm and its product
-with the last row, the second one once more for the sum. The rows before those of z stay where they are.
+A single row does not benefit from tiles of products. The first kernel reads each row of a window for its norm and its
+product with the last row, the second one again for the sum. The rows before z stay where they are.
 """
 
 import triton
@@ -17,7 +17,7 @@ NUMBERS = ["C", "shared"]
 
 @triton.jit
 def _pointers(z, prefix, rows, C, shared, z_row, prefix_row):
-    """Pointers to rows of a window, of which the first ones lie in `prefix`; rows after the last one are that."""
+    """Pointers to rows of a window, the first ones in `prefix`; rows after the last one repeat it."""
     pointers = z + tl.minimum(tl.maximum(rows - shared, 0), C - shared - 1).to(tl.int64) * z_row
     if prefix is not None:
         before = prefix + tl.minimum(rows, tl.maximum(shared - 1, 0)).to(tl.int64) * prefix_row

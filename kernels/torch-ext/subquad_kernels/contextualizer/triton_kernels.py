@@ -1,9 +1,9 @@
 """
 The contextualizer as Triton kernels.
 
-Each kernel computes tiles of a product of matrices, and works on a tile before it writes it. The weights,
+Each kernel computes tiles of a product of matrices, and post-processes a tile before writing it. The weights,
 tril(v) * cos, of a few windows at a time are written to memory, in the dtype of z, and read again. That is cheaper
-than to compute them again for each use. Tiles above the diagonal are neither computed nor read.
+than recomputing them for each use. Tiles above the diagonal are neither computed nor read.
 
 With n for 1 / norm, A for the weights, g for the gradient times the gate, E for the gradients of the products of rows,
 
@@ -30,7 +30,7 @@ from .reference import EPS
 from .step_kernels import contextualizer_last_row
 
 
-BYTES = 1 << 25  # of the weights that exist at a time; twice as much in the backward pass, which needs more anyway
+BYTES = 1 << 25  # of the weights in memory at a time; twice as much in the backward pass, which needs more anyway
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _weight_gradient_kernel(
     EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """
-    A tile of A and E for each window of a strip, what it adds to t, and the sum over the strip for the gradient of v.
+    A tile of A and E for each window of a strip, its part of t, and the sum over the strip for the gradient of v.
     """
     across, down = places // KEYS, queries // ROWS
     row, place = tl.program_id(0) // across % down * ROWS, tl.program_id(0) % across * KEYS
@@ -160,7 +160,7 @@ def _row_gradient_kernel(
     rows, columns = place - lead + tl.arange(0, ROWS), column + tl.arange(0, BN)
     x, g, scales = x + window * x_window, g + window * g_window, scales + window * C
     weights, grads = weights + window * queries * places, grads + window * queries * places
-    # As queries the rows are these, if they are queries, and they are read by queries from these on.
+    # The first query among these rows (or 0), and the end of the places that they read (0 if none is a query).
     row = tl.maximum(place - lead - first, 0)
     end = tl.where(place - lead >= first, tl.minimum(place + ROWS, lead + C), 0)
 
@@ -191,12 +191,12 @@ def _row_gradient_kernel(
 
 
 def _of(part, x):
-    """Some windows of x, which take no view if they are all."""
+    """Some windows of x; x itself if they are all."""
     return x if part.stop - part.start == x.shape[0] else x[part]
 
 
 class _Plan:
-    """How the work is divided, and the arguments that all kernels share."""
+    """The division of work, and the arguments shared by all kernels."""
 
     def __init__(self, z, v, prefix, queries):
         self.z = dense_rows(z)
@@ -214,7 +214,7 @@ class _Plan:
             self.v = F.pad(self.v, (self.lead, after, 0, self.matrix[0] - queries))
 
     def pieces(self, matrices):
-        """Yields a few windows: their slice, all their rows, 1 / norm of these, and memory for matrices of each."""
+        """Yields a few windows: their slice, all their rows, 1 / norm of these, and memory for each one's matrices."""
         count = cdiv(self.windows * self.matrix[0] * self.matrix[1] * self.z.element_size(), BYTES * matrices)
         size = cdiv(self.windows, count) if count else 0
         memory = [self.z.new_empty(size, *self.matrix) for _ in range(matrices)]
@@ -262,13 +262,13 @@ def contextualizer_triton(z, v, gate, prefix, queries):
 
 
 def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
-    """Gradients of z, v, gate and prefix, those that are given."""
+    """Gradients of z, v, gate and prefix, if given."""
     grad, g = dense_rows(grad), dense_rows(grad)
     plan = _Plan(z, v, prefix, queries)
     grad_z, total = z.new_empty(z.shape), None
     grad_prefix = None if prefix is None else prefix.new_zeros(prefix.shape, dtype=torch.float32)
     if gate is not None:
-        g = torch.mul(grad, gate, out=z.new_empty(gate.shape))  # the gradient of the gate will take its place
+        g = torch.mul(grad, gate, out=z.new_empty(gate.shape))  # later overwritten by the gradient of the gate
     keys = 64 if z.element_size() == 2 else 32  # two products and a sum fill the registers
     tiles = plan.tiles(keys)
     for part, x, scales, (weights, grads) in plan.pieces(2):
@@ -302,7 +302,7 @@ def contextualizer_triton_backward(grad, z, v, gate, prefix, queries):
             grad_prefix[: plan.shared] += grad_x[:, : plan.shared].sum(0, dtype=torch.float32)
         if gate is not None:
             plan.mix(x, weights, grad[part], part_g)
-    # What is above the diagonal need not have been written.
+    # Entries above the diagonal may be uninitialised.
     grad_v = total[:queries, plan.lead : plan.lead + plan.context].tril(plan.first)
     if plan.first:
         grad_v = F.pad(grad_v, (0, 0, plan.first, 0))

@@ -32,8 +32,8 @@ def delta_wkv(
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Weighted key-value recurrence with one matrix-valued state per head, which also replaces what it holds, of
-    arXiv:2503.14456:
+    Weighted key-value recurrence with one matrix-valued state per head, which can replace stored values
+    (arXiv:2503.14456):
 
         S_t = S_{t-1} (diag(w_t) - kappa_t (a_t kappa_t)ᵀ) + v_t k_tᵀ,    out_t = S_t r_t,    w_t = exp(log_w_t)
 
@@ -41,32 +41,32 @@ def delta_wkv(
     computes in the dtype of the state. The Triton kernels multiply bfloat16 inputs in bfloat16, float16 inputs in tf32
     and float32 inputs in float32, and accumulate in float32.
 
-    A token with log_w, kappa and k of 0 leaves the state as it is.
+    A token with log_w, kappa and k of 0 leaves the state unchanged.
 
     Args:
         r: receptance, (B, T, H, K), T at least 1. It is not scaled.
-        k: key of what is written, (B, T, H, K).
+        k: key to write, (B, T, H, K).
         v: value, (B, T, H, V).
         log_w: logarithm of the decay, (B, T, H, K), at most 0 and at least -5. In RWKV-7 it is at least -exp(-1/2).
-        kappa: key of what is removed, (B, T, H, K), of length 1 or 0.
-        a: in-context learning rate, how much of it is removed, (B, T, H, K), from 0 to 1.
+        kappa: key to remove, (B, T, H, K), of length 1 or 0.
+        a: in-context learning rate, the fraction to remove, (B, T, H, K), from 0 to 1.
         initial_state: state before the first token, (B, H, V, K), or (N, H, V, K) with `cu_seqlens`; None means zeros.
         cu_seqlens: int32 or int64 (N + 1), the boundaries 0, ..., T of N documents packed into one row (B = 1); each
             document starts from its own initial state.
         indices: int64 (B), or (N) with `cu_seqlens`. Then `initial_state` is a pool (states, H, V, K): row or document
             n starts from its state indices[n], and the state after the last token is written there. The pool must be
-            float32 and contiguous but for the first stride, and is returned. Nothing may need a gradient.
+            float32 and contiguous except for the first stride, and is returned. Nothing may need a gradient.
         inplace: write the state after the last token into `initial_state` and return that tensor. It must be float32
             and contiguous, and nothing may need a gradient.
-        out_dtype: dtype of out; None means that of v.
+        out_dtype: dtype of out; None means the dtype of v.
         backend: `"auto"`, `"triton"`, `"eager"` (plain torch, parallel over time) or `"reference"` (the recurrence).
 
     Returns:
         out (B, T, H, V), and the state after the last token of each row or document, in float32 (float64).
 
     Raises:
-        ValueError: if a shape or a dtype does not fit, before any work. (On a GPU an assertion on the device finds
-            wrong values of `cu_seqlens`, so that nothing waits for the device.)
+        ValueError: if a shape or a dtype does not fit, before any work. (On a GPU, wrong values of `cu_seqlens` fail
+            an assertion on the device, which avoids a synchronization.)
     """
     floats = r, k, v, log_w, kappa, a, initial_state
     _check(*floats, cu_seqlens, indices, inplace)
@@ -104,12 +104,12 @@ def gated_delta_wkv(
     Args:
         gate: (B, T, H * V). There is no activation.
         bonus: (H, K).
-        weight, bias: of the norm, (H * V).
-        eps: of the norm.
+        weight, bias: parameters of the norm, (H * V).
+        eps: epsilon of the norm.
         r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, inplace, backend: see [`delta_wkv`].
 
     Returns:
-        out (B, T, H * V) in the dtype of gate, and the state as [`delta_wkv`] returns it.
+        out (B, T, H * V) in the dtype of gate, and the state as in [`delta_wkv`].
 
     Raises:
         ValueError: if a shape or a dtype does not fit, before any work.
@@ -142,11 +142,11 @@ def delta_keys(
     k: torch.Tensor, a: torch.Tensor, k_k: torch.Tensor, k_a: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The two keys of [`delta_wkv`], of what is removed and of what is written, equations 5 to 7 of arXiv:2503.14456:
+    The two keys of [`delta_wkv`], to remove and to write, equations 5 to 7 of arXiv:2503.14456:
 
         kappa = (k * k_k) / |k * k_k|,    k~ = k * (1 + (a - 1) * k_a)
 
-    The length is that of a head's channels, computed in float32 (float64 if k is).
+    The norm is over a head's channels, in float32 (float64 if k is).
 
     Args:
         k: (B, T, H, K).
@@ -179,8 +179,8 @@ def delta_wkv_state(
     backend: str = "auto",
 ) -> torch.Tensor:
     """
-    The state of [`delta_wkv`] alone: that after the tokens k, v, log_w, kappa, a (B, T, H, .), from `state`
-    (B, H, V, K) before them; None means zeros.
+    Only the final state of [`delta_wkv`], after the tokens k, v, log_w, kappa, a (B, T, H, .), starting from `state`
+    (B, H, V, K); None means zeros.
     """
     return delta_wkv(k, k, v, log_w, kappa, a, state, backend=backend)[1]
 

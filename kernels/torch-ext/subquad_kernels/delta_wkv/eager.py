@@ -1,15 +1,15 @@
 """
 The recurrence of Goose in plain torch, parallel over time, for any device.
 
-Every token takes two half steps. In the first one -kappa reads the state, and what it reads is written back with the
-key a * kappa; in the second one v is written with the key k, and r reads. So a chunk of C tokens has 2 C reads and 2 C
-writes, those of the first half steps before the others. Half of what is written has been read in the chunk itself, so
+Every token takes two half steps. In the first one, -kappa reads the state, and the readout is written back with the
+key a * kappa; in the second one, v is written with the key k, and r reads. So a chunk of C tokens has 2 C reads and 2
+C writes, first half steps before second ones. Half of the written values are readouts from the chunk itself, so
 reading means solving a triangular system of equations.
 
-Decays are taken from the middle of a chunk's decay, where they are exponentials of at most half of its logarithm: a
+Decays are taken relative to the middle of a chunk's decay, so their exponents are at most half of its logarithm: a
 chunk of 32 tokens has factors of at most 1.7e4 with the strongest decay of RWKV-7. The states are taken there, too.
 
-The code reads with kappa, without the minus, and subtracts what the first half steps read.
+The code reads with kappa, without the minus, and subtracts the readouts of the first half steps.
 """
 
 import torch
@@ -21,9 +21,9 @@ from ..documents import count_documents
 from ..state_pool import step_in_pool
 
 
-# Tokens of a chunk. The triangular systems of longer ones take more time than is gained.
+# Tokens of a chunk. Larger triangular systems would cost more time than they save.
 CHUNK = 32
-# Values, for each thread of a CPU, of a tensor of the chunks that are computed together: more would leave its cache.
+# Values per CPU thread in a tensor of chunks that are computed together: more would not fit in its cache.
 VALUES = 2**17
 
 
@@ -41,7 +41,7 @@ def delta_wkv_step(
     One token: r, k, log_w, kappa, a (B, H, K), v (B, H, V), state (B, H, V, K). The state after it is written to
     `new_state`, which may be `state` itself; None makes a new tensor.
     """
-    # On a CPU a product of a row and a matrix takes half as long as that of a matrix and a column.
+    # On a CPU a product of a row and a matrix takes half as long as a matrix and a column.
     removed = (kappa.unsqueeze(-2) @ state.mT).mT
     after = torch.mul(state, log_w.exp().unsqueeze(-2), out=new_state)
     after.addcmul_(v.unsqueeze(-1), k.unsqueeze(-2)).addcmul_(removed, (a * kappa).unsqueeze(-2), value=-1)
@@ -60,8 +60,8 @@ def gated_norm(
     eps: float,
 ) -> torch.Tensor:
     """
-    What follows the recurrence in [`subquad_kernels.gated_delta_wkv`], in the dtype of `out` (..., H, V) but for the
-    gate (..., H * V).
+    The operations after the recurrence in [`subquad_kernels.gated_delta_wkv`], in the dtype of `out` (..., H, V),
+    except for the gate (..., H * V).
     """
     r, k, v, bonus, weight, bias = cast(out.dtype, r, k, v, bonus, weight, bias)
     normed = F.layer_norm(out, out.shape[-1:], eps=eps)
@@ -81,7 +81,7 @@ def delta_wkv_step_in_pool(
     indices: torch.Tensor,
 ) -> torch.Tensor:
     """
-    One token of rows with their states at `indices` (B) of a pool, which change; see [`delta_wkv_step`]. In float32.
+    One token in float32 for rows with their states at `indices` (B) of a pool, which change; see [`delta_wkv_step`].
     """
 
     def step(state, *token):
@@ -131,9 +131,9 @@ def _minus(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 class _Chunks:
     """
-    What does not depend on the state, for all chunks at once: matrices (B * H, chunks, ...). `reads` and `writes` are
-    the vectors of the first and of the second half steps, `scores[i][j]` what half steps i read of what was written in
-    half steps j.
+    State-independent tensors for all chunks at once: matrices (B * H, chunks, ...). `reads` and `writes` are the
+    vectors of the first and of the second half steps; `scores[i][j]` are the weights of writes of half steps j in
+    reads of half steps i.
     """
 
     def __init__(self, layout, r, k, v, log_w, kappa, a):
@@ -148,7 +148,7 @@ class _Chunks:
         # A product is laid out in memory as its first factor.
         self.reads = self.remove_at * self.kappa, self.read_at * r
         self.writes = self.write_at * self.a * self.kappa, self.write_at * k
-        # A second half step also reads what is written at its own token.
+        # A second half step also reads its own token's write.
         self.scores = [[(x @ y.mT).tril_(i - 1) for y in self.writes] for i, x in enumerate(self.reads)]
         identity = torch.eye(size, dtype=v.dtype, device=v.device)
         matrix = identity + self.scores[0][0]
@@ -160,21 +160,21 @@ class _Chunks:
         Passes the state through the chunks.
 
         Args:
-            values: what the second half steps write, (B * H, chunks, C, V).
-            states: those before the sequences, (sequences, H, V, K).
+            values: values written by the second half steps, (B * H, chunks, C, V).
+            states: states before the sequences, (sequences, H, V, K).
             reverse: from the last token to the first, which is the transpose: reads and writes change roles, and
                 values and states are gradients.
 
         Returns:
-            what the first and the second half steps read, (B * H, chunks, C, V) each, a list of the states that enter
-            the chunks, decayed to the middle, (B * H, V, K), and those that leave the sequences.
+            the readouts of the first and the second half steps, (B * H, chunks, C, V) each, a list of the states that
+            enter the chunks, decayed to the middle, (B * H, V, K), and the states that leave the sequences.
         """
         (first, second), (write_first, write_second), solve = self.reads, self.writes, self.solve
         (_, across), (back, same) = self.scores
         if reverse:
             (first, second), (write_first, write_second), solve = self.writes, self.reads, solve.mT
             across, back, same = back.mT, across.mT, same.mT
-        # What each half step reads of the state that enters the chunk, and of the values.
+        # Readouts of each half step from the state that enters the chunk, and from the values.
         first, across = solve @ first, solve @ across
         second, same = _minus(second, back, first), _minus(same, back, across)
         removed, out = across @ values, same @ values
@@ -191,7 +191,7 @@ class _Chunks:
                 removed_n.baddbmm_(first, entering[n].mT)
                 out_n.baddbmm_(second, entering[n].mT)
                 change = (value.mT @ write_second).baddbmm_(removed_n.mT, write_first, alpha=-1)
-                # A product with a decay near 1 would round off what is lost.
+                # A product with a decay near 1 would round off the loss.
                 state = torch.addcmul(state, state, lost).addcmul_(change, half)
                 n += step
             leaving[sequence] = state
@@ -242,8 +242,8 @@ def delta_wkv_chunked_backward(
     out_dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """
-    Gradients of r, k, v, log_w, kappa, a and, if it is given, initial_state. The forward pass is computed again, so
-    that only its inputs are kept until then.
+    Gradients of r, k, v, log_w, kappa, a and, if it is given, initial_state. The forward pass is recomputed, so that
+    only its inputs are kept.
     """
     floats = r, k, v, log_w, kappa, a, initial_state
     grad_out, grad_state, *inputs, initial_state = cast(widest(*floats), grad_out, grad_state, *floats)
@@ -258,7 +258,7 @@ def delta_wkv_chunked_backward(
 
     reads, writes, written, grad_read = chunks.reads, chunks.writes, (-removed, chunks.v), (-grad_removed, g)
     scores = [[(x @ y.mT).tril_(-1) for y in written] for x in grad_read]
-    now = [(g * x).sum(-1, keepdim=True) for x in written]  # of a second half step and the writes of its own token
+    now = [(g * x).sum(-1, keepdim=True) for x in written]  # second half steps and their own tokens' writes
     removals, others = (
         x @ entering + first @ writes[0] + second @ writes[1]
         for x, (first, second) in zip(grad_read, scores, strict=True)
@@ -266,8 +266,8 @@ def delta_wkv_chunked_backward(
     near = [first.mT @ reads[0] + second.mT @ reads[1] for first, second in zip(*scores, strict=True)]
     far = [x @ leaving for x in written]
 
-    # A decay is that of every read from its token on, less those of the writes from there on, and of what is written
-    # before it and leaves the chunk. First half steps read before the decay of their token.
+    # The gradient of a decay sums every read from its token on, minus the writes from there on, plus earlier writes
+    # that leave the chunk. First half steps read before the decay of their token.
     of_removals, of_others = reads[0] * removals, reads[1] * others
     of_near, of_far = (writes[0] * x + writes[1] * y for x, y in (near, far))
     dlog_w = (of_removals + of_others - of_near).flip(-2).cumsum(-2).flip(-2) - of_removals

@@ -1,4 +1,4 @@
-"""The recurrence of Goose (RWKV-7) as the paper writes it: the reference of every test."""
+"""The recurrence of Goose (RWKV-7) as written in the paper: the reference for all tests."""
 
 import torch
 

@@ -1,12 +1,12 @@
 """
 The recurrence of Goose as Triton kernels.
 
-`_chunk_kernel` computes what does not depend on the state, for all chunks of 16 tokens at once: the factors of the
-products with the state, and the solved equations of the reads of a chunk. `_state_kernel` then passes the state on
-chip from chunk to chunk of one head, with little more than products. If there are enough heads, it walks through a
-whole sequence. Otherwise a sequence is cut into several segments. Two walks without outputs find what each segment
-adds to a state and, from the identity, by which matrix it multiplies one; `_pass_kernel` then finds the states that
-enter the segments.
+`_chunk_kernel` computes everything that does not depend on the state, for all chunks of 16 tokens at once: the factors
+of the products with the state, and the solved equations of the reads of a chunk. `_state_kernel` then passes the state
+on chip from chunk to chunk of one head, with little more than products. If there are enough heads, it walks through a
+whole sequence. Otherwise a sequence is cut into segments. Two walks without outputs find each segment's contribution
+to a state and, from the identity, the matrix that multiplies a state; `_pass_kernel` then finds the states that enter
+the segments.
 
 Every token takes two half steps, see eager.py. The rows of a chunk are its first half steps, and then its second ones;
 in memory the two rows of a token are adjacent.
@@ -14,7 +14,7 @@ in memory the two rows of a token are adjacent.
 The backward pass walks once from the first token to the last, for the states, and once from the last to the first,
 which is the transpose: reads and writes change roles. `_gradient_kernel` computes the other gradients.
 
-Decays are taken from the middle of a chunk's decay, so that exponents are at most half of its logarithm.
+Decays are taken relative to the middle of a chunk's decay, so that exponents are at most half of its logarithm.
 """
 
 import torch
@@ -28,8 +28,7 @@ from ..segments import OF_LENGTH, Segments, dot, exp, expm1, operands, program, 
 @triton.jit
 def _decays(log_w, cells, there, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """
-    log_w of the tokens of a chunk, its sum up to each token less half of that of the chunk, and half of that of the
-    chunk.
+    log_w of the tokens of a chunk, its sum up to each token minus half the chunk's sum, and half the chunk's sum.
     """
     ts = tl.arange(0, C)
     w = tl.load(log_w + cells, mask=there, other=0.0).to(tl.float32)
@@ -70,10 +69,10 @@ def _chunk_kernel(
     PACKED: tl.constexpr,
 ):
     """
-    What does not depend on the state, for every chunk whose number in its segment is `slot` modulo `SLOTS`. Per half
-    step: what a read gets of the state that enters the chunk (`reads`), what a write adds to the one that leaves it
-    (`writes`), and what a read gets of what is known of each half step (`solved`): of a second one the value, of a
-    first one a change of what it reads. And exp(summed log decay) - 1 of the chunk, and half of that sum.
+    State-independent tensors for every chunk whose number in its segment is `slot` modulo `SLOTS`. Per half step: the
+    factors of a read of the entering state (`reads`), the contribution of a write to the leaving state (`writes`), and
+    the weights of the known value of each half step in a read (`solved`): for a second half step its value, for a
+    first one a change of its readout. Also exp(summed log decay) - 1 of the chunk, and half of that sum.
     """
     slot, head, segment = program(H, SLOTS)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
@@ -84,7 +83,7 @@ def _chunk_kernel(
         there = rows < stop - first
         of_chunk = ((begin // C + segment + chunk) * H + head) * K
 
-        # What the first and the second read of a token get of the first and the second write of others.
+        # Weights of others' first and second writes in the first and second reads of a token.
         removed = tl.zeros((C, C), tl.float32)
         removed_values = tl.zeros((C, C), tl.float32)
         read = tl.zeros((C, C), tl.float32)
@@ -119,7 +118,7 @@ def _chunk_kernel(
         read = tl.where(columns <= rows, read, 0.0)
         read_values = tl.where(columns <= rows, read_values, 0.0)
 
-        # The inverse of I - removed, from those of the blocks on its diagonal.
+        # The inverse of I - removed, from the inverses of its diagonal blocks.
         inverse = tl.where(rows == columns, 1.0, 0.0) + tl.where(_level(rows, columns, 1), removed, 0.0)
         for level in tl.static_range(1, LEVELS):
             part = tl.where(_level(rows, columns, 1 << level), removed, 0.0)
@@ -132,7 +131,7 @@ def _chunk_kernel(
         tl.store(pairs + 2 * C, dot(read, inverse, DOT, PRECISION).to(solved.dtype.element_ty), mask=there)
         tl.store(pairs + 3 * C, read_values.to(solved.dtype.element_ty), mask=there)
 
-        tl.debug_barrier()  # other threads have written what is read here
+        tl.debug_barrier()  # other threads wrote the values read here
         for start in tl.static_range(0, K, BK):
             ks = start + tl.arange(0, BK)
             in_keys = there & (ks < K)[None, :]
@@ -176,13 +175,13 @@ def _state_kernel(
     STAGES: tl.constexpr,
 ):
     """
-    Passes the state through the chunks of a segment: q and x are what reads and writes, as `_chunk_kernel` wrote them.
-    `states` enter the segments, `final` leave them, and `kept` (chunks, H, V, K) enter the chunks. `out` is what the
-    second half steps read, `between` what the first ones read and write again. What is None is not written; without
-    `states` they are zero, and without `values` the identity. With REVERSE it goes from the last token to the first,
-    with writes as q, reads as x, and the gradients of out, v and `between` as values, out and `between`.
+    Passes the state through the chunks of a segment: q and x are the reads and writes of `_chunk_kernel`. `states`
+    enter the segments, `final` leave them, and `kept` (chunks, H, V, K) enter the chunks. `out` are the readouts of
+    second half steps, `between` the readouts that first ones write again. None is not written; `states` of None are
+    zero, and `values` of None the identity. With REVERSE it goes from the last token to the first, with writes as q,
+    reads as x, and the gradients of out, v and `between` as values, out and `between`.
 
-    A warp needs nothing of the state that another one has.
+    No warp needs another warp's part of the state.
     """
     tile, head, segment = program(H, TILES)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
@@ -263,7 +262,7 @@ def _pass_kernel(
     PACKED: tl.constexpr,
 ):
     """
-    Replaces what each segment adds by the state that enters it, and writes the state that leaves the last one. A
+    Replaces each segment's contribution by the state that enters it, and writes the state after the last one. A
     segment multiplies a state by `passing` (segments, H, K, K), of which BS rows are on chip at a time. If these are
     not all, the columns of the state that they multiply come from memory.
     """
@@ -294,7 +293,7 @@ def _pass_kernel(
             state = added + tl.dot(state, factor, input_precision=PRECISION)
         else:
             tl.store(there + cells, state, mask=in_state)
-            tl.debug_barrier()  # other threads have written what is read here
+            tl.debug_barrier()  # other threads wrote the values read here
             state = added
             for start in range(0, K, BS):
                 here_too = (vs < V)[:, None] & (start + ss < K)[None, :]
@@ -341,8 +340,8 @@ def _gradient_kernel(
 ):
     """
     The gradients of r, k, log_w, kappa and a for one tile of the key channels and every chunk whose number in its
-    segment is `slot` modulo `SLOTS` / TILES, from the states that enter the chunks, the gradients of those that leave
-    them, what first half steps read, and its gradient.
+    segment is `slot` modulo `SLOTS` / TILES, from the states that enter the chunks, the gradients of the states that
+    leave them, the readouts of first half steps, and their gradient.
     """
     place, head, segment = program(H, SLOTS)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
@@ -353,8 +352,8 @@ def _gradient_kernel(
         there = rows < stop - first
         of_states = ((begin // C + segment + chunk) * H + head) * (K * V)
 
-        # Sums over the value channels: the gradients of the scores of first and second reads and writes, and what
-        # reads and writes get from the state.
+        # Sums over the value channels: the gradients of the scores of first and second reads and writes, and the
+        # contributions of the state to reads and writes.
         scores_ff = tl.zeros((C, C), tl.float32)
         scores_fs = tl.zeros((C, C), tl.float32)
         scores_sf = tl.zeros((C, C), tl.float32)
@@ -386,7 +385,7 @@ def _gradient_kernel(
             scores_sf += dot(g_second, x_first, DOT, PRECISION)
             scores_ss += dot(g_second, x_second, DOT, PRECISION)
 
-        # A second read also gets what is written at its own token.
+        # A second read also gets its own token's write.
         now_first = tl.sum(tl.where(rows == columns, scores_sf, 0.0), 1)[:, None]
         now_second = tl.sum(tl.where(rows == columns, scores_ss, 0.0), 1)[:, None]
         scores_ff = tl.where(columns < rows, scores_ff, 0.0)
@@ -408,8 +407,8 @@ def _gradient_kernel(
         to_read = exp(centred)
         grad_r = (grad_r + dot(scores_ss, z_second, DOT, PRECISION)) * to_read
 
-        # A decay is that of every read from its token on (`inside`), less those of the writes from there on, and of
-        # what is written before it and leaves the chunk (`passing`). First reads come before the decay of their token.
+        # The gradient of a decay sums every read from its token on (`inside`), minus the writes from there on, plus
+        # earlier writes that leave the chunk (`passing`). First reads come before the decay of their token.
         receptance = tl.load(r + keys, mask=in_keys, other=0.0).to(tl.float32)
         grad_w = removal * grad_removal
         inside = receptance * grad_r - grad_w
@@ -500,19 +499,19 @@ def _decode_kernel(
 
 # Tokens of a chunk of 2 * CHUNK half steps.
 CHUNK = 16
-# The shortest segment that is worth the passes that compute the state that enters it.
+# The shortest segment for which computing its entering state pays off.
 MIN_SEGMENT = 512
-# The largest head whose sequences are cut.
+# The largest head for which sequences are cut.
 MAX_CUT = 256
 
 
 class _Plan(Segments):
-    """How the work is divided into programs, and what all of them read."""
+    """The division of work into programs, and their common inputs."""
 
     def __init__(self, r, k, v, log_w, kappa, a, cu_seqlens):
         batch, length, heads, key_size = k.shape
         value_size = v.shape[-1]
-        # The dtype of the products is that of their operands in memory.
+        # Products use the dtype of their operands in memory.
         self.dtype = torch.bfloat16 if common_dtype(r, k, v) == torch.bfloat16 else torch.float32
         block_k = block_size(key_size)
         row = block_k * self.dtype.itemsize  # bytes
@@ -550,7 +549,7 @@ class _Plan(Segments):
         )
 
     def slots(self, waves):
-        """Programs for each head of a segment, where every chunk is by itself."""
+        """Programs for each head of a segment, where chunks are independent."""
         return min(cdiv(waves * self.multiprocessors, self.segments * self.heads), cdiv(self.segment, CHUNK))
 
     def launch(self, kernel, *arguments, programs, **constants):
@@ -572,7 +571,7 @@ class _Plan(Segments):
         )
 
     def entering(self, values, initial, reverse):
-        """The states that enter the segments, and those that leave the sequences; in reverse, their gradients."""
+        """The states that enter the segments and that leave the sequences; in reverse, their gradients."""
         if self.whole:
             return initial, None
         shape = self.heads, self.value_size, self.key_size
@@ -623,7 +622,7 @@ def delta_wkv_triton(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, out_dt
 def delta_wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, kappa, a, initial_state, cu_seqlens, out_dtype):
     """
     Gradients of r, k, v, log_w, kappa, a and, if it is given, initial_state. The states that enter the chunks are
-    computed again, and kept in the dtype of the products during the pass.
+    recomputed, and kept in the dtype of the products during the pass.
     """
     grad_out, r, k, v, log_w, kappa, a = contiguous(grad_out, r, k, v, log_w, kappa, a)
     grad_state = grad_state.float().contiguous()

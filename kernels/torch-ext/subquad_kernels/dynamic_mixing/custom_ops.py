@@ -1,4 +1,4 @@
-"""The dynamic layer as custom operators: into a new tensor, and in place."""
+"""The dynamic layer as custom operators: out of place and in place."""
 
 import torch
 

@@ -1,8 +1,8 @@
 """
 The dynamic layer in plain torch, for any device.
 
-It takes a few windows at a time, and a block of their rows at a time with all rows. So the cosines that exist at once
-are a tile of bounded size. The backward pass computes them again.
+It processes a few windows at a time, and a block of their rows at a time with all rows. So the cosines are a tile of
+bounded size. The backward pass recomputes them.
 """
 
 import math
@@ -39,7 +39,7 @@ def _blocks(context: int) -> Iterator[slice]:
 def _cosines(
     y: torch.Tensor, rows: slice, normalization: str, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cosines of a block of rows with all rows, and what they are divided by."""
+    """The cosines of a block of rows with all rows, and their divisors."""
     cosines = matmul(y[:, rows], y.mT).to(dtype)
     if normalization == "l1":
         return cosines, cosines.abs().sum(-1, keepdim=True).clamp_min(eps)

@@ -1,16 +1,16 @@
 """
 The dynamic layer as Triton kernels.
 
-Each kernel computes tiles of a product of matrices, and works on a tile before it writes it. The cosines of a few
-windows at a time are written to memory, in the dtype of the features, and read again. That is cheaper than to compute
-them again for each use.
+Each kernel computes tiles of a product of matrices, and post-processes a tile before writing it. The cosines of a few
+windows at a time are written to memory, in the dtype of the features, and read again. That is cheaper than recomputing
+them for each use.
 
-With n for 1 / norm, S for the cosines, r for what a row of cosines is divided by, g for the gradient times the gate,
+With n for 1 / norm, S for the cosines, r for the divisor of a row of cosines, g for the gradient times the gate,
 
     D_ij = (g_i · x_j - s_ij t_i) / r_i,    t_i = sum_j S_ij (g_i · x_j) / r_i
 
-is the gradient of S_ij, as a cosine of row i (s is its sign in "l1", but zero if r is eps, and one in "sum"), and that
-of row i is
+is the gradient of S_ij, as a cosine of row i (s is its sign in "l1", but zero if r is eps, and one in "sum"), and the
+gradient of row i is
 
     sum_k S_ki g_k / r_k  +  n_i (sum_j D_ij n_j x_j + sum_k D_ki n_k x_k)  -  n_i² p_i x_i,
 
@@ -29,7 +29,7 @@ from ..backend import cdiv, dense_rows, launch
 from ..tiles import add_rows, cells_of, norm_kernel, product_constants, row_products, rows_at
 
 
-BYTES = 1 << 25  # of the cosines that exist at a time
+BYTES = 1 << 25  # of the cosines in memory at a time
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _cosine_kernel(
     L1: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the cosines of a window, and what it adds to r."""
+    """A tile of the cosines of a window, and its contribution to r."""
     across = size // KEYS
     tiles = size // ROWS * across
     row, key = tl.program_id(0) % tiles // across * ROWS, tl.program_id(0) % across * KEYS
@@ -57,7 +57,7 @@ def _cosine_kernel(
 
 @triton.jit
 def _sum_parts(parts, number, window, rows, size):
-    """The sums of some rows of a window, of which there are a number of parts."""
+    """The sums of some rows of a window, from `number` parts."""
     sums = tl.load(parts + window * number * size + rows)
     for n in range(1, number):
         sums += tl.load(parts + (window * number + n) * size + rows)
@@ -71,7 +71,7 @@ def _mix_kernel(
     L1: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of gate * (weights @ rows), may overwrite the gate. With g, also what it adds to t."""
+    """A tile of gate * (weights @ rows), may overwrite the gate. With g, also its contribution to t."""
     across = tl.cdiv(H, BN)
     tiles = size // ROWS * across
     row, column = tl.program_id(0) % tiles // across * ROWS, tl.program_id(0) % across * BN
@@ -100,8 +100,8 @@ def _slope_kernel(
     EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """
-    A tile of D, in `forth` times n of its column and in `back` times n of its row, and what it adds to the sums of
-    D S in rows and columns. Divides the cosines by r.
+    A tile of D, in `forth` times n of its column and in `back` times n of its row, and its contributions to the sums
+    of D S in rows and columns. Divides the cosines by r.
     """
     across = size // KEYS
     tiles = size // ROWS * across
@@ -169,7 +169,7 @@ def _row_gradient_kernel(
 
 
 class _Plan:
-    """How the work is divided, and the arguments that all kernels share."""
+    """The division of work, and the arguments shared by all kernels."""
 
     def __init__(self, features, width, normalization, eps):
         self.x, self.eps, self.l1 = features[..., :width], eps, normalization == "l1"

@@ -1,4 +1,4 @@
-"""The gated norm of the heads as the paper writes it, head by head: the reference of every test."""
+"""The gated norm of the heads as written in the paper, head by head: the reference for all tests."""
 
 import torch
 

@@ -2,8 +2,8 @@
 The gated norm of the heads as Triton kernels.
 
 A program computes a few heads of a strip of consecutive rows. So weight and bias are read once, and in the backward
-pass their gradients are sums in registers. Mean and variance are computed again instead of kept. The backward pass has
-more to compute between its loads, so it reads rows before it needs them.
+pass their gradients are sums in registers. Mean and variance are recomputed instead of kept. The backward pass
+computes more between its loads, so it reads rows ahead of time.
 """
 
 import torch
@@ -128,11 +128,11 @@ def _backward_kernel(
 
 class _Plan:
     """
-    How the work is divided.
+    The division of work.
 
     Args:
-        values: how many values of a row a thread has.
-        programs: how many programs a multiprocessor has. It has more if a strip would be longer than `longest`.
+        values: number of values of a row per thread.
+        programs: number of programs per multiprocessor; more if a strip would be longer than `longest`.
         longest: the maximum number of rows of a strip.
     """
 
@@ -170,7 +170,7 @@ def group_norm_gate_triton(x, gate, weight, bias, eps):
 def group_norm_gate_triton_backward(grad, x, gate, weight, bias, eps):
     """Gradients of x, gate, weight and bias."""
     grad, x, gate, weight, bias = contiguous(grad, x, gate, weight, bias)
-    # All programs run at the same time, so that none is left over for a second turn.
+    # All programs run at the same time, so that no second wave is needed.
     plan = _Plan(x, eps, values=8, programs=4)
     grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
     grad_weight, grad_bias = x.new_empty(2, plan.strips, *weight.shape, dtype=torch.float32).unbind()

@@ -1,4 +1,4 @@
-"""Slot memory: the recurrence of Raven, in which a token writes few rows of a state and reads all of them."""
+"""Slot memory: the recurrence of Raven, in which a token writes to a few rows of a state and reads all of them."""
 
 import torch
 
@@ -34,8 +34,8 @@ def slot_memory(
         S_t = f_t ⊙ S_{t-1} + (1 - f_t) [k_t, v_t]ᵀ,    f_t = exp(log_f_t)
         out_t = S_v,tᵀ softmax(S_k,t q_t)
 
-    A slot whose log_f is 0 keeps its exact value. A token also reads what it writes itself. Logits are not scaled, and
-    slots that were never written to, which are zeros, take part.
+    A slot whose log_f is 0 keeps its exact value. A token also reads its own write. Logits are not scaled, and
+    slots that were never written to (zeros) take part.
 
     The state is float32 for any dtype of q, k and v, also under autocast (float64 if an input is float64). Plain torch
     computes in the dtype of the state. The Triton kernels multiply bfloat16 inputs in bfloat16, float16 inputs in tf32
@@ -53,7 +53,7 @@ def slot_memory(
             document starts from its own initial state.
         indices: int64 (B), or (N) with `cu_seqlens`. Then `initial_state` is a pool (states, H, M, K + V): row or
             document n starts from its state indices[n], and the state after the last token is written there. The pool
-            must be float32 and contiguous but for the first stride, and is returned. Nothing may need a gradient.
+            must be float32 and contiguous except for the first stride, and is returned. Nothing may need a gradient.
         inplace: write the state after the last token into `initial_state` and return that tensor. It must be float32
             and contiguous, and nothing may need a gradient.
         backend: `"auto"`, `"triton"`, `"eager"` (plain torch, parallel over time) or `"reference"` (the recurrence).
@@ -63,8 +63,8 @@ def slot_memory(
         (float64).
 
     Raises:
-        ValueError: if a shape or a dtype does not fit, before any work. (On a GPU an assertion on the device finds
-            wrong values of `cu_seqlens`, so that nothing waits for the device.)
+        ValueError: if a shape or a dtype does not fit, before any work. (On a GPU, wrong values of `cu_seqlens` fail
+            an assertion on the device, which avoids a synchronization.)
     """
     _check(q, k, v, log_f, initial_state, cu_seqlens, indices, inplace)
     floats = q, k, v, log_f, initial_state
@@ -90,8 +90,8 @@ def slot_memory_state(
     state: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor, *, backend: str = "auto"
 ) -> torch.Tensor:
     """
-    The state of [`slot_memory`] alone: that after the tokens k, v, log_f (B, T, H, .), from `state` (B, H, M, K + V)
-    before them; None means zeros.
+    Only the final state of [`slot_memory`], after the tokens k, v, log_f (B, T, H, .), starting from `state` (B, H, M,
+    K + V); None means zeros.
     """
     _check(k, k, v, log_f, state, None)
     chosen = choose_backend("slot_memory", backend, BACKENDS, of_widest(k, v, log_f, state))

@@ -1,5 +1,5 @@
 """
-The kernels of the slot memory that compute chunks of tokens, and what the programs of all of them share.
+The kernels of the slot memory that compute chunks of tokens, and their common functions.
 
 Both passes are parallel over chunks. Only `_walk_kernel` goes from chunk to chunk, with a tile of the memory on chip,
 and stores the memory that enters each. (If a sequence gives too few programs, it is cut into segments that are
@@ -9,8 +9,8 @@ and `_decay_kernel` have a result for each slot: sums of decayed writes, weighte
 
 With F the running sum of log decays from the start of a chunk, the write of token s has decayed by exp(F_t - F_s) when
 token t reads it. If no slot decays by more than exp(LIMIT) in a chunk, the factors exp(F_t) and exp(-F_s) neither
-overflow nor lose digits, and all pairs of tokens of the chunk are one product. The other chunks, which trained models
-rarely have, are marked in `far_chunks` and left to far_kernels.py.
+overflow nor lose digits, and all pairs of tokens of the chunk are one product. The other chunks, rare in trained
+models, are marked in `far_chunks` and left to far_kernels.py.
 """
 
 import triton
@@ -19,10 +19,10 @@ import triton.language as tl
 from ..segments import decayed, dot, exp, expm1, program, tokens
 
 
-# Nothing is left of a slot that decays by more in one step: exp(-17) is 4e-8.
+# A larger decay in one step empties a slot: exp(-17) is 4e-8.
 LOWEST: tl.constexpr = tl.constexpr(-17.0)
 LIMIT: tl.constexpr = tl.constexpr(-64.0)
-# These differ from call to call, and as constants would gain nothing.
+# These change from call to call, and gain nothing as constants.
 GEOMETRY = ["T", "SEGMENT", "SEGMENTS", "CHUNKS", "H", "ADD"]
 
 
@@ -63,7 +63,7 @@ def load_log(log_f, first, head, ts, ms, rows, H, M: tl.constexpr):
 
 @triton.jit
 def load_decay(decay, first, head, ts, ms, rows, H, M: tl.constexpr):
-    """F of the tokens ts: 0 before the chunk, and that of the last token after it."""
+    """F of the tokens ts: 0 before the chunk, and the last token's F after it."""
     ts = tl.minimum(ts, rows - 1)
     return tl.load(cells_of(decay, first, head, ts, ms, H, M), mask=(ts >= 0)[:, None] & (ms < M)[None, :], other=0.0)
 
@@ -76,7 +76,7 @@ def load_total(decay, first, head, ms, rows, H, M: tl.constexpr):
 
 @triton.jit
 def causal(rs, ts, N: tl.constexpr):
-    """The pairs of a token (row) and one of the same block (column) whose write it reads, itself or an earlier one."""
+    """The pairs of a token (row) and the same or an earlier token of its block (column), whose write it reads."""
     return (rs[:, None] >= ts[None, :]) & ((rs & -N)[:, None] == (ts & -N)[None, :])
 
 
@@ -99,8 +99,8 @@ def _decay_sum_kernel(
     PACKED: tl.constexpr,
 ):
     """
-    F of each token, and the part of its write that is left at the end of its chunk, p exp(F_end - F). Marks the chunks
-    that decay too far in `far_chunks`, which was zeros.
+    F of each token, and the remaining part of its write at the end of its chunk, p exp(F_end - F). Marks chunks that
+    decay too far in `far_chunks`, initially zeros.
     """
     tile, head, first, rows, index = place(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     if rows <= 0:
@@ -146,8 +146,8 @@ def _walk_kernel(
     """
     The memory of a segment, from `initial`, which enters it. The memories that enter its chunks, the one that leaves
     it and its summed log decay go to `chunk_states`, `final` and `totals`. Each chunk decays the memory and adds
-    x_keysᵀ keys to the columns of the keys and x_valuesᵀ values to those of the values. With REVERSE it goes from the
-    last chunk to the first, as the gradient of the memory does.
+    x_keysᵀ keys to the key columns and x_valuesᵀ values to the value columns. With REVERSE it goes from the
+    last chunk to the first, like the gradient of the memory.
     """
     KEY_TILES: tl.constexpr = (K + BF - 1) // BF
     TILES: tl.constexpr = KEY_TILES + (V + BF - 1) // BF
@@ -217,8 +217,8 @@ def _slots_kernel(
     STAGES: tl.constexpr,
 ):
     """
-    What a (C, SIZE) reads from each slot of the memory that b was written to, from column OFFSET on. If a chunk decays
-    too far, the writes of its own tokens are left to `_softmax_kernel`.
+    The readout of a (C, SIZE) from each slot of the memory of b, from column OFFSET on. If a chunk decays too far, the
+    writes of its own tokens are left to `_softmax_kernel`.
     """
     tile, head, first, rows, index = place(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     if rows <= 0:
@@ -276,8 +276,8 @@ def _features_kernel(
     STAGES: tl.constexpr,
 ):
     """
-    What `reads`, x exp(F), read from the memory that a (C, SIZE) was written to, from column OFFSET on. With REVERSE
-    what `writes` read from the gradient of the memory, to which a contributed through x. If a chunk decays too far,
+    The readout of `reads`, x exp(F), from the memory of a (C, SIZE), from column OFFSET on. With REVERSE, the readout
+    of `writes` from the gradient of the memory, to which a contributed through x. If a chunk decays too far,
     `far_pairs` has the weights of its tokens' writes in each other's reads.
     """
     tile, head, first, rows, index = place(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
@@ -332,9 +332,9 @@ def _given(
     STAGES: tl.constexpr,
 ):
     """
-    Adds what b reads from the gradient of the memory that leaves a chunk to `given`, and the product of that gradient
-    with the memory that enters the chunk to `kept`. Returns the products of b (rows) and the a (columns) that read it,
-    zeros if the chunk decays too far.
+    Adds the readout of b from the gradient of the memory that leaves a chunk to `given`, and the product of that
+    gradient with the memory that enters the chunk to `kept`. Returns the products of b (rows) and the a (columns) that
+    read it, zeros if the chunk decays too far.
     """
     ts = tl.arange(0, C)
     scores = tl.zeros((C, C), tl.float32)
@@ -388,10 +388,10 @@ def _decay_kernel(
     STAGES: tl.constexpr,
 ):
     """
-    The gradient of log_f. That of p is what k and v read from the gradient of the memory. `sums` has the products of
-    each token's reads with their gradients, over both memories, `out` the gradient of p within a chunk that decays too
-    far. A decay affects what is read from its token on of what was written before it: everything that is read from
-    there on, less the writes from there on, and everything that passes from this chunk to later ones.
+    The gradient of log_f. The gradient of p is the readout of k and v from the gradient of the memory. `sums` has the
+    products of each token's reads with their gradients, over both memories, `out` the gradient of p within a chunk
+    that decays too far. A decay affects later reads of earlier writes: its gradient sums everything read from its
+    token on, minus the writes from there on, plus everything that passes from this chunk to later ones.
     """
     tile, head, first, rows, index = place(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     if rows <= 0:

@@ -1,4 +1,4 @@
-"""The slot memory as custom operators: of a sequence, of a single token, and the state alone."""
+"""The slot memory as custom operators: for a sequence, for a single token, and for the state alone."""
 
 from ..backend import widest
 from ..custom_ops import custom_op

@@ -4,7 +4,7 @@ The slot memory in plain torch, parallel over time, for any device.
 It is two passes of gated linear attention with the same decays and writes. The first reads the keys of the slots with
 q and finds the logits of the slots, the second reads the values of the slots with the softmax of the logits.
 
-The token pairs of a chunk are covered by halving, see chunks.py. A token also reads what it writes itself: its read is
+The token pairs of a chunk are covered by halving, see chunks.py. A token also reads its own write: its read is
 decayed from the start of its block up to and including its own decay, its write from there to the end of its block.
 
 Halving begins with blocks of several tokens if no slot decays by more than exp(LIMIT) in any of them. In such a block
@@ -23,9 +23,9 @@ from ..state_pool import step_in_pool
 from ..tracing import can_read_without_sync
 
 
-# Replaces -inf, which sums and products would turn into NaN. Its exponential is 0 too.
+# Replaces -inf, which sums and products would turn into NaN. Its exponential is also 0.
 LOG_ZERO = -1e4
-LIMIT = -8.0  # the larger a sum of log decays is, the more is rounded off
+LIMIT = -8.0  # larger sums of log decays lose more digits
 
 
 def slot_memory_step_inplace(
@@ -78,7 +78,7 @@ class _Decays:
         while sums[-1].shape[-2] > 1:
             sums.append(torch.unflatten(sums[-1], -2, (-1, 2)).sum(-2))
         level = len(sums) - 1 if can_read_without_sync(log_f) else 0
-        while level and not sums[level].amin() >= LIMIT:  # also if it is NaN
+        while level and not sums[level].amin() >= LIMIT:  # also stops at NaN
             level -= 1
         self.block = 1 << level
         self.totals = [total.exp() for total in sums[level:]]
@@ -118,7 +118,7 @@ def _between(x, block):
 
 class _Writes:
     """
-    p = 1 - exp(log_f), how much tokens write to the slots.
+    p = 1 - exp(log_f), the weights with which tokens write to the slots.
 
     Attributes:
         falling: p times `fall`, in blocks.
@@ -137,7 +137,7 @@ class _Writes:
 
 class _Reads:
     """
-    x, with which tokens read.
+    x, the weights with which tokens read.
 
     Attributes:
         rising: x times `rise`, in blocks.
@@ -156,8 +156,8 @@ class _Reads:
 
 def _read(found, scores, writes, decays):
     """
-    For each token and slot the sum of what the tokens up to it wrote, weighted by `scores` (..., C, C). Overwrites
-    `found`, what a token reads from the state that enters its chunk.
+    For each token and slot, the sum of the writes up to the token, weighted by `scores` (..., C, C). Overwrites
+    `found`, the readout from the state that enters its chunk.
     """
     for level, block, left, _ in decays.pairs_down():
         halves(found, block)[1].mul_(left).add_(_between(scores, block) @ writes.levels[level])
@@ -292,7 +292,7 @@ def _form_backward(layout, a, b, x, writes, decays, initial_state, grad_state):
     dfirst, dlast = (x * dx).sum(-2), (p * dp).sum(-2)
     dx += own @ p
     dp += own.mT @ x
-    # The gradient of the log decay between the first token and each one. Sums of it are those of the tokens' own.
+    # The gradient of the log decay between the first token and each one. Its sums are the tokens' own gradients.
     dlog = (x * dx).addcmul_(p, dp, value=-1)
     dlog[..., -1, :] += dlast
     dlog = dlog.flip(-2).cumsum(-2).flip(-2)
@@ -314,7 +314,7 @@ def slot_memory_chunked_backward(
     cu_seqlens: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """
-    Gradients of q, k, v, log_f and, if it is given, initial_state. The forward pass is computed again, except for the
+    Gradients of q, k, v, log_f and, if it is given, initial_state. The forward pass is recomputed, except for the
     logits.
     """
     floats = q, k, v, log_f, initial_state

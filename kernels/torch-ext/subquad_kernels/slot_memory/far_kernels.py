@@ -1,8 +1,7 @@
 """
-What the tokens of a chunk of the slot memory read of each other's writes if a slot decays too far in it for the
-factors exp(F_t) and exp(-F_s) of a pair. The factors are split in blocks of `NEAR` tokens only, and the other pairs
-covered by halving, see chunks.py: for blocks of b tokens both factors lead to the boundary between the blocks of a
-pair, so that no exponent is positive.
+Readouts within chunks of the slot memory in which a slot decays too far for the factors exp(F_t) and exp(-F_s) of a
+pair. The factors are split only in blocks of `NEAR` tokens, and the other pairs are covered by halving, see chunks.py:
+for blocks of b tokens both factors lead to the boundary between the blocks of a pair, so that no exponent is positive.
 """
 
 import triton
@@ -62,7 +61,7 @@ def add_far_reads(
     a, b, log_f, decay, out, first, head, rs, ts, rows, H,
     SIZE: tl.constexpr, M: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the tokens rs read with a from each slot of the b that the tokens ts of the chunk wrote."""
+    """Adds the readouts of the tokens rs with a from each slot of b, written by the tokens ts of the chunk."""
     scores = _scores(a, b, first, head, rs, ts, rows, H, SIZE, DOT, PRECISION)
     for start in range(0, M, BLOCK):
         ms = start + tl.arange(0, BLOCK)
@@ -86,7 +85,7 @@ def far_pairs(
     x, log_f, decay, first, head, rs, ts, rows, H,
     M: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The weights of the writes of the tokens ts (columns) in what the tokens rs (rows) read with x."""
+    """The weights of the writes of the tokens ts (columns) in the readouts of the tokens rs (rows) with x."""
     pairs = tl.zeros((rs.shape[0], ts.shape[0]), tl.float32)
     for start in range(0, M, BLOCK):
         ms = start + tl.arange(0, BLOCK)
@@ -109,7 +108,7 @@ def _write_grads(
     a, b, x, decay, out, first, head, ts, rows, H,
     SIZE: tl.constexpr, M: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the writes of b in a chunk, from what a reads of them through x, or that added to `out`."""
+    """The gradient of the writes of b in a chunk, from the readouts of a through x, or this added to `out`."""
     scores = _scores(a, b, first, head, ts, ts, rows, H, SIZE, DOT, PRECISION)
     for start in range(0, M, BLOCK):
         ms = start + tl.arange(0, BLOCK)
@@ -154,7 +153,7 @@ def _far_writes_kernel(
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """For chunks that decay too far: the gradient of the writes, from what the tokens of the chunk read of them."""
+    """For chunks that decay too far: the gradient of the writes, from the readouts of the chunk's tokens."""
     _, head, first, rows, index = place(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     if rows <= 0:
         return

@@ -1,4 +1,4 @@
-"""The slot memory of Raven as the paper writes it: the reference of every test."""
+"""The slot memory of Raven as written in the paper: the reference for all tests."""
 
 import torch
 

@@ -1,8 +1,8 @@
 """
-The kernel of the slot memory that turns logits into the weights of slots, or gradients of these into those of logits.
+The kernel of the slot memory that turns logits into slot weights, or gradients of weights into gradients of logits.
 
-Its programs compute few tokens of a chunk. So they also take what no other kernel does for chunks that decay too far:
-between the kernels for which a pair of tokens is a product of two factors, logits and weights are completed here.
+Its programs compute few tokens of a chunk. So they also complete logits and weights of chunks that decay too far for
+kernels that treat a pair of tokens as a product of two factors.
 """
 
 import triton
@@ -45,9 +45,9 @@ def _softmax_kernel(
     gradient of that softmax, x is the gradient of the logits instead, and `grads` becomes the sum of x times its
     gradient over both.
 
-    In a chunk that decays too far, what a reads of the b that its tokens wrote is first added to `grads`, or without
-    them to the logits, unless a is None. For such chunks alone are stored x, and in `pairs` the weight of the write of
-    one token (column) in the read with x of another (row).
+    In a chunk that decays too far, the readout of a from the b of its tokens is first added to `grads`, or without
+    them to the logits, unless a is None. x is stored only for such chunks, and `pairs` then has the weight of the
+    write of one token (column) in the read with x of another (row).
     """
     tile, head, first, rows, index = place(boundaries, T, SEGMENT, SEGMENTS, CHUNKS, H, TILES, C, PACKED)
     ROWS: tl.constexpr = C // TILES
@@ -55,11 +55,11 @@ def _softmax_kernel(
         return
     far = tl.load(far_chunks + index) != 0
     ts, rs = tl.arange(0, C), tile * ROWS + tl.arange(0, ROWS)
-    if a is not None:  # noqa: SIM102, as Triton decides this, and a program what follows
+    if a is not None:  # noqa: SIM102, Triton evaluates this, a program the next condition
         if far:
             incomplete = logits if grads is None else grads
             add_far_reads(a, b, log_f, decay, incomplete, first, head, rs, ts, rows, H, SIZE, M, DOT, PRECISION)
-            tl.debug_barrier()  # what a thread stores, here and below, others read
+            tl.debug_barrier()  # other threads read these stores
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     read = tl.zeros((ROWS,), tl.float32)

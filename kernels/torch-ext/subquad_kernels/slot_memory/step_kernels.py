@@ -1,8 +1,8 @@
 """
-The slot memory of a single token as Triton kernels, which are limited by the memory that they read.
+The slot memory of a single token as Triton kernels, limited by memory bandwidth.
 
-The first kernel computes the logits, of the keys after the token. The second one writes the token, and reads the
-values as it passes through them. So the last kernel alone changes the state, when no other can fail any more.
+The first kernel computes the logits, from the keys after the token. The second one writes the token, and reads the
+values as it passes through them. So only the last kernel changes the state, when no other can fail any more.
 """
 
 import triton
@@ -13,7 +13,7 @@ from ..segments import exp, expm1
 
 @triton.jit
 def _place(head, indices, H, stride, SIZE: tl.constexpr):
-    """Where the state of a head of some row begins. H is the number of heads of a row."""
+    """The start of the state of a head of some row. H is the number of heads of a row."""
     row = head // H
     if indices is not None:
         row = tl.load(indices + row)
@@ -75,7 +75,7 @@ def _step_kernel(
     INPLACE: tl.constexpr,
 ):
     """
-    Some columns of the state of one head after the token, and what the softmax of the logits reads of values. In
+    Some columns of one head's state after the token, and the readout of values with the softmax of the logits. In
     place, slots that the token does not write to are not stored.
     """
     KEY_TILES: tl.constexpr = (K + BF - 1) // BF

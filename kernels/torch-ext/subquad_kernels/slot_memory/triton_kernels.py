@@ -1,9 +1,9 @@
 """
-The slot memory as Triton kernels: how the work is divided, and which kernels a pass runs.
+The slot memory as Triton kernels: division of work, and the kernels of each pass.
 
 The forward pass reads the keys of the memory for the logits of the slots, then its values with the softmax of the
 logits; the memories that enter the chunks, of keys and values together, are computed before. The backward pass
-computes them again, and their gradients in reverse.
+recomputes them, and computes their gradients in reverse.
 """
 
 import torch
@@ -22,13 +22,13 @@ from .softmax_kernel import _softmax_kernel
 from .step_kernels import _step_kernel, _step_logits_kernel
 
 
-# The shortest segment that is worth the passes that compute the state that enters it. Documents are always cut into
-# segments of at most this length, so that short ones do not wait for long ones.
+# The shortest segment for which computing its entering state pays off. Documents are always cut into segments of at
+# most this length, so that short ones do not wait for long ones.
 MIN_SEGMENT = 512
 
 
 class _Plan(Segments):
-    """How the work is divided into programs."""
+    """The division of work into programs."""
 
     def __init__(self, k, v, log_f, cu_seqlens):
         batch, length, self.heads, self.key_size = k.shape
@@ -66,13 +66,13 @@ class _Plan(Segments):
 
     def pipeline(self, columns: int, *, chained: bool = False) -> dict:
         """
-        How many warps compute a product with this number of columns, and how many tiles they load ahead. `chained`
-        says that outside of a loop a product's result is an operand of the next one.
+        The number of warps for a product with this number of columns, and of tiles to load ahead. `chained`: outside
+        of a loop, a product's result is an operand of the next one.
         """
         narrow = self.dtype == torch.bfloat16
-        # Eight warps of a Hopper GPU share the columns of 64 rows. Triton reads a row-major bfloat16 operand wrongly
-        # if its half has fewer than 64 columns, one row of shared memory. In a chain it gives all eight warps rows of
-        # their own, of which there are enough for four only; one such kernel was wrong on a GPU.
+        # Eight warps of a Hopper GPU share the columns of 64 rows. Triton misreads a row-major bfloat16 operand if its
+        # half has fewer than 64 columns, one row of shared memory. In a chain it gives all eight warps rows of their
+        # own, but there are only enough rows for four; one such kernel was wrong on a GPU.
         few = self.hip or (narrow and (columns < 128 or chained))
         return {"STAGES": 2 if narrow and not self.hip else 1, "num_warps": 4 if few else 8}
 
@@ -94,7 +94,7 @@ class _Plan(Segments):
         launch(kernel, grid, *arguments, **constants)
 
     def decays(self, log_f):
-        """F of each token, and the part of its write that is left at the end of its chunk. Finds the far chunks."""
+        """F of each token, and the remaining part of its write at the end of its chunk. Finds the far chunks."""
         decay, writes = self.by_slot(), self.by_slot(self.dtype)
         block = block_size(self.slots, 64)
         self.launch(_decay_sum_kernel, log_f, decay, writes, tiles=cdiv(self.slots, block), BM=block, num_warps=8)
@@ -116,7 +116,7 @@ class _Plan(Segments):
         )
 
     def walk(self, inputs, initial, *, store=True, reverse=False):
-        """The memories that enter the chunks, if they are stored, and those that leave the sequences."""
+        """The memories that enter the chunks, if stored, and the memories that leave the sequences."""
         chunk_states = self.state(self.chunks, self.dtype) if store else None
         final = self.state(self.sequences)
         if self.whole:
@@ -131,7 +131,7 @@ class _Plan(Segments):
 
     def find(self, a, b, decay, writes, states, offset):
         """
-        What a reads from each slot of b: the logits, or the gradient of their softmax. [`softmax`] completes it.
+        The readout of a from each slot of b: the logits, or the gradient of their softmax. [`softmax`] completes it.
         """
         out = self.by_slot()
         self.launch(
@@ -149,8 +149,9 @@ class _Plan(Segments):
 
     def softmax(self, a, b, logits, grads, log_f, decay):
         """
-        The softmax x of the logits, or the gradient of the logits; x exp(F); and the weights of the tokens' writes in
-        each other's reads with x, for chunks that decay too far. For these a and b complete the logits, or `grads`.
+        The softmax x of the logits, or the gradient of the logits; x exp(F); and, for chunks that decay too far, the
+        weights of the tokens' writes in each other's reads with x. For such chunks a and b complete the logits, or
+        `grads`.
         """
         x, reads = self.by_slot(self.dtype), self.by_slot(self.dtype)
         pairs = self.empty(self.chunks, self.heads, self.chunk, self.chunk, dtype=self.dtype)
@@ -166,7 +167,7 @@ class _Plan(Segments):
         return x, reads, pairs
 
     def features(self, a, decay, reads, writes, far_pairs, states, out, offset, reverse=False):
-        """What x reads of a; in reverse the gradient of the writes."""
+        """The readout of x from a; in reverse the gradient of the writes."""
         self.launch(
             _features_kernel,
             *(a, decay, reads, writes, far_pairs, states, out),
@@ -228,7 +229,7 @@ def _decays_and_state(log_f, state):
 def slot_memory_triton_backward(grad_out, grad_state, logits, q, k, v, log_f, initial_state, cu_seqlens):
     """
     Gradients of q, k, v, log_f and, if it is given, initial_state, the last two in float32. The memories that enter
-    the chunks are computed again; they and their gradients are kept in the dtype of the products during the pass.
+    the chunks are recomputed; they and their gradients are kept in the dtype of the products during the pass.
     """
     dtypes = [x.dtype for x in (q, k, v)]
     grad_out, q, k, v = _prepare(grad_out.to(v.dtype), q, k, v)

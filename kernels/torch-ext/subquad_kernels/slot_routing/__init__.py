@@ -1,4 +1,4 @@
-"""Slot routing: which slots of its memory a token of Raven writes to, and how much each of them forgets."""
+"""Slot routing: the choice of memory slots that a token of Raven writes to, and how much each of them forgets."""
 
 import math
 
@@ -26,15 +26,15 @@ def slot_routing(
 ) -> torch.Tensor:
     """
     The logarithm of the fraction that each of M slots keeps of its content at a token (equation 20 of "Raven", and 22
-    with "softmax"). K slots are chosen, and the decay of the head is shared among them:
+    with "softmax"). K slots are chosen, and share the decay of the head:
 
         log_f[i] = log_decay[i] * r[i],    r[i] = 0 if slot i is not chosen, otherwise
 
         "sigmoid":    r[i] = m[i] / (scale * (sum of the K chosen m + 1e-9)),    m = sigmoid(logits)
         "softmax":    r[i] = m[i] / scale,                                       m = softmax(logits) over all slots
 
-    The chosen slots are those with the K largest logits, or with `bias` those with the K largest m + bias; the first
-    ones if values are equal. The bias has no other effect and no gradient. Everything is computed in float32 (float64
+    The chosen slots have the K largest logits, or with `bias` the K largest m + bias; the first ones if values are
+    equal. The bias has no other effect and no gradient. Everything is computed in float32 (float64
     if an input is float64), also under autocast. Only the inputs are kept for the backward pass.
 
     Args:

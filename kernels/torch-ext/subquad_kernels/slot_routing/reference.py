@@ -1,4 +1,4 @@
-"""The router of Raven as the paper writes it, token by token: the reference of every test."""
+"""The router of Raven as written in the paper, token by token: the reference for all tests."""
 
 import torch
 

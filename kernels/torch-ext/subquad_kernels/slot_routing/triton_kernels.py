@@ -1,9 +1,9 @@
 """
 The router of Raven as Triton kernels: each logit is read once, and log_f, or a gradient, written once.
 
-A program is one warp, with whole rows in its registers, so that sums over the slots do not need shared memory; more
-than 512 slots take more warps. The K-th largest value of a row is the largest number that at least K values reach; it
-is found bit by bit. The backward pass chooses again, so that the choice need not be kept.
+A program is one warp, with whole rows in its registers, so that sums over the slots need no shared memory; more than
+512 slots take more warps. The K-th largest value of a row is the largest number that at least K values reach; it is
+found bit by bit. The backward pass repeats the choice instead of storing it.
 """
 
 import torch
@@ -30,7 +30,7 @@ def _largest(x, slots, topk, BITS: tl.constexpr):
     """True for the `topk` largest of the `slots` values of each row, the first ones if values are equal."""
     ROWS: tl.constexpr = x.shape[0]
     BLOCK: tl.constexpr = x.shape[1]
-    # Unsigned integers in the order of the numbers; 0, which stands for no number, after the last slot.
+    # Unsigned integers in the order of the numbers; 0, which no number maps to, after the last slot.
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
     # The exclusive or inverts them: the interpreter cannot invert an unsigned integer with every version of NumPy.
     bits = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)

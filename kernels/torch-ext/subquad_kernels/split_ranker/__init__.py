@@ -1,4 +1,4 @@
-"""The ranker of Avey and Avey-B: which earlier splits are read with the current one, and the weight of each."""
+"""The ranker of Avey and Avey-B: the choice of earlier splits to read with the current one, and their weights."""
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,11 @@ def maxsim(
 
         scores[t, m] = sum over q of max over s of cos(queries[t, q], splits[m, s])
 
-    In a cosine each vector is divided by its norm + 1e-8. A vector of zeros, which stands for a missing token, has
+    In a cosine each vector is divided by its norm + 1e-8. A vector of zeros, for a missing token, has
     cosine 0 with every other. There is no gradient.
 
     Scores are sums over the tokens of the current split. So while it grows, the scores of one more token, Q = 1, can
-    be added to those of the tokens before it.
+    be added to the earlier tokens' scores.
 
     Args:
         queries: (B, T, Q, D): Q tokens of each of T current splits.
@@ -74,24 +74,24 @@ def split_ranker(
     The k - 1 candidates that are most similar to each current split, and their weights (section 2.1 of
     arXiv:2506.11305). The earliest ones are chosen if scores are equal.
 
-    The weights have gradients with respect to queries and splits, the choice has none. If a gradient is needed, the
-    scores of the chosen splits are computed again in plain torch.
+    The weights have gradients with respect to queries and splits, the choice does not. If a gradient is needed, the
+    scores of the chosen splits are recomputed in plain torch.
 
     Args:
         queries, splits, number, first: see [`maxsim`].
         k: number of splits that are read together, including the current one.
-        normalization: the score that those of the chosen splits are divided by, after adding 1e-8 to it: `"first"`,
-            the score of the earliest chosen split, as in the published Avey models; `"min"`, the smallest score, as in
-            those of Avey-B; `"max"`, the largest score, as in the papers.
-        order: of the chosen splits: `"sequence"`, or `"score"`, the best first.
-        scores: (B, T, M), as [`maxsim`] returns them; None to compute them. Candidates are the splits whose score is
+        normalization: the score, plus 1e-8, that the scores of the chosen splits are divided by: `"first"`, the score
+            of the earliest chosen split, as in the published Avey models; `"min"`, the smallest score, as in the
+            published Avey-B models; `"max"`, the largest score, as in the papers.
+        order: order of the chosen splits: `"sequence"`, or `"score"`, the best first.
+        scores: (B, T, M), from [`maxsim`]; None to compute them. Candidates are the splits whose score is
             not -inf.
         backend: see [`maxsim`].
 
     Returns:
-        index (B, T, k - 1), int64, the chosen splits in that order. If there are fewer candidates, the first entries
-        are -1. Then weights (B, T, k - 1) in the dtype of the scores, which are 0 for these entries, and if the score
-        to divide by is 0. Then scores (B, T, M).
+        index (B, T, k - 1), int64, the chosen splits in that order, after -1 if there are fewer candidates; weights
+        (B, T, k - 1) in the dtype of the scores, 0 for missing candidates and if the score to divide by is 0; and
+        scores (B, T, M).
 
     Raises:
         ValueError: if an argument does not fit, before any work.

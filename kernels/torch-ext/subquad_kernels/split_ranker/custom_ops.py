@@ -1,4 +1,4 @@
-"""MaxSim as a custom operator, which hides from graphs that eager reads values and loops over chunks."""
+"""MaxSim as a custom operator, because graphs cannot contain eager's value reads and loops over chunks."""
 
 from ..backend import widest
 from ..custom_ops import custom_op

@@ -1,4 +1,4 @@
-"""The ranker as the paper describes it, pair of splits by pair: the reference of every test."""
+"""The ranker as described in the paper, for each pair of splits: the reference for all tests."""
 
 import torch
 

@@ -2,9 +2,9 @@
 MaxSim as Triton kernels.
 
 A program compares current splits with a block of candidates. It reads a few channels of the tokens of both at a time
-and sums their products. Of the similarities it keeps only the maximum for each token of a current split, and then the
-sum of these. With a single current split reading the candidates takes most of the time, so the same kernel sums the
-squares of the tokens. With several the products do, so the norms are computed before.
+and sums their products. It keeps only the maximum similarity for each token of a current split, and then the sum of
+these. With a single current split, reading the candidates takes most of the time, so the same kernel sums the squares
+of the tokens. With several, the products do, so the norms are computed before.
 """
 
 import torch
@@ -17,7 +17,7 @@ from ..tiles import row_products, rows_at
 
 @triton.jit
 def _cosines_of_one(query, token, mask, size, TOKENS: tl.constexpr, SIZE: tl.constexpr):
-    """One token with all others. Reading these takes most of the time; so sums over channels are done at the end."""
+    """One token with all others. Reading takes most of the time, so sums over channels are done at the end."""
     dots, squares = tl.zeros((TOKENS, SIZE), tl.float32), tl.zeros((TOKENS, SIZE), tl.float32)
     query_squares = tl.zeros((SIZE,), tl.float32)
     for start in range(0, size, SIZE):
@@ -129,7 +129,7 @@ def _norms_kernel(
     query_tokens, query_of_row, query_stride, split_tokens, split_of_row, split_stride, size,
     ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Those of the tokens of the current splits, and of the candidates."""
+    """Inverse norms of the tokens of the current splits, and of the candidates."""
     block, blocks = tl.program_id(0), tl.cdiv(query_tokens, ROWS)
     if block < blocks:
         _inverse_norms(queries, query_norms, block, query_tokens, query_of_row, query_stride, size, ROWS, SIZE)

@@ -1,4 +1,4 @@
-"""The static layer as custom operators: into a new tensor, and in place."""
+"""The static layer as custom operators: out of place and in place."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The static layer as the paper writes it, row by row: the reference of every test."""
+"""The static layer as written in the paper, row by row: the reference for all tests."""
 
 import torch
 

@@ -2,15 +2,15 @@
 The static layer as Triton kernels.
 
 A program computes a tile of the result of one window, as a sum over all rows of the window. The programs of a window
-run one after another, and so find its rows, and v, in the cache. One kernel computes all products of v: gate * (v x);
-in the backward pass the gradient of the gate, grad * (v x), and that of x, vᵀ g with g = grad * gate.
+run one after another, so its rows and v stay in the cache. One kernel computes all products of v: gate * (v x), and in
+the backward pass the gradient of the gate, grad * (v x), and the gradient of x, vᵀ g with g = grad * gate.
 
-g is written when the gradient of the gate is computed, and not computed again when it is read. The traffic to memory
-is the same, nine times x in total. But the gradients of x and v read g once for each of their tiles. Computing it
-there would read two tensors each time, and would pass it through the registers, while an operand of a product is
-copied from memory to shared memory directly.
+g is stored when the gradient of the gate is computed, instead of being recomputed. The memory traffic is the same,
+nine times x in total. But the gradients of x and v read g once for each of their tiles. Computing it there would read
+two tensors each time and pass it through registers, while an operand of a product is copied from memory to shared
+memory directly.
 
-For the gradient of v a program computes a tile of it, over a strip of the sum over all columns of all windows.
+For the gradient of v, a program computes a tile over a strip of the sum over all columns of all windows.
 """
 
 import torch
@@ -81,7 +81,7 @@ def _static_weight_kernel(
 
 
 def _constants(x, *others):
-    """How the work is divided if `others` are read or written together with x."""
+    """The division of work if `others` are read or written together with x."""
     _, context, width = x.shape
     tensors = [tensor for tensor in (x, *others) if tensor is not None]
     if any(context * tensor.stride(1) >= 2**31 for tensor in tensors):
@@ -96,7 +96,7 @@ def _constants(x, *others):
         "EVEN": context % tile == 0 and width % tile == 0,
         "STAGES": 1 if hip else 3,
         "PRECISION": "ieee" if narrow or hip else "tf32x3",
-        # Two groups of warps, which sm_90 multiplies with, would need a larger tile of half precision.
+        # Two groups of warps, as on sm_90, would need a larger tile of half precision.
         "num_warps": 4 if hip or (narrow and not large) else 8,
     }
 
@@ -134,7 +134,7 @@ def static_mixing_triton_backward(grad, features, v, width):
     grad_gated = dense_rows(grad[..., :width])
     grad_features = features.new_empty(features.shape)
     grad_x, grad_gate, grad_head = grad_features.tensor_split((width, 2 * width), dim=-1)
-    # g takes the memory of the gradient of the head, if there is room.
+    # g uses the memory of the head's gradient, if it fits.
     g = grad_head[..., :width] if grad_head.shape[2] >= width else features.new_empty(x.shape)
     _multiply(weights, x, grad_gated, grad_gate, gate, g)
     _multiply(weights.mT, g, None, grad_x)

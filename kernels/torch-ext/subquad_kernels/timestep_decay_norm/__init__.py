@@ -28,8 +28,8 @@ def timestep_decay_norm(
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Normalizes each token with decayed averages of the means and variances so far (equations 11 and 12 of the paper of
-    Gecko). For each of the groups of D / groups channels, with the mean μ_t and population variance σ²_t of a token:
+    Normalizes each token with decayed averages of the means and variances so far (equations 11 and 12 of "Gecko"). For
+    each of the groups of D / groups channels, with the mean μ_t and population variance σ²_t of a token:
 
         m_t = β1 m_{t-1} + (1 - β1) μ_t,    v_t = β2 v_{t-1} + (1 - β2) σ²_t
         m'_t = m_t / (1 - β1^n_t),    v'_t = v_t / (1 - β2^n_t)
@@ -48,7 +48,7 @@ def timestep_decay_norm(
         eps: added to the variance.
         initial_state: m, v and n before the first token, (B, 3, groups), with the same n in every group; None means
             zeros, as at the beginning of a document. n has no gradient. In float32 it counts exactly to 2^24 and may
-            stay there: by then the power of any beta up to 1 - 1e-6 is 0.
+            stay there, because the power of any beta up to 1 - 1e-6 is 0 by then.
         starts: bool (B, T) or (1, T), True for the first token of each document: the statistics are cleared before it.
         real: bool (B, T), False for padding tokens. They do not change the statistics and are normalized with them;
             before the first real token the mean is 0 and the variance 1.

@@ -1,4 +1,4 @@
-"""The norm as custom operators: of a sequence, and of a single token."""
+"""The norm as custom operators: for a sequence, and for a single token."""
 
 from ..backend import widest
 from ..custom_ops import custom_op

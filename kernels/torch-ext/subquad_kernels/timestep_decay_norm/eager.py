@@ -1,9 +1,9 @@
 """
 Timestep decay normalization in plain torch, parallel over time, for any device.
 
-The moments of all tokens are sums over earlier tokens, each decayed by a power of beta. Within a chunk that is a
-product with a triangular matrix of powers; between chunks the sums that leave the chunks are summed in the same way.
-The state takes part as the token before the first. No factor is above 1, and none is a product of rounded factors.
+The moments of all tokens are sums over earlier tokens, each decayed by a power of beta. Within a chunk, this is a
+product with a triangular matrix of powers; between chunks, the sums that leave the chunks are summed in the same way.
+The state counts as the token before the first. No factor is above 1 or a product of rounded factors.
 """
 
 import math
@@ -16,7 +16,7 @@ from .strips import shape_of_entering
 
 
 CHUNK = 64
-# Replaces the logarithm of 0, whose multiples would be NaN. Its exponential is 0 too.
+# Replaces the logarithm of 0, whose multiples would be NaN. Its exponential is also 0.
 LOG_ZERO = -1e4
 
 
@@ -198,8 +198,8 @@ def timestep_decay_norm_eager(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Computes [`subquad_kernels.timestep_decay_norm`] in the widest dtype of the inputs. The third result is for the
-    backward pass of the Triton kernels: zeros here.
+    Computes [`subquad_kernels.timestep_decay_norm`] in the widest dtype of the inputs. The third result, zeros here,
+    is for the backward pass of the Triton kernels.
     """
     out_dtype, tensors = x.dtype, (x, weight, bias, initial_state)
     x, weight, bias, initial_state = cast(widest(*tensors), *tensors)
@@ -225,7 +225,7 @@ def timestep_decay_norm_eager_backward(
     beta2: float,
     eps: float,
 ) -> list[torch.Tensor]:
-    """Gradients of x, weight, bias and the state, those that are given. Only the Triton kernels need `entering`."""
+    """Gradients of x, weight, bias and the state, if given. Only the Triton kernels need `entering`."""
     tensors = x, weight, bias, initial_state
     grad, grad_state, x, weight, bias, initial_state = cast(widest(*tensors), grad, grad_state, *tensors)
     rows, mean, m, v, n, positions = _follow(x, initial_state, starts, real, groups, beta1, beta2)
@@ -254,7 +254,7 @@ def timestep_decay_norm_eager_backward(
     )
     if real is not None:
         grad_mean, grad_variance = (g.masked_fill(~real.unsqueeze(-1), 0.0) for g in (grad_mean, grad_variance))
-    # The derivative of the variance is 2 (x - mean) / size, that of the mean 1 / size.
+    # The derivative of the variance is 2 (x - mean) / size, of the mean 1 / size.
     grad_variance = 2 * grad_variance
     grad_x = torch.addcmul((grad_mean - grad_variance * mean).unsqueeze(-1), rows, grad_variance.unsqueeze(-1))
     grad_x = grad_x.addcmul_(grad_normed, rstd.unsqueeze(-1)).flatten(-2)

@@ -1,4 +1,4 @@
-"""Timestep decay normalization as the paper writes it, token by token: the reference of every test."""
+"""Timestep decay normalization as written in the paper, token by token: the reference for all tests."""
 
 import math
 
@@ -27,7 +27,7 @@ def timestep_decay_norm_reference(
     n = n.detach()
 
     def share(beta):
-        """1 - β^n without the subtraction, which in float32 would leave only three digits."""
+        """1 - β^n without a subtraction, which would leave only three digits in float32."""
         return -torch.expm1(n * math.log(beta)) if beta else torch.ones_like(n)
 
     rows = []

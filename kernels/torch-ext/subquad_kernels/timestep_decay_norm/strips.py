@@ -1,4 +1,4 @@
-"""The strips of tokens that the Triton kernels cut rows into."""
+"""Strips of tokens, into which the Triton kernels cut rows."""
 
 import torch
 
@@ -14,8 +14,8 @@ def strip_size(width: int, groups: int) -> int:
 
 def shape_of_entering(x: torch.Tensor, groups: int) -> tuple[int, int, int, int]:
     """
-    The shape of the statistics that enter the strips but the first. There is room for two more strips, because a size
-    that may be 0 or 1 would tie an exported program to the lengths of its example.
+    The shape of the statistics that enter all strips except the first. There is room for two more strips, because a
+    size that may be 0 or 1 would specialise an exported program to the lengths of its example.
     """
     size = strip_size(x.shape[-1], groups)
     return x.shape[0], (x.shape[1] + size - 1) // size + 1, 3, groups

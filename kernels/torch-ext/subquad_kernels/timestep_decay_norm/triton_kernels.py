@@ -4,9 +4,9 @@ Timestep decay normalization as Triton kernels.
 The rows are cut into strips of tokens. A program holds a strip of a few groups in registers, so that moments are sums
 and a scan in registers, and only the results are written. One kernel reads x to compute what each strip adds to the
 statistics, one passes them along the strips, one reads x again and writes out. The backward pass does the same with
-the gradient of the statistics, from the last strip to the first. A single strip needs the last kernel only.
+the gradient of the statistics, from the last strip to the first. A single strip only needs the last kernel.
 
-A decay is kept as beta^n - 1, because the rounding of beta would show in a mean over ten thousand tokens.
+A decay is kept as beta^n - 1, because rounding beta would show in a mean over ten thousand tokens.
 """
 
 import functools
@@ -68,7 +68,7 @@ def _flags(starts, real, starts_stride, row, token, length, there):
 
 @triton.jit
 def _after(before, keep, change, added):
-    """The statistics after tokens, from those before them and what the tokens keep, decay and add."""
+    """The statistics after some tokens, from the statistics before and the tokens' effects: keep, decay, add."""
     return tl.where(keep > 0, before + before * change, 0.0) + added
 
 
@@ -193,7 +193,7 @@ def _pass_kernel(
 ):  # fmt: skip
     """
     From the effects of the strips, `added`, and the statistics that enter the first one (in reverse the last), `edge`,
-    computes those that enter the others, `inner`, and those that leave the last one, `final`.
+    computes the statistics that enter the others, `inner`, and that leave the last one, `final`.
     """
     blocks = tl.cdiv(groups, GROUPS)
     group = tl.program_id(0) % blocks * GROUPS + tl.arange(0, GROUPS)
@@ -269,9 +269,9 @@ def _gradients(
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """
-    For a strip: x and the gradient of normed x; the mean and 1 / sqrt(v' + eps) of each token; what each token keeps
-    and counts; the combined effect of the tokens up to each one; the reverse scan of the gradients of m and v. Writes
-    the sums over the strip of the gradients of weight and bias.
+    For a strip: x and the gradient of normed x; the mean and 1 / sqrt(v' + eps) of each token; each token's flags
+    `keep` and `counts`; the combined effect of the tokens up to each one; the reverse scan of the gradients of m and
+    v. Writes the sums over the strip of the gradients of weight and bias.
     """
     values, given = _load(x + offsets, mask), _load(grad + offsets, mask)
     keep, counts = _flags(starts, real, starts_stride, row, token, length, token < length)
@@ -281,7 +281,7 @@ def _gradients(
     )  # fmt: skip
     mean, _, _, _, correction1, correction2, shift, rstd, keeps, counted = followed
     normed = tl.where(mask, (values - shift[:, :, None]) * rstd[:, :, None], 0.0)
-    # The sums come before the scan, when fewer values are in registers.
+    # The sums come before the scan, while fewer values are in registers.
     sums = (row * strips + strip) * groups * size + columns
     if grad_weight is not None:
         tl.store(grad_weight + sums, tl.sum(given * normed, 0), mask=there)
@@ -376,7 +376,7 @@ def _divide(batch, length, strips, groups, size, strip, programs):
 
 
 class _Plan:
-    """How the work is divided. `strip`: the number of tokens of a strip, as many as a program can hold."""
+    """The division of work. `strip`: the number of tokens of a strip, as many as a program can hold."""
 
     def __init__(self, x, starts, real, groups, beta1, beta2, strip):
         self.batch, self.length, width = x.shape
@@ -415,8 +415,8 @@ class _Plan:
 
 def timestep_decay_norm_triton(x, weight, bias, initial_state, starts, real, groups, beta1, beta2, eps, strip):
     """
-    Computes [`subquad_kernels.timestep_decay_norm`]. Also returns the states that enter the strips but the first, in a
-    tensor (B, strips + 1, 3, groups) with room for two more.
+    Computes [`subquad_kernels.timestep_decay_norm`]. Also returns the states that enter all strips except the first,
+    in a tensor (B, strips + 1, 3, groups) with room for two more.
     """
     x, weight, bias, initial_state, starts, real = contiguous(x, weight, bias, initial_state, starts, real)
     plan = _Plan(x, starts, real, groups, beta1, beta2, strip)
@@ -442,7 +442,7 @@ def timestep_decay_norm_triton_step(x, weight, bias, state, new_state, starts, r
     """
     x, weight, bias, starts, real = contiguous(x, weight, bias, starts, real)
     plan, out = _Plan(x, starts, real, groups, beta1, beta2, 1), torch.empty_like(x)
-    # There is one strip. The kernel reads nothing of the states that enter others, for which `new_state` stands.
+    # There is one strip. The kernel does not read states of other strips; `new_state` is a placeholder for them.
     states = new_state if state is None else state, new_state
     numbers = *plan.sizes, *plan.logs, *plan.gains, eps
     plan.launch(_forward_kernel, x, weight, bias, *states, starts, real, out, new_state, *numbers)
@@ -452,7 +452,7 @@ def timestep_decay_norm_triton_step(x, weight, bias, state, new_state, starts, r
 def timestep_decay_norm_triton_backward(
     grad, grad_state, x, weight, bias, initial_state, entering, starts, real, groups, beta1, beta2, eps, strip
 ):
-    """Gradients of x, weight, bias and the state, those that are given."""
+    """Gradients of x, weight, bias and the state, if given."""
     grad, grad_state, x, weight = contiguous(grad, grad_state, x, weight)
     initial_state, entering, starts, real = contiguous(initial_state, entering, starts, real)
     plan = _Plan(x, starts, real, groups, beta1, beta2, strip)

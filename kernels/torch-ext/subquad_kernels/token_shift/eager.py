@@ -37,7 +37,7 @@ def token_shift_eager_backward(
     offset: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """Gradients of x, state, mu and offset, those that are given, computed in float32 (float64 if x is)."""
+    """Gradients of x, state, mu and offset, if given, computed in float32 (float64 if x is)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     grad = grad.to(dtype)
     m = mu[:, None, None].to(dtype)

@@ -1,4 +1,4 @@
-"""The token shift as the paper writes it, token by token: the reference of every test."""
+"""The token shift as written in the paper, token by token: the reference for all tests."""
 
 import torch
 

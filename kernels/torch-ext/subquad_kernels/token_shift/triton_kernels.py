@@ -3,7 +3,7 @@ The token shift as Triton kernels.
 
 A program computes a block of columns of a strip of consecutive tokens, with the previous token in registers, so that
 each x is read once. The backward pass goes from the last token to the first, because each token adds to the gradient
-of the one before it, and sums the gradient of mu over the strip. It reads tokens before it needs them. A strip also
+of the one before it, and sums the gradient of mu over the strip. It reads tokens ahead of time. A strip also
 reads one token of its neighbour.
 """
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from ..backend import cdiv, contiguous, launch, multiprocessors, next_power_of_2
 
 
-# Arguments that depend on the number of tokens. A kernel is not compiled again for special values of them.
+# Arguments that depend on the number of tokens. They do not specialize a kernel.
 OF_LENGTH = ("tokens", "length", "starts_stride", "strip")
 
 
@@ -98,7 +98,7 @@ def _forward_kernel(
 
 @triton.jit
 def _given(grad, mus, offset, starts, t, here, plane, columns, mask, N: tl.constexpr):
-    """What token t adds to the gradient of the token before it."""
+    """The contribution of token t to the gradient of the token before it."""
     grads = _load_each(grad + here, plane, columns, mask, N)
     weights = _load_weights(mus, offset, here, plane, columns, mask, N)
     given = grads[0] * weights[0]
@@ -182,7 +182,7 @@ def _backward_kernel(
 
 
 class _Plan:
-    """How the work is divided: `share` columns per thread, strips short enough to keep all multiprocessors busy."""
+    """The division of work: `share` columns per thread, strips short enough to keep all multiprocessors busy."""
 
     def __init__(self, x, n, starts, share, longest):
         batch, self.length, self.width = x.shape
@@ -218,9 +218,9 @@ def token_shift_triton(x, state, mu, offset, starts):
 
 
 def token_shift_triton_backward(grad, x, state, mu, offset, starts):
-    """Gradients of x, state, mu and offset, those that are given."""
+    """Gradients of x, state, mu and offset, if given."""
     x, state, mu, offset, starts = contiguous(x, state, mu, offset, starts)
-    # The sums of each strip are written and read once, in float32. With 32 tokens they are little of the traffic.
+    # The sums of each strip are written and read once, in float32. With 32 tokens they are little traffic.
     # Eight columns per thread would need 216 registers if n = 5.
     plan = _Plan(x, mu.shape[0], starts, share=4, longest=32)
     grad_x = torch.empty_like(x)

@@ -52,18 +52,18 @@ def wkv(
             document starts from its own initial state.
         indices: int64 (B), or (N) with `cu_seqlens`. Then `initial_state` is a pool (states, H, K, V): row or document
             n starts from its state indices[n], and the state after the last token is written there. The pool must be
-            float32 and contiguous but for the first stride, and is returned. Nothing may need a gradient.
+            float32 and contiguous except for the first stride, and is returned. Nothing may need a gradient.
         inplace: write the state after the last token into `initial_state` and return that tensor. It must be float32
             and contiguous, and nothing may need a gradient.
-        out_dtype: dtype of out; None means that of v.
+        out_dtype: dtype of out; None means the dtype of v.
         backend: `"auto"`, `"triton"`, `"eager"` (plain torch, parallel over time) or `"reference"` (the recurrence).
 
     Returns:
         out (B, T, H, V), and the state after the last token of each row or document, in float32 (float64).
 
     Raises:
-        ValueError: if a shape or a dtype does not fit, before any work. (On a GPU an assertion on the device finds
-            wrong values of `cu_seqlens`, so that nothing waits for the device.)
+        ValueError: if a shape or a dtype does not fit, before any work. (On a GPU, wrong values of `cu_seqlens` fail
+            an assertion on the device, which avoids a synchronization.)
     """
     _check(r, k, v, log_w, u, initial_state, cu_seqlens, indices, inplace)
     floats = r, k, v, log_w, u, initial_state
@@ -94,12 +94,12 @@ def gated_wkv(
 
     Args:
         gate: (B, T, H * V), before its SiLU.
-        weight, bias: of the norm, (H * V).
-        eps: of the norm.
+        weight, bias: parameters of the norm, (H * V).
+        eps: epsilon of the norm.
         r, k, v, log_w, u, initial_state, cu_seqlens, indices, inplace, backend: see [`wkv`].
 
     Returns:
-        out (B, T, H * V) in the dtype of gate, and the state as [`wkv`] returns it.
+        out (B, T, H * V) in the dtype of gate, and the state as in [`wkv`].
 
     Raises:
         ValueError: if a shape or a dtype does not fit, before any work.
@@ -126,7 +126,7 @@ def wkv_state(
     state: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, log_w: torch.Tensor, *, backend: str = "auto"
 ) -> torch.Tensor:
     """
-    The state of [`wkv`] alone: that after the tokens k, v, log_w (B, T, H, .), from `state` (B, H, K, V) before them;
+    Only the final state of [`wkv`], after the tokens k, v, log_w (B, T, H, .), starting from `state` (B, H, K, V);
     None means zeros.
     """
     return wkv(k, k, v, log_w, k.new_zeros(k.shape[2:]), state, backend=backend)[1]

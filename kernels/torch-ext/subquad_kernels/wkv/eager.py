@@ -1,8 +1,8 @@
 """
 WKV in plain torch, parallel over time, for any device.
 
-The token pairs of a chunk are covered by halving, see chunks.py; r reads and k writes. In the end r is decayed from
-the start of its chunk and k to the end of it, as passing the state between chunks needs them.
+The token pairs of a chunk are covered by halving, see chunks.py; r reads and k writes. Finally, r is decayed from
+the start of its chunk and k to the end of it, as needed to pass the state between chunks.
 """
 
 import torch
@@ -16,7 +16,7 @@ from ..state_pool import step_in_pool
 def only_token(
     r: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_w: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sequences of one token without the time axis, which a static decay does not have."""
+    """Sequences of one token without the time axis; a static decay has none."""
     return r[:, 0], k[:, 0], v[:, 0], log_w if log_w.dim() == 2 else log_w[:, 0]
 
 
@@ -48,7 +48,7 @@ def wkv_step_in_pool(
     pool: torch.Tensor,
     indices: torch.Tensor,
 ) -> torch.Tensor:
-    """One token of rows with their states at `indices` (B) of a pool, which change; see [`wkv_step`]. In float32."""
+    """One token in float32 for rows with their states at `indices` (B) of a pool, which change; see [`wkv_step`]."""
     r, k, v, log_w, u = cast(torch.float32, r, k, v, log_w, u)
 
     def step(state, r, k, v, log_w):
@@ -109,7 +109,7 @@ def _decayed(r, k, total):
 
 
 def _enter(layout, decay, added, initial_state):
-    """The states that enter the chunks, (B, H, N, K, V), and those that leave the sequences."""
+    """The states that enter the chunks, (B, H, N, K, V), and the states that leave the sequences."""
     entering, leaving, n = [], [], 0
     for sequence, chunks in enumerate(layout.chunks):
         if initial_state is None:
@@ -165,8 +165,8 @@ def wkv_chunked_backward(
     out_dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """
-    Gradients of r, k, v, log_w, u and, if it is given, initial_state. The forward pass is computed again, so that only
-    its inputs are kept until then.
+    Gradients of r, k, v, log_w, u and, if it is given, initial_state. The forward pass is recomputed, so that only its
+    inputs are kept.
     """
     floats = r, k, v, log_w, u, initial_state
     dtype = widest(*floats)

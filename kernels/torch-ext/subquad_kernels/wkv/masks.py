@@ -1,8 +1,8 @@
 """
-The constant matrices that the Triton kernel of the gradients multiplies log decays by.
+Constant matrices by which the Triton kernel of the gradients multiplies log decays.
 
 It reads them from memory. If it made them itself, the compiler would make them before the loop and keep them in
-registers, and they are too many for that.
+registers, where they do not fit.
 """
 
 import functools
@@ -24,8 +24,8 @@ def _make(chunk: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _kept(chunk: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # Inference may make them first and training use them later. Copying them waits for the device, once: another
-    # stream may use them, too.
+    # Inference may make them first and training use them later. Copying them synchronizes with the device once,
+    # because another stream may use them, too.
     with torch.inference_mode(False):
         return _make(chunk, dtype, torch.device("cpu")).to(device)
 

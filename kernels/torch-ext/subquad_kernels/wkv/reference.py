@@ -1,4 +1,4 @@
-"""The WKV recurrence as the paper writes it: the reference of every test."""
+"""The WKV recurrence as written in the paper: the reference for all tests."""
 
 import torch
 

@@ -1,18 +1,18 @@
 """
 WKV as Triton kernels.
 
-`_chunk_kernel` computes what does not depend on the state, for all chunks of 16 tokens at once: the scores of the
-token pairs of a chunk, and the factors of the products with the state. `_state_kernel` then passes the state on chip
-from chunk to chunk of one head, with little more than products, and reads the next chunks before it needs them. If
-there are enough heads, it walks through a whole sequence. Otherwise a sequence is cut into several segments. A walk
-without outputs finds what each segment adds to a state and how it decays one, and `_pass_kernel` (segments.py) the
-states that enter the segments.
+`_chunk_kernel` computes everything that does not depend on the state, for all chunks of 16 tokens at once: the scores
+of the token pairs of a chunk, and the factors of the products with the state. `_state_kernel` then passes the state on
+chip from chunk to chunk of one head, with little more than products, and reads the next chunks ahead of time. If there
+are enough heads, it walks through a whole sequence. Otherwise a sequence is cut into segments. A walk without outputs
+finds each segment's contribution to a state and its decay, and `_pass_kernel` (segments.py) the states that enter the
+segments.
 
 The backward pass walks once from the first token to the last, for the states, and once from the last to the first,
 which is the transpose: r and k change roles, and so do out and v. `_gradient_kernel` computes the other gradients.
 
 Inside a chunk the token pairs are covered by halving, see chunks.py. At the level of blocks of b tokens, X is r for
-the tokens of right blocks and k for those of left blocks, decayed to the boundary between the two blocks of a pair. So
+the tokens of right blocks and k for left blocks, decayed to the boundary between the two blocks of a pair. So
 X Xᵀ contains the scores of all pairs of the level. A product with a matrix of zeros and ones sums log decays from the
 boundary. So no exponent is positive or a difference, and the backward pass, the transpose of that product, has no
 cancellation either.
@@ -55,7 +55,7 @@ def _mask(masks, index, rows, columns, C: tl.constexpr):
 
 @triton.jit
 def _reads(ts, block: tl.constexpr, REVERSE: tl.constexpr):
-    """The tokens of right blocks, which read at a level, or in reverse those of left ones, which are read."""
+    """The tokens of right blocks, which read at a level, or in reverse of left blocks, which are read."""
     return ((ts & block) == 0) == REVERSE
 
 
@@ -104,9 +104,9 @@ def _chunk_kernel(
     PACKED: tl.constexpr,
 ):
     """
-    What does not depend on the state, for every chunk whose number in its segment is `slot` modulo `SLOTS`: r decayed
-    from the beginning of the chunk, k decayed to its end, the scores of its pairs, with those of u, and its summed log
-    decay and exp(it) - 1.
+    State-independent tensors for every chunk whose number in its segment is `slot` modulo `SLOTS`: r decayed from the
+    beginning of the chunk, k decayed to its end, the scores of its pairs, including u, its summed log decay and the
+    exp of it minus 1.
     """
     slot, head, segment = program(H, SLOTS)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
@@ -177,10 +177,10 @@ def _state_kernel(
     """
     Passes the state through the chunks of a segment: x and y are k and v, q is r, all decayed as `_chunk_kernel` wrote
     them. `states` enter the segments, `final` leave them, with `summed` log decays, and `kept` (chunks, H, V, K) enter
-    every KEEP-th chunk. What is None is zero, or is not written. With REVERSE it goes from the last token to the
+    every KEEP-th chunk. None means zero, or not written. With REVERSE it goes from the last token to the
     first, with r as x, k as q, the gradient of out as y, the transposed scores, and the gradient of v as out.
 
-    The state is transposed, so that no warp needs what another one has of it.
+    The state is transposed, so that no warp needs another warp's part of it.
     """
     tile, head, segment = program(H, TILES)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
@@ -266,7 +266,7 @@ def _gradient_kernel(
 ):
     """
     The gradients of r, k, log_w and u for one tile of the key channels of a segment, from the states that enter the
-    chunks and the gradients of those that leave them.
+    chunks and the gradients of the states that leave them.
     """
     tile, head, segment = program(H, TILES)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
@@ -283,7 +283,7 @@ def _gradient_kernel(
         in_keys = there & (ks < K)[None, :]
         offset = ((begin // C + segment + chunk) * H + head) * (K * V)
 
-        # Sums over the value channels: the gradient of the scores, and what r and k get from the state.
+        # Sums over the value channels: the gradient of the scores, and the contributions of the state to r and k.
         grad_scores = tl.zeros((C, C), tl.float32)
         grad_r = tl.zeros((C, BK), tl.float32)
         grad_k = tl.zeros((C, BK), tl.float32)
@@ -400,14 +400,14 @@ def _decode_kernel(
     tl.store(out + program * V + vs, y.to(out.dtype.element_ty), mask=in_v)
 
 
-# Tokens of a chunk. Longer ones need a further level of pairs, shorter ones pass the state more often.
+# Tokens of a chunk. Longer chunks need a further level of pairs, shorter ones pass the state more often.
 CHUNK = 16
-# The shortest segment that is worth the passes that compute the state that enters it.
+# The shortest segment for which computing its entering state pays off.
 MIN_SEGMENT = 512
 
 
 class _Plan(Segments):
-    """How the work is divided into programs, and what all of them read."""
+    """The division of work into programs, and their common inputs."""
 
     def __init__(self, r, k, v, log_w, u, cu_seqlens, masks):
         batch, length, heads, key_size = k.shape
@@ -471,7 +471,7 @@ class _Plan(Segments):
         )
 
     def entering(self, y, initial, reverse):
-        """The states that enter the segments, and those that leave the sequences; in reverse, their gradients."""
+        """The states that enter the segments and that leave the sequences; in reverse, their gradients."""
         if self.whole:
             return initial, None
         states = y.new_empty(self.segments, *self.state_shape, dtype=torch.float32)
@@ -503,8 +503,8 @@ def wkv_triton(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
 
 def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
     """
-    Gradients of r, k, v, log_w, u and, if it is given, initial_state. The states that enter the chunks are computed
-    again, and kept in the dtype of the products during the pass.
+    Gradients of r, k, v, log_w, u and, if it is given, initial_state. The states that enter the chunks are recomputed,
+    and kept in the dtype of the products during the pass.
     """
     grad_out, r, k, v, log_w, u = contiguous(grad_out, r, k, v, log_w, u)
     grad_state = grad_state.float().contiguous()
@@ -530,7 +530,7 @@ def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, 
         BK=key_block,
         BV=plan.walking["BV"],
         STATIC=log_w.dim() == 2,
-        # Two programs, as many as the registers of a multiprocessor hold, have room to read a chunk ahead.
+        # Two programs, as many as the registers of a multiprocessor hold, can read a chunk ahead.
         STAGES=2 if shared_memory(k) >= 2 * 72 * 1024 else 1,
     )
     grads = [dr, dk, dv, dw.sum(0) if log_w.dim() == 2 else dw, du.sum(0)]

@@ -1,4 +1,4 @@
-"""Working memory: what Gecko remembers of the chunks that have left its attention, in a state of fixed size."""
+"""Working memory: Gecko's fixed-size state for chunks that have left its attention."""
 
 import torch
 
@@ -41,14 +41,14 @@ def working_memory(
     The states are float32 for any dtype of q, k and v, also under autocast (float64 if an input is float64), and plain
     torch computes in that dtype. Only the inputs are kept for the backward pass.
 
-    L is the number of available keys: those of earlier calls that have not been absorbed yet, then those of this call.
+    L is the number of available keys: keys of earlier calls that are not absorbed yet, then keys of this call.
 
     Args:
         q: query, (B, H, T, K), T at least 1.
         k: key, (B, H, L, K), L at least 1.
         v: value, (B, H, L, V).
         memory, normalizer: M (B, H, K, V) and z (B, H, K) before the first absorption. If both are None the memory is
-            empty: zeros, and the first chunk that is absorbed must begin its document.
+            empty: zeros, and the first absorbed chunk must begin its document.
         leaving: int64 (B, N), N at least 0: the chunks that are absorbed, each as the index of its first token in k;
             -1 absorbs nothing and leaves the states unchanged. A token may be in one chunk only.
         begins: int64 (B, N): the token of the chunk, 0 to C - 1, that begins the document of its last token: the
@@ -60,7 +60,7 @@ def working_memory(
         chunk_size: C.
         indices: int64 (B), for a decoding step: one token and N = 1. Then k, v, `memory` and `normalizer` are pools
             (states, ...), and row n reads keys and values indices[n], and reads and changes the states of that
-            number. Both pools of states must be float32, contiguous but for the first stride, and are returned.
+            number. Both pools of states must be float32, contiguous except for the first stride, and are returned.
             Nothing may need a gradient.
         inplace: write both states into `memory` and `normalizer` and return these. They must be float32 and
             contiguous, and nothing may need a gradient. Decoding, one token with N = 1, then copies no state.
@@ -70,8 +70,8 @@ def working_memory(
         out (B, H, T, V) in the dtype of v, the memory (B, H, K, V) and the normalizer (B, H, K), in float32 (float64).
 
     Raises:
-        ValueError: if a shape, a dtype or a device does not fit, before any work. (Assertions on the device find
-            indices out of range, so that nothing waits for the device; those of a decoding step are not checked.)
+        ValueError: if a shape, a dtype or a device does not fit, before any work. (Indices out of range fail
+            assertions on the device, which avoid a synchronization; a decoding step's are not checked.)
     """
     _check(q, k, v, memory, normalizer, leaving, begins, reads, chunk_size, indices, inplace)
     floats, chunks = (q, k, v, memory, normalizer), (leaving, begins, reads, chunk_size)

@@ -66,7 +66,7 @@ def _absorb_kernel(
     tile, head, row = program(H, tl.cdiv(V, BV))
     ks, vs = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     cell = row.to(tl.int64) * H + head
-    once = tl.where(tile == 0, K, 0)  # all programs find the same, one stores it
+    once = tl.where(tile == 0, K, 0)  # all programs compute the same, one stores it
     m, z = tl.zeros((BK, BV), tl.float32), tl.zeros((BK,), tl.float32)
     if memory is not None:
         m = _load(memory + cell * (K * V), ks, vs, K, V, V)
@@ -128,8 +128,8 @@ def _absorb_gradient_kernel(
 ):
     """
     The gradient of some columns of the memory, from the last version to the first. Each version adds `grad_versions`,
-    that of what was read from it. Stores the gradient of U, and its products with the change of the memory and with
-    the memory before it, summed over these columns: (B, H, N, tiles, K).
+    the gradient of its readouts. Stores the gradient of U, and its products with the change of the memory and with the
+    memory before it, summed over these columns: (B, H, N, tiles, K).
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     tile, head, row = program(H, TILES)
@@ -182,8 +182,8 @@ def _normalizer_gradient_kernel(
     BK: tl.constexpr,
 ):
     """
-    The gradient of the normalizer, from the last chunk to the first, and `shifts`: what it adds to the gradient of the
-    softmax of a chunk over tokens, minus the sum over the tokens of that softmax times its gradient.
+    The gradient of the normalizer, from the last chunk to the first, and `shifts`: its contribution to the gradient of
+    a chunk's softmax over tokens, minus the sum over the tokens of that softmax times its gradient.
     """
     tile, head, row = program(H, tl.cdiv(K, BK))
     ts, ks = tl.arange(0, BT), tile * BK + tl.arange(0, BK)

@@ -2,8 +2,8 @@
 The kernels of the working memory that compute all chunks, and all tokens, in parallel.
 
 All products over tokens are of two kinds, each over ranges of tokens that belong to one matrix: `_product_kernel` sums
-over the tokens of a range, AᵀX, and `_rows_kernel` multiplies each token by the matrix of its range, A M. A range is
-the tokens of a chunk that are not ignored, or those that read one version of the memory. Nothing else is read.
+over the tokens of a range, AᵀX, and `_rows_kernel` multiplies each token by the matrix of its range, A M. A range
+consists of the tokens of a chunk that are not ignored, or that read one version of the memory. Nothing else is read.
 """
 
 import triton
@@ -12,9 +12,9 @@ import triton.language as tl
 from ..segments import dot, exp, program
 
 
-# These differ from call to call, and as constants would gain nothing.
+# These change from call to call, and gain nothing as constants.
 GEOMETRY = ["N", "LENGTH", "BLOCKS"]
-# Below all keys. Its exponential is 0, and so is that of its difference from any key.
+# Below all keys. exp of it, and of its difference from any key, is 0.
 LOWEST: tl.constexpr = tl.constexpr(-1e38)
 
 

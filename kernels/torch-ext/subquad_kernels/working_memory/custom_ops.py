@@ -1,4 +1,4 @@
-"""The working memory as custom operators: of a sequence, and of a single token."""
+"""The working memory as custom operators: for a sequence, and for a single token."""
 
 from ..backend import widest
 from ..custom_ops import custom_op

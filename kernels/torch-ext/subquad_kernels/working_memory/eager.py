@@ -1,10 +1,10 @@
 """
 The working memory in plain torch, for any device.
 
-A chunk changes the memory linearly, to M + r (U - G M - M). U, G and the logarithm w of its denominator depend on the
-tokens of that chunk alone, and are computed for all chunks at once. The memory then passes from chunk to chunk, and
-one more product reads all its versions. The tokens of a chunk, and the tokens that read one version, are laid out next
-to each other, in slots; a slot without a token is zero.
+A chunk changes the memory linearly, to M + r (U - G M - M). U, G and the logarithm w of its denominator depend only on
+the tokens of that chunk, and are computed for all chunks at once. The memory then passes from chunk to chunk, and one
+more product reads all its versions. The tokens of a chunk, and the tokens that read one version, are placed next to
+each other, in slots; a slot without a token is zero.
 """
 
 import torch
@@ -16,7 +16,7 @@ from ..tracing import can_read_without_sync
 
 
 def assert_chunks(leaving, begins, reads, keys, chunk_size):
-    """Asserts on the device, so that nothing waits for it, that all indices are in range and in order."""
+    """Asserts on the device, without a synchronization, that all indices are in range and in order."""
     absent = leaving == -1
     inside = absent | ((leaving >= 0) & (leaving <= keys - chunk_size))
     torch._assert_async(inside.all(), "`leaving` must be -1 or where `chunk_size` tokens of `k` begin.")
@@ -37,7 +37,7 @@ def assert_chunks(leaving, begins, reads, keys, chunk_size):
 def _run(index: torch.Tensor) -> tuple[int, int, int] | None:
     """
     If `index` (B, n) is one run of consecutive numbers, the same in every row, with -1 before and after it: the number
-    of -1 before it, its first number, and its length. Otherwise, or if reading the values would wait, None.
+    of leading -1, its first number, and its length. Otherwise, or if reading the values would synchronize, None.
     """
     if not can_read_without_sync(index) or not index.numel() or not (index == index[:1]).all():
         return None
@@ -62,7 +62,7 @@ def _take(x: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 def _inverse(index: torch.Tensor, size: int) -> torch.Tensor:
     """The inverse of `index` (B, n), which is below `size` or -1: (B, size), -1 for numbers that are not in a row."""
     numbers = torch.arange(index.shape[1], device=index.device).expand_as(index)
-    found = index.new_full((index.shape[0], size + 1), -1)  # the last one takes all -1
+    found = index.new_full((index.shape[0], size + 1), -1)  # the last entry takes all -1
     return found.scatter_(1, torch.where(index < 0, size, index), numbers)[:, :-1]
 
 
@@ -72,9 +72,9 @@ def _softmax_backward(grad, y, dim):
 
 def _chunks(k, v, leaving, begins, chunk_size, dtype):
     """
-    For the chunks that are absorbed: the indices of their tokens (B, N C), -1 for those that are ignored, the values
-    (B, H, N, C, V), the softmax of the keys over the chunk and over the features (B, H, N, C, K), and the log
-    denominator of the former (B, H, N, K).
+    For absorbed chunks: the indices of their tokens (B, N C), -1 for ignored tokens, the values (B, H, N, C, V), the
+    softmax of the keys over the chunk and over the features (B, H, N, C, K), and the log denominator of the former (B,
+    H, N, K).
     """
     offsets = torch.arange(chunk_size, device=k.device)
     counted = (leaving >= 0).unsqueeze(-1) & (offsets >= begins.unsqueeze(-1))
@@ -98,7 +98,7 @@ def _absorb(memory, normalizer, u, g, w, absorbs, forgets):
 
 
 def _masks(leaving, begins):
-    """The absorptions that take place, and those that clear the memory first, bool (B, 1, N, 1)."""
+    """Flags of absorptions that take place, and of absorptions that clear the memory first, bool (B, 1, N, 1)."""
     absorbs = (leaving >= 0)[:, None, :, None]
     return absorbs, absorbs & (begins >= 0)[:, None, :, None]
 
@@ -133,7 +133,7 @@ def _readers(reads, versions, chunk_size):
 
 
 def _without_idle(leaving, begins, reads):
-    """On a CPU drops the absorptions after the last one that takes place in some row or is read."""
+    """On a CPU, drops the absorptions after the last one that takes place in any row or is read."""
     if not can_read_without_sync(leaving):
         return leaving, begins
     used = (leaving >= 0).any(0).nonzero().flatten()
@@ -179,9 +179,7 @@ def working_memory_chunked_backward(
     reads: torch.Tensor,
     chunk_size: int,
 ) -> list[torch.Tensor]:
-    """
-    Gradients of q, k, v, memory and normalizer, those that are given. The forward pass is computed again.
-    """
+    """Gradients of q, k, v, memory and normalizer, if given. The forward pass is recomputed."""
     dtype = widest(q, k, v, memory, normalizer)
     leaving, begins = _without_idle(leaving, begins, reads)
     index, values, p, f, w = _chunks(k, v, leaving, begins, chunk_size, dtype)
@@ -219,7 +217,7 @@ def working_memory_chunked_backward(
 
 
 def _read_pool(weights, memory, reads, indices):
-    """weights (B, H, 1, K) times the memory (B, H, K, V), or a pool. Rows that do not read may have any numbers."""
+    """weights (B, H, 1, K) times the memory (B, H, K, V), or a pool. Rows that do not read have undefined values."""
     if indices is None:
         return weights @ memory
     if not prefers_single_states(memory):
@@ -245,12 +243,12 @@ def working_memory_step(
 ) -> torch.Tensor:
     """
     One token and at most one chunk per row, q (B, H, 1, K), leaving, begins and reads (B, 1). The states, in float32,
-    are changed in place. Only rows that absorb a chunk compute for it, unless a graph is captured. With `indices` (B)
-    the states, and k and v, are pools.
+    are changed in place. Unless a graph is captured, only rows that absorb a chunk are computed for it. With `indices`
+    (B) the states, and k and v, are pools.
     """
     weights = q.float().softmax(-1)
     out = _read_pool(weights, memory, reads, indices)
-    # Finding these rows is worth waiting for the device, but that is impossible while a graph is traced or captured.
+    # Finding these rows is worth a synchronization, which is impossible while a graph is traced or captured.
     captured = leaving.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     captured = captured or torch.compiler.is_compiling()
     rows = slice(None) if captured else (leaving[:, 0] >= 0).nonzero()[:, 0]

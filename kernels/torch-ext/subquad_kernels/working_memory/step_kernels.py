@@ -1,7 +1,7 @@
 """
 The working memory of a single token as Triton kernels: at most one chunk leaves in each row.
 
-The first kernel computes in parallel what depends on a part of the chunk only. The second one changes the states, when
+The first kernel computes in parallel what depends only on a part of the chunk. The second one changes the states, when
 no other can fail any more.
 """
 
@@ -17,7 +17,7 @@ STEP = ["C", "LENGTH", "SEGMENT", "SEGMENTS"]
 
 @triton.jit
 def _number(indices, row):
-    """Which states, and which keys and values, are those of a row."""
+    """The number of a row's states, and of its keys and values."""
     if indices is not None:
         row = tl.load(indices + row)
     return row
@@ -66,9 +66,9 @@ def _prepare_step_kernel(
     PRECISION: tl.constexpr,
 ):
     """
-    One token. Reads some columns of the memory, except in rows that read it after a chunk. Of a segment of a chunk
-    that leaves, computes for BF features what `_absorb_step_kernel` needs: G, and the log of the sum of exp(k). After
-    those of all segments, `normalizers` (B, H, SEGMENTS + 1, K) holds the normalizer before the step.
+    One token. Reads some columns of the memory, except in rows that read it after a chunk. For a segment of a chunk
+    that leaves, computes the inputs of `_absorb_step_kernel` for BF features: G, and the log of the sum of exp(k).
+    After the sums of all segments, `normalizers` (B, H, SEGMENTS + 1, K) holds the normalizer before the step.
     """
     COLUMNS: tl.constexpr = (V + BV - 1) // BV
     FEATURES: tl.constexpr = (K + BF - 1) // BF
@@ -195,7 +195,7 @@ def _absorb_step_kernel(
                 x = tl.load(keys + ahead * KT + ts[None, :] * KT, mask=there & (ks < K)[:, None], other=0.0)
                 over_tokens = tl.where(there, exp(x.to(tl.float32) - after[:, None]), 0.0)
                 m += dot(over_tokens, _load(values + ahead * VT, ts, vs, rows - start, VT, V), DOT, PRECISION)
-            tl.debug_barrier()  # all threads have read what others overwrite
+            tl.debug_barrier()  # all threads have read before others overwrite
             _store(here, m, ks, vs, K, V)
             if tl.load(reads + row) > 0:
                 y = tl.sum(_read_weights(q + row * QB + head * QH, ks, K)[:, None] * m, 0)

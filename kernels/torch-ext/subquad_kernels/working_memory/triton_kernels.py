@@ -1,5 +1,5 @@
 """
-The working memory as Triton kernels: how the work is divided, and which kernels a pass runs.
+The working memory as Triton kernels: division of work, and the kernels of each pass.
 
 A chunk changes the memory linearly, M' = M + r ⊙ (U - G M - M). U = Pᵀ V and G = Pᵀ F, with P and F the softmax of
 the keys of the chunk over its tokens and over the features, are computed for all chunks in parallel. Only
@@ -43,8 +43,8 @@ from .step_kernels import _absorb_step_kernel, _prepare_step_kernel
 
 def _warps(rows: int, narrow: bool) -> int:
     """
-    The number of warps that compute a product. Four take 64 of its rows, and eight would share the columns of these.
-    Where that leaves each less than a row of shared memory, Triton reads a bfloat16 operand wrongly on Hopper.
+    The number of warps for a product. Four take 64 of its rows, and eight would share the columns of these. If that
+    leaves each less than a row of shared memory, Triton misreads a bfloat16 operand on Hopper.
     """
     return 4 if narrow and rows < 128 else 8
 
@@ -62,7 +62,7 @@ class _Ranges(NamedTuple):
 
 
 class _Plan:
-    """How the work is divided into programs."""
+    """The division of work into programs."""
 
     def __init__(self, q, k, v, leaving, begins, reads, chunk_size):
         self.batch, self.heads, length, self.key_size = q.shape
@@ -96,7 +96,7 @@ class _Plan:
         self.reading = _Ranges(*boundaries, length, True)
 
     def pipeline(self, rows):
-        """How a product with this number of rows is computed."""
+        """Launch options of a product with this number of rows."""
         warps = 4 if torch.version.hip is not None else _warps(rows, self.dtype == torch.bfloat16)
         return {**self.stages, "num_warps": warps}
 
@@ -156,14 +156,14 @@ class _Plan:
         return out
 
     def _walk(self, kernel, tensors, **constants):
-        """Runs a kernel that goes from chunk to chunk with some columns of the memory."""
+        """Runs a kernel that walks from chunk to chunk with some columns of the memory."""
         grid = (self.batch * self.heads * self.column_tiles,)
         tensors = *tensors, self.leaving, self.begins
         launch(kernel, grid, *tensors, self.chunks, self.heads, **self.of_columns, **constants)
 
     def absorb(self, k, v, memory, normalizer, changes=False):
         """
-        The states after the last chunk. Keeps both softmaxes of the keys, G, U (or with `changes` the change of the
+        The states after the last chunk. Stores both softmaxes of the keys, G, U (or with `changes` the change of the
         memory by each chunk), the versions of the memory, and the fraction of it that each chunk replaces.
         """
         log_sums = self.empty(self.chunks, self.key_size)
@@ -189,8 +189,8 @@ class _Plan:
 
     def absorb_backward(self, grad_memory, grad_normalizer, grad_versions, grad_initial):
         """
-        The gradient of U, and what the normalizer adds to that of the keys, after [`absorb`] with `changes`. Those of
-        the states are written to `grad_initial`, if they are not None.
+        The gradient of U, and the normalizer's contribution to the gradient of the keys, after [`absorb`] with
+        `changes`. The gradients of the states are written to `grad_initial`, unless it is None.
         """
         grad_added = self.empty(self.chunks, self.key_size, self.value_size, dtype=self.dtype)
         of_changes, of_versions = (self.empty(self.chunks, self.column_tiles, self.key_size) for _ in range(2))
@@ -227,9 +227,7 @@ def working_memory_triton(q, k, v, memory, normalizer, leaving, begins, reads, c
 def working_memory_triton_backward(
     grad_out, grad_memory, grad_normalizer, q, k, v, memory, normalizer, leaving, begins, reads, chunk_size
 ):
-    """
-    Gradients of q, k, v, memory and normalizer, those that are given. The forward pass is computed again.
-    """
+    """Gradients of q, k, v, memory and normalizer, if given. The forward pass is recomputed."""
     plan = _Plan(q, k, v, leaving, begins, reads, chunk_size)
     states, grads = _states(memory, normalizer), _states(grad_memory, grad_normalizer)
     plan.absorb(k, v, *states, changes=True)
@@ -264,7 +262,7 @@ def _power(most: int) -> int:
 @functools.lru_cache
 def _divide_step(batch, heads, key_size, value_size, chunk_size, dtypes, programs, shared):
     """
-    How a step is divided, for a device that runs that many programs with that much shared memory each: the length of
+    The division of a step, for a device that runs that many programs with that much shared memory each: the length of
     the segments of a chunk and their number, whether their products are bfloat16, and the grid and the constants of
     the two kernels.
     """
@@ -296,7 +294,7 @@ def working_memory_triton_step(q, k, v, memory, normalizer, leaving, begins, rea
     """
     One token and at most one chunk per row, q (B, H, 1, K), leaving, begins and reads (B, 1). Changes the states, in
     float32, in place and returns out (B, H, 1, V). With `indices` (B) the states, k and v are pools. The device
-    decides which rows absorb a chunk. The last kernel changes both states, so that nothing has changed if one fails.
+    decides which rows absorb a chunk. Only the last kernel changes the states, so they are unchanged if one fails.
     """
     (batch, heads, _, key_size), (_, _, length, value_size) = q.shape, v.shape
     dtypes, device = (q.dtype, k.dtype, v.dtype), (multiprocessors(v), shared_memory(v))
@@ -305,7 +303,7 @@ def working_memory_triton_step(q, k, v, memory, normalizer, leaving, begins, rea
     )
     out = v.new_empty(batch, heads, 1, value_size)
     normalizers = normalizer.new_empty(batch, heads, segments + 1, key_size)
-    # To name a dtype would take longer.
+    # Naming a dtype would take longer.
     grams = (v if narrow else normalizer).new_empty(batch, heads, segments, key_size, key_size)
     tensors = memory, normalizer, normalizers, grams
     tensors = *tensors, *contiguous(leaving, begins, reads, indices), memory.stride(0), normalizer.stride(0), out

@@ -14,10 +14,10 @@ from ...modeling.padding import Tokens, read_values
 
 class AveyCache(GrowingCache):
     """
-    What Avey keeps of a text. It grows with the text: the ranker may retrieve any earlier split, so the embeddings of
-    all tokens are kept. The blocks keep nothing of the text, because the weights of retrieved splits change with every
-    token. But their output for the rows of missing splits is computed only once, so a cache belongs to the weights of
-    the model that filled it.
+    The embeddings of all tokens of a text: the cache grows with the text, because the ranker may retrieve any earlier
+    split. The blocks have no states, because the weights of retrieved splits change with every token. But their output
+    for the rows of missing splits is computed only once, so a cache belongs to the weights of the model that filled
+    it.
 
     The states are kept after the blocks:
 
@@ -38,7 +38,7 @@ class AveyCache(GrowingCache):
         self.unit = config.chunk_size
         self.growing = {"embeddings": 1, "sums": config.chunk_size}
         super().__init__(config, static, max_cache_len)
-        # What each block's contextualizer gets for the rows of missing splits, which is the same for every text.
+        # Inputs of each block's contextualizer for the rows of missing splits, the same for every text.
         self.zero_rows: list[torch.Tensor] | None = None
 
     @package_only
@@ -58,14 +58,14 @@ class AveyCache(GrowingCache):
         self.after_blocks.write("sums", torch.nn.functional.pad(sums, (0, room - sums.shape[1])))
 
     def replace(self, embeddings: torch.Tensor, lengths: torch.Tensor, tokens: Tokens) -> None:
-        """Replaces what was kept, after a call in which documents began."""
+        """Replaces the embeddings and lengths, after a call in which documents began."""
         self.after_blocks.write("embeddings", embeddings)
         self.after_blocks.write("lengths", lengths)
         self.advance(tokens)
 
     def known_lengths(self) -> np.ndarray:
         """
-        The values of `lengths`. A GPU is waited for only if Python does not know them: if the cache is static, or was
+        The values of `lengths`. Synchronizes with a GPU only if the host has no copy: if the cache is static, or was
         reordered, cropped, copied or loaded.
         """
         lengths = self.after_blocks.states["lengths"]
@@ -76,7 +76,7 @@ class AveyCache(GrowingCache):
         return known
 
     def know_lengths(self, values: np.ndarray) -> None:
-        """Notes the values of `lengths` on the tensor that has them. A static cache writes over it."""
+        """Attaches the values of `lengths` to its tensor, which a static cache overwrites."""
         if not self.after_blocks.static:
             self.after_blocks.states["lengths"].known_values = values
 
@@ -96,7 +96,7 @@ class AveyCache(GrowingCache):
 
 
 class StaticAveyCache(AveyCache, StaticCache):
-    """A static [`AveyCache`], which transformers recognises as one."""
+    """A static [`AveyCache`], which transformers recognises as a static cache."""
 
 
 AveyCache.static_class = StaticAveyCache

@@ -13,7 +13,7 @@ from ...modeling.versions import CACHE_NAMES
 @strict
 class AveyConfig(CheckedConfig):
     r"""
-    Configuration of an Avey model ("Don't Pay Attention", arXiv:2506.11305). The names are those of the published
+    Configuration of an Avey model ("Don't Pay Attention", arXiv:2506.11305), with the field names of the published
     `config.json` files.
 
     Args:
@@ -25,8 +25,8 @@ class AveyConfig(CheckedConfig):
         k: number of splits of a window, including the current one: one more than the paper's k.
         context_proportion: share of the features in the tail. One half of the tail is contextualised, the other
             half is its gate. The other features go to the fuser unchanged (section 2.2.1).
-        score_normalization: what the score of a retrieved split is divided by (section 2.1): `"first"`, the score of
-            the earliest retrieved split, as in the published models, or `"max"`, the largest score, as in the paper.
+        score_normalization: divisor of a retrieved split's score (section 2.1): `"first"`, the score of the earliest
+            retrieved split, as in the published models, or `"max"`, the largest score, as in the paper.
         extended_len: number of rows of a window, C: `k * chunk_size`. Published files may have this field.
         rms_norm_eps: epsilon of every norm.
     """
@@ -90,7 +90,7 @@ class AveyConfig(CheckedConfig):
         }
 
     def validate_architecture(self):
-        """Refuses sizes that do not fit together, before any tensor is made."""
+        """Raises a ValueError if sizes do not fit together, before any tensor is created."""
         sizes = ("vocab_size", "d_embed", "n_blocks", "expansion_factor", "chunk_size", "k")
         check_configuration(self, sizes, ("rms_norm_eps",))
         features, share = self.expansion_factor * self.d_embed, self.context_proportion

@@ -25,7 +25,7 @@ contextualizer, split_ranker = replaceable(contextualizer, split_ranker)
 
 
 class AveyContextualizer(nn.Module):
-    """Section 2.2.2: the cosine similarities of the embeddings, times a learned matrix, weigh their sum."""
+    """Section 2.2.2: the cosine similarities of the embeddings, times a learned matrix, weight their sum."""
 
     def __init__(self, config: AveyConfig, layer_idx: int):
         super().__init__()
@@ -34,8 +34,8 @@ class AveyContextualizer(nn.Module):
 
     def forward(self, tail: torch.Tensor, gate: torch.Tensor, windows: Windows, last: bool) -> torch.Tensor:
         """
-        Equation 2 for the halves of the tail, (rows, m_t / 2) each. The last block puts out only the rows that are
-        kept, and gets only their gates.
+        Equation 2 for the halves of the tail, (rows, m_t / 2) each. The last block returns only the rows that are
+        needed, and gets only their gates.
         """
         v, out = self.spatial_proj, []
         for z, gates, before, size in windows.parts(tail, gate, self.layer_idx, last):
@@ -56,7 +56,7 @@ class AveyNeuralProcessor(nn.Module):
         self.fuser = Linear(features - tail // 2, config.d_embed)
 
     def forward(self, x: torch.Tensor, windows: Windows, last: bool) -> torch.Tensor:
-        """x (rows, d_embed); the last block puts out only the rows that are kept."""
+        """x (rows, d_embed); the last block returns only the rows that are needed."""
         tail, gate, head = relu_squared(self.enricher(x)).split(self.sizes, dim=-1)  # equation 1
         if last:
             gate, head = windows.keep(gate), windows.keep(head)
@@ -127,9 +127,9 @@ class AveyModel(AveyPreTrainedModel):
     ) -> RecurrentModelOutput:
         """
         The weights of the splits that a split retrieves depend on all of its tokens. So the output of a token depends
-        on the later tokens of its own split in the same call. A call gives its tokens what one call with the whole
-        text up to its end would give them. With a cache that records the past (for assisted decoding), each token gets
-        what a call that ends with it would give it.
+        on the later tokens of its own split in the same call. A call gives the same outputs as one call with the whole
+        text up to its end. With a cache that records the past (for assisted decoding), each token's output is as in a
+        call that ends with it.
 
         Args:
             input_ids: (batch, length) token ids.
@@ -138,12 +138,12 @@ class AveyModel(AveyPreTrainedModel):
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
                 follow the one before. They are not read while a graph is traced: `torch.compile` and export need
                 `cu_seqlens`.
-            cache: what was kept of earlier tokens, updated in place; also as `past_key_values`.
+            cache: the embeddings of earlier tokens, updated in place; also as `past_key_values`.
             inputs_embeds: (batch, length, d_embed), instead of `input_ids`.
             use_cache: whether to return the cache. If None, `config.use_cache`, but not in training.
             cu_seqlens: (documents + 1), the boundaries of documents packed into one row; also as `cu_seq_lens_q`.
-            logits_to_keep: the number of last tokens to compute (0: all), without the windows of all other splits. Of
-                packed documents, and with hidden states, all are computed.
+            logits_to_keep: the number of last tokens to compute (0: all), without the windows of all other splits.
+                With packed documents or hidden states, all are computed.
 
         Returns:
             last_hidden_state (batch, length or `logits_to_keep`, d_embed), in which padding repeats the last real
@@ -211,7 +211,7 @@ class AveyModel(AveyPreTrainedModel):
         scores = None
         sums = None if cache is None or text.first is not None else cache.after_blocks.get("sums")
         if sums is not None and text.position.shape[1] == 1:
-            # The new token adds its own maxima to those of the tokens before it in its split.
+            # The new token adds its maxima to the sums over the earlier tokens of its split.
             token, sums = text.new_token(sums, tokens)
             scores = sums + maxsim(queries=token, splits=text.splits, number=selection.number)
         index, weights, scores = split_ranker(

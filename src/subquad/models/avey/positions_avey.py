@@ -1,4 +1,4 @@
-"""Where the tokens of a call are: in splits of their texts, and in the windows that the blocks read."""
+"""Positions of a call's tokens: in the splits of their texts, and in the windows that the blocks read."""
 
 import sys
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ MAX_ROWS = 2**16
 @dataclass
 class Windows:
     """
-    Windows (section 2.2) as rows of one tensor: first the rows of missing splits, once for all windows, then the
-    windows, those with the same number of retrieved splits together.
+    Windows (section 2.2) as rows of one tensor: first the rows of missing splits, shared by all windows, then the
+    windows, grouped by their number of retrieved splits.
 
     Attributes:
         selection: the splits that end the windows.
-        groups: number of retrieved splits, and the index of each selected split that retrieves so many.
-        zero_rows: what each block's contextualizer gets for the rows of missing splits.
+        groups: number of retrieved splits, and the indices of the selected splits that retrieve that many.
+        zero_rows: inputs of each block's contextualizer for the rows of missing splits.
         missing: number of these rows in the tensor; 0 if `zero_rows` has them from an earlier tensor.
     """
 
@@ -38,7 +38,7 @@ class Windows:
     missing: int
 
     def split(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """All rows (rows, width), without those of missing splits, as one tensor (windows, rows, width) per group."""
+        """All rows (rows, width) except missing splits', as one tensor (windows, rows, width) per group."""
         shapes = [(chosen.shape[0], self.selection.rows(retrieved)) for retrieved, chosen in self.groups]
         return self._split(x[self.missing :], shapes)
 
@@ -47,19 +47,19 @@ class Windows:
         return [torch.unflatten(part, 0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows that are put out, (windows * kept, width), of all rows."""
+        """Selects the output rows, (windows * kept, width), from all rows."""
         return torch.cat([part[:, -self.selection.kept :].flatten(0, 1) for part in self.split(x)])
 
     def parts(
         self, tail: torch.Tensor, gate: torch.Tensor, layer_idx: int, last: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]]:
         """
-        What the contextualizer of a block computes, call by call: rows (windows, rows, width), the gates of the rows
-        to put out, the rows of missing splits before them, and the number of all these rows.
+        The inputs of a block's contextualizer, call by call: rows (windows, rows, width), the gates of the output
+        rows, the rows of missing splits before them, and the total number of rows.
 
         Args:
             tail: all rows, (rows, width).
-            gate: the gates of all rows; in the `last` block, of the rows that are put out.
+            gate: the gates of all rows; in the `last` block, of the output rows.
         """
         if self.missing:
             zero_rows = tail[: self.missing]
@@ -82,16 +82,16 @@ class Windows:
 @dataclass
 class Selection:
     """
-    The splits of a call that are contextualised: those that hold the wanted tokens.
+    The splits of a call that are contextualised, because they hold wanted tokens.
 
     Attributes:
         number: of each split in its text, int64 (texts, selected).
         current: their embeddings, (texts, selected, chunk_size, d_embed).
-        begin, end: the tokens of these splits that are put out.
-        source: the index of each wanted token among those that are put out, (texts or 1, wanted).
+        begin, end: the range of output tokens in these splits.
+        source: the index of each wanted token among the output tokens, (texts or 1, wanted).
         most: maximum number of splits that one retrieves, k - 1.
-        groups: number of retrieved splits, and the index of each selected split that retrieves so many. All retrieve
-            `most` if Python does not know better.
+        groups: number of retrieved splits, and the indices of the selected splits that retrieve that many. All
+            retrieve `most` if the numbers are not known on the host.
     """
 
     number: torch.Tensor
@@ -104,17 +104,17 @@ class Selection:
 
     @property
     def kept(self) -> int:
-        """Number of tokens of a split that are put out."""
+        """Number of output tokens of a split."""
         return self.end - self.begin
 
     def rows(self, retrieved: int) -> int:
-        """Number of rows of a window with so many retrieved splits."""
+        """Number of rows of a window with that many retrieved splits."""
         return retrieved * self.current.shape[2] + self.end
 
     def windows(self, cache: AveyCache | None) -> Iterator[Windows]:
         """
-        The windows of all selected splits, for one pass through the blocks after the other. The cache keeps what the
-        contextualizers get for the rows of missing splits.
+        The windows of all selected splits, one pass through the blocks at a time. The cache keeps the contextualizers'
+        inputs for the rows of missing splits.
         """
         constant = not torch.is_grad_enabled()
         keeps, fewest, missing = cache is not None and constant, min(self.groups), 0
@@ -125,10 +125,10 @@ class Selection:
             yield Windows(self, groups, zero_rows, missing)
             missing = 0
         if keeps:
-            cache.zero_rows = zero_rows or None  # compiled code would be compiled again for an empty list
+            cache.zero_rows = zero_rows or None  # an empty list would trigger a recompilation
 
     def _batches(self, limit: int) -> Iterator[list[tuple[int, torch.Tensor]]]:
-        """The groups, cut so that those of a list have about `limit` rows or fewer."""
+        """The groups, cut into lists with about `limit` rows or fewer each."""
         batch, room = [], limit
         for retrieved, chosen in self.groups.items():
             rows = self.rows(retrieved)
@@ -144,7 +144,7 @@ class Selection:
         yield batch
 
     def tokens(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The wanted tokens, (texts, wanted, width), of the rows that were put out for all windows."""
+        """The wanted tokens, (texts, wanted, width), from the output rows of all windows."""
         x, order = torch.cat(parts), torch.cat(list(self.groups.values())).argsort()
         texts, windows = self.number.shape[0], self.number.numel()
         x = torch.unflatten(x, 0, (windows, -1))[order.to(x.device)].view(texts, -1, x.shape[-1])
@@ -160,11 +160,11 @@ class Text:
     Attributes:
         splits: embeddings, zero where there is no token: (texts, splits, chunk_size, d_embed). Packed documents follow
             one another as a single text.
-        position: the index of each token of the call among the tokens of `splits`, (texts, tokens). Padding has that
-            of the last token before it, or -1 if there is none.
+        position: the index of each token of the call among the tokens of `splits`, (texts, tokens). Padding has
+            the index of the last token before it, or -1 if there is none.
         first: number of the split that begins the document of each split, (1, splits); None without packed documents.
         fresh: whether the positions are 0, 1, ...: each text begins with this call and has no padding.
-        known: the values of `position`, or of `first` if documents are packed; None if Python does not know them.
+        known: the values of `position`, or of `first` if documents are packed; None if not known on the host.
     """
 
     splits: torch.Tensor
@@ -240,7 +240,7 @@ class Text:
         return token[:, None], sums[:, None]
 
     def last_scores(self, scores: torch.Tensor, selection: Selection, tokens: Tokens) -> torch.Tensor:
-        """The scores of the split that holds the last token of each row, (rows, splits), of those of all selected."""
+        """Selects the scores of the split with the last token of each row, (rows, splits)."""
         device, splits = self.splits.device, self.splits.shape[1]
         if self.first is None:
             rows = torch.arange(scores.shape[0], device=device)
@@ -258,8 +258,8 @@ def group(
     [`Selection.groups`] of the splits `number` (texts, selected).
 
     Args:
-        run: the first and the last number, if they are the same in all texts and known to Python.
-        retrieved: otherwise the number of splits before each in its document, (texts, selected), if Python knows it.
+        run: the first and the last number, if they are the same in all texts and known on the host.
+        retrieved: otherwise the number of splits before each in its document, (texts, selected), if known on the host.
     """
     windows, groups = torch.arange(number.numel(), device=number.device).view(number.shape), {}
     if run is not None:
@@ -280,8 +280,8 @@ def group(
 
 def read_text(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, size: int) -> Text:
     """
-    The embeddings of a call, x (batch, length, d_embed), in splits of `size` tokens behind those that the cache holds,
-    which keeps the new ones too.
+    The embeddings of a call, x (batch, length, d_embed), in splits of `size` tokens, after the tokens in the cache.
+    The new ones are added to the cache.
     """
     return (_read_rows if tokens.cu_seqlens is None else _read_documents)(x, tokens, cache, size)
 
@@ -326,7 +326,7 @@ def _read_documents(x: torch.Tensor, tokens: Tokens, cache: AveyCache | None, si
     document = torch.searchsorted(bounds[1:], steps, right=True)
     position = begins[document] * size + extra[document] + steps - bounds[document]
 
-    # While a graph is traced, the maximum number of splits, whatever the lengths of the documents.
+    # While a graph is traced, the maximum number of splits for any document lengths.
     splits = (x.shape[0] + rows * read + documents * (size - 1)) // size
     known = None
     if "cu_seqlens" in tokens.known and can_read_values(x):

@@ -46,7 +46,7 @@ AVEY_B = Architecture(
         feed_forward=["fuser"],
         norms=["norm", "ln_f"],
     ),
-    # Appendix B, which does not say what decays; matrices, as in Avey.
+    # Appendix B, which does not specify what decays; matrices, as in Avey.
     recipe=OptimizerRecipe(
         weight_decay=0.01,
         betas=(0.95, 0.95),

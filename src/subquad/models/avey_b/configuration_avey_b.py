@@ -33,8 +33,8 @@ CHOICES = {
 @strict
 class AveyBConfig(CheckedConfig):
     r"""
-    Configuration of an Avey-B encoder ("Avey-B", Acharya and Hammoud). The names are those of the published
-    `config.json` files, and the defaults are those of the published weights. The paper's variant has
+    Configuration of an Avey-B encoder ("Avey-B", Acharya and Hammoud), with the field names of the published
+    `config.json` files and the defaults of the published weights. The paper's variant has
     `hidden_act="relu2", similarity_norm="sum", residual_gain=False, final_norm=True`.
 
     Args:
@@ -43,22 +43,22 @@ class AveyBConfig(CheckedConfig):
         n_layers: number of layers of the neural processor, L.
         chunk_size: number of tokens of a split, S.
         k: number of splits that each split retrieves.
-        eps: epsilon of every norm, also of those in the similarities of a dynamic layer.
+        eps: epsilon of every norm, including the norms in a dynamic layer's similarities.
         expansion_factor: the enricher computes `expansion_factor * d_embed` features, m, per token (equation 1).
         context_proportion: share of the features in the tail. One half of the tail is contextualised, the other
             half is its gate. The other features go to the fuser unchanged (section 3.2).
         hidden_act: activation of the enricher: `"gelu"` (exact) or `"relu2"`, ReLU², as in the paper.
-        similarity_norm: what a dynamic layer divides a row of similarities by: `"l1"`, the sum of their magnitudes, or
+        similarity_norm: divisor of a row of similarities in a dynamic layer: `"l1"`, the sum of their magnitudes, or
             `"sum"`, their sum, as in the paper (equation 6).
         residual_gain: whether a layer adds its input times a learned number, or, as in the paper, the input itself.
         final_norm: whether the masked language model has an RMSNorm before its head, as in the paper.
-        score_normalization: what the score of a retrieved split is divided by (section 3.1): `"min"`, the smallest
-            score of those retrieved, as in the published models, or `"max"`, the largest, as in the paper.
+        score_normalization: divisor of a retrieved split's score (section 3.1): `"min"`, the smallest
+            retrieved score, as in the published models, or `"max"`, the largest, as in the paper.
         layer_pattern: which layers are static and which dynamic (appendix D): `"interleaved"` (static first),
             `"interleaved-dynamic-first"`, `"single-dynamic-head"`, `"single-dynamic-tail"`, `"static-then-dynamic"`,
             `"dynamic-then-static"`, `"all-static"` or `"all-dynamic"`.
         bidirectional_ranker: whether a split may retrieve splits that follow it (appendix C).
-        compressor: whether a split and those that it retrieves are compressed to the size of one (section 4.3). If
+        compressor: whether a split and the splits it retrieves are compressed to the size of one (section 4.3). If
             not, the layers work on windows of `(k + 1) * chunk_size` rows.
         compressor_residual: whether the split itself is added to the output of the compressor (section 4.3).
         classifier_dropout: probability of dropout before the classifiers of texts and tokens.
@@ -124,7 +124,7 @@ class AveyBConfig(CheckedConfig):
         }
 
     def validate_architecture(self):
-        """Refuses sizes and variants that do not fit together, before any tensor is made."""
+        """Raises a ValueError if sizes or variants do not fit together, before any tensor is created."""
         check_configuration(self, ("vocab_size", "d_embed", "n_layers", "expansion_factor", "chunk_size", "k"))
         features, share = self.expansion_factor * self.d_embed, self.context_proportion
         if not 0 < share <= 1 or not 2 <= self.tail_size <= features:

@@ -1,4 +1,4 @@
-"""How `alpha` is loaded and saved: a scalar in files, and a vector of one element in a model."""
+"""Loading and saving of `alpha`: a scalar in files, a vector of one element in a model."""
 
 import torch
 from torch import nn
@@ -11,8 +11,8 @@ from .configuration_avey_b import AveyBConfig
 
 class ScalarToVector(MergeModulelist):
     """
-    Loads `alpha`. The base class marks an operation that stacks its inputs. Then, if transformers shards weights as it
-    loads them, the scalar counts as one element, which one process gets.
+    Loads `alpha`. The base class marks operations that stack their inputs. If transformers shards weights at loading,
+    it then counts the scalar as one element, which one process gets.
     """
 
     def convert(
@@ -60,7 +60,7 @@ register_checkpoint_conversion_mapping(
 
 
 def load_scalar(layer: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args) -> None:
-    """A hook for `load_state_dict`: a `Trainer` gives it what `save_pretrained` wrote."""
+    """A hook for `load_state_dict`, because a `Trainer` loads files of `save_pretrained` with it."""
     if (name := f"{prefix}alpha") in state_dict and state_dict[name].dim() == 0:
         state_dict[name] = state_dict[name][None]
 

@@ -38,12 +38,12 @@ dynamic_mixing, split_ranker, static_mixing = replaceable(dynamic_mixing, split_
 
 
 # Maximum number of rows that go through the layers together if no gradient is needed, so that memory does not grow
-# with the text. A CPU gets fewer: their memory is used again, and not mapped anew for every layer.
+# with the text. Fewer on a CPU: their memory is reused instead of being mapped anew for every layer.
 MAX_ROWS, MAX_ROWS_OF_CPU = 2**15, 2**11
 
 
 class AveyBRanker(nn.Module):
-    """Which splits each split is read with (section 3.1), and how they become a window for the layers (4.3)."""
+    """Selects the splits that each split is read with (section 3.1), and makes windows from them (4.3)."""
 
     def __init__(self, config: AveyBConfig):
         super().__init__()
@@ -55,7 +55,7 @@ class AveyBRanker(nn.Module):
     def retrieve(self, text: Text) -> tuple[torch.Tensor, torch.Tensor]:
         """
         The splits that each one retrieves, the best first, (texts * splits, k or fewer): their index among the splits
-        of all texts, and their weights. Those that are missing come first, with the weight 0.
+        of all texts, and their weights. Missing splits come first, with the weight 0.
         """
         config, splits = self.config, text.splits
         texts, number = splits.shape[0], torch.arange(splits.shape[1], device=splits.device)[None]
@@ -84,8 +84,8 @@ class AveyBRanker(nn.Module):
 
     def forward(self, current: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         """
-        Windows (n, context_size, d_embed) for the splits `current` (n, chunk_size, d_embed) and those that each of
-        them retrieved, times their weights, `others` (n, k or fewer, chunk_size, d_embed).
+        Windows (n, context_size, d_embed) for the splits `current` (n, chunk_size, d_embed) and the splits they
+        retrieved, times their weights, `others` (n, k or fewer, chunk_size, d_embed).
         """
         rows = torch.cat((others, current[:, None]), dim=1).flatten(1, 2)
         if not self.config.compressor:
@@ -232,7 +232,7 @@ class AveyBModel(AveyBPreTrainedModel):
         )
 
     def _windows_per_pass(self, splits: torch.Tensor) -> int:
-        """How many windows go through the layers together. A traced graph would hold the layers once per pass."""
+        """Number of windows per pass through the layers. A traced graph would hold the layers once per pass."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return splits.shape[0]
         rows = MAX_ROWS_OF_CPU if splits.device.type == "cpu" else MAX_ROWS
@@ -287,7 +287,7 @@ class AveyBForSequenceClassification(AveyBPreTrainedModel):
         self.num_labels = config.num_labels
         width = config.d_embed
         self.model = AveyBModel(config)
-        # One module: PEFT knows by this name what to train besides an adapter.
+        # One module: PEFT finds the head to train by this name.
         self.classifier = nn.Sequential(
             *(Linear(width, 2 * width), nn.GELU(), Linear(2 * width, 2 * width), nn.GELU(), Linear(2 * width, width)),
             nn.Dropout(config.classifier_dropout),
@@ -367,7 +367,7 @@ class AveyBForTokenClassification(AveyBPreTrainedModel):
 
 
 def _check_answers(padding: torch.Tensor, **positions: torch.Tensor | None) -> None:
-    """Raises a ValueError if a position (batch) is one of padding (batch, length), whose logits say nothing."""
+    """Raises a ValueError if a position (batch) points at padding (batch, length), whose logits are meaningless."""
     for name, found in positions.items():
         if found is None or not can_read_values(found):
             continue
@@ -406,7 +406,7 @@ class AveyBForQuestionAnswering(AveyBPreTrainedModel):
         """
         Args:
             start_positions, end_positions: (batch) the first and the last token of the answer. If there is none, both
-                are that of a token outside the passage, such as CLS. Positions after the end are ignored.
+                point at a token outside the passage, such as CLS. Positions after the end are ignored.
                 `position_ids` have no influence. Other arguments: see [`AveyBModel`].
 
         Returns:
@@ -414,7 +414,7 @@ class AveyBForQuestionAnswering(AveyBPreTrainedModel):
             number of their dtype; hidden_states.
 
         Raises:
-            ValueError: if a position is that of padding.
+            ValueError: if a position points at padding.
         """
         if kwargs.get("cu_seqlens") is not None:
             raise ValueError("`cu_seqlens`: an answer is looked for in one text per row, not in packed documents.")

@@ -1,4 +1,4 @@
-"""Where the tokens of a call are: in splits of their texts."""
+"""Positions of a call's tokens in the splits of their texts."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class Text:
     longest: int
 
     def in_batch(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The tokens of the call, (batch, length, width), of those of all splits, (splits, chunk_size, width) each."""
+        """The tokens of the call, (batch, length, width), from all splits, (splits, chunk_size, width) each."""
         x = torch.cat([part.flatten(0, 1) for part in parts])
         batch, length, width = self.tokens.batch, self.tokens.length, x.shape[-1]
         if self.position is None:
@@ -60,7 +60,7 @@ def read_text(x: torch.Tensor, tokens: Tokens, size: int) -> Text:
     ends = numbers.cumsum(0)
     begins = ends - numbers
 
-    # While a graph is traced, the maximum number of splits, whatever the lengths.
+    # While a graph is traced, the maximum number of splits for any lengths.
     splits, longest = (x.shape[0] + lengths.shape[0] * (size - 1)) // size, -(-tokens.length // size)
     if (known := tokens.known_lengths()) is not None:
         known = -(-known // size)

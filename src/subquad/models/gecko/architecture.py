@@ -13,7 +13,7 @@ def costs(config, parameters: int) -> Costs:
     of two chunks, as if attention read both in full; `6 z_dim value_dim / num_heads` to read the working memory and
     for a token's share of what its chunk changes there; and 12 for each complex number of CEMA's state. The state has
     the norms' moments, CEMA's state and the working memory with its normaliser in float32, and the keys, memory keys
-    and values of two chunks. Where the document of each of these tokens begins is not counted.
+    and values of two chunks. The document starts of these tokens are not counted.
     """
     d, z, v = config.model_dim, config.z_dim, config.value_dim
     weights = d * (z + 2 * v + d) + v * d + (3 if config.swiglu else 2) * d * config.ffn_hidden_dim
@@ -52,7 +52,7 @@ GECKO = Architecture(
         feed_forward=["fc2"],
         norms=["timenorm", "rmsnorm", "norm", "final_norm"],
     ),
-    # Section 4.1, for 7B (1B: 0.05), which does not say what decays either.
+    # Section 4.1, for 7B (1B: 0.05), which does not specify what decays either.
     recipe=OptimizerRecipe(
         weight_decay=0.1,
         betas=(0.9, 0.95),

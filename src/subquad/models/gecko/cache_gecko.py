@@ -14,12 +14,12 @@ from ...modeling.ring import ring_state
 
 class GeckoCache(CountingCache):
     """
-    What Gecko keeps of a text. Its size does not depend on the length of the text. Each block keeps, in float32, the
-    moments `timenorm` (batch, 3, groups), CEMA's state `cema` (batch, model_dim, cema_ndim, 2), the `memory` (batch,
-    heads, key size, value size) and its log-normaliser `normalizer` (batch, heads, key size). Of the tokens of at most
-    two chunks it keeps `keys`, `values` and `memory_keys` (batch, heads, tokens, size), the token at position p in row
-    p % (2 * chunk_size). After the blocks it keeps the moments of the final norm and, if BOS tokens may begin
-    documents, `begins` (batch, 2 * chunk_size): where the document of each of those tokens begins.
+    The states of a Gecko, of constant size. Each block keeps, in float32, the moments `timenorm` (batch, 3, groups),
+    CEMA's state `cema` (batch, model_dim, cema_ndim, 2), the `memory` (batch, heads, key size, value size) and its
+    log-normaliser `normalizer` (batch, heads, key size). For the tokens of at most two chunks it keeps `keys`,
+    `values` and `memory_keys` (batch, heads, tokens, size), the token at position p in row p % (2 * chunk_size). After
+    the blocks it keeps the moments of the final norm and, if BOS tokens may begin documents, `begins` (batch, 2 *
+    chunk_size): the document start of each of those tokens.
 
     Args:
         config, static, max_cache_len: see [`RecurrentCache`].
@@ -70,7 +70,7 @@ class GeckoCache(CountingCache):
         return None
 
     def count_tokens(self, positions: TokenPositions) -> None:
-        """Counts the tokens of a [`GeckoPositions`], and keeps where documents begin that BOS tokens begin."""
+        """Counts the tokens of a [`GeckoPositions`], and stores the starts of documents marked by BOS tokens."""
         if positions.begins_after is not None:
             replay = functools.partial(ring_state, window=self.window)
             updates = positions.given_begin, positions.given_position, positions.given_kept
@@ -81,9 +81,9 @@ class GeckoCache(CountingCache):
             super().count_tokens(positions)
 
     def ring_size(self, tokens: int) -> int:
-        """The number of tokens whose keys and values there is room for, once `tokens` more are read."""
+        """Capacity of the keys and values in tokens, once `tokens` more are read."""
         layer, size = self.after_blocks, 64
-        if layer.record_past or isinstance(self.seen_tokens, torch.Tensor):  # Python cannot tell
+        if layer.record_past or isinstance(self.seen_tokens, torch.Tensor):  # not known on the host
             return self.window
         if "keys" in self.layers[0].states:
             size = max(size, self.held_tokens)
@@ -97,7 +97,7 @@ class GeckoCache(CountingCache):
 
     @property
     def held_tokens(self) -> int:
-        """The number of tokens whose keys and values there is room for now."""
+        """Current capacity of the keys and values in tokens."""
         return self.layers[0].states["keys"].shape[2]
 
     def end_block(self, x: torch.Tensor, layer: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ class GeckoCache(CountingCache):
 
 
 class StaticGeckoCache(GeckoCache, StaticCache):
-    """A static [`GeckoCache`], which transformers recognises as one."""
+    """A static [`GeckoCache`], which transformers recognises as a static cache."""
 
 
 GeckoCache.static_class = StaticGeckoCache

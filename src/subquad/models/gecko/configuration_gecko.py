@@ -14,17 +14,17 @@ from ...modeling.versions import CACHE_NAMES
 class GeckoConfig(CheckedConfig):
     r"""
     Configuration of a Gecko model ("GECKO: An Efficient Neural Architecture Inherently Processing Sequences with
-    Arbitrary Lengths"). The names are those of the authors' code, the defaults those of their 7B model.
+    Arbitrary Lengths"). Names are as in the authors' code, defaults as in their 7B model.
 
     Args:
         vocab_size: number of token ids.
         model_dim: width of the model, d.
         num_layers: number of blocks.
         num_heads: heads of the attention and of the working memory.
-        z_dim: width of the shared representation of all heads, z, which queries and keys are made from.
+        z_dim: width of the representation z of all heads, from which queries and keys are made.
         value_dim: width of the values of all heads, v.
         ffn_hidden_dim: width of the feed-forward network.
-        cema_ndim: complex numbers that CEMA keeps of each dimension, h (equation 1).
+        cema_ndim: complex numbers of CEMA for each dimension, h (equation 1).
         chunk_size: tokens of a chunk, c: a token attends to its chunk and to the one before.
         timenorm_num_groups: groups of channels that have a mean and a variance in timestep decay normalization.
         timenorm_beta1, timenorm_beta2: decays of their averages (equation 11).
@@ -44,7 +44,7 @@ class GeckoConfig(CheckedConfig):
         hidden_dropout: dropout of the normalized output of CEMA, of the gated attention, and of the hidden layer of
             the feed-forward network.
         attention_dropout: dropout of the attention weights.
-        document_boundaries: whether every `bos_token_id` begins a new document, which sees nothing of those before.
+        document_boundaries: whether every `bos_token_id` begins a new document, which sees nothing of earlier ones.
     """
 
     model_type = "gecko"
@@ -123,7 +123,7 @@ class GeckoConfig(CheckedConfig):
         return bos if self.document_boundaries and bos is not None and 0 <= bos < self.vocab_size else None
 
     def validate_architecture(self):
-        """Refuses sizes that do not fit together, before any tensor is made."""
+        """Raises a ValueError if sizes do not fit together, before any tensor is created."""
         if self.num_rope_heads is None:
             self.num_rope_heads = self.num_heads
         sizes = ("vocab_size", "model_dim", "num_layers", "num_heads", "z_dim", "value_dim", "ffn_hidden_dim")

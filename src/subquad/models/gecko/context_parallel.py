@@ -1,6 +1,6 @@
 """
-Context parallelism (section 3.2 of the paper of Gecko): one long text on several devices. Each reads a piece of it and
-receives from the one before what a cache holds of the text up to there. Its size does not depend on the length.
+Context parallelism (section 3.2 of the Gecko paper): one long text on several devices. Each device reads a piece of it
+and receives the cache of the text before from the device before. Its size does not depend on the length.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class _Link:
         return self.rank == self.size - 1
 
     def send(self, step: int, *tensors: torch.Tensor) -> None:
-        """Waits until the tensors sent before have arrived, and does not wait for these."""
+        """Waits until earlier tensors have arrived, but does not wait for these."""
         self.wait()
         tensors = [x.detach().contiguous() for x in tensors]
         self.pending = [(dist.isend(x, group=self.group, group_dst=self.rank + step), x) for x in tensors]
@@ -83,7 +83,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Layer(LayerState):
-    """States. Those in `shapes` come from the process before and go to the next, in that order."""
+    """States. States in `shapes` come from the process before and go to the next, in that order."""
 
     def __init__(self, link: _Link, shapes: dict[str, tuple[int, ...]]):
         super().__init__()
@@ -93,7 +93,7 @@ class _Layer(LayerState):
         self.x: torch.Tensor | None = None
 
     def expect(self, x: torch.Tensor) -> None:
-        """Reads from the piece x how many rows the states have, their device, and the dtype of keys and values."""
+        """Takes the batch size and device of the states, and the dtype of keys and values, from the piece x."""
         self.x = x.new_empty(len(x), 0)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -101,7 +101,7 @@ class _Layer(LayerState):
         return self.x.dtype if keys else torch.promote_types(self.x.dtype, torch.float32)
 
     def anchor(self) -> torch.Tensor:
-        """Makes autograd run the backward pass of what receives it, because the other process waits for that."""
+        """Makes autograd run the receiver's backward pass, because the other process waits for it."""
         return torch.zeros((), requires_grad=torch.is_grad_enabled())
 
     def get(self, name: str) -> torch.Tensor | None:
@@ -129,7 +129,7 @@ class _Layer(LayerState):
 
 
 class _AfterBlocks(_Layer):
-    """The begins of documents are known, and needed, before the first block."""
+    """Document starts are known, and needed, before the first block."""
 
     def __init__(self, link: _Link, shapes: dict[str, tuple[int, ...]], window: int):
         super().__init__(link, shapes)
@@ -150,10 +150,10 @@ class _AfterBlocks(_Layer):
 
 class ContextParallelCache(GeckoCache):
     """
-    Makes a Gecko read one text in pieces on the processes of a group, one piece each. As `cache`, it gives
-    every block the states that the process before has after its piece, and sends this process's states to the next.
-    Gradients go back the same way, so the sum of all processes' gradients is the gradient of the whole text. While
-    one process reads its piece in a block, the process before it is in the next block.
+    Makes a Gecko read one text in pieces on the processes of a group, one piece each. Passed as `cache`, it hands
+    every block the states after the previous process's piece, and sends this process's states to the next. Gradients
+    go back the same way, so the sum of all processes' gradients is the gradient of the whole text. While one process
+    reads its piece in a block, the previous process is in the next block.
 
     ```python
     inputs = split_text(input_ids, labels)  # every process has the whole text and takes its piece

@@ -79,7 +79,7 @@ class GeckoCEMA(nn.Module):
             inplace=state is not None and state.can_overwrite("cema"),
         )
         if state is not None:
-            # The first record replays all tokens, maybe after offloading or FSDP has freed the module's weights.
+            # The first record replays all tokens, possibly after offloading or FSDP freed the module's weights.
             if state.record_past and "cema" not in state.records:
                 weights = {name: weight.clone() for name, weight in weights.items()}
             positions.update(state, "cema", after, functools.partial(cema, **weights), x)
@@ -134,7 +134,7 @@ class GeckoMega(nn.Module):
         self.beta = nn.Parameter(torch.empty(4, z))
 
     def share(self, m: torch.Tensor, positions: GeckoPositions) -> list[torch.Tensor]:
-        """Equations 6 to 8, 25 and 26: q, k, and those of the memory, (batch, heads, length, size) each."""
+        """Equations 6 to 8, 25 and 26: q and k, and the memory's q and k, (batch, heads, length, size) each."""
         config = self.config
         z = torch.unflatten(self.wz(m), -1, (-1, config.z_dim // config.num_heads))
         z = F.rms_norm(z, z.shape[-1:], eps=config.norm_eps)
@@ -147,7 +147,7 @@ class GeckoMega(nn.Module):
     def remember(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: GeckoPositions, state: LayerState | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Section 3.3: what the memory of the chunks that have left attention holds for each token; its states."""
+        """Section 3.3: each token's readout of the memory of chunks that have left attention, and the new states."""
         if state is None and positions.leaving.shape[1] == 0:
             return torch.zeros_like(v), None, None
         return working_memory(  # equations 17 to 24, and 27
@@ -308,7 +308,7 @@ class GeckoModel(GeckoPreTrainedModel):
         """
         Args:
             input_ids: (batch, length) token ids. With `config.document_boundaries`, each `bos_token_id` begins a new
-                document; chunks go on as if it had not.
+                document; chunks continue across it.
             attention_mask: (batch, length), 0 for padding, which may be anywhere in a row. With a cache it may also
                 cover the tokens of earlier calls.
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not

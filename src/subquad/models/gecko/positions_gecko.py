@@ -26,30 +26,30 @@ Rows = dict[str, torch.Tensor]
 @dataclasses.dataclass
 class GeckoPositions(TokenPositions):
     """
-    The tokens of a call, as all layers need them. Every row begins with its text: padding before it and in it is moved
-    to the end.
+    The tokens of a call, as all layers need them. Every row begins with its text: padding before and within it is
+    moved to the end.
 
     Attributes:
         chunk_size: the number of tokens of a chunk.
-        starts: which tokens begin a document, (batch, length); None if none does.
-        real: which tokens are not padding, (batch, length); None if none is padding.
+        starts: True for tokens that begin a document, (batch, length); None if none does.
+        real: True for tokens that are not padding, (batch, length); None without padding.
         cos, sin: of rotary embeddings, (batch or 1, length, 1, size of a head / 2).
         held: the rows of a ring that are read before the tokens of the call, (batch, held), from the oldest token on;
-            None if none is.
+            None without such rows.
         first, aligned: see [`subquad_kernels.chunk_attention`].
         seen: see `mask` of [`subquad_kernels.chunk_attention_step`]: a single token reads the rings of a cache as they
             are. None if there are several tokens or no cache.
         leaving, begins, reads: see [`subquad_kernels.working_memory`].
-        slots: where a single token of each row finds its rings and its memory, if the states of the cache are pools
-            with those of many texts; see `indices` of the same operator.
-        forgets: what `begins` is of the chunk that leaves attention at a token, (batch, length). It has no meaning at
+        slots: the index of each row's rings and memory, for a single token, if the states of the cache are pools
+            shared by many texts; see `indices` of the same operator.
+        forgets: the value of `begins` for the chunk that leaves attention at a token, (batch, length); meaningless at
             other tokens.
-        ring: the number of tokens that the rings have room for after the call.
-        order: the index that each token had in the given order, (batch, length); None if none was moved.
-        back: the index that each token of the given order has here.
+        ring: capacity of the rings in tokens after the call.
+        order: the index of each token in the given order, (batch, length); None if none was moved.
+        back: the index here of each token of the given order.
         given_position, given_kept: `kept_position` and `kept` of the tokens in their given order.
-        given_begin: the position at which the document of each of them begins, (batch, length); None if BOS tokens
-            begin none.
+        given_begin: the position at which each of their documents begins, (batch, length); None if BOS tokens do not
+            begin documents.
         begins_after: the cache's ring `begins` after the call; None if there is none.
     """
 
@@ -76,11 +76,11 @@ class GeckoPositions(TokenPositions):
     begins_after: torch.Tensor | None = None
 
     def text_first(self, x: torch.Tensor) -> torch.Tensor:
-        """x (batch, length, ...), whose tokens have their given order, in the order with texts first."""
+        """Moves the texts in x (batch, length, ...) first."""
         return x if self.order is None else reorder(x, self.order)
 
     def as_given(self, x: torch.Tensor) -> torch.Tensor:
-        """x (batch, length, ...), whose texts come first, in the given order."""
+        """Restores the given order of x (batch, length, ...), whose texts come first."""
         return x if self.back is None else reorder(x, self.back)
 
     def rotate(self, x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ class GeckoPositions(TokenPositions):
         return rotated if heads == x.shape[2] else torch.cat((rotated, x[:, :, heads:]), dim=2)
 
     def update(self, state: LayerState, name: str, after: torch.Tensor, operator, x: torch.Tensor) -> None:
-        """Sets a state to `after`, its value after the tokens x of an operator that needs only them to compute it."""
+        """Sets a state to `after`, its value after the tokens x. `operator` needs no other input to recompute it."""
         updates = ()
         if state.record_past:
             starts = torch.zeros_like(self.kept) if self.starts is None else self.starts
@@ -102,8 +102,8 @@ class GeckoPositions(TokenPositions):
 
     def window(self, state: LayerState | None, rows: Rows) -> Rows:
         """
-        What is read, from the rows of the call's tokens, (batch, heads, length, size) each: these behind the rows of
-        earlier tokens. A single token reads the rings as they are.
+        The rows to read: the rows of the call's tokens, (batch, heads, length, size) each, behind the rows of earlier
+        tokens. A single token reads the rings as they are.
         """
         if state is None or state.get("memory") is None:
             return rows
@@ -112,7 +112,7 @@ class GeckoPositions(TokenPositions):
         return {name: behind(state.get(name), x, self.held) for name, x in rows.items()}
 
     def keep(self, state: LayerState, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:
-        """Writes the rows of the call's tokens to the rings, and what the memory is after them; returns the rings."""
+        """Writes the rows of the call's tokens to the rings and stores the new memory; returns the rings."""
         if self.document is not None:  # the memory holds nothing of a last document of at most two chunks
             short = (self.kept_position[:, -1] < 2 * self.chunk_size)[:, None, None]
             memory, normalizer = memory.masked_fill(short[..., None], 0.0), normalizer.masked_fill(short, 0.0)
@@ -135,7 +135,7 @@ class GeckoPositions(TokenPositions):
 def find_bos(
     config: GeckoConfig, embed: nn.Module, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Which tokens are BOS tokens that begin a document, (batch, length); None if none can be."""
+    """True for BOS tokens that begin a document, (batch, length); None if none can."""
     bos = config.boundary_token_id
     if bos is None:
         return None
@@ -153,7 +153,7 @@ def find_positions(
     cache: GeckoCache | None,
     training: bool,
 ) -> GeckoPositions:
-    """The positions of the tokens x (batch, length, model_dim) behind those of a cache; for `bos` see [`find_bos`]."""
+    """The positions of the tokens x (batch, length, model_dim) after a cache's tokens; for `bos` see [`find_bos`]."""
     size, length, fresh = config.chunk_size, tokens.length, cache is None or not cache.is_initialized
     steps = torch.arange(length, device=x.device)
     lengths = torch.zeros_like(steps[:1]).expand(x.shape[0]) if cache is None else cache.lengths(x)
@@ -168,13 +168,13 @@ def find_positions(
     positions.chunk_size, positions.real, positions.order, positions.back = size, tokens.mask, order, back
 
     position = positions.position
-    if tokens.mask is not None:  # padding, which follows a text, goes on counting
+    if tokens.mask is not None:  # padding after a text continues its positions
         position = lengths[:, None] + steps
         bos = None if bos is None else bos & tokens.mask
     elif fresh and tokens.starts is None and bos is None:
         position = position[:1]  # one row stands for all
 
-    # Documents: the position at which that of each token begins.
+    # Documents: the position at which each token's document begins.
     before = None if fresh or bos is None else cache.after_blocks.get("begins")
     positions.starts, begin, positions.forgets = find_documents(positions, bos, position, before)
     if bos is not None and cache is not None:
@@ -182,12 +182,12 @@ def find_positions(
         updates = positions.given_begin, positions.given_position, positions.given_kept
         positions.begins_after = ring_state(before, *updates, 2 * size)
 
-    # Working memory: the chunks that leave attention, and the tokens that read the memory of those before.
+    # Working memory: the chunks that leave attention, and the tokens that read the memory of earlier ones.
     one = cache is not None and length == 1 and tokens.starts is None
     one = one and not (training and config.attention_dropout > 0)
     held = 0 if fresh or one else cache.held_tokens
     most = max((length - 1) // size - 1, 0) if fresh else -(-length // size)
-    # A size of 0 or 1 would tie a program of many lengths to those of its example.
+    # A size of 0 or 1 would specialise an exported program to the lengths of its example.
     if is_exporting() and not isinstance(length, int):
         most = length // size + 2
     real = torch.ones_like(positions.kept) if tokens.mask is None else tokens.mask
@@ -197,10 +197,10 @@ def find_positions(
     remembers = (position >= 2 * size) & (begin < (position // size - 1) * size) & real
     positions.reads = torch.where(remembers, left, -1)
 
-    # Sliding chunk attention: what a token sees of its own chunk and the one before.
+    # Sliding chunk attention: the keys that a token sees in its own chunk and the one before.
     positions.ring = 0 if cache is None else cache.ring_size(length)
     if one:
-        # The chunk that leaves a ring begins in the row that the token is written to.
+        # The chunk that leaves a ring begins in the row of the new token.
         positions.leaving = torch.where(positions.leaving == -2 * size, position % (2 * size), -1)
         ring = torch.arange(positions.ring, device=x.device)
         positions.seen = position - (position - ring) % len(ring) >= seen_from
@@ -223,7 +223,7 @@ def find_documents(
     positions: GeckoPositions, bos: torch.Tensor | None, position: torch.Tensor, before: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """
-    `GeckoPositions.starts`, the position at which the document of each token begins, and `GeckoPositions.forgets`.
+    `GeckoPositions.starts`, the position at which each token's document begins, and `GeckoPositions.forgets`.
     `before` (batch, 2 * chunk_size) is a ring with the begins of earlier tokens; None if there are none.
     """
     size, window, tokens = positions.chunk_size, 2 * positions.chunk_size, positions.tokens
@@ -255,8 +255,8 @@ def find_leaving(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     The chunks of `size` tokens, at most `most`, that leave attention while the tokens at these positions (batch,
-    length) are read, behind `held` earlier ones. Returns where each begins and where its document does, (batch, most),
-    and how many have left once a token is read, (batch, length).
+    length) are read, behind `held` earlier ones. Returns the start of each chunk and of its document, (batch, most),
+    and the number that has left after each token, (batch, length).
     """
     leaves = (position % size == 0) & (position >= 2 * size) & real
     number = leaves.cumsum(1)
@@ -278,12 +278,12 @@ def find_order(tokens: Tokens) -> tuple[torch.Tensor | None, torch.Tensor | None
 
 
 def real_first(real: torch.Tensor) -> torch.Tensor:
-    """The order in which the real tokens of each row, marked in `real` (batch, length), come before its padding."""
+    """The order that puts each row's real tokens, marked in `real` (batch, length), before its padding."""
     return real.int().argsort(dim=1, descending=True, stable=True)
 
 
 def ring_order(lengths: torch.Tensor, ring: int) -> torch.Tensor:
-    """The rows of a ring, (batch, ring), from the oldest token to the last of texts of these lengths (batch, 1)."""
+    """The rows of a ring, (batch, ring), from the oldest token to the newest, for texts of `lengths` (batch, 1)."""
     return (lengths + torch.arange(ring, device=lengths.device)) % ring
 
 
@@ -321,7 +321,7 @@ def replay_memory(
     held = rows["keys"].shape[2] - length
     leaving, begins, _ = find_leaving(position, real, forgets, held, size, -(-length // size))
     _, memory, normalizer = working_memory(
-        q=memory_keys.transpose(1, 2),  # nothing is read
+        q=memory_keys.transpose(1, 2),  # the readout is not used
         k=rows["memory_keys"],
         v=rows["values"],
         memory=before["memory"],

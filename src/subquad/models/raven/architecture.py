@@ -13,10 +13,10 @@ def describe(config) -> list[str]:
 def costs(config, parameters: int) -> Costs:
     """
     FLOPs of the matrix products of all layers and the head, and for every head of a slot memory, with e the sizes of a
-    key and a value together, `2 e num_slots` to read it and `3 e` for each row that is written: `topk` rows, with the
-    router "gsa" all, with "swa" one. Softmax attention adds `4 hidden_size` a layer for every token of its window, as
-    if that were full; what it reads without a window is not counted. The state has the slots' keys and values, and
-    those of the tokens in a window; softmax attention without a window keeps a key and a value of every token.
+    key and a value together, `2 e num_slots` to read it and `3 e` for each row that is written: `topk` rows, all with
+    the router "gsa", one with "swa". Softmax attention adds `4 hidden_size` a layer for every token of its full
+    window; reads without a window are not counted. The state has the keys and values of the slots and of the tokens in
+    a window; softmax attention without a window keeps a key and a value of every token.
     """
     slots, window, growing = _state(config)
     inference = _flops(config)
@@ -83,7 +83,7 @@ RAVEN = Architecture(
         feed_forward=["down_proj"],
         norms=["attn_norm", "q_norm", "k_norm", "o_norm", "g_norm", "mlp_norm", "norm"],
     ),
-    # Appendix A.3.1: Adam, without a word about weight decay.
+    # Appendix A.3.1: Adam; weight decay is not mentioned.
     recipe=OptimizerRecipe(weight_decay=0.0, peak="4e-4", warmup="1 of 15 billion tokens", decay="cosine"),
     vllm=Serving("subquad_vllm.raven:RavenForCausalLM", hybrid="subquad_vllm.raven:RavenHybridForCausalLM"),
     support=Support(
@@ -94,8 +94,8 @@ RAVEN = Architecture(
         tensor_parallel="heads, states",
         export="prefill and decoding; decoding in ONNX",
     ),
-    # Table 2 of the paper. The sizes of the larger one are derived: the paper only has the numbers of parameters, of
-    # Raven and of SWA, and the size of the state.
+    # Table 2 of the paper. The sizes of the larger one are derived: the paper only has the numbers of parameters,
+    # for Raven and SWA, and the size of the state.
     presets={
         "raven-0.4b": {"hidden_size": 1024, "num_hidden_layers": 24, "num_slots": 256, "use_output_gate": True},
         "raven-0.8b": {
@@ -115,7 +115,7 @@ RAVEN = Architecture(
     ),
     onnx=("decode",),
     inspection="inspect_memory",
-    float_layers=("r_proj", "a_proj", "f_proj"),  # which slots are written, and how fast they forget
+    float_layers=("r_proj", "a_proj", "f_proj"),  # they choose the slots to write, and how fast these forget
 )
 
 __all__ = ["RAVEN"]

@@ -21,7 +21,7 @@ class AttentionState(LayerState):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """(batch, heads, room, size); zeros where there is none yet."""
+        """(batch, heads, room, size); zeros where there is no token yet."""
         keys = self.states.get("keys")
         return keys if keys is None else keys.transpose(1, 2)
 
@@ -34,10 +34,10 @@ class AttentionState(LayerState):
 
 class RavenCache(GrowingCache):
     """
-    What Raven keeps of a text. A slot memory keeps its `slots` (batch, heads, slots, size of a key and a value), in
+    The states of a Raven. A slot memory keeps its `slots` (batch, heads, slots, size of a key and a value), in
     float32. Attention over a window keeps the `window_keys` and `window_values` (batch, window, heads, size) of the
-    last tokens, those at position p in row p % window. These do not grow with the text. Attention without a window
-    keeps `keys` and `values` (batch, room, heads, size), each token's at its position, which do.
+    last tokens, position p in row p % window. These do not grow with the text. Attention without a window keeps `keys`
+    and `values` (batch, room, heads, size) by position, which do.
 
     Args:
         config, static, max_cache_len: see [`GrowingCache`]; without a layer that grows there is no limit.
@@ -58,7 +58,7 @@ class RavenCache(GrowingCache):
         if any(spec["window_size"] is None for spec in getattr(config, "attention_specs", ())):
             self.growing = {"keys": 1, "values": 1}
         super().__init__(config, static, max_cache_len)
-        # Whether every row is known to have as many tokens as were read: no padding, no packed documents.
+        # Whether every row is known to have read only real tokens: no padding, no packed documents.
         self.same_lengths = True
 
     def new_layer(self, config: PreTrainedConfig, number: int, static: bool) -> LayerState:
@@ -78,7 +78,7 @@ class RavenCache(GrowingCache):
 
     def count_tokens(self, positions: TokenPositions) -> None:
         super().count_tokens(positions)
-        if not positions.all_real:  # compiled code must not be specialised to what it was
+        if not positions.all_real:  # compiled code must not specialise on the old value
             self.same_lengths = False
 
     def update_window(
@@ -92,7 +92,7 @@ class RavenCache(GrowingCache):
         return ring
 
     def restart(self, layer: LayerState, name: str, x: torch.Tensor, positions: TokenPositions) -> None:
-        """Keeps what x (batch, length, ...) has of each row's last packed document, which may continue the cache."""
+        """Stores x (batch, length, ...) for each row's last packed document, which may continue the cache."""
         held, wanted = layer.get(name), torch.arange(self.capacity_for(x.shape[1]), device=x.device)[None]
         if held is None:
             held = x.new_zeros(x.shape[0], wanted.shape[1], *x.shape[2:])
@@ -114,7 +114,7 @@ class RavenCache(GrowingCache):
         return super().from_states(*args, **kwargs)._compare_lengths()
 
     def _compare_lengths(self) -> "RavenCache":
-        """Finds out whether every row has as many tokens as were read."""
+        """Checks whether every row has read only real tokens."""
         lengths = self.after_blocks.states.get("lengths")
         self.same_lengths = lengths is None or bool((lengths == self.get_seq_length()).all())
         return self
@@ -129,7 +129,7 @@ class RavenCache(GrowingCache):
 
 
 class StaticRavenCache(RavenCache, StaticCache):
-    """A static [`RavenCache`], which transformers recognises as one."""
+    """A static [`RavenCache`], which transformers recognises as a static cache."""
 
 
 RavenCache.static_class = StaticRavenCache

@@ -34,8 +34,8 @@ ATTENTION = {
 @strict
 class RavenConfig(CheckedConfig):
     r"""
-    Configuration of a Raven model ("Raven: High-Recall Sequence Modeling with Sparse Memory Routing"). The names are
-    those of the published `config.json` files, of which some spell `expand_k` and `expand_v` as `exapnd_k` and
+    Configuration of a Raven model ("Raven: High-Recall Sequence Modeling with Sparse Memory Routing"), with the field
+    names of the published `config.json` files, some of which spell `expand_k` and `expand_v` as `exapnd_k` and
     `exapnd_v`.
 
     Args:
@@ -47,18 +47,18 @@ class RavenConfig(CheckedConfig):
             `num_heads` if None.
         num_slots: slots of a head's memory, M; the size of a head's keys if None.
         topk: slots that a token is written to, K.
-        expand_k: width of all heads' queries (and keys), in widths of the model.
-        expand_v: width of all heads' values, in widths of the model.
-        feature_map: what queries and keys pass through: `"swish"` (SiLU) or `"relu"`.
+        expand_k: width of all heads' queries (and keys), as a multiple of the model's width.
+        expand_v: width of all heads' values, as a multiple of the model's width.
+        feature_map: activation of queries and keys: `"swish"` (SiLU) or `"relu"`.
         use_output_gate: whether each head's output is normalized separately and gated (section 6.1).
         decay_type: `"Mamba2"`, a decay for each head (equation 19), or `"GLA"`, one for each slot.
-        gate_logit_normalizer: what the log decays of `"GLA"` are divided by, the temperature.
-        router: which slots a token is written to (table 1). `"raven"`: the `topk` that the learned router chooses;
-            `"gsa"`: all of them, as in Gated Slot Attention, with the decay of `"GLA"`; `"swa"`: one after the other,
-            each being overwritten, as in sliding window attention over `num_slots` tokens.
+        gate_logit_normalizer: divisor of the log decays of `"GLA"`, the temperature.
+        router: choice of a token's slots (table 1). `"raven"`: the `topk` slots that a learned router scores highest;
+            `"gsa"`: all slots, as in Gated Slot Attention, with the decay of `"GLA"`; `"swa"`: one after the other,
+            each overwritten, as in sliding window attention over `num_slots` tokens.
         router_type: `"lin"`, a linear projection, or `"mlp"`, two with a GELU between them (section 6.2.3).
         router_score: `"sigmoid"` (equation 20) or `"softmax"` (equation 22).
-        router_scale: what the router's weights are divided by, the paper's alpha: 1 at 400M, 4 at 800M.
+        router_scale: divisor of the router's weights, the paper's alpha: 1 at 400M, 4 at 800M.
         bias_rmm: whether a bias takes part in the choice of slots, not in their weights; training leaves it alone.
         add_gumbel_noise: whether training adds Gumbel noise to the router's logits (equation 23).
         use_rope, rope_theta: rotary embeddings of the queries and keys of slot memories.
@@ -152,7 +152,7 @@ class RavenConfig(CheckedConfig):
         }
 
     def _complete(self) -> None:
-        """Gives a value to what depends on other fields."""
+        """Fills in fields that depend on others."""
         if self.num_kv_heads is None:
             self.num_kv_heads = self.num_heads
         if self.num_slots is None and self.num_heads > 0:
@@ -195,7 +195,7 @@ class RavenConfig(CheckedConfig):
 
     @property
     def value_dim(self) -> int:
-        """Width of the values that all heads put out."""
+        """Width of the values of all heads."""
         return round(self.hidden_size * self.expand_v)
 
     @property
@@ -220,12 +220,12 @@ class RavenConfig(CheckedConfig):
 
     @layer_types_property
     def layer_types(self) -> list[str]:
-        """What transformers takes the blocks for: attention over a window keeps no more than a slot memory."""
+        """Layer types reported to transformers. Attention over a window counts as linear, like a slot memory."""
         whole = [layer for spec in self.attention_specs if spec["window_size"] is None for layer in spec["layers"]]
         return ["full_attention" if i in whole else "linear_attention" for i in range(self.num_hidden_layers)]
 
     def validate_architecture(self):
-        """Refuses sizes and variants that do not fit together, before any tensor is made."""
+        """Raises a ValueError if sizes or variants do not fit together, before any tensor is created."""
         check_configuration(self, ("hidden_size", "num_hidden_layers", "num_heads", "vocab_size"))
         for name in ("expand_k", "expand_v"):
             width = self.hidden_size * getattr(self, name)

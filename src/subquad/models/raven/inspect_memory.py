@@ -1,6 +1,6 @@
 """
-What the slot memories of a Raven hold after a text (section 7 of "Raven"): how many tokens were written to each slot,
-and which tokens it holds at the end. `subquad inspect-memory` is this module on the command line.
+The content of a Raven's slot memories after a text (section 7 of "Raven"): the number of tokens written to each slot,
+and the tokens it holds at the end. `subquad inspect-memory` is this module on the command line.
 
     report = inspect_memory(model, tokenizer, "The password is 1378. ...", mark=["1378"])
     save(report, "out")
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .configuration_raven import RavenConfig
 
-# Kinds of slots, from top to bottom of a figure. The colors are the paper's.
+# Kinds of slots, from top to bottom of a figure, in the paper's colors.
 KINDS = {"marked": "#c8202c", "shared": "#2456b0", "other": "#1f8a3b", "empty": "#9a9a9a"}
 LABELS = {
     "marked": "marked tokens",
@@ -62,7 +62,7 @@ class Memory:
 
     @property
     def figure(self) -> str:
-        """Name of the file that shows its holdings."""
+        """Name of the file with its holdings."""
         return _figure_name(self.layer, self.head)
 
     @property
@@ -71,7 +71,7 @@ class Memory:
         return self.effective_lengths.double() / self.holdings.shape[1]
 
     def order(self) -> list[int]:
-        """Numbers of the slots from top to bottom of a figure: by kind, then by the position of what they hold."""
+        """Numbers of the slots from top to bottom of a figure: by kind, then by the mean position of their tokens."""
         held = self.holdings.double()
         centre = (held @ torch.arange(held.shape[1]).double()) / held.sum(1)
         ranks = [0] * len(held) if self.kinds is None else [list(KINDS).index(kind) for kind in self.kinds]
@@ -82,13 +82,13 @@ class Memory:
 @dataclass(frozen=True)
 class Inspection:
     """
-    What [`inspect_memory`] found.
+    The result of [`inspect_memory`].
 
     Attributes:
         router: `"raven"`, `"gsa"` or `"swa"`.
         ids, tokens: the ids of the prompt, as the model read it, and their texts.
         marks: the texts that were marked.
-        marked: which tokens overlap with them, bool (tokens).
+        marked: True for tokens that overlap with them, bool (tokens).
         threshold: see [`classify`].
         memories: the memory of each chosen layer and head.
     """
@@ -114,7 +114,7 @@ class Inspection:
                 layer, head, figure
                 effective_lengths     of every slot; divide by `length` to normalise
                 weight                of every slot, the sum of what it holds, from 0 to 1
-                marked_weight         of every slot, the part of it that is in marked tokens
+                marked_weight         of every slot, the part in marked tokens
                 kinds                 of every slot, "marked", "shared", "other" or "empty"; null without marks
                 order                 the slots from top to bottom of the figure
                 holdings              of every slot, `tokens` (positions) and their `weights`
@@ -163,7 +163,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text as the model reads it; the fields are those of [`Inspection`]."""
+    """A text as the model reads it, with fields as in [`Inspection`]."""
 
     ids: list[int]
     tokens: list[str]
@@ -176,11 +176,11 @@ class Prompt:
 
 def effective_lengths(log_f: torch.Tensor) -> torch.Tensor:
     """
-    The number of tokens that were written to each slot (definition 4): those whose routing weight is not zero. A token
-    does not count if its decay is so close to one that nothing of it is written.
+    The number of tokens written to each slot (definition 4), with a routing weight above zero. A token does not count
+    if its decay is so close to one that nothing of it is written.
 
     Args:
-        log_f: (tokens, heads, slots), the logarithm of what each slot keeps at each token, a r, at most 0.
+        log_f: (tokens, heads, slots), the logarithm of each slot's decay at each token, a r, at most 0.
 
     Returns:
         int64 (heads, slots).
@@ -190,7 +190,7 @@ def effective_lengths(log_f: torch.Tensor) -> torch.Tensor:
 
 def holdings(log_f: torch.Tensor) -> torch.Tensor:
     """
-    How much each slot holds of each token at the end: the recurrence unrolled (section 7.1),
+    The weight of each token in each slot at the end: the recurrence unrolled (section 7.1),
 
         h[i, t] = (1 - exp(log_f[t, i])) exp(sum of log_f[u, i] over the later tokens u)
 
@@ -203,19 +203,19 @@ def holdings(log_f: torch.Tensor) -> torch.Tensor:
         float64 (heads, slots, tokens).
     """
     log_f = log_f.double().permute(1, 2, 0)
-    # Sums from the end need no subtraction, which would leave only rounding errors of long sums.
+    # Sums from the end avoid subtraction, which would leave only rounding errors of long sums.
     later = torch.nn.functional.pad(log_f[..., 1:].flip(-1).cumsum(-1).flip(-1), (0, 1))
     return -log_f.expm1() * later.exp()
 
 
 def classify(held: torch.Tensor, marked: torch.Tensor, threshold: float = 0.9) -> list[str]:
     """
-    Whether a slot holds marked tokens or others.
+    Classifies slots by whether they hold marked tokens or others.
 
     Args:
         held: weights of tokens in slots, (slots, tokens): [`holdings`] of a head.
         marked: bool (tokens).
-        threshold: share of the weights in a slot.
+        threshold: smallest share of a slot's weight.
 
     Returns:
         for each slot: `"marked"` or `"other"` if at least that share is in marked or in other tokens, `"shared"` if
@@ -240,7 +240,7 @@ def classify(held: torch.Tensor, marked: torch.Tensor, threshold: float = 0.9) -
 
 def choose_layers(config: "RavenConfig", layers: Sequence[int] | Literal["all"] | None) -> list[int]:
     """
-    The chosen layers, in order: those given, all slot memories, or if None the first, the middle and the last of them.
+    The chosen layers, in order: the given ones, all slot memories, or if None the first, middle and last one.
 
     Raises:
         ValueError: if there is no such layer, or it is attention.
@@ -284,8 +284,8 @@ def _check_numbers(name: str, numbers, count: int) -> None:
 def read_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str, mark: str | Sequence[str] = ()) -> Prompt:
     """
     Raises:
-        ValueError: if there is no token, if a mark overlaps with none, or if there are marks and the tokenizer does
-            not know which part of a text a token is.
+        ValueError: if there is no token, if a mark overlaps with none, or if there are marks and the tokenizer has no
+            character offsets of tokens.
     """
     marks = [mark] if isinstance(mark, str) else list(mark)
     if marks and not tokenizer.is_fast:
@@ -324,18 +324,18 @@ def inspect_memory(
     threshold: float = 0.9,
 ) -> Inspection:
     """
-    Reads a text and returns what the slot memories hold at its end. It keeps the routing of the chosen layers and
-    heads, tokens * slots numbers each, and needs no cache.
+    Reads a text and returns the content of the slot memories at its end. It stores the routing of the chosen layers
+    and heads, tokens * slots numbers each, and needs no cache.
 
     Args:
-        model: a Raven with any head, or none. It runs in evaluation mode and is left as it was.
+        model: a Raven with any head, or none. It runs in evaluation mode; its mode is restored afterwards.
         tokenizer: the model's.
         prompt: the text, to which the tokenizer may add special tokens.
         layers: numbers of slot memories, or `"all"`. If None, the first, the middle and the last.
         heads: numbers of heads. If None, all.
         mark: texts; every token that overlaps with an occurrence of one of them is marked.
-        threshold: share of the weights in a slot that must be in marked (or in other) tokens for it to count as one of
-            these alone; above 0.5, at most 1.
+        threshold: share of a slot's weight that must be in marked (or in other) tokens for the slot to count as
+            "marked" (or "other"); above 0.5, at most 1.
 
     Raises:
         ValueError: before any work, if an argument does not fit; the message names it.
@@ -355,7 +355,7 @@ def inspect_memory(
         core(input_ids=torch.tensor([read.ids], device=core.device), use_cache=False)
     for layer in layers:
         log_f = routing.pop(layer)
-        for number, head in enumerate(heads):  # one at a time: in float64 a long text's are large
+        for number, head in enumerate(heads):  # one at a time: float64 holdings of a long text are large
             one = log_f[:, number : number + 1]
             held = holdings(one)[0]
             kinds = classify(held, read.marked, threshold) if read.marks else None
@@ -387,7 +387,7 @@ def _recorded(memories: dict[int, torch.nn.Module], heads: list[int]) -> Iterato
 
 @contextmanager
 def _evaluation(model: torch.nn.Module) -> Iterator[None]:
-    """Without gradients or noise. Modules that were in training mode are so again afterwards."""
+    """Without gradients or noise. Modules return to training mode afterwards."""
     training = [module for module in model.modules() if module.training]
     try:
         with torch.no_grad():
@@ -447,7 +447,7 @@ def save(inspection: Inspection, directory: str | os.PathLike, force: bool = Fal
             for name, figure in files.items():
                 file = stack.enter_context(replacing(directory / name))
                 with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "Glyph .* missing from")  # a box stands for it
+                    warnings.filterwarnings("ignore", "Glyph .* missing from")  # a box is drawn instead
                     figure.savefig(file, format="png", dpi=120)
             text = json.dumps(inspection.as_dict(), ensure_ascii=False) + "\n"
             stack.enter_context(replacing(directory / NUMBERS)).write_text(text, encoding="utf-8")
@@ -462,7 +462,7 @@ def save(inspection: Inspection, directory: str | os.PathLike, force: bool = Fal
 def require_matplotlib() -> None:
     """
     Raises:
-        ImportError: if it is not installed; the message says how to install it.
+        ImportError: if it is not installed; the message names the command.
     """
     try:
         import matplotlib  # noqa: F401
@@ -505,7 +505,7 @@ def _lengths_figure(inspection: Inspection):
 
 
 def _holdings_figure(inspection: Inspection, memory: Memory):
-    """Slots by tokens: how much a slot holds of a token at the end, in the color of the slot's kind (figure 7)."""
+    """Slots by tokens: the weight of a token in a slot at the end, in the color of the slot's kind (figure 7)."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgb
     from matplotlib.figure import Figure

@@ -30,7 +30,7 @@ slot_memory, slot_routing = replaceable(slot_memory, slot_routing)
 
 
 class RavenSlotMemory(nn.Module):
-    """Section 4.1: a memory of slots for each head. A token is written to few of them and reads all."""
+    """Section 4.1: a memory of slots for each head. A token is written to a few slots and reads all."""
 
     def __init__(self, config: RavenConfig, layer_idx: int):
         super().__init__()
@@ -75,7 +75,7 @@ class RavenSlotMemory(nn.Module):
         return -A_log.exp() * F.softplus(at_least_float32(self.a_proj(x)) + dt_bias)
 
     def route(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Table 1, equations 20 to 23: log f, what each slot keeps at a token, (batch, length, heads, slots)."""
+        """Table 1, equations 20 to 23: log f, the log decay of each slot, (batch, length, heads, slots)."""
         config = self.config
         if config.router == "swa":  # the oldest token's slot keeps nothing
             slot = (position % config.num_slots)[:, :, None, None].expand(-1, -1, config.num_kv_heads, 1)
@@ -140,8 +140,8 @@ def eager_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Softmax attention in plain torch, with the interface of transformers' attention functions: query (batch, heads,
-    length, size), key and value (batch, key heads, keys, size), a mask that is True where a query sees a key, or None
-    if attention is causal. Returns (batch, length, heads, size) and the weights.
+    length, size), key and value (batch, key heads, keys, size), and a mask that is True where a query sees a key, or
+    None for causal attention. Returns (batch, length, heads, size) and the weights.
     """
     key, value = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (key, value))
     scores = query @ key.mT * scaling

@@ -1,4 +1,4 @@
-"""Positions of the tokens that Raven reads, and what softmax attention in hybrids sees of them and of a cache."""
+"""Positions of the tokens that Raven reads, and the keys that softmax attention in hybrids sees."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from .configuration_raven import RavenConfig
 
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    """x in float32, or in float64 if it is: decays and angles need more digits than 16-bit numbers have."""
+    """x in float32, or in float64 if it already is: decays and angles need more digits than 16 bits hold."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -24,12 +24,12 @@ class Reach(NamedTuple):
     The keys that the tokens of a call see, in layers with the same window.
 
     Attributes:
-        own: whether the tokens read their own keys, behind those that a cache held before. If not, they read what the
-            cache holds after the call: a single token, or attention without a window.
-        held: which rows of a window's ring are read before their own keys, (batch, window); None if none is.
-        room: how many rows are read of a cache without a window.
+        own: whether the tokens read their own keys, behind the keys that a cache held before. If not, they read the
+            cache as it is after the call: a single token, or attention without a window.
+        held: the rows of a window's ring that are read before their own keys, (batch, window); None without such rows.
+        room: number of rows to read from a cache without a window.
         mask: (batch or 1, 1, length, keys), True where a token sees a key; None if attention is simply causal.
-        varlen: for flash attention, which takes no mask: the indices of the tokens that read and of the keys, in the
+        varlen: for flash attention, which takes no mask: the indices of the querying tokens and of the keys, in the
             concatenated rows, and the boundaries of the documents among both.
     """
 
@@ -83,7 +83,7 @@ class RavenPositions(TokenPositions):
     def remember(
         self, cache: RavenCache | None, state: LayerState | None, name: str, x: torch.Tensor, window: int | None
     ) -> torch.Tensor:
-        """Writes keys or values x (batch, length, heads, size) to the cache; returns those that the call reads."""
+        """Writes keys or values x (batch, length, heads, size) to the cache; returns the ones to attend to."""
         if cache is None:
             return x
         reach = self.reaches[window]
@@ -103,7 +103,7 @@ class RavenPositions(TokenPositions):
 
 
 def find_positions(config: RavenConfig, x: torch.Tensor, tokens: Tokens, cache: RavenCache | None) -> RavenPositions:
-    """The positions of the tokens x (batch, length, hidden_size), which follow those of the cache."""
+    """The positions of the tokens x (batch, length, hidden_size), after the cache's tokens."""
     if cache is not None and cache.growing:
         cache.capacity_for(x.shape[1])  # or an error, before anything has changed
     lengths = torch.zeros(x.shape[0], dtype=torch.long, device=x.device) if cache is None else cache.lengths(x)
@@ -119,13 +119,13 @@ def find_positions(config: RavenConfig, x: torch.Tensor, tokens: Tokens, cache: 
 
 
 def find_reach(positions: RavenPositions, window: int | None, cache: RavenCache | None, flash: bool) -> Reach:
-    """The reach of attention over a window; `flash` says whether it is flash attention, which takes no mask."""
+    """The reach of attention over a window; `flash`: for flash attention, which takes no mask."""
     packed, padded = positions.document is not None, positions.tokens.mask is not None
     alike = not (packed or padded or flash) and (cache is None or cache.same_lengths)
     rows, length = (
         1 if alike else positions.tokens.batch,
         positions.tokens.length,
-    )  # one row stands for all that are alike
+    )  # one row for all if they are equal
     position, kept, device = positions.position[:rows], positions.kept[:rows], positions.position.device
     own, held, room = True, None, 0
     before = torch.zeros(rows, 0, dtype=torch.long, device=device)  # the positions of the keys of a cache
@@ -175,7 +175,7 @@ def find_reach(positions: RavenPositions, window: int | None, cache: RavenCache 
 
 
 def find_varlen(tokens: Tokens, here: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`Reach.varlen`, from the tokens that read, `here` (batch, length), and the keys, `real` (batch, keys)."""
+    """`Reach.varlen`, from the querying tokens `here` (batch, length), and the keys `real` (batch, keys)."""
     if tokens.cu_seqlens is None:
         queries, keys = here.sum(1), real.sum(1)
     else:

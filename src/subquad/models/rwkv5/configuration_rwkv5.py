@@ -14,25 +14,25 @@ from ...modeling.versions import CACHE_NAMES
 @strict
 class Rwkv5Config(CheckedConfig):
     r"""
-    Configuration of an Eagle (RWKV-5.2) model, section 4.1 of "Eagle and Finch" (arXiv:2404.05892). The names are
-    those of the published `config.json` files, and all of their fields are accepted.
+    Configuration of an Eagle (RWKV-5.2) model, section 4.1 of "Eagle and Finch" (arXiv:2404.05892), with all fields of
+    the published `config.json` files.
 
     Args:
         vocab_size: number of token ids, V.
-        context_length: length of the training sequences. Nothing in the model depends on it.
+        context_length: length of the training sequences. It does not affect the model.
         hidden_size: model dimension, D.
         num_hidden_layers: number of blocks, L.
         attention_hidden_size: total width of the heads; `hidden_size` if None.
         num_attention_heads: number of heads, h; `attention_hidden_size / head_size` if None. Published files have the
             size of a head (64) in this field, so 64 always means that; give `head_size` if you have 64 heads.
-        head_size: width of a head; 64 if neither it nor `num_attention_heads` says otherwise.
+        head_size: width of a head; by default from `num_attention_heads`, or 64.
         head_size_divisor: the group norm over the heads has epsilon 1e-5 * head_size_divisor ** 2.
         intermediate_size: width of the channel mix; 3.5 * `hidden_size`, rounded down to a multiple of 32, if None.
         layer_norm_epsilon: epsilon of every layer norm except the one over the heads.
         initializer_range: the embeddings are initialised uniformly in +- this; the paper uses the maximum learning
             rate (table 14).
-        rescale_every: accepted and kept, without effect. The published runtime halves weights and residual stream as
-            often in float16. Here the stream is float32 instead.
+        rescale_every: accepted and kept, without effect. The published runtime uses it to halve weights and residual
+            stream in float16. Here the stream is float32 instead.
     """
 
     model_type = "rwkv5"
@@ -44,7 +44,7 @@ class Rwkv5Config(CheckedConfig):
         "blocks.*": "free_full_weight",
         "ln_out": "keep_full_weight",
     }
-    # The parameters of each head other than columns of linear layers, see `plan_heads`.
+    # Parameters of each head outside linear layers, see `plan_heads`.
     _head_parameters = {
         "time_decay": "colwise",
         "time_faaaa": "colwise",
@@ -117,7 +117,7 @@ class Rwkv5Config(CheckedConfig):
     @package_only
     def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """
-        Takes sizes that published `config.json` files lack or misstate from a checkpoint's tensors.
+        Reads sizes that published `config.json` files lack or misstate from a checkpoint's tensors.
 
         Args:
             shapes: tensor name (canonical, `rwkv.blocks.0.attention...`) to shape. Missing names change nothing.
@@ -126,7 +126,7 @@ class Rwkv5Config(CheckedConfig):
             self.num_attention_heads, self.head_size = shape
             self.attention_hidden_size = shape[0] * shape[1]
         shape = shapes.get("rwkv.blocks.0.feed_forward.key.weight", ())
-        if len(shape) == 2 and shape[1] == self.hidden_size:  # unless it is packed to a few bits
+        if len(shape) == 2 and shape[1] == self.hidden_size:  # unless packed to a few bits
             self.intermediate_size = shape[0]
 
 

@@ -28,11 +28,11 @@ gated_wkv, token_shift = replaceable(gated_wkv, token_shift)
 class Rwkv5GatedRecurrence(nn.GroupNorm):
     """
     The recurrence, the norm of each head's output, and the gate: equations 6 to 9, and 19 to 22. The module with the
-    norm's weights computes them all, because offloading and adapters act on the module that is called.
+    norm's weights computes them all, because offloading and adapters hook into module calls.
     """
 
     def forward(self, tokens: CallTokens, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and the new state; the arguments are those of [`Tokens.run_packed`] and of `gated_wkv`."""
+        """The output and the new state, given the arguments of [`Tokens.run_packed`] and of `gated_wkv`."""
         weight, bias = local_part(self.weight), local_part(self.bias)
         return tokens.run_packed(gated_wkv, weight=weight, bias=bias, eps=self.eps, **arguments)
 
@@ -64,9 +64,9 @@ class Rwkv5TimeMixing(nn.Module):
         self.time_mix_gate = nn.Parameter(torch.empty(1, 1, config.hidden_size))
 
     def mix(self, x: torch.Tensor, before: torch.Tensor | None, starts: torch.Tensor | None) -> list[torch.Tensor]:
-        """Equation 3: what receptance, key, value, gate and decay read, (batch, length, hidden_size) each."""
+        """Equation 3: the inputs of receptance, key, value, gate and decay, (batch, length, hidden_size) each."""
         mix = torch.cat((self.time_mix_receptance, self.time_mix_key, self.time_mix_value, self.time_mix_gate))
-        # The published mu weighs the token itself, the operator's mu the token before.
+        # The published mu weights the token itself, the operator's mu the token before.
         mixed = token_shift(x, state=before, mu=1 - mix.squeeze(1).float(), starts=starts)
         return [*mixed.unbind(), x]
 
@@ -203,12 +203,12 @@ class Rwkv5PreTrainedModel(RecurrentPreTrainedModel):
             self._init_projections(module)
 
     def _mixing_ramp(self, module: nn.Module) -> tuple[torch.Tensor, float, float]:
-        """Channels from 0 to 1, and how deep the layer is: r_0 rises from 0 to 1, r_1 falls from 1 to 1 / layers."""
+        """Channels from 0 to 1, and the depth of the layer: r_0 rises from 0 to 1, r_1 falls from 1 to 1 / layers."""
         l, layers = module.layer_idx, self.config.num_hidden_layers
         return torch.arange(self.config.hidden_size) / self.config.hidden_size, l / max(layers - 1, 1), 1 - l / layers
 
     def _init_mixing(self, module: nn.Module) -> None:
-        """The token shift. The published weights hold one minus the paper's mu: they weigh the token itself."""
+        """The token shift. The published weights are one minus the paper's mu: they weight the token itself."""
         ramp, r0, r1 = self._mixing_ramp(module)
         mix = {"time_mix_key": ramp**r1, "time_mix_receptance": ramp**r1}
         if isinstance(module, Rwkv5TimeMixing):

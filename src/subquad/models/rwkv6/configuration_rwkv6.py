@@ -24,7 +24,7 @@ class Rwkv6Config(Rwkv5Config):
     model_type = "rwkv6"
     _head_parameters = {**Rwkv5Config._head_parameters, "time_decay": "rowwise", "time_decay_w2": "rowwise"}
 
-    # Of flash-linear-attention, but for the first.
+    # From flash-linear-attention, except for the first.
     ignored_fields = (
         *Rwkv5Config.ignored_fields,
         "attn_mode",
@@ -43,7 +43,7 @@ class Rwkv6Config(Rwkv5Config):
         super().__post_init__(**kwargs)
 
     def _read_flash_linear_attention(self, given: dict[str, Any]) -> None:
-        """Takes the fields of flash-linear-attention's Finch out of those that are given."""
+        """Reads the fields of flash-linear-attention's Finch and removes them from `given`."""
         self.lora_rank_tokenshift = given.pop("proj_low_rank_dim", self.lora_rank_tokenshift)
         self.lora_rank_decay = given.pop("gate_low_rank_dim", self.lora_rank_decay)
         self.layer_norm_epsilon = given.pop("norm_eps", self.layer_norm_epsilon)
@@ -52,7 +52,7 @@ class Rwkv6Config(Rwkv5Config):
         if (ratio := given.pop("hidden_ratio", None)) and self.intermediate_size is None:
             self.intermediate_size = math.ceil(self.hidden_size * ratio / 32) * 32
         given.pop("max_position_embeddings", None)  # 2048 in all files
-        # The special tokens are those of that package's default tokenizer, which published models do not have.
+        # The special tokens belong to that package's default tokenizer, which published models do not use.
         self.bos_token_id, self.eos_token_id, self.pad_token_id = 0, 0, None
 
     @property
@@ -74,7 +74,7 @@ class Rwkv6Config(Rwkv5Config):
 
     @package_only
     def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """As [`Rwkv5Config.set_sizes_from_shapes`], and the two ranks; also in flash-linear-attention's layout."""
+        """As [`Rwkv5Config.set_sizes_from_shapes`], and the two ranks; also from flash-linear-attention's names."""
         ours = {
             "model.layers.0.attn.bonus": "rwkv.blocks.0.attention.time_faaaa",
             "model.layers.0.ffn.key.linear.weight": "rwkv.blocks.0.feed_forward.key.weight",

@@ -1,4 +1,4 @@
-"""The layout of flash-linear-attention, whose type is `rwkv6` too."""
+"""Name map for flash-linear-attention's Finch, whose type is also `rwkv6`."""
 
 from functools import partial
 

@@ -18,8 +18,8 @@ def describe(config) -> list[str]:
 
 def costs(config, parameters: int) -> Costs:
     """
-    State and FLOPs: 2 FLOPs for a parameter and 9 for an element of the state. A token reads it with the key of what
-    is removed (2), decays it (1), subtracts what is removed (2), adds what is written (2), and reads it with the
+    State and FLOPs: 2 FLOPs for a parameter and 9 for an element of the state. A token reads it with the key
+    to remove (2), decays it (1), subtracts the old value (2), adds the new one (2), and reads it with the
     receptance (2). Training takes three times that.
     """
     wkv = config.num_hidden_layers * config.hidden_size * config.head_dim
@@ -125,7 +125,7 @@ RWKV7 = Architecture(
         optional=("mix.base", "mix.down", "mix.up"),
     ),
     onnx=("prefill", "decode"),
-    # Of rwkv7-hf, and of a fork of transformers. In transformers itself, `rwkv` is RWKV-4.
+    # From rwkv7-hf and a fork of transformers. In transformers itself, `rwkv` is RWKV-4.
     other_types={"rwkv7_native": {}, "rwkv7_hf_adapter": {}, "rwkv": {"architecture_version": "rwkv7"}},
 )
 

@@ -13,23 +13,23 @@ from ...modeling.tensor_parallel import divides_heads, plan_heads, plan_property
 from ...modeling.versions import CACHE_NAMES
 
 
-# The ranks, each with the layer and the letter of the tensor that shows it: on axis 1 in the RWKV organisation's
-# layout, on axis 0 in that of flash-linear-attention. The first layer does not mix values.
+# The ranks, each with the layer and letter of the tensor that it is read from: on axis 1 of the RWKV organisation's
+# tensors, on axis 0 of flash-linear-attention's. The first layer does not mix values.
 RANKS = {
     "decay_low_rank_dim": (0, "w"),
     "a_low_rank_dim": (0, "a"),
     "v_low_rank_dim": (1, "v"),
     "gate_low_rank_dim": (0, "g"),
 }
-# Published files of flash-linear-attention have it in `num_heads`, whatever the size of the model.
+# Published files of flash-linear-attention have it in `num_heads` for any size of model.
 MEANINGLESS_HEADS = 32
-# The trainer has an option for them, which only the shape of `r_k` follows: it would not run.
+# The trainer has an option for them that only changes the shape of `r_k`: it would not run.
 OTHER_WIDTH = "heads that are not together as wide as the model are not supported"
 PACKED = "rwkv7-hf's 8-bit and 4-bit weights are not read; convert the directory that they were made of"
-# How the fields of rwkv7-hf begin that mean something to it alone.
+# Prefixes of fields that only rwkv7-hf uses.
 RWKV7_HF = ("native_mm", "rwkv7_")
-# Patterns of tensors in the first two blocks that only relatives of the model have, and what these are. A relative may
-# have the tensors of those after it too: RWKV-8 those of RWKV-7b, and that those of RWKV-7a.
+# Patterns of tensors in the first two blocks that only relatives of the model have, and their names. A relative may
+# also have the tensors of a later entry: RWKV-8 has RWKV-7b's, and RWKV-7b has RWKV-7a's.
 RELATIVES = {
     r"\.(w_u8|q_row|packed(_row|_group)?)$": "RWKV-7 (Goose) with weights that rwkv7-hf packed to 8 or 4 bits",
     r"\.(enn|emm)": "an RWKV-8 preview",
@@ -42,8 +42,8 @@ RELATIVES = {
 @strict
 class Rwkv7Config(CheckedConfig):
     r"""
-    Configuration of a Goose (RWKV-7) model (arXiv:2503.14456). The names are those of the RWKV organisation's
-    `config.json` files. Those of flash-linear-attention are read too; nearly all are the same.
+    Configuration of a Goose (RWKV-7) model (arXiv:2503.14456), with the field names of the RWKV organisation's
+    `config.json` files. flash-linear-attention's names, nearly all the same, are read too.
 
     Args:
         vocab_size: number of token ids, V.
@@ -51,13 +51,12 @@ class Rwkv7Config(CheckedConfig):
         num_hidden_layers: number of blocks, L.
         head_dim: width of a head, N; `hidden_size / num_heads` or, without that, 64 if None.
         num_heads: number of heads, also as `num_attention_heads`; `hidden_size / head_dim` if None. Files of
-            flash-linear-attention have 32 in this field, whatever it is, so a file's 32 means nothing beside a
-            `head_dim`.
+            flash-linear-attention always have 32 in this field, so 32 in a file is ignored if there is a `head_dim`.
         intermediate_size: width of the channel mixing; 4 * `hidden_size`, rounded up to a multiple of 32, if None.
         decay_low_rank_dim, a_low_rank_dim, v_low_rank_dim, gate_low_rank_dim: ranks of the maps that make the decay w,
-            the in-context learning rate a, the mixing of values v, and the gate g. If None, those of the trainer:
+            the in-context learning rate a, the mixing of values v, and the gate g. If None, the trainer's ranks:
             2.5, 2.5, 1.7 and 5 times the square root of `hidden_size`, rounded to a multiple of 32.
-        norm_eps: epsilon of every layer norm. That of the norm over the heads is `head_dim` times as large.
+        norm_eps: epsilon of every layer norm. The norm over the heads has `head_dim` times this epsilon.
     """
 
     model_type = "rwkv7"
@@ -73,14 +72,14 @@ class Rwkv7Config(CheckedConfig):
         "blocks.*": "free_full_weight",
         "ln_out": "keep_full_weight",
     }
-    # The parameters of each head other than columns of linear layers, see `plan_heads`.
+    # Parameters of each head outside linear layers, see `plan_heads`.
     _head_parameters = {
         **dict.fromkeys(("w0", "w2", "a0", "a2", "v0", "v2", "g2", "k_k", "k_a"), "rowwise"),
         **dict.fromkeys(("r_k", "ln_x.weight", "ln_x.bias"), "colwise"),
     }
 
-    # Of other packages. The trainer has no limit on the length of a text, and a residual stream that is halved every
-    # few layers, as float16 needed it, gives the same output.
+    # From other packages. The trainer has no limit on the length of a text. Halving the residual stream every few
+    # layers, as in float16, does not change the output.
     ignored_fields = (
         "attn_mode",
         "context_length",
@@ -155,7 +154,7 @@ class Rwkv7Config(CheckedConfig):
         super().__post_init__(**kwargs)
 
     def _read_rwkv7_hf(self, given: dict[str, Any]) -> None:
-        """Drops the fields of rwkv7-hf from those of a file. They have a BOS token that its tokenizer never gives."""
+        """Drops the fields of rwkv7-hf, including a BOS token that its tokenizer never produces."""
         theirs = [name for name in given if name.startswith(RWKV7_HF)]
         for name in theirs:
             del given[name]
@@ -188,10 +187,10 @@ class Rwkv7Config(CheckedConfig):
     @package_only
     def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """
-        Takes sizes that published `config.json` files lack or misstate from a checkpoint's tensors.
+        Reads sizes that published `config.json` files lack or misstate from a checkpoint's tensors.
 
         Args:
-            shapes: name to shape of the tensors of the first two blocks, in any of the layouts that load. Missing
+            shapes: name to shape of the tensors of the first two blocks, under any names that load. Missing
                 names change nothing.
 
         Raises:

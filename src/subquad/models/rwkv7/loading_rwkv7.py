@@ -1,6 +1,6 @@
 """
-The layouts in which others publish RWKV-7 models: that of flash-linear-attention and rwkv7-hf, and the two of rwkv-rs.
-The type is `rwkv7` there too, or one of the descriptor's `other_types`.
+Name maps for RWKV-7 models of other packages: flash-linear-attention and rwkv7-hf (one map), and rwkv-rs (two). Their
+type is also `rwkv7`, or one of the descriptor's `other_types`.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ VECTORS = (*(f"x_{x}" for x in SHIFTS), "w0", "a0", "v0", "k_k", "k_a")
 
 
 def of_heads(x: torch.Tensor) -> torch.Tensor:
-    """(heads, head_dim), which some files have after axes of length 1."""
+    """(heads, head_dim), after axes of length 1 in some files."""
     return x.reshape(x.shape[-2:])
 
 
@@ -45,7 +45,7 @@ FLASH_LINEAR_ATTENTION = NameMap(
         ".attn.o_proj.": ".att.output.",
         **{f".attn.x_{x}$": f".att.x_{x}" for x in SHIFTS},
     },
-    # Low-rank matrices are those of linear layers. The first files had all token shifts in one tensor.
+    # Low-rank matrices are linear layers' weights. The first files had all token shifts in one tensor.
     parts={
         **{f".attn.{x}_lora.lora.0.weight": transposed(f".att.{x}1") for x in "wavg"},
         **{f".attn.{x}_lora.lora.2.weight": transposed(f".att.{x}2") for x in "wavg"},
@@ -58,7 +58,7 @@ FLASH_LINEAR_ATTENTION = NameMap(
     },
 )
 
-# Of a fork of transformers.
+# From a fork of transformers.
 RWKV_RS = NameMap(
     names={
         "^model.emb.": "rwkv7.emb.",
@@ -69,7 +69,7 @@ RWKV_RS = NameMap(
     parts={".att.stored_r_k": BONUS},
 )
 
-# The first one of the same fork.
+# The first map of the same fork.
 OLD_RWKV_RS = NameMap(
     names={
         "^model.embed_tokens.": "rwkv7.emb.",
@@ -95,7 +95,7 @@ OLD_RWKV_RS = NameMap(
     },
 )
 
-# What `from_pretrained` reads besides our names.
+# Names that `from_pretrained` reads besides ours.
 OTHER_NAMES = FLASH_LINEAR_ATTENTION | RWKV_RS | OLD_RWKV_RS
 OTHER_NAMES.register("rwkv7")
 

@@ -36,17 +36,17 @@ def projection(inputs: int, outputs: int, gain: float, wide: bool = False) -> Li
 class Rwkv7GatedRecurrence(nn.GroupNorm):
     """
     The recurrence, the norm of each head's output, the bonus of the current token, and the gate. The module with the
-    norm's weights computes them all, because offloading and adapters act on the module that is called.
+    norm's weights computes them all, because offloading and adapters hook into module calls.
     """
 
     def forward(self, tokens: CallTokens, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and the new state; the arguments are those of [`Tokens.run_packed`] and `gated_delta_wkv`."""
+        """The output and the new state, given the arguments of [`Tokens.run_packed`] and `gated_delta_wkv`."""
         weight, bias = local_part(self.weight), local_part(self.bias)
         return tokens.run_packed(gated_delta_wkv, weight=weight, bias=bias, eps=self.eps, **arguments)
 
 
 class Rwkv7TimeMixing(nn.Module):
-    """The generalised delta rule: a state per head that forgets by channel, and replaces what it held under a key."""
+    """The generalised delta rule: a state per head that forgets by channel and replaces the value under a key."""
 
     def __init__(self, config: Rwkv7Config, layer_idx: int):
         super().__init__()
@@ -95,7 +95,7 @@ class Rwkv7TimeMixing(nn.Module):
         x_r, x_w, x_k, x_v, x_a, x_g = token_shift(x, state=before, mu=mu, starts=tokens.starts).unbind()
 
         r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
-        # The decay w lies between exp(-exp(-1/2)) = 0.545 and 1; a is how much of the old value is replaced.
+        # The decay w lies between exp(-exp(-1/2)) = 0.545 and 1; a is the share of the old value that is replaced.
         decay = {"base": self.w0, "outer": "sigmoid", "scale": -math.exp(-0.5), "wide": True}
         log_w = low_rank_of_heads(x_w, self.w1, self.w2, "tanh", **decay)
         a = low_rank_of_heads(x_a, self.a1, self.a2, base=self.a0, outer="sigmoid")
@@ -110,7 +110,7 @@ class Rwkv7TimeMixing(nn.Module):
         r, k, v, a, log_w = r.view(heads), k.view(heads), v.view(heads), a.view(heads), log_w.view(heads)
         k_k, k_a = local_part(self.k_k), local_part(self.k_a)
         kappa, k = delta_keys(k, a, k_k.view(heads[2:]), k_a.view(heads[2:]))
-        # Padding neither adds to the state nor removes from it nor decays it.
+        # Padding does not add to the state, remove from it or decay it.
         k, kappa, log_w = tokens.zero_padding(k), tokens.zero_padding(kappa), tokens.zero_padding(log_w)
 
         out, after = self.ln_x(
@@ -172,7 +172,7 @@ class Rwkv7Block(RecurrentBlock):
         tokens: CallTokens,
         cache: BlockCache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and `v_first`, as [`Rwkv7TimeMixing`] has them: the first layer's values go with x everywhere."""
+        """The output and `v_first`, as in [`Rwkv7TimeMixing`]: the first layer's values travel with x."""
         state = None if cache is None else cache.layers[self.layer_idx]
         if self.layer_idx == 0:
             x = widen(self.ln0(x))
@@ -188,7 +188,7 @@ class Rwkv7PreTrainedModel(RecurrentPreTrainedModel):
     _no_split_modules = ["Rwkv7Block"]
     _input_embed_layer = "emb"
     _can_record_outputs = {"hidden_states": Rwkv7Block}
-    # Published files have them, and nothing reads them.
+    # Present in published files, but unused.
     _keys_to_ignore_on_load_unexpected = [r"blocks\.0\.att\.v[012]$"]
 
     @torch.no_grad()
@@ -219,7 +219,7 @@ class Rwkv7PreTrainedModel(RecurrentPreTrainedModel):
     def _init_time_mixing(self, module: Rwkv7TimeMixing) -> None:
         config, l, layers = self.config, module.layer_idx, self.config.num_hidden_layers
         width, size = config.hidden_size, config.head_dim
-        up, down = l / max(layers - 1, 1), 1 - l / layers  # how deep the layer is: from 0 to 1, from 1 to 1 / layers
+        up, down = l / max(layers - 1, 1), 1 - l / layers  # depth of the layer: from 0 to 1, from 1 to 1 / layers
         i = torch.arange(width)
         to_one = i / max(width - 1, 1)
         z = 2 * (i % size - (size - 1) / 2) / max(size - 1, 1)

@@ -19,8 +19,8 @@ def describe(config) -> list[str]:
 
 def costs(config, parameters: int) -> Costs:
     """
-    State and FLOPs of the language model, for a token of the text. The tower and the projection, which only images
-    pass through, count among the parameters alone.
+    State and FLOPs of the language model for a token of the text. The tower and the projection, which only process
+    images, count only as parameters.
     """
     text = TEXT[config.text_config.model_type]
     return text.costs(config.text_config, text.count_parameters(config.text_config))
@@ -58,7 +58,7 @@ VISUAL_RWKV = Architecture(
         distributed="not tested",
         quantization="not tested",
     ),
-    float_layers=("vit", "proj"),  # the frozen tower, and the projection of what it sees
+    float_layers=("vit", "proj"),  # the frozen tower, and the projection of its output
     presets={
         f"visual-{name}": {"text_config": {"model_type": model_type, **text.presets[name]}}
         for model_type, text in TEXT.items()

@@ -40,12 +40,11 @@ class VisualRwkvConfig(CheckedConfig):
     token of an image comes before its patches, with Finch (v6.0) after them.
 
     Args:
-        vision_config: a `CLIPVisionConfig` for the tower, or its fields; that of openai/clip-vit-large-patch14-336 if
-            None.
+        vision_config: a `CLIPVisionConfig` for the tower, or its fields; openai/clip-vit-large-patch14-336 if None.
         text_config: a [`Rwkv5Config`] or [`Rwkv6Config`], or its fields with `model_type`; Finch's defaults if None.
-        image_token_id: the id of the placeholders: `input_ids` has one for each feature of an image. The tokens of the
-            World vocabulary end before 65530, its embeddings do not.
-        grid_size: how an image's patches are used. -1: all of them; 0: only the class token is read; 1: their mean
+        image_token_id: the id of the placeholders: `input_ids` has one for each feature of an image. The
+            World vocabulary ends before 65530, but its embeddings do not.
+        grid_size: use of an image's patches. -1: all of them; 0: none, only the class token; 1: their mean
             (with Eagle the mean of patches and class token, instead of both); n: means of n x n squares, if n divides
             the number of patches per side.
         reading_order: "forward", or "alternate": every second block, from the second one on, reads the patches of an
@@ -69,7 +68,7 @@ class VisualRwkvConfig(CheckedConfig):
 
     def __post_init__(self, **kwargs):
         if self.vision_config is None or isinstance(self.vision_config, dict):
-            # Not at the top: it imports the tables of all models, which takes long, and needs them to be complete.
+            # Not at the top: it imports the tables of all models, which is slow and needs them to be complete.
             from transformers import CLIPVisionConfig
 
             fields = self.vision_config or TOWER

@@ -90,7 +90,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         super().__init__(config)
         self.vit = CLIPVisionModel(config.vision_config)
         self.proj = Linear(config.vision_config.hidden_size, config.text_config.hidden_size, bias=False)
-        # The attention implementation that was chosen is the tower's.
+        # The chosen attention implementation applies to the tower.
         config.text_config._attn_implementation = NO_ATTENTION
         self.rwkv = TEXT_MODELS[config.text_config.model_type](config.text_config)
         self.tower_arguments = parameter_names(CLIPVisionModel.forward) | {"output_hidden_states", "output_attentions"}
@@ -100,7 +100,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
     def get_image_features(self, pixel_values: torch.Tensor, **kwargs) -> BaseModelOutputWithPooling:
         """
         Args:
-            pixel_values: (images, channels, image_size, image_size), as CLIP's image processor makes them.
+            pixel_values: (images, channels, image_size, image_size), from CLIP's image processor.
 
         Returns:
             the output of the tower, with the embeddings that replace each image's placeholders as `pooler_output`
@@ -139,7 +139,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         return torch.cat((token, patches) if first else (patches, token), dim=1)
 
     def find_images(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
-        """Where the placeholders are, bool (batch, length). An embedding equal to the placeholder's counts as one."""
+        """The placeholders, bool (batch, length). An embedding equal to the placeholder's counts as one."""
         if input_ids is not None:
             return input_ids == self.config.image_token_id
         placeholder = torch.tensor(self.config.image_token_id, device=inputs_embeds.device)
@@ -152,8 +152,8 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             tokens: of the call, with the known placeholders, `images`.
 
         Raises:
-            ValueError: if they do not fit: each image takes `num_image_tokens` consecutive placeholders, in one call
-                and one document, and none of them is padding.
+            ValueError: if they do not fit: each image needs `num_image_tokens` consecutive placeholders, in one call
+                and one document, without padding among them.
         """
         size, placeholders = self.config.num_image_tokens, tokens.known["images"]
         inside = placeholders & ((placeholders.cumsum(1) - 1) % size > 0)
@@ -212,16 +212,16 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             input_ids: (batch, length) token ids, with `config.num_image_tokens` consecutive placeholders
                 (`config.image_token_id`) for each image. A row may have any number of images.
             pixel_values: (images, channels, image_size, image_size), the images of all rows, one after the other.
-                Later calls with `cache` only need the images whose placeholders they have.
-            inputs_embeds: (batch, length, hidden_size), instead of `input_ids`. With `pixel_values`, those that equal
-                the placeholder's embedding are replaced.
+                Later calls with `cache` only need the images of their own placeholders.
+            inputs_embeds: (batch, length, hidden_size), instead of `input_ids`. With `pixel_values`, embeddings equal
+                to the placeholder's are replaced.
             attention_mask, position_ids, cache, use_cache, cu_seqlens: see [`Rwkv5Model`].
 
         Returns:
             last_hidden_state, cache and hidden_states as in [`Rwkv5Model`].
 
         Raises:
-            ValueError: before any work, if an argument does not fit, or images and placeholders do not fit each other;
+            ValueError: before any work, if an argument does not fit, or images do not match placeholders;
                 the message names it.
         """
         if output_hidden_states is None:
@@ -302,8 +302,8 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, RecurrentGenerationMixin,
         Args:
             input_ids, pixel_values, attention_mask, position_ids, cache, inputs_embeds, use_cache,
                 cu_seqlens: see [`VisualRwkvModel`].
-            labels: (batch, kept) ids to predict, shifted inside the model, as in [`Rwkv5ForCausalLM`]. Those that are
-                placeholders are ignored too.
+            labels: (batch, kept) ids to predict, shifted inside the model, as in [`Rwkv5ForCausalLM`]. Placeholders
+                among them are ignored too.
             logits_to_keep: the number of last tokens to compute logits for (0: all), or the indices of the tokens.
 
         Returns:
@@ -334,7 +334,7 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, RecurrentGenerationMixin,
         is_first_iteration: bool = False,
         **kwargs,
     ) -> dict:
-        """As in transformers, with only those of the images whose placeholders this call reads."""
+        """As in transformers, with only the images whose placeholders this call reads."""
         inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
@@ -383,7 +383,7 @@ class VisualRwkvForConditionalGeneration(CausalLMHead, RecurrentGenerationMixin,
         return (self.model.find_images(input_ids, inputs_embeds).sum(1) // self.config.num_image_tokens).tolist()
 
     def _get_logits_processor(self, *args, device: torch.device | None = None, **kwargs):
-        """As in transformers, and placeholders are never generated."""
+        """As in transformers, but placeholders are never generated."""
         processors = super()._get_logits_processor(*args, device=device, **kwargs)
         # First: after `top_k=1`, the placeholder might be the only token left.
         processors.insert(0, SuppressTokensLogitsProcessor([self.config.image_token_id], device=device))

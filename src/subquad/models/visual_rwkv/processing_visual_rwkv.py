@@ -10,12 +10,12 @@ from ...hub.processing import SavedProcessor
 from ...modeling.arguments import parameter_names, refuse_unknown
 
 
-# A blank line ends a turn, so there must be none in a message of the user. Those of the assistant stay as they are,
+# A blank line ends a turn, so a message of the user must have none. The assistant's blank lines stay as they are,
 # up to their last line. An image has a line of its own, before the question, after it, or between the question and
 # its repetition, in the order of the message's parts. No space follows the last colon: the space belongs to the
-# first token of the answer. So there is none before an answer that transformers continues at its beginning, the
-# place of its tag. The marks of an assistant's turn stand in comments, because other programs than transformers do
-# not know them.
+# first token of the answer. So there is none before an answer that transformers continues at its beginning, the place
+# of its tag. The marks of an assistant's turn are in comments, because programs other than transformers do not know
+# them.
 CHAT_TEMPLATE = r"""
 {%- set names = {'system': 'System', 'user': 'User', 'assistant': 'Assistant'} -%}
 {%- if tools -%}{{- raise_exception('The model was not trained with tools; leave out `tools`.') -}}{%- endif -%}
@@ -64,7 +64,7 @@ CHAT_TEMPLATE = r"""
 
 
 def _in_8_bits(images):
-    """Images with those of 16 bits in 8 bits. A path stays one if its image has 8 bits."""
+    """Converts images of 16 bits to 8 bits. The path of an 8-bit image stays a path."""
     if isinstance(images, list | tuple):
         return [_in_8_bits(image) for image in images]
     if isinstance(images, str) and os.path.isfile(images):
@@ -83,10 +83,10 @@ class VisualRwkvProcessor(SavedProcessor):
     `apply_chat_template` makes them from a conversation, whose messages have parts of type "image" and "text".
 
     Args:
-        image_processor: a `CLIPImageProcessor` for the tower's size of images.
+        image_processor: a `CLIPImageProcessor` for the tower's image size.
         tokenizer: a [`RwkvWorldTokenizerFast`], or another. `image_token` is added to it if it is missing.
         image_seq_length: number of placeholders of an image, the model's `config.num_image_tokens`.
-        chat_template: by default that of the published models, `User: <image>` and a line with the question.
+        chat_template: by default the published models' template, `User: <image>` and a line with the question.
         image_token: the placeholder of an image in a text.
     """
 
@@ -111,7 +111,7 @@ class VisualRwkvProcessor(SavedProcessor):
         super().__init__(image_processor, tokenizer, chat_template=chat_template, **kwargs)
 
     def prepare_inputs_layout(self, images=None, *args, **kwargs):
-        """As in transformers, but greyscale images of 16 bits keep their values, in 8 bits, and do not turn white."""
+        """As in transformers, but greyscale images of 16 bits are scaled to 8 bits instead of turning white."""
         return super().prepare_inputs_layout(_in_8_bits(images), *args, **kwargs)
 
     def validate_inputs(self, images=None, text=None, **kwargs) -> None:
