@@ -6,12 +6,13 @@ import itertools
 import threading
 import time
 import weakref
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -117,6 +118,17 @@ class Recording(TorchDispatchMode):
         self.calls.append((function, places, spec, [self.numbers[id(x)][0] for x in made]))
         return out
 
+    def launch(self, run, *args, **named):
+        """A Triton kernel, which the interpreter runs. It may write to all that it is given."""
+        if not torch._C._len_torch_dispatch_stack():  # within an operator, which is recorded as a whole
+            return run(*args, **named)
+        flat, spec = tree_flatten((args, named))
+        self.calls.append((run, [self.place(x) for x in flat], spec, []))
+        with _disable_current_modes():
+            for x in (x for x in flat if isinstance(x, torch.Tensor)):
+                self.before.setdefault(_address(x), (x.untyped_storage(), x.untyped_storage().clone()))
+            run(*args, **named)
+
     def place(self, x):
         """Where an argument is found at a replay."""
         if not isinstance(x, torch.Tensor):
@@ -160,6 +172,11 @@ def capture(graph, pool=None, stream=None, capture_error_mode="global"):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: threading.get_ident() == thread)
         # Tensors are on the CPU, so nobody asks about the stream. A compiler may not look at values either.
         patch.setattr(torch.compiler, "is_compiling", lambda: threading.get_ident() == thread or is_compiling())
+        if find_spec("triton") is not None:
+            from triton.runtime.interpreter import InterpretedFunction
+
+            run, record = InterpretedFunction.run, graph.recording.launch
+            patch.setattr(InterpretedFunction, "run", lambda *args, **named: record(run, *args, **named))
         yield
 
 

@@ -30,6 +30,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.decoding import cuda_graph, step
 from subquad.models import REGISTRY
+from subquad_kernels import backend, fused_step
+from subquad_kernels.backend import KernelError
 
 
 CAPTURED = [case for case in (*GENERATING, *VARIANTS) if case is not AVEY]
@@ -114,6 +116,66 @@ def test_equals_the_model(case, rows, calls):
         )
     compare(model, cache, other, 3, read=read)
     assert calls.captures == 1 + (rows > 1)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Kernels of whole blocks run, in the interpreter if there is no GPU. What they have read."""
+    pytest.importorskip("triton")
+    rows, run = [], fused_step.StepBlocks.__call__
+
+    def count(self, x, *args):
+        rows.append(len(x))
+        return run(self, x, *args)
+
+    monkeypatch.setattr(fused_step.StepBlocks, "__call__", count)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(fused_step, "choose_backend", lambda *args: "triton")
+    return rows
+
+
+@pytest.mark.quick_cases("rwkv6")
+@pytest.mark.parametrize("name", ["rwkv5", "rwkv6", "rwkv7"])
+def test_fused_blocks(name, calls, fused):
+    model = tiny_model(name)
+    cache, other = start(model, 2)
+    read = compare(model, cache, other, 3)
+    compare(model, cache, other, 3, masks=True, read=read)
+    compare(model, *start(model, 2, seed=1), 3)
+    assert fused == [2] * 6 and (calls.captures, calls.replays) == (3, 7)
+    compare(model, *start(model, fused_step.MOST_ROWS + 1), 3)
+    assert len(fused) == 6 and calls.captures == 4
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU compiles them")
+def test_fused_blocks_that_do_not_compile(calls, fused, said, monkeypatch):
+    """The third kernel fails, when states have changed. The model itself is captured."""
+    from subquad_kernels.fused_step import triton_kernels
+
+    launched, launch = [], triton_kernels.launch
+
+    def fail_in_time(*args, **constants):
+        launched.append(args)
+        if len(launched) > 2:
+            raise KernelError("no registers")
+        launch(*args, **constants)
+
+    monkeypatch.setattr(triton_kernels, "launch", fail_in_time)
+    monkeypatch.setattr(fused_step, "choose_backend", lambda *args: "auto")
+    monkeypatch.setattr(backend, "_works", lambda device: True)
+    model = tiny_model("rwkv6")
+    with pytest.warns(RuntimeWarning, match="`fused_step` runs in plain torch: no registers"):
+        compare(model, *start(model))
+    assert (calls.captures, calls.replays) == (1, 3) and fused == [2] and not said
+
+
+def test_models_that_are_not_fused(calls, fused, said):
+    """A layer of another class is captured as it is."""
+    model = tiny_model("rwkv6")
+    layer = model.base_model.blocks[0].feed_forward.key
+    layer.__class__ = type("Other", (type(layer),), {})
+    compare(model, *start(model))
+    assert calls.captures == 1 and not fused and "`feed_forward.key` is a Other" in said[-1]
 
 
 OPTIONS = {
@@ -385,6 +447,7 @@ def test_failures(way, calls, said, monkeypatch):
         else:
             patch.setattr(torch.cuda, "graph", fail if way == "begin" else end_badly)
         read = compare(model, cache, other, 4)
+        said[:] = [text for text in said if "model's own kernels" not in text]  # a patched block is not fused
         assert len(said) == 1 and ("not permitted" if way == "wait" else "OutOfMemoryError: no memory") in said[0]
         replays, captures = calls.replays, calls.captures
         compare(model, cache, other, 4, read=read)

@@ -33,6 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import subquad_kernels.backend
+import subquad_kernels.fused_step.triton_kernels
 
 
 BUDGETS = Path(__file__).with_name("budgets.csv")
@@ -132,7 +133,7 @@ def variants_for(target: Target, models: bool = True, small: bool = False) -> li
     """Everything that is launched on a target at published sizes, by the benchmarks and the models."""
     torch.version.hip = "7.0" if target.is_hip else None
     subquad_kernels.backend._shared_memory = lambda device: target.shared * 1024
-    subquad_kernels.backend._overlaps = lambda device: not target.is_hip and target.gpu.arch >= 90
+    subquad_kernels.fused_step.triton_kernels._overlaps = lambda device: not target.is_hip and target.gpu.arch >= 90
     found = (variant_of(kernel, arguments) for kernel, arguments in published.launches(models, small))
     return list({variant.key: variant for variant in found}.values())
 

@@ -264,16 +264,6 @@ def _shared_memory(device: torch.device) -> int:
     return (227 if torch.version.hip is None else 64) * 1024  # of an H100 or H200, or of AMD
 
 
-def overlaps(x: torch.Tensor) -> bool:
-    """Whether a kernel may begin on the device of x while the one before it still runs, and wait for it."""
-    return _overlaps(x.device)
-
-
-@functools.cache
-def _overlaps(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context that turns autocast off on the device of x."""
     device = x.device.type

@@ -7,13 +7,14 @@ normalises, the second halves of low ranks in the program of a head. Weights of 
 the number of rows; sums have an order of their own, so that equal calls give equal results.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from ..backend import block_size, cdiv, launch, next_power_of_2, overlaps
+from ..backend import block_size, cdiv, launch, next_power_of_2
 from ..segments import exp, expm1, operands
 
 
@@ -58,11 +59,6 @@ def _statistics(x, eps, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def _normalized(x, weight, bias, channels, mask, mean, rstd):
-    return (_load(x + channels, mask) - mean) * rstd * _load(weight + channels, mask) + _load(bias + channels, mask)
-
-
-@triton.jit
 def _kept(mask, row, size: tl.constexpr):
     """How many values of a state a row replaces: all, or none if it reads nothing."""
     if mask is None:
@@ -73,11 +69,10 @@ def _kept(mask, row, size: tl.constexpr):
 
 @triton.jit
 def _store_mix(
-    n: tl.constexpr, mu, place: tl.constexpr, x, delta, channels, mask, low, up, out,
+    n: tl.constexpr, m, place: tl.constexpr, x, delta, channels, mask, low, up, out,
     D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, OF_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Mix n; its low rank is number `place` of the five."""
-    m = _load(mu + channels, mask)
+    """Mix n, of weights m; its low rank is number `place` of the five."""
     if OF_TOKEN:
         m = 1.0 - m
     if RANK:
@@ -96,15 +91,18 @@ def _mixing_kernel(
     normalised token becomes the one before of the next call, unless the row reads nothing.
     """
     _begin(OVERLAP)
-    _wait(OVERLAP)
     row = tl.program_id(1)
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = channels < D
+    weight, bias = _load(weight + channels, inside), _load(bias + channels, inside)
+    m0, m1, m2 = _load(mu0 + channels, inside), _load(mu1 + channels, inside), _load(mu2 + channels, inside)
+    m3, m4, m5 = _load(mu3 + channels, inside), _load(mu4 + channels, inside), _load(mu5 + channels, inside)
     x += row * D
     before += row * D
     out += row * D
+    _wait(OVERLAP)
     mean, rstd = _statistics(x, eps, D, BD)
-    token = _normalized(x, weight, bias, channels, inside, mean, rstd)
+    token = (_load(x + channels, inside) - mean) * rstd * weight + bias
     delta = _load(before + channels, inside) - token
     tl.debug_barrier()  # all have read what is written over
     kept = _kept(mask, row, D)
@@ -112,17 +110,17 @@ def _mixing_kernel(
     if RANK:
         low += row * (5 * RANK)
     # The maps of the low rank are those of decay, key, value, receptance and gate.
-    _store_mix(0, mu0, 3, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
+    _store_mix(0, m0, 3, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
     if MIXES > 1:
-        _store_mix(1, mu1, 1, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
+        _store_mix(1, m1, 1, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
     if MIXES > 2:
-        _store_mix(2, mu2, 2, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
+        _store_mix(2, m2, 2, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
     if MIXES > 3:
-        _store_mix(3, mu3, 4, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
+        _store_mix(3, m3, 4, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
     if MIXES > 4:
-        _store_mix(4, mu4, 0, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
+        _store_mix(4, m4, 0, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
     if MIXES > 5:
-        _store_mix(5, mu5, 0, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
+        _store_mix(5, m5, 0, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
 
 
 @triton.jit
@@ -143,7 +141,7 @@ def _shift_kernel(
     sums = tl.zeros((BK, BC), tl.float32)
     for start in range(0, D, BK):
         ks = start + tl.arange(0, BK)
-        token = _normalized(x, weight, bias, ks, ks < D, mean, rstd)
+        token = (_load(x + ks, ks < D) - mean) * rstd * _load(weight + ks, ks < D) + _load(bias + ks, ks < D)
         mixed = token + (_load(before + ks, ks < D) - token) * _load(mu + ks, ks < D)
         tile = _load(down + ks[:, None] * RANKS + columns[None, :], (ks < D)[:, None] & inside[None, :])
         sums += mixed[:, None] * tile
@@ -325,10 +323,9 @@ def _times_up(low, up, columns, inside, R: tl.constexpr, N: tl.constexpr, BR: tl
 
 
 @triton.jit
-def _head_norm(y, weight, bias, channels, inside, eps, S: tl.constexpr):
+def _head_norm(y, weight, bias, inside, eps, S: tl.constexpr):
     centred = tl.where(inside, y - tl.sum(y, 0) / S, 0.0)
-    normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / S + eps)
-    return normed * _load(weight + channels, inside) + _load(bias + channels, inside)
+    return centred * tl.rsqrt(tl.sum(centred * centred, 0) / S + eps) * weight + bias
 
 
 @triton.jit
@@ -348,19 +345,20 @@ def _wkv_kernel(
     channels = head * S + ks
     products += row * (H * S) + channels
     state += (row * H + head).to(tl.int64) * (S * S)
+    w, u = _load(base + channels, inside), _load(bonus + channels, inside)
+    weight, bias = _load(weight + channels, inside), _load(bias + channels, inside)
     cells, in_state = ks[:, None] * S + ks[None, :], inside[:, None] & inside[None, :]
     s = tl.load(state + cells, mask=in_state, other=0.0)
     _wait(OVERLAP)
     apart = rows * (H * S)
     r, k = _load(products, inside), _load(products + apart, inside)
     v, gate = _load(products + 2 * apart, inside), _load(products + 3 * apart, inside)
-    w = _load(base + channels, inside)
     if RANK:
         w += _times_up(low + row * RANK, up, channels, inside, RANK, H * S, BR)
-    y = tl.sum(r[:, None] * s, 0) + tl.sum(r * _load(bonus + channels, inside) * k, 0) * v
+    y = tl.sum(r[:, None] * s, 0) + tl.sum(r * u * k, 0) * v
     s = exp(-exp(w))[:, None] * s + k[:, None] * v[None, :]
     tl.store(state + cells, s, mask=in_state & (ks < _kept(mask, row, S))[:, None])
-    y = _head_norm(y, weight, bias, channels, inside, eps, S) * gate * tl.sigmoid(gate)
+    y = _head_norm(y, weight, bias, inside, eps, S) * gate * tl.sigmoid(gate)
     tl.store(out + row * (H * S) + channels, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -383,16 +381,22 @@ def _delta_kernel(
     channels = head * S + ks
     here = row * (H * S) + channels
     state += (row * H + head).to(tl.int64) * (S * S)
+    w, a = _load(decay + channels, inside), _load(rate + channels, inside)
+    removing, replaced, u = (
+        _load(k_k + channels, inside),
+        _load(k_a + channels, inside),
+        _load(bonus + channels, inside),
+    )
+    weight, bias = _load(weight + channels, inside), _load(bias + channels, inside)
     cells, in_state = ks[:, None] * S + ks[None, :], inside[:, None] & inside[None, :]
     s = tl.load(state + cells, mask=in_state, other=0.0)
     _wait(OVERLAP)
     apart = rows * (H * S)
     r, k = _load(products + here, inside), _load(products + apart + here, inside)
     v = _load(products + 2 * apart + here, inside)
-    w = _load(decay + channels, inside) + _times_up(low + row * RW, decay_up, channels, inside, RW, H * S, BR)
+    w += _times_up(low + row * RW, decay_up, channels, inside, RW, H * S, BR)
     low += rows * RW
-    a = _load(rate + channels, inside) + _times_up(low + row * RA, rate_up, channels, inside, RA, H * S, BR)
-    a = tl.sigmoid(a)
+    a = tl.sigmoid(a + _times_up(low + row * RA, rate_up, channels, inside, RA, H * S, BR))
     low += rows * RA
     if RM:
         m = _load(mix + channels, inside) + _times_up(low + row * RM, mix_up, channels, inside, RM, H * S, BR)
@@ -402,16 +406,22 @@ def _delta_kernel(
         tl.store(v_first + here, v, mask=inside)
     gate = _times_up(low + row * RG, gate_up, channels, inside, RG, H * S, BR)
 
-    kappa = k * _load(k_k + channels, inside)
+    kappa = k * removing
     kappa /= tl.maximum(tl.sqrt(tl.sum(kappa * kappa, 0)), 1e-12)
-    k *= 1.0 + (a - 1.0) * _load(k_a + channels, inside)
+    k *= 1.0 + (a - 1.0) * replaced
     removed = tl.sum(s * kappa[None, :], 1)
     forgotten = exp(-0.6065306597126334 * tl.sigmoid(w))  # exp(-1/2)
     s = s * forgotten[None, :] + v[:, None] * k[None, :] - removed[:, None] * (a * kappa)[None, :]
     tl.store(state + cells, s, mask=in_state & (ks < _kept(mask, row, S))[:, None])
-    y = _head_norm(tl.sum(s * r[None, :], 1), weight, bias, channels, inside, eps, S)
-    y += tl.sum(r * k * _load(bonus + channels, inside), 0) * v
+    y = _head_norm(tl.sum(s * r[None, :], 1), weight, bias, inside, eps, S)
+    y += tl.sum(r * k * u, 0) * v
     tl.store(out + here, (y * gate).to(out.dtype.element_ty), mask=inside)
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel may begin while the one before it still runs, and wait for it."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Token:
@@ -438,15 +448,17 @@ class Token:
         self.heads, self.middle = room(rows, inner, dtype=dtype), room(rows, block.middle, dtype=dtype)
         self.gate = room(rows, width)
         self.low = room(rows * max(block.ranks, 1))
-        self.overlap = {"OVERLAP": True, "launch_pdl": True} if overlaps(x) else {"OVERLAP": False}
+        self.overlap = {"OVERLAP": True, "launch_pdl": True} if _overlaps(x.device) else {"OVERLAP": False}
 
     def tiles(self, sizes: tuple[int, ...], inputs: int, dtype: torch.dtype) -> dict:
         """The constants of products with so many outputs each."""
-        tiles = TILES[self.rows == 1]
+        tiles, of_dtype = TILES[self.rows == 1], operands(dtype)
         block = min(tiles["BK"], block_size(inputs))
+        if self.rows > 1 and dtype != torch.bfloat16:
+            block = min(block, 64)  # products of float32 take more registers
         even = all(size % tiles["BN"] == 0 for size in sizes)
         rows = 1 if self.rows == 1 else block_size(self.rows)
-        return {**tiles, "BK": block, "K": inputs, "ROWS": rows, "EVEN": even, **operands(dtype), **self.overlap}
+        return {**tiles, "BK": block, "K": inputs, "ROWS": rows, "EVEN": even, **of_dtype, **self.overlap}
 
     def mix(self, p: dict, norm: str, before: torch.Tensor, names: tuple[str, ...], block, shifts: bool) -> None:
         """Normalises the stream, and interpolates it with the token before; with low ranks if the block shifts."""
@@ -508,7 +520,7 @@ class Token:
             BLOCKS1=blocks[-1],
             FEED=feed,
             BC=COLUMNS,
-            BL=256,
+            BL=min(constants["BK"], 256),
             **constants,
         )
 

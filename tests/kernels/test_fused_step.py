@@ -1,0 +1,165 @@
+"""The kernels of whole blocks equal the model itself, and are few."""
+
+import pytest
+import torch
+from kernel_cases import DEVICE, TRITON
+
+from subquad import (
+    Rwkv5Config,
+    Rwkv5ForCausalLM,
+    Rwkv6Config,
+    Rwkv6ForCausalLM,
+    Rwkv7Config,
+    Rwkv7ForCausalLM,
+)
+from subquad.decoding.cuda_graph import FusedToken
+from subquad.models import REGISTRY
+from subquad_kernels import fused_step
+
+
+pytestmark = TRITON
+# Numbers of channels of the heads, the feed-forward network and the low ranks that are unlike each other.
+SIZES = {
+    "eagle": {"attention_hidden_size": 64, "head_size": 64},
+    "finch": {"attention_hidden_size": 192, "head_size": 96, "lora_rank_tokenshift": 7, "lora_rank_decay": 19},
+    "goose": {
+        **{"head_dim": 80, "hidden_size": 80, "decay_low_rank_dim": 7, "a_low_rank_dim": 9},
+        **{"v_low_rank_dim": 33, "gate_low_rank_dim": 70},
+    },
+}
+MODELS = {
+    "eagle": (Rwkv5Config, Rwkv5ForCausalLM),
+    "finch": (Rwkv6Config, Rwkv6ForCausalLM),
+    "goose": (Rwkv7Config, Rwkv7ForCausalLM),
+}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def make(name, dtype=torch.float32, device=DEVICE, **sizes):
+    config, model = MODELS[name]
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 112, **SIZES[name], **sizes}
+    with torch.device(device):
+        model = model(config(num_hidden_layers=2, **sizes)).eval()
+    for x in model.parameters():  # some of which are zero at first
+        torch.nn.init.normal_(x, std=0.5 if x.shape[:-1].numel() < 4 else x.shape[-1] ** -0.5)
+    return model.to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def in_triton(monkeypatch):
+    monkeypatch.setattr(fused_step, "choose_backend", lambda *args: "triton")
+
+
+def fused(model):
+    return FusedToken(model, REGISTRY[model.config.model_type].fused)
+
+
+@torch.no_grad()
+def compare(model, rows, tokens=3, masks=False, length=2):
+    """Tokens behind a text, or behind nothing."""
+    dtype = model.dtype
+    tolerance, read = TOLERANCES[dtype], fused(model).read
+    ids = torch.randint(1, 300, (rows, 8), generator=torch.Generator().manual_seed(1)).to(model.device)
+    cache, other = (model.new_cache(static=True) for _ in range(2))
+    for each in (cache, other):
+        model(ids[:, :2], cache=each)
+        if not length:
+            each.reset()
+    for n in range(length, length + tokens):
+        token, mask = ids[:, n : n + 1], None
+        if masks and n > length:
+            mask = torch.arange(rows, device=ids.device)[:, None] % 2 != n % 2
+        before = {name: x.clone() for name, x in cache.named_states().items()}
+        found = read(token, mask, cache)
+        expected = model(token, attention_mask=mask, cache=other, logits_to_keep=1).logits[:, -1]
+        scale = expected.abs().max()
+        torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=tolerance)
+        for name, x in cache.named_states().items():
+            y = other.named_states()[name]
+            assert x.dtype == y.dtype
+            torch.testing.assert_close(x.float(), y.float(), rtol=tolerance, atol=4 * tolerance)
+            if mask is not None and "layers" in name:
+                assert x[~mask[:, 0]].equal(before[name][~mask[:, 0]])
+
+
+CASES = [
+    ("eagle", torch.float32, 1),
+    ("eagle", torch.bfloat16, 3),
+    ("eagle", torch.float16, 1),
+    ("finch", torch.float32, 1),
+    ("finch", torch.float32, 16),
+    ("finch", torch.bfloat16, 1),
+    ("finch", torch.float16, 3),
+    ("goose", torch.float32, 1),
+    ("goose", torch.float32, 3),
+    ("goose", torch.bfloat16, 16),
+    ("goose", torch.float16, 1),
+]
+
+
+@pytest.mark.quick_cases("eagle-dtype1-3", "finch-dtype3-1", "goose-dtype8-3")
+@pytest.mark.parametrize(("name", "dtype", "rows"), CASES)
+def test_equals_the_model(name, dtype, rows):
+    compare(make(name, dtype), rows, masks=rows > 1)
+
+
+@pytest.mark.quick_cases("finch")
+@pytest.mark.parametrize("name", MODELS)
+def test_states_of_zeros(name):
+    compare(make(name), 2, tokens=2, length=0)
+
+
+# The launches of one block. A change of these numbers is a change of the time that a token takes.
+LAUNCHES = {"eagle": 7, "finch": 8, "goose": 7}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("name", MODELS)
+def test_launches(name, rows, monkeypatch):
+    from subquad_kernels.fused_step import triton_kernels
+
+    launched = []
+    monkeypatch.setattr(triton_kernels, "launch", lambda kernel, *args, **constants: launched.append(kernel))
+    model = make(name, device="meta")
+    cache, ids = model.new_cache(static=True), torch.zeros(rows, 1, dtype=torch.long, device="meta")
+    model(ids, cache=cache)
+    assert fused(model).read(ids, None, cache) is not None
+    assert len(launched) == 2 * LAUNCHES[name] <= 2 * 12
+
+
+def test_what_does_not_fit():
+    model = make("finch")
+    blocks = fused(model).blocks
+    x, shift = torch.zeros(2, 1, 48, device=DEVICE), torch.zeros(2, 48, device=DEVICE)
+    state = torch.zeros(2, 2, 96, 96, device=DEVICE)
+    given = [x, [shift] * 2, [shift] * 2, [state] * 2]
+    for n, wrong in ((0, x.double()), (0, x[:1]), (1, [shift, None]), (2, [shift, shift[:1]]), (3, [state, state.mT])):
+        assert not blocks(*given[:n], wrong, *given[n + 1 :])
+    assert not blocks(*given, torch.ones(2, device=DEVICE))
+    assert not any(y.any() for y in (x, shift, state))
+    many = [torch.zeros(17, *y.shape[1:], device=DEVICE) for y in (x, shift, shift, state)]
+    assert not blocks(many[0], *([y] * 2 for y in many[1:]))
+
+
+def test_blocks_that_it_cannot_read():
+    model = make("goose")
+    parts = [(block.kind, dict(block.parameters), block.heads, 1e-5, 1e-5) for block in fused(model).found]
+    for change, message in (
+        ({"key.weight": None}, "There must be a tensor `key.weight`"),
+        ({"more": torch.zeros(3)}, "Such a block has no `more`"),
+        ({"k_a": torch.zeros(79, device=DEVICE)}, "`k_a` must be float32"),
+        ({"key.weight": torch.zeros(80, 80, dtype=torch.int8, device=DEVICE)}, "`key.weight` must be float32"),
+        ({"rate.up": torch.zeros(80, 9, device=DEVICE).mT}, "`rate.up` must be .* contiguous"),
+        ({"ln1": torch.ones(80, dtype=torch.float64, device=DEVICE)}, "do not read torch.float64"),
+        ({"k_k": torch._neg_view(torch.ones(80, device=DEVICE))}, "`k_k` must be a plain tensor"),
+    ):
+        kind, parameters, *numbers = parts[1]
+        changed = {name: x for name, x in (parameters | change).items() if x is not None}
+        with pytest.raises(ValueError, match=message):
+            fused_step.StepBlock(kind, changed, *numbers)
+    with pytest.raises(ValueError, match="There cannot be 3 heads of 80 channels"):
+        fused_step.StepBlock(*parts[1][:2], 3, 1e-5, 1e-5)
+    with pytest.raises(ValueError, match="Block 1 reads the values"):
+        fused_step.StepBlocks([fused_step.StepBlock(*parts[0])] * 2)
