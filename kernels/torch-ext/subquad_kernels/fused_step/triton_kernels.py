@@ -18,14 +18,25 @@ from ..backend import block_size, cdiv, launch, next_power_of_2
 from ..segments import exp, expm1, operands
 
 
-# Of the products of large matrices: outputs and inputs of a tile, how many tiles are read ahead, and warps; by whether
-# there is one row. A multiprocessor must wait for some 30 KB at a time, of all of its programs.
-TILES = {
+# Of the products of large matrices: outputs and inputs of a tile, how many tiles are read ahead, and warps; of several
+# products with one row and with more, and of one product. They were the fastest of 17 for matrices of 2048 x 2048 and
+# 2048 x 7168 on an H200. A multiprocessor must wait for some 30 KB at a time, of all of its programs.
+GROUPED_TILES = {
+    True: {"BN": 16, "BK": 256, "STAGES": 1, "num_warps": 4},
+    False: {"BN": 64, "BK": 128, "STAGES": 3, "num_warps": 4},
+}
+ADDING_TILES = {
     True: {"BN": 4, "BK": 1024, "STAGES": 1, "num_warps": 4},
-    False: {"BN": 16, "BK": 256, "STAGES": 3, "num_warps": 4},
+    False: {"BN": 16, "BK": 256, "STAGES": 3, "num_warps": 2},
 }
 # Columns of a first map of a low rank that a program computes: 32 bytes of each row, as the memory has them together.
 COLUMNS = 16
+# Inputs of these maps that a program of the token shift reads at a time, and warps.
+SHIFT = {"BK": 256, "num_warps": 4}
+# Channels that a program mixes, and warps; with the second maps of low ranks and without.
+MIXING = {True: {"BC": 64, "num_warps": 4}, False: {"BC": 256, "num_warps": 4}}
+# Warps of a program that has the state of a head.
+HEAD_WARPS = 8
 
 
 @triton.jit
@@ -450,9 +461,9 @@ class Token:
         self.low = room(rows * max(block.ranks, 1))
         self.overlap = {"OVERLAP": True, "launch_pdl": True} if _overlaps(x.device) else {"OVERLAP": False}
 
-    def tiles(self, sizes: tuple[int, ...], inputs: int, dtype: torch.dtype) -> dict:
+    def tiles(self, table: dict[bool, dict], sizes: tuple[int, ...], inputs: int, dtype: torch.dtype) -> dict:
         """The constants of products with so many outputs each."""
-        tiles, of_dtype = TILES[self.rows == 1], operands(dtype)
+        tiles, of_dtype = table[self.rows == 1], operands(dtype)
         block = min(tiles["BK"], block_size(inputs))
         if self.rows > 1 and dtype != torch.bfloat16:
             block = min(block, 64)  # products of float32 take more registers
@@ -475,16 +486,16 @@ class Token:
                 **sizes,
                 RANKS=ranks,
                 BC=COLUMNS,
-                BK=256,
+                **SHIFT,
                 **self.overlap,
             )
-        channels = 64 if shifts else 256
+        mixing = MIXING[shifts]
         launch(
             _mixing_kernel,
-            (cdiv(block.width, channels), self.rows),
+            (cdiv(block.width, mixing["BC"]), self.rows),
             *(*inputs, self.mask, *mu, *mu[:1] * (6 - len(mu)), self.low, up, self.mixed, block.eps),
             **sizes,
-            BC=channels,
+            **mixing,
             MIXES=len(mu),
             RANK=down.shape[-1] // 5 if shifts else 0,
             BR=min(32, block_size(down.shape[-1] // 5)) if shifts else 16,
@@ -502,7 +513,7 @@ class Token:
     ) -> None:
         """Products of weights with one mix each; maps are (first map of a low rank, number of its mix, function)."""
         sizes, inputs = [w.shape[0] for w in weights], weights[0].shape[1]
-        constants = self.tiles(tuple(sizes), inputs, weights[0].dtype)
+        constants = self.tiles(GROUPED_TILES, tuple(sizes), inputs, weights[0].dtype)
         blocks = [cdiv(size, constants["BN"]) for size in sizes]
         downs = [down for down, _, _ in maps]
         for n in range(4):
@@ -527,7 +538,7 @@ class Token:
     def add(self, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None = None) -> None:
         """Adds a product to the residual stream."""
         size, inputs = weight.shape
-        constants = self.tiles((size,), inputs, weight.dtype)
+        constants = self.tiles(ADDING_TILES, (size,), inputs, weight.dtype)
         grid = (cdiv(size, constants["BN"]),)
         launch(_adding_kernel, grid, x, weight, gate, self.x, self.rows, N=size, **constants)
 
@@ -544,7 +555,7 @@ def _run_heads(kernel, token: Token, block, arguments: tuple, state: torch.Tenso
         H=block.heads,
         S=size,
         BS=next_power_of_2(size),
-        num_warps=8,
+        num_warps=HEAD_WARPS,
         **token.overlap,
         **constants,
     )
