@@ -89,13 +89,14 @@ class TunableState:
 @dataclass(frozen=True)
 class FusedModel:
     """
-    The parts of a model by the names that [`subquad_kernels.c.fused_blocks.FusedBlock`] has for them.
+    The parts of a model by the names that [`subquad_kernels.c.fused_blocks.FusedBlock`] and
+    [`subquad_kernels.fused_step.StepBlock`] have for them.
 
     Attributes:
         kind: of the blocks.
         blocks, first_norm, last_norm: their paths in the base model.
-        classes: path in a block, "" for the block itself, to the name of the class whose `forward` the C library
-            stands for.
+        classes: path in a block, "" for the block itself, to the name of the class whose `forward` they
+            stand for.
         layers: name to the path of a linear layer in a block, such as `"attention.key"`.
         norms: name to the path of a norm with a weight and a bias.
         parameters: name to the path of a parameter.
@@ -199,7 +200,7 @@ class Architecture:
             names: routers, and what decides how fast a state decays.
         other_names: the module in the folder whose import makes `from_pretrained` read the tensor names of other
             packages; None if there is none.
-        fused: see [`FusedModel`]; None if the C library has no such blocks.
+        fused: see [`FusedModel`]; None if nothing reads such blocks as a whole.
         inspection: the module in the folder that shows what the memory holds after a text, for
             `subquad inspect-memory`; None if there is none.
     """
