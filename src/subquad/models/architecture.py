@@ -94,13 +94,14 @@ class TunableState:
 @dataclass(frozen=True)
 class FusedModel:
     """
-    The parts of a model, by their names in [`subquad_kernels.c.fused_blocks.FusedBlock`].
+    The parts of a model, by their names in [`subquad_kernels.c.fused_blocks.FusedBlock`] and
+    [`subquad_kernels.fused_step.StepBlock`].
 
     Attributes:
         kind: kind of block.
         blocks, first_norm, last_norm: their paths in the base model.
-        classes: path in a block, "" for the block itself, to the name of the class whose `forward` the C library
-            replaces.
+        classes: path in a block, "" for the block itself, to the name of the class whose `forward` these
+            replace.
         layers: name to the path of a linear layer in a block, such as `"attention.key"`.
         norms: name to the path of a norm with a weight and a bias.
         parameters: name to the path of a parameter.
@@ -220,7 +221,7 @@ class Architecture:
             names: routers, and layers that compute decays.
         other_names: the module in the folder whose import makes `from_pretrained` read other packages' tensor names;
             None if there is none.
-        fused: see [`FusedModel`]; None if the C library has no such blocks.
+        fused: see [`FusedModel`]; None if no step computes such blocks as a whole.
         vllm: see [`Serving`].
         inspection: the module in the folder that shows the memory's content after a text, for `subquad
             inspect-memory`; None if there is none.

@@ -32,11 +32,11 @@ ADDING_TILES = {
 # Columns of a first map of a low rank that a program computes: 32 bytes of each row, as the memory has them together.
 COLUMNS = 16
 # Inputs of these maps that a program of the token shift reads at a time, and warps.
-SHIFT = {"BK": 256, "num_warps": 4}
+SHIFT = {"BK": 512, "num_warps": 8}
 # Channels that a program mixes, and warps; with the second maps of low ranks and without.
-MIXING = {True: {"BC": 64, "num_warps": 4}, False: {"BC": 256, "num_warps": 4}}
-# Warps of a program that has the state of a head.
-HEAD_WARPS = 8
+MIXING = {True: {"BC": 16, "num_warps": 1}, False: {"BC": 128, "num_warps": 1}}
+# Warps of a program that has the state of a head, with one row and with more.
+HEAD_WARPS = {True: 4, False: 2}
 
 
 @triton.jit
@@ -555,7 +555,7 @@ def _run_heads(kernel, token: Token, block, arguments: tuple, state: torch.Tenso
         H=block.heads,
         S=size,
         BS=next_power_of_2(size),
-        num_warps=HEAD_WARPS,
+        num_warps=HEAD_WARPS[token.rows == 1],
         **token.overlap,
         **constants,
     )
