@@ -56,7 +56,7 @@ class Plain(nn.Module):
         return self
 
     def window(self, x: Tensor, y: Tensor, i: int) -> Tensor:
-        """Split i of x (B, M, S, D), after those that it retrieves; y holds the unit vectors. (B, C, D)."""
+        """Split i of x (B, M, S, D), after its retrieved ones; y holds the unit vectors. (B, C, D)."""
         rows, most = x[:, i], self.retrieved
         if retrieved := min(i, most):
             index, weights = self.choose(*plain_scores(y[:, i], y[:, :i]).topk(retrieved))

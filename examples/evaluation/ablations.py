@@ -5,8 +5,7 @@ The ranker of Avey (appendix K of "Don't Pay Attention"), the router of Raven (t
 writes to all slots), and the working memory of Gecko (section 3.3 of "Gecko") are tested by the needle in a haystack,
 in rows as long as in training and longer ones, with the smaller settings of the trials. The decay of Finch
 that depends on the data (section 4.2.2 of "Eagle and Finch") is tested by multi-query associative recall, where figure
-4 has Finch above Eagle. Both models of a pair have the same seed, rows and settings, those that are common to all
-architectures, and one switch between them:
+4 has Finch above Eagle. Both models of a pair have the same seed, rows and common settings, and differ in one switch:
 
   Avey    --k 1 --chunk-size 128: one split as long as the window, and no other is retrieved
   Raven   router "gsa", decay_type "GLA": every token is written to all slots

@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fewer-words",
         type=int,
         nargs="*",
-        help=f"numbers of keys with which {', '.join(SMALL)} is also trained (default: those of "
-        f"{' and '.join(map(str, FEWER))} the ones that suffice for the first length)",
+        help=f"numbers of keys with which {', '.join(SMALL)} is also trained (default: "
+        f"{' and '.join(map(str, FEWER))}, if enough for the first length)",
     )
     add(
         "--power", type=float, default=0.01, help="gap g between pairs and query is drawn with weight g ** (power - 1)"

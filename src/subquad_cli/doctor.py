@@ -131,7 +131,7 @@ def _check_devices(torch: Any, devices: dict[str, str], problems: list[str], not
     from subquad_kernels.c.native import explain
 
     library, why = explain()
-    notes.append(f"Products of few rows on the CPU: {'our own library' if library else 'those of torch'} ({why}).")
+    notes.append(f"Products of few rows on the CPU: {'our own library' if library else 'torch'} ({why}).")
     if torch.version.cuda is None and torch.version.hip is None:
         if DRIVER.exists():
             notes.append("There is an NVIDIA GPU, but this torch is built without CUDA: everything runs on the CPU.")

@@ -91,7 +91,7 @@ class _Decays:
         self.last = self.rise[..., -1:, :]
 
     def pairs(self) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-        """(level, size, decay of left blocks, decay of right blocks) for each size of blocks below that of a chunk."""
+        """(level, size, decay of left blocks, decay of right blocks) for each size of blocks below a chunk."""
         for level, total in enumerate(self.totals[:-1]):
             left, right = torch.unflatten(total, -2, (-1, 2)).unsqueeze(-2).unbind(-3)
             yield level, self.block << level, left, right
