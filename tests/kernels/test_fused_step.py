@@ -88,12 +88,12 @@ CASES = [
     ("eagle", torch.bfloat16, 3),
     ("eagle", torch.float16, 1),
     ("finch", torch.float32, 1),
-    ("finch", torch.float32, 16),
+    ("finch", torch.float32, 32),
     ("finch", torch.bfloat16, 1),
     ("finch", torch.float16, 3),
     ("goose", torch.float32, 1),
     ("goose", torch.float32, 3),
-    ("goose", torch.bfloat16, 16),
+    ("goose", torch.bfloat16, 32),
     ("goose", torch.float16, 1),
 ]
 
@@ -115,7 +115,7 @@ LAUNCHES = {"eagle": 7, "finch": 8, "goose": 7}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("rows", [1, 32])
 @pytest.mark.parametrize("name", MODELS)
 def test_launches(name, rows, monkeypatch):
     from subquad_kernels.fused_step import triton_kernels
@@ -139,7 +139,7 @@ def test_what_does_not_fit():
         assert not blocks(*given[:n], wrong, *given[n + 1 :])
     assert not blocks(*given, torch.ones(2, device=DEVICE))
     assert not any(y.any() for y in (x, shift, state))
-    many = [torch.zeros(17, *y.shape[1:], device=DEVICE) for y in (x, shift, shift, state)]
+    many = [torch.zeros(fused_step.MOST_ROWS + 1, *y.shape[1:], device=DEVICE) for y in (x, shift, shift, state)]
     assert not blocks(many[0], *([y] * 2 for y in many[1:]))
 
 

@@ -10,7 +10,7 @@ from ..checks import check_stored
 
 
 # The most rows that the kernels are made for. With more, the products of a library for matrices are faster.
-MOST_ROWS = 16
+MOST_ROWS = 32
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
