@@ -22,7 +22,7 @@ LIMITS = {
     "rwkv7": 6400,
     "avey": 5700,
     "avey-b": 3850,
-    "raven": 7000,
+    "raven": 7050,
     "gecko": 8950,
     "visual_rwkv": 7200,
 }

@@ -42,9 +42,11 @@ class SavedPreTrainedModel(PreTrainedModel):
         integration replaces no others, and would replace a head that no checkpoint has yet.
         """
         if getattr(self.config, "quantization_config", None) is not None:
-            for module in self.base_model.modules():
-                if type(module) is Linear:
-                    module.__class__ = nn.Linear
+            ours = [(name, part) for name, part in self.base_model.named_modules() if type(part) is Linear]
+            for name, part in ours:
+                plain = nn.Linear.__new__(nn.Linear)
+                plain.__dict__.update(part.__dict__)
+                self.base_model.set_submodule(name, plain)
         super().post_init()
         self.known_arguments = known_arguments(self)
 

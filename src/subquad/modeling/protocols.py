@@ -69,6 +69,25 @@ class BlockState(Protocol):
         """[`~BlockState.update`] with the state that `replay` computes."""
 
 
+class NoState(BlockState):
+    """The state of a block without a cache: nothing was read before, and nothing is kept."""
+
+    def get(self, name: str) -> None:
+        return None
+
+    def can_overwrite(self, name: str) -> bool:
+        return False
+
+    def update(self, name: str, state: Any, replay: Callable, *updates: torch.Tensor) -> None:
+        pass
+
+    def update_with(self, name: str, replay: Callable, *updates: torch.Tensor) -> None:
+        pass
+
+
+NO_STATE = NoState()
+
+
 class BlockCache(Protocol):
     """
     The states of all blocks.

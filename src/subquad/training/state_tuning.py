@@ -124,7 +124,7 @@ class StateTuningLayer(nn.Module, BaseTunerLayer):
         raise ValueError(_NO_MERGING)
 
     def forward(self, x: torch.Tensor, tokens: Tokens | TokenPositions, *cache_and_state):
-        """Takes the arguments of the recurrence. Its state, a [`LayerState`] or None, is the last one."""
+        """Takes the arguments of the recurrence. Its state, a [`LayerState`] if there is a cache, is the last one."""
         adapters = [] if self.disable_adapters else self.active_adapters
         if not adapters or adapters[0] not in self.state_tuning_states:
             return self.base_layer(x, tokens, *cache_and_state)
@@ -134,10 +134,11 @@ class StateTuningLayer(nn.Module, BaseTunerLayer):
             tokens = dataclasses.replace(tokens, tokens=TunedTokens(tokens.tokens, initial))
         else:
             tokens = TunedTokens(tokens, initial)
-        state: LayerState | None = cache_and_state[-1] if cache_and_state else None
-        name = self.tunable.name
-        held = None if state is None or state.fresh else state.get(name)
-        if state is None or (held is not None and state.fresh_rows is None):
+        state, name = cache_and_state[-1] if cache_and_state else None, self.tunable.name
+        if not isinstance(state, LayerState):  # there is no cache
+            return self.base_layer(x, tokens, *cache_and_state)
+        held = None if state.fresh else state.get(name)
+        if held is not None and state.fresh_rows is None:
             return self.base_layer(x, tokens, *cache_and_state)
         # Texts begin with this call. A copy, because operators may overwrite the cache's tensors.
         rows = initial.expand(len(x), *initial.shape)

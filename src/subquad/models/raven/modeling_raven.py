@@ -16,9 +16,9 @@ from subquad_kernels import slot_memory, slot_memory_state, slot_routing
 from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
-from ...modeling.cache import LayerState
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import Linear, replaceable
+from ...modeling.protocols import NO_STATE, BlockState
 from ...modeling.tensor_parallel import local_part
 from ...modeling.versions import RecurrentModelOutput
 from .cache_raven import RavenCache
@@ -97,7 +97,7 @@ class RavenSlotMemory(nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, positions: RavenPositions, cache: RavenCache | None, state: LayerState | None
+        self, x: torch.Tensor, positions: RavenPositions, cache: RavenCache | None, state: BlockState
     ) -> tuple[torch.Tensor, None]:
         """x (batch, length, hidden_size); the output has the same shape. There are no attention weights."""
         config, tokens = self.config, positions.tokens
@@ -113,15 +113,14 @@ class RavenSlotMemory(nn.Module):
 
         out, after = tokens.run_packed(  # equation 18
             slot_memory,
-            initial_state=state and state.get("slots"),
-            inplace=state is not None and state.can_overwrite("slots"),
+            initial_state=state.get("slots"),
+            inplace=state.can_overwrite("slots"),
             q=q,
             k=k,
             v=v,
             log_f=log_f,
         )
-        if state is not None:
-            state.update("slots", after, slot_memory_state, k, v, log_f)
+        state.update("slots", after, slot_memory_state, k, v, log_f)
         out = F.silu(out)
         if config.use_output_gate:
             gate = self.o_gate_proj(x).view(out.shape)
@@ -170,7 +169,7 @@ class RavenAttention(nn.Module):
         self.o_proj = Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(
-        self, x: torch.Tensor, positions: RavenPositions, cache: RavenCache | None, state: LayerState | None
+        self, x: torch.Tensor, positions: RavenPositions, cache: RavenCache | None, state: BlockState
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x (batch, length, hidden_size); returns the output, of the same shape, and the attention weights."""
         q, k, v = (
@@ -222,7 +221,7 @@ class RavenBlock(RecurrentBlock):
         self.mlp = RavenMLP(config)
 
     def forward(self, x: torch.Tensor, positions: RavenPositions, cache: RavenCache | None = None) -> torch.Tensor:
-        state = None if cache is None else cache.layers[self.layer_idx]
+        state = NO_STATE if cache is None else cache.layers[self.layer_idx]
         out, _ = self.attn(self.attn_norm(x), positions, cache, state)
         x = x + out
         return x + self.mlp(self.mlp_norm(x))

@@ -16,7 +16,7 @@ from ...modeling.cache import RecurrentCache
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import LayerNorm, Linear, replaceable, widen
 from ...modeling.padding import last_token
-from ...modeling.protocols import BlockCache, BlockState, CallTokens
+from ...modeling.protocols import NO_STATE, BlockCache, BlockState, CallTokens
 from ...modeling.tensor_parallel import local_part
 from ...modeling.versions import RecurrentModelOutput
 from .configuration_rwkv5 import Rwkv5Config
@@ -74,9 +74,9 @@ class Rwkv5TimeMixing(nn.Module):
         """Equation 5: log w, (heads, head_size); the same for every token."""
         return -local_part(self.time_decay).float().exp()
 
-    def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState = NO_STATE) -> torch.Tensor:
         """x (batch, length, hidden_size); the output has the same shape."""
-        before = state and state.get("attention_shift")
+        before = state.get("attention_shift")
         x = tokens.forward_fill(x, before)
         before = tokens.token_before(x, before)
         x_r, x_k, x_v, x_g, x_w = self.mix(x, before, tokens.starts)
@@ -92,8 +92,8 @@ class Rwkv5TimeMixing(nn.Module):
 
         out, after = self.ln_x(
             tokens,
-            initial_state=state and state.get("wkv"),
-            inplace=state is not None and state.can_overwrite("wkv"),
+            initial_state=state.get("wkv"),
+            inplace=state.can_overwrite("wkv"),
             r=r,
             k=k,
             v=v,
@@ -101,9 +101,8 @@ class Rwkv5TimeMixing(nn.Module):
             log_w=log_w,
             u=local_part(self.time_faaaa),
         )
-        if state is not None:
-            state.update_with("attention_shift", last_token, x)
-            state.update("wkv", after, wkv_state, k, v, log_w.expand(heads))
+        state.update_with("attention_shift", last_token, x)
+        state.update("wkv", after, wkv_state, k, v, log_w.expand(heads))
         return self.output(out)
 
 
@@ -128,14 +127,13 @@ class Rwkv5ChannelMixing(nn.Module):
         """Weights of the token before, for key and receptance, (2, hidden_size)."""
         return 1 - torch.cat((self.time_mix_key, self.time_mix_receptance)).squeeze(1).float()
 
-    def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState = NO_STATE) -> torch.Tensor:
         """x (batch, length, hidden_size); the output has the same shape."""
-        before = state and state.get("feed_forward_shift")
+        before = state.get("feed_forward_shift")
         x = tokens.forward_fill(x, before)
         before = tokens.token_before(x, before)
         x_k, x_r = token_shift(x, state=before, mu=self.mu, starts=tokens.starts).unbind()
-        if state is not None:
-            state.update_with("feed_forward_shift", last_token, x)
+        state.update_with("feed_forward_shift", last_token, x)
         v = self.value(F.relu(self.key(x_k)).square())
         return torch.sigmoid(self.receptance(x_r)) * v
 
@@ -155,7 +153,7 @@ class Rwkv5Block(RecurrentBlock):
         self.feed_forward = self.channel_mixing_class(config, layer_idx)
 
     def forward(self, x: torch.Tensor, tokens: CallTokens, cache: BlockCache | None = None) -> torch.Tensor:
-        state = None if cache is None else cache.layers[self.layer_idx]
+        state = NO_STATE if cache is None else cache.layers[self.layer_idx]
         if self.layer_idx == 0:
             x = widen(self.pre_ln(x))
         x = x + self.attention(self.ln1(x), tokens, state)

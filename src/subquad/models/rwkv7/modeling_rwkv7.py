@@ -17,7 +17,7 @@ from ...modeling.cache import RecurrentCache
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import LayerNorm, Linear, relu_squared, replaceable, widen
 from ...modeling.padding import last_token
-from ...modeling.protocols import BlockCache, BlockState, CallTokens
+from ...modeling.protocols import NO_STATE, BlockCache, BlockState, CallTokens
 from ...modeling.tensor_parallel import local_part, low_rank_of_heads
 from ...modeling.versions import RecurrentModelOutput
 from .configuration_rwkv7 import Rwkv7Config
@@ -78,7 +78,7 @@ class Rwkv7TimeMixing(nn.Module):
         self.ln_x = Rwkv7GatedRecurrence(config.num_heads, width, eps=self.head_size * config.norm_eps)
 
     def forward(
-        self, x: torch.Tensor, tokens: CallTokens, v_first: torch.Tensor | None, state: BlockState | None = None
+        self, x: torch.Tensor, tokens: CallTokens, v_first: torch.Tensor | None, state: BlockState = NO_STATE
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
@@ -88,7 +88,7 @@ class Rwkv7TimeMixing(nn.Module):
         Returns:
             the output, of the shape of x, and `v_first`.
         """
-        before = state and state.get("attention_shift")
+        before = state.get("attention_shift")
         x = tokens.forward_fill(x, before)
         before = tokens.token_before(x, before)
         mu = torch.cat((self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g)).squeeze(1)
@@ -115,8 +115,8 @@ class Rwkv7TimeMixing(nn.Module):
 
         out, after = self.ln_x(
             tokens,
-            initial_state=state and state.get("wkv"),
-            inplace=state is not None and state.can_overwrite("wkv"),
+            initial_state=state.get("wkv"),
+            inplace=state.can_overwrite("wkv"),
             r=r,
             k=k,
             v=v,
@@ -126,9 +126,8 @@ class Rwkv7TimeMixing(nn.Module):
             gate=g,
             bonus=local_part(self.r_k),
         )
-        if state is not None:
-            state.update_with("attention_shift", last_token, x)
-            state.update("wkv", after, delta_wkv_state, k, v, log_w, kappa, a)
+        state.update_with("attention_shift", last_token, x)
+        state.update("wkv", after, delta_wkv_state, k, v, log_w, kappa, a)
         return self.output(out), v_first
 
 
@@ -142,14 +141,13 @@ class Rwkv7ChannelMixing(nn.Module):
         self.key = projection(config.hidden_size, config.intermediate_size, gain=1.0)
         self.value = projection(config.intermediate_size, config.hidden_size, gain=0.0, wide=True)
 
-    def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState = NO_STATE) -> torch.Tensor:
         """x (batch, length, hidden_size); the output has the same shape."""
-        before = state and state.get("feed_forward_shift")
+        before = state.get("feed_forward_shift")
         x = tokens.forward_fill(x, before)
         before = tokens.token_before(x, before)
         x_k = token_shift(x, state=before, mu=self.x_k[0], starts=tokens.starts)[0]
-        if state is not None:
-            state.update_with("feed_forward_shift", last_token, x)
+        state.update_with("feed_forward_shift", last_token, x)
         return self.value(relu_squared(self.key(x_k)))
 
 
@@ -173,7 +171,7 @@ class Rwkv7Block(RecurrentBlock):
         cache: BlockCache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and `v_first`, as in [`Rwkv7TimeMixing`]: the first layer's values travel with x."""
-        state = None if cache is None else cache.layers[self.layer_idx]
+        state = NO_STATE if cache is None else cache.layers[self.layer_idx]
         if self.layer_idx == 0:
             x = widen(self.ln0(x))
         out, v_first = self.att(self.ln1(x), tokens, v_first, state)
