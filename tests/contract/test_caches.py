@@ -376,7 +376,6 @@ def test_a_cache_has_the_layers_that_transformers_expects(case):
             assert type(other) is type(cache)
             if static:
                 other.activate_past_recording()
-                assert not isinstance(other, StaticCache)
                 assert not other.is_compileable
         cache.reset()
         if "linear_attention" in types:

@@ -315,7 +315,8 @@ class RecurrentCache(Cache):
         static: allocate the states at the first call, which must not be compiled, and write them in place from then
             on. No gradient passes through them. `generate(cache_implementation="static")` makes such a cache, and on
             a GPU compiles the decoding step. [`~RecurrentCache.reset`] fills it with zeros, for a batch of the same
-            size. Once it records the past, it is no longer static. It is an instance of `transformers.StaticCache`.
+            size. Once it records the past, its states are no longer static. It is an instance of
+            `transformers.StaticCache`.
         max_cache_len: not used. It limits the tokens in subclasses whose static states grow with the text.
     """
 
@@ -336,11 +337,19 @@ class RecurrentCache(Cache):
     float32_names: tuple[str, ...] = ("wkv",)
     integer_names: tuple[str, ...] = ("padding",)
 
+    # The class of static caches, which transformers recognises as such. A subclass has one of its own, or none.
+    static_class: "type[RecurrentCache] | None" = None
+
+    def __new__(
+        cls, config: PreTrainedConfig | None = None, static: bool = False, *args, **kwargs
+    ) -> "RecurrentCache":
+        # A copy is made without a configuration.
+        return super().__new__(cls.__dict__.get("static_class") or cls if static else cls)
+
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         config = config.get_text_config()
         layers = [self.new_layer(config, number, static) for number in range(config.num_hidden_layers)]
         Cache.__init__(self, layers=layers)
-        self._set_class(static)
         # States kept after the blocks, such as the output of every row's last token.
         self.after_blocks = LayerState(static=static)
         self.sizes = self.sizes_of(config)
@@ -351,16 +360,6 @@ class RecurrentCache(Cache):
     def sizes_of(cls, config: PreTrainedConfig) -> dict[str, Any]:
         """The values of `size_names` in a configuration."""
         return {name: getattr(config, name, None) for name in cls.size_names}
-
-    def _set_class(self, static: bool) -> None:
-        """Switches between the class of static caches, `static_class`, and the other one."""
-        wanted = cls = type(self)
-        if static:
-            wanted = cls.__dict__.get("static_class", cls)  # a subclass has its own, or none
-        elif issubclass(cls, StaticCache):
-            wanted = cls.__base__
-        if wanted is not cls:  # compiled code cannot change a class, and does not make static caches
-            self.__class__ = wanted
 
     def new_layer(self, config: PreTrainedConfig, number: int, static: bool) -> LayerState:
         """The states of a block, still empty."""
@@ -519,7 +518,6 @@ class RecurrentCache(Cache):
         """Starts to keep the data that [`~RecurrentCache.crop`] needs."""
         for layer in self.all_layers:
             layer.activate_past_recording()
-        self._set_class(static=False)
         self.seen_tokens = self.get_seq_length()
 
     @property
