@@ -173,10 +173,10 @@ def capture(graph, pool=None, stream=None, capture_error_mode="global"):
         # Tensors are on the CPU, so nobody asks about the stream. A compiler may not look at values either.
         patch.setattr(torch.compiler, "is_compiling", lambda: threading.get_ident() == thread or is_compiling())
         if find_spec("triton") is not None:
-            from triton.runtime.interpreter import InterpretedFunction
+            from triton.runtime.interpreter import GridExecutor
 
-            run, record = InterpretedFunction.run, graph.recording.launch
-            patch.setattr(InterpretedFunction, "run", lambda *args, **named: record(run, *args, **named))
+            run, record = GridExecutor.__call__, graph.recording.launch
+            patch.setattr(GridExecutor, "__call__", lambda *args, **named: record(run, *args, **named))
         yield
 
 
