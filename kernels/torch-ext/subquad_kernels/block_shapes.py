@@ -1,5 +1,8 @@
 """The parameters of a block of Eagle (RWKV-5), Finch (RWKV-6) or Goose (RWKV-7): their names and shapes."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 
@@ -45,3 +48,18 @@ def block_shapes(
         shapes[f"{name}.down"] = (width, ranks)
         shapes[f"{name}.up"] = (maps, ranks // maps, width) if maps > 1 else (ranks, inner)
     return shapes | dict.fromkeys(names, (width,)) | dict.fromkeys(of_inner, (inner,))
+
+
+def check_alike(blocks: Sequence[Any], *names: str) -> None:
+    """
+    Raises:
+        ValueError: if blocks differ in sizes or in the attributes of these names; or if they are Goose's, and not exactly
+            the first one has values of its own.
+    """
+    first = blocks[0]
+    for number, block in enumerate(blocks):
+        for name in ("kind", "width", "inner", "middle", "state_shape", *names):
+            if (value := getattr(block, name)) != getattr(first, name):
+                raise ValueError(f"Block {number} has the {name} {value}, the first one {getattr(first, name)}.")
+        if first.kind == "delta_wkv" and block.mixes != (number > 0):
+            raise ValueError(f"Block {number} reads the values of another block, or should.")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..block_shapes import block_shapes
+from ..block_shapes import block_shapes, check_alike
 from ..checks import check_stored
 from ..int4_linear import int4_layout
 from ..int8_linear import LARGEST, MOST_INPUTS, adds_exactly, int8_layout
@@ -204,13 +204,7 @@ class FusedBlocks:
 
     def __init__(self, blocks: Sequence[FusedBlock]):
         first, found = blocks[0], library()
-        for number, block in enumerate(blocks):
-            for name in ("kind", "dtype", "width", "inner", "middle", "state_shape"):
-                if getattr(block, name) != getattr(first, name):
-                    value = getattr(block, name)
-                    raise ValueError(f"Block {number} has the {name} {value}, the first one {getattr(first, name)}.")
-            if first.kind == "delta_wkv" and block.mixes != (number > 0):
-                raise ValueError(f"Block {number} reads the values of another block, or should.")
+        check_alike(blocks, "dtype")
         self._structs = (_KINDS[first.kind] * len(blocks))(*(block.struct for block in blocks))
         self._run = found.wkv_blocks if first.kind == "wkv" else found.delta_blocks
         self._parallel = found.parallel

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..backend import choose_backend, dispatch
-from ..block_shapes import block_shapes
+from ..block_shapes import block_shapes, check_alike
 from ..checks import check_stored
 
 
@@ -86,13 +86,7 @@ class StepBlocks:
 
     def __init__(self, blocks: Sequence[StepBlock]):
         self.blocks, first = blocks, blocks[0]
-        for number, block in enumerate(blocks):
-            for name in ("kind", "dtype", "device", "width", "inner", "middle", "state_shape"):
-                if getattr(block, name) != getattr(first, name):
-                    value = getattr(block, name)
-                    raise ValueError(f"Block {number} has the {name} {value}, the first one {getattr(first, name)}.")
-            if first.kind == "delta_wkv" and block.mixes != (number > 0):
-                raise ValueError(f"Block {number} reads the values of another block, or should.")
+        check_alike(blocks, "dtype", "device")
         self._backend = choose_backend("fused_step", "auto", ("eager", "triton"), first.parameters["ln1"])
 
     def __call__(
