@@ -53,8 +53,8 @@ def block_shapes(
 def check_alike(blocks: Sequence[Any], *names: str) -> None:
     """
     Raises:
-        ValueError: if blocks differ in sizes or in the attributes of these names; or if they are Goose's, and not exactly
-            the first one has values of its own.
+        ValueError: if blocks differ in sizes or in the attributes of these names; or if they are Goose's, and not
+            just the first one has values of its own.
     """
     first = blocks[0]
     for number, block in enumerate(blocks):
