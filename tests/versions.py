@@ -50,7 +50,13 @@ RECORDED = (
 # What pytest is given for each part, within `tests`.
 PARTS = {
     "contract": ["contract"],
-    "generation": ["test_decoding_step.py", "test_prefix_cache.py", "test_states.py", "test_embedded_model.py"],
+    "generation": [
+        "test_decoding_step.py",
+        "test_cuda_graph.py",
+        "test_prefix_cache.py",
+        "test_states.py",
+        "test_embedded_model.py",
+    ],
     "static-cache": ["test_static_cache.py"],
     "training": ["test_training.py"],
     "compile": ["contract/test_compiled.py", "test_state_tuning.py", "models", "-k", "compiled", "-m", "not slow"],
