@@ -48,7 +48,7 @@ def test_the_directory(source, tmp_path):
     assert all(torch.equal(written[name], expected[name]) for name in expected)
     assert report.parameters == sum(tensor.numel() for tensor in expected.values())
     assert report.bytes == 4 * report.parameters
-    assert any("`head_size_divisor`; 8 was assumed" in note for note in report.notes)
+    assert any("`head_size_divisor` is not stored in the source; 8 was assumed" in note for note in report.notes)
 
 
 def test_shards(source, tmp_path):
