@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from subquad import Rwkv5ForCausalLM, Rwkv7ForCausalLM
+from subquad.modeling.protocols import NO_STATE
 from subquad.models.rwkv5.modeling_rwkv5 import Rwkv5TimeMixing
 from subquad_kernels import token_shift, wkv
 
@@ -73,8 +74,8 @@ class OlderTimeMixing(nn.Module):
         self.receptance, self.key, self.value = eagle.receptance, eagle.key, eagle.value
         self.output = eagle.output
 
-    def forward(self, x: torch.Tensor, tokens, state=None) -> torch.Tensor:
-        if state is not None:
+    def forward(self, x: torch.Tensor, tokens, state=NO_STATE) -> torch.Tensor:
+        if state is not NO_STATE:
             raise ValueError("`past_key_values` must be None and `use_cache` false: a baseline does not keep a state.")
         if tokens.mask is not None or tokens.starts is not None:
             raise ValueError("`attention_mask` and `cu_seqlens` must be None: a baseline reads one text per row.")
