@@ -210,7 +210,7 @@ def section(task: str, out: Path) -> tuple[str, str]:
 
 def write_report(out: Path) -> Path:
     """
-    Makes `report.html` from the records in a directory. If a task has no record there, the repository's record
+    Writes `report.html` about the records in a directory. If a task has no record there, the repository's record
     is used. The same records give the same file.
 
     Args:

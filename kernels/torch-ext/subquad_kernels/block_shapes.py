@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-# The most channels between two weights, those of all maps of a token shift together: `block.c` has room for so many.
+# The highest rank, summed over all maps of a token shift. `block.c` has room for so many channels.
 MOST_RANKS = 1024
 # The low ranks of a block, and into how many maps each is divided.
 MAPS = {"wkv": {"shift": 5, "decay": 1}, "delta_wkv": {"decay": 1, "rate": 1, "mix": 1, "gate": 1}}
@@ -20,7 +20,7 @@ def block_shapes(
 
     Args:
         kind: `"wkv"` for Eagle and Finch, `"delta_wkv"` for Goose.
-        sizes: the width, that of the heads together, and that of the feed-forward network.
+        sizes: the hidden size, the channels of all heads, and the intermediate size.
         parameters: are asked for the ranks, and for what some blocks do not have.
 
     Raises:

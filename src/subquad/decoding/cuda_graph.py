@@ -270,7 +270,7 @@ class CapturedToken:
 
 
 class FusedToken(ModelOfBlocks):
-    """A model as the fused kernels read it. States are written in place, so those of the cache must be static."""
+    """A model for the fused kernels. They write states in place, so the cache must be static."""
 
     def __init__(self, model: PreTrainedModel, fused: "FusedModel"):
         super().__init__(model, fused, StepBlock)
@@ -332,7 +332,7 @@ class ExaminedModel:
         self._watch = Watch([model])
         self._watch.everything(model)
         self._watch.start()
-        # Not those of the model itself: what PEFT puts there would keep it alive.
+        # Without the model's own attributes: PEFT puts something there that would keep the model alive.
         modules = [vars(module) for module in model.modules() if module is not model]
         configs = [vars(config) for config in (model.config, model.config.get_text_config())]
         adapted = [attributes for attributes in modules if _OF_ADAPTERS[0] in attributes]

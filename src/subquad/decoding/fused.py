@@ -92,7 +92,7 @@ def find_block(fused: "FusedModel", watch: Watch, block: nn.Module, make_block: 
     What `make_block(kind, parameters, heads, eps, eps_x, of_token)` makes of a block.
 
     Raises:
-        ValueError: if the block has other parts than those of the published model, or such as it cannot be made of.
+        ValueError: if the block has parts that the published model does not have, or `make_block` refuses them.
     """
     tensors = {}
     for path, name in fused.classes.items():

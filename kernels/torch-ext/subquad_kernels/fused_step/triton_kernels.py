@@ -120,7 +120,7 @@ def _mixing_kernel(
     tl.store(before + channels, token.to(before.dtype.element_ty), mask=channels < kept)
     if RANK:
         low += row * (5 * RANK)
-    # The maps of the low rank are those of decay, key, value, receptance and gate.
+    # The low-rank projections are in this order: decay, key, value, receptance, gate.
     _store_mix(0, m0, 3, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
     if MIXES > 1:
         _store_mix(1, m1, 1, token, delta, channels, inside, low, up, out, D, RANK, BR, OF_TOKEN)
