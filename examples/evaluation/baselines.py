@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from subquad import Rwkv5ForCausalLM, Rwkv7ForCausalLM
-from subquad.modeling.protocols import NO_STATE
+from subquad.modeling.protocols import NO_STATE, CallTokens
 from subquad.models.rwkv5.modeling_rwkv5 import Rwkv5TimeMixing
 from subquad_kernels import token_shift, wkv
 
@@ -117,15 +118,38 @@ class LinearTimeMixing(OlderTimeMixing):
 MIXINGS = {"rwkv4": Rwkv4TimeMixing, "linear-attention": LinearTimeMixing}
 
 
-def widen(module: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+Sequences = dict[str, torch.Tensor]
+
+
+class ChangedTokens:
+    """The tokens of a call, whose recurrence reads `change(sequences)`."""
+
+    def __init__(self, tokens: CallTokens, change: Callable[[Sequences], Sequences]):
+        self.tokens, self.change = tokens, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokens, name)
+
+    def run_packed(self, operator: Callable, sequences: Sequences, *rest: Any, **arguments: Any) -> Any:
+        return self.tokens.run_packed(operator, self.change(sequences), *rest, **arguments)
+
+
+def change_sequences(mixing: nn.Module, change: Callable[[Sequences], Sequences]) -> RemovableHandle:
+    """Makes the recurrence of a block read `change(sequences)`, after earlier changes."""
+    return mixing.register_forward_pre_hook(
+        lambda mixing, inputs: (inputs[0], ChangedTokens(inputs[1], change), *inputs[2:]), prepend=True
+    )
+
+
+def widen(sequences: Sequences) -> Sequences:
     """
-    A hook before Goose's recurrence, which multiplies the rates a with 1 + w. The eigenvalues of
+    The sequences of Goose's recurrence with rates a multiplied by 1 + w. The eigenvalues of
 
         diag(w) - kappa (a * kappa)ᵀ,    kappa of length 1,
 
     are then at least -1 for any rates from 0 to 1 and decays w. Without it they are at least w - 1, above -0.455.
     """
-    return arguments, {**named, "a": named["a"] * (1 + named["log_w"].exp())}
+    return {**sequences, "a": sequences["a"] * (1 + sequences["log_w"].exp())}
 
 
 def make_baseline(name: str, config: PreTrainedConfig) -> PreTrainedModel:
@@ -134,7 +158,7 @@ def make_baseline(name: str, config: PreTrainedConfig) -> PreTrainedModel:
     if BASES[name] == "goose":
         model = Rwkv7ForCausalLM(config)
         for block in model.rwkv7.blocks:
-            block.att.ln_x.register_forward_pre_hook(widen, with_kwargs=True)
+            change_sequences(block.att, widen)
         return model
     model = Rwkv5ForCausalLM(config)
     for layer, block in enumerate(model.rwkv.blocks):

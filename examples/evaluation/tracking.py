@@ -42,9 +42,9 @@ import torch.nn.functional as F
 from tqdm import trange
 from transformers import PreTrainedModel
 
-from subquad.models.rwkv7.modeling_rwkv7 import Rwkv7GatedRecurrence
+from subquad.models.rwkv7.modeling_rwkv7 import Rwkv7TimeMixing
 
-from .baselines import BASES, make_baseline
+from .baselines import BASES, change_sequences, make_baseline
 from .figures import NAMES, line_of, new_figure, short
 from .models import make_config, make_model, make_optimizer, make_schedule, take_step
 
@@ -179,16 +179,14 @@ def lowest_eigenvalue(model: PreTrainedModel, ids: torch.Tensor) -> float | None
     """The lowest eigenvalue of a Goose's transition matrices; None for models without such matrices."""
     found: list[float] = []
 
-    def look(module, arguments, named):
+    def look(sequences):
         # diag(w) - kappa (a * kappa)ᵀ has the eigenvalues of a symmetric matrix.
-        w, key = named["log_w"].exp(), named["kappa"] * named["a"].sqrt()
+        w, key = sequences["log_w"].exp(), sequences["kappa"] * sequences["a"].sqrt()
         found.append(torch.linalg.eigvalsh(w.diag_embed() - key.unsqueeze(-1) * key.unsqueeze(-2)).min().item())
+        return sequences
 
-    hooks = [
-        module.register_forward_pre_hook(look, with_kwargs=True)
-        for module in model.modules()
-        if isinstance(module, Rwkv7GatedRecurrence)
-    ]
+    mixings = [module for module in model.modules() if isinstance(module, Rwkv7TimeMixing)]
+    hooks = [change_sequences(mixing, look) for mixing in mixings]
     model(input_ids=ids.to(model.device), use_cache=False)
     for hook in hooks:
         hook.remove()

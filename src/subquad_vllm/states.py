@@ -9,6 +9,7 @@ are custom operators of a compiled step, which find the requests and the pool wh
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.config import CompilationConfig, VllmConfig
@@ -201,7 +202,9 @@ def shift(x: torch.Tensor, block: str, name: str) -> torch.Tensor:
     return x.roll(1, 0).index_copy_(0, step.first, before) if step.lengths else before
 
 
-def recur(operator: Callable, block: str, name: str, arguments: dict[str, torch.Tensor | float]) -> torch.Tensor:
+def recur(
+    operator: Callable, block: str, name: str, sequences: dict[str, torch.Tensor], arguments: dict[str, Any]
+) -> torch.Tensor:
     """
     Runs a recurrence for the requests of a step: first for those with one token, then for the others, packed.
 
@@ -209,23 +212,23 @@ def recur(operator: Callable, block: str, name: str, arguments: dict[str, torch.
         operator: a recurrence of `subquad_kernels`.
         block: name of a [`BlockStates`].
         name: name of the state of the recurrence.
-        arguments: arguments of the operator except the state. Tensors with three or more axes are (tokens, 1, ...).
+        sequences: arguments of the operator with a value for each token, (tokens, 1, ...).
+        arguments: its other arguments, except the state.
 
     Returns:
         the output, (tokens, 1, ...).
     """
     states = get_forward_context().no_compile_layers[block]
     step = states.metadata()
-    sequences = {name for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.dim() >= 3}
 
     def part(select):
-        return {name: select(x) if name in sequences else x for name, x in arguments.items()}
+        return {**arguments, **{name: select(x) for name, x in sequences.items()}}
 
     if step is None:  # one text is as long as the step
         return operator(**part(lambda x: x.transpose(0, 1)))[0].transpose(0, 1)
     pool, n = states.pools()[name], step.single
     if not step.lengths:
-        return operator(**arguments, initial_state=pool, indices=step.slots)[0]
+        return operator(**part(lambda x: x), initial_state=pool, indices=step.slots)[0]
     packed, bounds = part(lambda x: x[n:].transpose(0, 1)), step.bounds_of_several
     out = operator(**packed, initial_state=pool, indices=step.slots[n:], cu_seqlens=bounds)[0].transpose(0, 1)
     if n:
@@ -235,19 +238,35 @@ def recur(operator: Callable, block: str, name: str, arguments: dict[str, torch.
 
 
 def recur_in_graph(
-    tensors: list[torch.Tensor], numbers: list[float], names: str, operator: str, block: str, name: str
+    sequences: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    names: str,
+    out_dtype: torch.dtype | None,
+    operator: str,
+    block: str,
+    name: str,
 ) -> torch.Tensor:
-    """As [`recur`], with the names of the arguments and of an operator of `subquad_kernels`."""
-    arguments = dict(zip(names.split(), [*tensors, *numbers], strict=True))
-    return recur(getattr(subquad_kernels, operator), block, name, arguments).contiguous()
+    """As [`recur`], with the names of the sequences and the weights, and of an operator of `subquad_kernels`."""
+    n, named = len(sequences), names.split()
+    arguments: dict[str, Any] = dict(zip(named[n:], weights, strict=True))
+    if out_dtype is not None:
+        arguments["out_dtype"] = out_dtype
+    sequences = dict(zip(named[:n], sequences, strict=True))
+    return recur(getattr(subquad_kernels, operator), block, name, sequences, arguments).contiguous()
 
 
 def empty_output(
-    tensors: list[torch.Tensor], numbers: list[float], names: str, operator: str, block: str, name: str
+    sequences: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    names: str,
+    out_dtype: torch.dtype | None,
+    operator: str,
+    block: str,
+    name: str,
 ) -> torch.Tensor:
     """A tensor of the shape and dtype that [`recur_in_graph`] returns."""
-    arguments = dict(zip(names.split(), tensors, strict=False))
-    return torch.empty_like(arguments.get("gate", arguments["v"]), memory_format=torch.contiguous_format)
+    v = sequences[names.split().index("v")]
+    return torch.empty_like(v, dtype=out_dtype, memory_format=torch.contiguous_format)
 
 
 direct_register_custom_op("subquad_shift", shift, fake_impl=lambda x, block, name: torch.empty_like(x[:, 0]))
@@ -307,14 +326,17 @@ class StepTokens(CallTokens):
         return run(x, before.block, before.name)
 
     def run_packed(
-        self, operator: Callable, initial_state: InSlots, inplace: bool, **arguments
+        self,
+        operator: Callable,
+        sequences: dict[str, torch.Tensor],
+        initial_state: InSlots,
+        inplace: bool = False,
+        **arguments,
     ) -> tuple[torch.Tensor, InSlots]:
         """See [`recur`]."""
         block, name = initial_state.block, initial_state.name
         if not torch.compiler.is_compiling():
-            return recur(operator, block, name, arguments), initial_state
-        tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
-        numbers = {name: x for name, x in arguments.items() if name not in tensors}
-        names = " ".join([*tensors, *numbers])
-        values = list(tensors.values()), list(numbers.values())
-        return torch.ops.vllm.subquad_recur(*values, names, operator.__name__, block, name), initial_state
+            return recur(operator, block, name, sequences, arguments), initial_state
+        out_dtype = arguments.pop("out_dtype", None)
+        names, tensors = " ".join([*sequences, *arguments]), (list(sequences.values()), list(arguments.values()))
+        return torch.ops.vllm.subquad_recur(*tensors, names, out_dtype, operator.__name__, block, name), initial_state

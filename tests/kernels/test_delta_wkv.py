@@ -1,11 +1,10 @@
 """What is special about the recurrence of Goose."""
 
-import pytest
 import torch
 from kernel_cases import DEVICE, EACH, TRITON, relative_error
 from kernel_cases.delta_wkv import make
 
-from subquad_kernels import delta_wkv, delta_wkv_state, gated_delta_wkv
+from subquad_kernels import delta_wkv, delta_wkv_state
 
 
 @TRITON
@@ -36,51 +35,6 @@ def test_schedules(monkeypatch):
     assert programs(1, 65536, 2, 512) == [2 * 4096, 2 * 32]
 
 
-def norm_inputs(inputs, heads=2, key=8, value=12):
-    generator = torch.Generator().manual_seed(1)
-    batch, length = inputs["k"].shape[:2]
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator).to(DEVICE)
-
-    more = {
-        "gate": randn(batch, length, heads * value),
-        "bonus": randn(heads, key),
-        "weight": randn(heads * value),
-        "bias": randn(heads * value),
-    }
-    return {name: x.to(inputs["v"].dtype) for name, x in more.items()}
-
-
-def gated_reference(inputs, gate, bonus, weight, bias, eps):
-    """In float64, head by head."""
-    inputs = {name: x.double() for name, x in inputs.items()}
-    out, state = delta_wkv(**inputs, backend="reference")
-    normed = (out - out.mean(-1, keepdim=True)) / (out.var(-1, keepdim=True, unbiased=False) + eps).sqrt()
-    normed = normed * weight.double().view(normed.shape[2:]) + bias.double().view(normed.shape[2:])
-    normed = normed + (inputs["r"] * bonus.double() * inputs["k"]).sum(-1, keepdim=True) * inputs["v"]
-    return normed.flatten(2) * gate.double(), state
-
-
-@EACH
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("length", [1, 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gated(dtype, length, inplace, backend):
-    inputs = make(2, length, dtype=dtype)
-    inputs["initial_state"] = inputs["initial_state"].float()
-    more = norm_inputs(inputs)
-    expected, state = gated_reference(inputs, **more, eps=6.4e-4)
-    before = inputs["initial_state"]
-    with torch.no_grad():
-        found, after = gated_delta_wkv(**inputs, **more, eps=6.4e-4, inplace=inplace, backend=backend)
-    tolerance = 1e-5 if dtype == torch.float32 else 8e-3
-    assert found.dtype == dtype
-    assert relative_error(found, expected) < tolerance
-    assert relative_error(after, state) < tolerance
-    assert (after is before) == inplace
-
-
 @EACH
 def test_a_first_token_in_16_bits(backend):
     inputs = make(2, 1, dtype=torch.bfloat16) | {"initial_state": None}
@@ -88,42 +42,6 @@ def test_a_first_token_in_16_bits(backend):
     found, after = delta_wkv(**inputs, backend=backend)
     assert (found.dtype, after.dtype) == (torch.bfloat16, torch.float32)
     assert relative_error(found, expected.double()) < 8e-3 and relative_error(after, state.double()) < 1e-5
-
-
-@EACH
-@pytest.mark.parametrize("length", [1, 20])
-def test_gradients_of_the_gated_recurrence(length, backend):
-    inputs = make(2, length)
-    inputs = {name: x.requires_grad_() for name, x in {**inputs, **norm_inputs(inputs)}.items()}
-    grads = []
-    for one in (backend, "reference"):
-        out, state = gated_delta_wkv(**inputs, eps=1e-3, backend=one)
-        grads.append(torch.autograd.grad(out.sin().sum() + state.sin().sum(), list(inputs.values())))
-    for found, expected in zip(*grads, strict=True):
-        assert relative_error(found, expected.double()) < 1e-5
-
-
-@EACH
-@pytest.mark.parametrize("length", [1, 5])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"gate": torch.zeros(2, 5, 23)}, "`gate` must have shape"),
-        ({"gate": torch.zeros(2, 5, 24, dtype=torch.int64)}, "`gate` must be floating point"),
-        ({"bonus": torch.zeros(2, 12)}, "`bonus` must have shape"),
-        ({"weight": torch.zeros(3)}, "`weight` must have shape"),
-        ({"bias": torch.zeros(24, device="meta")}, "`bias` is on meta"),
-    ],
-)
-def test_gated_checks_before_any_work(change, message, length, backend):
-    inputs = make(2, length)
-    change = {name: x if x.device.type == "meta" else x.to(DEVICE) for name, x in change.items()}
-    if "gate" in change:
-        change["gate"] = change["gate"][:, :length]
-    state = inputs["initial_state"].clone()
-    with torch.no_grad(), pytest.raises(ValueError, match=message):
-        gated_delta_wkv(**inputs, **{**norm_inputs(inputs), **change}, eps=1e-5, inplace=True, backend=backend)
-    assert torch.equal(inputs["initial_state"], state)
 
 
 @EACH

@@ -15,7 +15,7 @@ from kernel_cases import DEVICE, assert_same_results, triton
 from torch import nn
 
 import subquad_kernels
-from subquad_kernels import gated_wkv, layers
+from subquad_kernels import layers, wkv
 
 
 ROOT = Path(__file__).parents[2]
@@ -105,9 +105,8 @@ def loaded(repository):
 
 def wkv_inputs():
     torch.manual_seed(0)
-    r, k, v, gate = torch.randn(4, 2, 20, 2, 8)
-    inputs = {"r": r, "k": k, "v": v, "gate": gate.flatten(2), "log_w": -torch.rand(2, 20, 2, 8)}
-    inputs |= {"u": torch.randn(2, 8), "weight": torch.randn(16), "bias": torch.randn(16)}
+    r, k, v = torch.randn(3, 2, 20, 2, 8)
+    inputs = {"r": r, "k": k, "v": v, "log_w": -torch.rand(2, 20, 2, 8), "u": torch.randn(2, 8)}
     return {name: x.to(DEVICE).requires_grad_() for name, x in inputs.items()}
 
 
@@ -128,8 +127,8 @@ def test_an_operator_of_the_repository(backend, loaded):
     assert loaded.__name__.startswith(f"_subquad_kernels_{variant}_")
     assert hasattr(getattr(torch.ops, loaded.__name__), "wkv") and hasattr(torch.ops.subquad_kernels, "wkv")
     inputs, expected = wkv_inputs(), wkv_inputs()
-    found = loaded.gated_wkv(**inputs, eps=1e-5, backend=backend)
-    result = gated_wkv(**expected, eps=1e-5, backend=backend)
+    found = loaded.wkv(**inputs, backend=backend)
+    result = wkv(**expected, backend=backend)
     assert_same_results(found, inputs, result, expected, 1e-6)
 
 

@@ -1,5 +1,6 @@
 """What the C library computes for single tokens: equal to float64, for every instruction set."""
 
+import functools
 import itertools
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from kernel_cases.slot_memory import make as make_slot_memory
 from test_native import DTYPES, library, needs_library  # noqa: F401 (a fixture)
 
-from subquad_kernels import delta_keys, gated_delta_wkv, gated_wkv, low_rank, slot_memory, token_shift
+from subquad_kernels import delta_keys, delta_wkv, group_norm_gate, low_rank, slot_memory, token_shift, wkv
 from subquad_kernels.c import native
 
 
@@ -51,13 +52,11 @@ def doubled(*tensors):
 
 
 def heads_of(dtype, batch, heads, keys, values, decay=1.0):
-    """r, k, v, log_w, kappa, a, gate, bonus, weight and bias."""
+    """r, k, v, log_w, kappa, a and the bonus u."""
     r, k, kappa = (torch.randn(batch, 1, heads, keys) for _ in range(3))
     tokens = r, k, torch.randn(batch, 1, heads, values), F.normalize(kappa, dim=-1), torch.rand_like(k)
-    width = heads * values
-    rest = torch.randn(batch, 1, width), torch.randn(heads, keys), torch.randn(width), torch.randn(width)
-    r, k, v, kappa, a, *rest = (x.to(dtype) for x in (*tokens, *rest))
-    return r, k, v, -decay * torch.rand(batch, 1, heads, keys), kappa, a, *rest
+    r, k, v, kappa, a, u = (x.to(dtype) for x in (*tokens, torch.randn(heads, keys)))
+    return r, k, v, -decay * torch.rand(batch, 1, heads, keys), kappa, a, u
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,25 +65,45 @@ def test_recurrences(dtype, sizes, used):
     tolerance = read_dtype(dtype)
     batch, heads, keys, values = sizes
     for decay, first in itertools.product((1e-4, 1.0, 200.0), (True, False)):
-        r, k, v, log_w, kappa, a, gate, u, weight, bias = heads_of(dtype, *sizes, decay)
+        r, k, v, log_w, kappa, a, u = heads_of(dtype, *sizes, decay)
         state = None if first else torch.randn(batch, heads, keys, values)
-        for w in (log_w, log_w[0, 0]):
-            tokens = r, k, v, gate, w, u, weight, bias
+        for w, bonus in ((log_w, u), (log_w[0, 0], u.float())):
+            tokens = r, k, v, w, bonus, state
             with torch.no_grad():
-                out, after = gated_wkv(*tokens, 1e-5, state)
-            expected, state_after = gated_wkv(*doubled(*tokens, 1e-5, state), backend="reference")
+                out, after = wkv(*tokens)
+            expected, state_after = wkv(*doubled(*tokens), backend="reference")
+            assert out.dtype == dtype
             close(out, expected, tolerance)
             close(after, state_after, 1e-5)
         if decay > 5:  # more than the operator of Goose takes
             continue
         state = None if first else torch.randn(batch, heads, values, keys)
-        tokens = r, k, v, log_w, kappa, a, gate, u, weight, bias
+        tokens = r, k, v, log_w, kappa, a, state
         with torch.no_grad():
-            out, after = gated_delta_wkv(*tokens, 1e-5, state)
-        expected, state_after = gated_delta_wkv(*doubled(*tokens, 1e-5, state), backend="reference")
-        close(out, expected, tolerance)
+            out, after = delta_wkv(*tokens, out_dtype=torch.float32)
+        expected, state_after = delta_wkv(*doubled(*tokens), backend="reference")
+        assert out.dtype == torch.float32
+        close(out, expected, 1e-5)
         close(after, state_after, 1e-5)
     assert used == ["step"] * (6 * 2 + 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "size"), [(2, 64), (3, 80), (1, 256), (5, 16)])
+def test_group_norm_gate(dtype, heads, size, used):
+    tolerance, width = read_dtype(dtype), heads * size
+    x, added, gate = (torch.randn(3, 2, heads, size), torch.randn(3, 2, heads, size), torch.randn(3, 2, width))
+    x = (3 + x) * torch.randn(3, 2, heads, 1).exp()
+    weight, bias, gate = torch.randn(width), torch.randn(width), gate.to(dtype)
+    cases = itertools.product((None, added), ("silu", None), (torch.float32, dtype))
+    for more, activation, of_weights in cases:
+        arguments = x, gate, weight.to(of_weights), bias.to(of_weights), 6.4e-4, more
+        with torch.no_grad():
+            out = group_norm_gate(*arguments, activation=activation)
+        assert out.dtype == dtype
+        expected = group_norm_gate(*doubled(*arguments), activation=activation, backend="reference")
+        close(out, expected, tolerance)
+    assert used == ["group_norm_gate"] * 8
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -92,26 +111,26 @@ def test_what_is_not_finite_stays(value, used):
     """As in torch, also where it is multiplied by a state of zeros, which is not read."""
     torch.manual_seed(0)
     tokens = heads_of(torch.float32, 1, 3, 64, 64)
-    for operator, order in ((gated_delta_wkv, range(10)), (gated_wkv, (0, 1, 2, 6, 3, 7, 8, 9))):
+    for operator, order in ((delta_wkv, range(6)), (wkv, (0, 1, 2, 3, 6))):
         for number, index in enumerate(order):
             changed = [tokens[each].clone() for each in order]
             place = changed[number].view(3, 64)  # of the head in the middle
             place[1, 5] = -value if index == 3 else value
             with torch.no_grad():
-                found = operator(*changed, 1e-5)
-            expected = operator(*doubled(*changed, 1e-5), backend="reference")
+                found = operator(*changed)
+            expected = operator(*doubled(*changed), backend="reference")
             for x, y in zip(found, expected, strict=True):
-                assert torch.equal(x.isnan(), y.isnan()), (operator, index)
-    assert used == ["step"] * 18
+                assert torch.equal(x.isfinite(), y.isfinite()), (operator, index)
+    assert used == ["step"] * 11
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 24, 16), (2, 2, 16, 24), (1, 1, 272, 16), (1, 1, 16, 272)])
 def test_sizes_that_it_does_not_take(sizes, used):
     torch.manual_seed(0)
-    tokens = heads_of(torch.float32, *sizes)
+    *tokens, _ = heads_of(torch.float32, *sizes)
     with torch.no_grad():
-        out, _ = gated_delta_wkv(*tokens, 1e-5)
-    close(out, gated_delta_wkv(*doubled(*tokens), 1e-5, backend="reference")[0], 1e-5)
+        out, _ = delta_wkv(*tokens)
+    close(out, delta_wkv(*doubled(*tokens), backend="reference")[0], 1e-5)
     assert not used
 
 
@@ -162,17 +181,13 @@ def run_slot_memory(*state, **where):
 def test_where_the_state_is(operator, used):
     """New, in place, or in a pool."""
     torch.manual_seed(0)
-    r, k, v, log_w, kappa, a, gate, u, weight, bias = heads_of(torch.float32, 3, 2, 32, 16)
+    r, k, v, log_w, kappa, a, u = heads_of(torch.float32, 3, 2, 32, 16)
     if operator == "slot_memory":
         shape, run = (2, 24, 48), run_slot_memory
     elif operator == "delta_wkv":
-        shape, run = (2, 16, 32), lambda *state, **where: gated_delta_wkv(
-            r, k, v, log_w, kappa, a, gate, u, weight, bias, 1e-5, *state, **where
-        )  # fmt: skip
+        shape, run = (2, 16, 32), functools.partial(delta_wkv, r, k, v, log_w, kappa, a)
     else:
-        shape, run = (2, 32, 16), lambda *state, **where: gated_wkv(
-            r, k, v, gate, log_w, u, weight, bias, 1e-5, *state, **where
-        )  # fmt: skip
+        shape, run = (2, 32, 16), functools.partial(wkv, r, k, v, log_w, u)
     state = torch.randn(3, *shape)
     before = state.clone()
     with torch.no_grad():
@@ -198,27 +213,29 @@ def test_where_the_state_is(operator, used):
 def test_threads(used, monkeypatch):
     monkeypatch.setattr(native, "_FOR_THREADS", 1)
     torch.manual_seed(0)
-    tokens, state = heads_of(torch.float32, 7, 3, 64, 64), torch.randn(7, 3, 64, 64)
+    tokens, state = heads_of(torch.float32, 7, 3, 64, 64)[:6], torch.randn(7, 3, 64, 64)
     slots = {name: x.cpu() for name, x in make_slot_memory(batch=7, length=1, heads=3, key=16, value=16).items()}
     threads = torch.get_num_threads()
     with torch.no_grad():
-        expected = *gated_delta_wkv(*tokens, 1e-5, state), *slot_memory(**slots)
+        expected = *delta_wkv(*tokens, state), *slot_memory(**slots)
         torch.set_num_threads(4)
-        found = *gated_delta_wkv(*tokens, 1e-5, state), *slot_memory(**slots)
+        found = *delta_wkv(*tokens, state), *slot_memory(**slots)
         torch.set_num_threads(threads)
     assert used == ["step", "slot_step"] * 2
     assert all(x.equal(y) for x, y in zip(found, expected, strict=True))
 
 
 def test_what_torch_must_see(used):
-    tokens = heads_of(torch.float32, 1, 2, 16, 16)
+    *tokens, _ = heads_of(torch.float32, 1, 2, 16, 16)
+    tokens[2].requires_grad_()
     x = torch.randn(1, 1, 32, requires_grad=True)
-    gated_delta_wkv(*tokens, 1e-5)
+    delta_wkv(*tokens)
+    group_norm_gate(tokens[2], *torch.ones(3, 1, 1, 32).unbind()[:1], *torch.ones(2, 32), 1e-5)
     token_shift(x, None, torch.randn(2, 32)).sum().backward()
     low_rank(x, torch.randn(32, 4), torch.randn(4, 32)).sum().backward()
     with torch.no_grad():
         torch.func.vmap(lambda x: low_rank(x, torch.randn(32, 4), torch.randn(4, 32)), randomness="same")(x)
-        gated_delta_wkv(*(y.double() for y in tokens), 1e-5)
+        delta_wkv(*(y.double() for y in tokens))
     assert not used
 
 

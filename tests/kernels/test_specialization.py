@@ -40,7 +40,7 @@ def run_token_shift(kernels, length):
 
 def run_group_norm_gate(kernels, length):
     x, gate, weight = empty(BATCH, length, HEADS, SIZE), empty(BATCH, length, WIDTH), empty(WIDTH)
-    inputs = x, gate, weight, weight, 1e-5
+    inputs = x, gate, weight, weight, x, 1e-5, False
     kernels.group_norm_gate_triton(*inputs)
     kernels.group_norm_gate_triton_backward(gate, *inputs)
 

@@ -12,8 +12,6 @@ from kernel_cases.working_memory import make as make_working_memory
 from subquad_kernels import (
     chunk_attention_step,
     delta_wkv,
-    gated_delta_wkv,
-    gated_wkv,
     slot_memory,
     state_pool,
     wkv,
@@ -23,13 +21,6 @@ from subquad_kernels import (
 
 def make_static(**sizes):
     return make_wkv(static=True, **sizes)
-
-
-def gate_inputs(bonus=False):
-    more = {"gate": torch.randn(2, 1, 24), "weight": torch.rand(24), "bias": torch.randn(24)}
-    if bonus:
-        more["bonus"] = torch.randn(2, 8)
-    return {**{name: x.to(DEVICE) for name, x in more.items()}, "eps": 1e-3}
 
 
 CASES = {
@@ -73,23 +64,6 @@ def test_pool(operator, make, sizes, large, backend, monkeypatch):
     double = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     wanted, state = operator(**double, backend="reference")
     pool, chosen = make_pool(inputs.pop("initial_state"), stride=5)
-    before = pool.clone()
-    found, after = operator(**inputs, initial_state=pool, indices=chosen, backend=backend)
-    assert_same(found, after, wanted, state, pool, before, chosen)
-
-
-@EACH
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize(
-    ("operator", "make", "bonus"), [(gated_wkv, make_wkv, False), (gated_delta_wkv, make_delta_wkv, True)]
-)
-def test_gated_token(operator, make, bonus, large, backend, monkeypatch):
-    if large:
-        monkeypatch.setattr(state_pool, "LARGE", 1)
-    inputs = {**make(length=1), **gate_inputs(bonus)}
-    double = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-    wanted, state = operator(**double, backend="reference")
-    pool, chosen = make_pool(inputs.pop("initial_state"), stride=0)
     before = pool.clone()
     found, after = operator(**inputs, initial_state=pool, indices=chosen, backend=backend)
     assert_same(found, after, wanted, state, pool, before, chosen)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, EACH, TRITON, assert_like_reference, relative_error
+from kernel_cases import DEVICE, EACH, TRITON, assert_like_reference
 from kernel_cases.wkv import OPERATOR, make
 
-from subquad_kernels import gated_wkv, group_norm_gate, wkv, wkv_state
+from subquad_kernels import wkv, wkv_state
 from subquad_kernels.wkv.masks import masks_for
 
 
@@ -51,65 +51,6 @@ def test_documents_are_found_once_a_pass(segment, monkeypatch):
     inputs["cu_seqlens"][1] += 1
     assert_like_reference(OPERATOR, {**inputs, "v": leaf.detach()}, "triton")
     assert len(found) == 2
-
-
-@EACH
-@pytest.mark.parametrize("length", [1, 5])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"gate": torch.zeros(2, 5, 23)}, "`gate` must have shape"),
-        ({"gate": torch.zeros(2, 5, 24, dtype=torch.int64)}, "`gate` must be floating point"),
-        ({"weight": torch.zeros(3)}, "`weight` must have shape"),
-        ({"bias": torch.zeros(24, device="meta")}, "`bias` is on meta"),
-    ],
-)
-def test_gated_checks_before_any_work(change, message, length, backend):
-    inputs = make(2, length)
-    more = {"gate": torch.zeros(2, 5, 24), "weight": torch.ones(24), "bias": torch.ones(24), **change}
-    more = {name: x if x.device.type == "meta" else x.to(DEVICE) for name, x in more.items()}
-    more["gate"] = more["gate"][:, :length]
-    state = inputs["initial_state"].clone()
-    with torch.no_grad(), pytest.raises(ValueError, match=message):
-        gated_wkv(**inputs, **more, eps=1e-5, inplace=True, backend=backend)
-    assert torch.equal(inputs["initial_state"], state)
-
-
-@EACH
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("length", [1, 20])
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gated(dtype, static, length, inplace, backend):
-    inputs = make(2, length, static=static, dtype=dtype)
-    inputs["initial_state"] = inputs["initial_state"].float()
-    gate = inputs["v"].flip(0).flatten(2).clone()
-    weight, bias = torch.linspace(0.5, 2, 24, device=DEVICE), torch.linspace(-1, 1, 24, device=DEVICE)
-    double = {name: x.double() for name, x in inputs.items()}
-    out, state = wkv(**double, backend="reference")
-    expected = group_norm_gate(out, gate.double(), weight.double(), bias.double(), 6.4e-4, backend="reference")
-    before = inputs["initial_state"]
-    with torch.no_grad():
-        found, after = gated_wkv(
-            **inputs, gate=gate, weight=weight, bias=bias, eps=6.4e-4, inplace=inplace, backend=backend
-        )
-    tolerance = 1e-5 if dtype == torch.float32 else 8e-3
-    assert found.dtype == dtype
-    assert relative_error(found, expected) < tolerance
-    assert relative_error(after, state) < tolerance
-    assert (after is before) == inplace
-
-
-@EACH
-def test_gradients_of_one_gated_token(backend):
-    inputs = {name: x.requires_grad_() for name, x in make(2, 1).items()}
-    rest = {"gate": torch.randn(2, 1, 24), "weight": torch.rand(24), "bias": torch.randn(24)}
-    inputs.update({name: x.to(DEVICE).requires_grad_() for name, x in rest.items()})
-    grads = []
-    for one in (backend, "reference"):
-        out, state = gated_wkv(**inputs, eps=1e-5, backend=one)
-        grads.append(torch.autograd.grad(out.sin().sum() + state.sin().sum(), list(inputs.values())))
-    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
 
 
 @EACH

@@ -5,7 +5,7 @@ from . import layers as layers
 from .cema import cema
 from .chunk_attention import chunk_attention, chunk_attention_step
 from .contextualizer import contextualizer
-from .delta_wkv import delta_keys, delta_wkv, delta_wkv_state, gated_delta_wkv
+from .delta_wkv import delta_keys, delta_wkv, delta_wkv_state
 from .dynamic_mixing import dynamic_mixing
 from .group_norm_gate import group_norm_gate
 from .int4_linear import int4_linear, quantize_groups
@@ -18,7 +18,7 @@ from .split_ranker import maxsim, split_ranker
 from .static_mixing import static_mixing
 from .timestep_decay_norm import timestep_decay_norm
 from .token_shift import token_shift
-from .wkv import gated_wkv, wkv, wkv_state
+from .wkv import wkv, wkv_state
 from .working_memory import working_memory
 
 
@@ -31,8 +31,6 @@ __all__ = [
     "delta_wkv",
     "delta_wkv_state",
     "dynamic_mixing",
-    "gated_delta_wkv",
-    "gated_wkv",
     "group_norm_gate",
     "int4_linear",
     "int8_linear",

@@ -24,6 +24,11 @@ def widen(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype == torch.float16 else x
 
 
+def wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of sums of x: float32, or float64 if x is."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def multiply_wide(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """
     The product of x with a float16 matrix, without a bias, in float32. A power of two for each row of x scales its

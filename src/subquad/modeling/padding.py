@@ -332,28 +332,31 @@ class Tokens:
         return torch.where(expand_to(self.mask, after), after, 0 if before is None else before)
 
     def run_packed(
-        self, operator: Callable, initial_state: torch.Tensor | None, inplace: bool = False, **arguments
+        self,
+        operator: Callable,
+        sequences: dict[str, torch.Tensor],
+        initial_state: torch.Tensor | None,
+        inplace: bool = False,
+        **arguments,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Runs a recurrence so that documents do not see each other.
 
         Args:
             operator: a recurrence of `subquad_kernels`.
+            sequences: its arguments with a value for each token, (batch, length, ...), by name.
             initial_state: the state before the call, (batch, ...); None before the first token.
             inplace: whether it may write the new state over the old one. Packed documents never do.
-            arguments: its other arguments. Tensors of three or more dimensions are sequences, (batch, length, ...);
-                the others, such as weights, are the same for every token.
+            arguments: its other arguments, which are the same for every token.
 
         Returns:
             the output (batch, length, ...), and the state after the last document of every row.
         """
         initial_state = self.entering_states(initial_state)
         if self.cu_seqlens is None:
-            return operator(**arguments, initial_state=initial_state, inplace=inplace)
-        for name, x in arguments.items():
-            if isinstance(x, torch.Tensor) and x.dim() >= 3:
-                arguments[name] = x.flatten(0, 1).unsqueeze(0)
-        out, state = operator(**arguments, initial_state=initial_state, cu_seqlens=self.cu_seqlens)
+            return operator(**sequences, **arguments, initial_state=initial_state, inplace=inplace)
+        packed = {name: x.flatten(0, 1).unsqueeze(0) for name, x in sequences.items()}
+        out, state = operator(**packed, **arguments, initial_state=initial_state, cu_seqlens=self.cu_seqlens)
         return out.view(self.batch, self.length, *out.shape[2:]), state[self.last]
 
     def entering_states(self, state: torch.Tensor | None) -> torch.Tensor | None:

@@ -37,10 +37,16 @@ class CallTokens(Protocol):
         """The token that a token shift sees before the first token of each row of x; None means zeros."""
 
     def run_packed(
-        self, operator: Callable, initial_state: Any, inplace: bool = False, **arguments: Any
+        self,
+        operator: Callable,
+        sequences: dict[str, torch.Tensor],
+        initial_state: Any,
+        inplace: bool = False,
+        **arguments: Any,
     ) -> tuple[torch.Tensor, Any]:
         """
-        Runs a recurrence of `subquad_kernels` so that documents do not see each other.
+        Runs a recurrence of `subquad_kernels` so that documents do not see each other. `sequences` are its arguments
+        with a value for each token, (batch, length, ...); the other arguments are the same for every token.
 
         Returns:
             the output (batch, length, ...), and the state after the last document of every row.

@@ -150,22 +150,42 @@ static void square_of_relu(float *x, ptrdiff_t count)
     }
 }
 
-/* The recurrence, the norm of the heads and what follows, of a token in float32. */
-static void run_heads(const struct call *c, const struct block *b, const struct states *of, struct step *s)
+/* The recurrence of a token in float32. */
+static void recur(const struct call *c, const struct block *b, const struct states *of, struct step *s)
 {
     s->dtype = FLOAT32;
-    s->of_weights = b->dtype;
+    s->of_bonus = b->dtype;
     s->rows = c->rows;
     s->heads = b->heads;
     s->keys = s->values = b->inner / b->heads;
     s->bonus = b->bonus;
-    s->weight = b->ln_x;
-    s->bias = b->ln_x_bias;
-    s->eps = b->eps_x;
     s->state = of->state;
     s->new_state = of->new_state;
     s->apart = b->inner * s->keys;
     subquad_step(s, c->rows * s->apart >= 1 << 18 ? c->threads : 1, c->run);
+}
+
+/* The norm of the heads and the gate. */
+static void gate_heads(
+    const struct call *c, const struct block *b, float *out, const float *gate, const float *added, int silu)
+{
+    subquad_group_norm_gate(FLOAT32, b->dtype, out, gate, b->ln_x, b->ln_x_bias, b->eps_x, added, silu, out, c->rows,
+                            b->heads, b->inner / b->heads);
+}
+
+/* out = (r . (bonus * k)) v for each head; out may be r. */
+static void write_bonus(
+    const struct call *c, const struct block *b, const float *r, const float *k, const float *v, float *out)
+{
+    ptrdiff_t size = b->inner / b->heads;
+    for (ptrdiff_t n = 0; n < c->rows * b->heads; n++) {
+        floats sum = all(0.f);
+        for (ptrdiff_t at = n * size; at < (n + 1) * size; at += LANES)
+            sum += load(FLOAT32, r, at) * load(FLOAT32, k, at) * load(b->dtype, b->bonus, at % b->inner);
+        sum = all(sum_of(sum));
+        for (ptrdiff_t at = n * size; at < (n + 1) * size; at += LANES)
+            store(FLOAT32, out, at, sum * load(FLOAT32, v, at), LANES);
+    }
 }
 
 /* A block of Eagle (RWKV-5) or Finch (RWKV-6). */
@@ -219,9 +239,9 @@ static int wkv_block(const struct call *c, const struct wkv_block *p, const stru
     } else
         for (ptrdiff_t i = 0; i < b->inner; i += LANES)
             store(FLOAT32, w, i, -exp_of(load(dtype, p->decay.base, i)), LANES);
-    struct step step = {.r = r, .k = k, .v = v, .gate = g, .log_w = w, .static_decay = !p->decay.up,
-                        .out = (char *)out};
-    run_heads(c, b, of, &step);
+    struct step step = {.r = r, .k = k, .v = v, .log_w = w, .static_decay = !p->decay.up, .out = out};
+    recur(c, b, of, &step);
+    gate_heads(c, b, out, g, NULL, 1);
     if (multiply(c, b, &p->output, out, mixed))
         return 1;
     add_to(x, mixed, size);
@@ -293,8 +313,10 @@ static int delta_block(
     add_rank(c, b, &p->gate, mixed, b->inner, SIGMOID, NOTHING, 1.f, low, g);
     float *kappa = mix;
     subquad_delta_keys(FLOAT32, dtype, k, a, p->k_k, p->k_a, kappa, k, c->rows, b->heads, b->inner / b->heads);
-    struct step step = {.r = r, .k = k, .v = v, .kappa = kappa, .a = a, .gate = g, .log_w = w, .out = (char *)out};
-    run_heads(c, b, of, &step);
+    struct step step = {.r = r, .k = k, .v = v, .kappa = kappa, .a = a, .log_w = w, .out = out};
+    recur(c, b, of, &step);
+    write_bonus(c, b, r, k, v, r);
+    gate_heads(c, b, out, g, r, 0);
     if (multiply(c, b, &p->output, out, mixed))
         return 1;
     add_to(x, mixed, size);

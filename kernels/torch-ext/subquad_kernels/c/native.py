@@ -56,13 +56,11 @@ class _Step(ctypes.Structure):
     """`struct step` of `steps.c`."""
 
     _fields_ = [
-        *((name, ctypes.c_int) for name in ("dtype", "of_weights")),
+        *((name, ctypes.c_int) for name in ("dtype", "of_bonus")),
         *((name, ctypes.c_ssize_t) for name in ("rows", "heads", "keys", "values", "next")),
-        *((name, ctypes.c_void_p) for name in ("r", "k", "v", "kappa", "a", "gate", "log_w")),
+        *((name, ctypes.c_void_p) for name in ("r", "k", "v", "kappa", "a", "log_w")),
         ("static_decay", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("bonus", "weight", "bias")),
-        ("eps", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("state", "new_state", "indices")),
+        *((name, ctypes.c_void_p) for name in ("bonus", "state", "new_state", "indices")),
         ("states", ctypes.c_ssize_t),
         ("apart", ctypes.c_ssize_t),
         ("out", ctypes.c_void_p),
@@ -108,7 +106,11 @@ class Library:
         self._token_shift.argtypes = [number, number, *5 * [pointer], *3 * [size]]
         self._delta_keys = loaded.subquad_delta_keys
         self._delta_keys.argtypes = [number, number, *6 * [pointer], *3 * [size]]
-        self._token_shift.restype = self._delta_keys.restype = None
+        self._group_norm_gate = loaded.subquad_group_norm_gate
+        self._group_norm_gate.argtypes = [
+            *2 * [number], *4 * [pointer], ctypes.c_float, pointer, number, pointer, *3 * [size],
+        ]  # fmt: skip
+        self._token_shift.restype = self._delta_keys.restype = self._group_norm_gate.restype = None
         loaded.subquad_int8_rows.restype = loaded.subquad_linear_rows.restype = size
         # The largest number of rows that `linear` supports.
         self.linear_rows: int = loaded.subquad_linear_rows()
@@ -234,32 +236,46 @@ class Library:
         log_w: torch.Tensor,
         kappa: torch.Tensor | None,
         a: torch.Tensor | None,
-        gate: torch.Tensor,
-        bonus: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        eps: float,
+        bonus: torch.Tensor | None,
         state: torch.Tensor | None,
         new_state: torch.Tensor,
         indices: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """
-        One token of [`subquad_kernels.gated_delta_wkv`], or without `kappa` of [`subquad_kernels.gated_wkv`]. The new
+        One token of [`subquad_kernels.delta_wkv`], or without `kappa` of [`subquad_kernels.wkv`], to float32. The new
         state is written to `new_state`. None if an index is outside the pool.
         """
         batch, _, heads, keys = k.shape
         values = v.shape[-1]
-        out = torch.empty_like(gate)
+        out = torch.empty_like(v, dtype=torch.float32)
         p = _Step(
-            self.dtypes[v.dtype], self.dtypes[v.dtype], batch, heads, keys, values, 0,
-            r.data_ptr(), k.data_ptr(), v.data_ptr(),
-            _address(kappa), _address(a), gate.data_ptr(), log_w.data_ptr(), log_w.dim() == 2, bonus.data_ptr(),
-            weight.data_ptr(), bias.data_ptr(), eps, _address(state), new_state.data_ptr(), _address(indices),
+            self.dtypes[v.dtype], 0 if bonus is None else self.dtypes[bonus.dtype], batch, heads, keys, values, 0,
+            r.data_ptr(), k.data_ptr(), v.data_ptr(), _address(kappa), _address(a), log_w.data_ptr(),
+            log_w.dim() == 2, _address(bonus), _address(state), new_state.data_ptr(), _address(indices),
             new_state.shape[0], new_state.stride(0), out.data_ptr(),
         )  # fmt: skip
         threads = torch.get_num_threads() if batch * heads * keys * values >= _FOR_THREADS else 1
         failed = self._step(ctypes.byref(p), threads, self._parallel)
         return None if failed else out
+
+    def group_norm_gate(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        added: torch.Tensor | None,
+        eps: float,
+        silu: bool,
+    ) -> torch.Tensor:
+        """[`subquad_kernels.group_norm_gate`] of x and `added` in float32."""
+        heads, size = x.shape[-2:]
+        out = torch.empty_like(gate)
+        self._group_norm_gate(
+            self.dtypes[gate.dtype], self.dtypes[weight.dtype], x.data_ptr(), gate.data_ptr(), weight.data_ptr(),
+            bias.data_ptr(), eps, _address(added), silu, out.data_ptr(), x.numel() // (heads * size), heads, size,
+        )  # fmt: skip
+        return out
 
     @staticmethod
     def fits_slots(slots: int) -> bool:

@@ -54,21 +54,20 @@ static void normalise(
 
 /* One token of several rows, each of which has a state per head. Head n = row * heads + head is one piece of work. */
 struct step {
-    int dtype, of_weights; /* of the token, and of bonus, weight and bias */
+    int dtype, of_bonus; /* of the token, and of the bonus */
     ptrdiff_t rows, heads, keys, values, next;
     /* (rows, heads, keys) or (rows, heads, values); log_w may be (heads, keys). */
-    const void *r, *k, *v, *kappa, *a, *gate;
+    const void *r, *k, *v, *kappa, *a;
     const float *log_w;
     int static_decay;
-    const void *bonus, *weight, *bias; /* (heads, keys), (heads, values), (heads, values) */
-    float eps;
+    const void *bonus; /* (heads, keys) */
     /* The states before and after the token, which may be the same. NULL means zeros. */
     const float *state;
     float *new_state;
     /* Row n has state indices[n] of so many, or state n if it is NULL; they are so many numbers apart. */
     const int64_t *indices;
     ptrdiff_t states, apart;
-    char *out;
+    float *out; /* (rows, heads, values) */
 };
 
 /* The number of the first element of a head's state, of so many elements, in a pool of them or one for each row. */
@@ -119,13 +118,13 @@ INLINE void wkv_part(
 
 static void wkv_head(const struct step *p, ptrdiff_t n)
 {
-    float r[MOST], k[MOST], w[MOST], u[MOST], v[MOST], out[MOST];
-    int dtype = p->dtype, of_weights = p->of_weights;
+    float r[MOST], k[MOST], w[MOST], u[MOST], v[MOST], *out = p->out + n * p->values;
+    int dtype = p->dtype;
     ptrdiff_t keys = p->keys, values = p->values, head = n % p->heads, at = state_of(p, n);
     read(dtype, p->r, n * keys, keys, r);
     read(dtype, p->k, n * keys, keys, k);
     read(dtype, p->v, n * values, values, v);
-    read(of_weights, p->bonus, head * keys, keys, u);
+    read(p->of_bonus, p->bonus, head * keys, keys, u);
     for (ptrdiff_t i = 0; i < keys; i += LANES) {
         store(FLOAT32, w, i, exp_of(load(FLOAT32, p->log_w, (p->static_decay ? head : n) * keys + i)), LANES);
         store(FLOAT32, u, i, load(FLOAT32, u, i) * load(FLOAT32, k, i), LANES);
@@ -139,20 +138,14 @@ static void wkv_head(const struct step *p, ptrdiff_t n)
     float bonus = dot(r, u, keys);
     for (ptrdiff_t i = 0; i < values; i++)
         out[i] += bonus * v[i];
-
-    normalise(of_weights, out, values, p->weight, p->bias, head * values, p->eps);
-    for (ptrdiff_t i = 0; i < values; i += LANES) {
-        floats gate = load(dtype, p->gate, n * values + i);
-        store(dtype, p->out, n * values + i, load(FLOAT32, out, i) * gate * sigmoid_of(gate), LANES);
-    }
 }
 
 /* S = S (diag(w) - kappa (a kappa)ᵀ) + v kᵀ, out = S r; S (values, keys) is zero if p->state is NULL. */
 static void delta_wkv_head(const struct step *p, ptrdiff_t n)
 {
-    float r[MOST], k[MOST], w[MOST], kappa[MOST], replaced[MOST], v[MOST], out[MOST];
-    int dtype = p->dtype, of_weights = p->of_weights;
-    ptrdiff_t keys = p->keys, values = p->values, head = n % p->heads, at = state_of(p, n);
+    float r[MOST], k[MOST], w[MOST], kappa[MOST], replaced[MOST], v[MOST];
+    int dtype = p->dtype;
+    ptrdiff_t keys = p->keys, values = p->values, at = state_of(p, n);
     read(dtype, p->r, n * keys, keys, r);
     read(dtype, p->k, n * keys, keys, k);
     read(dtype, p->v, n * values, values, v);
@@ -176,16 +169,7 @@ static void delta_wkv_head(const struct step *p, ptrdiff_t n)
             store(FLOAT32, after, i, x, LANES);
             sum += x * load(FLOAT32, r, i);
         }
-        out[value] = sum_of(sum);
-    }
-
-    normalise(of_weights, out, values, p->weight, p->bias, head * values, p->eps);
-    for (ptrdiff_t i = 0; i < keys; i += LANES)
-        store(FLOAT32, k, i, load(FLOAT32, k, i) * load(of_weights, p->bonus, head * keys + i), LANES);
-    floats bonus = all(dot(r, k, keys));
-    for (ptrdiff_t i = 0; i < values; i += LANES) {
-        floats x = load(FLOAT32, out, i) + bonus * load(FLOAT32, v, i);
-        store(dtype, p->out, n * values + i, x * load(dtype, p->gate, n * values + i), LANES);
+        p->out[n * values + value] = sum_of(sum);
     }
 }
 
@@ -201,8 +185,7 @@ static void heads_work(void *data)
 }
 
 /*
- * One token, of `gated_wkv` if kappa is NULL, otherwise of `gated_delta_wkv`. Returns 0, or 1 if there is no state of an
- * index.
+ * One token, of `wkv` if kappa is NULL, otherwise of `delta_wkv`. Returns 0, or 1 if there is no state of an index.
  */
 int subquad_step(struct step *p, unsigned threads, parallel run)
 {
@@ -210,6 +193,26 @@ int subquad_step(struct step *p, unsigned threads, parallel run)
         return 1;
     on_threads(heads_work, p, threads, run);
     return 0;
+}
+
+/*
+ * out = (LayerNorm(x) * weight + bias + added) * gate, or * SiLU(gate); x, added, gate and out are (rows, heads, size),
+ * weight and bias (heads, size). The norm is of each head; added may be NULL, and out may be x.
+ */
+void subquad_group_norm_gate(
+    int dtype, int of_weights, const float *x, const void *gate, const void *weight, const void *bias, float eps,
+    const float *added, int silu, void *out, ptrdiff_t rows, ptrdiff_t heads, ptrdiff_t size)
+{
+    float y[MOST];
+    for (ptrdiff_t n = 0; n < rows * heads; n++) {
+        read(FLOAT32, x, n * size, size, y);
+        normalise(of_weights, y, size, weight, bias, n % heads * size, eps);
+        for (ptrdiff_t at = n * size, i = 0; i < size; i += LANES) {
+            floats g = load(dtype, gate, at + i), z = load(FLOAT32, y, i);
+            z += added ? load(FLOAT32, added, at + i) : all(0.f);
+            store(dtype, out, at + i, silu ? z * g * sigmoid_of(g) : z * g, LANES);
+        }
+    }
 }
 
 /* One token of the slot memory of several rows, as above. The states change in place. */

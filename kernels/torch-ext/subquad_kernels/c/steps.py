@@ -7,6 +7,10 @@ from ..tracing import is_observed
 from .native import library_for, library_for_heads, readable
 
 
+# Size of a result from which on torch's threads are faster.
+_MOST_VALUES = 2**17
+
+
 @adds("recurrence")
 def recurrence(
     r: torch.Tensor,
@@ -15,27 +19,24 @@ def recurrence(
     log_w: torch.Tensor,
     kappa: torch.Tensor | None,
     a: torch.Tensor | None,
-    gate: torch.Tensor,
-    bonus: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
+    bonus: torch.Tensor | None,
     initial_state: torch.Tensor | None,
     indices: torch.Tensor | None,
     inplace: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """
-    `gated_delta_wkv`, or without `kappa` `gated_wkv`, for T = 1 and checked arguments.
+    `delta_wkv`, or without `kappa` `wkv`, for T = 1 and checked arguments.
 
     Returns:
-        out and the state, or None if the library is not available or cannot read these tensors.
+        out in float32 and the state, or None if the library is not available or cannot read these tensors.
     """
     pool = initial_state if indices is None else initial_state[:1]  # states may have any stride
-    found = library_for_heads((v, r, k, kappa, a, gate, bonus, weight, bias))
+    found = library_for_heads((v, r, k, kappa, a))
     if (
         found is None
         or not found.fits_head(k.shape[-1])
         or not readable(torch.float32, log_w, pool)
+        or not (bonus is None or (bonus.dtype in found.dtypes and readable(bonus.dtype, bonus)))
         or not readable(torch.int64, indices)
     ):
         return None
@@ -43,9 +44,32 @@ def recurrence(
     if not inplace and indices is None:
         shape = k.shape[-1:] + v.shape[-1:] if kappa is None else v.shape[-1:] + k.shape[-1:]
         new_state = v.new_empty((*k.shape[:1], *k.shape[2:3], *shape), dtype=torch.float32)
-    token = r, k, v, log_w, kappa, a, gate, bonus, weight, bias, eps
-    out = found.step(*token, initial_state, new_state, indices)
+    out = found.step(r, k, v, log_w, kappa, a, bonus, initial_state, new_state, indices)
     return None if out is None else (out, new_state)
+
+
+@adds("group_norm_gate")
+def group_norm_gate(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    added: torch.Tensor | None,
+    eps: float,
+    silu: bool,
+) -> torch.Tensor | None:
+    """`group_norm_gate` of few rows in float32."""
+    if is_observed() or x.dtype != torch.float32 or x.numel() > _MOST_VALUES:
+        return None
+    found = library_for_heads((x, added))
+    if (
+        found is None
+        or not {gate.dtype, weight.dtype} <= found.dtypes.keys()
+        or not readable(gate.dtype, gate)
+        or not readable(weight.dtype, weight, bias)
+    ):
+        return None
+    return found.group_norm_gate(x, gate, weight, bias, added, eps, silu)
 
 
 @adds("slot_memory")
@@ -78,17 +102,13 @@ def slot_memory(
     return None if out is None else (out, state)
 
 
-# Size of a result from which on torch's threads are faster.
-_MOST_SHIFTED = 2**17
-
-
 @adds("token_shift")
 def token_shift(
     x: torch.Tensor, state: torch.Tensor | None, mu: torch.Tensor, offset: torch.Tensor | None
 ) -> torch.Tensor | None:
     """`token_shift` for T = 1, without documents."""
     # Sizes are compared last, because comparisons would become part of a traced graph.
-    if is_observed() or mu.dtype not in (x.dtype, torch.float32) or x.numel() * mu.shape[0] > _MOST_SHIFTED:
+    if is_observed() or mu.dtype not in (x.dtype, torch.float32) or x.numel() * mu.shape[0] > _MOST_VALUES:
         return None
     if not readable(mu.dtype, mu):
         return None

@@ -9,7 +9,7 @@ from ..documents import count_documents
 from ..shortcuts import shortcut
 from ..state_pool import check_indices, count_states, in_copies
 from .custom_ops import _delta_wkv, _delta_wkv_step
-from .eager import delta_wkv_step, delta_wkv_step_in_pool, gated_norm
+from .eager import delta_wkv_step, delta_wkv_step_in_pool
 from .reference import delta_wkv_reference
 
 
@@ -74,70 +74,6 @@ def delta_wkv(
     return _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=out_dtype or v.dtype, backend=backend)
 
 
-def gated_delta_wkv(
-    r: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_w: torch.Tensor,
-    kappa: torch.Tensor,
-    a: torch.Tensor,
-    gate: torch.Tensor,
-    bonus: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    initial_state: torch.Tensor | None = None,
-    *,
-    cu_seqlens: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
-    inplace: bool = False,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    [`delta_wkv`] followed by the LayerNorm of each head, the bonus of the token itself, and the gate, up to the output
-    projection:
-
-        (LayerNorm(out) * weight + bias + (r · (bonus * k)) v) * gate
-
-    The tensor between the two is float32, because float16 might overflow. A single token takes one kernel.
-
-    Args:
-        gate: (B, T, H * V). There is no activation.
-        bonus: (H, K).
-        weight, bias: parameters of the norm, (H * V).
-        eps: epsilon of the norm.
-        r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, inplace, backend: see [`delta_wkv`].
-
-    Returns:
-        out (B, T, H * V) in the dtype of gate, and the state as in [`delta_wkv`].
-
-    Raises:
-        ValueError: if a shape or a dtype does not fit, before any work.
-    """
-    floats = r, k, v, log_w, kappa, a, initial_state
-    _check(*floats, cu_seqlens, indices, inplace)
-    width = v.shape[2] * v.shape[3]
-    expected = {
-        "gate": (gate, (*v.shape[:2], width)),
-        "bonus": (bonus, k.shape[2:]),
-        "weight": (weight, (width,)),
-        "bias": (bias, (width,)),
-    }
-    check_tensors(expected, "k", k)
-    backend = choose_backend("delta_wkv", backend, BACKENDS, of_widest(*floats))
-    one_token = k.shape[1] == 1 and cu_seqlens is None
-    if one_token and backend in ("auto", "triton") and not needs_gradient(*floats, gate, bonus, weight, bias):
-        norm = {"gate": gate, "bonus": bonus, "weight": weight, "bias": bias, "eps": eps}
-        return _step(*floats, indices, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
-    if one_token and backend == "eager":
-        token = r, k, v, log_w, kappa, a, gate, bonus, weight, bias, eps
-        if (done := shortcut("recurrence", *token, initial_state, indices, inplace)) is not None:
-            return done
-    out, state = _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=widest(*floats), backend=backend)
-    with without_autocast(k):
-        return gated_norm(out, r, k, v, gate, bonus, weight, bias, eps), state
-
-
 def delta_keys(
     k: torch.Tensor, a: torch.Tensor, k_k: torch.Tensor, k_a: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,7 +127,12 @@ def _run(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, *, inplac
     one_token = k.shape[1] == 1 and cu_seqlens is None
     has_kernels = backend in ("auto", "triton")
     if one_token and has_kernels and not needs_gradient(*floats):
-        return _step(*floats, indices, inplace=inplace, out_dtype=out_dtype, backend=backend)
+        in_place = inplace or indices is not None
+        states = step_states(initial_state, in_place, v, (k.shape[0], *v.shape[2:], k.shape[-1]))
+        return _delta_wkv_step(*floats[:-1], *states, indices, out_dtype, backend), states[1]
+    token = *floats[:-1], None, initial_state, indices, inplace
+    if one_token and backend == "eager" and (done := shortcut("recurrence", *token)) is not None:
+        return done[0].to(out_dtype), done[1]
     if indices is not None and one_token and backend == "eager":
         with without_autocast(k):
             out = delta_wkv_step_in_pool(*(x[:, 0] for x in floats[:-1]), initial_state, indices)
@@ -214,31 +155,6 @@ def _run(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, *, inplac
                 out = out.unsqueeze(1)
         out = out.to(out_dtype)
     return out, initial_state.copy_(state) if inplace and state is not initial_state else state
-
-
-def _step(
-    r,
-    k,
-    v,
-    log_w,
-    kappa,
-    a,
-    initial_state,
-    indices,
-    *,
-    inplace,
-    out_dtype,
-    backend,
-    gate=None,
-    bonus=None,
-    weight=None,
-    bias=None,
-    eps=0.0,
-):
-    states = step_states(initial_state, inplace or indices is not None, v, (k.shape[0], *v.shape[2:], k.shape[-1]))
-    token = r, k, v, log_w, kappa, a
-    out = _delta_wkv_step(*token, *states, indices, gate, bonus, weight, bias, eps, out_dtype, backend)
-    return out, states[1]
 
 
 def _check(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, inplace):

@@ -48,28 +48,6 @@ def delta_wkv_step(
     return (r.unsqueeze(-2) @ after.mT).squeeze(-2), after
 
 
-def gated_norm(
-    out: torch.Tensor,
-    r: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    gate: torch.Tensor,
-    bonus: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    """
-    The operations after the recurrence in [`subquad_kernels.gated_delta_wkv`], in the dtype of `out` (..., H, V),
-    except for the gate (..., H * V).
-    """
-    r, k, v, bonus, weight, bias = cast(out.dtype, r, k, v, bonus, weight, bias)
-    normed = F.layer_norm(out, out.shape[-1:], eps=eps)
-    normed = torch.addcmul(bias.view(v.shape[-2:]), normed, weight.view(v.shape[-2:]))
-    normed = torch.addcmul(normed, (r * bonus * k).sum(-1, keepdim=True), v)
-    return normed.flatten(-2).to(gate.dtype) * gate
-
-
 def delta_wkv_step_in_pool(
     r: torch.Tensor,
     k: torch.Tensor,
@@ -100,17 +78,11 @@ def delta_wkv_step_inplace(
     state: torch.Tensor | None,
     new_state: torch.Tensor,
     indices: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    bonus: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """
-    Sequences of one token in float32, followed by [`gated_norm`] if there is a gate: see [`delta_wkv_step`]. The state
-    after it is written to `new_state`, which also holds the state before it if `state` is None. With `indices` it is a
-    pool.
+    Sequences of one token in float32: see [`delta_wkv_step`]. The state after it is written to `new_state`, which also
+    holds the state before it if `state` is None. With `indices` it is a pool.
     """
     token = (x[:, 0] for x in (r, k, v, log_w, kappa, a))
     if indices is None:
@@ -118,10 +90,7 @@ def delta_wkv_step_inplace(
         out, _ = delta_wkv_step(*cast(torch.float32, *token, before), new_state)
     else:
         out = delta_wkv_step_in_pool(*token, new_state, indices)
-    out = out.unsqueeze(1)
-    if gate is not None:
-        out = gated_norm(out, r, k, v, gate, bonus, weight, bias, eps)
-    return out.to(out_dtype)
+    return out.unsqueeze(1).to(out_dtype)
 
 
 def _minus(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

@@ -450,12 +450,7 @@ def _decode_kernel(
     state,
     new_state,
     indices,
-    gate,
-    bonus,
-    weight,
-    bias,
     out,
-    eps,
     H,
     stride,
     K: tl.constexpr,
@@ -463,7 +458,7 @@ def _decode_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One token of one head; with a gate followed by the LayerNorm of the head, the bonus and the gate."""
+    """One token of one head."""
     program = tl.program_id(0).to(tl.int64)
     ks, vs = tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = ks < K, vs < V
@@ -484,16 +479,6 @@ def _decode_kernel(
     s = s * exp(w) + value * key - removed * (rate * removal)
     tl.store(new_state + first + cells, s, mask=in_state)
     y = tl.sum(s * receptance, 1)
-    if gate is not None:
-        y -= tl.sum(y, 0) / V
-        y = tl.where(in_v, y, 0.0)
-        y *= tl.rsqrt(tl.sum(y * y, 0) / V + eps)
-        of_head = program % H
-        y = y * tl.load(weight + of_head * V + vs, mask=in_v, other=0.0).to(tl.float32)
-        y += tl.load(bias + of_head * V + vs, mask=in_v, other=0.0).to(tl.float32)
-        strength = tl.load(bonus + of_head * K + ks, mask=in_k, other=0.0).to(tl.float32)[None, :]
-        y += tl.sum(tl.sum(receptance * strength * key, 1), 0) * tl.sum(value, 1)
-        y *= tl.load(gate + program * V + vs, mask=in_v, other=0.0).to(tl.float32)
     tl.store(out + program * V + vs, y.to(out.dtype.element_ty), mask=in_v)
 
 
@@ -655,26 +640,21 @@ def delta_wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, kappa, a, in
     return grads if initial_state is None else [*grads, grad_initial]
 
 
-def delta_wkv_triton_step(
-    r, k, v, log_w, kappa, a, state, new_state, indices, gate, bonus, weight, bias, eps, out_dtype
-):
+def delta_wkv_triton_step(r, k, v, log_w, kappa, a, state, new_state, indices, out_dtype):
     """
     One token: r, k, log_w, kappa, a (B, 1, H, K), v (B, 1, H, V), state (B, H, V, K) in float32; if it is None,
     `new_state` holds it, at `indices` (B) if there are any. Writes the state after the token to `new_state`. Returns
-    out (B, 1, H, V), or if there are `gate` (B, 1, H * V), `bonus` (H, K), `weight` and `bias` (H * V), out after the
-    norm, the bonus and the gate (B, 1, H * V).
+    out (B, 1, H, V).
     """
-    r, k, v, log_w, kappa, a = contiguous(r, k, v, log_w, kappa, a)
-    gate, bonus, weight, bias, indices = contiguous(gate, bonus, weight, bias, indices)
+    r, k, v, log_w, kappa, a, indices = contiguous(r, k, v, log_w, kappa, a, indices)
     batch, _, heads, key_size = k.shape
-    out = torch.empty_like(v if gate is None else gate, dtype=out_dtype)
+    out = torch.empty_like(v, dtype=out_dtype)
     state = new_state if state is None else state
     block_k, block_v = next_power_of_2(key_size), next_power_of_2(v.shape[-1])
     launch(
         _decode_kernel,
         (batch * heads,),
-        *(r, k, v, log_w, kappa, a, state, new_state, indices),
-        *(gate, bonus, weight, bias, out, eps, heads, new_state.stride(0)),
+        *(r, k, v, log_w, kappa, a, state, new_state, indices, out, heads, new_state.stride(0)),
         K=key_size,
         V=v.shape[-1],
         BK=block_k,

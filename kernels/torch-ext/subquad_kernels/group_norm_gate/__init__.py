@@ -1,9 +1,10 @@
-"""The norm of each head and the gate after it, of Eagle (RWKV-5) and Finch (RWKV-6)."""
+"""The norm of each head and the gate after it, of Eagle (RWKV-5), Finch (RWKV-6) and Goose (RWKV-7)."""
 
 import torch
 
 from ..backend import choose_backend
 from ..checks import check_tensors
+from ..shortcuts import shortcut
 from .custom_ops import _group_norm_gate
 from .eager import group_norm_gate_eager
 from .reference import group_norm_gate_reference
@@ -18,13 +19,16 @@ def group_norm_gate(
     weight: torch.Tensor,
     bias: torch.Tensor,
     eps: float,
+    added: torch.Tensor | None = None,
     *,
+    activation: str | None = "silu",
     backend: str = "auto",
 ) -> torch.Tensor:
     """
-    LayerNorm of each head, followed by a gate (equations 7 and 20 of arXiv:2404.05892):
+    LayerNorm of each head, followed by a gate (equations 7 and 20 of arXiv:2404.05892, 20 and 21 of arXiv:2503.14456):
 
-        out = (LayerNorm(x) * weight + bias) * silu(gate),    LayerNorm(x) = (x - mean) / sqrt(variance + eps)
+        out = (LayerNorm(x) * weight + bias + added) * activation(gate),
+        LayerNorm(x) = (x - mean) / sqrt(variance + eps)
 
     The mean and the population variance are over the V values of a head. The norm is computed in float32 for any
     dtypes, also under autocast.
@@ -35,6 +39,8 @@ def group_norm_gate(
         weight: (H * V).
         bias: (H * V).
         eps: added to the variance.
+        added: (..., H, V); None means zero.
+        activation: `"silu"`, or None for none.
         backend: `"auto"`, `"triton"` (also computes the gate in float32), `"eager"` (the gate in its own dtype) or
             `"reference"` (everything in the dtype of the inputs).
 
@@ -42,18 +48,23 @@ def group_norm_gate(
         out in the shape and dtype of gate.
 
     Raises:
-        ValueError: if a shape, a dtype or a device does not fit, before any work.
+        ValueError: if a shape, a dtype or a device does not fit, or the activation has another name, before any work.
     """
-    _check(x, gate, weight, bias)
+    _check(x, gate, weight, bias, added)
+    if activation not in ("silu", None):
+        raise ValueError(f"`activation` must be 'silu' or None, got {activation!r}.")
     backend = choose_backend("group_norm_gate", backend, BACKENDS, x)
+    arguments = x, gate, weight, bias, added, eps, activation is not None
     if backend == "reference":
-        return group_norm_gate_reference(x, gate, weight, bias, eps).to(gate.dtype)
+        return group_norm_gate_reference(*arguments).to(gate.dtype)
     if backend == "eager":
-        return group_norm_gate_eager(x, gate, weight, bias, eps)
-    return _group_norm_gate(x, gate, weight, bias, eps, backend)
+        if (done := shortcut("group_norm_gate", *arguments)) is not None:
+            return done
+        return group_norm_gate_eager(*arguments)
+    return _group_norm_gate(*arguments, backend)
 
 
-def _check(x, gate, weight, bias):
+def _check(x, gate, weight, bias, added):
     if x.dim() < 2 or x.shape[-1] == 0 or x.shape[-2] == 0:
         raise ValueError(f"`x` must be (..., heads >= 1, size >= 1), got {tuple(x.shape)}.")
     width = x.shape[-2] * x.shape[-1]
@@ -62,5 +73,6 @@ def _check(x, gate, weight, bias):
         "gate": (gate, (*x.shape[:-2], width)),
         "weight": (weight, (width,)),
         "bias": (bias, (width,)),
+        "added": (added, x.shape),
     }
     check_tensors(expected, "x", x)

@@ -15,6 +15,6 @@ _group_norm_gate = custom_op(
     eager=group_norm_gate_eager,
     eager_backward=group_norm_gate_eager_backward,
     triton=_triton,
-    fake=lambda x, gate, weight, bias, eps: gate.new_empty(gate.shape),
-    gradients=4,
+    fake=lambda x, gate, weight, bias, added, eps, silu: gate.new_empty(gate.shape),
+    gradients=5,
 )

@@ -56,6 +56,7 @@ def _forward_kernel(
     gate,
     weight,
     bias,
+    added,
     out,
     rows,
     heads,
@@ -64,6 +65,7 @@ def _forward_kernel(
     strip,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    SILU: tl.constexpr,
 ):
     start, stop, _, columns, mask = _strip(rows, heads, size, strip, HEADS, SIZE)
     share = 1.0 / size
@@ -72,9 +74,11 @@ def _forward_kernel(
         here = row * heads * size
         values = _load(x + here + columns, mask)
         g = _load(gate + here + columns, mask)
-        normed = _normalize(values, mask, share, eps)[0]
-        gated = (normed * w + b) * g * _sigmoid(g)
-        tl.store(out + here + columns, gated.to(out.dtype.element_ty), mask=mask)
+        y = _normalize(values, mask, share, eps)[0] * w + b
+        if added is not None:
+            y += _load(added + here + columns, mask)
+        y *= g * _sigmoid(g) if SILU else g
+        tl.store(out + here + columns, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=OF_LENGTH)
@@ -84,10 +88,12 @@ def _backward_kernel(
     gate,
     weight,
     bias,
+    added,
     grad_x,
     grad_gate,
     grad_weight,
     grad_bias,
+    grad_added,
     rows,
     heads,
     size,
@@ -95,6 +101,7 @@ def _backward_kernel(
     strip,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    SILU: tl.constexpr,
 ):
     """Writes the sums over each strip to `grad_weight` and `grad_bias` (strips, heads * size)."""
     start, stop, number, columns, mask = _strip(rows, heads, size, strip, HEADS, SIZE)
@@ -108,11 +115,17 @@ def _backward_kernel(
         grad_out = _load(grad + here + columns, mask)
         normed, rstd = _normalize(values, mask, share, eps)
 
-        sigmoid = _sigmoid(g)
-        grad_g = grad_out * (normed * w + b) * sigmoid * (1.0 + g * (1.0 - sigmoid))
+        y = normed * w + b
+        if added is not None:
+            y += _load(added + here + columns, mask)
+        grad_g, grad_scaled = grad_out * y, grad_out * g
+        if SILU:
+            sigmoid = _sigmoid(g)
+            grad_g *= sigmoid * (1.0 + g * (1.0 - sigmoid))
+            grad_scaled *= sigmoid
         tl.store(grad_gate + here + columns, grad_g.to(grad_gate.dtype.element_ty), mask=mask)
-
-        grad_scaled = grad_out * g * sigmoid
+        if added is not None:
+            tl.store(grad_added + here + columns, grad_scaled.to(grad_added.dtype.element_ty), mask=mask)
         weight_sum += grad_scaled * normed
         bias_sum += grad_scaled
         grad_normed = grad_scaled * w
@@ -136,9 +149,9 @@ class _Plan:
         longest: the maximum number of rows of a strip.
     """
 
-    def __init__(self, x, eps, values, programs, longest=None):
+    def __init__(self, x, eps, silu, values, programs, longest=None):
         self.heads, self.size = x.shape[-2:]
-        self.rows, self.eps = x.numel() // (self.heads * self.size), eps
+        self.rows, self.eps, self.silu = x.numel() // (self.heads * self.size), eps, silu
         self.block = next_power_of_2(self.size)
         self.block_heads = min(next_power_of_2(self.heads), max(128 * values // self.block, 1))
         self.num_warps = min(max(self.block_heads * self.block // (32 * values), 1), 8)
@@ -155,24 +168,28 @@ class _Plan:
             *(*arguments, self.rows, self.heads, self.size, self.eps, self.strip),
             HEADS=self.block_heads,
             SIZE=self.block,
+            SILU=self.silu,
             num_warps=self.num_warps,
         )
 
 
-def group_norm_gate_triton(x, gate, weight, bias, eps):
+def group_norm_gate_triton(x, gate, weight, bias, added, eps, silu):
     """Computes [`subquad_kernels.group_norm_gate`]."""
-    x, gate, weight, bias = contiguous(x, gate, weight, bias)
-    out = torch.empty_like(gate)
-    _Plan(x, eps, values=4, programs=8, longest=8).launch(_forward_kernel, x, gate, weight, bias, out)
+    inputs = contiguous(x, gate, weight, bias, added)
+    out = torch.empty_like(inputs[1])
+    _Plan(x, eps, silu, values=4, programs=8, longest=8).launch(_forward_kernel, *inputs, out)
     return out
 
 
-def group_norm_gate_triton_backward(grad, x, gate, weight, bias, eps):
-    """Gradients of x, gate, weight and bias."""
-    grad, x, gate, weight, bias = contiguous(grad, x, gate, weight, bias)
+def group_norm_gate_triton_backward(grad, x, gate, weight, bias, added, eps, silu):
+    """Gradients of x, gate, weight, bias and `added`, if given."""
+    grad, x, gate, weight, bias, added = contiguous(grad, x, gate, weight, bias, added)
     # All programs run at the same time, so that no second wave is needed.
-    plan = _Plan(x, eps, values=8, programs=4)
+    plan = _Plan(x, eps, silu, values=8, programs=4)
     grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
+    grad_added = None if added is None else torch.empty_like(added)
     grad_weight, grad_bias = x.new_empty(2, plan.strips, *weight.shape, dtype=torch.float32).unbind()
-    plan.launch(_backward_kernel, grad, x, gate, weight, bias, grad_x, grad_gate, grad_weight, grad_bias)
-    return [grad_x, grad_gate, grad_weight.sum(0), grad_bias.sum(0)]
+    sums = grad_x, grad_gate, grad_weight, grad_bias, grad_added
+    plan.launch(_backward_kernel, grad, x, gate, weight, bias, added, *sums)
+    grads = [grad_x, grad_gate, grad_weight.sum(0), grad_bias.sum(0)]
+    return grads if added is None else [*grads, grad_added]

@@ -5,7 +5,6 @@ import torch
 from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
-from ..group_norm_gate import group_norm_gate
 from ..shortcuts import shortcut
 from ..state_pool import check_indices, count_states, in_copies
 from .custom_ops import _wkv, _wkv_step
@@ -71,57 +70,6 @@ def wkv(
     return _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=out_dtype or v.dtype, backend=backend)
 
 
-def gated_wkv(
-    r: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    gate: torch.Tensor,
-    log_w: torch.Tensor,
-    u: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    initial_state: torch.Tensor | None = None,
-    *,
-    cu_seqlens: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
-    inplace: bool = False,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    [`wkv`] followed by [`group_norm_gate`]: equations 19 to 22, and 6 to 9, of arXiv:2404.05892 up to the output
-    projection. The tensor between the two is float32, because float16 might overflow. A single token takes one kernel.
-
-    Args:
-        gate: (B, T, H * V), before its SiLU.
-        weight, bias: parameters of the norm, (H * V).
-        eps: epsilon of the norm.
-        r, k, v, log_w, u, initial_state, cu_seqlens, indices, inplace, backend: see [`wkv`].
-
-    Returns:
-        out (B, T, H * V) in the dtype of gate, and the state as in [`wkv`].
-
-    Raises:
-        ValueError: if a shape or a dtype does not fit, before any work.
-    """
-    _check(r, k, v, log_w, u, initial_state, cu_seqlens, indices, inplace)
-    width = v.shape[2] * v.shape[3]
-    expected = {"gate": (gate, (*v.shape[:2], width)), "weight": (weight, (width,)), "bias": (bias, (width,))}
-    check_tensors(expected, "k", k)
-    floats = r, k, v, log_w, u, initial_state
-    backend = choose_backend("wkv", backend, BACKENDS, of_widest(*floats))
-    one_token = k.shape[1] == 1 and cu_seqlens is None
-    if one_token and backend in ("auto", "triton") and not needs_gradient(*floats, gate, weight, bias):
-        norm = {"gate": gate, "weight": weight, "bias": bias, "eps": eps}
-        return _step(*floats, indices, inplace=inplace, out_dtype=gate.dtype, backend=backend, **norm)
-    if one_token and backend == "eager":
-        token = r, k, v, log_w, None, None, gate, u, weight, bias, eps
-        if (done := shortcut("recurrence", *token, initial_state, indices, inplace)) is not None:
-            return done
-    out, state = _run(*floats, cu_seqlens, indices, inplace=inplace, out_dtype=widest(*floats), backend=backend)
-    return group_norm_gate(out, gate, weight, bias, eps, backend=backend), state
-
-
 def wkv_state(
     state: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, log_w: torch.Tensor, *, backend: str = "auto"
 ) -> torch.Tensor:
@@ -138,7 +86,12 @@ def _run(r, k, v, log_w, u, initial_state, cu_seqlens, indices, *, inplace, out_
     one_token = k.shape[1] == 1 and cu_seqlens is None
     has_kernels = backend in ("auto", "triton")
     if one_token and has_kernels and not needs_gradient(*floats):
-        return _step(*floats, indices, inplace=inplace, out_dtype=out_dtype, backend=backend)
+        in_place = inplace or indices is not None
+        states = step_states(initial_state, in_place, v, (k.shape[0], *k.shape[2:], v.shape[-1]))
+        return _wkv_step(r, k, v, log_w, u, *states, indices, out_dtype, backend), states[1]
+    token = r, k, v, log_w, None, None, u, initial_state, indices, inplace
+    if one_token and backend == "eager" and (done := shortcut("recurrence", *token)) is not None:
+        return done[0].to(out_dtype), done[1]
     if indices is not None and one_token and backend == "eager":
         with without_autocast(k):
             out = wkv_step_in_pool(*only_token(r, k, v, log_w), u, initial_state, indices)
@@ -161,28 +114,6 @@ def _run(r, k, v, log_w, u, initial_state, cu_seqlens, indices, *, inplace, out_
                 out = out.unsqueeze(1)
         out = out.to(out_dtype)
     return out, initial_state.copy_(state) if inplace and state is not initial_state else state
-
-
-def _step(
-    r,
-    k,
-    v,
-    log_w,
-    u,
-    initial_state,
-    indices,
-    *,
-    inplace,
-    out_dtype,
-    backend,
-    gate=None,
-    weight=None,
-    bias=None,
-    eps=0.0,
-):
-    states = step_states(initial_state, inplace or indices is not None, v, (k.shape[0], *k.shape[2:], v.shape[-1]))
-    out = _wkv_step(r, k, v, log_w, u, *states, indices, gate, weight, bias, eps, out_dtype, backend)
-    return out, states[1]
 
 
 def _check(r, k, v, log_w, u, initial_state, cu_seqlens, indices, inplace):

@@ -24,8 +24,8 @@ def _fake(r, k, v, log_w, u, initial_state, cu_seqlens, masks, out_dtype):
     return v.new_empty(v.shape, dtype=out_dtype), state
 
 
-def _fake_step(r, k, v, log_w, u, state, new_state, indices, gate, weight, bias, eps, out_dtype):
-    return v.new_empty(v.shape if gate is None else gate.shape, dtype=out_dtype)
+def _fake_step(r, k, v, log_w, u, state, new_state, indices, out_dtype):
+    return v.new_empty(v.shape, dtype=out_dtype)
 
 
 _wkv = custom_op(

@@ -9,7 +9,6 @@ import torch
 
 from ..backend import cast, widest
 from ..chunks import ChunkLayout, halves
-from ..group_norm_gate.eager import group_norm_gate_eager
 from ..state_pool import step_in_pool
 
 
@@ -66,16 +65,11 @@ def wkv_step_inplace(
     state: torch.Tensor | None,
     new_state: torch.Tensor,
     indices: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """
-    Sequences of one token in float32, followed by the norm and the gate if there is one: see [`wkv_step`]. The state
-    after it is written to `new_state`, which also holds the state before it if `state` is None. With `indices` it is a
-    pool.
+    Sequences of one token in float32: see [`wkv_step`]. The state after it is written to `new_state`, which also holds
+    the state before it if `state` is None. With `indices` it is a pool.
     """
     token = only_token(r, k, v, log_w)
     if indices is None:
@@ -83,10 +77,7 @@ def wkv_step_inplace(
         out, _ = wkv_step(*cast(torch.float32, *token, u, before), new_state)
     else:
         out = wkv_step_in_pool(*token, u, new_state, indices)
-    out = out.unsqueeze(1)
-    if gate is not None:
-        out = group_norm_gate_eager(out, gate, weight, bias, eps)
-    return out.to(out_dtype)
+    return out.unsqueeze(1).to(out_dtype)
 
 
 def _join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -355,11 +355,7 @@ def _decode_kernel(
     state,
     new_state,
     indices,
-    gate,
-    weight,
-    bias,
     out,
-    eps,
     H,
     stride,
     K: tl.constexpr,
@@ -367,9 +363,8 @@ def _decode_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     STATIC: tl.constexpr,
-    GATED: tl.constexpr,
 ):
-    """One token of one head; with GATED followed by the LayerNorm of the head and the gate."""
+    """One token of one head."""
     program = tl.program_id(0).to(tl.int64)
     head = program % H
     ks, vs = tl.arange(0, BK), tl.arange(0, BV)
@@ -389,14 +384,6 @@ def _decode_kernel(
     y = tl.sum(receptance[:, None] * s, 0) + tl.sum(receptance * bonus * key, 0) * value
     s = exp(w)[:, None] * s + key[:, None] * value[None, :]
     tl.store(new_state + first + cells, s, mask=in_state)
-    if GATED:
-        y -= tl.sum(y, 0) / V
-        y = tl.where(in_v, y, 0.0)
-        y *= tl.rsqrt(tl.sum(y * y, 0) / V + eps)
-        y = y * tl.load(weight + head * V + vs, mask=in_v, other=0.0).to(tl.float32)
-        y += tl.load(bias + head * V + vs, mask=in_v, other=0.0).to(tl.float32)
-        z = tl.load(gate + program * V + vs, mask=in_v, other=0.0).to(tl.float32)
-        y *= z * tl.sigmoid(z)
     tl.store(out + program * V + vs, y.to(out.dtype.element_ty), mask=in_v)
 
 
@@ -537,28 +524,24 @@ def wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, u, initial_state, 
     return grads if initial_state is None else [*grads, grad_initial]
 
 
-def wkv_triton_step(r, k, v, log_w, u, state, new_state, indices, gate, weight, bias, eps, out_dtype):
+def wkv_triton_step(r, k, v, log_w, u, state, new_state, indices, out_dtype):
     """
     One token: r, k (B, 1, H, K), v (B, 1, H, V), log_w (B, 1, H, K) or (H, K), u (H, K), state (B, H, K, V) in
     float32; if it is None, `new_state` holds it, at `indices` (B) if there are any. Writes the state after the token
-    to `new_state`. Returns out (B, 1, H, V), or if there are `gate` (B, 1, H * V), `weight` and `bias` (H * V), out
-    after the norm and the gate (B, 1, H * V).
+    to `new_state`. Returns out (B, 1, H, V).
     """
-    r, k, v, log_w, u = contiguous(r, k, v, log_w, u)
-    gate, weight, bias, indices = contiguous(gate, weight, bias, indices)
+    r, k, v, log_w, u, indices = contiguous(r, k, v, log_w, u, indices)
     batch, _, heads, key_size = k.shape
-    out = torch.empty_like(v if gate is None else gate, dtype=out_dtype)
+    out = torch.empty_like(v, dtype=out_dtype)
     state = new_state if state is None else state
     launch(
         _decode_kernel,
         (batch * heads,),
-        *(r, k, v, log_w, u, state, new_state, indices),
-        *(gate, weight, bias, out, eps, heads, new_state.stride(0)),
+        *(r, k, v, log_w, u, state, new_state, indices, out, heads, new_state.stride(0)),
         K=key_size,
         V=v.shape[-1],
         BK=next_power_of_2(key_size),
         BV=next_power_of_2(v.shape[-1]),
         STATIC=log_w.dim() == 2,
-        GATED=gate is not None,
     )
     return out

@@ -111,15 +111,9 @@ class RavenSlotMemory(nn.Module):
         if self.groups > 1:
             k, v, log_f = (y.repeat_interleave(self.groups, dim=2) for y in (k, v, log_f))
 
-        out, after = tokens.run_packed(  # equation 18
-            slot_memory,
-            initial_state=state.get("slots"),
-            inplace=state.can_overwrite("slots"),
-            q=q,
-            k=k,
-            v=v,
-            log_f=log_f,
-        )
+        sequences = {"q": q, "k": k, "v": v, "log_f": log_f}
+        before, inplace = state.get("slots"), state.can_overwrite("slots")
+        out, after = tokens.run_packed(slot_memory, sequences, before, inplace)  # equation 18
         state.update("slots", after, slot_memory_state, k, v, log_f)
         out = F.silu(out)
         if config.use_output_gate:

@@ -35,7 +35,7 @@ FUSED = FusedModel(
     classes={
         "": "Rwkv5Block",
         "attention": "Rwkv5TimeMixing",
-        "attention.ln_x": "Rwkv5GatedRecurrence",
+        "attention.ln_x": "Rwkv5GatedNorm",
         "feed_forward": "Rwkv5ChannelMixing",
     },
     layers={

@@ -7,14 +7,14 @@ from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.utils.output_capturing import capture_outputs
 
-from subquad_kernels import gated_wkv, token_shift, wkv_state
+from subquad_kernels import group_norm_gate, token_shift, wkv, wkv_state
 
 from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
 from ...modeling.cache import RecurrentCache
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
-from ...modeling.layers import LayerNorm, Linear, replaceable, widen
+from ...modeling.layers import LayerNorm, Linear, replaceable, wide_dtype, widen
 from ...modeling.padding import last_token
 from ...modeling.protocols import NO_STATE, BlockCache, BlockState, CallTokens
 from ...modeling.tensor_parallel import local_part
@@ -22,19 +22,15 @@ from ...modeling.versions import RecurrentModelOutput
 from .configuration_rwkv5 import Rwkv5Config
 
 
-gated_wkv, token_shift = replaceable(gated_wkv, token_shift)
+group_norm_gate, token_shift, wkv = replaceable(group_norm_gate, token_shift, wkv)
 
 
-class Rwkv5GatedRecurrence(nn.GroupNorm):
-    """
-    The recurrence, the norm of each head's output, and the gate: equations 6 to 9, and 19 to 22. The module with the
-    norm's weights computes them all, because offloading and adapters hook into module calls.
-    """
+class Rwkv5GatedNorm(nn.GroupNorm):
+    """The norm of each head's output, and the gate: equations 7 and 20."""
 
-    def forward(self, tokens: CallTokens, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and the new state, given the arguments of [`Tokens.run_packed`] and of `gated_wkv`."""
-        weight, bias = local_part(self.weight), local_part(self.bias)
-        return tokens.run_packed(gated_wkv, weight=weight, bias=bias, eps=self.eps, **arguments)
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x (batch, length, heads, head_size), gate and the output (batch, length, heads * head_size)."""
+        return group_norm_gate(x, gate, local_part(self.weight), local_part(self.bias), self.eps)
 
 
 class Rwkv5TimeMixing(nn.Module):
@@ -52,7 +48,7 @@ class Rwkv5TimeMixing(nn.Module):
         self.value = Linear(width, inner, bias=False)
         self.gate = Linear(width, inner, bias=False)
         self.output = Linear(inner, width, bias=False, wide=True)
-        self.ln_x = Rwkv5GatedRecurrence(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
+        self.ln_x = Rwkv5GatedNorm(self.num_heads, inner, eps=1e-5 * config.head_size_divisor**2)
 
     def add_mixing(self, config: Rwkv5Config) -> None:
         """The parameters of token shift, decay and bonus."""
@@ -89,18 +85,13 @@ class Rwkv5TimeMixing(nn.Module):
         log_w = self.log_decay(x_w)
         if tokens.mask is not None:
             log_w = tokens.zero_padding(log_w.expand(heads))  # padding neither adds to the state nor decays it
+        sequences, weights = {"r": r, "k": k, "v": v}, {"u": local_part(self.time_faaaa)}
+        (weights if log_w.dim() == 2 else sequences)["log_w"] = log_w
 
-        out, after = self.ln_x(
-            tokens,
-            initial_state=state.get("wkv"),
-            inplace=state.can_overwrite("wkv"),
-            r=r,
-            k=k,
-            v=v,
-            gate=g,
-            log_w=log_w,
-            u=local_part(self.time_faaaa),
-        )
+        before, inplace = state.get("wkv"), state.can_overwrite("wkv")
+        # In float32, because sums of values may be larger than the largest number of float16.
+        out, after = tokens.run_packed(wkv, sequences, before, inplace, **weights, out_dtype=wide_dtype(v))
+        out = self.ln_x(out, g)
         state.update_with("attention_shift", last_token, x)
         state.update("wkv", after, wkv_state, k, v, log_w.expand(heads))
         return self.output(out)
@@ -138,7 +129,7 @@ class Rwkv5ChannelMixing(nn.Module):
         return torch.sigmoid(self.receptance(x_r)) * v
 
 
-@use_kernelized_func([gated_wkv, token_shift])
+@use_kernelized_func([group_norm_gate, token_shift, wkv])
 class Rwkv5Block(RecurrentBlock):
     time_mixing_class, channel_mixing_class = Rwkv5TimeMixing, Rwkv5ChannelMixing
 

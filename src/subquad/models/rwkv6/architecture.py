@@ -38,7 +38,7 @@ RWKV6 = replace(
         classes={
             "": "Rwkv6Block",
             "attention": "Rwkv6TimeMixing",
-            "attention.ln_x": "Rwkv5GatedRecurrence",
+            "attention.ln_x": "Rwkv5GatedNorm",
             "feed_forward": "Rwkv6ChannelMixing",
         },
         parameters={

@@ -101,7 +101,7 @@ RWKV7 = Architecture(
         classes={
             "": "Rwkv7Block",
             "att": "Rwkv7TimeMixing",
-            "att.ln_x": "Rwkv7GatedRecurrence",
+            "att.ln_x": "Rwkv7GatedNorm",
             "ffn": "Rwkv7ChannelMixing",
         },
         layers={

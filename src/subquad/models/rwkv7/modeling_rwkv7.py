@@ -8,14 +8,14 @@ from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.utils.output_capturing import capture_outputs
 
-from subquad_kernels import delta_keys, delta_wkv_state, gated_delta_wkv, token_shift
+from subquad_kernels import delta_keys, delta_wkv, delta_wkv_state, group_norm_gate, token_shift
 
 from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
 from ...modeling.cache import RecurrentCache
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
-from ...modeling.layers import LayerNorm, Linear, relu_squared, replaceable, widen
+from ...modeling.layers import LayerNorm, Linear, relu_squared, replaceable, wide_dtype, widen
 from ...modeling.padding import last_token
 from ...modeling.protocols import NO_STATE, BlockCache, BlockState, CallTokens
 from ...modeling.tensor_parallel import local_part, low_rank_of_heads
@@ -23,7 +23,7 @@ from ...modeling.versions import RecurrentModelOutput
 from .configuration_rwkv7 import Rwkv7Config
 
 
-gated_delta_wkv, token_shift = replaceable(gated_delta_wkv, token_shift)
+delta_wkv, group_norm_gate, token_shift = replaceable(delta_wkv, group_norm_gate, token_shift)
 
 
 def projection(inputs: int, outputs: int, gain: float, wide: bool = False) -> Linear:
@@ -33,16 +33,13 @@ def projection(inputs: int, outputs: int, gain: float, wide: bool = False) -> Li
     return layer
 
 
-class Rwkv7GatedRecurrence(nn.GroupNorm):
-    """
-    The recurrence, the norm of each head's output, the bonus of the current token, and the gate. The module with the
-    norm's weights computes them all, because offloading and adapters hook into module calls.
-    """
+class Rwkv7GatedNorm(nn.GroupNorm):
+    """The norm of each head's output, the bonus of the current token, and the gate."""
 
-    def forward(self, tokens: CallTokens, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and the new state, given the arguments of [`Tokens.run_packed`] and `gated_delta_wkv`."""
+    def forward(self, x: torch.Tensor, gate: torch.Tensor, bonus: torch.Tensor) -> torch.Tensor:
+        """x and bonus (batch, length, heads, head_size), gate and the output (batch, length, heads * head_size)."""
         weight, bias = local_part(self.weight), local_part(self.bias)
-        return tokens.run_packed(gated_delta_wkv, weight=weight, bias=bias, eps=self.eps, **arguments)
+        return group_norm_gate(x, gate, weight, bias, self.eps, bonus, activation=None)
 
 
 class Rwkv7TimeMixing(nn.Module):
@@ -75,7 +72,7 @@ class Rwkv7TimeMixing(nn.Module):
         self.key = projection(width, width, gain=0.1)
         self.value = projection(width, width, gain=1.0)
         self.output = projection(width, width, gain=0.0, wide=True)
-        self.ln_x = Rwkv7GatedRecurrence(config.num_heads, width, eps=self.head_size * config.norm_eps)
+        self.ln_x = Rwkv7GatedNorm(config.num_heads, width, eps=self.head_size * config.norm_eps)
 
     def forward(
         self, x: torch.Tensor, tokens: CallTokens, v_first: torch.Tensor | None, state: BlockState = NO_STATE
@@ -113,19 +110,12 @@ class Rwkv7TimeMixing(nn.Module):
         # Padding does not add to the state, remove from it or decay it.
         k, kappa, log_w = tokens.zero_padding(k), tokens.zero_padding(kappa), tokens.zero_padding(log_w)
 
-        out, after = self.ln_x(
-            tokens,
-            initial_state=state.get("wkv"),
-            inplace=state.can_overwrite("wkv"),
-            r=r,
-            k=k,
-            v=v,
-            log_w=log_w,
-            kappa=kappa,
-            a=a,
-            gate=g,
-            bonus=local_part(self.r_k),
-        )
+        sequences = {"r": r, "k": k, "v": v, "log_w": log_w, "kappa": kappa, "a": a}
+        wide = wide_dtype(v)  # sums of values may be larger than the largest number of float16
+        before, inplace = state.get("wkv"), state.can_overwrite("wkv")
+        out, after = tokens.run_packed(delta_wkv, sequences, before, inplace, out_dtype=wide)
+        bonus = (r.to(wide) * local_part(self.r_k) * k).sum(-1, keepdim=True) * v
+        out = self.ln_x(out, g, bonus)
         state.update_with("attention_shift", last_token, x)
         state.update("wkv", after, delta_wkv_state, k, v, log_w, kappa, a)
         return self.output(out), v_first
@@ -151,7 +141,7 @@ class Rwkv7ChannelMixing(nn.Module):
         return self.value(relu_squared(self.key(x_k)))
 
 
-@use_kernelized_func([gated_delta_wkv, token_shift])
+@use_kernelized_func([delta_wkv, group_norm_gate, token_shift])
 class Rwkv7Block(RecurrentBlock):
     def __init__(self, config: Rwkv7Config, layer_idx: int):
         super().__init__()
