@@ -28,10 +28,8 @@ OPTIONAL = ("triton",)
 # The digest covers all files: transformers compares only the first file to decide whether to reload the others.
 HEADER = "# Part of subquad{version} (Apache-2.0), merged for a model repository: {digest}\n"
 LINE_LENGTH = 119
-# The decorator of methods to leave out of repositories.
-MARK = "package_only"
-# The function that finds faster implementations of single cases, which a repository does not have either.
-SHORTCUT = "shortcut"
+# The comment above a statement that is left out of repositories.
+MARK = "# package only"
 
 
 class Name(NamedTuple):
@@ -210,24 +208,21 @@ load = functools.cache(Module)
 
 
 def _without_marked(text: str) -> str:
-    """
-    The source of a module without what only the installed package has: methods that are marked with `MARK`, and
-    statements `if` that ask for a `SHORTCUT`.
-    """
-    if f"@{MARK}" not in text and f"{SHORTCUT}(" not in text:
+    """The source of a module without the statements that are marked, their comments, and the blank lines above."""
+    if MARK not in text:
         return text
     lines, cut = text.split("\n"), []
 
     def visit(node):
         for each in ast.iter_child_nodes(node):
-            if isinstance(each, ast.If) and any(
-                isinstance(call, ast.Call) and _root(call) == SHORTCUT for call in ast.walk(each)
-            ):
-                cut.append((each.lineno - 1, each.end_lineno))
-            elif isinstance(each, ast.FunctionDef) and MARK in map(_root, each.decorator_list):
-                cut.append((each.decorator_list[0].lineno - 2, each.end_lineno))  # with the blank line before it
-            else:
-                visit(each)
+            if isinstance(each, ast.stmt):
+                first = min([each.lineno, *(line.lineno for line in getattr(each, "decorator_list", ()))]) - 1
+                if lines[first - 1].strip() == MARK:
+                    while lines[first - 1].strip()[:1] in ("", "#"):
+                        first -= 1
+                    cut.append((first, each.end_lineno))
+                    continue
+            visit(each)
 
     visit(ast.parse(text))
     for first, end in reversed(cut):

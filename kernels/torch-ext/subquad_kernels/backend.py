@@ -44,7 +44,7 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
         operator: name of the operator, for the error.
         backend: `"auto"` or a member of `available`. The environment variable `SUBQUAD_BACKEND` overrides `"auto"`;
             `triton` there means eager for an operator without kernels.
-        available: the implementations of the operator.
+        available: the implementations of the operator. The package also has `"reference"`, the paper's recurrence.
         x: an input of the widest dtype, on the device of all inputs.
 
     Returns:
@@ -54,6 +54,8 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
         ValueError: if the operator lacks the implementation, or Triton cannot compute with the tensor.
     """
     source = "backend"
+    # package only
+    available = (*available, "reference")
     if backend == "auto" and os.environ.get("SUBQUAD_BACKEND"):
         backend, source = os.environ["SUBQUAD_BACKEND"], "SUBQUAD_BACKEND"
         if backend == "triton" and "triton" not in available:
@@ -262,6 +264,12 @@ def _shared_memory(device: torch.device) -> int:
         # ROCm lacks the first attribute.
         return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return (227 if torch.version.hip is None else 64) * 1024  # of an H100 or H200, or of AMD
+
+
+def in_wide_dtype(run: Callable, floats: tuple[torch.Tensor | None, ...], *others: Any) -> Any:
+    """`run(*floats, *others)` in the [`widest`] dtype of the floats, without autocast."""
+    with without_autocast(first_tensor(floats)):
+        return run(*cast(widest(*floats), *floats), *others)
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:

@@ -12,6 +12,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     The installed package computes it on a CPU, without gradients, by the fastest library of the machine.
     """
+    # package only
     if (out := shortcut("linear", x, weight, bias)) is not None:
         return out
     return F.linear(x, weight, bias)
@@ -23,6 +24,7 @@ def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
     For weights of layers, [`linear`] needs less memory.
     """
+    # package only
     if (out := shortcut("matmul", x, y)) is not None:
         return out
     return x @ y

@@ -49,6 +49,7 @@ def low_rank(
             known = ", ".join(map(repr, _FUNCTIONS))
             raise ValueError(f"`{name}` must be one of {known}, got {function!r}.")
     dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
+    # package only
     if (done := shortcut("low_rank", x, down, up, base, inner, outer, scale, dtype)) is not None:
         return done
     low = _apply(inner, matmul(x, down))

@@ -94,6 +94,7 @@ class RecurrentGenerationMixin(GenerationMixin):
     # Whether the call that transformers asks for next is to be compiled.
     _compiles = False
     # Makes a prefix cache for every model that is not given one. `subquad run transformers serve` sets it.
+    # package only
     make_prefix_cache: Callable | None = None
 
     def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args, **kwargs) -> None:
@@ -102,29 +103,48 @@ class RecurrentGenerationMixin(GenerationMixin):
         if generation_config is None and self.generation_config._from_model_config:
             self.generation_config.bos_token_id = self.config.get_text_config(decoder=True).bos_token_id
 
-    def generate(self, *args, prefix_cache=None, **kwargs):
+    def generate(self, *args, **kwargs):
         """
-        As in transformers.
+        As in transformers. The output has the cache under both names.
 
         Args:
-            prefix_cache: a [`PrefixCache`], in which the longest known beginning of the text is looked up, and which
-                keeps the states after the prompt and after the generated text. One text at a time, without padding.
+            prefix_cache: a [`PrefixCache`] of the package, in which the longest known beginning of the text is looked
+                up, and which keeps the states after the prompt and after the generated text. One text at a time,
+                without padding.
         """
         kwargs = with_own_names(kwargs)
         if kwargs.get("cache") is not None:
             kwargs["cache"] = own_cache(kwargs["cache"], self.cache_class)
-        _check_learned_prompt(self, kwargs | {"prefix_cache": prefix_cache})
-        if prefix_cache is None and (self.make_prefix_cache is None or _has_learned_prompt(self)):
-            return self._generate(*args, **kwargs)
+        _check_learned_prompt(self, kwargs)
+        # package only
+        if (prefix_cache := self._prefix_cache_for(args, kwargs)) is not None:
+            return self._generate_behind(prefix_cache, *args, **kwargs)
+        return self._generate(*args, **kwargs)
+
+    # package only
+    def _prefix_cache_for(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """
+        The prefix cache that `generate` is given, which is taken out of its arguments; or the model's own one, if it
+        is to have one and the arguments allow it.
+
+        Raises:
+            ValueError: if one is given that cannot be used with the arguments.
+        """
+        given = kwargs.pop("prefix_cache", None)
+        if given is None and (self.make_prefix_cache is None or _has_learned_prompt(self)):
+            return None
         refusal = _why_not_one_text(args, kwargs, self.generation_config)
-        if refusal is not None and prefix_cache is None:
-            return self._generate(*args, **kwargs)
-        if refusal is not None:
+        if given is not None and refusal is not None:
             raise ValueError(refusal)
-        if prefix_cache is None:
+        if given is None and refusal is None:
             if "own_prefix_cache" not in self.__dict__:
                 self.own_prefix_cache = self.make_prefix_cache()
-            prefix_cache = self.own_prefix_cache
+            return self.own_prefix_cache
+        return given
+
+    # package only
+    def _generate_behind(self, prefix_cache: Any, *args, **kwargs):
+        """`generate` from the longest beginning of the text that the prefix cache knows."""
         ids = _given_ids(args, kwargs)
         kwargs.setdefault("attention_mask", torch.ones_like(ids))
         # The last token is left to `generate`, which needs the logits after it.
@@ -136,7 +156,6 @@ class RecurrentGenerationMixin(GenerationMixin):
         return out
 
     def _generate(self, *args, cache: RecurrentCache | None = None, **kwargs):
-        """`generate` of transformers. Its output has the cache under both names."""
         if cache is not None:
             _check_not_read_again(cache, args, kwargs, self.generation_config)
             kwargs |= named_cache(cache)
@@ -157,7 +176,9 @@ class RecurrentGenerationMixin(GenerationMixin):
         """
         prepare = self.prepare_inputs_for_generation  # PEFT puts another method there, which reads `task_ids`
         known = parameter_names(type(self).forward, getattr(prepare, "__func__", prepare))
-        known |= self.known_arguments | vars(GenerationConfig()).keys() | {"prefix_cache"}
+        known |= self.known_arguments | vars(GenerationConfig()).keys()
+        # package only
+        known |= {"prefix_cache"}
         refuse_unknown(model_kwargs, known, f"{type(self).__name__}.generate()")
         super()._validate_model_kwargs(model_kwargs)
 

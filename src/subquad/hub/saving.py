@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from ..modeling.arguments import PUSH_ARGUMENTS, known_arguments, parameter_names, refuse_unknown
 from ..modeling.layers import Linear
-from ..modeling.package_only import package_only
 from .foreign_files import listed
 
 
@@ -50,7 +49,7 @@ class SavedPreTrainedModel(PreTrainedModel):
         super().post_init()
         self.known_arguments = known_arguments(self)
 
-    @package_only
+    # package only
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As in transformers. A byte with two 4-bit weights counts as two."""
         packed = [module.weight for module in self.modules() if getattr(module, "packed", False)]
@@ -81,7 +80,7 @@ class SavedPreTrainedModel(PreTrainedModel):
                 kwargs = with_sizes(cls.config_class, source, kwargs)
         return super().from_pretrained(path, *args, **kwargs | {"use_safetensors": True})
 
-    @package_only
+    # package only
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
         """As in transformers, for a model and for the base model of an adapter."""
@@ -118,7 +117,7 @@ class SavedPreTrainedModel(PreTrainedModel):
             raise ValueError(message)
         return loading_info
 
-    @package_only
+    # package only
     def load_adapter(self, peft_model_id: str | os.PathLike | None = None, *args, **kwargs):
         """As in transformers, from safetensors only."""
         from .weight_files import check_adapter
@@ -127,7 +126,7 @@ class SavedPreTrainedModel(PreTrainedModel):
             check_adapter(peft_model_id)
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
-    @package_only
+    # package only
     def save_pretrained(
         self, save_directory: str | os.PathLike, *args, self_contained: bool = False, **kwargs
     ) -> None:
@@ -149,7 +148,7 @@ class SavedPreTrainedModel(PreTrainedModel):
 
         save_model(self, save, save_directory, *args, self_contained=self_contained, **kwargs)
 
-    @package_only
+    # package only
     def push_to_hub(self, repo_id: str, **kwargs):
         """
         As in transformers, with the same arguments. The code that the model needs is uploaded too, with its license,
@@ -164,7 +163,7 @@ class SavedPreTrainedModel(PreTrainedModel):
             return super().push_to_hub(repo_id, **kwargs)
         return push_model(self, repo_id, **kwargs)
 
-    @package_only
+    # package only
     def _saved_by_transformers(self) -> bool:
         """Whether transformers copies the code (the model was loaded with its code) or saves only an adapter."""
         return self.is_remote_code() or getattr(self, "_hf_peft_config_loaded", False)

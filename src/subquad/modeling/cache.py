@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 
 from subquad_kernels.tracing import is_inference
 
-from .package_only import package_only
 from .padding import Tokens, read_values, should_check
 from .state_file import ModelIdentity, check_owner, describe_owner, read_state_file, write_state_file
 
@@ -367,7 +366,7 @@ class RecurrentCache(Cache):
             static=static, recurrent_names=self.recurrent_names, convolution_names=self.convolution_names
         )
 
-    @package_only
+    # package only
     def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
         """
         Shapes of a block's states by name, without the batch, once a token is read. None is a size that depends on the
@@ -754,7 +753,7 @@ class RecurrentCache(Cache):
             of, _, name = key.rpartition(".")
             layers[of].write(name, state)
 
-    @package_only
+    # package only
     def save(
         self, path: str | os.PathLike, model: ModelIdentity | None = None, text: dict[str, Any] | None = None
     ) -> None:
@@ -782,7 +781,7 @@ class RecurrentCache(Cache):
         }
         write_state_file(path, states, about)
 
-    @package_only
+    # package only
     @classmethod
     def load(
         cls,
@@ -809,7 +808,7 @@ class RecurrentCache(Cache):
             check_owner(path, about, model)
         return cls.from_states(path, config, states, about, static).to(device)
 
-    @package_only
+    # package only
     @classmethod
     def from_states(
         cls,
@@ -842,7 +841,7 @@ class RecurrentCache(Cache):
         cache.seen_tokens += tokens
         return cache
 
-    @package_only
+    # package only
     def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:
         """
         Why the states do not fit this cache after `tokens` tokens; None if they do.

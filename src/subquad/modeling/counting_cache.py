@@ -4,7 +4,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from .cache import RecurrentCache, add_marked
-from .package_only import package_only
 from .positions import TokenPositions
 
 
@@ -17,11 +16,11 @@ class CountingCache(RecurrentCache):
 
     integer_names = (*RecurrentCache.integer_names, "lengths")
 
-    @package_only
+    # package only
     def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
         return super().state_shapes(config, number) | ({"lengths": ()} if number is None else {})
 
-    @package_only
+    # package only
     def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:
         fault = super().find_fault(config, states, tokens)
         if fault is None and states and (least := int(states[LENGTHS].min())) < 0:

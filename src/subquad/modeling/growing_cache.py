@@ -9,7 +9,6 @@ from subquad_kernels.tracing import can_read_values
 
 from .cache import LayerState
 from .counting_cache import CountingCache
-from .package_only import package_only
 from .padding import expand_to
 from .ring import with_capacity
 from .state_file import ModelIdentity
@@ -110,7 +109,7 @@ class GrowingCache(CountingCache):
         layer.note_alias(name)
         return held
 
-    @package_only
+    # package only
     def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:
         if fault := super().find_fault(config, states, tokens):
             return fault
@@ -132,7 +131,7 @@ class GrowingCache(CountingCache):
                 kept = torch.arange(state.shape[1], device=state.device) < lengths.to(state.device)[:, None]
                 layer.states[name] = state * expand_to(kept, state)
 
-    @package_only
+    # package only
     @classmethod
     def load(
         cls,

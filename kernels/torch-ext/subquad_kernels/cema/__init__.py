@@ -2,14 +2,14 @@
 
 import torch
 
-from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
+from ..backend import choose_backend, in_wide_dtype, of_widest, step_states, widest
 from ..checks import check_inplace, check_tensors, needs_gradient
 from .custom_ops import _cema, _cema_step
 from .eager import cema_step
 from .reference import cema_reference
 
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "triton")
 
 
 def cema(
@@ -62,12 +62,11 @@ def cema(
     if has_kernels or (backend == "eager" and not one_token):
         out, state = _cema(*floats, starts, real, backend)
     else:
-        floats = cast(widest(*floats), *floats)
-        with without_autocast(x):
-            if backend == "reference":
-                out, state = cema_reference(*floats, starts, real)
-            else:
-                out, state = cema_step(*floats, starts, real)
+        run = cema_step
+        # package only
+        if backend == "reference":
+            run = cema_reference
+        out, state = in_wide_dtype(run, floats, starts, real)
         out = out.to(x.dtype)
     return out, initial_state.copy_(state) if inplace else state
 

@@ -10,8 +10,8 @@ from .eager import chunk_attention_masked, chunk_attention_with_dropout
 from .reference import chunk_attention_reference
 
 
-BACKENDS = ("eager", "reference")
-STEP_BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager",)
+STEP_BACKENDS = ("eager", "triton")
 
 
 def chunk_attention(
@@ -57,6 +57,7 @@ def chunk_attention(
     """
     _check(q, k, v, first, chunk_size, aligned, dropout_p)
     chosen = choose_backend("chunk_attention", backend, BACKENDS, v)
+    # package only
     if chosen == "reference":
         with without_autocast(v):
             return chunk_attention_reference(*cast(widest(v), q, k, v), first, dropout_p).to(v.dtype)

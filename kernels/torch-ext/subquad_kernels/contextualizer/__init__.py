@@ -8,7 +8,7 @@ from .custom_ops import _contextualizer
 from .reference import contextualizer_reference
 
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "triton")
 
 
 def contextualizer(
@@ -47,6 +47,7 @@ def contextualizer(
     queries = z.shape[1] if queries is None and z.dim() == 3 else queries
     _check(z, v, gate, prefix, queries)
     backend = choose_backend("contextualizer", backend, BACKENDS, z)
+    # package only
     if backend == "reference":
         return contextualizer_reference(z, v, gate, prefix, queries).to(z.dtype)
     return _contextualizer(z, v, gate, prefix, queries, backend)

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
+from ..backend import cast, choose_backend, in_wide_dtype, of_widest, step_states, widest, without_autocast
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
 from ..shortcuts import shortcut
@@ -13,7 +13,7 @@ from .eager import delta_wkv_step, delta_wkv_step_in_pool
 from .reference import delta_wkv_reference
 
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "triton")
 
 
 def delta_wkv(
@@ -97,6 +97,7 @@ def delta_keys(
     """
     check_sequences(k=k)
     check_tensors({"k": (k, k.shape), "a": (a, k.shape), "k_k": (k_k, k.shape[2:]), "k_a": (k_a, k.shape[2:])}, "k", k)
+    # package only
     if k.shape[1] == 1 and (done := shortcut("delta_keys", k, a, k_k, k_a)) is not None:
         return done
     kappa = k * k_k
@@ -131,6 +132,7 @@ def _run(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, *, inplac
         states = step_states(initial_state, in_place, v, (k.shape[0], *v.shape[2:], k.shape[-1]))
         return _delta_wkv_step(*floats[:-1], *states, indices, out_dtype, backend), states[1]
     token = *floats[:-1], None, initial_state, indices, inplace
+    # package only
     if one_token and backend == "eager" and (done := shortcut("recurrence", *token)) is not None:
         return done[0].to(out_dtype), done[1]
     if indices is not None and one_token and backend == "eager":
@@ -140,19 +142,20 @@ def _run(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, *, inplac
     if indices is not None:
         tokens, options = floats[:-1], {"inplace": False, "out_dtype": out_dtype, "backend": backend}
         return in_copies(lambda x: _run(*tokens, x, cu_seqlens, None, **options), initial_state, indices)
-    if has_kernels or (backend == "eager" and not one_token):
+    # package only
+    if backend == "reference":
+        out, state = in_wide_dtype(delta_wkv_reference, floats, cu_seqlens)
+        return out.to(out_dtype), initial_state.copy_(state) if inplace else state
+    if has_kernels or not one_token:
         out, state = _delta_wkv(*floats, cu_seqlens, out_dtype, backend)
     else:
         *tokens, before = cast(widest(*floats), *floats)
         with without_autocast(k):
-            if backend == "reference":
-                out, state = delta_wkv_reference(*tokens, before, cu_seqlens)
-            else:
-                overwritten = before if inplace and before is initial_state else None
-                if before is None:
-                    before = tokens[0].new_zeros(k.shape[0], *v.shape[2:], k.shape[-1])
-                out, state = delta_wkv_step(*(x[:, 0] for x in tokens), before, overwritten)
-                out = out.unsqueeze(1)
+            overwritten = before if inplace and before is initial_state else None
+            if before is None:
+                before = tokens[0].new_zeros(k.shape[0], *v.shape[2:], k.shape[-1])
+            out, state = delta_wkv_step(*(x[:, 0] for x in tokens), before, overwritten)
+            out = out.unsqueeze(1)
         out = out.to(out_dtype)
     return out, initial_state.copy_(state) if inplace and state is not initial_state else state
 

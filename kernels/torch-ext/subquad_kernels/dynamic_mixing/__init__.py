@@ -10,7 +10,7 @@ from .custom_ops import _dynamic_mixing, _dynamic_mixing_
 from .reference import dynamic_mixing_reference
 
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "triton")
 NORMALIZATIONS = ("l1", "sum")
 
 
@@ -58,6 +58,7 @@ def dynamic_mixing(
     """
     _check(features, width, normalization, eps, inplace)
     backend = choose_backend("dynamic_mixing", backend, BACKENDS, features)
+    # package only
     if backend == "reference":
         out = dynamic_mixing_reference(features, width, normalization, eps)
         if not inplace:

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
+from ..backend import choose_backend, in_wide_dtype, of_widest, step_states
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
 from ..shortcuts import shortcut
@@ -11,7 +11,7 @@ from .custom_ops import _slot_memory, _slot_memory_state, _slot_memory_step
 from .reference import slot_memory_reference
 
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "triton")
 
 
 def slot_memory(
@@ -77,12 +77,11 @@ def slot_memory(
     if indices is not None:  # many tokens change nearly all slots
         options = {"cu_seqlens": cu_seqlens, "backend": backend}
         return in_copies(lambda states: slot_memory(q, k, v, log_f, states, **options), initial_state, indices)
+    # package only
     if backend == "reference":
-        with without_autocast(k):
-            out, state = slot_memory_reference(*cast(widest(x), *floats), cu_seqlens)
-        out = out.to(v.dtype)
-    else:
-        out, state, _ = _slot_memory(*floats, cu_seqlens, backend)
+        out, state = in_wide_dtype(slot_memory_reference, floats, cu_seqlens)
+        return out.to(v.dtype), initial_state.copy_(state) if inplace else state
+    out, state, _ = _slot_memory(*floats, cu_seqlens, backend)
     return out, initial_state.copy_(state) if inplace else state
 
 
@@ -103,6 +102,7 @@ def slot_memory_state(
 def _step(q, k, v, log_f, initial_state, indices, inplace, backend):
     token = q, k, v, log_f
     states = initial_state, indices, inplace
+    # package only
     if backend == "eager" and (done := shortcut("slot_memory", *token, *states)) is not None:
         return done
     shape = k.shape[0], k.shape[2], log_f.shape[-1], k.shape[-1] + v.shape[-1]

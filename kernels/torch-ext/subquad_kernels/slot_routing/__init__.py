@@ -10,7 +10,7 @@ from .custom_ops import _slot_routing
 from .reference import slot_routing_reference
 
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "triton")
 SCORES = ("sigmoid", "softmax")
 
 
@@ -55,6 +55,7 @@ def slot_routing(
     _check(logits, log_decay, topk, bias, score, scale)
     scale = float(scale)
     backend = choose_backend("slot_routing", backend, BACKENDS, of_widest(logits, log_decay, bias))
+    # package only
     if backend == "reference":
         x, a, b = cast(widest(logits, log_decay, bias), logits, log_decay, bias)
         return slot_routing_reference(x, a, topk, b, score, scale)

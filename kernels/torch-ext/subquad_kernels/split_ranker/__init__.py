@@ -10,7 +10,7 @@ from .eager import choose, normalize, scores_of
 from .reference import maxsim_reference, split_ranker_reference
 
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "triton")
 NORMALIZATIONS = ("first", "max", "min")
 ORDERS = ("sequence", "score")
 
@@ -53,6 +53,7 @@ def maxsim(
     backend = choose_backend("maxsim", backend, BACKENDS, queries)
     if needs_gradient(queries, splits):
         queries, splits = queries.detach(), splits.detach()
+    # package only
     if backend == "reference":
         return maxsim_reference(queries, splits, number, first).to(widest(queries))
     return _maxsim(queries, splits, number, first, backend)
@@ -106,7 +107,9 @@ def split_ranker(
         check_tensors({"scores": (scores, (*queries.shape[:2], splits.shape[1]))}, "queries", queries)
         if scores.dtype != widest(queries):
             raise ValueError(f"`scores` must be {widest(queries)}, got {scores.dtype}.")
-    if choose_backend("split_ranker", backend, BACKENDS, queries) == "reference":
+    backend = choose_backend("split_ranker", backend, BACKENDS, queries)
+    # package only
+    if backend == "reference":
         return split_ranker_reference(queries, splits, k, number, first, normalization, order, scores)
 
     if scores is None:

@@ -8,7 +8,7 @@ from .custom_ops import _static_mixing, _static_mixing_
 from .reference import static_mixing_reference
 
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "triton")
 
 
 def static_mixing(
@@ -47,11 +47,13 @@ def static_mixing(
     backend = choose_backend("static_mixing", backend, BACKENDS, features)
     if inplace:
         _check_inplace(features, v)
+        # package only
         if backend == "reference":
             features[..., width:] = static_mixing_reference(features, v, width)
         else:
             _static_mixing_(features, v, width, backend)
         return features[..., width:]
+    # package only
     if backend == "reference":
         return static_mixing_reference(features, v, width).to(features.dtype)
     return _static_mixing(features, v, width, backend)

@@ -2,14 +2,14 @@
 
 import torch
 
-from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
+from ..backend import choose_backend, in_wide_dtype, of_widest, step_states
 from ..checks import check_flags, check_inplace, check_tensors, needs_gradient
 from .custom_ops import _timestep_decay_norm, _timestep_decay_norm_step
 from .eager import timestep_decay_norm_step
 from .reference import timestep_decay_norm_reference
 
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "triton")
 
 
 def timestep_decay_norm(
@@ -66,8 +66,7 @@ def timestep_decay_norm(
     _check(*tensors, starts, real, groups, beta1, beta2)
     if inplace:
         check_inplace(initial_state, x, *(w for w in (weight, bias) if w is not None))
-    widest_x = of_widest(*tensors)
-    backend = choose_backend("timestep_decay_norm", backend, BACKENDS, widest_x)
+    backend = choose_backend("timestep_decay_norm", backend, BACKENDS, of_widest(*tensors))
     numbers = groups, float(beta1), float(beta2), float(eps)
     one_token, has_kernels = x.shape[1] == 1, backend in ("auto", "triton")
     if one_token and has_kernels and not needs_gradient(*tensors):
@@ -77,10 +76,11 @@ def timestep_decay_norm(
     if has_kernels or (backend == "eager" and not one_token):
         out, state, _ = _timestep_decay_norm(*tensors, starts, real, *numbers, backend)
     else:
-        tensors = cast(widest(widest_x), *tensors)
-        run = timestep_decay_norm_reference if backend == "reference" else timestep_decay_norm_step
-        with without_autocast(x):
-            out, state = run(*tensors, starts, real, *numbers)
+        run = timestep_decay_norm_step
+        # package only
+        if backend == "reference":
+            run = timestep_decay_norm_reference
+        out, state = in_wide_dtype(run, tensors, starts, real, *numbers)
         out = out.to(x.dtype)
     return out, initial_state.copy_(state) if inplace else state
 

@@ -10,7 +10,7 @@ from .eager import token_shift_eager
 from .reference import token_shift_reference
 
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "triton")
 
 
 def token_shift(
@@ -49,9 +49,11 @@ def token_shift(
     backend = choose_backend("token_shift", backend, BACKENDS, x)
     if backend == "auto" and x.shape[1] == 1 and torch.compiler.is_compiling():
         backend = "eager"  # the compiler fuses a single token with the operations around it
+    # package only
     if backend == "reference":
         return token_shift_reference(x, state, mu, offset, starts).to(x.dtype)
     if backend == "eager":
+        # package only
         if x.shape[1] == 1 and starts is None and (out := shortcut("token_shift", x, state, mu, offset)) is not None:
             return out
         return token_shift_eager(x, state, mu, offset, starts)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backend import cast, choose_backend, of_widest, step_states, widest, without_autocast
+from ..backend import cast, choose_backend, in_wide_dtype, of_widest, step_states, widest, without_autocast
 from ..checks import check_inplace, check_sequences, check_tensors, needs_gradient
 from ..documents import count_documents
 from ..shortcuts import shortcut
@@ -13,7 +13,7 @@ from .masks import masks_for
 from .reference import wkv_reference
 
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "triton")
 
 
 def wkv(
@@ -90,6 +90,7 @@ def _run(r, k, v, log_w, u, initial_state, cu_seqlens, indices, *, inplace, out_
         states = step_states(initial_state, in_place, v, (k.shape[0], *k.shape[2:], v.shape[-1]))
         return _wkv_step(r, k, v, log_w, u, *states, indices, out_dtype, backend), states[1]
     token = r, k, v, log_w, None, None, u, initial_state, indices, inplace
+    # package only
     if one_token and backend == "eager" and (done := shortcut("recurrence", *token)) is not None:
         return done[0].to(out_dtype), done[1]
     if indices is not None and one_token and backend == "eager":
@@ -99,19 +100,20 @@ def _run(r, k, v, log_w, u, initial_state, cu_seqlens, indices, *, inplace, out_
     if indices is not None:
         tokens, options = floats[:-1], {"inplace": False, "out_dtype": out_dtype, "backend": backend}
         return in_copies(lambda x: _run(*tokens, x, cu_seqlens, None, **options), initial_state, indices)
-    if has_kernels or (backend == "eager" and not one_token):
+    # package only
+    if backend == "reference":
+        out, state = in_wide_dtype(wkv_reference, floats, cu_seqlens)
+        return out.to(out_dtype), initial_state.copy_(state) if inplace else state
+    if has_kernels or not one_token:
         masks = masks_for(r, k, v) if has_kernels else None
         out, state = _wkv(*floats, cu_seqlens, masks, out_dtype, backend)
     else:
         r, k, v, log_w, u, before = cast(widest(*floats), *floats)
         with without_autocast(k):
-            if backend == "reference":
-                out, state = wkv_reference(r, k, v, log_w, u, before, cu_seqlens)
-            else:
-                overwritten = before if inplace and before is initial_state else None
-                before = v.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1]) if before is None else before
-                out, state = wkv_step(*only_token(r, k, v, log_w), u, before, overwritten)
-                out = out.unsqueeze(1)
+            overwritten = before if inplace and before is initial_state else None
+            before = v.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1]) if before is None else before
+            out, state = wkv_step(*only_token(r, k, v, log_w), u, before, overwritten)
+            out = out.unsqueeze(1)
         out = out.to(out_dtype)
     return out, initial_state.copy_(state) if inplace and state is not initial_state else state
 

@@ -1,15 +1,17 @@
 """Working memory: Gecko's fixed-size state for chunks that have left its attention."""
 
+import functools
+
 import torch
 
-from ..backend import cast, choose_backend, of_widest, widest, without_autocast
+from ..backend import choose_backend, in_wide_dtype, of_widest
 from ..checks import check_tensors, needs_gradient
 from ..state_pool import check_indices, count_states
 from .custom_ops import _working_memory, _working_memory_step
 from .reference import working_memory_reference
 
 
-BACKENDS = ("eager", "reference", "triton")
+BACKENDS = ("eager", "triton")
 
 
 def working_memory(
@@ -82,13 +84,7 @@ def working_memory(
         taken = (y.index_select(0, indices) for y in floats[1:])
         out, *states = working_memory(q, *taken, *chunks, backend=backend)
         return out, *(pool.index_copy_(0, indices, y.float()) for pool, y in zip(floats[3:], states, strict=True))
-    if backend == "reference":
-        with without_autocast(v):
-            out, *states = working_memory_reference(*cast(widest(x), *floats), *chunks)
-        out = out.to(v.dtype)
-    elif not one_token:
-        out, *states = _working_memory(*floats, *chunks, backend)
-    else:
+    if one_token and backend != "reference":
         states = memory, normalizer
         if memory is None:
             shape = *q.shape[:2], q.shape[-1]
@@ -96,6 +92,12 @@ def working_memory(
         elif not inplace and indices is None:
             states = [state.to(torch.float32, copy=True).contiguous() for state in states]
         return _working_memory_step(q, k, v, *states, *chunks, indices, backend), *states
+    run = functools.partial(_working_memory, *floats, *chunks, backend)
+    # package only
+    if backend == "reference":
+        run = functools.partial(in_wide_dtype, working_memory_reference, floats, *chunks)
+    out, *states = run()
+    out = out.to(v.dtype)
     if inplace:
         states = memory.copy_(states[0]), normalizer.copy_(states[1])
     return out, *states

@@ -8,7 +8,6 @@ from transformers.cache_utils import StaticCache
 from subquad_kernels import maxsim
 
 from ...modeling.growing_cache import GrowingCache
-from ...modeling.package_only import package_only
 from ...modeling.padding import Tokens, read_values
 
 
@@ -41,7 +40,7 @@ class AveyCache(GrowingCache):
         # Inputs of each block's contextualizer for the rows of missing splits, the same for every text.
         self.zero_rows: list[torch.Tensor] | None = None
 
-    @package_only
+    # package only
     def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
         if number is not None:
             return {}

@@ -7,7 +7,6 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import StaticCache
 
 from ...modeling.counting_cache import CountingCache
-from ...modeling.package_only import package_only
 from ...modeling.positions import TokenPositions
 from ...modeling.ring import ring_state
 
@@ -44,7 +43,7 @@ class GeckoCache(CountingCache):
         super().__init__(config, static)
         self.window = 2 * config.chunk_size
 
-    @package_only
+    # package only
     def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
         timenorm = {"timenorm": (3, config.timenorm_num_groups)}
         if number is None:
@@ -60,7 +59,7 @@ class GeckoCache(CountingCache):
             "normalizer": (heads, key),
         }
 
-    @package_only
+    # package only
     def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:
         if fault := super().find_fault(config, states, tokens):
             return fault

@@ -9,7 +9,6 @@ from transformers.cache_utils import CacheLayerMixin, StaticCache
 
 from ...modeling.cache import LayerState
 from ...modeling.growing_cache import GrowingCache
-from ...modeling.package_only import package_only
 from ...modeling.padding import expand_to
 from ...modeling.positions import TokenPositions
 from ...modeling.ring import entries_at, ring_state, with_capacity, write_to_ring
@@ -66,7 +65,7 @@ class RavenCache(GrowingCache):
             return AttentionState(static=static)
         return super().new_layer(config, number, static)
 
-    @package_only
+    # package only
     def state_shapes(self, config: PreTrainedConfig, number: int | None) -> dict[str, tuple[int | None, ...]]:
         if number is None:
             return super().state_shapes(config, number)
@@ -108,7 +107,7 @@ class RavenCache(GrowingCache):
     def join(cls, caches: Sequence["RavenCache"]) -> "RavenCache":
         return super().join(caches)._compare_lengths()
 
-    @package_only
+    # package only
     @classmethod
     def from_states(cls, *args, **kwargs) -> "RavenCache":
         return super().from_states(*args, **kwargs)._compare_lengths()

@@ -6,7 +6,6 @@ from huggingface_hub.dataclasses import strict
 
 from ...modeling.configuration_checks import CheckedConfig, check_configuration
 from ...modeling.layer_types import all_linear
-from ...modeling.package_only import package_only
 from ...modeling.tensor_parallel import divides_heads, plan_heads, plan_property
 from ...modeling.versions import CACHE_NAMES
 
@@ -114,7 +113,7 @@ class Rwkv5Config(CheckedConfig):
                 f"({self.num_attention_heads}) times `head_size` ({self.head_size})."
             )
 
-    @package_only
+    # package only
     def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """
         Reads sizes that published `config.json` files lack or misstate from a checkpoint's tensors.

@@ -6,7 +6,6 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 
 from ...modeling.configuration_checks import check_configuration
-from ...modeling.package_only import package_only
 from ..rwkv5.configuration_rwkv5 import Rwkv5Config
 
 
@@ -72,7 +71,7 @@ class Rwkv6Config(Rwkv5Config):
         super().validate_architecture()
         check_configuration(self, ("lora_rank_tokenshift", "lora_rank_decay"))
 
-    @package_only
+    # package only
     def set_sizes_from_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """As [`Rwkv5Config.set_sizes_from_shapes`], and the two ranks; also from flash-linear-attention's names."""
         ours = {
