@@ -34,12 +34,11 @@ def run(monkeypatch, tmp_path):
 
 
 def test_cells_are_measured_once_in_processes_of_their_own(run, tmp_path):
-    options = ("--lengths", "16", "48", "--architectures", "finch", "avey-b")
+    options = ("--lengths", "16", "48", "--architectures", "finch", "avey-b", "--seeds", "0", "1")
     first = run(*options)
-    assert [(row["architecture"], row["length"]) for row in first["rows"]] == [
-        *(("finch", 16), ("finch", 48)),
-        *(("avey-b", 16), ("avey-b", 48)),
-    ]
+    cells = [("finch", 16), ("finch", 48), ("avey-b", 16), ("avey-b", 48)]
+    assert [(row["architecture"], row["length"]) for row in first["rows"]] == 2 * cells
+    assert [row["seed"] for row in first["rows"]] == [0] * 4 + [1] * 4
     for row in first["rows"]:
         assert row["tokens_per_second"] > 0 and row["parameters"] > 1000 and "note" not in row
         low, high = row["tokens_per_second_quartiles"]
@@ -52,17 +51,26 @@ def test_cells_are_measured_once_in_processes_of_their_own(run, tmp_path):
     svg = (tmp_path / "speed.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(svg)
     labels = ("tokens a second", "milliseconds a token", "peak (MiB)", "size (KiB)", "length of the text (tokens)")
-    assert all(f"<!-- {label} -->" in svg for label in labels) and "seed 0" in svg and "thread" in svg
+    assert all(f"<!-- {label} -->" in svg for label in labels) and "seeds 0, 1" in svg and "thread" in svg
     header, rows = speed.table(first)
-    assert all(len(row) == len(header) for row in rows) and rows[2][4] == "–"
+    assert all(len(row) == len(header) for row in rows) and rows[2][4] == "–" and len(rows) == 4
+
+
+def test_a_slow_turn_does_not_count():
+    rows = [
+        {"architecture": "finch", "length": 8, "seed": seed, "milliseconds_per_token": time, "x_quartiles": [time, 9]}
+        for seed, time in enumerate((2.0, 50.0, 2.5))
+    ]
+    (row,) = speed.medians({"rows": rows})
+    assert row["milliseconds_per_token"] == 2.5 and row["x_quartiles"] == [2.5, 9]
 
 
 def test_what_takes_too_long_is_stopped_and_said(run, capsys):
     start = time.monotonic()
-    record = run("--lengths", "1048576", "--architectures", "transformer", "--limit", "0")
+    record = run("--lengths", "1048576", "--architectures", "transformer", "--limit", "0", "--seeds", "0")
     assert time.monotonic() - start < 120  # reading would take hours
     (row,) = record["rows"]
-    cell = {"architecture": "transformer", "length": 1048576}
+    cell = {"architecture": "transformer", "length": 1048576, "seed": 0}
     assert row == {**cell, "note": "stopped after 0 s", "seconds": row["seconds"]}
     assert "Not measured to the end: Transformer (RoPE) at 1,048,576: stopped after 0 s." in capsys.readouterr().out
 

@@ -21,11 +21,12 @@ For each written token, Avey recomputes a whole split, so --tokens should be a m
 the --window. State is the size of the cache after reading, including room for more tokens.
 
 Every cell runs in a process of its own, so that the memory of earlier cells does not count. It reads the text once to
-measure the additional peak memory, state included. Then it reads for --seconds, at least three times, and writes.
-Times are medians, and the bars of the figure go from the first quartile to the third. Memory is measured once: it is
-the resident set of the process on a CPU (Linux only), and the memory allocated by torch on a GPU, where events measure
-the time. A cell that takes longer than --limit after its model is made is stopped. This is recorded, and so is running
-out of memory.
+measure the additional peak memory, state included. Then it reads for --seconds, at least three times, and writes. The
+cells take turns: all are measured with the first of the --seeds, then all with the next, so that other work on the
+machine slows a cell in few of its turns. Times are medians over a turn, and then over the turns. The bars of the figure
+are quartiles in the same way. Memory is the resident set of the process on a CPU (Linux only), and the memory allocated
+by torch on a GPU, where events measure the time. A cell that takes longer than --limit after its model is made is
+stopped. This is recorded, and so is running out of memory.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ import torch
 
 from .figures import line_of, new_figure, short
 from .models import NAMES, is_encoder, make_config, make_model
+from .spread import by
 
 
 # Time and memory are measured as in the benchmarks of the operators.
@@ -57,6 +59,7 @@ from measuring import extra_mebibytes, repeated_milliseconds, resident_mebibytes
 
 TITLE = "Speed and memory"
 ARCHITECTURES = tuple(NAMES)
+SEEDS = (0, 1, 2)
 VOCABULARY = 1024
 FITTED = 4  # number of longest lengths to fit an exponent to
 # Measured value to its title and unit.
@@ -88,8 +91,8 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    pairs = itertools.product(arguments.architectures, arguments.lengths)
-    return [{"architecture": architecture, "length": length} for architecture, length in pairs]
+    each = itertools.product(arguments.seeds, arguments.architectures, arguments.lengths)
+    return [{"architecture": architecture, "length": length, "seed": seed} for seed, architecture, length in each]
 
 
 def peak_mebibytes(function: Callable[[], Any], device: torch.device) -> float | None:
@@ -184,7 +187,7 @@ def serve(sender: Connection, *cell: Any) -> None:
         sender.send({"note": "out of memory"})
 
 
-def measure(arguments: argparse.Namespace, architecture: str, length: int) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, architecture: str, length: int, seed: int) -> dict[str, Any]:
     # A fork of a process that has already imported everything starts quickly. But GPUs cannot be used in a fork if the
     # imports have initialised them.
     forks = "forkserver" in multiprocessing.get_all_start_methods() and torch.device(arguments.device).type == "cpu"
@@ -193,7 +196,7 @@ def measure(arguments: argparse.Namespace, architecture: str, length: int) -> di
         context.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(
-        target=serve, args=(sender, architecture, length, arguments.seed, settings(arguments)), daemon=True
+        target=serve, args=(sender, architecture, length, seed, settings(arguments)), daemon=True
     )
     process.start()
     sender.close()  # so that the pipe ends when the process does
@@ -212,10 +215,25 @@ def measure(arguments: argparse.Namespace, architecture: str, length: int) -> di
         process.join()
 
 
+def medians(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row of medians over the turns for each architecture and length, in this order."""
+    rows = []
+    for (architecture, length), turns in by(record["rows"], "architecture", "length").items():
+        row = {"architecture": architecture, "length": length}
+        for name in set().union(*turns) - row.keys():
+            values = [turn[name] for turn in turns if turn.get(name) is not None]
+            if name.endswith("quartiles"):
+                row[name] = [statistics.median(ends) for ends in zip(*values, strict=True)]
+            elif values:
+                row[name] = values[0] if name == "note" else statistics.median(values)
+        rows.append(row)
+    return sorted(rows, key=lambda row: (ARCHITECTURES.index(row["architecture"]), row["length"]))
+
+
 def series(record: dict[str, Any], what: str) -> dict[str, dict[int, Any]]:
     """A measured value, or its quartiles, by architecture and length."""
     result: dict[str, dict[int, Any]] = {}
-    for row in sorted(record["rows"], key=lambda row: (ARCHITECTURES.index(row["architecture"]), row["length"])):
+    for row in medians(record):
         if row.get(what) is not None:
             result.setdefault(row["architecture"], {})[row["length"]] = row[what]
     return result
@@ -254,7 +272,7 @@ def with_quartiles(row: dict[str, Any], what: str) -> str:
 def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     header = ["model", "parameters", "length", *(f"{title}: {unit}" for title, unit in MEASURES.values()), "note"]
     rows = []
-    for row in sorted(record["rows"], key=lambda row: (ARCHITECTURES.index(row["architecture"]), row["length"])):
+    for row in medians(record):
         numbers = [with_quartiles(row, what) for what in MEASURES]
         parameters = f"{row['parameters']:,}" if row.get("parameters") else "–"
         rows.append([NAMES[row["architecture"]], parameters, f"{row['length']:,}", *numbers, row.get("note") or ""])
@@ -329,7 +347,7 @@ def findings(record: dict[str, Any]) -> list[str]:
         said += compare(record, *comparison)
     for what in list(MEASURES)[1:]:
         said += growth(record, what)
-    ended = [row for row in record["rows"] if "note" in row]
+    ended = [row for row in medians(record) if "note" in row]
     if ended:
         notes = [f"{NAMES[row['architecture']]} at {row['length']:,}: {row['note']}" for row in ended]
         said.append(f"Not measured to the end: {'; '.join(notes)}.")
