@@ -95,3 +95,13 @@ def test_blocks_that_are_not_run_import_their_names(tmp_path):
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--quiet", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
+
+
+def test_the_figures_are_those_of_the_records(tmp_path):
+    """Their texts, to which the numbers of bars belong; matplotlib's versions place lines differently."""
+    subprocess.run([sys.executable, DOCS / "figures.py", tmp_path], check=True)
+    drawn, kept = (
+        {path.name: re.findall("<!-- (.*?) -->", path.read_text(encoding="utf-8")) for path in folder.glob("*.svg")}
+        for folder in (tmp_path, DOCS / "figures")
+    )
+    assert drawn == kept

@@ -23,10 +23,10 @@ the --window. State is the size of the cache after reading, including room for m
 Every cell runs in a process of its own, so that the memory of earlier cells does not count. It reads the text once to
 measure the additional peak memory, state included. Then it reads for --seconds, at least three times, and writes. The
 cells take turns: all are measured with the first of the --seeds, then all with the next, so that other work on the
-machine slows a cell in few of its turns. Times are medians over a turn, and then over the turns. The bars of the figure
-are quartiles in the same way. Memory is the resident set of the process on a CPU (Linux only), and the memory allocated
-by torch on a GPU, where events measure the time. A cell that takes longer than --limit after its model is made is
-stopped. This is recorded, and so is running out of memory.
+machine slows a cell in few of its turns. Times are medians over a turn, and then over the turns. The bars of the
+figure are quartiles in the same way. Memory is the resident set of the process on a CPU (Linux only), and the memory
+allocated by torch on a GPU, where events measure the time. A cell that takes longer than --limit after its model is
+made is stopped. This is recorded, and so is running out of memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Measures serving with vLLM. Each part writes a record, for the figures of `docs/serving_figure.py`.
+Measures serving with vLLM. Each part writes a record, for the figures of `docs/figures.py`.
 
     python examples/serving/benchmark.py servers    # vLLM's server and `transformers serve`, by number of clients
     python examples/serving/benchmark.py batches    # `vllm.LLM` and `generate` for one left-padded batch
