@@ -21,8 +21,6 @@ from examples.evaluation import TASKS, figures, report, runs  # noqa: E402
 
 # Files that are copied into the site from other folders, by the name of their page.
 RECORDS = {
-    "benchmarks-models.md": "benchmarks/RESULTS.md",
-    "benchmarks-operators.md": "kernels/benchmarks/RESULTS.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
 }
