@@ -56,9 +56,9 @@ def chunk_attention(
             the device, which avoids a synchronization.)
     """
     _check(q, k, v, first, chunk_size, aligned, dropout_p)
-    chosen = choose_backend("chunk_attention", backend, BACKENDS, v)
+    backend = choose_backend("chunk_attention", backend, BACKENDS, v)
     # package only
-    if chosen == "reference":
+    if backend == "reference":
         with without_autocast(v):
             return chunk_attention_reference(*cast(widest(v), q, k, v), first, dropout_p).to(v.dtype)
     q, k = cast(v.dtype, q, k)

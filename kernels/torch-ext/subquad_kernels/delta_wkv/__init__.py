@@ -131,10 +131,11 @@ def _run(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, indices, *, inplac
         in_place = inplace or indices is not None
         states = step_states(initial_state, in_place, v, (k.shape[0], *v.shape[2:], k.shape[-1]))
         return _delta_wkv_step(*floats[:-1], *states, indices, out_dtype, backend), states[1]
-    token = *floats[:-1], None, initial_state, indices, inplace
     # package only
-    if one_token and backend == "eager" and (done := shortcut("recurrence", *token)) is not None:
-        return done[0].to(out_dtype), done[1]
+    if one_token and backend == "eager":
+        done = shortcut("recurrence", *floats[:-1], None, initial_state, indices, inplace)
+        if done is not None:
+            return done[0].to(out_dtype), done[1]
     if indices is not None and one_token and backend == "eager":
         with without_autocast(k):
             out = delta_wkv_step_in_pool(*(x[:, 0] for x in floats[:-1]), initial_state, indices)

@@ -89,10 +89,11 @@ def _run(r, k, v, log_w, u, initial_state, cu_seqlens, indices, *, inplace, out_
         in_place = inplace or indices is not None
         states = step_states(initial_state, in_place, v, (k.shape[0], *k.shape[2:], v.shape[-1]))
         return _wkv_step(r, k, v, log_w, u, *states, indices, out_dtype, backend), states[1]
-    token = r, k, v, log_w, None, None, u, initial_state, indices, inplace
     # package only
-    if one_token and backend == "eager" and (done := shortcut("recurrence", *token)) is not None:
-        return done[0].to(out_dtype), done[1]
+    if one_token and backend == "eager":
+        done = shortcut("recurrence", r, k, v, log_w, None, None, u, initial_state, indices, inplace)
+        if done is not None:
+            return done[0].to(out_dtype), done[1]
     if indices is not None and one_token and backend == "eager":
         with without_autocast(k):
             out = wkv_step_in_pool(*only_token(r, k, v, log_w), u, initial_state, indices)
