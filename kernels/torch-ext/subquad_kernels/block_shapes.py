@@ -1,9 +1,11 @@
 """The parameters of a block of Eagle (RWKV-5), Finch (RWKV-6) or Goose (RWKV-7): their names and shapes."""
 
-from collections.abc import Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 
 import torch
+
+from .c.native import STRIP
 
 
 # The highest rank, summed over all maps of a token shift. `block.c` has room for so many channels.
@@ -50,7 +52,82 @@ def block_shapes(
     return shapes | dict.fromkeys(names, (width,)) | dict.fromkeys(of_inner, (inner,))
 
 
-def check_alike(blocks: Sequence[Any], *names: str) -> None:
+class Block(ABC):
+    """
+    A block that is read without the modules that hold its parameters.
+
+    Args:
+        kind: `"wkv"` for Eagle (RWKV-5) and Finch (RWKV-6), `"delta_wkv"` for Goose (RWKV-7).
+        parameters: by the names of `block.c`: the matrices (out, in) as `NAME.weight`; the low ranks as `NAME.down`,
+            `NAME.up` and `NAME.base`; and vectors. A matrix of integers may have a `NAME.scale`.
+        heads: number of heads.
+        eps: epsilon of the two norms of the block's input.
+        eps_x: epsilon of the norm of the heads.
+        of_token: whether the interpolations weight the token itself, as in Eagle, instead of the one before.
+
+    Attributes:
+        dtype: dtype of the parameters, and of the stored tokens.
+        stream_dtype: dtype of the residual stream: float32 if `dtype` is float16, whose range it may exceed.
+        shapes: those of the parameters, see [`block_shapes`].
+        mixes: whether it reads the values of Goose's first block.
+
+    Raises:
+        ValueError: if it cannot be read; the message gives the reason.
+    """
+
+    # The beginning of an error about a dtype.
+    refusal: str
+
+    def __init__(
+        self,
+        kind: str,
+        parameters: dict[str, torch.Tensor],
+        heads: int,
+        eps: float,
+        eps_x: float,
+        of_token: bool = False,
+    ):
+        dtypes, fits_head = self.limits()
+        for name in ("ln1", "ln_x", "ffn_key.weight"):
+            if name not in parameters or not parameters[name].dim():
+                raise ValueError(f"There must be a tensor `{name}`.")
+        ln1, ln_x, key = (parameters[name] for name in ("ln1", "ln_x", "ffn_key.weight"))
+        self.kind, self.heads, self.mixes = kind, heads, "mix.up" in parameters
+        self.eps, self.eps_x, self.of_token, self.dtype = eps, eps_x, of_token, ln1.dtype
+        self.stream_dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
+        sizes = ln1.shape[-1], ln_x.shape[-1], key.shape[0] * (STRIP if key.dtype == torch.uint8 else 1)
+        self.width, self.inner, self.middle = sizes
+        if self.dtype not in dtypes:
+            raise ValueError(f"{self.refusal} {self.dtype}.")
+        if any(not size or size % 16 for size in sizes):
+            raise ValueError(f"The widths must be multiples of 16, got {list(sizes)}.")
+        if heads < 1 or self.inner % heads or not fits_head(self.inner // heads):
+            raise ValueError(f"There cannot be {heads} heads of {self.inner} channels.")
+        self.state_shape = heads, self.inner // heads, self.inner // heads
+        self.shapes = block_shapes(kind, sizes, parameters)
+        if missing := [name for name in self.shapes if name not in parameters]:
+            raise ValueError(f"There must be a tensor `{missing[0]}`.")
+        integers = (name for name in self.shapes if not parameters[name].is_floating_point())
+        known = {*self.shapes, *(f"{name.rpartition('.')[0]}.scale" for name in integers)}
+        if others := [name for name in parameters if name not in known]:
+            raise ValueError(f"Such a block has no {', '.join(f'`{name}`' for name in others)}.")
+        self.take(parameters)
+
+    @abstractmethod
+    def limits(self) -> tuple[Collection[torch.dtype], Callable[[int], bool]]:
+        """The dtypes that can be read, and whether a head may have so many channels."""
+
+    @abstractmethod
+    def take(self, parameters: dict[str, torch.Tensor]) -> None:
+        """
+        Takes the parameters, which have the right names.
+
+        Raises:
+            ValueError: if one has another shape than in `shapes`, or cannot be read.
+        """
+
+
+def check_alike(blocks: Sequence[Block], *names: str) -> None:
     """
     Raises:
         ValueError: if blocks differ in sizes or in the attributes of these names; or if they are Goose's, and not

@@ -1,15 +1,15 @@
 """One token of all blocks of RWKV on a CPU, in one call of the C library of `native.py`."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from ..block_shapes import block_shapes, check_alike
+from ..block_shapes import Block, check_alike
 from ..checks import check_stored
 from ..int4_linear import int4_layout
 from ..int8_linear import LARGEST, MOST_INPUTS, adds_exactly, int8_layout
-from .native import STRIP, Library, library, readable
+from .native import library, readable
 
 
 _pointer, _size, _number = ctypes.c_size_t, ctypes.c_ssize_t, ctypes.c_int
@@ -93,83 +93,35 @@ def _address(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
     return address
 
 
-class FusedBlock:
+class FusedBlock(Block):
     """
-    A block that the library can read: the addresses of its parameters.
-
-    Args:
-        kind: `"wkv"` for Eagle (RWKV-5) and Finch (RWKV-6), `"delta_wkv"` for Goose (RWKV-7).
-        parameters: by the names of `block.c`: the matrices (out, in) as `NAME.weight`, integer ones with a
-            `NAME.scale`, as in `int8_linear` and `int4_linear`; the low ranks as `NAME.down`, `NAME.up` and
-            `NAME.base`; and vectors. All except integer matrices and their scales have one dtype. The caller must keep
-            them alive and at the same addresses.
-        heads: number of heads.
-        eps: epsilon of the two norms of the block's input.
-        eps_x: epsilon of the norm of the heads.
-        of_token: whether the interpolations weight the token itself, as in Eagle, instead of the one before.
-
-    Attributes:
-        dtype: dtype of the parameters, and of the stored tokens.
-        stream_dtype: dtype of the residual stream: float32 if `dtype` is float16, whose range it may exceed.
-
-    Raises:
-        ValueError: if the library cannot compute such a block; the message gives the reason.
+    A block that the library can read: the addresses of its parameters, which the caller must keep alive and in place.
+    They have one dtype, except integer matrices and their scales, which are as in `int8_linear` and `int4_linear`.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        parameters: dict[str, torch.Tensor],
-        heads: int,
-        eps: float,
-        eps_x: float,
-        of_token: bool = False,
-    ):
-        found = library()
-        if found is None:
+    refusal = "The library does not read"
+
+    def limits(self) -> tuple[Collection[torch.dtype], Callable[[int], bool]]:
+        if (found := library()) is None:
             raise ValueError("There is no library.")
-        self.kind, self.struct = kind, _KINDS[kind]()
-        for name in ("ln1", "ln_x", "ffn_key.weight"):
-            if name not in parameters or not parameters[name].dim():
-                raise ValueError(f"There must be a tensor `{name}`.")
-        self.width, self.inner = parameters["ln1"].shape[-1], parameters["ln_x"].shape[-1]
-        key = parameters["ffn_key.weight"]
-        sizes = self.width, self.inner, key.shape[0] * (STRIP if key.dtype == torch.uint8 else 1)
-        self.middle, self.dtype = sizes[-1], parameters["ln1"].dtype
-        self.stream_dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
-        self._check_sizes(found, heads, sizes)
-        self._set_addresses(parameters, block_shapes(kind, sizes, parameters), heads)
+        return found.dtypes, found.fits_head
+
+    def take(self, parameters: dict[str, torch.Tensor]) -> None:
+        """Stores the addresses of the parameters, which may have leading axes of length 1."""
+        self.struct, dtypes = _KINDS[self.kind](), library().dtypes
         common = self.struct.common
-        common.dtype, common.stream = found.dtypes[self.dtype], found.dtypes[self.stream_dtype]
+        common.dtype, common.stream = dtypes[self.dtype], dtypes[self.stream_dtype]
         common.largest = LARGEST if adds_exactly() else LARGEST // 2
-        common.width, common.inner, common.middle = sizes
-        common.heads, common.eps, common.eps_x = heads, eps, eps_x
-        self.state_shape = heads, self.inner // heads, self.inner // heads
-        # Whether it reads the values of Goose's first block.
-        self.mixes = "mix.up" in parameters
-        if kind == "wkv":
-            self.struct.of_token = of_token
-
-    def _check_sizes(self, found: Library, heads: int, sizes: tuple[int, int, int]) -> None:
-        if self.dtype not in found.dtypes:
-            raise ValueError(f"The library does not read {self.dtype}.")
-        if any(not size or size % 16 for size in sizes):
-            raise ValueError(f"The widths must be multiples of 16, got {list(sizes)}.")
-        if heads < 1 or self.inner % heads or not found.fits_head(self.inner // heads):
-            raise ValueError(f"There cannot be {heads} heads of {self.inner} channels.")
-
-    def _set_addresses(
-        self, parameters: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]], heads: int
-    ) -> None:
-        """Stores the addresses of parameters of these shapes, possibly with leading axes of length 1."""
-        left = dict(parameters)
-        for name, shape in shapes.items():
+        common.width, common.inner, common.middle = self.width, self.inner, self.middle
+        common.heads, common.eps, common.eps_x = self.heads, self.eps, self.eps_x
+        if self.kind == "wkv":
+            self.struct.of_token = self.of_token
+        for name, shape in self.shapes.items():
             group, _, part = name.rpartition(".")
             target = getattr(self.struct, group) if group else self.struct
-            if (x := left.pop(name, None)) is None:
-                raise ValueError(f"There must be a tensor `{name}`.")
+            x = parameters[name]
             if part == "weight" and x.dtype in _INTEGERS:
-                if (scale := left.pop(f"{group}.scale", None)) is None:
+                if (scale := parameters.get(f"{group}.scale")) is None:
                     raise ValueError(f"There must be a tensor `{group}.scale`.")
                 target.bits, layout = _INTEGERS[x.dtype]
                 if target.bits == 8 and shape[1] > MOST_INPUTS:
@@ -179,16 +131,14 @@ class FusedBlock:
                 target.scale = _address(f"{group}.scale", scale, *of_scale)
             else:
                 if len(shape) == 1:  # some are stored by head, some with axes for rows and tokens
-                    by_heads = shape == (self.inner,) and x.shape == (heads, self.inner // heads)
+                    by_heads = shape == (self.inner,) and x.shape == self.state_shape[:2]
                     shape = tuple(x.shape) if by_heads else (*(x.dim() - 1) * [1], *shape)
                 owner = target if group or hasattr(target, part) else target.common
                 setattr(owner, part, _address(name, x, shape, self.dtype))
             if part == "weight":
-                target.outputs, target.inputs = shapes[name]
+                target.outputs, target.inputs = shape
             elif part == "up":
                 target.rank = x.shape[-2]
-        if left:
-            raise ValueError(f"Such a block has no {', '.join(f'`{name}`' for name in left)}.")
 
 
 class FusedBlocks:

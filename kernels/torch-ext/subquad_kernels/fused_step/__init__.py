@@ -1,11 +1,11 @@
 """One token of all blocks of Eagle, Finch or Goose on a GPU, in seven or eight kernels for each block."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from ..backend import choose_backend, dispatch
-from ..block_shapes import block_shapes, check_alike
+from ..block_shapes import Block, check_alike
 from ..checks import check_stored
 
 
@@ -14,63 +14,24 @@ MOST_ROWS = 32
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class StepBlock:
-    """
-    A block that the kernels can read.
+class StepBlock(Block):
+    """A block that the kernels can read. Its parameters are on one device, in one of three dtypes."""
 
-    Args:
-        kind: `"wkv"` for Eagle (RWKV-5) and Finch (RWKV-6), `"delta_wkv"` for Goose (RWKV-7).
-        parameters: by the names of `block.c`: the matrices (out, in) as `NAME.weight`; the low ranks as `NAME.down`,
-            `NAME.up` and `NAME.base`; and vectors. All are on one device, in one dtype: float32, bfloat16 or float16.
-        heads: number of heads.
-        eps: of the two norms of the block's input.
-        eps_x: of the norm of the heads.
-        of_token: whether the interpolations weigh the token itself, as in Eagle, and not the one before.
+    refusal = "The kernels do not read"
 
-    Raises:
-        ValueError: if the kernels cannot compute such a block; the message says why.
-    """
+    def limits(self) -> tuple[Collection[torch.dtype], Callable[[int], bool]]:
+        return _DTYPES, lambda size: size <= 256
 
-    def __init__(
-        self,
-        kind: str,
-        parameters: dict[str, torch.Tensor],
-        heads: int,
-        eps: float,
-        eps_x: float,
-        of_token: bool = False,
-    ):
-        for name in ("ln1", "ln_x", "ffn_value.weight"):
-            if name not in parameters or not parameters[name].dim():
-                raise ValueError(f"There must be a tensor `{name}`.")
-        first = parameters["ln1"]
-        self.kind, self.parameters, self.heads = kind, parameters, heads
-        self.eps, self.eps_x, self.of_token = eps, eps_x, of_token
-        self.width, self.inner, self.middle = (parameters[x].shape[-1] for x in ("ln1", "ln_x", "ffn_value.weight"))
-        self.dtype, self.device = first.dtype, first.device
-        self.stream_dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
-        sizes = self.width, self.inner, self.middle
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"The kernels do not read {self.dtype}.")
-        if any(not size or size % 16 for size in sizes):
-            raise ValueError(f"The widths must be multiples of 16, got {list(sizes)}.")
-        if heads < 1 or self.inner % heads or self.inner // heads > 256:
-            raise ValueError(f"There cannot be {heads} heads of {self.inner} channels.")
-        shapes = block_shapes(kind, sizes, parameters)
-        for name, shape in shapes.items():
-            if (x := parameters.get(name)) is None:
-                raise ValueError(f"There must be a tensor `{name}`.")
+    def take(self, parameters: dict[str, torch.Tensor]) -> None:
+        self.parameters, self.device = parameters, parameters["ln1"].device
+        for name, shape in self.shapes.items():
+            x = parameters[name]
             if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_neg():
                 raise ValueError(f"`{name}` must be a plain tensor, whose memory holds its numbers.")
             if len(shape) == 1 and x.numel() == shape[0]:  # stored by heads, or with axes for rows and tokens
                 shape = tuple(x.shape)
             check_stored(name, x, shape, self.dtype, self.device)
-        if left := parameters.keys() - shapes.keys():
-            raise ValueError(f"Such a block has no {', '.join(f'`{name}`' for name in sorted(left))}.")
-        self.ranks = sum(shape[-1] for name, shape in shapes.items() if name.endswith(".down"))
-        self.state_shape = heads, self.inner // heads, self.inner // heads
-        # Whether it reads the values of the first block of Goose.
-        self.mixes = "mix.up" in parameters
+        self.ranks = sum(shape[-1] for name, shape in self.shapes.items() if name.endswith(".down"))
 
 
 class StepBlocks:
