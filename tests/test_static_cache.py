@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig
 
 from subquad.decoding import generation
-from subquad.modeling.cache import LayerState
+from subquad.modeling.layer_state import LayerState
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import IsAttentionFree
 
-from subquad.modeling.cache import LayerState
+from subquad.modeling.layer_state import LayerState
 from subquad.modeling.padding import Tokens
 from subquad.models.gecko.cache_gecko import GeckoCache
 from subquad.models.gecko.positions_gecko import GeckoPositions, Rows, find_bos, find_positions

@@ -15,7 +15,8 @@ from subquad_kernels.c.fused_blocks import FusedBlock, FusedBlocks
 from subquad_kernels.c.native import MOST_ROWS, WORTHWHILE_CHANNELS
 from subquad_kernels.tracing import is_observed
 
-from ..modeling.cache import LayerState, RecurrentCache
+from ..modeling.cache import RecurrentCache
+from ..modeling.layer_state import LayerState
 from ..modeling.padding import Tokens
 from .fused import STATES, ModelOfBlocks, find_fused
 from .step import DecodingStep, EagerStep, Unsuitable, check_ids

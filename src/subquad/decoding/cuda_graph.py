@@ -21,7 +21,8 @@ from transformers.utils import logging
 from subquad_kernels.fused_step import MOST_ROWS, StepBlock, StepBlocks
 from subquad_kernels.tracing import is_observed
 
-from ..modeling.cache import LayerState, RecurrentCache
+from ..modeling.cache import RecurrentCache
+from ..modeling.layer_state import LayerState
 from ..modeling.padding import Tokens
 from ..modeling.versions import named_cache
 from .fused import STATES, ModelOfBlocks, find_fused

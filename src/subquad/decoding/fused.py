@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel, modeling_layers
 
 from ..modeling import arguments
-from ..modeling.cache import LayerState, RecurrentCache
+from ..modeling.cache import RecurrentCache
+from ..modeling.layer_state import LayerState
 from ..modeling.layers import LINEAR_WEIGHTS, LayerNorm, widen
 from ..modeling.padding import Tokens
 from .watch import Watch

@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig
 
 from subquad_kernels.tracing import can_read_values
 
-from .cache import LayerState
 from .counting_cache import CountingCache
+from .layer_state import LayerState
 from .padding import expand_to
 from .ring import with_capacity
 from .state_file import ModelIdentity

@@ -2,7 +2,7 @@
 
 import torch
 
-from .cache import LayerState
+from .layer_state import LayerState
 from .padding import expand_to
 from .positions import TokenPositions
 

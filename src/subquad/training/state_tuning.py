@@ -22,7 +22,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPIN
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
-from ..modeling.cache import LayerState, States
+from ..modeling.layer_state import LayerState, States
 from ..modeling.padding import Tokens
 from ..modeling.positions import TokenPositions
 from ..models import REGISTRY

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from ...modeling.cache import LayerState, States
+from ...modeling.layer_state import LayerState, States
 from ...modeling.padding import Tokens
 from .cache_gecko import GeckoCache
 

@@ -15,8 +15,8 @@ from subquad_kernels import cema, chunk_attention, chunk_attention_step, timeste
 from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
-from ...modeling.cache import LayerState
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
+from ...modeling.layer_state import LayerState
 from ...modeling.layers import Linear, replaceable
 from ...modeling.tensor_parallel import local_part
 from ...modeling.versions import RecurrentModelOutput

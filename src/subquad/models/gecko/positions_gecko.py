@@ -9,7 +9,7 @@ from torch import nn
 from subquad_kernels import working_memory
 from subquad_kernels.tracing import can_read_values
 
-from ...modeling.cache import LayerState, States
+from ...modeling.layer_state import LayerState, States
 from ...modeling.layers import replaceable
 from ...modeling.padding import Tokens, is_exporting, reorder
 from ...modeling.positions import TokenPositions

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, StaticCache
 
-from ...modeling.cache import LayerState
 from ...modeling.growing_cache import GrowingCache
+from ...modeling.layer_state import LayerState
 from ...modeling.padding import expand_to
 from ...modeling.positions import TokenPositions
 from ...modeling.ring import entries_at, ring_state, with_capacity, write_to_ring

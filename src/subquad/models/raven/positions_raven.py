@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers.utils.generic import is_flash_attention_requested
 
-from ...modeling.cache import LayerState
+from ...modeling.layer_state import LayerState
 from ...modeling.padding import Tokens
 from ...modeling.positions import TokenPositions
 from .cache_raven import RavenCache
