@@ -4,6 +4,7 @@ hundred operations each that take longer to be called than to compute.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -19,8 +20,8 @@ from ..modeling.cache import RecurrentCache
 from ..modeling.layer_state import LayerState
 from ..modeling.padding import Tokens
 from .fused import STATES, ModelOfBlocks, find_fused
-from .step import DecodingStep, EagerStep, Unsuitable, check_ids
-from .watch import weights_of
+from .step import EagerStep, Unsuitable, check_ids
+from .watch import look_up, weights_of
 
 
 if TYPE_CHECKING:
@@ -35,33 +36,32 @@ class CpuStep:
 
     kind = "cpu"
 
-    def __init__(self, model: PreTrainedModel, fused: "FusedModel", cache: RecurrentCache, batch_size: int):
+    def __init__(
+        self, model: PreTrainedModel, fused: "FusedModel", cache: RecurrentCache, batch_size: int, alone: bool
+    ):
         self.model, self.fused, self.cache, self.batch_size = model, fused, cache, batch_size
-        prepare(model, fused)
+        prepared = prepare(model, fused)
         self.eager = EagerStep(model, cache, batch_size)
-        self._sealed, self._weights = None, []
+        self._sealed, self._weights = (prepared, weights_of(model)) if alone else (None, [])
 
     @torch.no_grad()
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         check_ids(input_ids, self.batch_size)
-        if is_observed() or self.cache.records_past or (prepared := self._prepared()) is None:
-            return self.eager(input_ids, attention_mask)
-        logits = prepared.read(input_ids, attention_mask, self.cache)
+        logits = None
+        if not (is_observed() or self.cache.records_past):
+            with suppress(Unsuitable):
+                prepared = self._sealed or prepare(self.model, self.fused)
+                logits = prepared.read(input_ids, attention_mask, self.cache)
         return self.eager(input_ids, attention_mask) if logits is None else logits
-
-    def seal(self) -> None:
-        self._sealed, self._weights = self._prepared(), weights_of(self.model)
-
-    def _prepared(self) -> "PreparedModel | None":
-        try:
-            return self._sealed or prepare(self.model, self.fused)
-        except Unsuitable:
-            return None
 
 
 def make(
-    architectures: Iterable["Architecture"], model: PreTrainedModel, cache: RecurrentCache, batch_size: int
-) -> DecodingStep:
+    architectures: Iterable["Architecture"],
+    model: PreTrainedModel,
+    cache: RecurrentCache,
+    batch_size: int,
+    alone: bool = False,
+) -> CpuStep:
     """
     Raises:
         Unsuitable: if the library cannot read the model.
@@ -70,28 +70,20 @@ def make(
         raise Unsuitable(f"there are {batch_size} rows, and the C library is made for {MOST_ROWS}.")
     if (fused := find_fused(architectures, model)) is None:
         raise Unsuitable(f"the C library has no blocks of {type(model).__name__}.")
-    return CpuStep(model, fused, cache, batch_size)
+    return CpuStep(model, fused, cache, batch_size, alone)
 
 
-# By model. Not an attribute of it: addresses must not be copied or saved with a model.
 _prepared: "WeakKeyDictionary[nn.Module, PreparedModel]" = WeakKeyDictionary()
 
 
 def prepare(model: PreTrainedModel, fused: "FusedModel") -> "PreparedModel":
     """
-    The model for the library, made anew if it has changed since the last call.
+    The model for the library, see [`look_up`].
 
     Raises:
         Unsuitable: if the library cannot read it.
     """
-    prepared = _prepared.get(model)
-    if prepared is None or not prepared.watch.is_unchanged():
-        _prepared.pop(model, None)
-        try:
-            prepared = _prepared[model] = PreparedModel(model, fused)
-        except ValueError as error:
-            raise Unsuitable(str(error)) from error
-    return prepared
+    return look_up(_prepared, model, lambda model: PreparedModel(model, fused))
 
 
 class PreparedModel(ModelOfBlocks):

@@ -27,7 +27,7 @@ from ..modeling.padding import Tokens
 from ..modeling.versions import named_cache
 from .fused import STATES, ModelOfBlocks, find_fused
 from .step import EagerStep, Unsuitable, check_ids
-from .watch import Watch, weights_of
+from .watch import Watch, look_up, weights_of
 
 
 if TYPE_CHECKING:
@@ -67,11 +67,15 @@ class CudaGraphStep:
 
     kind = "cuda_graph"
 
-    def __init__(self, model: PreTrainedModel, fused: "FusedModel | None", cache: RecurrentCache, batch_size: int):
+    def __init__(
+        self, model: PreTrainedModel, fused: "FusedModel | None", cache: RecurrentCache, batch_size: int, alone: bool
+    ):
         self.model, self.fused, self.cache, self.batch_size = model, fused, cache, batch_size
         self.eager = EagerStep(model, cache, batch_size)
         self._suitable, self._captured, self._key = True, None, None
-        self._sealed, self._weights = None, []
+        with _lock:
+            examined = look_up(_examined, model, ExaminedModel, True)
+        self._sealed, self._weights = (examined, weights_of(model)) if alone else (None, [])
         self._settings = (
             os.environ.get("SUBQUAD_BACKEND"),
             torch.get_float32_matmul_precision(),
@@ -84,10 +88,6 @@ class CudaGraphStep:
         with _lock:
             logits = self._replay(input_ids, attention_mask)
         return self.eager(input_ids, attention_mask) if logits is None else logits
-
-    def seal(self) -> None:
-        with _lock:
-            self._sealed, self._weights = examine(self.model, thoroughly=True), weights_of(self.model)
 
     def _replay(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
         """The logits; None, and nothing has changed, if the model itself is to read the token."""
@@ -106,7 +106,7 @@ class CudaGraphStep:
         if (most := cache.fixed_until) is not None and cache.get_seq_length() >= most:
             return None
         try:
-            model = self._sealed or examine(self.model)
+            model = self._sealed or look_up(_examined, self.model, ExaminedModel)
         except Unsuitable as reason:
             logger.info("Each token is read by the model itself from now on: %s", reason)
             self._suitable = False
@@ -142,7 +142,11 @@ class CudaGraphStep:
 
 
 def make(
-    architectures: Iterable["Architecture"], model: PreTrainedModel, cache: RecurrentCache, batch_size: int
+    architectures: Iterable["Architecture"],
+    model: PreTrainedModel,
+    cache: RecurrentCache,
+    batch_size: int,
+    alone: bool = False,
 ) -> CudaGraphStep:
     """
     Raises:
@@ -156,9 +160,7 @@ def make(
         raise Unsuitable("the cache records the past.")
     if any(module.training for module in model.modules()):
         raise Unsuitable("the model, or a part of it, is in training mode.")
-    with _lock:
-        examine(model, thoroughly=True)
-    return CudaGraphStep(model, find_fused(architectures, model), cache, batch_size)
+    return CudaGraphStep(model, find_fused(architectures, model), cache, batch_size, alone)
 
 
 class CapturedToken:
@@ -353,33 +355,13 @@ class ExaminedModel:
         """Which adapters are active or merged, and how strongly."""
         return repr(_values(self._of_adapters))
 
-    def is_unchanged(self, thoroughly: bool) -> bool:
+    def is_unchanged(self, thoroughly: bool = False) -> bool:
+        """`thoroughly`: whether to look at the numbers in all modules, too. That takes a millisecond."""
         return self._watch.is_unchanged() and not (thoroughly and _values(self._attributes) != self._before)
 
 
 def _values(places: list[tuple[dict, str]]) -> list:
     return [names.get(name) for names, name in places]
-
-
-def examine(model: PreTrainedModel, thoroughly: bool = False) -> ExaminedModel:
-    """
-    The model as its graphs rely on it. If it has changed since the last call, they are dropped.
-
-    Args:
-        thoroughly: whether to look at the numbers in all modules, too. That takes a millisecond.
-
-    Raises:
-        Unsuitable: if a token of it cannot be captured.
-    """
-    examined = _examined.get(model)
-    if examined is None or not examined.is_unchanged(thoroughly):
-        _examined.pop(model, None)
-        examined = None  # its graphs go with it
-        try:
-            examined = _examined[model] = ExaminedModel(model)
-        except ValueError as error:
-            raise Unsuitable(str(error)) from error
-    return examined
 
 
 def _drop(model: "weakref.ref[ExaminedModel]") -> None:

@@ -47,7 +47,6 @@ class ModelOfBlocks(ABC):
 
     Attributes:
         found: what was made of its blocks.
-        watch: whether the model is still what it was.
 
     Raises:
         ValueError: if it has other parts than the published model, or such that cannot be read; the message says why.
@@ -55,7 +54,7 @@ class ModelOfBlocks(ABC):
 
     def __init__(self, model: PreTrainedModel, fused: "FusedModel", make_block: Callable[..., Block]):
         self.decoder, self.head = decoder, _ = model.get_decoder(), model.get_output_embeddings()
-        self.watch = watch = Watch([model, model.base_model, decoder])
+        self._watch = watch = Watch([model, model.base_model, decoder])
         self.first_norm, self.last_norm = (watch.find(decoder, x) for x in (fused.first_norm, fused.last_norm))
         self.width, number = decoder.config.hidden_size, decoder.config.num_hidden_layers
         blocks = watch.find(decoder, fused.blocks)
@@ -65,6 +64,9 @@ class ModelOfBlocks(ABC):
         watch.start()
         if changed := [kind.__name__ for kind in watch.kinds if not _runs_own_forward(kind)]:
             raise ValueError(f"`forward` of {changed[0]} was replaced.")
+
+    def is_unchanged(self) -> bool:
+        return self._watch.is_unchanged()
 
     @abstractmethod
     def read_blocks(self, x: torch.Tensor, tokens: Tokens, layers: list[LayerState]) -> bool:

@@ -41,12 +41,6 @@ class DecodingStep(Protocol):
             ValueError: if there is more than one token in a row, or another number of rows than the step is made for.
         """
 
-    def seal(self) -> None:
-        """
-        Promises that nobody changes the model as long as this step is used, so it need not look for changes. Its
-        weights stay in memory as long.
-        """
-
 
 class Unsuitable(Exception):
     """A faster step cannot be made. The message is the reason."""
@@ -66,9 +60,6 @@ class EagerStep:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **named_cache(self.cache)}
         return self.model(**inputs, use_cache=True, logits_to_keep=1, return_dict=True).logits[:, -1]
 
-    def seal(self) -> None:
-        """The model itself is called, as it is."""
-
 
 def check_ids(input_ids: torch.Tensor, batch_size: int) -> None:
     """
@@ -81,16 +72,22 @@ def check_ids(input_ids: torch.Tensor, batch_size: int) -> None:
 
 # Device type to what makes a faster step, or raises [`Unsuitable`]. The package adds its own; a model repository has
 # none.
-MAKERS: dict[str, Callable[[Any, RecurrentCache, int], DecodingStep]] = {}
+MAKERS: dict[str, Callable[[Any, RecurrentCache, int, bool], DecodingStep]] = {}
 
 
-def make_step(model: Any, cache: RecurrentCache, batch_size: int | None = None) -> DecodingStep:
-    """The fastest decoding step for a model with a language modeling head, see [`DecodingStep`]."""
+def make_step(model: Any, cache: RecurrentCache, batch_size: int | None = None, alone: bool = False) -> DecodingStep:
+    """
+    The fastest decoding step for a model with a language modeling head, see [`DecodingStep`].
+
+    Args:
+        alone: whether nobody changes the model as long as the step is used, so it need not look for changes. The
+            weights stay in memory as long.
+    """
     if batch_size is None and (batch_size := cache.batch_size) < 1:
         raise ValueError("`batch_size` must be given for a `cache` that has not read a token.")
     if (make := MAKERS.get(model.device.type)) is not None:
         try:
-            return make(model, cache, batch_size)
+            return make(model, cache, batch_size, alone)
         except Unsuitable as reason:
             logger.info("Each token is read by the model itself: %s", reason)
     return EagerStep(model, cache, batch_size)
@@ -128,9 +125,7 @@ class StepByStep:
         if others or cache is None or ids is None or ids.shape[1] != 1 or inputs.get("use_cache") is False:
             return self.model(**inputs)
         if self.cache is not cache or self.step.batch_size != ids.shape[0]:
-            self.cache, self.step = cache, make_step(self.model, cache, ids.shape[0])
-            if self.alone:
-                self.step.seal()
+            self.cache, self.step = cache, make_step(self.model, cache, ids.shape[0], self.alone)
         if isinstance(self.step, EagerStep):
             return self.model(**inputs)
         logits = self.step(ids, inputs.get("attention_mask"))

@@ -1,17 +1,47 @@
 """Whether a model is still what it was when a decoding step was made for it. This is asked for every token."""
 
 import weakref
+from collections.abc import Callable
 from itertools import repeat
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.utils import output_capturing
 
+from .step import Unsuitable
+
+
+T = TypeVar("T")
+
 
 def weights_of(model: nn.Module) -> list[torch.UntypedStorage]:
     """The memory of all parameters and buffers, which stays as long as it is held."""
     return [x.untyped_storage() for x in (*model.parameters(), *model.buffers())]
+
+
+def look_up(
+    known: "weakref.WeakKeyDictionary[nn.Module, T]", model: nn.Module, make: Callable[[Any], T], *how: bool
+) -> T:
+    """
+    What `make` makes of a model, made anew if the model has changed since the last call.
+
+    Args:
+        known: what was made of other models. Addresses must not be copied or saved with a model, as attributes are.
+        how: the arguments of its `is_unchanged`.
+
+    Raises:
+        Unsuitable: if `make` raises a ValueError.
+    """
+    if (found := known.get(model)) is None or not found.is_unchanged(*how):
+        known.pop(model, None)
+        found = None  # what depends on it is dropped
+        try:
+            found = known[model] = make(model)
+        except ValueError as error:
+            raise Unsuitable(str(error)) from error
+    return found
 
 
 class Watch:
