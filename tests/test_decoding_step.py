@@ -378,7 +378,7 @@ def test_without_the_first_block(calls):
     assert not calls
     torch.testing.assert_close(found, model(random_ids(2, 3)).logits, rtol=1e-4, atol=1e-4)
     with pytest.raises(step.Unsuitable, match="There is no `ln0`"):
-        cpu.prepare(model, REGISTRY["rwkv7"].fused)
+        cpu.make(REGISTRY.values(), model, model.new_cache(), 1)
 
 
 def test_modes(model, calls):

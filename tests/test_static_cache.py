@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig
 
-from subquad.decoding import generation
+from subquad.decoding import step
 from subquad.modeling.layer_state import LayerState
 
 
@@ -308,7 +308,7 @@ def test_a_shorter_text_needs_no_other_graph(case, graphs):
 
 def test_on_a_cpu_nothing_is_compiled_without_a_word(monkeypatch):
     model, said = tiny_model("rwkv6"), []
-    monkeypatch.setattr(generation.logger, "warning_once", said.append)
+    monkeypatch.setattr(step.logger, "warning_once", said.append)
     for options in ({}, {"disable_compile": True}, {"cache_implementation": None}):
         model.generate(random_ids(1, 4), **GREEDY, max_new_tokens=2, **{"cache_implementation": "static", **options})
     assert len(said) == 1 and "does not compile the decoding step on a CPU" in said[0]

@@ -3,6 +3,7 @@ Decoding on a CPU: all blocks of Eagle, Finch or Goose read one token in a singl
 hundred operations each that take longer to be called than to compute.
 """
 
+import functools
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -39,9 +40,10 @@ class CpuStep:
     def __init__(
         self, model: PreTrainedModel, fused: "FusedModel", cache: RecurrentCache, batch_size: int, alone: bool
     ):
-        self.model, self.fused, self.cache, self.batch_size = model, fused, cache, batch_size
-        prepared = prepare(model, fused)
+        self.cache, self.batch_size = cache, batch_size
         self.eager = EagerStep(model, cache, batch_size)
+        self._prepare = functools.partial(look_up, _prepared, model, lambda model: PreparedModel(model, fused))
+        prepared = self._prepare()
         self._sealed, self._weights = (prepared, weights_of(model)) if alone else (None, [])
 
     @torch.no_grad()
@@ -50,8 +52,7 @@ class CpuStep:
         logits = None
         if not (is_observed() or self.cache.records_past):
             with suppress(Unsuitable):
-                prepared = self._sealed or prepare(self.model, self.fused)
-                logits = prepared.read(input_ids, attention_mask, self.cache)
+                logits = (self._sealed or self._prepare()).read(input_ids, attention_mask, self.cache)
         return self.eager(input_ids, attention_mask) if logits is None else logits
 
 
@@ -74,16 +75,6 @@ def make(
 
 
 _prepared: "WeakKeyDictionary[nn.Module, PreparedModel]" = WeakKeyDictionary()
-
-
-def prepare(model: PreTrainedModel, fused: "FusedModel") -> "PreparedModel":
-    """
-    The model for the library, see [`look_up`].
-
-    Raises:
-        Unsuitable: if the library cannot read it.
-    """
-    return look_up(_prepared, model, lambda model: PreparedModel(model, fused))
 
 
 class PreparedModel(ModelOfBlocks):

@@ -4,6 +4,7 @@ thousand calls from Python that take longer than the kernels. Of Eagle, Finch an
 blocks if there are few rows; of others, those that the model itself launches.
 """
 
+import functools
 import operator
 import os
 import threading
@@ -24,7 +25,6 @@ from subquad_kernels.tracing import is_observed
 from ..modeling.cache import RecurrentCache
 from ..modeling.layer_state import LayerState
 from ..modeling.padding import Tokens
-from ..modeling.versions import named_cache
 from .fused import STATES, ModelOfBlocks, find_fused
 from .step import EagerStep, Unsuitable, check_ids
 from .watch import Watch, look_up, weights_of
@@ -227,14 +227,8 @@ class CapturedToken:
         """Captures the kernels; `pool` is the memory that they may share."""
         mask = self._mask if masked else None
 
-        def read() -> torch.Tensor:
-            inputs = {"input_ids": self._ids, "attention_mask": mask, **named_cache(self.cache)}
-            return model(**inputs, use_cache=True, logits_to_keep=1, return_dict=True).logits[:, -1]
-
-        def read_fused() -> torch.Tensor | None:
-            return blocks.read(self._ids, mask, self.cache)
-
         blocks = _find_blocks(model, fused, len(self._ids))
+        read = functools.partial(EagerStep(model, self.cache, len(self._ids)), self._ids, mask)
         current = torch.cuda.current_stream(model.device)
         if (stream := _streams.get(model.device)) is None:
             stream = _streams[model.device] = torch.cuda.Stream(model.device)
@@ -245,8 +239,8 @@ class CapturedToken:
             # The outer one restores the stream if the end of the capture raises an error.
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
                 # Compiles kernels, which cannot be captured.
-                if blocks is not None and read_fused() is not None:
-                    read = read_fused
+                if blocks is not None and blocks.read(self._ids, mask, self.cache) is not None:
+                    read = functools.partial(blocks.read, self._ids, mask, self.cache)
                 else:
                     read()
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):

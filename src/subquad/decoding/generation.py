@@ -1,59 +1,34 @@
 """`generate` for models with a recurrent state."""
 
 from collections.abc import Callable
-from contextvars import ContextVar
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import CompileConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation import (
-    GenerationMixin,
     GenerationMode,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput
 
 from ..modeling.arguments import parameter_names, refuse_unknown, with_own_names
 from ..modeling.cache import RecurrentCache, own_cache
 from ..modeling.self_check import check_once
 from ..modeling.versions import CACHE_NAME, CACHE_NAMES, CHUNKS_FROM_THE_BEGINNING, cache_of, named_cache
-from .step import DecodingStep, StepByStep, make_step
+from .step import DecodingStep, StepByStepMixin, make_step
 
 
-logger = logging.get_logger(__name__)
 # Arguments of `generate` that ask for assisted decoding.
 ASSISTED = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 # Arguments of `generate` that exclude a prefix cache. Assisted decoding reads the whole text into the cache that it is
 # given.
-NOT_WITH_PREFIXES = (
-    *("inputs_embeds", "pixel_values", "cache", "cache_implementation"),
-    *ASSISTED,
-)
-
-
+NOT_WITH_PREFIXES = ("inputs_embeds", "pixel_values", "cache", "cache_implementation", *ASSISTED)
 # The shapes of the ids in `chat_stops`.
 CHAT_STOPS = {"answer": (-1,), "turns": (-1, 2), "blank": (-1,), "line": (-1,), "newline": ()}
-
-
-# Whether no code of a user runs between the tokens that `generate` writes here.
-_alone: ContextVar[bool] = ContextVar("alone", default=False)
-
-
-def _is_known(x: Any) -> bool:
-    """Whether the code of something that `generate` calls is transformers' or ours, and so changes no model."""
-    if x is None:
-        return True
-    functions = [
-        value for value in getattr(x, "__dict__", {}).values() if isinstance(value, FunctionType | MethodType)
-    ]
-    places = {type(x).__module__, *(function.__module__ for function in functions)}
-    return {place.partition(".")[0] for place in places} <= {"transformers", __name__.partition(".")[0]}
 
 
 class NextTurnCriteria(StoppingCriteria):
@@ -75,9 +50,8 @@ class NextTurnCriteria(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs) -> torch.Tensor:
         ids, end = self.ids, F.pad(input_ids[:, -4:], (max(0, 4 - input_ids.shape[1]), 0), value=-1)
-        blank = torch.isin(end[:, 1], ids["blank"]) | (end[:, 1] == ids["newline"]) & torch.isin(
-            end[:, 0], ids["line"]
-        )
+        second_newline = (end[:, 1] == ids["newline"]) & torch.isin(end[:, 0], ids["line"])
+        blank = torch.isin(end[:, 1], ids["blank"]) | second_newline
         chats = self.chats.repeat_interleave(len(end) // len(self.chats))  # one for each beam
         return chats & blank & (end[:, None, 2:] == ids["turns"]).all(-1).any(-1)
 
@@ -88,11 +62,9 @@ def _last_place(ids: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return (found * torch.arange(found.shape[1], device=ids.device)).amax(1)
 
 
-class RecurrentGenerationMixin(GenerationMixin):
+class RecurrentGenerationMixin(StepByStepMixin):
     """`generate` with a [`RecurrentCache`]."""
 
-    # Whether the call that transformers asks for next is to be compiled.
-    _compiles = False
     # Makes a prefix cache for every model that is not given one. `subquad run transformers serve` sets it.
     # package only
     make_prefix_cache: Callable | None = None
@@ -263,11 +235,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         if pads and input_ids.shape[0] > 1:
             stopping_criteria = kwargs["ended_rows"] = _EndedRows(stopping_criteria)
-        before = _alone.set(all(map(_is_known, (*logits_processor, *stopping_criteria, kwargs.get("streamer")))))
-        try:
-            return super()._sample(input_ids, logits_processor, stopping_criteria, *args, **kwargs)
-        finally:
-            _alone.reset(before)
+        return super()._sample(input_ids, logits_processor, stopping_criteria, *args, **kwargs)
 
     def prepare_inputs_for_generation(
         self,
@@ -324,38 +292,6 @@ class RecurrentGenerationMixin(GenerationMixin):
             batch_size: number of rows; if None, those of the cache.
         """
         return make_step(self, cache, batch_size)
-
-    # `generate` of transformers calls `self`, or if `_valid_auto_compile_criteria` is true, what `get_compiled_call`
-    # returns. This is how it gets decoding steps.
-
-    def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
-        """As in transformers; or if nothing is to be compiled, a call that reads single tokens by a decoding step."""
-        return super().get_compiled_call(compile_config) if self._compiles else StepByStep(self, _alone.get())
-
-    def _beam_search(self, *args, generation_config: GenerationConfig, **kwargs):
-        """As in transformers, which calls `self` for each token."""
-        caller = self if generation_config.disable_compile else StepByStep(self)
-        return super()._beam_search.__func__(caller, *args, generation_config=generation_config, **kwargs)
-
-    def _get_logits_processor(self, generation_config: GenerationConfig, *args, **kwargs) -> LogitsProcessorList:
-        """As in transformers, whose guidance calls `self` for each token."""
-        processors = super()._get_logits_processor(generation_config, *args, **kwargs)
-        for processor in processors:
-            guides = isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
-            if guides and not generation_config.disable_compile:
-                processor.model = StepByStep(self)
-        return processors
-
-    def _valid_auto_compile_criteria(self, model_kwargs: dict, generation_config: GenerationConfig) -> bool:
-        """Whether `generate` is to call [`~RecurrentGenerationMixin.get_compiled_call`] in place of the model."""
-        compiles = self._compiles = super()._valid_auto_compile_criteria(model_kwargs, generation_config)
-        asked = generation_config.cache_implementation == "static" and not generation_config.disable_compile
-        if asked and not compiles and self.device.type == "cpu":
-            logger.warning_once(
-                '`cache_implementation="static"`: transformers does not compile the decoding step on a CPU, so a '
-                "static cache gains nothing."
-            )
-        return compiles or not generation_config.disable_compile
 
     # transformers takes `max_position_embeddings` for a maximum. Here it is the length of the training texts.
 

@@ -4,12 +4,22 @@ faster step than the model itself examines the model when it is made, and looks 
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
+from transformers import CompileConfig, GenerationConfig
+from transformers.generation import (
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.utils import logging
 
 from ..modeling.cache import RecurrentCache
+from ..modeling.package_only import package_only
 from ..modeling.versions import CACHE_NAME, CACHE_NAMES, RecurrentCausalLMOutput, named_cache
 
 
@@ -102,15 +112,7 @@ class StepByStep:
     """
 
     # What a step reads, or may leave out: the position of a single token is not read.
-    _accepted = {
-        "input_ids",
-        "attention_mask",
-        *CACHE_NAMES,
-        "use_cache",
-        "logits_to_keep",
-        "return_dict",
-        "position_ids",
-    }
+    _accepted = {"attention_mask", "use_cache", "logits_to_keep", "return_dict", "position_ids", *CACHE_NAMES}
 
     def __init__(self, model: Any, alone: bool = False):
         self.model, self.alone, self.cache, self.step = model, alone, None, None
@@ -119,9 +121,9 @@ class StepByStep:
         return getattr(self.model, name)
 
     def __call__(self, input_ids: torch.Tensor | None = None, **inputs) -> RecurrentCausalLMOutput:
-        inputs["input_ids"] = ids = input_ids
-        cache = inputs.get(CACHE_NAME)
+        cache, ids = inputs.get(CACHE_NAME), input_ids
         others = [name for name, value in inputs.items() if value is not None and name not in self._accepted]
+        inputs["input_ids"] = ids
         if others or cache is None or ids is None or ids.shape[1] != 1 or inputs.get("use_cache") is False:
             return self.model(**inputs)
         if self.cache is not cache or self.step.batch_size != ids.shape[0]:
@@ -130,3 +132,70 @@ class StepByStep:
             return self.model(**inputs)
         logits = self.step(ids, inputs.get("attention_mask"))
         return RecurrentCausalLMOutput(logits=logits.unsqueeze(1), **named_cache(cache))
+
+
+# Whether no code of a user runs between the tokens that `generate` writes here.
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+def _is_known(x: Any) -> bool:
+    """Whether the code of something that `generate` calls is transformers' or ours, and so changes no model."""
+    if x is None:
+        return True
+    values = getattr(x, "__dict__", {}).values()
+    functions = [value for value in values if isinstance(value, FunctionType | MethodType)]
+    places = {type(x).__module__, *(function.__module__ for function in functions)}
+    return {place.partition(".")[0] for place in places} <= {"transformers", __name__.partition(".")[0]}
+
+
+class StepByStepMixin(GenerationMixin):
+    """
+    `generate` of transformers; in the installed package, with decoding steps. It calls `self`, or if
+    `_valid_auto_compile_criteria` is true, what `get_compiled_call` returns.
+    """
+
+    @package_only
+    def _sample(
+        self, ids: torch.Tensor, processors: LogitsProcessorList, criteria: StoppingCriteriaList, *args, **kwargs
+    ):
+        """As in transformers."""
+        before = _alone.set(all(map(_is_known, (*processors, *criteria, kwargs.get("streamer")))))
+        try:
+            return super()._sample(ids, processors, criteria, *args, **kwargs)
+        finally:
+            _alone.reset(before)
+
+    @package_only
+    def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
+        """As in transformers; or if nothing is to be compiled, a call that reads single tokens by a decoding step."""
+        if getattr(self, "_compiles", False):
+            return super().get_compiled_call(compile_config)
+        return StepByStep(self, _alone.get())
+
+    @package_only
+    def _beam_search(self, *args, generation_config: GenerationConfig, **kwargs):
+        """As in transformers, which calls `self` for each token."""
+        caller = self if generation_config.disable_compile else StepByStep(self)
+        return super()._beam_search.__func__(caller, *args, generation_config=generation_config, **kwargs)
+
+    @package_only
+    def _get_logits_processor(self, generation_config: GenerationConfig, *args, **kwargs) -> LogitsProcessorList:
+        """As in transformers, whose guidance calls `self` for each token."""
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)
+        for processor in processors:
+            guides = isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+            if guides and not generation_config.disable_compile:
+                processor.model = StepByStep(self)
+        return processors
+
+    @package_only
+    def _valid_auto_compile_criteria(self, model_kwargs: dict, generation_config: GenerationConfig) -> bool:
+        """Whether `generate` is to call [`~StepByStepMixin.get_compiled_call`] in place of the model."""
+        compiles = self._compiles = super()._valid_auto_compile_criteria(model_kwargs, generation_config)
+        asked = generation_config.cache_implementation == "static" and not generation_config.disable_compile
+        if asked and not compiles and self.device.type == "cpu":
+            logger.warning_once(
+                '`cache_implementation="static"`: transformers does not compile the decoding step on a CPU, so a '
+                "static cache gains nothing."
+            )
+        return compiles or not generation_config.disable_compile
