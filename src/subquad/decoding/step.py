@@ -149,10 +149,7 @@ def _is_known(x: Any) -> bool:
 
 
 class StepByStepMixin(GenerationMixin):
-    """
-    `generate` of transformers; in the installed package, with decoding steps. It calls `self`, or if
-    `_valid_auto_compile_criteria` is true, what `get_compiled_call` returns.
-    """
+    """`generate` of transformers; in the installed package, with decoding steps."""
 
     @package_only
     def _sample(
