@@ -19,7 +19,6 @@ from transformers.generation import (
 from transformers.utils import logging
 
 from ..modeling.cache import RecurrentCache
-from ..modeling.package_only import package_only
 from ..modeling.versions import CACHE_NAME, CACHE_NAMES, RecurrentCausalLMOutput, named_cache
 
 
@@ -80,8 +79,7 @@ def check_ids(input_ids: torch.Tensor, batch_size: int) -> None:
         raise ValueError(f"`input_ids` of a decoding step must be ({batch_size}, 1), got {tuple(input_ids.shape)}.")
 
 
-# Device type to what makes a faster step, or raises [`Unsuitable`]. The package adds its own; a model repository has
-# none.
+# Device type to what makes a faster step, or raises [`Unsuitable`].
 MAKERS: dict[str, Callable[[Any, RecurrentCache, int, bool], DecodingStep]] = {}
 
 
@@ -95,6 +93,7 @@ def make_step(model: Any, cache: RecurrentCache, batch_size: int | None = None, 
     """
     if batch_size is None and (batch_size := cache.batch_size) < 1:
         raise ValueError("`batch_size` must be given for a `cache` that has not read a token.")
+    # package only
     if (make := MAKERS.get(model.device.type)) is not None:
         try:
             return make(model, cache, batch_size, alone)
@@ -151,7 +150,7 @@ def _is_known(x: Any) -> bool:
 class StepByStepMixin(GenerationMixin):
     """`generate` of transformers; in the installed package, with decoding steps."""
 
-    @package_only
+    # package only
     def _sample(
         self, ids: torch.Tensor, processors: LogitsProcessorList, criteria: StoppingCriteriaList, *args, **kwargs
     ):
@@ -162,20 +161,20 @@ class StepByStepMixin(GenerationMixin):
         finally:
             _alone.reset(before)
 
-    @package_only
+    # package only
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
         """As in transformers; or if nothing is to be compiled, a call that reads single tokens by a decoding step."""
         if getattr(self, "_compiles", False):
             return super().get_compiled_call(compile_config)
         return StepByStep(self, _alone.get())
 
-    @package_only
+    # package only
     def _beam_search(self, *args, generation_config: GenerationConfig, **kwargs):
         """As in transformers, which calls `self` for each token."""
         caller = self if generation_config.disable_compile else StepByStep(self)
         return super()._beam_search.__func__(caller, *args, generation_config=generation_config, **kwargs)
 
-    @package_only
+    # package only
     def _get_logits_processor(self, generation_config: GenerationConfig, *args, **kwargs) -> LogitsProcessorList:
         """As in transformers, whose guidance calls `self` for each token."""
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)
@@ -185,7 +184,7 @@ class StepByStepMixin(GenerationMixin):
                 processor.model = StepByStep(self)
         return processors
 
-    @package_only
+    # package only
     def _valid_auto_compile_criteria(self, model_kwargs: dict, generation_config: GenerationConfig) -> bool:
         """Whether `generate` is to call [`~StepByStepMixin.get_compiled_call`] in place of the model."""
         compiles = self._compiles = super()._valid_auto_compile_criteria(model_kwargs, generation_config)
