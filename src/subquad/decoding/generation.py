@@ -275,6 +275,7 @@ class RecurrentGenerationMixin(StepByStepMixin):
                 inputs["attention_mask"] = ended.mask(input_ids, attention_mask)
         return inputs
 
+    # package only
     def decoding_step(self, cache: RecurrentCache, batch_size: int | None = None) -> DecodingStep:
         """
         What reads one token of each row behind those that a cache has read, as fast as this machine can; `generate`
