@@ -1,3 +1,4 @@
+import functools
 import gc
 import importlib.util
 import os
@@ -14,7 +15,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Without a GPU the kernels are interpreted. Triton reads this when it is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "conversion")]
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "conversion")]
+sys.path += [str(ROOT), str(ROOT / "examples")]  # `examples.evaluation`, and the other examples
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from interpreter import repair
 
@@ -52,6 +55,14 @@ def default_device():
 def any_peft(monkeypatch):
     """transformers 5.24 refuses every PEFT before 0.22, which was not released with it. The refusal is turned off."""
     monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.20")
+
+
+@pytest.fixture
+def run_task(monkeypatch, tmp_path):
+    """Calls a task of `examples/evaluation`: its name, and options."""
+    from evaluation_cases import run
+
+    return functools.partial(run, monkeypatch, tmp_path)
 
 
 @pytest.fixture(autouse=True)

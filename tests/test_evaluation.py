@@ -16,12 +16,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from evaluation_cases import TINY
 from examples.evaluation import TASKS, figures, report, runs
-from examples.evaluation.__main__ import main
+from examples.evaluation.__main__ import main, parse_arguments
 
 
 HOSTILE = '<script>document.title = "hostile"</script><img src="http://example.org/a.png">'
@@ -266,3 +263,25 @@ def test_every_task_is_in_the_report(page):
         assert module.TITLE in parsed.texts
         section = page.partition(f'<section id="{name}"')[2].partition("</section>")[0]
         assert ("<img" in section) == (report.RESULTS / f"{name}.json").exists()
+
+
+@pytest.mark.parametrize("task", TINY.keys() - {"encoders", "speed"})
+def test_a_task_measures_each_cell_once(task, run_task, monkeypatch, tmp_path):
+    """Its table and its figures are those of the record, and so is the file of a spreadsheet."""
+    record, arguments = run_task(task), parse_arguments([task, *TINY[task].split()])
+    module, rows = arguments.module, record["rows"]
+    cells = module.cells(arguments)
+    assert len(rows) == len(cells) and all(any(cell.items() <= row.items() for row in rows) for cell in cells)
+    with (tmp_path / f"{task}.csv").open(encoding="utf-8", newline="") as file:
+        for row, written in zip(rows, csv.DictReader(file), strict=True):
+            texts = {name: "" if value is None else str(value) for name, value in row.items()}
+            assert written == dict.fromkeys(written, "") | texts
+    for name in figures.draw(module, record):
+        svg = ElementTree.parse(tmp_path / f"{name}.svg")
+        assert record["command"] in svg.findtext(".//{http://purl.org/dc/elements/1.1/}description")
+    header, lines = module.table(record)
+    assert lines and all(len(line) == len(header) for line in lines)
+    monkeypatch.setattr(module, "measure", None)
+    assert run_task(task) == record
+    with pytest.raises(ValueError, match="was measured with steps = "):
+        run_task(task, "--steps", "9")

@@ -1,21 +1,13 @@
 """Needles, in examples/evaluation: what the texts hold, how answers are judged, and runs of a few steps."""
 
-import csv
 import itertools
-import json
 import random
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from examples.evaluation import TASKS, needle
-from examples.evaluation.__main__ import main
+from evaluation_cases import perturbed
+from examples.evaluation import needle
 from examples.evaluation.models import make_config, make_model
 
 
@@ -26,24 +18,6 @@ PLAIN = {
     "number": r"the \w+ \w+ \w+ the \w+|a \w+ is \w+ the \w+ \w+|the \w+ \w+ a \w+ \w+ \w+ the \w+|"
     r"\w+ the \w+ is a \w+|every \w+ \w+ the \w+ \w+ again",
 }
-TINY = [
-    "--width",
-    "32",
-    "--layers",
-    "1",
-    "--window",
-    "32",
-    "--train-length",
-    "48",
-    "--digits",
-    "2",
-    "--steps",
-    "3",
-    "--tokens",
-    "96",
-    "--texts",
-    "1",
-]
 
 
 def read(ids: list[int]) -> list[str]:
@@ -105,11 +79,9 @@ def test_a_needle_is_cut_where_a_split_ends_in_it(variant):
 def model():
     torch.manual_seed(0)
     ids = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
-    model = make_model(make_config("finch", vocabulary=len(needle.WORDS) + 1, width=32, layers=1, **ids)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return perturbed(
+        make_model(make_config("finch", vocabulary=len(needle.WORDS) + 1, width=32, layers=1, **ids)), 0.3
+    )
 
 
 @torch.no_grad()
@@ -123,68 +95,29 @@ def test_an_answer_is_right_where_each_digit_is_what_the_model_writes(model, mon
     assert needle.are_right(model, texts, 3).tolist() == [True, True, True, True, False, False, True]
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    """Calls the task with tiny models, and returns its record."""
-    for name in TASKS.keys() - {"needle"}:
-        monkeypatch.delitem(TASKS, name)
-
-    def call(*options):
-        main(["needle", "--out", str(tmp_path), "--lengths", "48", "--architectures", "finch", *TINY, *options])
-        return json.loads((tmp_path / "needle.json").read_text(encoding="utf-8"))
-
-    return call
-
-
-def without_times(record):
-    return [{name: value for name, value in row.items() if "seconds" not in name} for row in record["rows"]]
-
-
-def weights_of(tmp_path, seed=0):
-    return (tmp_path / f"needle-finch-common-{seed}" / "model.safetensors").read_bytes()
-
-
-def test_runs_go_on_and_repeat(run, monkeypatch, tmp_path):
+def test_models_are_trained_once_and_repeat(run_task, monkeypatch, tmp_path):
+    """One model for both variants and all lengths; the same seed makes the same model and the same numbers."""
     trained, train = [], needle.train
     monkeypatch.setattr(
         needle, "train", lambda arguments, name, *which: trained.append(name) or train(arguments, name, *which)
     )
-    first = run()
-    assert [(row["variant"], row["length"], len(row["by_depth"])) for row in first["rows"]] == [
-        ("passkey", 48, 11),
-        ("number", 48, 11),
-    ]
-    assert trained == ["finch"]  # one model for both
-    assert run() == first and trained == ["finch"]
-    weights = weights_of(tmp_path)
-    more = run("--lengths", "48", "96", "--architectures", "finch", "transformer")
-    assert more["rows"][:2] == first["rows"] and len(more["rows"]) == 8
-    assert trained == ["finch", "transformer"] and weights_of(tmp_path) == weights
-    with (tmp_path / "needle.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert rows == [{name: str(value) for name, value in row.items()} for row in more["rows"]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [
-            "needle-finch-common-0",
-            "needle-transformer-common-0",
-            *(f"needle{end}" for end in ("_depth.svg", "_length.svg", ".csv", ".json")),
-        ]
-    )
 
-    # The same seed makes the same model and the same numbers, another one others.
-    again = run("--fresh", "--lengths", "48", "96", "--architectures", "finch", "transformer")
-    assert trained == 2 * ["finch", "transformer"] and weights_of(tmp_path) == weights
-    for row in without_times(again):  # in another order
-        assert row in without_times(more)
-    both = run("--seeds", "0", "1")["rows"]
-    assert trained[4:] == ["finch"] and weights_of(tmp_path, 1) != weights == weights_of(tmp_path)
-    assert [row["seed"] for row in both] == 8 * [0] + 2 * [1]
-    (tmp_path / "needle.json").unlink()
-    run("--seeds", "1", "--lr", "1e-3")
-    assert trained[5:] == ["finch"]
+    def run(*options):
+        rows = run_task("needle", *options)["rows"]
+        return [{name: value for name, value in row.items() if "seconds" not in name} for row in rows]
+
+    def weights(seed=0):
+        return (tmp_path / f"needle-finch-common-{seed}" / "model.safetensors").read_bytes()
+
+    rows, first = run(), weights()
+    assert trained == ["finch", "transformer"] and [len(row["by_depth"]) for row in rows] == 4 * [11]
+    assert run("--lengths", "48", "96")[:4] == rows and len(trained) == 2
+    assert run("--fresh") == rows and trained[2:] == trained[:2] and weights() == first
+    run("--architectures", "finch", "--seeds", "1")
+    assert trained[4:] == ["finch"] and weights(1) != first == weights()
 
 
-def test_recipes_are_measured_where_an_architecture_has_them(run):
-    record = run("--architectures", "raven", "finch", "--recipes", "common", "sparse", "--steps", "1")
+def test_recipes_are_measured_where_an_architecture_has_them(run_task):
+    record = run_task("needle", "--architectures", "raven", "finch", "--recipes", "common", "sparse", "--steps", "1")
     measured = [(row["architecture"], row["recipe"]) for row in record["rows"][::2]]
     assert measured == [("raven", "common"), ("raven", "sparse"), ("finch", "common")]

@@ -1,22 +1,10 @@
 """Pairs that repeat, in examples/evaluation: the rows, the least possible losses, and a run of a few steps."""
 
-import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from examples.evaluation import figures, pairs
-from examples.evaluation.__main__ import main
-
-
-TINY = ["--keys", "8", "--train-length", "64", "--length", "128", "--window", "16", "--width", "32", "--layers", "1"]
-TINY += ["--steps", "3", "--tokens", "64", "--test-rows", "4", "--threads", "1"]
 
 
 def test_every_key_has_one_value():
@@ -65,10 +53,8 @@ def test_the_least_possible_loss_is_that_of_a_perfect_memory(chunk):
     torch.testing.assert_close(losses, math.log(16) * pairs.new_keys(ids, chunk).float())
 
 
-def test_a_run_measures_gecko_with_and_without_its_memory(tmp_path, capsys):
-    command = ["pairs", *TINY, "--architectures", "gecko", "eagle", "--out", str(tmp_path)]
-    main(command)
-    record = json.loads((tmp_path / "pairs.json").read_text(encoding="utf-8"))
+def test_a_run_measures_gecko_with_and_without_its_memory(run_task, capsys):
+    record = run_task("pairs")
     cells = [(row["architecture"], row["part"]) for row in record["rows"]]
     assert sorted(cells) == [("eagle", ""), ("gecko", ""), ("gecko", "working memory")]
     for row in record["rows"]:
@@ -77,9 +63,5 @@ def test_a_run_measures_gecko_with_and_without_its_memory(tmp_path, capsys):
     assert everything[0] > everything[1] > everything[2] and near[2] > everything[2]
     out = capsys.readouterr().out
     assert "Gecko without working memory" in out and "In figure 4" in out and "Not measured yet: Finch" in out
-    header, rows = pairs.table(record)
-    assert len(rows) == 5 and all(len(row) == len(header) for row in rows)
     (figure,) = figures.draw(pairs, record).values()
     assert "least possible from two chunks of 16" in [text.get_text() for text in figure.legends[0].get_texts()]
-    main(command)
-    assert json.loads((tmp_path / "pairs.json").read_text(encoding="utf-8"))["rows"] == record["rows"]

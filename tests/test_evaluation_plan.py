@@ -4,13 +4,8 @@ import argparse
 import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from examples.evaluation import TASKS, figures, plan, report
 from examples.evaluation.__main__ import main, parse_arguments
 from examples.evaluation.spread import Spread, by

@@ -1,21 +1,15 @@
 """Loss by position, in examples/evaluation: what its numbers are, on tiny models and a few tunes."""
 
+import functools
 import itertools
-import json
 import math
 import random
-import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from examples.evaluation import TASKS, positions
-from examples.evaluation.__main__ import main
+from evaluation_cases import perturbed
+from examples.evaluation import positions
 from examples.evaluation.models import make_config, make_model
 
 
@@ -36,30 +30,20 @@ def models(tmp_path_factory):
     directories = {}
     for architecture in ("finch", "gecko", "transformer"):
         torch.manual_seed(0)
-        model = make_model(make_config(architecture, width=32, layers=1, window=16, **ids))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+        model = perturbed(make_model(make_config(architecture, width=32, layers=1, window=16, **ids)), 0.2)
         directories[architecture] = tmp_path_factory.mktemp(architecture)
         model.save_pretrained(directories[architecture])
     return directories
 
 
 @pytest.fixture
-def run(models, monkeypatch, tmp_path):
+def run(models, monkeypatch, run_task):
     """Calls the task on those models and tunes, and returns its record."""
     monkeypatch.setattr(positions.subquad, "embedded_model", lambda name: models[name.removesuffix("-abc")])
     monkeypatch.setattr(positions, "corpus", lambda: positions.Corpus([], TUNES, {}))
     monkeypatch.setattr(positions, "TRAINED", 16)
     monkeypatch.setattr(positions, "FEWEST", 2)
-    for name in TASKS.keys() - {"positions"}:
-        monkeypatch.delitem(TASKS, name)
-
-    def call(*options):
-        main(["positions", "--out", str(tmp_path), "--contexts", "16", "64", *options])
-        return json.loads((tmp_path / "positions.json").read_text(encoding="utf-8"))
-
-    return call
+    return functools.partial(run_task, "positions", "--contexts", "16", "64")
 
 
 def rows_of(record, **fields):

@@ -1,41 +1,21 @@
 """Speed and memory by length, in examples/evaluation: that its numbers are of what they claim, on tiny models."""
 
 import csv
-import json
 import sys
 import time
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from examples.evaluation import speed
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from examples.evaluation import TASKS, speed
-from examples.evaluation.__main__ import main
-
-
-TINY = ("--width", "32", "--layers", "2", "--window", "16", "--tokens", "3", "--seconds", "0")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="a CPU's memory is measured on Linux only")
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    for name in TASKS.keys() - {"speed"}:
-        monkeypatch.delitem(TASKS, name)
-
-    def call(*options):
-        main(["speed", "--out", str(tmp_path), *TINY, *options])
-        return json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))
-
-    return call
-
-
-def test_cells_are_measured_once_in_processes_of_their_own(run, tmp_path):
+def test_cells_are_measured_once_in_processes_of_their_own(run_task, tmp_path):
     options = ("--lengths", "16", "48", "--architectures", "finch", "avey-b", "--seeds", "0", "1")
-    first = run(*options)
+    first = run_task("speed", *options)
     cells = [("finch", 16), ("finch", 48), ("avey-b", 16), ("avey-b", 48)]
     assert [(row["architecture"], row["length"]) for row in first["rows"]] == 2 * cells
     assert [row["seed"] for row in first["rows"]] == [0] * 4 + [1] * 4
@@ -44,7 +24,7 @@ def test_cells_are_measured_once_in_processes_of_their_own(run, tmp_path):
         low, high = row["tokens_per_second_quartiles"]
         assert 0 < low <= row["tokens_per_second"] <= high
         assert ("milliseconds_per_token" in row) == ("state_kibibytes" in row) == (row["architecture"] == "finch")
-    assert run(*options) == first
+    assert run_task("speed", *options) == first
     with (tmp_path / "speed.csv").open(encoding="utf-8", newline="") as file:
         for row, written in zip(first["rows"], csv.DictReader(file), strict=True):
             assert written == {**dict.fromkeys(written, ""), **{name: str(value) for name, value in row.items()}}
@@ -65,9 +45,9 @@ def test_a_slow_turn_does_not_count():
     assert row["milliseconds_per_token"] == 2.5 and row["x_quartiles"] == [2.5, 9]
 
 
-def test_what_takes_too_long_is_stopped_and_said(run, capsys):
+def test_what_takes_too_long_is_stopped_and_said(run_task, capsys):
     start = time.monotonic()
-    record = run("--lengths", "1048576", "--architectures", "transformer", "--limit", "0", "--seeds", "0")
+    record = run_task("speed", "--lengths", "1048576", "--architectures", "transformer", "--limit", "0", "--seeds", "0")
     assert time.monotonic() - start < 120  # reading would take hours
     (row,) = record["rows"]
     cell = {"architecture": "transformer", "length": 1048576, "seed": 0}
@@ -75,9 +55,9 @@ def test_what_takes_too_long_is_stopped_and_said(run, capsys):
     assert "Not measured to the end: Transformer (RoPE) at 1,048,576: stopped after 0 s." in capsys.readouterr().out
 
 
-def test_an_error_is_one(run):
+def test_an_error_is_one(run_task):
     with pytest.raises(RuntimeError, match="eagle at 16 tokens ended with exit code 1"):
-        run("--lengths", "16", "--architectures", "eagle", "--width", "33")
+        run_task("speed", "--lengths", "16", "--architectures", "eagle", "--width", "33")
 
 
 @on_linux

@@ -1,27 +1,16 @@
 """State tracking, in examples/evaluation: its groups and rows, the Goose that may turn its state around, and runs."""
 
 import argparse
-import csv
-import itertools
-import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 import torch
 import torch.nn.functional as F
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from examples.evaluation import TASKS, baselines, figures, tracking
-from examples.evaluation.__main__ import main
+from evaluation_cases import perturbed
+from examples.evaluation import baselines, tracking
 from examples.evaluation.models import make_config, make_model
 
 
-TINY = ["--train-length", "6", "--length", "8", "--width", "32", "--layers", "1", "--rows", "4", "--test-rows", "3"]
 ORDERS = {"parity": 2, "S3": 6, "A5": 60}
 
 
@@ -53,11 +42,7 @@ def test_products_are_what_the_tokens_make_of_things(problem):
 def make_goose(name):
     torch.manual_seed(0)
     config = make_config("goose", vocabulary=7, width=64, layers=2)
-    model = (baselines.make_baseline(name, config) if name in baselines.BASES else make_model(config)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
-    return model
+    return perturbed(baselines.make_baseline(name, config) if name in baselines.BASES else make_model(config), 0.5)
 
 
 @torch.no_grad()
@@ -128,39 +113,3 @@ def test_a_model_learns_what_it_can():
     options = ["--train-length", "12", "--length", "32", "--rows", "32", "--steps", "200", "--lr", "5e-3"]
     row = tracking.measure(parse(*options, "--test-rows", "50"), "parity", 1, "wide-goose", 0)
     assert tracking.reach(row) >= 18 and row["steps"] < 200 and row["lowest_eigenvalue"] < -0.8
-
-
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    """Calls the task with tiny models, and returns its record."""
-    for name in TASKS.keys() - {"tracking"}:
-        monkeypatch.delitem(TASKS, name)
-
-    def call(*options):
-        main(["tracking", "--out", str(tmp_path), "--threads", "1", *TINY, *options])
-        return json.loads((tmp_path / "tracking.json").read_text(encoding="utf-8"))
-
-    return call
-
-
-def test_a_run_measures_each_cell_once(run, monkeypatch, tmp_path, capsys):
-    record = run("--steps", "2", "--problems", "parity", "A5", "--seeds", "0")
-    cells = [(row["problem"], row["architecture"]) for row in record["rows"]]
-    assert cells == list(itertools.product(("parity", "A5"), tracking.ARCHITECTURES))
-    assert all(len(row["by_position"]) == 2 and row["seed"] == 0 and row["steps"] == 2 for row in record["rows"])
-    for row in record["rows"]:
-        assert (row["lowest_eigenvalue"] is not None) == ("goose" in row["architecture"])
-    with (tmp_path / "tracking.csv").open(encoding="utf-8", newline="") as file:
-        assert len(list(csv.DictReader(file))) == len(record["rows"])
-    svg = (tmp_path / "tracking.svg").read_text(encoding="utf-8")
-    ElementTree.fromstring(svg)
-    labels = ("tokens so far", "right products (share)", "parity, 1 layer", "A5, 1 layer")
-    labels += tuple(figures.NAMES[name] for name in tracking.ARCHITECTURES)
-    assert all(f"<!-- {text} -->" in svg for text in labels)
-
-    more = run("--steps", "2", "--problems", "parity", "--architectures", "finch")["rows"][len(cells) :]
-    assert [(row["architecture"], row["seed"]) for row in more] == [("finch", 1)]
-    monkeypatch.setattr(tracking, "train", None)
-    assert run("--steps", "2", "--problems", "A5", "--seeds", "0")["rows"][len(cells) :] == more
-    with pytest.raises(ValueError, match="was measured with steps = 2, not 3"):
-        run("--steps", "3")

@@ -1,31 +1,18 @@
 """Recipes, trials and ablations, in examples/evaluation: what they change, what is measured, what is said of it."""
 
 import json
-import sys
-from pathlib import Path
 
-import pytest
 import torch
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from examples.evaluation import TASKS, ablations, baselines, needle, recipes
-from examples.evaluation.__main__ import main
+from evaluation_cases import perturbed
+from examples.evaluation import baselines, needle
 from examples.evaluation.models import make_config, make_model
-
-
-TINY = ["--width", "32", "--layers", "1", "--window", "64", "--train-length", "48", "--digits", "2", "--steps", "2"]
-TINY += ["--tokens", "96", "--texts", "1", "--threads", "1"]
 
 
 def small(architecture, width=64, **fields):
     torch.manual_seed(0)
-    model = make_model(make_config(architecture, vocabulary=20, width=width, layers=2, window=8, **fields)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return perturbed(
+        make_model(make_config(architecture, vocabulary=20, width=width, layers=2, window=8, **fields)), 0.2
+    )
 
 
 @torch.no_grad()
@@ -81,54 +68,26 @@ def test_what_the_ranker_retrieves():
     assert needle.are_retrieved(small("raven"), texts, 1) is None
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    """Calls a task with tiny models, and returns its record."""
-
-    def call(task, *options):
-        for name in TASKS.keys() - {task}:
-            monkeypatch.delitem(TASKS, name)
-        main([task, "--out", str(tmp_path), *TINY, *options])
-        return json.loads((tmp_path / f"{task}.json").read_text(encoding="utf-8"))
-
-    return call
+def config_of(path, name):
+    return json.loads((path / name / "config.json").read_text(encoding="utf-8"))
 
 
-def test_trials_measure_each_recipe_and_go_on(run, monkeypatch, tmp_path):
-    options = ("--lengths", "48", "--recipes", "common", "sparse", "mixed")
-    record = run("trials", *options)
-    cells = [(row["architecture"], row["recipe"], row["variant"]) for row in record["rows"]]
+def test_trials_measure_each_recipe(run_task, tmp_path):
+    cells = [(row["architecture"], row["recipe"], row["variant"]) for row in run_task("trials")["rows"]]
     expected = [("raven", "common"), ("raven", "sparse"), ("avey", "common"), ("avey", "mixed")]
     assert cells == [(*which, variant) for which in expected for variant in needle.VARIANTS]
-    saved = json.loads((tmp_path / "needle-raven-sparse-0" / "config.json").read_text())
-    assert (
-        saved["topk"] == 4 and json.loads((tmp_path / "needle-raven-common-0/config.json").read_text())["topk"] == 16
-    )
-    assert (tmp_path / "trials.svg").exists()
-    trained, train = [], needle.train
-    monkeypatch.setattr(needle, "train", lambda *call: trained.append(call[1:]) or train(*call))
-    assert run("trials", *options) == record and not trained
-    more = run("trials", *options[:3], "sparse", "--seeds", "0", "1")["rows"][8:]
-    assert [row["seed"] for row in more] == [1, 1] and trained == [("raven", recipes.RECIPES["raven"]["sparse"], 1)]
+    assert [config_of(tmp_path, f"needle-raven-{name}-0")["topk"] for name in ("common", "sparse")] == [16, 4]
 
 
-def test_ablations_measure_pairs_and_go_on(run, monkeypatch, tmp_path):
-    options = ("--lengths", "48", "--seeds", "0", "--recall-steps", "2", "--recall-length", "64")
-    record = run("ablations", *options)
-    cells = [(row["architecture"], row["recipe"], row["length"]) for row in record["rows"]]
-    assert cells == [
+def test_ablations_measure_pairs(run_task, tmp_path):
+    rows = run_task("ablations")["rows"]
+    assert [(row["architecture"], row["recipe"], row["length"]) for row in rows] == [
         (architecture, recipe, 64 if architecture == "finch" else 48)
         for architecture in ("avey", "raven", "gecko", "finch")
         for recipe in ("common", "without")
     ]
     # The parts of Gecko and Finch are switched off, and Avey's window is as long without the ranker.
-    parameters = {
-        name: {row["parameters"] for row in record["rows"] if row["architecture"] == name} for name, *_ in cells
-    }
-    assert {name: len(sizes) for name, sizes in parameters.items()} == {"avey": 1, "raven": 2, "gecko": 1, "finch": 1}
-    assert json.loads((tmp_path / "needle-avey-without-0/config.json").read_text())["k"] == 1
-    assert json.loads((tmp_path / "needle-raven-without-0/config.json").read_text())["router"] == "gsa"
-    assert (tmp_path / "ablations.svg").exists()
-    monkeypatch.setattr(needle, "train", None)
-    monkeypatch.setattr(ablations.mqar, "train", None)
-    assert run("ablations", *options) == record
+    sizes = [{row["parameters"] for row in rows[n : n + 2]} for n in range(0, 8, 2)]
+    assert [len(size) for size in sizes] == [1, 2, 1, 1]
+    assert config_of(tmp_path, "needle-avey-without-0")["k"] == 1
+    assert config_of(tmp_path, "needle-raven-without-0")["router"] == "gsa"
