@@ -466,6 +466,8 @@ GOOSE = Case(
         ({"hidden_size": 50}, r"`hidden_size` \(50\) must be a multiple of `head_dim` \(16\)"),
         ({"attn": {"layers": [1]}}, "`attn` must be None, got .*softmax attention"),
         ({"norm_first": False}, "`norm_first` must be True, got False"),
+        ({"embedding_layer_norm_fused": True}, "`embedding_layer_norm_fused` must be False, got True"),
+        ({"attention_hidden_size": 96}, "`attention_hidden_size` must be 48, got 96"),
         ({"value_dim": [48, 96, 48]}, r"`value_dim` must be 48, got \[48, 96, 48\]"),
     ),
 )
@@ -623,6 +625,20 @@ def model_class(name: str, auto_class: str | None = None):
 
 def tiny_model(name: str, auto_class: str | None = None, seed: int = 0, **fields):
     return CASES[name].model(auto_class, seed, **fields)
+
+
+LIVELY = {"eagle": "rwkv5", "finch": "rwkv6", "goose": "rwkv7"}
+
+
+def lively(name: str, **sizes):
+    """Two layers of such a model, in which every parameter matters, also those that are zero at first."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "hidden_size": 128, "num_hidden_layers": 2, **sizes}
+    config_class = getattr(subquad, subquad.ARCHITECTURES[LIVELY[name]][1])
+    model = model_class(LIVELY[name])(config_class(**sizes)).eval()
+    for x in model.parameters():
+        torch.nn.init.normal_(x, std=0.5 if x.shape[:-1].numel() < 4 else x.shape[-1] ** -0.5)
+    return model
 
 
 # What several tests need of a case.
