@@ -6,18 +6,10 @@ import threading
 
 import pytest
 import torch
+from cases import LIVELY, lively
 from torch.nn.utils import prune
 
-from subquad import (
-    Int4Config,
-    Int8Config,
-    Rwkv5Config,
-    Rwkv5ForCausalLM,
-    Rwkv6Config,
-    Rwkv6ForCausalLM,
-    Rwkv7Config,
-    Rwkv7ForCausalLM,
-)
+from subquad import Int4Config, Int8Config, Rwkv6Config, Rwkv6ForCausalLM, Rwkv7Config, Rwkv7ForCausalLM
 from subquad.decoding import cpu, step
 from subquad.decoding.fused import find_block
 from subquad.decoding.watch import Watch
@@ -26,34 +18,21 @@ from subquad_kernels.c import native
 from subquad_kernels.c.fused_blocks import FusedBlock, FusedBlocks
 
 
-MODELS = {
-    "eagle": (Rwkv5Config, Rwkv5ForCausalLM),
-    "finch": (Rwkv6Config, Rwkv6ForCausalLM),
-    "goose": (Rwkv7Config, Rwkv7ForCausalLM),
-}
-LAYERS = 2
 pytestmark = pytest.mark.skipif(
     native.library() is None and "no C compiler" in native.explain()[1], reason="there is no C compiler"
 )
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=LIVELY)
 def model(request):
     return make(request.param)
 
 
-@functools.cache
-def _weights(name):
-    config_class, model_class = MODELS[name]
-    torch.manual_seed(0)
-    model = model_class(config_class(vocab_size=300, hidden_size=128, num_hidden_layers=LAYERS)).eval()
-    for x in model.parameters():  # some of which are zero at first
-        torch.nn.init.normal_(x, std=0.5 if x.shape[:-1].numel() < 4 else x.shape[-1] ** -0.5)
-    return model
+weights = functools.cache(lively)
 
 
 def make(name):
-    return copy.deepcopy(_weights(name))
+    return copy.deepcopy(weights(name))
 
 
 @pytest.fixture
@@ -86,6 +65,12 @@ def plainly(function, *args, **kwargs):
 
 def random_ids(*shape):
     return torch.randint(1, 300, shape, generator=torch.Generator().manual_seed(1))
+
+
+def first_block(model, number=0):
+    """A block and its time mixing."""
+    block = model.base_model.blocks[number]
+    return block, getattr(block, "att", None) or block.attention
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -216,89 +201,71 @@ def test_gradients(model, calls):
     assert not calls and model.get_output_embeddings().weight.grad is not None
 
 
-def test_nothing_is_passed_by(model, calls):
-    """Hooks, adapters and other layers are run, and given back their place afterwards."""
-    ids = random_ids(1, 2)
-    expected, _ = read(model, ids)
-    block = model.base_model.blocks[0]
-    mixing = getattr(block, "att", None) or block.attention
-    calls.clear()
-
-    seen = []
-    hook = mixing.key.register_forward_hook(lambda *_: seen.append(1))
-    read(model, ids)
-    assert len(seen) == 2 and not calls
-    hook.remove()
-    assert read(model, ids)[0].equal(expected) and len(calls) == 2
-
-    class Doubled(type(mixing.value)):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    old, mixing.value = mixing.value, Doubled(*mixing.value.weight.T.shape, bias=False)
-    mixing.value.weight = old.weight
-    doubled, _ = read(model, ids)
-    assert not torch.allclose(doubled, expected)
-    assert torch.allclose(doubled, plainly(read, model, ids)[0], atol=1e-5 * doubled.abs().max())
-    mixing.value = old
-
-    mixing.key.forward = lambda x: torch.zeros(*x.shape[:-1], old.out_features)
-    assert not torch.allclose(read(model, ids)[0], expected)
-    del mixing.key.forward
-    assert read(model, ids)[0].equal(expected)
+def noted(function, seen):
+    return lambda *args, **kwargs: seen.append(1) or function(*args, **kwargs)
 
 
-def test_forwards_of_classes(model, calls, monkeypatch):
-    """Research code replaces the `forward` of a class; this is seen, also after the first token."""
-    ids = random_ids(1, 2)
-    read(model, ids)
-    block = model.base_model.blocks[0]
-    mixing = getattr(block, "att", None) or block.attention
-    for kind in (type(mixing), type(mixing.ln_x), type(mixing.key), torch.nn.LayerNorm):
+def another_class(module, seen):
+    return type("Other", (type(module),), {"forward": noted(type(module).forward, seen)})
+
+
+# What has to run, of any module.
+OTHERS = {
+    "hook": lambda patch, x, seen: patch.setitem(x._forward_hooks, 0, lambda *_: seen.append(1)),
+    "forward": lambda patch, x, seen: patch.setitem(vars(x), "forward", noted(x.forward, seen)),
+    "forward of a class": lambda patch, x, seen: patch.setattr(type(x), "forward", noted(type(x).forward, seen)),
+    "class": lambda patch, x, seen: patch.setattr(x, "__class__", another_class(x, seen)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_must_run_runs(name, model, calls):
+    """Also after the first token; once it is gone, the library runs again."""
+    ids, (block, mixing) = random_ids(1, 2), first_block(model)
+    first = read(model, ids)[0]
+    for module in (mixing.key, mixing, mixing.ln_x, block.ln2):
         calls.clear()
-        seen, forward = [], kind.forward
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                kind, "forward", lambda *args, f=forward, s=seen, **kwargs: s.append(1) or f(*args, **kwargs)
-            )
-            read(model, ids)
-        assert seen and not calls, kind
-    read(model, ids)
-    assert len(calls) == 2
+        seen = []
+        with pytest.MonkeyPatch.context() as patch:
+            OTHERS[name](patch, module, seen)
+            torch.testing.assert_close(read(model, ids)[0], first, rtol=1e-4, atol=1e-4)
+        assert len(seen) >= 2 and not calls, type(module)
+        assert read(model, ids)[0].equal(first) and len(calls) == 2
 
 
-def test_classes_that_change(model, calls):
-    """A module that is made another one runs the `forward` of its new class, and becomes what it was."""
+def replace(patch, x, change, name="weight"):
+    patch.setitem(x._parameters, name, torch.nn.Parameter(change(x.weight.detach())))
+
+
+def add_layer(patch, block, mixing):
+    patch.setitem(mixing._modules, "value", torch.nn.Sequential(mixing.value, torch.nn.ReLU()))
+
+
+# What a block computes with. Negative views have the memory of the weight, and torch changes the sign when it reads.
+CHANGES = {
+    "bias": lambda patch, block, mixing: replace(patch, mixing.key, lambda x: x[:, 0], "bias"),
+    "layer": add_layer,
+    "epsilon of heads": lambda patch, block, mixing: patch.setattr(mixing.ln_x, "eps", 1.0),
+    "epsilons": lambda patch, block, mixing: [patch.setattr(norm, "eps", 1.0) for norm in (block.ln1, block.ln2)],
+    "weight": lambda patch, block, mixing: replace(patch, mixing.key, lambda x: x / 2),
+    "negative view": lambda patch, block, mixing: replace(patch, mixing.key, torch._neg_view),
+    "negative view of a norm": lambda patch, block, mixing: replace(patch, block.ln1, torch._neg_view),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_numbers_that_change(name, model, calls):
+    """The step computes with them, and with the earlier ones when these are back."""
     ids = random_ids(1, 2)
     first = read(model, ids)[0]
-    block = model.base_model.blocks[0]
-    mixing = getattr(block, "att", None) or block.attention
-    for module in (mixing.key, mixing, mixing.ln_x, block.ln2):
-        kind, seen = type(module), []
-        calls.clear()
-
-        def forward(self, *args, kind=kind, seen=seen, **kwargs):
-            seen.append(1)
-            return kind.forward(self, *args, **kwargs)
-
-        module.__class__ = type("Other", (kind,), {"forward": forward})
-        torch.testing.assert_close(read(model, ids)[0], first, rtol=1e-4, atol=1e-4)
-        assert len(seen) == 2 and not calls, kind
-        module.__class__ = kind
-        assert read(model, ids)[0].equal(first)
-
-
-def test_parameters_that_are_negative_views(model):
-    """torch changes their sign when it reads them, and their memory is the same."""
-    ids = random_ids(1, 2)
-    read(model, ids)
-    block = model.base_model.blocks[0]
-    mixing = getattr(block, "att", None) or block.attention
-    for module in (mixing.key, block.ln1):
-        old, module.weight = module.weight, torch.nn.Parameter(torch._neg_view(module.weight.detach()))
-        assert module.weight.data_ptr() == old.data_ptr() and module.weight.is_neg()
-        torch.testing.assert_close(read(model, ids)[0], plainly(read, model, ids)[0], rtol=1e-4, atol=1e-4)
-        module.weight = old
+    calls.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        CHANGES[name](patch, *first_block(model))
+        changed = read(model, ids)[0]
+        assert not torch.allclose(changed, first)
+        assert len(calls) == (2 if name.startswith(("epsilon", "weight")) else 0)
+        torch.testing.assert_close(changed, plainly(read, model, ids)[0], rtol=1e-4, atol=1e-4)
+    assert read(model, ids)[0].equal(first)
 
 
 def test_operators_that_are_replaced(model, calls):
@@ -316,8 +283,7 @@ def test_operators_that_are_replaced(model, calls):
 def test_parameters_that_are_computed(model, calls):
     """torch's weight norm and pruning make a weight of others before every call."""
     ids = random_ids(1, 2)
-    block = model.base_model.blocks[1]
-    mixing = getattr(block, "att", None) or block.attention
+    block, mixing = first_block(model, 1)
     name = "v0" if hasattr(mixing, "v0") else "time_decay"
     for module, parameter in ((mixing.key, "weight"), (block.ln2, "weight"), (mixing, name)):
         first = read(model, ids)[0]
@@ -328,28 +294,6 @@ def test_parameters_that_are_computed(model, calls):
         torch.testing.assert_close(pruned, plainly(read, model, ids)[0], rtol=1e-4, atol=1e-4)
         prune.remove(module, parameter)
         torch.testing.assert_close(read(model, ids)[0], pruned, rtol=1e-4, atol=1e-4)
-
-
-def test_what_is_set_later(model, calls):
-    """A bias of a layer, and the epsilon of a norm."""
-    ids = random_ids(1, 2)
-    block = model.base_model.blocks[0]
-    mixing = getattr(block, "att", None) or block.attention
-    first = read(model, ids)[0]
-    mixing.key.bias = torch.nn.Parameter(torch.ones(mixing.key.out_features))
-    biased = read(model, ids)[0]
-    torch.testing.assert_close(biased, plainly(read, model, ids)[0], rtol=1e-4, atol=1e-4)
-    mixing.key.bias = None
-    assert read(model, ids)[0].equal(first) and not biased.equal(first)
-    for norms in ([mixing.ln_x], [block.ln1, block.ln2]):
-        for norm in norms:
-            norm.eps += 1
-        calls.clear()
-        other = read(model, ids)[0]
-        assert len(calls) == 2 and not torch.allclose(other, first)
-        torch.testing.assert_close(other, plainly(read, model, ids)[0], rtol=1e-4, atol=1e-4)
-        for norm in norms:
-            norm.eps -= 1
 
 
 def test_states_that_do_not_fit(model):
@@ -401,14 +345,13 @@ def test_modes(model, calls):
 def test_weights_that_change(model, calls):
     ids = random_ids(1, 3)
     first, _ = read(model, ids)
-    block = model.base_model.blocks[0]
-    mixing = getattr(block, "att", None) or block.attention
+    _, mixing = first_block(model)
     with torch.no_grad():
         mixing.key.weight.mul_(2)  # where it is
     inside = read(model, ids)[0]
     assert not inside.equal(first) and torch.allclose(inside, plainly(read, model, ids)[0], atol=1e-4)
-    mixing.key.weight = torch.nn.Parameter(mixing.key.weight.detach() / 2)  # elsewhere
-    torch.testing.assert_close(read(model, ids)[0], first)
+    with torch.no_grad():
+        mixing.key.weight.div_(2)
     model.double()
     calls.clear()
     torch.testing.assert_close(read(model, ids)[0].float(), first, rtol=1e-4, atol=1e-4)

@@ -2,16 +2,9 @@
 
 import pytest
 import torch
+from cases import LIVELY, lively
 from kernel_cases import DEVICE, TRITON
 
-from subquad import (
-    Rwkv5Config,
-    Rwkv5ForCausalLM,
-    Rwkv6Config,
-    Rwkv6ForCausalLM,
-    Rwkv7Config,
-    Rwkv7ForCausalLM,
-)
 from subquad.decoding.cuda_graph import FusedToken
 from subquad.models import REGISTRY
 from subquad_kernels import fused_step
@@ -27,23 +20,12 @@ SIZES = {
         **{"v_low_rank_dim": 33, "gate_low_rank_dim": 70},
     },
 }
-MODELS = {
-    "eagle": (Rwkv5Config, Rwkv5ForCausalLM),
-    "finch": (Rwkv6Config, Rwkv6ForCausalLM),
-    "goose": (Rwkv7Config, Rwkv7ForCausalLM),
-}
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def make(name, dtype=torch.float32, device=DEVICE, **sizes):
-    config, model = MODELS[name]
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 112, **SIZES[name], **sizes}
     with torch.device(device):
-        model = model(config(num_hidden_layers=2, **sizes)).eval()
-    for x in model.parameters():  # some of which are zero at first
-        torch.nn.init.normal_(x, std=0.5 if x.shape[:-1].numel() < 4 else x.shape[-1] ** -0.5)
-    return model.to(dtype)
+        return lively(name, **{"hidden_size": 48, "intermediate_size": 112, **SIZES[name], **sizes}).to(dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +87,7 @@ def test_equals_the_model(name, dtype, rows):
 
 
 @pytest.mark.quick_cases("finch")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LIVELY)
 def test_states_of_zeros(name):
     compare(make(name), 2, tokens=2, length=0)
 
@@ -116,7 +98,7 @@ LAUNCHES = {"eagle": 7, "finch": 8, "goose": 7}
 
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 32])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LIVELY)
 def test_launches(name, rows, monkeypatch):
     from subquad_kernels.fused_step import triton_kernels
 
