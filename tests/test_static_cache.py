@@ -227,47 +227,6 @@ def test_addresses_are_constant(case):
     assert_same_caches(cache, both_caches(model, ids)[0])
 
 
-@pytest.mark.fast
-@each_text_case
-def test_operations(case, tmp_path):
-    model, ids = case.model(), random_ids(3, 9)
-    dynamic, static = both_caches(model, ids)
-    assert (dynamic.is_compileable, static.is_compileable) == (False, True)
-    before = addresses(static)
-    for cache in (dynamic, static):
-        cache.reorder_cache(torch.tensor([2, 0, 0]))
-    assert addresses(static) == before
-    assert_same_caches(static, dynamic)
-
-    clone = static.clone()
-    assert clone.is_compileable
-    assert not set(addresses(clone)) & set(before)
-    with torch.no_grad():
-        model(ids, cache=clone)
-    assert_same_caches(static, dynamic)
-
-    static.save(tmp_path / "cache.safetensors")
-    for loaded in (
-        type(dynamic).load(tmp_path / "cache.safetensors", model.config),
-        type(dynamic).load(tmp_path / "cache.safetensors", model.config, static=True),
-    ):
-        assert_same_caches(loaded, dynamic)
-    assert loaded.is_compileable
-
-    assert addresses(static.to("cpu")) == before
-    assert {x.device.type for layer in clone.to("meta").all_layers for x in layer.states.values()} == {"meta"}
-
-    for cache in (dynamic, static):
-        cache.batch_select_indices(torch.tensor([1, 2]))
-        cache.batch_repeat_interleave(2)
-    assert static.batch_size == 4
-    assert_same_caches(static, dynamic)
-    with torch.no_grad():
-        for cache in (dynamic, static):
-            model(random_ids(4, 3), cache=cache)
-    assert_same_caches(static, dynamic)
-
-
 @each_text_case
 def test_recording_the_past(case):
     model, ids = case.model(), random_ids(1, 9)

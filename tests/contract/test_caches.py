@@ -197,47 +197,55 @@ def load(model_type, path, **options):
     return getattr(transformers, lm_class(model_type)).from_pretrained(path, **options)
 
 
+def addresses(cache):
+    return {x.data_ptr() for layer in cache.all_layers for x in layer.states.values()}
+
+
 @pytest.mark.fast
 @each_case_and_variant
 def test_cache_operations(case, tmp_path):
-    model, text = case.model(), case.text(3, 9)
-    with torch.no_grad():
-        cache = model(**text).cache
+    """Of dynamic and of static caches, whose states stay at their addresses."""
+    model, text = case.model(), padded(texts(case, 9, 4, 7), "left")
+    cache_class, rows = type(model.new_cache()), torch.tensor([0, 1, 2])
 
-        def logits(cache, rows):
-            return model(torch.full((len(rows), 1), 7), cache=cache.clone()).logits
+    def logits(cache, rows):
+        return model(torch.full((len(rows), 1), 7), cache=cache.clone()).logits
 
-        rows = torch.tensor([0, 1, 2])
-        expected = logits(cache, rows)
-
-        reordered = cache.clone()
-        reordered.reorder_cache(torch.tensor([2, 0, 0]))
-        torch.testing.assert_close(logits(reordered, rows), expected[[2, 0, 0]])
-
-        selected = cache.clone()
-        selected.batch_select_indices(torch.tensor([1]))
-        torch.testing.assert_close(logits(selected, rows[:1]), expected[[1]], **TOLERANCE)
-
-        with torch.enable_grad():
-            attached = model(**text).cache
+    attached = model(**text).cache
+    for static in (False, True):
+        with torch.no_grad():
+            cache = model.new_cache(static, max_cache_len=64)
+            model(**text, cache=cache)
+            expected = logits(cache, rows)
             torch.testing.assert_close(logits(attached, rows), expected)
 
-        repeated = cache.clone()
-        repeated.batch_repeat_interleave(2)
-        torch.testing.assert_close(logits(repeated, range(6)), expected.repeat_interleave(2, 0), **TOLERANCE)
+            reordered = cache.clone()
+            assert reordered.is_compileable == static and not addresses(reordered) & addresses(cache)
+            before = addresses(reordered)
+            reordered.reorder_cache(torch.tensor([2, 0, 0]))
+            assert not static or addresses(reordered) == before
+            torch.testing.assert_close(logits(reordered, rows), expected[[2, 0, 0]])
 
-        cache.save(tmp_path / "cache.safetensors")
-        loaded = type(cache).load(tmp_path / "cache.safetensors", model.config).to(DEVICE)
-        assert loaded.get_seq_length() == 9
-        torch.testing.assert_close(logits(loaded, rows), expected)
-        assert [file.name for file in tmp_path.iterdir()] == ["cache.safetensors"]
+            selected = cache.clone()
+            selected.batch_select_indices(torch.tensor([1]))
+            torch.testing.assert_close(logits(selected, rows[:1]), expected[[1]], **TOLERANCE)
+            selected.batch_repeat_interleave(2)
+            assert selected.batch_size == 2
+            torch.testing.assert_close(logits(selected, rows[:2]), expected[[1, 1]], **TOLERANCE)
 
-        moved = cache.clone().to("meta").named_states().values()
-        assert {state.device.type for state in moved} == {"meta"}
+            cache.save(tmp_path / "cache.safetensors")
+            for other in (False, True):
+                loaded = cache_class.load(tmp_path / "cache.safetensors", model.config, static=other).to(DEVICE)
+                assert loaded.get_seq_length() == 9 and loaded.is_compileable == other
+                assert_same_states(loaded, cache)
+            assert [file.name for file in tmp_path.iterdir()] == ["cache.safetensors"]
 
-        cache.reset()
-        assert cache.get_seq_length() == 0
-        torch.testing.assert_close(model(**text, cache=cache).logits, model(**text).logits)
+            moved = cache.clone().to("meta").named_states().values()
+            assert {state.device.type for state in moved} == {"meta"}
+
+            cache.reset()
+            assert cache.get_seq_length() == 0
+            torch.testing.assert_close(model(**text, cache=cache).logits, model(**text).logits)
 
 
 @pytest.mark.fast

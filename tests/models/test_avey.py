@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import VOCABULARY, assert_same_states, random_ids, tiny_config, tiny_model
+from cases import assert_same_states, random_ids, tiny_config, tiny_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch._dynamo import lookup_backend
@@ -107,15 +107,6 @@ def test_initialisation():
     assert (block.rms_norm.weight == 1).all()
 
 
-def test_offloaded_weights_are_saved(golden, tmp_path):
-    path, ids, expected = golden
-    device_map = {"model.wte": "cpu", "model.blocks": "disk", "model.ln_f": "cpu", "lm_head": "cpu"}
-    model = AveyForCausalLM.from_pretrained(path, device_map=device_map, offload_folder=tmp_path / "off")
-    model.save_pretrained(tmp_path / "saved")
-    loaded = AveyForCausalLM.from_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(loaded(ids).logits, expected, atol=1e-4, rtol=0)
-
-
 def test_logits_to_keep_is_a_number_of_tokens():
     model, ids = tiny_model("avey"), random_ids(1, 9)
     cache = model(ids).cache
@@ -159,14 +150,6 @@ def test_equations_and_gradients(fields, length, normalization):
         torch.testing.assert_close(
             grad, grad_expected, atol=1e-8, rtol=1e-7, msg=lambda text, name=name: f"{name} {text}"
         )
-
-
-@pytest.mark.fast
-def test_the_normalizations_differ():
-    ids = random_ids(1, 40)
-    first, largest = (tiny_model("avey", score_normalization=name)(ids).logits for name in ("first", "max"))
-    torch.testing.assert_close(first[:, :16], largest[:, :16])  # one split is the earliest and the best
-    assert not torch.allclose(first[:, 24:], largest[:, 24:], atol=1e-3)
 
 
 # What is computed, and what is not.
@@ -256,20 +239,6 @@ def test_recording_reads_tokens_one_by_one():
         some = model(ids, cache=cache, logits_to_keep=12, **inputs).logits
         assert some.shape[1] == 12
         torch.testing.assert_close(some[1], logits[1, -12:], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.quick_cases("True")
-@pytest.mark.parametrize("use_cache", [False, True])
-def test_compiled_documents(use_cache):
-    model, ids = tiny_model("avey"), random_ids(1, 40)
-    borders = torch.tensor([0, 7, 8, 40])
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with torch.set_grad_enabled(not use_cache):
-        out = compiled(ids, cu_seqlens=borders, use_cache=use_cache)
-        expected = model(ids, cu_seqlens=borders, use_cache=use_cache)
-    torch.testing.assert_close(out.logits, expected.logits, atol=1e-4, rtol=1e-4)
-    if use_cache:
-        assert_same_states(out.cache, expected.cache)
 
 
 def test_compiled_activation_writes_over_nothing():
@@ -435,14 +404,6 @@ def test_padding_at_the_border_of_a_split():
         following = model(ids[:, :1], cache=cache).logits
     expected = model(torch.cat((ids, ids[:, :1]), 1)).logits[:, -1:]
     torch.testing.assert_close(following, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_configuration_of_published_files():
-    config = tiny_config("avey", extended_len=32)
-    assert (config.hidden_size, config.num_hidden_layers, config.extended_len) == (48, 3, 32)
-    assert (config.tail_size, config.vocab_size) == (96, VOCABULARY)
-    assert tiny_config("avey", d_embed=3, expansion_factor=1, context_proportion=0.4).tail_size == 2
-    assert tiny_config("avey", context_proportion=1).tail_size == 192
 
 
 def test_what_training_keeps():

@@ -7,7 +7,7 @@ import cases
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import model_class, random_ids, tiny_config, tiny_model
+from cases import random_ids, tiny_config, tiny_model
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -133,14 +133,6 @@ def test_published_outputs(published):
     model.save_pretrained(path / "again")
     again = AutoModelForMaskedLM.from_pretrained(path / "again")
     assert torch.equal(again(ids).logits, model(ids).logits)
-
-
-@pytest.mark.parametrize("auto_class", HEADS)
-def test_published_weights_under_every_head(published, auto_class):
-    path, ids, hidden, _ = published
-    model = model_class("avey-b", auto_class).from_pretrained(path)
-    torch.testing.assert_close(model.model(ids).last_hidden_state, hidden, atol=1e-4, rtol=0)
-    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_outputs_of_the_paper():
@@ -414,22 +406,6 @@ def test_a_text_of_more_than_96k_tokens():
         torch.testing.assert_close(found, expected[: len(found)], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.quick_cases("*-hub", "padded-*")
-@torch.no_grad()
-@pytest.mark.parametrize("variant", ["hub", "all of the paper"])
-@pytest.mark.parametrize("inputs", ["rows", "padded", "packed"])
-def test_compiled(variant, inputs):
-    model, options = tiny(variant), {}
-    ids = random_ids(2, 40)
-    if inputs == "padded":
-        ids, options["attention_mask"] = padded([random_ids(40), random_ids(13)], "left")
-    elif inputs == "packed":
-        ids, options["cu_seqlens"] = random_ids(1, 40), torch.tensor([0, 13, 14, 40])
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(ids, **options).logits, model(ids, **options).logits, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.thorough
 @torch.no_grad()
 def test_compiled_calls_of_many_lengths(monkeypatch):
@@ -491,11 +467,9 @@ def test_low_precision(variant, dtype):
     ("fields", "message"),
     [
         ({"n_layers": 0}, "`n_layers` must be at least 1, got 0"),
-        ({"vocab_size": 0}, "`vocab_size` must be at least 1, got 0"),
         ({"chunk_size": 0}, "`chunk_size` must be at least 1, got 0"),
         ({"k": 0}, "`k` must be at least 1, got 0"),
         ({"context_proportion": 0.0}, "`context_proportion` must be above 0 and at most 1.*, got 0.0"),
-        ({"eps": 0.0}, "`eps` must be at least 1e-20 and finite, got 0.0"),
         ({"classifier_dropout": 1.0}, "`classifier_dropout` must be from 0 to below 1, got 1.0"),
         ({"hidden_act": "relu"}, "`hidden_act` must be one of gelu, relu2, got 'relu'"),
         ({"similarity_norm": "softmax"}, "`similarity_norm` must be one of l1, sum, got 'softmax'"),

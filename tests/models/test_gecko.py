@@ -9,7 +9,7 @@ import cases
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import VOCABULARY, assert_same_states, tiny_config, tiny_model
+from cases import TOLERANCE, VOCABULARY, assert_same_states, tiny_config, tiny_model
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -19,7 +19,6 @@ from subquad import GeckoCache, GeckoConfig, GeckoForCausalLM
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BOS = 1
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 SMALL = {"num_layers": 2, "chunk_size": 4}
 ONE = {"num_layers": 1, "chunk_size": 4}
 LARGE = {"num_layers": 1, "chunk_size": 64}  # rings have room for 64 tokens at first, of 128
@@ -106,18 +105,6 @@ def read(model, ids, sizes, cache=None, **inputs):
     cache = model.new_cache() if cache is None else cache
     logits = [model(piece, cache=cache, **inputs).logits for piece in ids.split(list(sizes), dim=1)]
     return torch.cat(logits, 1), cache
-
-
-def assert_same_texts(cache, expected):
-    """As [`assert_same_states`], where rings may have more room than the other's."""
-    cache, expected = cache.clone(), expected.clone()
-    for one, other in itertools.permutations((cache, expected)):
-        for layer, wider in zip(one.layers, other.layers, strict=True):
-            for name in {"keys", "values", "memory_keys"} & layer.states.keys():
-                room = wider.states[name].shape[2] - layer.states[name].shape[2]
-                if room > 0:
-                    layer.states[name] = F.pad(layer.states[name], (0, 0, 0, room))
-    assert_same_states(cache, expected)
 
 
 # Logits of the authors' wiring.
@@ -367,7 +354,7 @@ def test_crop_over_borders(fields):
         cache.crop(-removed)
         at += ahead - removed
         assert cache.get_seq_length() == at
-        assert_same_texts(cache, model(ids[:, :at]).cache)
+        assert_same_states(cache, model(ids[:, :at]).cache)
 
 
 @torch.no_grad()
@@ -385,7 +372,7 @@ def test_rings_that_grow(begins):
                 logits = model(ids[:, at : at + size], cache=cache).logits
                 torch.testing.assert_close(logits, whole[:, at : at + size], **TOLERANCE)
             at += size
-            assert_same_texts(*caches)
+            assert_same_states(*caches)
             assert caches[1].held_tokens == 128
 
 
@@ -408,26 +395,10 @@ def test_saved_rings(saved, loaded, tmp_path):
         cache.save(tmp_path / "cache.safetensors")
         for sizes in ((1, 1, 45), (50,)):
             other = GeckoCache.load(tmp_path / "cache.safetensors", model.config, static=loaded == "static")
-            assert_same_texts(other, cache)
+            assert_same_states(other, cache)
             stop = length + sum(sizes)
             logits, _ = read(model, ids[:, length:stop], sizes, other)
             torch.testing.assert_close(logits, whole[:, length:stop], **TOLERANCE)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("static", [False, True])
-def test_crop_of_rings_that_grow(static):
-    model, ids = tiny_model("gecko", **LARGE), text([30, 64, 127], 200)
-    for start, removed in ((40, 30), (40, 50), (60, 20), (100, 60)):
-        cache = model.new_cache(static=static)
-        model(ids[:, :start], cache=cache)
-        cache.activate_past_recording()
-        read(model, ids[:, start : start + 60], (1, 59), cache)
-        cache.crop(-removed)
-        at = start + 60 - removed
-        assert_same_texts(cache, model(ids[:, :at]).cache)
-        logits, _ = read(model, ids[:, at:], (1, 199 - at), cache)
-        torch.testing.assert_close(logits, model(ids).logits[:, at:], **TOLERANCE)
 
 
 # Dropout.
@@ -473,17 +444,6 @@ def test_dropout_of_attention():
     assert (counts.sort().values / 500 - shares).abs().max() < 4 * math.sqrt(0.25 / 500)
 
 
-def test_dropout_follows_the_seed():
-    rates = {"dropout": 0.1, "hidden_dropout": 0.1, "attention_dropout": 0.1}
-    model, ids = tiny_model("gecko", **SMALL, **rates).train(), text([5])
-
-    def loss(seed):
-        torch.manual_seed(seed)
-        return model(ids, labels=ids).loss
-
-    assert loss(0) == loss(0) != loss(1)
-
-
 # Initialisation.
 
 
@@ -523,27 +483,7 @@ def test_initialisation():
     assert not torch.equal(model.model.embed.weight, model.output["output"].weight)
 
 
-def test_parameters_of_variants():
-    def names(**fields):
-        return set(dict(tiny_model("gecko", **ONE, **fields).named_parameters()))
-
-    nffn, default = "model.layers.0.nffn.", names()
-    assert names(rescale_nffn=True) - default == {f"{nffn}alpha"}
-    assert default - names(swiglu=False) == {f"{nffn}fc3.weight"}
-    assert default - names(share_emb=True) == {"output.output.weight"}
-    norms = {f"{nffn}norm.weight", f"{nffn}norm.bias", "model.layers.0.mega.rmsnorm.weight"}
-    assert default - names(norm_affine=False) == norms
-    assert default == names(num_rope_heads=0) == names(two_hop_residual=True, scale_emb=True)
-
-
 # Configuration.
-
-
-def test_names_of_transformers():
-    config = GeckoConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80)
-    assert (config.model_dim, config.num_layers, config.num_heads, config.ffn_hidden_dim) == (64, 3, 4, 80)
-    assert GeckoConfig(tie_word_embeddings=True).share_emb
-    assert not GeckoConfig().tie_word_embeddings
 
 
 @pytest.mark.parametrize("name", ["num_heads", "num_attention_heads"])
@@ -557,14 +497,12 @@ def test_all_heads_have_rotary_embeddings(name):
     ("fields", "message"),
     [
         *(
-            ({name: value}, f"`{name}` must be at least 1, got {value}")
-            for name in ("vocab_size", "model_dim", "num_layers", "num_heads", "z_dim", "value_dim", "ffn_hidden_dim")
-            for value in (0, -2)
+            ({name: 0}, f"`{name}` must be at least 1, got 0")
+            for name in (
+                *("model_dim", "num_layers", "num_heads", "z_dim", "value_dim", "ffn_hidden_dim", "cema_ndim"),
+                *("chunk_size", "timenorm_num_groups", "layernorm_num_groups"),
+            )
         ),
-        ({"cema_ndim": 0}, "`cema_ndim` must be at least 1, got 0"),
-        ({"chunk_size": 0}, "`chunk_size` must be at least 1, got 0"),
-        ({"timenorm_num_groups": 0}, "`timenorm_num_groups` must be at least 1, got 0"),
-        ({"layernorm_num_groups": 0}, "`layernorm_num_groups` must be at least 1, got 0"),
         ({"num_heads": 5}, r"`z_dim` \(24\) must be a multiple of `num_heads` \(5\)"),
         ({"num_heads": 4, "value_dim": 74}, r"`value_dim` \(74\) must be a multiple of `num_heads` \(4\)"),
         ({"timenorm_num_groups": 5}, r"`model_dim` \(48\) must be a multiple of `timenorm_num_groups` \(5\)"),
@@ -575,13 +513,9 @@ def test_all_heads_have_rotary_embeddings(name):
         *(
             ({name: value}, f"`{name}` must be from 0 to below 1, got {value}")
             for name in ("timenorm_beta1", "timenorm_beta2", "dropout", "hidden_dropout", "attention_dropout")
-            for value in (-0.1, 1, 1.5, float("nan"))
+            for value in (-0.1, 1, float("nan"))
         ),
-        *(
-            ({name: value}, f"`{name}` must be above 0 and finite, got {value}")
-            for name in ("norm_eps", "rope_base")
-            for value in (0.0, -1.0, float("inf"), float("nan"))
-        ),
+        *(({"rope_base": x}, f"`rope_base` must be above 0 and finite, got {x}") for x in (0.0, float("inf"))),
         ({"output_size": 96}, "`output_size` must be 97 or -1, got 96"),
     ],
 )
@@ -607,11 +541,6 @@ def test_fields_that_are_set_later(tmp_path):
     tiny_model("gecko", **ONE).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="`num_rope_heads` must be from 0 to 3, got 7"):
         GeckoForCausalLM.from_pretrained(tmp_path, num_rope_heads=7)
-
-
-def test_all_heads_have_rotary_embeddings_later(tmp_path):
-    tiny_model("gecko", **ONE).save_pretrained(tmp_path)
-    assert GeckoForCausalLM.from_pretrained(tmp_path, num_rope_heads=None).config.num_rope_heads == 3
 
 
 @torch.no_grad()
