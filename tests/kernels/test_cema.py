@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, EACH, TRITON, relative_error
+from kernel_cases import DEVICE, EACH, relative_error
 from kernel_cases.cema import make, make_flags
 
 from subquad_kernels import cema
@@ -62,25 +62,3 @@ def test_single_steps_do_not_drift(backend):
         for x in inputs["x"].split(1, dim=1):
             _, state = cema(**{**inputs, "x": x, "initial_state": state}, inplace=True, backend=backend)
     assert relative_error(state, expected) < 5e-7
-
-
-@TRITON
-def test_schedules(monkeypatch):
-    from subquad_kernels.cema import triton_kernels
-
-    launched = []
-    monkeypatch.setattr(triton_kernels, "launch", lambda kernel, grid, *args, **kwargs: launched.append(grid[0]))
-
-    def programs(batch, length, width):
-        launched.clear()
-        inputs = make(1, 1, width, 16)
-        inputs["x"] = torch.empty(batch, length, width, dtype=torch.bfloat16, device="meta")
-        inputs["initial_state"] = None
-        triton_kernels.cema_triton(**inputs, starts=None, real=None)
-        return launched[1:]
-
-    monkeypatch.setattr(triton_kernels, "multiprocessors", lambda x: 132)
-    assert programs(8, 4096, 2048) == [256]
-    assert programs(1, 300, 64) == [1]
-    found, _, walked = programs(1, 32768, 4096)
-    assert 396 <= found == walked <= 512

@@ -9,7 +9,6 @@ from kernel_cases import DEVICE, EACH, TRITON, assert_same_results, on_device, r
 from kernel_cases.chunk_attention import CHUNK, make_first, make_inputs
 
 from subquad_kernels import chunk_attention, chunk_attention_step
-from subquad_kernels.backend import choose_backend
 
 
 def all_seen(inputs):
@@ -50,13 +49,6 @@ def test_masked_attention():
         expected = F.scaled_dot_product_attention(*inputs.values(), attn_mask=mask[:, None], scale=1.0)
         found = chunk_attention(**inputs, **given, chunk_size=CHUNK, backend="reference")
         torch.testing.assert_close(found, expected)
-
-
-def test_one_row_of_first_serves_all():
-    inputs, given = make_inputs(3, 90), make_first(1, 90)
-    out = chunk_attention(**inputs, **given, chunk_size=CHUNK)
-    given["first"] = given["first"].expand(3, -1)
-    torch.testing.assert_close(out, chunk_attention(**inputs, **given, chunk_size=CHUNK), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -143,20 +135,6 @@ def test_dropout_compiles_without_graph_breaks():
     leaves, given = [x.requires_grad_() for x in make_inputs(2, 90).values()], make_first(2, 90)
     found = torch.autograd.grad(compiled(*leaves, **given), leaves)
     torch.testing.assert_close(found, torch.autograd.grad(loss(*leaves, **given), leaves))
-
-
-def test_dropout_without_storage():
-    inputs = {name: x.to("meta") for name, x in make_inputs(2, 9, 4, dtype=torch.bfloat16).items()}
-    first = torch.empty(1, 9, dtype=torch.int64, device="meta")
-    out = chunk_attention(**inputs, first=first, chunk_size=2, dropout_p=0.1)
-    assert (out.shape, out.dtype, out.device.type) == ((2, 2, 9, 7), torch.bfloat16, "meta")
-
-
-def test_triton_for_all_operators_means_plain_torch_for_those_without_kernels(monkeypatch):
-    x = torch.zeros(1, device=DEVICE)
-    for value, chosen in (("triton", "eager"), ("eager", "eager"), ("reference", "reference")):
-        monkeypatch.setenv("SUBQUAD_BACKEND", value)
-        assert choose_backend("operator", "auto", ("eager", "reference"), x) == chosen
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="an assertion that fails on a GPU ends the process")

@@ -1,6 +1,5 @@
 """The operators as a kernel repository for the Hub: what is built, and what loads it."""
 
-import ast
 import inspect
 import json
 import os
@@ -68,19 +67,6 @@ def test_it_writes_over_nothing(repository):
     done = subprocess.run([sys.executable, BUILD, repository], capture_output=True, text=True)
     assert done.returncode != 0 and "FileExistsError" in done.stderr
     assert files_of(repository) == before
-
-
-def test_what_the_operators_import():
-    """Of others torch and Triton, and of their own only what lies beside them."""
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module] if node.level == 0 else []
-            else:
-                continue
-            assert {name.split(".")[0] for name in names} <= {"torch", "triton", *sys.stdlib_module_names}, path
 
 
 def test_layers():

@@ -164,13 +164,3 @@ def test_errors_of_the_state_alone():
         slot_memory_state(inputs["initial_state"][:1], inputs["k"], inputs["v"], inputs["log_f"])
     with pytest.raises(ValueError, match="backend='cuda'"):
         slot_memory_state(None, inputs["k"], inputs["v"], inputs["log_f"], backend="cuda")
-
-
-def test_environment_chooses_the_backend_of_the_state_alone(monkeypatch):
-    inputs = make(1, 5)
-    state = [inputs[name] for name in ("initial_state", "k", "v", "log_f")]
-    monkeypatch.setenv("SUBQUAD_BACKEND", "reference")
-    torch.testing.assert_close(slot_memory_state(*state), slot_memory_state(*state, backend="eager"))
-    monkeypatch.setenv("SUBQUAD_BACKEND", "nothing")
-    with pytest.raises(ValueError, match="SUBQUAD_BACKEND='nothing'"):
-        slot_memory_state(*state)

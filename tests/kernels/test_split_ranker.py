@@ -62,23 +62,6 @@ def test_documents(backend, per_query):
     assert_like_reference(OPERATOR, {**inputs, "k": 3}, backend)
 
 
-@pytest.mark.parametrize("per_query", [1, 4])
-@EACH
-def test_rows_in_larger_tensors(backend, per_query):
-    inputs = make(per_query=per_query)
-    expected = maxsim(**vectors(inputs), backend=backend)
-    room = torch.full((2, 200, 7), torch.nan, device=DEVICE)
-    for name in ("queries", "splits"):
-        x = inputs[name]
-        room[:, : x[0, ..., 0].numel()] = x.flatten(1, 2)
-        inputs[name] = room[:, : x[0, ..., 0].numel()].unflatten(1, x.shape[1:3])
-        assert not inputs[name].is_contiguous()
-        torch.testing.assert_close(maxsim(**vectors(inputs), backend=backend), expected)
-        inputs[name] = x.transpose(0, -1).contiguous().transpose(0, -1)
-        torch.testing.assert_close(maxsim(**vectors(inputs), backend=backend), expected)
-        inputs[name] = x
-
-
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # by the interpreter
 @pytest.mark.parametrize("per_query", [1, 4])
 @EACH
@@ -234,21 +217,6 @@ def test_a_divisor_that_comes_to_nothing():
     scores = torch.full((2, 5, 6), -1e-8, device=DEVICE)
     for normalization in NORMALIZATIONS:
         assert not split_ranker(**{**inputs, "k": 4, "normalization": normalization}, scores=scores)[1].any()
-
-
-def test_scores_without_storage():
-    inputs = {name: x.to("meta") for name, x in vectors(make(dtype=torch.bfloat16)).items()}
-    scores = maxsim(**inputs, first=inputs["number"])
-    assert (scores.device.type, scores.shape, scores.dtype) == ("meta", (2, 5, 6), torch.float32)
-
-
-@pytest.mark.parametrize("k", [1, 4])
-def test_ranks_without_storage(k):
-    inputs = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in make(k=k).items()}
-    index, weights, _ = split_ranker(**inputs)
-    assert index.device.type == weights.device.type == "meta"
-    assert index.shape == weights.shape == (2, 5, k - 1)
-    assert (index.dtype, weights.dtype) == (torch.int64, torch.float32)
 
 
 @pytest.mark.parametrize(("change", "message"), [x for x in OPERATOR.wrong if x[0].keys() <= vectors(x[0]).keys()])

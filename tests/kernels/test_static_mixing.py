@@ -51,13 +51,6 @@ def test_nothing_large_is_made_but_the_gradient(monkeypatch):
         assert [n for n in made.elements if n > few] == [features.numel()]
 
 
-@EACH
-def test_windows_in_another_order_of_axes(backend):
-    inputs = make()
-    swapped = {"features": inputs["features"].transpose(0, 1).contiguous().transpose(0, 1), "v": inputs["v"].mT}
-    assert_like_reference(OPERATOR, {**inputs, **swapped}, backend)
-
-
 @TRITON
 def test_rows_that_are_too_far_apart():
     from subquad_kernels.static_mixing import triton_kernels

@@ -140,26 +140,6 @@ def test_nothing_has_changed_if_a_kernel_of_a_step_fails(monkeypatch):
 
 
 @TRITON
-def test_a_step_cuts_chunks_until_the_device_is_busy(monkeypatch):
-    from subquad_kernels.working_memory import triton_kernels
-
-    grids = []
-    monkeypatch.setattr(triton_kernels, "launch", lambda kernel, grid, *tensors, **constants: grids.append(grid[0]))
-
-    def programs(batch):
-        grids.clear()
-        q, k, v = (torch.empty(batch, 4, *size, device="meta") for size in ((1, 256), (4096, 256), (4096, 2048)))
-        rows = [torch.empty(batch, 1, dtype=torch.int64, device="meta") for _ in range(3)]
-        states = torch.empty(batch, 4, 256, 2048, device="meta"), torch.empty(batch, 4, 256, device="meta")
-        triton_kernels.working_memory_triton_step(q, k, v, *states, *rows, 2048, None)
-        return grids
-
-    # 64 programs read the columns of a head, 8 each prepare a segment of its chunk.
-    assert programs(1) == [4 * (64 + 8 * 5), 132]
-    assert programs(32) == [128 * (64 + 8), 132]
-
-
-@TRITON
 def test_few_rows_are_multiplied_by_four_warps(monkeypatch):
     """In bfloat16 eight warps would share the columns of 64 rows, and on sm_90 Triton misreads what is too narrow."""
     from subquad_kernels.working_memory import triton_kernels
