@@ -7,14 +7,13 @@ import re
 
 import pytest
 import torch
-from cases import GREEDY, assert_same_states, random_ids, tiny_config, tiny_model
+from cases import GREEDY, TOLERANCE, assert_same_states, random_ids, tiny_config, tiny_model
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
-    AutoModelForImageTextToText,
     CLIPVisionConfig,
     CLIPVisionModel,
 )
@@ -26,7 +25,6 @@ import subquad
 from subquad import VisualRwkvConfig, VisualRwkvForConditionalGeneration
 
 
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 # In float64. Eagle rounds its decays and what it mixes by to float32, whatever it is computed in.
 EXACT = {"rwkv5": {"atol": 2e-6, "rtol": 0}, "rwkv6": {"atol": 1e-8, "rtol": 0}}
 GRID_SIZES = (-1, 0, 1, 2, 4)  # of 4 x 4 patches
@@ -187,7 +185,7 @@ def test_logits(generation, reading_order):
 @each_generation
 def test_logits_of_every_grid(generation):
     row = Row(2, "image", 3, "image")
-    for grid_size, order in itertools.product(GRID_SIZES, ("forward", "alternate")):
+    for grid_size, order in ((2, "forward"), (2, "alternate"), (1, "alternate")):
         model = tiny_visual_model(generation, grid_size=grid_size, reading_order=order).double()
         with torch.no_grad():
             logits = model(**row.inputs(model)).logits[0]
@@ -212,13 +210,6 @@ def test_gradients_of_the_plain_implementation(generation):
 
 
 # Batches of rows with different images.
-
-MIXED = [(7,), (2, "image", 4), ("image", 3, "image", 2), (1, "image", "image"), (1,)]
-
-
-def mixed_rows():
-    return [Row(*layout, seed=seed) for seed, layout in enumerate(MIXED)]
-
 
 # Calls that continue a cache.
 
@@ -294,22 +285,6 @@ def test_placeholders_are_not_generated(generation):
 
 
 @each_generation
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_generation_of_mixed_rows(generation, side):
-    model, rows = tiny_visual_model(generation), mixed_rows()
-    inputs, length = batch(model, *rows, side=side), 6
-    for options in ({}, {"num_beams": 3}):
-        options = {"max_new_tokens": length, **options, **GREEDY}
-        expected = [model.generate(**row.inputs(model), **options)[0, -length:].tolist() for row in rows]
-        with images_read(model) as calls:
-            out = model.generate(**inputs, **options)[:, -length:]
-        assert out.tolist() == expected
-        assert calls == [5 * options.get("num_beams", 1)]  # with the prompt alone
-        if side == "left":  # without a cache, the padding would come to stand within the texts
-            assert torch.equal(model.generate(**inputs, use_cache=False, **options)[:, -length:], out)
-
-
-@each_generation
 def test_assistants_read_images_once(generation):
     model, options = tiny_visual_model(generation), {"max_new_tokens": 12, **GREEDY}
     row = Row(3, "image", 2, "image", 2)
@@ -325,21 +300,6 @@ def test_assistants_read_images_once(generation):
     with images_read(model) as calls:
         assert torch.equal(model.generate(**inputs, prompt_lookup_num_tokens=3, **options), out)
     assert calls == [2]
-
-
-@each_generation
-def test_embeddings_after_a_cache(generation):
-    """The whole text is given as embeddings, with the images of all of it or of the part that is new."""
-    model = tiny_visual_model(generation)
-    row = Row(2, "image", 3, "image", 2)
-    embeds, images = model.get_input_embeddings()(row.inputs(model)["input_ids"]), row.pixel_values
-    options = {"max_new_tokens": 5, **GREEDY}
-    expected = model.generate(inputs_embeds=embeds, pixel_values=images, **options)
-    for given in (images, images[1:]):
-        with torch.no_grad():
-            cache = model(inputs_embeds=embeds[:, :20], pixel_values=images[:1]).cache
-        out = model.generate(inputs_embeds=embeds, pixel_values=given, cache=cache, **options)
-        assert torch.equal(out, expected)
 
 
 @pytest.mark.fast
@@ -418,12 +378,7 @@ def test_saving_and_loading(generation, tied, tmp_path):
 
     config = AutoConfig.from_pretrained(tmp_path)
     assert type(config) is VisualRwkvConfig and config.num_image_tokens == 5
-    assert type(config.text_config) is type(model.config.text_config) is type(config.get_text_config())
     assert {**config.to_dict(), "_name_or_path": ""} == {**model.config.to_dict(), "_name_or_path": ""}
-    loaded, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
-    assert type(loaded) is type(model) and not any(info.values())
-    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), atol=0, rtol=0)
-    assert (loaded.head.weight is loaded.get_input_embeddings().weight) == tied
     # Published files have one level more in the names of the tower, which stays when they are saved again.
     level = "model.vit.vision_model."
     tensors = {name.replace("model.vit.", level): x for name, x in tensors.items() if level not in name} or tensors
@@ -530,32 +485,6 @@ def test_attributes(generation):
     assert model.get_input_embeddings() is model.model.rwkv.embeddings
     assert model.get_output_embeddings() is model.head
     assert (model.main_input_name, set(model.input_modalities)) == ("input_ids", {"image", "text"})
-
-
-@each_generation
-def test_initialisation(generation, tmp_path):
-    config = tiny_visual_config(generation)
-    with torch.device("meta"):
-        model = VisualRwkvForConditionalGeneration(config)
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    model, info = VisualRwkvForConditionalGeneration.from_pretrained(
-        None, config=config, state_dict={}, output_loading_info=True
-    )
-    assert info["missing_keys"] == set(model.state_dict())
-    # As each part begins by itself.
-    text = tiny_config(generation, num_hidden_layers=4, vocab_size=IMAGE + 1)
-    parts = {
-        "model.vit.": CLIPVisionModel(config.vision_config),
-        "model.rwkv.": getattr(subquad, subquad.ARCHITECTURES[generation][2]["AutoModel"])(text),
-    }
-    states = model.state_dict()
-    for prefix, part in parts.items():
-        for name, state in part.state_dict().items():
-            found = states[prefix + name]
-            assert found.mean().item() == pytest.approx(state.mean().item(), abs=state.std().item() / 3), name
-            assert found.std().item() == pytest.approx(state.std().item(), rel=0.5), name
-    assert 0 < states["model.proj.weight"].abs().max() <= 32**-0.5
-    assert model.eval()(**Row(2, "image").inputs(model)).logits.isfinite().all()
 
 
 @each_generation
