@@ -15,7 +15,6 @@ from cases import (
     GREEDY,
     IMAGE_ID,
     each_case,
-    each_causal,
     each_head,
     each_model,
     lm_class,
@@ -363,20 +362,6 @@ def test_gradient_checkpointing(model_type):
         assert all(gradient.any() for gradient in gradients[-1])
     for checkpointed in gradients[1:]:
         torch.testing.assert_close(checkpointed, gradients[0])
-
-
-@pytest.mark.fast
-@each_causal
-def test_generate(model_type):
-    ids, options = random_ids(2, 9), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    base = tiny_model(model_type).generate(ids, **options)
-    adapted = disturb(adapt(tiny_model(model_type)))
-    generated = adapted.generate(input_ids=ids, **options)
-    assert not torch.equal(generated, base)
-    assert torch.equal(generated, adapted.generate(input_ids=ids, use_cache=False, **options))
-    with adapted.disable_adapter():
-        assert torch.equal(adapted.generate(input_ids=ids, **options), base)
-    assert torch.equal(generated, adapted.merge_and_unload().generate(ids, **options))
 
 
 def with_prompt(model, config_class=PromptTuningConfig, **options):

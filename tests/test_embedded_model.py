@@ -2,21 +2,14 @@
 
 import math
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from abc_check import find_fault
+from abc_corpus import load_corpus
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 import subquad
-
-
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-from abc_check import find_fault  # noqa: E402
-from abc_corpus import load_corpus  # noqa: E402
 
 
 CAUSAL = ["avey-abc", "eagle-abc", "finch-abc", "gecko-abc", "goose-abc", "raven-abc"]

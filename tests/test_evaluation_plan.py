@@ -3,12 +3,12 @@
 import argparse
 import json
 import sys
-import types
 
 import pytest
-from examples.evaluation import TASKS, figures, plan, report
+from examples.evaluation import TASKS, plan, report
 from examples.evaluation.__main__ import main, parse_arguments
 from examples.evaluation.spread import Spread, by
+from test_evaluation import make_task as squares
 
 
 def test_a_spread_is_of_its_values():
@@ -42,10 +42,8 @@ def test_every_task_has_a_plan_and_a_command_for_each_row():
 
 
 def make_task(calls):
-    task = types.ModuleType("cubes", "Cubes.")
-    task.TITLE, task.ARCHITECTURES, task.SEEDS = "Cubes", ("eagle", "finch"), (0, 1)
-    task.SHARED = ("architecture", "seed")
-    task.add_arguments = lambda parser: parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2])
+    task = squares(calls)
+    task.TITLE, task.SEEDS, task.SHARED = "Cubes", (0, 1), ("architecture", "seed")
     task.settings = lambda arguments: {}
     task.cells = lambda arguments: [
         {"architecture": name, "length": length, "seed": seed}
@@ -53,9 +51,7 @@ def make_task(calls):
         for name in arguments.architectures
         for length in arguments.lengths
     ]
-    task.measure = lambda arguments, **cell: calls.append((*cell.values(),)) or {"cube": cell["length"] ** 3}
-    task.draw = lambda record: {"cubes": figures.new_figure()[0]}
-    task.table = lambda record: (["cube"], [[str(row["cube"])] for row in record["rows"]])
+    task.measure = lambda arguments, **cell: calls.append((*cell.values(),)) or {"square": cell["length"] ** 3}
     task.findings = lambda record: [f"{len(record['rows'])} cubes."]
     return task
 
@@ -72,7 +68,7 @@ def calls(monkeypatch, tmp_path):
     monkeypatch.setattr(plan, "RESULTS", tmp_path / "shipped")
     (tmp_path / "shipped").mkdir()
     rows = [
-        {"architecture": name, "length": length, "seed": 7, "cube": 0, "seconds": seconds}
+        {"architecture": name, "length": length, "seed": 7, "square": 0, "seconds": seconds}
         for name, seconds in (("eagle", 10.0), ("finch", 100.0))
         for length in (1, 2)
     ]

@@ -10,14 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from abc_check import AbcError, find_fault, is_valid_tune
+from abc_corpus import Corpus, load_corpus, normalise, passages, transpose
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-from abc_check import AbcError, find_fault, is_valid_tune  # noqa: E402
-from abc_corpus import Corpus, load_corpus, normalise, passages, transpose  # noqa: E402
-
 
 HEADER = "X:1\nT:The Test\nM:6/8\nL:1/8\nK:G\n"
 BODY = "D|GAG GAB|ded dBG|BAB AFD|EFE E2D|\nGAG GAB|ded dBG|BAB AFD|E3 G2:|\n"

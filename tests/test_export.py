@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import CASES, each_causal, each_model, random_ids, tiny_model
+from cases import CASES, GREEDY, each_causal, each_model, random_ids, tiny_model
 from transformers import AutoTokenizer, GenerationConfig
 
 import subquad
@@ -23,7 +23,6 @@ from subquad.tools.torch_export import export_program, initial_states, inline_op
 onnxruntime = importlib.import_module("onnxruntime") if find_spec("onnxruntime") else None
 ONNX = pytest.mark.skipif(not (onnxruntime and find_spec("onnxscript")), reason="needs onnxruntime and onnxscript")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 ROOM = 64
 # So many layers that there is one of each kind.
 INLINED = {"rwkv6": 1, "raven": 2, "avey": 1, "gecko": 1}

@@ -92,15 +92,6 @@ def test_files_and_states(model_type, tmp_path):
 
 
 @each_rwkv
-@torch.no_grad()
-def test_static_cache(model_type):
-    model, text = loud(model_type), CASES[model_type].text(2, 12)
-    half = copy.deepcopy(model).half()
-    cache = half.new_cache(static=True, max_cache_len=32)
-    assert_near(read(half, text, [8, 9, 10, 11], cache)[0], model(**text).logits)
-
-
-@each_rwkv
 @pytest.mark.parametrize("method", [subquad.Int8Config, subquad.Int4Config])
 @torch.no_grad()
 def test_integers(model_type, method, tmp_path):

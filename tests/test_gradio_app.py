@@ -3,14 +3,9 @@
 import sys
 import threading
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from chat_cases import END, save_model
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
 from gradio_app import Conversation, Demo, Sampling, main
 
 

@@ -246,14 +246,13 @@ def test_label_smoothing_of_a_repository(model_type, tmp_path, monkeypatch):
 
 @pytest.mark.fast
 @each_model
-def test_code_of_a_repository(model_type, tmp_path):
+def test_code_of_a_repository(model_type):
     folder = subquad.ARCHITECTURES[model_type][0]
     name = folder.rpartition(".")[2]
     modules = f"{folder}.configuration_{name}", f"{folder}.modeling_{name}"
     files = hub.repository_code(*modules)
     assert files == hub.repository_code(*reversed(modules))
-    for file, text in files.items():
-        (tmp_path / file).write_text(text)
+    for text in files.values():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and node.level:
                 assert node.level == 1
@@ -262,12 +261,6 @@ def test_code_of_a_repository(model_type, tmp_path):
                 imported = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
                 inside_try = imported[0] in ("subquad.hub.push", "subquad.hub.weight_files")
                 assert inside_try or imported[0].split(".")[0] not in OURS
-    # As clean as the sources, by the same rules; names that got longer may make lines longer.
-    settings = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    (tmp_path / "pyproject.toml").write_text(settings.replace("**/{segments,triton_kernels}", "**/triton_*"))
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--ignore", "E501", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
 
 
 def test_the_page_about_sharing_runs_as_printed(tmp_path, python_elsewhere, monkeypatch, capsys):

@@ -263,18 +263,6 @@ def test_a_tokenizer_may_be_pushed_by_itself(server, tokenizer_first):
     assert "No tokenizer" not in card
 
 
-@pytest.mark.parametrize("base", [None, "someone/finch", "user/finch"])
-def test_the_card_of_an_export_is_made_anew(server, directory, tmp_path, capsys, base):
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"_name_or_path": base}))
-    hub.export(directory, tmp_path / "exported")
-    assert '"exported"' in (tmp_path / "exported/README.md").read_text()
-    run(capsys, tmp_path / "exported", "user/finch")
-    card = server.repositories["user/finch"].files["README.md"].decode()
-    assert '"user/finch"' in card and "exported" not in card
-    assert ModelCard(card).data.base_model == (None if base == "user/finch" else base)
-
-
 def test_a_model_that_is_saved_is_pushed_as_it_was_saved(server, tmp_path):
     model, directory = tiny_model("rwkv6"), tmp_path / "model"
     model.save_pretrained(directory, max_shard_size="50KB")
@@ -391,13 +379,6 @@ def test_what_is_to_be_private_does_not_become_public(server, directory, capsys)
         with pytest.raises(ValueError, match="user/finch exists already and is public"):
             tiny_model("rwkv6").push_to_hub(repo_id, private=True)
     assert len(repository.commits) == 1
-
-
-def test_a_pull_request_is_against_main(server, directory):
-    for send, what in ((push, directory), (push_model, tiny_model("rwkv6"))):
-        with pytest.raises(ValueError, match="opened against main, not against dev"):
-            send(what, "user/finch", create_pr=True, revision="dev")
-    assert not server.repositories
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from fractions import Fraction
-from types import SimpleNamespace
-from uuid import UUID
 
 import pytest
 from byte_level_bpe import END, TEXT, write_byte_level_bpe
 from transformers import AutoTokenizer
 
 import subquad
-from subquad.hub.auto_classes import LazyClasses
 
 
 USE = """
@@ -246,22 +242,6 @@ assert not {{"Rwkv6ForCausalLM", "RecurrentCache", "PRESETS"}} - set(dir(subquad
     server(code)
 
 
-def test_a_table_with_classes_that_are_imported_when_they_are_looked_up():
-    paths = {"uuid.UUID": "fractions.Fraction", "types.SimpleNamespace": "no_such_module.Class"}
-    table = LazyClasses({int: "theirs"}, dict(paths))
-    assert UUID in table and int in table and str not in table and len(table) == 3
-    assert SimpleNamespace in table and list(table) == [int, UUID, SimpleNamespace]
-    assert table[UUID] is Fraction and table[int] == "theirs" and len(table) == 3
-    with pytest.raises(KeyError):
-        table[str]
-    with pytest.raises(ModuleNotFoundError):
-        table[SimpleNamespace]
-    table[SimpleNamespace] = "others register later"
-    assert dict(table) == {int: "theirs", UUID: Fraction, SimpleNamespace: "others register later"}
-    del table[UUID]
-    assert list(table) == [int, SimpleNamespace] and UUID not in table and table.get(UUID) is None
-
-
 @pytest.mark.fast
 def test_every_export_is_there():
     for name in subquad.__all__:
@@ -281,12 +261,6 @@ def test_avey_has_the_tokenizer_beside_it(tokenizer_class, tmp_path):
     assert tokenizer(TEXT)["input_ids"] == expected
     assert tokenizer.decode(expected) == TEXT
     assert tokenizer(END)["input_ids"] == [tokenizer.eos_token_id] == [0]
-
-
-def test_walls():
-    """The operators need torch alone, the tokenizers never need torch."""
-    run("import sys, subquad_kernels; assert not {'transformers', 'subquad', 'triton'} & set(sys.modules)")
-    run("import sys, subquad_tokenizers; assert not {'torch', 'subquad'} & set(sys.modules)")
 
 
 def test_no_network():

@@ -4,20 +4,15 @@ import json
 import math
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import train_visual_rwkv as script
 from transformers import AutoModelForCausalLM, CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, pipeline
+from visual_shapes import COLOURS, SHAPES, VisualShapes, chance
 
 from subquad import embedded_model
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
-import train_visual_rwkv as script
-from visual_shapes import COLOURS, SHAPES, VisualShapes, chance
 
 
 def run(monkeypatch, capsys, *arguments):

@@ -78,7 +78,6 @@ def test_generate(case):
     with Waits() as waits:
         free = model.generate(ids, attention_mask=mask, **GREEDY, max_new_tokens=8)
     assert len(found(waits)) <= 1, found(waits)
-    # A row that ends early.
     # A row may end early. Then Avey asks at every token how long the texts are.
     with Waits() as waits:
         model.generate(ids, attention_mask=mask, **{**GREEDY, "eos_token_id": int(free[0, 14])}, max_new_tokens=8)

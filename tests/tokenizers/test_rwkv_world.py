@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -23,7 +22,6 @@ from subquad_tokenizers import (
     WORLD_VOCAB_FILE,
     RwkvWorldTokenizer,
     RwkvWorldTokenizerFast,
-    read_vocabulary,
     write_vocabulary,
 )
 
@@ -50,13 +48,6 @@ def test_ids_equal_the_reference(world, reference, text):
 def test_batch_equals_one_by_one(world, reference, texts):
     assert world(texts)["input_ids"] == [reference.encode(text) for text in texts]
     assert world.batch_decode(world(texts)["input_ids"]) == texts
-
-
-def test_a_long_string(world, reference, texts):
-    text = " ".join(texts) * 2
-    ids = reference.encode(text)
-    assert world.encode(text) == ids
-    assert world.decode(ids) == text
 
 
 def test_bytes(world, reference):
@@ -93,16 +84,6 @@ def test_invalid_utf8_decodes_to_replacement_characters(world):
         assert "\ufffd" in expected
         assert world.decode(ids) == expected
         assert world.convert_tokens_to_string(world.convert_ids_to_tokens(ids)) == expected
-
-
-def test_decode_accepts_what_transformers_does(world):
-    ids = world.encode("Hello world")
-    for given in (tuple(ids), np.array(ids), torch.tensor(ids)):
-        assert world.decode(given) == "Hello world"
-    assert world.decode(torch.tensor([ids, ids])) == ["Hello world"] * 2
-    assert world.decode(66) == "A"
-    # Spaces before punctuation are the text's own.
-    assert world.decode(world.encode("a , b . n't")) == "a , b . n't"
 
 
 # Special and added tokens
@@ -193,15 +174,6 @@ def test_pairs_words_and_targets(world):
     for arguments, ids in ((("", ""), []), (("", "one"), one), (("one", ""), one), ((["", "one"],), [[], one])):
         assert world(*arguments)["input_ids"] == ids
     assert world("a", "b", return_special_tokens_mask=True)["special_tokens_mask"] == [0, 0]
-
-
-def test_texts_in_pieces(world):
-    """A long text in windows that overlap, as for question answering."""
-    world = copy.deepcopy(world)
-    ids = world.encode("one two three four five")
-    options = {"max_length": 3, "stride": 1, "truncation": True, "return_overflowing_tokens": True}
-    pieces = world(["one", "one two three four five"], **options)
-    assert pieces["input_ids"][1:] == [ids[:3], ids[2:5]] and pieces["overflow_to_sample_mapping"] == [0, 1, 1]
 
 
 def test_text_that_is_no_unicode(world):
@@ -314,12 +286,6 @@ def test_texts_that_end_an_answer(text, world):
     ids = world.encode(f"好的。{text}")
     stop = StopStringCriteria(world, [text])
     assert stop(torch.tensor([ids]), None).all() and not stop(torch.tensor([ids[:-1]]), None).any()
-
-
-def test_saved_vocabulary_file(tmp_path, world):
-    (path,) = world.save_vocabulary(str(tmp_path), filename_prefix="x")
-    assert path.endswith("x-rwkv_vocab_v20230424.txt")
-    assert read_vocabulary(path) == read_vocabulary(WORLD_VOCAB_FILE)
 
 
 @pytest.fixture
@@ -445,29 +411,6 @@ def test_pickle_and_deepcopy(world):
 
 
 # Chat
-
-
-@pytest.mark.fast
-def test_chat_template(world):
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "  First\r\n\r\nsecond\n\n\n\nthird \n line\n\n"},
-        {"role": "assistant", "content": "Yes.\n\nNo."},
-        {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": " now?"}]},
-    ]
-    expected = (
-        "System: Be brief.\n\nUser: First\nsecond\nthird \n line\n\nAssistant: Yes.\n\nNo.\n\nUser: And now?\n\n"
-    )
-    assert world.apply_chat_template(messages, tokenize=False) == expected
-    prompt = world.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert prompt == expected + "Assistant:"
-    ids = world.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert ids == world.encode(prompt)
-    # Training sees the tokens that generation starts from: the answer begins with its own space.
-    conversation = [*messages, {"role": "assistant", "content": "Now."}]
-    assert world.apply_chat_template(conversation, return_dict=False)[: len(ids)] == ids
-    begun = world.apply_chat_template(conversation, tokenize=False, continue_final_message=True)
-    assert begun == prompt + " Now."
 
 
 def call(**function):
@@ -874,13 +817,6 @@ def test_added_tokens_that_take_spaces(flags, tmp_path):
     assert tokenizer.decode(ids[0]) == f"a{'' if 'lstrip' in flags else ' '}<m>{'' if 'rstrip' in flags else ' '}b"
     spaces = sum("strip" in flag for flag in flags)
     assert len(ids[4]) == 3 - spaces and len(ids[5]) == (4 if "lstrip" in flags else 5)
-
-
-def test_added_tokens_that_are_single_words():
-    tokenizer = RwkvWorldTokenizerFast()
-    tokenizer.add_tokens([AddedToken("<m>", single_word=True)])
-    index = tokenizer.convert_tokens_to_ids("<m>")
-    assert [index in tokenizer(text).input_ids for text in ("a <m> b", "<m>", "a<m>b")] == [True, True, False]
 
 
 # Streams
