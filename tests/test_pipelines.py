@@ -3,11 +3,9 @@
 import threading
 
 import pytest
-import torch
 from cases import each_causal, tiny_model
 from transformers import TextIteratorStreamer, TextStreamer, pipeline
 
-from subquad.hub import export as hub
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer
 
 
@@ -70,9 +68,8 @@ def test_text_generation(generator, model_type):
     assert texts([stopped]) == [added[1][: added[1].index(stop) + 2]]
 
 
-@each_causal
-def test_streams(generator, model_type, capsys):
-    pipe, model = generator(model_type)
+def test_streams(generator, capsys):
+    pipe, model = generator("raven")
     expected = continuation(model, pipe.tokenizer, TEXTS[1])
     streamer = TextStreamer(pipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
     capsys.readouterr()
@@ -84,23 +81,6 @@ def test_streams(generator, model_type, capsys):
     pieces = list(streamer)
     thread.join()
     assert "".join(pieces) == expected and len(pieces) > 1
-
-
-@pytest.mark.quick_cases("rwkv6", "avey")
-@each_causal
-def test_sampling(generator, model_type):
-    pipe, model = generator(model_type)
-    options = {"do_sample": True, "max_new_tokens": NEW_TOKENS, "temperature": 0.7, "top_k": 0}
-    inputs = pipe.tokenizer(TEXTS[1], return_tensors="pt")
-
-    def seeded(seed, function, *arguments, **more):
-        torch.manual_seed(seed)
-        return function(*arguments, **options, **more)
-
-    expected = pipe.tokenizer.batch_decode(seeded(1, model.generate, **inputs), skip_special_tokens=True)
-    assert texts([seeded(1, pipe, TEXTS[1])]) == expected != texts([seeded(2, pipe, TEXTS[1])])
-    found = [texts(seeded(seed, pipe, TEXTS, batch_size=3)) for seed in (1, 1, 2)]
-    assert found[0] == found[1] != found[2]
 
 
 @each_causal
@@ -125,12 +105,3 @@ def test_conversations(generator, model_type):
     rest = continuation(model, pipe.tokenizer, begun, continue_final_message=True)
     (result,) = pipe(begun, **GREEDY)
     assert result["generated_text"] == [*chats[0], {"role": "assistant", "content": "Because" + rest}]
-
-
-def test_a_self_contained_repository(generator, tmp_path):
-    """test_hub.py has the others, without this package."""
-    pipe, _ = generator("raven")
-    hub.export(tmp_path, tmp_path / "repository")
-    again = pipeline("text-generation", str(tmp_path / "repository"), device="cpu", trust_remote_code=True)
-    assert type(again.model) is type(pipe.model)
-    assert texts(again(TEXTS, batch_size=3, **GREEDY)) == texts(pipe(TEXTS, **GREEDY))
