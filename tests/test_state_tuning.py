@@ -12,6 +12,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import pytest
 import torch
 from cases import BASE, CASES, model_class, random_ids, tiny_model
+from golden_files import read_golden
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -298,15 +299,12 @@ def test_the_example(tmp_path, monkeypatch, capsys):
 
 # Files of others.
 
-GOLDEN = Path(__file__).parent / "golden"
-
 
 @pytest.mark.parametrize("merged", [False, True], ids=["alone", "among weights"])
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_a_file_of_states(suffix, merged, tmp_path):
     """What the runtime of the authors computes from it."""
-    tensors = load_file(GOLDEN / "rwkv7_trainer.safetensors")
-    weights = {name.removeprefix("weights."): x for name, x in tensors.items() if name.startswith("weights.")}
+    tensors, weights, _ = read_golden("rwkv7_trainer")
     states_of = {f"blocks.{i}.att.time_state": tensors[f"initial.{i}.wkv"] for i in range(3)}
     content, path = (weights if merged else {}) | states_of, tmp_path / f"states{suffix}"
     save_file(content, path) if suffix == ".safetensors" else torch.save(content, path)

@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 from cases import each_model_case, tiny_model
-from conversion.test_published_repositories import GOLDEN, LOADED, publish
-from safetensors import safe_open
+from conversion.test_published_repositories import LOADED, publish
+from golden_files import read_golden
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -256,8 +256,7 @@ def test_published_repositories_load_without_a_warning(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["rwkv7_hub", "gecko", "gecko_documents"])
 def test_other_published_fields_load_without_a_warning(name):
-    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as opened:
-        fields = json.loads(opened.metadata()["config"])
+    fields = read_golden(name)[2]
     cls = REGISTRY[fields.get("model_type", name.partition("_")[0])].config_class
     with Warned() as texts:
         config = cls.from_dict(fields | {"_name_or_path": "x", "torch_dtype": "float32", "use_cache": False})

@@ -12,9 +12,9 @@ import torch
 import transformers
 from byte_level_bpe import write_byte_level_bpe
 from cases import each_model, tiny_model
+from golden_files import read_golden
 from huggingface_hub.errors import StrictDataclassError
 from rwkv_files import fla_tensors, hub_tensors, reference_logits, trainer_tensors
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
@@ -23,7 +23,6 @@ from subquad import lm_auto_class
 from subquad_tokenizers import WORLD_VOCAB_FILE, RwkvWorldTokenizerFast
 
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 RWKV = {
     "hidden_size": 192,
     "attention_hidden_size": 192,
@@ -58,11 +57,7 @@ def content(name):
         ids = torch.arange(3, 40, 4)
         logits = reference_logits(trainer_tensors(name), name, ids.tolist(), head_size_divisor=8)
         return hub_tensors(name), {}, ids[None], logits[None].float()
-    file = GOLDEN / f"{name}.safetensors"
-    with safe_open(file, "pt") as opened:
-        fields = json.loads(opened.metadata()["config"])
-    golden = load_file(file)
-    weights = {key.removeprefix("weights."): x for key, x in golden.items() if key.startswith("weights.")}
+    golden, weights, fields = read_golden(name)
     return weights, fields, golden["input_ids"], golden["logits"]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from golden_files import read_golden
 from rwkv7_files import PROJECTIONS, UNUSED, _fla, _rs, trainer_tensors
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -18,8 +19,7 @@ from subquad_conversion import ConversionError, convert
 from subquad_tokenizers import WORLD_VOCAB_FILE, RwkvWorldTokenizerFast
 
 
-GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "rwkv7_trainer.safetensors")
-WEIGHTS = {name.removeprefix("weights."): x for name, x in GOLDEN.items() if name.startswith("weights.")}
+GOLDEN, WEIGHTS, _ = read_golden("rwkv7_trainer")
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 128,

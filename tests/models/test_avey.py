@@ -1,13 +1,12 @@
 """Avey against the published logits and against its equations, written out split by split in float64."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_same_states, random_ids, tiny_config, tiny_model
-from safetensors import safe_open
+from cases import GREEDY, assert_same_states, random_ids, tiny_config, tiny_model
+from golden_files import read_golden
 from safetensors.torch import save_file
 from torch._dynamo import lookup_backend
 from transformers import AutoModel, AutoModelForCausalLM
@@ -17,19 +16,12 @@ from subquad.modeling.layers import relu_squared
 from subquad.models.avey import positions_avey
 
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "avey_released.safetensors"
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
     """A model directory as published, the ids of two texts, and the published model's logits."""
     path = tmp_path_factory.mktemp("avey")
-    with safe_open(GOLDEN, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
-        config = json.loads(file.metadata()["config"])
+    tensors, weights, config = read_golden("avey_released")
     (path / "config.json").write_text(json.dumps({**config, "model_type": "avey"}))
-    weights = {name[8:]: tensor for name, tensor in tensors.items() if name.startswith("weights.")}
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path, tensors["input_ids"], tensors["logits"]
 

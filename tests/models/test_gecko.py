@@ -1,23 +1,20 @@
 """Gecko against a plain reading of the paper, and what it has beyond the contract."""
 
 import itertools
-import json
 import math
-from pathlib import Path
 
 import cases
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import TOLERANCE, VOCABULARY, assert_same_states, tiny_config, tiny_model
+from golden_files import read_golden
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from subquad import GeckoCache, GeckoConfig, GeckoForCausalLM
 
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 BOS = 1
 SMALL = {"num_layers": 2, "chunk_size": 4}
 ONE = {"num_layers": 1, "chunk_size": 4}
@@ -112,19 +109,13 @@ def read(model, ids, sizes, cache=None, **inputs):
 
 def golden(name, path):
     """A model that is loaded by the names of the authors' code, with its buffers; ids and logits."""
-    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
-        metadata = file.metadata()
-        boundaries = metadata["document_boundaries"] == "True"
-        weights = {key[8:]: file.get_tensor(key) for key in file.keys() if key.startswith("weights.")}
-        ids, logits = file.get_tensor("input_ids"), file.get_tensor("logits")
-    GeckoConfig(
-        **json.loads(metadata["config"]), bos_token_id=int(metadata["bos_token_id"]), document_boundaries=boundaries
-    ).save_pretrained(path)
+    tensors, weights, config = read_golden(name)
+    GeckoConfig(**config).save_pretrained(path)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     model, info = GeckoForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    return model, ids, logits
+    return model, tensors["input_ids"], tensors["logits"]
 
 
 @torch.no_grad()

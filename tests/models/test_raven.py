@@ -2,21 +2,17 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import assert_same_states, random_ids, tiny_config, tiny_model
+from golden_files import read_golden
 from huggingface_hub.errors import StrictDataclassClassValidationError
-from safetensors import safe_open
 
 from subquad import RavenCache, RavenConfig, RavenForCausalLM
 from subquad.models.raven.modeling_raven import RavenAttention, RavenSlotMemory
 
-
-GOLDEN = Path(__file__).parent.parent / "golden"
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 PURE = {"attn": None}
 FULL = {"attn": {"layers": [1], "num_heads": 3, "num_kv_heads": 1, "use_rope": False}}
@@ -49,19 +45,12 @@ VARIANTS = {
 }
 
 
-def golden(name):
-    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
-        config = json.loads(file.metadata()["config"])
-        weights = {key[8:]: file.get_tensor(key) for key in file.keys() if key.startswith("weights.")}
-        model = RavenForCausalLM(RavenConfig(**config)).eval()
-        model.load_state_dict(weights)
-        return model, file.get_tensor("input_ids"), file.get_tensor("logits")
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["raven_gated", "raven_plain"])
 def test_published_logits(name):
-    model, ids, expected = golden(name)
+    tensors, weights, config = read_golden(name)
+    model, ids, expected = RavenForCausalLM(RavenConfig(**config)).eval(), tensors["input_ids"], tensors["logits"]
+    model.load_state_dict(weights)
     torch.testing.assert_close(model(ids).logits, expected, atol=2e-4, rtol=0)
     cache, logits = model.new_cache(), []
     for piece in ids.split([17, *[1] * 28], dim=1):

@@ -2,19 +2,15 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from cases import GOOSE, random_ids, tiny_config, tiny_model
-from safetensors import safe_open
+from golden_files import read_golden
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from subquad import Rwkv7Config, Rwkv7ForCausalLM
-
-
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def test_ranks_of_new_models():
@@ -71,16 +67,6 @@ def test_initialisation(layers):
     torch.testing.assert_close(head.T @ head, 0.25 * 97 / 48 * torch.eye(width), atol=1e-5, rtol=1e-4)
 
 
-def golden(name):
-    path = GOLDEN / f"rwkv7_{name}.safetensors"
-    with safe_open(path, "pt") as file:
-        config = json.loads(file.metadata()["config"])
-    tensors = load_file(path)
-    prefix = "weights."
-    weights = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
-    return tensors, weights, config
-
-
 def trained(weights):
     """The model of a trainer's tensors."""
     config = Rwkv7Config(vocab_size=97, hidden_size=128, num_hidden_layers=3)
@@ -91,7 +77,7 @@ def trained(weights):
 
 @pytest.mark.parametrize("sizes", [(71,), (36, 35), (1,) * 71, (64, 1, 6)])
 def test_what_the_runtime_of_the_authors_computed(sizes):
-    tensors, weights, _ = golden("trainer")
+    tensors, weights, _ = read_golden("rwkv7_trainer")
     model, cache, logits = trained(weights), None, []
     with torch.no_grad():
         for ids in tensors["input_ids"].split(sizes, dim=1):
@@ -107,7 +93,7 @@ def test_what_the_runtime_of_the_authors_computed(sizes):
 
 def test_a_first_state():
     """A tuned state has the layout of ours."""
-    tensors, weights, _ = golden("trainer")
+    tensors, weights, _ = read_golden("rwkv7_trainer")
     model, ids = trained(weights), tensors["input_ids"]
     cache = model.new_cache()
     for i in range(3):
@@ -140,7 +126,7 @@ def one_tensor_of_shifts(weights):
 @pytest.mark.parametrize("change", [dict, one_tensor_of_shifts])
 def test_a_directory_of_flash_linear_attention(change, tmp_path):
     """It loads as it is, though its configuration has a wrong number of heads; what is saved has our names."""
-    tensors, weights, config = golden("hub")
+    tensors, weights, config = read_golden("rwkv7_hub")
     source = write(tmp_path / "source", change(weights), **config)
     model, info = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
@@ -167,7 +153,7 @@ def test_a_directory_of_flash_linear_attention(change, tmp_path):
 
 def test_sizes_that_the_configuration_lacks(tmp_path):
     """All but width, layers and vocabulary come from the tensors."""
-    tensors, weights, _ = golden("hub")
+    tensors, weights, _ = read_golden("rwkv7_hub")
     source = write(tmp_path / "source", weights, vocab_size=97, hidden_size=256, num_hidden_layers=2)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():
@@ -177,7 +163,7 @@ def test_sizes_that_the_configuration_lacks(tmp_path):
 @pytest.mark.parametrize("prefix", ["rwkv7.", ""])
 def test_a_directory_of_the_rwkv_organisation(prefix, tmp_path):
     """With the tensors that nothing reads; some repositories have no prefix."""
-    tensors, weights, _ = golden("trainer")
+    tensors, weights, _ = read_golden("rwkv7_trainer")
     named = {name if name == "head.weight" else prefix + name: x for name, x in weights.items()}
     sizes = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 3, "head_dim": 64, "pad_token_id": 0}
     source = write(tmp_path / "source", named, **sizes, wkv_implementation="chunked", wkv_state_dtype="float32")
