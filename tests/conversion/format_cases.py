@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import rwkv7_files
 import torch
+import transformers
 from rwkv_files import fla_tensors, gguf_tensors, hub_tensors, tower, trainer_tensors, visual_tensors, web_tensors
 from safetensors.torch import save_file
 
+import subquad
 from subquad import (
     AveyBConfig,
     AveyBForMaskedLM,
@@ -132,6 +134,27 @@ def make_models_once(known: Format, monkeypatch: pytest.MonkeyPatch) -> None:
         return dict(made[key])
 
     monkeypatch.setattr(known, "shapes", made_once)
+
+
+def save(path, tensors):
+    """Writes a file of tensors; returns its path."""
+    if path.suffix == ".safetensors":
+        save_file(tensors, path)
+    else:
+        torch.save(tensors, path)
+    return path
+
+
+def load_whole(directory, model_type="rwkv6", **options):
+    """The language model of a directory, which holds all of its tensors and no others."""
+    auto_class = getattr(transformers, subquad.lm_auto_class(model_type))
+    model, loading = auto_class.from_pretrained(directory, output_loading_info=True, **options)
+    assert not any(loading.values()), loading
+    return model
+
+
+def notes_of(report):
+    return [note for note in report.notes if "tokenizer" not in note]
 
 
 def perturbed(model):

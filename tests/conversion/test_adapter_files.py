@@ -7,7 +7,7 @@ import peft
 import pytest
 import rwkv7_files
 import torch
-from format_cases import CASES
+from format_cases import CASES, save
 from rwkv_files import trainer_tensors
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -39,11 +39,6 @@ def lora(model_type="rwkv7", rank=3, prefix="", seed=0):
         made[f"{layer}.{prefix}lora_A"] = torch.randn(rank, weight.shape[1])
         made[f"{layer}.{prefix}lora_B"] = torch.randn(weight.shape[0], rank)
     return made
-
-
-def save(path, tensors):
-    torch.save(tensors, path)
-    return path
 
 
 def base(tmp_path, model_type="rwkv7"):

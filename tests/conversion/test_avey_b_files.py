@@ -1,16 +1,14 @@
 """Avey-B's files, of the Hub and of the paper: recognised, refused where damaged, converted to what they compute."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from byte_level_bpe import END, TEXT, write_byte_level_bpe
-from format_cases import AVEY_B, perturbed
-from safetensors import safe_open
+from format_cases import AVEY_B, load_whole, notes_of, perturbed, save
+from golden_files import read_golden
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import subquad
 import subquad_cli as cli
@@ -19,7 +17,6 @@ from subquad.models.avey_b.configuration_avey_b import LAYER_PATTERNS
 from subquad_conversion import ConversionError, convert, recognise
 
 
-FOLDER = Path(__file__).parents[1] / "golden"
 SIZES = {
     "vocab_size": 101,
     "d_embed": 32,
@@ -42,22 +39,9 @@ TYPES = {"hub": "avey-b", "paper": "avey"}
 each_layout = pytest.mark.parametrize("layout", VARIANTS)
 
 
-def load(layout):
-    file = FOLDER / f"avey_b_{layout}.safetensors"
-    with safe_open(file, "pt") as content:
-        config = json.loads(content.metadata()["config"])
-    golden = load_file(file)
-    return golden, {name.removeprefix("weights."): x for name, x in golden.items() if "weights." in name}, config
-
-
 @pytest.fixture
 def weights():
-    return load("hub")[1]
-
-
-def save(path, tensors):
-    torch.save(tensors, path)
-    return path
+    return read_golden("avey_b_hub")[1]
 
 
 def publish(directory, tensors, layout="hub", **config):
@@ -65,7 +49,7 @@ def publish(directory, tensors, layout="hub", **config):
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     auto_map = {"AutoConfig": "configuration_avey.AveyConfig", "AutoModelForMaskedLM": "modeling_avey.AveyForMaskedLM"}
-    fields = load(layout)[2] | {"model_type": TYPES[layout], "architectures": ["AveyForMaskedLM"]}
+    fields = read_golden(f"avey_b_{layout}")[2] | {"model_type": TYPES[layout], "architectures": ["AveyForMaskedLM"]}
     fields |= {"auto_map": auto_map, "hidden_size": 32, "max_position_embeddings": 2**32, "torch_dtype": "float32"}
     fields = {name: value for name, value in (fields | config).items() if value is not None}
     (directory / "config.json").write_text(json.dumps(fields))
@@ -81,12 +65,6 @@ def state_dict(model):
     return {name: x.contiguous() for name, x in model.state_dict().items() if name != "lm_head.weight"}
 
 
-def load_whole(directory, **options):
-    model, loading = AutoModelForMaskedLM.from_pretrained(directory, output_loading_info=True, **options)
-    assert not any(loading.values()), loading
-    return model
-
-
 def check_outputs(model, golden):
     with torch.no_grad():
         outputs = model(golden["input_ids"])
@@ -96,17 +74,13 @@ def check_outputs(model, golden):
     assert (outputs.last_hidden_state - golden["last_hidden_state"]).abs().max() < 1e-4
 
 
-def notes_of(report):
-    return [note for note in report.notes if "tokenizer" not in note]
-
-
 # --- from published files to what they compute ---
 
 
 @each_layout
 @pytest.mark.parametrize("source", ["published", "published without a type", "state dict"])
 def test_outputs_equal_those_of_the_source(source, layout, tmp_path):
-    golden, weights, _ = load(layout)
+    golden, weights, _ = read_golden(f"avey_b_{layout}")
     config = None
     if source == "state dict":
         # In a state dict of ours the head is the embeddings once more.
@@ -129,29 +103,8 @@ def test_outputs_equal_those_of_the_source(source, layout, tmp_path):
     assert "no tokenizer was written: none is known for avey-b and a vocabulary of 101" in report.notes
     if layout == "hub":
         assert load_file(tmp_path / "model/model.safetensors").keys() == weights.keys()
-    check_outputs(load_whole(tmp_path / "model"), golden)
+    check_outputs(load_whole(tmp_path / "model", "avey-b"), golden)
     check_outputs(AutoModel.from_pretrained(tmp_path / "model"), golden)
-
-
-def test_a_published_directory_loads_without_its_code(weights, tmp_path):
-    source, golden = publish(tmp_path / "source", weights), load("hub")[0]
-    model = load_whole(source)
-    check_outputs(model, golden)
-    model.save_pretrained(tmp_path / "saved")
-    check_outputs(load_whole(tmp_path / "saved"), golden)
-    base, loading = AutoModel.from_pretrained(source, output_loading_info=True)
-    assert not any(loading.values()), loading
-    check_outputs(base, golden)
-    heads = {
-        "AutoModelForQuestionAnswering": {"qa_outputs"},
-        "AutoModelForSequenceClassification": {"classifier"},
-        "AutoModelForTokenClassification": {"classifier"},
-    }
-    for auto_class, new in heads.items():
-        model, loading = getattr(transformers, auto_class).from_pretrained(source, output_loading_info=True)
-        assert {name.split(".")[0] for name in loading.pop("missing_keys")} == new
-        assert not any(loading.values()), loading
-        check_outputs(model.base_model, golden)
 
 
 @pytest.mark.parametrize(
@@ -174,38 +127,13 @@ def test_what_we_save_ourselves(fields, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     report = convert(tmp_path / "saved", tmp_path / "model", progress=False)
     assert notes_of(report) == []
-    converted = load_whole(tmp_path / "model")
+    converted = load_whole(tmp_path / "model", "avey-b")
     assert converted.config.to_dict().items() >= (AVEY_B | fields).items()
     with torch.no_grad():
         torch.testing.assert_close(converted(ids).logits, model(ids).logits)
 
 
 # --- recognition ---
-
-
-def test_formats_are_told_apart(weights, tmp_path):
-    with safe_open(FOLDER / "avey_released.safetensors", "pt") as file:
-        causal = {name.removeprefix("weights."): file.get_tensor(name) for name in file.keys() if "weights." in name}
-    (tmp_path / "sizes.json").write_text(json.dumps({"chunk_size": 8}))
-    save(tmp_path / "causal.pth", causal)
-    convert(tmp_path / "causal.pth", tmp_path / "causal", config=tmp_path / "sizes.json", progress=False)
-    assert recognise(tmp_path / "causal").format == "avey"
-    assert recognise(save(tmp_path / "hub.pth", weights)).format == "avey-b-hub"
-    assert recognise(save(tmp_path / "paper.pth", load("paper")[1])).format == "avey-b-paper"
-    transformer = {
-        "model.embed_tokens.weight": torch.zeros(3, 2),
-        "model.layers.0.mlp.up_proj.weight": torch.zeros(3, 2),
-    }
-    with pytest.raises(ConversionError, match=r"no format that is known here\. Supported .*; Avey-B, the paper's"):
-        recognise(save(tmp_path / "transformer.pth", transformer))
-
-
-@pytest.mark.parametrize(("layout", "model_type"), [("hub", "avey"), ("paper", "rwkv6")])
-def test_a_configuration_of_another_model(layout, model_type, tmp_path):
-    source = save(tmp_path / "trained.pth", load(layout)[1])
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(ConversionError, match=f"for the model type '{model_type}', the tensors are 'avey-b'"):
-        convert(source, tmp_path / "model", config=tmp_path / "config.json", progress=False)
 
 
 @pytest.mark.parametrize("pattern", LAYER_PATTERNS)
@@ -280,7 +208,7 @@ def test_fields_that_only_the_configuration_tells(weights, tmp_path):
     source = publish(tmp_path / "hub", weights, **told)
     assert convert(source, tmp_path / "model", progress=False).config.to_dict().items() >= told.items()
     other = {"hidden_act": "gelu", "similarity_norm": "l1"}
-    source = publish(tmp_path / "paper", load("paper")[1], "paper", **other)
+    source = publish(tmp_path / "paper", read_golden("avey_b_paper")[1], "paper", **other)
     assert convert(source, tmp_path / "other", progress=False).config.to_dict().items() >= other.items()
     source = publish(tmp_path / "wrong", weights, hidden_act="tanh")
     with pytest.raises(
@@ -291,7 +219,7 @@ def test_fields_that_only_the_configuration_tells(weights, tmp_path):
 
 def test_the_model_alone_of_the_paper(tmp_path):
     """Its norm belongs to the head, so that the configuration must tell that it is not there."""
-    golden, weights, _ = load("paper")
+    golden, weights, _ = read_golden("avey_b_paper")
     weights = {name.removeprefix("base_avey_model."): x for name, x in weights.items() if name != "ln_f.weight"}
     convert(publish(tmp_path / "source", weights, "paper", final_norm=False), tmp_path / "model", progress=False)
     check_outputs(AutoModel.from_pretrained(tmp_path / "model"), golden)
@@ -303,7 +231,7 @@ def test_a_classifier(tmp_path):
     left = r"unexpected: classifier\.0\.bias, classifier\.0\.weight, classifier\.3\.bias, classifier\.3\.weight\.$"
     with pytest.raises(ConversionError, match=left):
         recognise(tmp_path / "ours")
-    weights = {f"avey_model.{name}": x for name, x in load("paper")[1].items()}
+    weights = {f"avey_model.{name}": x for name, x in read_golden("avey_b_paper")[1].items()}
     weights |= {"classifier.weight": torch.zeros(2, 32), "classifier.bias": torch.zeros(2)}
     with pytest.raises(ConversionError, match=r"unexpected: classifier\.weight, classifier\.bias\.$"):
         recognise(save(tmp_path / "theirs.pth", weights))
@@ -348,7 +276,7 @@ def test_a_causal_model_gets_no_ids_that_it_does_not_know(tmp_path):
 @each_layout
 @pytest.mark.parametrize("source", ["directory", "file"])
 def test_info(source, layout, tmp_path, capsys):
-    weights = {name: x.bfloat16() for name, x in load(layout)[1].items()}
+    weights = {name: x.bfloat16() for name, x in read_golden(f"avey_b_{layout}")[1].items()}
     path = save(tmp_path / "x.pth", weights) if source == "file" else publish(tmp_path / "source", weights, layout)
     assert cli.main(["info", str(path), "--json"]) == 0
     info = json.loads(capsys.readouterr().out)

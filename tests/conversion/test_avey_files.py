@@ -1,39 +1,27 @@
 """Avey's files: recognised by their tensors, refused where damaged, converted to what the released model computes."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from byte_level_bpe import TEXT, write_byte_level_bpe
-from safetensors import safe_open
+from byte_level_bpe import write_byte_level_bpe
+from format_cases import save
+from golden_files import read_golden
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 import subquad_cli as cli
 from subquad import AveyConfig, AveyForCausalLM
 from subquad_conversion import ConversionError, convert
 
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "avey_released.safetensors"
-with safe_open(GOLDEN, "pt") as file:
-    CONFIG = json.loads(file.metadata()["config"])
+GOLDEN, WEIGHTS, CONFIG = read_golden("avey_released")
 SIZES = CONFIG | {"extended_len": 32}
 
 
-@pytest.fixture(scope="module")
-def golden():
-    return load_file(GOLDEN)
-
-
 @pytest.fixture
-def weights(golden):
-    return {name.removeprefix("weights."): x for name, x in golden.items() if name.startswith("weights.")}
-
-
-def save(path, tensors):
-    torch.save(tensors, path)
-    return path
+def weights():
+    return dict(WEIGHTS)
 
 
 def publish(directory, weights, **config):
@@ -55,13 +43,13 @@ def random_weights(**fields):
     return AveyForCausalLM(config).model.state_dict()
 
 
-def check_logits(model, golden):
+def check_logits(model):
     with torch.no_grad():
-        assert (model(golden["input_ids"]).logits - golden["logits"]).abs().max() < 1e-4
+        assert (model(GOLDEN["input_ids"]).logits - GOLDEN["logits"]).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("source", ["published", "published without a type", "nested", "trained", "state dict"])
-def test_logits_equal_those_of_the_released_model(source, golden, weights, tmp_path):
+def test_logits_equal_those_of_the_released_model(source, weights, tmp_path):
     config = None
     nested = {f"model.{name}": x for name, x in weights.items()}
     if source in ("published", "published without a type"):
@@ -83,7 +71,7 @@ def test_logits_equal_those_of_the_released_model(source, golden, weights, tmp_p
 
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(loading.values()), loading
-    check_logits(model, golden)
+    check_logits(model)
 
 
 def test_sizes_that_the_tensors_do_not_tell(tmp_path):
@@ -131,23 +119,6 @@ def test_any_share_of_features_in_the_tail(share, told, tmp_path):
 
 
 # --- tokenizers ---
-
-
-@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "GPT2TokenizerFast"])
-def test_the_tokenizer_beside_the_weights_is_copied(tokenizer_class, weights, tmp_path, capsys):
-    source = publish(tmp_path / "source", weights)
-    expected = write_byte_level_bpe(source, tokenizer_class=tokenizer_class).encode(TEXT).ids
-    assert cli.main(["convert", str(source), str(tmp_path / "model"), "--dtype", "bfloat16"]) == 0
-    text = capsys.readouterr().out
-    assert "3 layers of 32, windows of 4 splits of 8, vocabulary 101." in text
-    assert f"Tokenizer: copied from {source}." in text
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    # So that `generate` knows where to stop, which published configurations do not tell.
-    config = AutoConfig.from_pretrained(tmp_path / "model")
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 0, None)
-    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == tokenizer.eos_token_id == 0
-    assert tokenizer(TEXT)["input_ids"] == expected
-    assert tokenizer.decode(expected) == TEXT
 
 
 @pytest.mark.parametrize("foreign", [False, True])

@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-import transformers
 from byte_level_bpe import TEXT, write_byte_level_bpe
-from format_cases import CASES, each_case, make_models_once
+from format_cases import CASES, each_case, load_whole, make_models_once, notes_of
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -27,17 +26,6 @@ RESHAPED = {
     "transposed": lambda shape: shape[::-1] if len(shape) == 2 else shape,
 }
 each_container = pytest.mark.parametrize("container", [".pth", ".safetensors"])
-
-
-def load_whole(case, directory):
-    auto_class = getattr(transformers, subquad.lm_auto_class(case.model_type))
-    model, loading = auto_class.from_pretrained(directory, output_loading_info=True)
-    assert not any(loading.values()), loading
-    return model
-
-
-def notes_of(report):
-    return [note for note in report.notes if "tokenizer" not in note]
 
 
 def infos(case):
@@ -113,7 +101,7 @@ def test_round_trip(case, dtype, tmp_path):
         assert written[name].dtype == x.dtype and torch.equal(written[name], x), name
     assert report.parameters == sum(x.numel() for x in expected.values())
     assert report.bytes == sum(x.nbytes for x in expected.values())
-    loaded = load_whole(case, tmp_path / "model")
+    loaded = load_whole(tmp_path / "model", case.model_type)
     assert config["architectures"] == [type(loaded).__name__]
 
     if case.again is None:
@@ -158,7 +146,7 @@ def test_tied_heads(case, tmp_path):
     for name in ("both", "one"):
         written = load_file(tmp_path / name / "model.safetensors")
         assert not any(name.endswith(("head.weight", "output.output.weight")) for name in written)
-        model = load_whole(case, tmp_path / name)
+        model = load_whole(tmp_path / name, case.model_type)
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
     tensors[head] = tensors[case.embeddings] + 1
@@ -169,7 +157,7 @@ def test_tied_heads(case, tmp_path):
 
     config.write_text(json.dumps(case.fields | {"tie_word_embeddings": False}))
     convert(source, tmp_path / "model", config=config, progress=False)
-    model = load_whole(case, tmp_path / "model")
+    model = load_whole(tmp_path / "model", case.model_type)
     assert torch.equal(model.get_output_embeddings().weight, tensors[head])
     del tensors[head]
     with pytest.raises(ConversionError, match=rf"{case.model_type}; missing: {case.ours.get(head, head)}\.$"):

@@ -1,45 +1,21 @@
 """Gecko's files: recognised by their tensors, refused where damaged, converted to what the authors' code computes."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from format_cases import GECKO, GECKO_UNTOLD, gecko_buffers, tiny_gecko
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from format_cases import GECKO, GECKO_UNTOLD, gecko_buffers, load_whole, notes_of, save, tiny_gecko
+from golden_files import read_golden
+from safetensors.torch import load_file
 
 import subquad_cli as cli
 from subquad import GeckoConfig
 from subquad_conversion import ConversionError, convert, recognise
 
 
-FOLDER = Path(__file__).parents[1] / "golden"
-
-
-def load(name="gecko"):
-    """Tokens and logits, a state dict, and the fields of the configuration."""
-    file = FOLDER / f"{name}.safetensors"
-    with safe_open(file, "pt") as content:
-        metadata = content.metadata()
-    golden = load_file(file)
-    weights = {name.removeprefix("weights."): x for name, x in golden.items() if name.startswith("weights.")}
-    fields = {name: json.loads(metadata[name].lower()) for name in ("document_boundaries", "bos_token_id")}
-    return golden, weights, json.loads(metadata["config"]) | fields
-
-
 @pytest.fixture
 def weights():
-    return load()[1]
-
-
-def save(path, tensors):
-    if path.suffix == ".safetensors":
-        save_file(tensors, path)
-    else:
-        torch.save(tensors, path)
-    return path
+    return read_golden("gecko")[1]
 
 
 def write_config(directory, **fields):
@@ -54,20 +30,10 @@ def as_trained(model):
     return weights | gecko_buffers(model.config)
 
 
-def load_whole(directory):
-    model, loading = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
-    assert not any(loading.values()), loading
-    return model
-
-
 def check_same(model, expected):
     ids = torch.arange(28).view(2, 14)  # one of which begins a document
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, expected(ids).logits)
-
-
-def notes_of(report):
-    return [note for note in report.notes if "tokenizer" not in note]
 
 
 # --- from the authors' files to what they compute ---
@@ -76,7 +42,7 @@ def notes_of(report):
 @pytest.mark.parametrize("variant", ["gecko", "gecko_documents"])
 @pytest.mark.parametrize("source", [".pth", ".pt", ".bin", ".safetensors", "directory", "no buffers"])
 def test_logits_equal_those_of_the_authors_code(source, variant, tmp_path, capsys):
-    golden, weights, fields = load(variant)
+    golden, weights, fields = read_golden(variant)
     expected = {
         name if name == "output.output.weight" else f"model.{name}": x
         for name, x in weights.items()
@@ -183,21 +149,6 @@ def test_what_is_assumed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"model_type": "mega"}, "for the model type 'mega', the tensors are 'gecko'"),
-        ({"num_heads": 3}, r"The configuration is not valid: .*`z_dim` \(8\) must be a multiple of `num_heads` \(3\)"),
-        ({"chunk_size": "4"}, "The configuration is not valid: .*chunk_size"),
-        ({"output_size": 29}, r"The configuration is not valid: .*`output_size` must be 30 or -1"),
-    ],
-)
-def test_a_configuration_that_does_not_fit(fields, message, tmp_path):
-    source = save(tmp_path / "trained.pth", tiny_gecko().state_dict())
-    with pytest.raises(ConversionError, match=message):
-        convert(source, tmp_path / "model", config=write_config(tmp_path, **GECKO_UNTOLD | fields), progress=False)
-
-
-@pytest.mark.parametrize(
     ("name", "value", "held"),
     [
         ("layers.1.mega.timenorm.prior_count", torch.tensor(512), "512"),
@@ -208,7 +159,7 @@ def test_a_configuration_that_does_not_fit(fields, message, tmp_path):
 def test_norms_that_do_not_begin_from_nothing(name, value, held, weights, tmp_path):
     source = save(tmp_path / "trained.pth", weights | {name: value})
     with pytest.raises(ConversionError) as error:
-        convert(source, tmp_path / "model", config=write_config(tmp_path, **load()[2]), progress=False)
+        convert(source, tmp_path / "model", config=write_config(tmp_path, **read_golden("gecko")[2]), progress=False)
     assert str(error.value) == f"{name} holds {held}; only zeros are supported there."
     assert not (tmp_path / "model").exists()
 

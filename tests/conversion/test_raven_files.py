@@ -1,14 +1,12 @@
 """Raven's files: recognised by their tensors, refused where damaged, converted to what published models compute."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from format_cases import RAVEN, WHOLE, WINDOW, make_models_once, tiny_raven
-from safetensors import safe_open
+from format_cases import RAVEN, WHOLE, WINDOW, load_whole, make_models_once, notes_of, save, tiny_raven
+from golden_files import read_golden
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 import subquad_cli as cli
 from subquad_conversion import ConversionError, convert, recognise
@@ -16,7 +14,6 @@ from subquad_conversion.checkpoint import TensorInfo
 from subquad_conversion.raven import FORMAT
 
 
-FOLDER = Path(__file__).parents[1] / "golden"
 VARIANTS = ("gated", "plain")
 # Fields of published configurations that say nothing about what a model computes.
 EXTRA = {
@@ -35,23 +32,9 @@ EXTRA = {
 }
 
 
-def load(variant):
-    file = FOLDER / f"raven_{variant}.safetensors"
-    with safe_open(file, "pt") as content:
-        config = json.loads(content.metadata()["config"])
-    golden = load_file(file)
-    weights = {name.removeprefix("weights."): x for name, x in golden.items() if name.startswith("weights.")}
-    return golden, weights, config
-
-
 @pytest.fixture
 def weights():
-    return load("gated")[1]
-
-
-def save(path, tensors):
-    torch.save(tensors, path)
-    return path
+    return read_golden("raven_gated")[1]
 
 
 def publish(directory, weights, variant="gated", container="model.safetensors", **config):
@@ -61,7 +44,8 @@ def publish(directory, weights, variant="gated", container="model.safetensors", 
         torch.save(weights, directory / container)
     else:
         save_file(weights, directory / container, metadata={"format": "pt"})
-    fields = load(variant)[2] | EXTRA | {"model_type": "raven", "architectures": ["RavenForCausalLM"]}
+    fields = read_golden(f"raven_{variant}")[2] | EXTRA
+    fields |= {"model_type": "raven", "architectures": ["RavenForCausalLM"]}
     fields = {name: value for name, value in (fields | config).items() if value is not None or name not in config}
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
@@ -78,12 +62,6 @@ def save_tiny(directory, config=None, **fields):
     return model
 
 
-def load_whole(directory, **options):
-    model, loading = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
-    assert not any(loading.values()), loading
-    return model
-
-
 def check_logits(model, golden):
     with torch.no_grad():
         assert (model(golden["input_ids"]).logits - golden["logits"]).abs().max() < 2e-4
@@ -95,17 +73,13 @@ def check_same(model, expected):
         torch.testing.assert_close(model(ids).logits, expected(ids).logits)
 
 
-def notes_of(report):
-    return [note for note in report.notes if "tokenizer" not in note]
-
-
 # --- from published files to what they compute ---
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("source", ["safetensors", "bin", "misspelled", "without a type", "trained"])
 def test_logits_equal_those_of_the_published_model(source, variant, tmp_path):
-    golden, weights, fields = load(variant)
+    golden, weights, fields = read_golden(f"raven_{variant}")
     config = None
     if source == "trained":
         path, config = save(tmp_path / "trained.pth", weights), tmp_path / "sizes.json"
@@ -258,19 +232,6 @@ def test_attention_that_contradicts_the_tensors(attn, message, tmp_path):
     with pytest.raises(ConversionError, match=message):
         convert(tmp_path / "source", tmp_path / "model", progress=False)
     assert not (tmp_path / "model").exists()
-
-
-def test_fields_that_are_not_valid(weights, tmp_path):
-    for i, (fields, message) in enumerate(
-        [
-            ({"topk": 33}, r"`topk` must be at most `num_slots` \(32\), got 33"),
-            ({"feature_map": "t2r"}, "`feature_map` must be one of swish, relu, got 't2r'"),
-            ({"attnres_block_size": 2}, "`attnres_block_size` must be None or 0, got 2"),
-        ]
-    ):
-        source = publish(tmp_path / f"source-{i}", weights, **fields)
-        with pytest.raises(ConversionError, match=f"The configuration is not valid: .*{message}"):
-            convert(source, tmp_path / "model", progress=False)
 
 
 # --- refusal ---

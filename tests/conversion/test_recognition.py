@@ -2,12 +2,12 @@
 
 import json
 import pickle
-import struct
 import zipfile
 
 import pytest
 import rwkv7_files
 import torch
+from format_cases import save
 from rwkv_files import hub_tensors, trainer_tensors, write_trainer_file
 from safetensors.torch import save_file
 
@@ -25,11 +25,6 @@ SIZES = {
     "head_size": 64,
 }
 RANKS = {"lora_rank_tokenshift": 7, "lora_rank_decay": 11}
-
-
-def save(path, tensors):
-    torch.save(tensors, path)
-    return path
 
 
 @pytest.mark.parametrize("model_type", ["rwkv5", "rwkv6"])
@@ -228,15 +223,6 @@ def test_an_archive_that_cannot_be_mapped_is_read_whole(tmp_path):
 def test_a_file_of_something_else(content, message, tmp_path):
     with pytest.raises(ConversionError, match=message):
         recognise(save(tmp_path / "model.pth", content))
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{}", b"not safetensors at all", struct.pack("<Q", 10**12), struct.pack("<Q", 2) + b"{}"]
-)
-def test_a_damaged_safetensors_file(content, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConversionError):
-        recognise(tmp_path)
 
 
 @pytest.mark.parametrize(
