@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-import transformers
 from cases import (
     BASE,
     DEVICE,
@@ -26,7 +25,6 @@ from cases import (
     each_text_case,
     each_with,
     join,
-    lm_class,
     padded,
     pick,
     quick_family,
@@ -190,11 +188,6 @@ def test_crop_is_refused_if_nothing_was_recorded(case):
         cache.crop(2)
     assert cache.get_seq_length() == 5
     assert_same_states(cache, before)
-
-
-def load(model_type, path, **options):
-    """The model that is trained on text alone, by way of its Auto class."""
-    return getattr(transformers, lm_class(model_type)).from_pretrained(path, **options)
 
 
 def addresses(cache):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload
-from cases import GREEDY, each_class, each_model_case, each_text_model_case, lm_class, quick_family, random_ids
+from cases import GREEDY, each_class, each_model_case, each_text_model_case, quick_family, random_ids
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -218,11 +218,6 @@ def test_plans_match_modules(case, tied):
                     continue
                 pattern = re.compile(re.escape(entry).replace(r"\*", r"\d+") + "$")
                 assert any(pattern.match(name) for name in names), f"{auto_class}: {entry}"
-
-
-def load(model_type, path, **options):
-    """The model that is trained on text alone, by way of its Auto class."""
-    return getattr(transformers, lm_class(model_type)).from_pretrained(path, **options)
 
 
 @quick_family
