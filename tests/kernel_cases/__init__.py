@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import itertools
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -74,6 +75,17 @@ class Documents:
     sizes: dict
     lengths: tuple[int, ...]
     alone: Callable[[dict, int], dict]
+
+
+def placed(inputs: dict, dtype, float32=(), state=True, documents=None, out_dtype=None) -> dict:
+    """Arguments of a recurrence on the device, of a dtype but for those named in `float32`, and what else it takes."""
+    inputs = {name: x.to(torch.float32 if name in float32 else dtype).to(DEVICE) for name, x in inputs.items()}
+    if not state:
+        del inputs["initial_state"]
+    if documents:
+        bounds = [0, *itertools.accumulate(documents)]
+        inputs["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    return {**inputs, "out_dtype": out_dtype} if out_dtype else inputs
 
 
 def own_state(part: dict, n: int) -> dict:

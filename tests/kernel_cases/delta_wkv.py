@@ -1,6 +1,5 @@
 """The recurrence of Goose."""
 
-import itertools
 import math
 
 import torch
@@ -9,7 +8,6 @@ from subquad_kernels import delta_wkv, delta_wkv_state
 
 from . import (
     BOTH,
-    DEVICE,
     EAGER,
     KERNELS,
     PLAIN,
@@ -20,6 +18,7 @@ from . import (
     Pieces,
     initial_state,
     own_state,
+    placed,
 )
 
 
@@ -71,15 +70,7 @@ def make(
         inputs["a"].fill_(1)
     for name in ("k", "log_w", "kappa"):
         inputs[name][:, list(padding)] = 0
-    inputs = {name: x.to(torch.float32 if name in float32 else dtype).to(DEVICE) for name, x in inputs.items()}
-    if not state:
-        del inputs["initial_state"]
-    if documents:
-        bounds = [0, *itertools.accumulate(documents)]
-        inputs["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-    if out_dtype:
-        inputs["out_dtype"] = out_dtype
-    return inputs
+    return placed(inputs, dtype, float32, state, documents, out_dtype)
 
 
 # The kernels walk a sequence from end to end, or find first what enters its segments.

@@ -1,14 +1,11 @@
 """The slot memory of Raven."""
 
-import itertools
-
 import torch
 
 from subquad_kernels import slot_memory, slot_memory_state
 
 from . import (
     BOTH,
-    DEVICE,
     EAGER,
     KERNELS,
     PLAIN,
@@ -19,6 +16,7 @@ from . import (
     Pieces,
     initial_state,
     own_state,
+    placed,
 )
 
 
@@ -80,13 +78,7 @@ def make(
         "log_f": make_log_f((batch, length, heads, slots), decay, generator, dtype),
         "initial_state": randn(len(documents or ()) or batch, heads, slots, key + value) * (not empty),
     }
-    inputs = {name: x.to(torch.float32 if name in float32 else dtype).to(DEVICE) for name, x in inputs.items()}
-    if not state:
-        del inputs["initial_state"]
-    if documents:
-        bounds = [0, *itertools.accumulate(documents)]
-        inputs["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-    return inputs
+    return placed(inputs, dtype, float32, state, documents)
 
 
 SIZES = [(1, 1, 1), (3, 5, 2), (24, 16, 40), (16, 32, 64), (8, 130, 17), (70, 8, 5), (16, 16, 512)]

@@ -1,14 +1,11 @@
 """WKV of Eagle and Finch."""
 
-import itertools
-
 import torch
 
 from subquad_kernels import wkv, wkv_state
 
 from . import (
     BOTH,
-    DEVICE,
     EAGER,
     KERNELS,
     PLAIN,
@@ -19,6 +16,7 @@ from . import (
     Pieces,
     initial_state,
     own_state,
+    placed,
 )
 
 
@@ -64,15 +62,7 @@ def make(
         "u": randn(heads, key),
         "initial_state": randn(len(documents or ()) or batch, heads, key, value),
     }
-    inputs = {name: x.to(torch.float32 if name in float32 else dtype).to(DEVICE) for name, x in inputs.items()}
-    if not state:
-        del inputs["initial_state"]
-    if documents:
-        bounds = [0, *itertools.accumulate(documents)]
-        inputs["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-    if out_dtype:
-        inputs["out_dtype"] = out_dtype
-    return inputs
+    return placed(inputs, dtype, float32, state, documents, out_dtype)
 
 
 # The kernels walk a sequence from end to end, or find first what enters its segments.
