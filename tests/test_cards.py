@@ -128,13 +128,6 @@ def test_metadata(name, repositories):
     assert "$" not in card.text and f"# {name}\n" in card.text
 
 
-@each_model
-def test_same_model_same_card(model_type, repositories, tmp_path):
-    shutil.copytree(repositories / model_type, tmp_path / model_type)
-    cards_of_it = [str(cards.model_card(root / model_type)) for root in (repositories, tmp_path, tmp_path)]
-    assert cards_of_it == [(repositories / model_type / "README.md").read_text(encoding="utf-8")] * 3
-
-
 @pytest.mark.fast
 @each_model
 def test_layers_that_adapters_need(model_type, repositories):

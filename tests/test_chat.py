@@ -23,7 +23,6 @@ import subquad
 import subquad_cli as cli
 from subquad.modeling.state_file import read_state_file, write_state_file
 from subquad_cli.chat import Chat
-from subquad_tokenizers import WORLD_CHAT_TEMPLATE
 
 
 GREEDY = ("--greedy", "--max-new-tokens", 12)
@@ -304,13 +303,3 @@ def test_control_c_stops_the_answer_and_not_the_program(tmp_path):
     terminal.wait_for("> ")
     assert "Took back" in ask(terminal, "/undo")[0]
     assert terminal.end() == 0
-
-
-def test_world_template_has_turns(tmp_path, capsys, monkeypatch):
-    path = save_model(tmp_path / "model", template=WORLD_CHAT_TEMPLATE)
-    out, _ = talk(capsys, monkeypatch, path, "Hi", "And?")
-    first = out.splitlines(keepends=True)
-    expected = generate(capsys, "Hi", "--chat", "--model", path, *GREEDY)
-    assert out.startswith(expected)
-    text = f"User: Hi\n\nAssistant:{expected[:-1]}\n\nUser: And?\n\nAssistant:"
-    assert out.removeprefix(expected) == generate(capsys, text, "--model", path, *GREEDY).removeprefix(text), first
