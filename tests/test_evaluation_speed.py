@@ -47,7 +47,8 @@ def test_a_slow_turn_does_not_count():
 
 def test_what_takes_too_long_is_stopped_and_said(run_task, capsys):
     start = time.monotonic()
-    record = run_task("speed", "--lengths", "1048576", "--architectures", "transformer", "--limit", "0", "--seeds", "0")
+    options = ("--lengths", "1048576", "--architectures", "transformer", "--limit", "0", "--seeds", "0")
+    record = run_task("speed", *options)
     assert time.monotonic() - start < 120  # reading would take hours
     (row,) = record["rows"]
     cell = {"architecture": "transformer", "length": 1048576, "seed": 0}
