@@ -10,10 +10,10 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import IsAttentionFree
 
-from subquad.modeling.layer_state import LayerState
 from subquad.modeling.padding import Tokens
+from subquad.modeling.protocols import NO_STATE, BlockState
 from subquad.models.gecko.cache_gecko import GeckoCache
-from subquad.models.gecko.positions_gecko import GeckoPositions, Rows, find_bos, find_positions
+from subquad.models.gecko.positions_gecko import Rows, StepPositions, find_bos, find_positions
 
 from .serving import ServedForCausalLM, part_of
 from .states import BlockStates, StateSizes, StepMetadata
@@ -91,14 +91,15 @@ class GeckoForCausalLM(ServedForCausalLM, IsAttentionFree):
         if cache is not None:
             cache.count_tokens(positions)
             if cache.one_token:
-                positions = SlotPositions(**{**vars(positions), "slots": cache.slots})
+                positions = SlotPositions(**vars(positions))
+                positions.memory["indices"] = positions.attention["indices"] = cache.slots
         for i, block in enumerate(self.base.layers):
             if cache is not None:
                 cache.read(i)
             x = block(x, positions, cache=cache)
             if cache is not None:
                 cache.write(i)
-        x = self.base.output["final_norm"](x, positions, cache and cache.after_blocks)
+        x = self.base.output["final_norm"](x, positions, NO_STATE if cache is None else cache.after_blocks)
         if cache is not None:
             cache.write_after_blocks()
         return x
@@ -209,13 +210,13 @@ class SlotCache(GeckoCache):
                 self.write_state(self.pools[0][name], self.after_blocks.states[own])
 
 
-class SlotPositions(GeckoPositions):
+class SlotPositions(StepPositions):
     """A single token of each request, written to the rings in the slots before they are read."""
 
-    def keep(self, state: LayerState, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:
+    def write(self, state: BlockState, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:
         """Writes the rows of the tokens to the rings, and returns these. The memory stays in place."""
         rings = {name: state.get(name) for name in rows}
-        place = self.position[:, 0] % (2 * self.chunk_size)
+        place = self.read.position[:, 0] % (2 * self.chunk_size)
         for name, x in rows.items():
-            rings[name].transpose(1, 2)[self.slots, place] = x[:, :, 0].to(rings[name].dtype)
+            rings[name].transpose(1, 2)[self.attention["indices"], place] = x[:, :, 0].to(rings[name].dtype)
         return rings

@@ -10,10 +10,25 @@ from .padding import Tokens
 
 
 AnyPositions = TypeVar("AnyPositions", bound="TokenPositions")
+AnyMovable = TypeVar("AnyMovable", bound="Movable")
 
 
 @dataclasses.dataclass
-class TokenPositions:
+class Movable:
+    """A dataclass for models with layers on several devices."""
+
+    def to(self: AnyMovable, device: torch.device, non_blocking: bool = False) -> AnyMovable:
+        """A copy on another device."""
+
+        def move(x):
+            return x.to(device, non_blocking=non_blocking) if isinstance(x, torch.Tensor | Tokens | Movable) else x
+
+        fields = {field.name: tree_map(move, getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return type(self)(**fields)
+
+
+@dataclasses.dataclass
+class TokenPositions(Movable):
     """
     The tokens of a call and their positions. Without packed documents, a row is one document.
 
@@ -54,12 +69,3 @@ class TokenPositions:
             kept = document == document[:, -1:]
             kept_position = position.where(kept, -1)
         return cls(tokens, position, document, kept, kept_position.contiguous())
-
-    def to(self: AnyPositions, device: torch.device, non_blocking: bool = False) -> AnyPositions:
-        """A copy on another device, for models with layers on several."""
-
-        def move(x):
-            return x.to(device, non_blocking=non_blocking) if isinstance(x, torch.Tensor | Tokens) else x
-
-        fields = {field.name: tree_map(move, getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return type(self)(**fields)

@@ -78,6 +78,8 @@ class BlockState(Protocol):
 class NoState(BlockState):
     """The state of a block without a cache: nothing was read before, and nothing is kept."""
 
+    record_past = False
+
     def get(self, name: str) -> None:
         return None
 

@@ -70,14 +70,11 @@ class GeckoCache(CountingCache):
 
     def count_tokens(self, positions: TokenPositions) -> None:
         """Counts the tokens of a [`GeckoPositions`], and stores the starts of documents marked by BOS tokens."""
-        if positions.begins_after is not None:
+        given = positions.given
+        if positions.begin is not None:
             replay = functools.partial(ring_state, window=self.window)
-            updates = positions.given_begin, positions.given_position, positions.given_kept
-            self.after_blocks.update("begins", positions.begins_after, replay, *updates)
-        if positions.document is None:
-            self.count(positions.given_kept)
-        else:
-            super().count_tokens(positions)
+            self.after_blocks.update_with("begins", replay, positions.begin, given.kept_position, given.kept)
+        super().count_tokens(given)
 
     def ring_size(self, tokens: int) -> int:
         """Capacity of the keys and values in tokens, once `tokens` more are read."""

@@ -138,7 +138,10 @@ class _AfterBlocks(_Layer):
     def get(self, name: str) -> torch.Tensor | None:
         if name != "begins":
             return super().get(name)
-        return self.link.receive(-1, self.x.new_empty(len(self.x), self.window, dtype=torch.long))[0]
+        if name not in self.states:
+            empty = self.x.new_empty(len(self.x), self.window, dtype=torch.long)
+            [self.states[name]] = self.link.receive(-1, empty)
+        return self.states[name]
 
     def update_together(
         self, states: dict[str, torch.Tensor], replay: Callable[..., States], *updates: torch.Tensor

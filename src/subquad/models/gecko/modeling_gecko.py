@@ -10,7 +10,7 @@ from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.utils.output_capturing import capture_outputs
 
-from subquad_kernels import cema, chunk_attention, chunk_attention_step, timestep_decay_norm
+from subquad_kernels import cema, timestep_decay_norm
 
 from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
@@ -18,14 +18,15 @@ from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layer_state import LayerState
 from ...modeling.layers import Linear, replaceable
+from ...modeling.protocols import NO_STATE, BlockState
 from ...modeling.tensor_parallel import local_part
 from ...modeling.versions import RecurrentModelOutput
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
-from .positions_gecko import GeckoPositions, find_bos, find_positions, working_memory
+from .positions_gecko import GeckoPositions, chunk_attention, find_bos, find_positions, working_memory
 
 
-cema, chunk_attention, timestep_decay_norm = replaceable(cema, chunk_attention, timestep_decay_norm)
+cema, timestep_decay_norm = replaceable(cema, timestep_decay_norm)
 
 
 class GeckoTimestepDecayNorm(nn.Module):
@@ -38,21 +39,20 @@ class GeckoTimestepDecayNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.model_dim))
         self.bias = nn.Parameter(torch.empty(config.model_dim))
 
-    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: LayerState | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: BlockState) -> torch.Tensor:
         """Equations 3, 11 and 12."""
         out, after = timestep_decay_norm(
             x=x,
             weight=self.weight,
             bias=self.bias,
             **self.options,
-            initial_state=state and state.get("timenorm"),
+            initial_state=state.get("timenorm"),
             starts=positions.starts,
-            real=positions.real,
-            inplace=state is not None and state.can_overwrite("timenorm"),
+            real=positions.read.tokens.mask,
+            inplace=state.can_overwrite("timenorm"),
         )
-        if state is not None:
-            norm = functools.partial(timestep_decay_norm, weight=None, bias=None, **self.options)
-            positions.update(state, "timenorm", after, norm, x)
+        norm = functools.partial(timestep_decay_norm, weight=None, bias=None, **self.options)
+        positions.update(state, "timenorm", after, norm, x)
         return out
 
 
@@ -67,22 +67,21 @@ class GeckoCEMA(nn.Module):
         self.theta = nn.Parameter(torch.empty(config.model_dim))
         self.gamma = nn.Parameter(torch.empty(*shape, 2))
 
-    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: LayerState | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: BlockState) -> torch.Tensor:
         """Equations 1 and 2. The published gamma is the paper's eta, theta its omega."""
         weights = {"alpha": self.alpha, "delta": self.delta, "theta": self.theta, "gamma": self.gamma}
         out, after = cema(
             x=x,
             **weights,
-            initial_state=state and state.get("cema"),
+            initial_state=state.get("cema"),
             starts=positions.starts,
-            real=positions.real,
-            inplace=state is not None and state.can_overwrite("cema"),
+            real=positions.read.tokens.mask,
+            inplace=state.can_overwrite("cema"),
         )
-        if state is not None:
-            # The first record replays all tokens, possibly after offloading or FSDP freed the module's weights.
-            if state.record_past and "cema" not in state.records:
-                weights = {name: weight.clone() for name, weight in weights.items()}
-            positions.update(state, "cema", after, functools.partial(cema, **weights), x)
+        # The first record replays all tokens, possibly after offloading or FSDP freed the module's weights.
+        if state.record_past and "cema" not in state.records:
+            weights = {name: weight.clone() for name, weight in weights.items()}
+        positions.update(state, "cema", after, functools.partial(cema, **weights), x)
         return out
 
 
@@ -145,40 +144,23 @@ class GeckoMega(nn.Module):
         return [x.transpose(1, 2) for x in (q, k, q_m, k_m)]
 
     def remember(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: GeckoPositions, state: LayerState | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: GeckoPositions, state: BlockState
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Section 3.3: each token's readout of the memory of chunks that have left attention, and the new states."""
-        if state is None and positions.leaving.shape[1] == 0:
+        if not positions.ring and positions.memory["leaving"].shape[1] == 0:
             return torch.zeros_like(v), None, None
         return working_memory(  # equations 17 to 24, and 27
             q=q,
             k=k,
             v=v,
-            memory=state and state.get("memory"),
-            normalizer=state and state.get("normalizer"),
-            leaving=positions.leaving,
-            begins=positions.begins,
-            reads=positions.reads,
-            chunk_size=self.config.chunk_size,
-            indices=positions.slots,
-            inplace=positions.seen is not None and state.can_overwrite("memory"),
+            memory=state.get("memory"),
+            normalizer=state.get("normalizer"),
+            **positions.memory,
+            inplace=state.can_overwrite("memory"),
         )
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: GeckoPositions) -> torch.Tensor:
-        """Section 3.2, equation 13: attention over a token's chunk up to the token, and the chunk before."""
-        if positions.seen is not None:
-            return chunk_attention_step(q=q, k=k, v=v, mask=positions.seen, indices=positions.slots)
-        return chunk_attention(
-            q=q,
-            k=k,
-            v=v,
-            first=positions.first,
-            chunk_size=self.config.chunk_size,
-            aligned=positions.aligned,
-            dropout_p=self.config.attention_dropout if self.training else 0.0,
-        )
-
-    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: LayerState | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: BlockState) -> torch.Tensor:
+        """x (batch, length, model_dim); the output has the same shape."""
         config, training = self.config, self.training
         t = self.timenorm(x, positions, state)
         m = self.rmsnorm(self.cema(t, positions, state) + t)  # equation 5
@@ -189,17 +171,15 @@ class GeckoMega(nn.Module):
         r = F.silu(self.wr(m))
 
         rows = {"keys": k, "values": v, "memory_keys": k_m}
-        read = positions.window(state, rows)
-        remembered, *memory = self.remember(q_m, read["memory_keys"], read["values"], positions, state)
-        if state is not None:
-            rings = positions.keep(state, rows, *memory)
-            if positions.seen is not None:  # a single token reads the rings, which now hold its own key
-                read = rings
-        attended = self.attend(q, read["keys"], read["values"].to(v.dtype), positions)
+        window = positions.window(state, rows)
+        remembered, *memory = self.remember(q_m, window["memory_keys"], window["values"], positions, state)
+        window = positions.keep(state, rows, window, *memory)
+        dropout = config.attention_dropout if training else 0.0
+        attended = positions.attend(q, window["keys"], window["values"].to(v.dtype), dropout)  # equation 13
         attended, remembered = (y.to(v.dtype).transpose(1, 2).flatten(2) for y in (attended, remembered))
 
         out = F.dropout(attended * r + remembered, config.hidden_dropout, training)
-        return x + F.dropout(self.wh1(m) + self.wh2(out), config.dropout, training)
+        return F.dropout(self.wh1(m) + self.wh2(out), config.dropout, training)
 
 
 class GeckoNFFN(nn.Module):
@@ -216,31 +196,31 @@ class GeckoNFFN(nn.Module):
         self.fc2 = Linear(hidden, d, bias=False)
         self.register_parameter("alpha", nn.Parameter(torch.empty(d)) if config.rescale_nffn else None)
 
-    def forward(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """y (batch, length, model_dim) is the output of the block's first half, x its input."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (batch, length, model_dim); the output has the same shape."""
         config, training = self.config, self.training
-        n = self.norm(y)
+        n = self.norm(x)
         hidden = F.silu(self.fc1(n)) * self.fc3(n) if config.swiglu else F.silu(self.fc1(n))
         out = self.fc2(F.dropout(hidden, config.hidden_dropout, training))
         out = F.dropout(out, config.dropout, training)
-        if self.alpha is not None:
-            out = out * self.alpha
-        return out + (x if config.two_hop_residual else y)
+        return out if self.alpha is None else out * self.alpha
 
 
 @use_kernelized_func([cema, chunk_attention, timestep_decay_norm, working_memory])
 class GeckoBlock(RecurrentBlock):
     def __init__(self, config: GeckoConfig, layer_idx: int):
         super().__init__()
-        self.layer_idx = layer_idx
+        self.layer_idx, self.two_hop_residual = layer_idx, config.two_hop_residual
         self.mega = GeckoMega(config)
         self.nffn = GeckoNFFN(config, layer_idx)
 
     def forward(self, x: torch.Tensor, positions: GeckoPositions, cache: GeckoCache | None = None) -> torch.Tensor:
-        state = None if cache is None else cache.layers[self.layer_idx]
+        state = NO_STATE if cache is None else cache.layers[self.layer_idx]
         x = positions.text_first(x)
-        out = positions.as_given(self.nffn(self.mega(x, positions, state), x))
-        return out if cache is None else cache.end_block(out, self.layer_idx)
+        y = x + self.mega(x, positions, state)
+        x = (x if self.two_hop_residual else y) + self.nffn(y)
+        x = positions.as_given(x)
+        return x if cache is None else cache.end_block(x, self.layer_idx)
 
 
 class GeckoPreTrainedModel(RecurrentPreTrainedModel):
@@ -340,7 +320,7 @@ class GeckoModel(GeckoPreTrainedModel):
             cache.count_tokens(positions)
         for layer in self.layers[: self.config.num_layers]:
             x = layer(x, positions, cache)
-        state = None if cache is None else cache.after_blocks
+        state = NO_STATE if cache is None else cache.after_blocks
         x = positions.as_given(self.output["final_norm"](positions.text_first(x), positions, state))
         if cache is not None:
             x = cache.end_block(x, -1)

@@ -2,134 +2,164 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 from torch import nn
 
-from subquad_kernels import working_memory
+from subquad_kernels import chunk_attention, chunk_attention_step, working_memory
 from subquad_kernels.tracing import can_read_values
 
-from ...modeling.layer_state import LayerState, States
+from ...modeling.layer_state import States
 from ...modeling.layers import replaceable
 from ...modeling.padding import Tokens, is_exporting, reorder
-from ...modeling.positions import TokenPositions
+from ...modeling.positions import Movable, TokenPositions
+from ...modeling.protocols import BlockState
 from ...modeling.ring import ring_state, write_to_ring
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
 
 
-[working_memory] = replaceable(working_memory)  # here, because a cache replays it
+# Here, because attention depends on the kind of positions, and a cache replays the memory.
+chunk_attention, working_memory = replaceable(chunk_attention, working_memory)
 
 Rows = dict[str, torch.Tensor]
 
 
 @dataclasses.dataclass
-class GeckoPositions(TokenPositions):
+class GeckoPositions(Movable):
     """
-    The tokens of a call, as all layers need them. Every row begins with its text: padding before and within it is
-    moved to the end.
+    The tokens of a call, as all layers need them.
 
     Attributes:
-        chunk_size: the number of tokens of a chunk.
-        starts: True for tokens that begin a document, (batch, length); None if none does.
-        real: True for tokens that are not padding, (batch, length); None without padding.
-        cos, sin: of rotary embeddings, (batch or 1, length, 1, size of a head / 2).
-        held: the rows of a ring that are read before the tokens of the call, (batch, held), from the oldest token on;
-            None without such rows.
-        first, aligned: see [`subquad_kernels.chunk_attention`].
-        seen: see `mask` of [`subquad_kernels.chunk_attention_step`]: a single token reads the rings of a cache as they
-            are. None if there are several tokens or no cache.
-        leaving, begins, reads: see [`subquad_kernels.working_memory`].
-        slots: the index of each row's rings and memory, for a single token, if the states of the cache are pools
-            shared by many texts; see `indices` of the same operator.
-        forgets: the value of `begins` for the chunk that leaves attention at a token, (batch, length); meaningless at
-            other tokens.
-        ring: capacity of the rings in tokens after the call.
-        order: the index of each token in the given order, (batch, length); None if none was moved.
-        back: the index here of each token of the given order.
-        given_position, given_kept: `kept_position` and `kept` of the tokens in their given order.
-        given_begin: the position at which each of their documents begins, (batch, length); None if BOS tokens do not
+        given: the tokens in their given order.
+        read: the same tokens as the layers read them: every row begins with its text, and padding follows.
+        begin: the position at which each given token's document begins, (batch, length); None if BOS tokens do not
             begin documents.
-        begins_after: the cache's ring `begins` after the call; None if there is none.
+        chunk_size: the number of tokens of a chunk.
+        ring: capacity of the cache's rings in tokens after the call; 0 without a cache.
+        starts: True for tokens that begin a document, (batch, length); None if none does.
+        rotation: cosines and sines of rotary embeddings, (batch or 1, length, 1, size of a head / 2); None without
+            them.
+        forgets: the value of `begins` in `memory` for the chunk that leaves attention at a token, (batch, length);
+            meaningless at other tokens.
+        memory, attention: arguments of [`subquad_kernels.working_memory`] and of [`subquad_kernels.chunk_attention`]
+            or its step, which are the same in all layers.
     """
 
-    chunk_size: int = 0
-    starts: torch.Tensor | None = None
-    real: torch.Tensor | None = None
-    cos: torch.Tensor | None = None
-    sin: torch.Tensor | None = None
-    held: torch.Tensor | None = None
-    first: torch.Tensor | None = None
-    aligned: bool = False
-    seen: torch.Tensor | None = None
-    leaving: torch.Tensor | None = None
-    begins: torch.Tensor | None = None
-    reads: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
-    forgets: torch.Tensor | None = None
-    ring: int = 0
-    order: torch.Tensor | None = None
-    back: torch.Tensor | None = None
-    given_position: torch.Tensor | None = None
-    given_kept: torch.Tensor | None = None
-    given_begin: torch.Tensor | None = None
-    begins_after: torch.Tensor | None = None
+    given: TokenPositions
+    read: TokenPositions
+    begin: torch.Tensor | None
+    chunk_size: int
+    ring: int
+    starts: torch.Tensor | None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None
+    forgets: torch.Tensor
+    memory: dict[str, Any]
+    attention: dict[str, Any]
 
     def text_first(self, x: torch.Tensor) -> torch.Tensor:
         """Moves the texts in x (batch, length, ...) first."""
-        return x if self.order is None else reorder(x, self.order)
+        return x
 
     def as_given(self, x: torch.Tensor) -> torch.Tensor:
         """Restores the given order of x (batch, length, ...), whose texts come first."""
-        return x if self.back is None else reorder(x, self.back)
+        return x
 
     def rotate(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """Rotary embeddings of the first heads of x (batch, length, heads, size), by pairs of neighbors."""
         if heads == 0:
             return x
+        cos, sin = self.rotation
         left, right = torch.unflatten(x[:, :, :heads], -1, (-1, 2)).unbind(-1)
-        pairs = left * self.cos - right * self.sin, left * self.sin + right * self.cos
-        rotated = torch.stack(pairs, dim=-1).flatten(-2).to(x.dtype)
+        rotated = torch.stack((left * cos - right * sin, left * sin + right * cos), dim=-1).flatten(-2).to(x.dtype)
         return rotated if heads == x.shape[2] else torch.cat((rotated, x[:, :, heads:]), dim=2)
 
-    def update(self, state: LayerState, name: str, after: torch.Tensor, operator, x: torch.Tensor) -> None:
+    def update(self, state: BlockState, name: str, after: torch.Tensor, operator, x: torch.Tensor) -> None:
         """Sets a state to `after`, its value after the tokens x. `operator` needs no other input to recompute it."""
         updates = ()
         if state.record_past:
-            starts = torch.zeros_like(self.kept) if self.starts is None else self.starts
-            updates = self.as_given(x), self.as_given(starts), self.given_kept
+            starts = torch.zeros_like(self.read.kept) if self.starts is None else self.starts
+            updates = self.as_given(x), self.as_given(starts), self.given.kept
         state.update(name, after, functools.partial(replay, operator), *updates)
 
-    def window(self, state: LayerState | None, rows: Rows) -> Rows:
-        """
-        The rows to read: the rows of the call's tokens, (batch, heads, length, size) each, behind the rows of earlier
-        tokens. A single token reads the rings as they are.
-        """
-        if state is None or state.get("memory") is None:
-            return rows
-        if self.seen is not None:
-            return {name: state.get(name) for name in rows}
-        return {name: behind(state.get(name), x, self.held) for name, x in rows.items()}
-
-    def keep(self, state: LayerState, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:
+    def write(self, state: BlockState, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:
         """Writes the rows of the call's tokens to the rings and stores the new memory; returns the rings."""
-        if self.document is not None:  # the memory holds nothing of a last document of at most two chunks
-            short = (self.kept_position[:, -1] < 2 * self.chunk_size)[:, None, None]
+        if self.read.document is not None:  # the memory holds nothing of a last document of at most two chunks
+            short = (self.read.kept_position[:, -1] < 2 * self.chunk_size)[:, None, None]
             memory, normalizer = memory.masked_fill(short[..., None], 0.0), normalizer.masked_fill(short, 0.0)
         rings, updates = {}, ()
         for name, x in rows.items():
             ring = state.get(name)
             ring = None if ring is None else ring.transpose(1, 2)
-            ring = write_to_ring(state, name, ring, x.transpose(1, 2), self, self.ring)
+            ring = write_to_ring(state, name, ring, x.transpose(1, 2), self.read, self.ring)
             rings[name] = ring.transpose(1, 2).contiguous()
         if state.record_past:
             given = [self.as_given(x.transpose(1, 2)) for x in rows.values()]
-            updates = *given, self.given_position, self.given_kept, self.as_given(self.forgets)
+            updates = *given, self.given.kept_position, self.given.kept, self.as_given(self.forgets)
         replay = functools.partial(replay_memory, self.chunk_size)
         state.update_together({**rings, "memory": memory, "normalizer": normalizer}, replay, *updates)
         for name in rings:
             state.note_alias(name)
         return rings
+
+
+@dataclasses.dataclass
+class TextPositions(GeckoPositions):
+    """
+    Many tokens, which read their own keys behind those that a cache held before.
+
+    Attributes:
+        held: the rows of a ring that are read before the tokens of the call, (batch, held), from the oldest token on;
+            None without such rows.
+        order: the index of each token in the given order, (batch, length); None if none was moved.
+        back: the index here of each token of the given order.
+    """
+
+    held: torch.Tensor | None
+    order: torch.Tensor | None
+    back: torch.Tensor | None
+
+    def text_first(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.order is None else reorder(x, self.order)
+
+    def as_given(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.back is None else reorder(x, self.back)
+
+    def window(self, state: BlockState, rows: Rows) -> Rows:
+        """The rows of the call's tokens, (batch, heads, length, size) each, behind the rows of earlier tokens."""
+        return rows if self.held is None else {name: behind(state.get(name), x, self.held) for name, x in rows.items()}
+
+    def keep(
+        self, state: BlockState, rows: Rows, window: Rows, memory: torch.Tensor, normalizer: torch.Tensor
+    ) -> Rows:
+        """Stores the rows of the call's tokens and the new memory; returns the rows to attend to."""
+        if self.ring:
+            self.write(state, rows, memory, normalizer)
+        return window
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+        """Attention over a token's chunk up to the token, and the chunk before."""
+        return chunk_attention(q=q, k=k, v=v, **self.attention, dropout_p=dropout)
+
+
+@dataclasses.dataclass
+class StepPositions(GeckoPositions):
+    """A single token of each row, which reads the rings of a cache as they are."""
+
+    def window(self, state: BlockState, rows: Rows) -> Rows:
+        """The rings before the token; its own rows, (batch, heads, 1, size) each, if there are none."""
+        return rows if state.get("memory") is None else {name: state.get(name) for name in rows}
+
+    def keep(
+        self, state: BlockState, rows: Rows, window: Rows, memory: torch.Tensor, normalizer: torch.Tensor
+    ) -> Rows:
+        """As [`TextPositions.keep`]: the rings have the token's own rows now."""
+        return self.write(state, rows, memory, normalizer)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+        """As [`TextPositions.attend`], without dropout."""
+        return chunk_attention_step(q=q, k=k, v=v, **self.attention)
 
 
 def find_bos(
@@ -152,87 +182,118 @@ def find_positions(
     bos: torch.Tensor | None,
     cache: GeckoCache | None,
     training: bool,
-) -> GeckoPositions:
+) -> TextPositions | StepPositions:
     """The positions of the tokens x (batch, length, model_dim) after a cache's tokens; for `bos` see [`find_bos`]."""
+    single = cache is not None and tokens.length == 1 and tokens.starts is None
+    if single and not (training and config.attention_dropout > 0):
+        return find_step(config, x, tokens, bos, cache)
+    return find_text(config, x, tokens, bos, cache)
+
+
+def find_text(
+    config: GeckoConfig, x: torch.Tensor, tokens: Tokens, bos: torch.Tensor | None, cache: GeckoCache | None
+) -> TextPositions:
+    """[`find_positions`] of many tokens."""
     size, length, fresh = config.chunk_size, tokens.length, cache is None or not cache.is_initialized
     steps = torch.arange(length, device=x.device)
     lengths = torch.zeros_like(steps[:1]).expand(x.shape[0]) if cache is None else cache.lengths(x)
-    given, order, back = None, *find_order(tokens)
+    given = read = TokenPositions.after(lengths, tokens)
+    order, back = find_order(tokens)
     if order is not None:
-        given = TokenPositions.after(lengths, tokens)
         tokens = tokens.with_mask(reorder(tokens.mask, order))
+        read = TokenPositions.after(lengths, tokens)
         bos = None if bos is None else reorder(bos, order)
-    positions = GeckoPositions.after(lengths, tokens)
-    given = given or positions
-    positions.given_position, positions.given_kept = given.kept_position, given.kept
-    positions.chunk_size, positions.real, positions.order, positions.back = size, tokens.mask, order, back
-
-    position = positions.position
+    position = read.position
     if tokens.mask is not None:  # padding after a text continues its positions
         position = lengths[:, None] + steps
-        bos = None if bos is None else bos & tokens.mask
     elif fresh and tokens.starts is None and bos is None:
         position = position[:1]  # one row stands for all
-
-    # Documents: the position at which each token's document begins.
-    before = None if fresh or bos is None else cache.after_blocks.get("begins")
-    positions.starts, begin, positions.forgets = find_documents(positions, bos, position, before)
-    if bos is not None and cache is not None:
-        positions.given_begin = positions.as_given(begin)
-        updates = positions.given_begin, positions.given_position, positions.given_kept
-        positions.begins_after = ring_state(before, *updates, 2 * size)
+    starts, begin, forgets = find_documents(tokens, bos, position, cache, size)
 
     # Working memory: the chunks that leave attention, and the tokens that read the memory of earlier ones.
-    one = cache is not None and length == 1 and tokens.starts is None
-    one = one and not (training and config.attention_dropout > 0)
-    held = 0 if fresh or one else cache.held_tokens
+    held = 0 if fresh else cache.held_tokens
     most = max((length - 1) // size - 1, 0) if fresh else -(-length // size)
     # A size of 0 or 1 would specialise an exported program to the lengths of its example.
     if is_exporting() and not isinstance(length, int):
         most = length // size + 2
-    real = torch.ones_like(positions.kept) if tokens.mask is None else tokens.mask
-    leaving = find_leaving(position.expand_as(real), real, positions.forgets, held, size, most)
-    positions.leaving, positions.begins, left = leaving
-    seen_from = torch.maximum((position // size - 1) * size, begin)
-    remembers = (position >= 2 * size) & (begin < (position // size - 1) * size) & real
-    positions.reads = torch.where(remembers, left, -1)
+    real = torch.ones_like(read.kept) if tokens.mask is None else tokens.mask
+    leaving, begins, left = find_leaving(position.expand_as(real), real, forgets, held, size, most)
+    before = (position // size - 1) * size  # the first token of the chunk before
+    reads = torch.where((begin < before) & real, left, -1)
+    first = held + steps - (position - torch.maximum(before, begin))
+    return TextPositions(
+        given=given,
+        read=read,
+        begin=None if bos is None else begin if back is None else reorder(begin, back),
+        chunk_size=size,
+        ring=0 if cache is None else cache.ring_size(length),
+        starts=starts,
+        rotation=find_rotation(config, position, x),
+        forgets=forgets,
+        memory={"leaving": leaving, "begins": begins, "reads": reads, "chunk_size": size},
+        attention={"first": first, "chunk_size": size, "aligned": fresh and tokens.starts is None},
+        held=ring_order(lengths[:, None], held) if held else None,
+        order=order,
+        back=back,
+    )
 
-    # Sliding chunk attention: the keys that a token sees in its own chunk and the one before.
-    positions.ring = 0 if cache is None else cache.ring_size(length)
-    if one:
-        # The chunk that leaves a ring begins in the row of the new token.
-        positions.leaving = torch.where(positions.leaving == -2 * size, position % (2 * size), -1)
-        ring = torch.arange(positions.ring, device=x.device)
-        positions.seen = position - (position - ring) % len(ring) >= seen_from
-    else:
-        positions.held = ring_order(lengths[:, None], held) if held else None
-        positions.first = held + steps - (position - seen_from)
-        positions.aligned = fresh and tokens.starts is None
-    if config.num_rope_heads:
-        pairs = config.z_dim // config.num_heads // 2
-        # In float32 the angles of a long text would be wrong by tenths.
-        wide = torch.float32 if x.device.type == "mps" else torch.float64
-        frequencies = config.rope_base ** (torch.arange(pairs, dtype=wide, device=x.device) / -pairs)
-        angles = (position[..., None] * frequencies)[:, :, None]
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        positions.cos, positions.sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    return positions
+
+def find_step(
+    config: GeckoConfig, x: torch.Tensor, tokens: Tokens, bos: torch.Tensor | None, cache: GeckoCache
+) -> StepPositions:
+    """[`find_positions`] of a single token of each row."""
+    size, lengths = config.chunk_size, cache.lengths(x)
+    read, position, ring = TokenPositions.after(lengths, tokens), lengths[:, None], cache.ring_size(1)
+    starts, begin, forgets = find_documents(tokens, bos, position, cache, size)
+    before = (position // size - 1) * size  # the first token of the chunk before
+    # The chunk that leaves a ring begins in the row of the new token.
+    leaves = (position % size == 0) & (position >= 2 * size) & read.kept
+    leaving = torch.where(leaves, position % (2 * size), -1)
+    reads = torch.where((begin < before) & read.kept, leaves.long(), -1)
+    age = (position - torch.arange(ring, device=x.device)) % ring
+    return StepPositions(
+        given=read,
+        read=read,
+        begin=None if bos is None else begin,
+        chunk_size=size,
+        ring=ring,
+        starts=starts,
+        rotation=find_rotation(config, position, x),
+        forgets=forgets,
+        memory={"leaving": leaving, "begins": forgets, "reads": reads, "chunk_size": size},
+        attention={"mask": position - age >= torch.maximum(before, begin)},
+    )
+
+
+def find_rotation(
+    config: GeckoConfig, position: torch.Tensor, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`GeckoPositions.rotation` at these positions (batch or 1, length), at least in float32, for the tokens x."""
+    if not config.num_rope_heads:
+        return None
+    pairs = config.z_dim // config.num_heads // 2
+    # In float32 the angles of a long text would be wrong by tenths.
+    wide = torch.float32 if x.device.type == "mps" else torch.float64
+    frequencies = config.rope_base ** (torch.arange(pairs, dtype=wide, device=x.device) / -pairs)
+    angles, dtype = (position[..., None] * frequencies)[:, :, None], torch.promote_types(x.dtype, torch.float32)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def find_documents(
-    positions: GeckoPositions, bos: torch.Tensor | None, position: torch.Tensor, before: torch.Tensor | None
+    tokens: Tokens, bos: torch.Tensor | None, position: torch.Tensor, cache: GeckoCache | None, size: int
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """
-    `GeckoPositions.starts`, the position at which each token's document begins, and `GeckoPositions.forgets`.
-    `before` (batch, 2 * chunk_size) is a ring with the begins of earlier tokens; None if there are none.
+    `GeckoPositions.starts`, the position at which each token's document begins, and `GeckoPositions.forgets`, of
+    tokens at these positions (batch or 1, length). `size` is the number of tokens of a chunk.
     """
-    size, window, tokens = positions.chunk_size, 2 * positions.chunk_size, positions.tokens
-    starts = None if tokens.starts is None else tokens.starts.expand(tokens.batch, -1)
+    window, starts = 2 * size, None if tokens.starts is None else tokens.starts.expand(tokens.batch, -1)
     if bos is None:
-        return starts, torch.zeros_like(position), (window - position).clamp_min(-1).expand_as(positions.position)
+        return starts, torch.zeros_like(position), (window - position).clamp_min(-1).expand(tokens.batch, -1)
 
+    bos = bos if tokens.mask is None else bos & tokens.mask
     steps, begin = torch.arange(tokens.length, device=position.device), torch.zeros_like(position)
-    if before is not None:
+    before = None if cache is None or not cache.is_initialized else cache.after_blocks.get("begins")
+    if before is not None:  # a ring with the begins of earlier tokens
         begin = before.gather(1, (position[:, :1] - 1) % window).expand_as(position)
     last = torch.where(bos, steps, -1).cummax(1).values
     begin = torch.where(last < 0, begin, position - (steps - last))
