@@ -115,9 +115,7 @@ class _Layer(LayerState):
     def can_modify(self, name: str, held: torch.Tensor) -> bool:
         return False
 
-    def update_together(
-        self, states: dict[str, torch.Tensor], replay: Callable[..., States], *updates: torch.Tensor
-    ) -> None:
+    def update_together(self, states: States, replay: Callable[..., States], *updates: torch.Tensor) -> None:
         self.outgoing.update(states)
 
     def end_block(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,14 +136,10 @@ class _AfterBlocks(_Layer):
     def get(self, name: str) -> torch.Tensor | None:
         if name != "begins":
             return super().get(name)
-        if name not in self.states:
-            empty = self.x.new_empty(len(self.x), self.window, dtype=torch.long)
-            [self.states[name]] = self.link.receive(-1, empty)
+        [self.states[name]] = self.link.receive(-1, self.x.new_empty(len(self.x), self.window, dtype=torch.long))
         return self.states[name]
 
-    def update_together(
-        self, states: dict[str, torch.Tensor], replay: Callable[..., States], *updates: torch.Tensor
-    ) -> None:
+    def update_together(self, states: States, replay: Callable[..., States], *updates: torch.Tensor) -> None:
         super().update_together(states, replay, *updates)
         if "begins" in states and not self.link.is_last:
             self.link.send(1, states["begins"])
@@ -179,19 +173,12 @@ class ContextParallelCache(GeckoCache):
     def __init__(self, config: PreTrainedConfig, group: dist.ProcessGroup | None = None):
         super().__init__(config)
         self.link = _Link(group)
-        heads = config.num_heads
-        key, value = config.z_dim // heads, config.value_dim // heads
-        moments = {"timenorm": (3, config.timenorm_num_groups)}
-        shapes = moments | {
-            "cema": (config.model_dim, config.cema_ndim, 2),
-            "keys": (heads, self.window, key),
-            "values": (heads, self.window, value),
-            "memory_keys": (heads, self.window, key),
-            "memory": (heads, key, value),
-            "normalizer": (heads, key),
+        shapes = {
+            name: tuple(self.window if size is None else size for size in shape)
+            for name, shape in self.state_shapes(config, 0).items()
         }
         self.layers = [_Layer(self.link, shapes) for _ in range(config.num_layers)]
-        self.after_blocks = _AfterBlocks(self.link, moments, self.window)
+        self.after_blocks = _AfterBlocks(self.link, {"timenorm": shapes["timenorm"]}, self.window)
 
     is_recomputable = False
 

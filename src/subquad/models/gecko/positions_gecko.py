@@ -23,7 +23,10 @@ from .configuration_gecko import GeckoConfig
 # Here, because attention depends on the kind of positions, and a cache replays the memory.
 chunk_attention, working_memory = replaceable(chunk_attention, working_memory)
 
+Pair = tuple[torch.Tensor, torch.Tensor]
 Rows = dict[str, torch.Tensor]
+# The tokens' rows that a block keeps in rings.
+ROWS = ("keys", "values", "memory_keys")
 
 
 @dataclasses.dataclass
@@ -34,15 +37,12 @@ class GeckoPositions(Movable):
     Attributes:
         given: the tokens in their given order.
         read: the same tokens as the layers read them: every row begins with its text, and padding follows.
-        begin: the position at which each given token's document begins, (batch, length); None if BOS tokens do not
-            begin documents.
+        begin: where each given token's document begins, (batch, length); None if BOS tokens begin no documents.
         chunk_size: the number of tokens of a chunk.
         ring: capacity of the cache's rings in tokens after the call; 0 without a cache.
         starts: True for tokens that begin a document, (batch, length); None if none does.
-        rotation: cosines and sines of rotary embeddings, (batch or 1, length, 1, size of a head / 2); None without
-            them.
-        forgets: the value of `begins` in `memory` for the chunk that leaves attention at a token, (batch, length);
-            meaningless at other tokens.
+        rotation: cosines and sines of rotary embeddings, (batch or 1, length, 1, size of a head / 2), if any.
+        forgets: `begins` in `memory` for the chunk that leaves attention at a token, (batch, length), if one does.
         memory, attention: arguments of [`subquad_kernels.working_memory`] and of [`subquad_kernels.chunk_attention`]
             or its step, which are the same in all layers.
     """
@@ -53,7 +53,7 @@ class GeckoPositions(Movable):
     chunk_size: int
     ring: int
     starts: torch.Tensor | None
-    rotation: tuple[torch.Tensor, torch.Tensor] | None
+    rotation: Pair | None
     forgets: torch.Tensor
     memory: dict[str, Any]
     attention: dict[str, Any]
@@ -112,30 +112,27 @@ class TextPositions(GeckoPositions):
     Attributes:
         held: the rows of a ring that are read before the tokens of the call, (batch, held), from the oldest token on;
             None without such rows.
-        order: the index of each token in the given order, (batch, length); None if none was moved.
-        back: the index here of each token of the given order.
+        order: the index of each token in the given order, and there the index here, (batch, length) each; None if none
+            was moved.
     """
 
     held: torch.Tensor | None
-    order: torch.Tensor | None
-    back: torch.Tensor | None
+    order: Pair | None
 
     def text_first(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.order is None else reorder(x, self.order)
+        return x if self.order is None else reorder(x, self.order[0])
 
     def as_given(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.back is None else reorder(x, self.back)
+        return x if self.order is None else reorder(x, self.order[1])
 
     def window(self, state: BlockState, rows: Rows) -> Rows:
         """The rows of the call's tokens, (batch, heads, length, size) each, behind the rows of earlier tokens."""
         return rows if self.held is None else {name: behind(state.get(name), x, self.held) for name, x in rows.items()}
 
-    def keep(
-        self, state: BlockState, rows: Rows, window: Rows, memory: torch.Tensor, normalizer: torch.Tensor
-    ) -> Rows:
-        """Stores the rows of the call's tokens and the new memory; returns the rows to attend to."""
+    def keep(self, state: BlockState, rows: Rows, window: Rows, *memory: torch.Tensor | None) -> Rows:
+        """Stores the call's rows and the new memory, if there is a cache; returns the rows to attend to."""
         if self.ring:
-            self.write(state, rows, memory, normalizer)
+            self.write(state, rows, *memory)
         return window
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
@@ -151,11 +148,9 @@ class StepPositions(GeckoPositions):
         """The rings before the token; its own rows, (batch, heads, 1, size) each, if there are none."""
         return rows if state.get("memory") is None else {name: state.get(name) for name in rows}
 
-    def keep(
-        self, state: BlockState, rows: Rows, window: Rows, memory: torch.Tensor, normalizer: torch.Tensor
-    ) -> Rows:
+    def keep(self, state: BlockState, rows: Rows, window: Rows, *memory: torch.Tensor) -> Rows:
         """As [`TextPositions.keep`]: the rings have the token's own rows now."""
-        return self.write(state, rows, memory, normalizer)
+        return self.write(state, rows, *memory)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
         """As [`TextPositions.attend`], without dropout."""
@@ -198,11 +193,10 @@ def find_text(
     steps = torch.arange(length, device=x.device)
     lengths = torch.zeros_like(steps[:1]).expand(x.shape[0]) if cache is None else cache.lengths(x)
     given = read = TokenPositions.after(lengths, tokens)
-    order, back = find_order(tokens)
-    if order is not None:
-        tokens = tokens.with_mask(reorder(tokens.mask, order))
+    if (order := find_order(tokens)) is not None:
+        tokens = tokens.with_mask(reorder(tokens.mask, order[0]))
         read = TokenPositions.after(lengths, tokens)
-        bos = None if bos is None else reorder(bos, order)
+        bos = None if bos is None else reorder(bos, order[0])
     position = read.position
     if tokens.mask is not None:  # padding after a text continues its positions
         position = lengths[:, None] + steps
@@ -224,7 +218,7 @@ def find_text(
     return TextPositions(
         given=given,
         read=read,
-        begin=None if bos is None else begin if back is None else reorder(begin, back),
+        begin=None if bos is None else begin if order is None else reorder(begin, order[1]),
         chunk_size=size,
         ring=0 if cache is None else cache.ring_size(length),
         starts=starts,
@@ -234,7 +228,6 @@ def find_text(
         attention={"first": first, "chunk_size": size, "aligned": fresh and tokens.starts is None},
         held=ring_order(lengths[:, None], held) if held else None,
         order=order,
-        back=back,
     )
 
 
@@ -265,9 +258,7 @@ def find_step(
     )
 
 
-def find_rotation(
-    config: GeckoConfig, position: torch.Tensor, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def find_rotation(config: GeckoConfig, position: torch.Tensor, x: torch.Tensor) -> Pair | None:
     """`GeckoPositions.rotation` at these positions (batch or 1, length), at least in float32, for the tokens x."""
     if not config.num_rope_heads:
         return None
@@ -328,12 +319,12 @@ def find_leaving(
     return leaving[:, :most].contiguous(), begins[:, :most].contiguous(), number
 
 
-def find_order(tokens: Tokens) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`GeckoPositions.order` and `GeckoPositions.back`; None if every row begins with its text."""
+def find_order(tokens: Tokens) -> Pair | None:
+    """`TextPositions.order`; None if every row begins with its text."""
     if tokens.mask is None or tokens.length == 1:
-        return None, None
+        return None
     if "mask" in tokens.known and (mask := tokens.known["mask"])[:, :-1][mask[:, 1:]].all():
-        return None, None
+        return None
     order = real_first(tokens.mask)
     return order, order.argsort(dim=1)
 
@@ -354,45 +345,25 @@ def behind(ring: torch.Tensor, x: torch.Tensor, order: torch.Tensor) -> torch.Te
     return torch.cat((held.to(x.dtype), x), dim=2)
 
 
-def replay_memory(
-    size: int,
-    before: States,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    memory_keys: torch.Tensor,
-    position: torch.Tensor,
-    real: torch.Tensor,
-    forgets: torch.Tensor,
-) -> States:
-    """The rings and the memory of a block after these tokens, for chunks of that size."""
-    rows = {"keys": keys, "values": values, "memory_keys": memory_keys}
-    rings = {
-        name: ring_state(None if before[name] is None else before[name].transpose(1, 2), x, position, real, 2 * size)
-        for name, x in rows.items()
-    }
-    lengths = position[:, :1] + 1 - real[:, :1].long()
+def replay_memory(size: int, before: States, *updates: torch.Tensor) -> States:
+    """The rings and the memory of a block after the tokens of [`GeckoPositions.write`], for chunks of that size."""
+    *rows, position, real, forgets = updates
+    lengths, rings, window = position[:, :1] + 1 - real[:, :1].long(), {}, {}
     # Chunks are read in one piece, so padding goes to the end.
     order = real_first(real)
-    position, real, forgets = (reorder(x, order) for x in (position, real, forgets))
-    for name, x in rows.items():
-        x = reorder(x, order).transpose(1, 2)
+    for name, x in zip(ROWS, rows, strict=True):
         ring = before[name]
-        rows[name] = x if ring is None else behind(ring, x, ring_order(lengths, ring.shape[2]))
-    length = position.shape[1]
-    held = rows["keys"].shape[2] - length
+        after = ring_state(None if ring is None else ring.transpose(1, 2), x, position, real, 2 * size)
+        rings[name] = after.transpose(1, 2).contiguous()
+        x = reorder(x, order).transpose(1, 2)
+        window[name] = x if ring is None else behind(ring, x, ring_order(lengths, ring.shape[2]))
+    position, real, forgets = (reorder(x, order) for x in (position, real, forgets))
+    length, q = position.shape[1], updates[2].transpose(1, 2)  # the readout is not used
+    held = window["keys"].shape[2] - length
     leaving, begins, _ = find_leaving(position, real, forgets, held, size, -(-length // size))
-    _, memory, normalizer = working_memory(
-        q=memory_keys.transpose(1, 2),  # the readout is not used
-        k=rows["memory_keys"],
-        v=rows["values"],
-        memory=before["memory"],
-        normalizer=before["normalizer"],
-        leaving=leaving,
-        begins=begins,
-        reads=torch.full_like(position, -1),
-        chunk_size=size,
-    )
-    rings = {name: ring.transpose(1, 2).contiguous() for name, ring in rings.items()}
+    chunks = {"leaving": leaving, "begins": begins, "reads": torch.full_like(position, -1), "chunk_size": size}
+    states = {name: before[name] for name in ("memory", "normalizer")}
+    _, memory, normalizer = working_memory(q=q, k=window["memory_keys"], v=window["values"], **states, **chunks)
     return {**rings, "memory": memory, "normalizer": normalizer}
 
 
