@@ -11,9 +11,9 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import IsAttentionFree
 
 from subquad.modeling.padding import Tokens
-from subquad.modeling.protocols import NO_STATE, BlockState
+from subquad.modeling.protocols import NO_STATE
 from subquad.models.gecko.cache_gecko import GeckoCache
-from subquad.models.gecko.positions_gecko import Rows, StepPositions, find_bos, find_positions
+from subquad.models.gecko.positions_gecko import Rows, State, StepPositions, find_bos, find_positions
 
 from .serving import ServedForCausalLM, part_of
 from .states import BlockStates, StateSizes, StepMetadata
@@ -213,7 +213,7 @@ class SlotCache(GeckoCache):
 class SlotPositions(StepPositions):
     """A single token of each request, written to the rings in the slots before they are read."""
 
-    def write(self, state: BlockState, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:
+    def write(self, state: State, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:
         """Writes the rows of the tokens to the rings, and returns these. The memory stays in place."""
         rings = {name: state.get(name) for name in rows}
         place = self.read.position[:, 0] % (2 * self.chunk_size)

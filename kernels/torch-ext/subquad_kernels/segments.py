@@ -177,15 +177,16 @@ class Segments:
         begin = torch.minimum(bounds[document] + (n - firsts[document]) * segment, stop)
         return torch.stack((begin, torch.minimum(begin + segment, stop)), dim=1), firsts
 
-    def passing(self, states, totals, initial, final, reverse):
-        """
-        The launch (kernel, grid, arguments) that passes the state along the segments, in reverse from the last one to
-        the first. A segment decays a state by exp(totals) (segments, H, K) and adds `states` (segments, H, K, V) to
-        it; these are replaced by the states that enter the segments. States that leave the sequences go to `final`.
-        """
-        heads, key_size, value_size = states.shape[1:]
-        tiles = cdiv(key_size * value_size, 1024)
-        tensors = states, totals, initial, final, self.firsts
-        flags = reverse, self.boundaries is not None, initial is not None
-        grid = (self.sequences * heads * tiles,)
-        return _pass_kernel, grid, *tensors, self.per_sequence, heads, tiles, key_size, value_size, 1024, *flags
+
+def passing(segments, states, totals, initial, final, reverse):
+    """
+    The launch (kernel, grid, arguments) that passes the state along the segments, in reverse from the last one to
+    the first. A segment decays a state by exp(totals) (segments, H, K) and adds `states` (segments, H, K, V) to
+    it; these are replaced by the states that enter the segments. States that leave the sequences go to `final`.
+    """
+    heads, key_size, value_size = states.shape[1:]
+    tiles = cdiv(key_size * value_size, 1024)
+    tensors = states, totals, initial, final, segments.firsts
+    flags = reverse, segments.boundaries is not None, initial is not None
+    grid = (segments.sequences * heads * tiles,)
+    return _pass_kernel, grid, *tensors, segments.per_sequence, heads, tiles, key_size, value_size, 1024, *flags

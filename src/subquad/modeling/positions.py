@@ -9,15 +9,14 @@ from torch.utils._pytree import tree_map
 from .padding import Tokens
 
 
-AnyPositions = TypeVar("AnyPositions", bound="TokenPositions")
-AnyMovable = TypeVar("AnyMovable", bound="Movable")
+AnyPositions = TypeVar("AnyPositions", bound="Movable")
 
 
 @dataclasses.dataclass
 class Movable:
     """A dataclass for models with layers on several devices."""
 
-    def to(self: AnyMovable, device: torch.device, non_blocking: bool = False) -> AnyMovable:
+    def to(self: AnyPositions, device: torch.device, non_blocking: bool = False) -> AnyPositions:
         """A copy on another device."""
 
         def move(x):

@@ -75,8 +75,8 @@ class BlockState(Protocol):
         """[`~BlockState.update`] with the state that `replay` computes."""
 
 
-class NoState(BlockState):
-    """The state of a block without a cache: nothing was read before, and nothing is kept."""
+class NoState:
+    """The [`BlockState`] of a block without a cache: nothing was read before, and nothing is kept."""
 
     record_past = False
 

@@ -9,7 +9,7 @@ recomputes them, and computes their gradients in reverse.
 import torch
 
 from ..backend import block_size, cast, cdiv, common_dtype, contiguous, launch, multiprocessors, next_power_of_2
-from ..segments import Segments, operands
+from ..segments import Segments, operands, passing
 from .chunk_kernels import (
     _decay_kernel,
     _decay_sum_kernel,
@@ -124,7 +124,7 @@ class _Plan(Segments):
             return chunk_states, final
         states, totals = self.state(self.segments), self.empty(self.segments, self.heads, self.slots)
         self._walk(inputs, None, states, totals, None, reverse)
-        launch(*self.passing(states, totals, initial, final, reverse))
+        launch(*passing(self, states, totals, initial, final, reverse))
         if store:
             self._walk(inputs, states, None, None, chunk_states, reverse)
         return chunk_states, final

@@ -32,7 +32,7 @@ from ..backend import (
     next_power_of_2,
     shared_memory,
 )
-from ..segments import OF_LENGTH, Segments, dot, exp, expm1, operands, program, sum_where, tokens
+from ..segments import OF_LENGTH, Segments, dot, exp, expm1, operands, passing, program, sum_where, tokens
 
 
 @triton.jit
@@ -465,7 +465,7 @@ class _Plan(Segments):
         totals = y.new_empty(self.segments, self.heads, self.key_size, dtype=torch.float32)
         final = y.new_empty(self.sequences, *self.state_shape, dtype=torch.float32)
         self.walk(y, None, reverse=reverse, final=states, summed=totals)
-        launch(*self.passing(states, totals, initial, final, reverse))
+        launch(*passing(self, states, totals, initial, final, reverse))
         return states, final
 
     def outputs(self, y, initial, out, reverse, kept=None):

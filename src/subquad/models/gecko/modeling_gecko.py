@@ -18,12 +18,12 @@ from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layer_state import LayerState
 from ...modeling.layers import Linear, replaceable
-from ...modeling.protocols import NO_STATE, BlockState
+from ...modeling.protocols import NO_STATE
 from ...modeling.tensor_parallel import local_part
 from ...modeling.versions import RecurrentModelOutput
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
-from .positions_gecko import GeckoPositions, chunk_attention, find_bos, find_positions, working_memory
+from .positions_gecko import GeckoPositions, State, chunk_attention, find_bos, find_positions, working_memory
 
 
 cema, timestep_decay_norm = replaceable(cema, timestep_decay_norm)
@@ -39,7 +39,7 @@ class GeckoTimestepDecayNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.model_dim))
         self.bias = nn.Parameter(torch.empty(config.model_dim))
 
-    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: BlockState) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: State) -> torch.Tensor:
         """Equations 3, 11 and 12."""
         out, after = timestep_decay_norm(
             x=x,
@@ -67,7 +67,7 @@ class GeckoCEMA(nn.Module):
         self.theta = nn.Parameter(torch.empty(config.model_dim))
         self.gamma = nn.Parameter(torch.empty(*shape, 2))
 
-    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: BlockState) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: State) -> torch.Tensor:
         """Equations 1 and 2. The published gamma is the paper's eta, theta its omega."""
         weights = {"alpha": self.alpha, "delta": self.delta, "theta": self.theta, "gamma": self.gamma}
         out, after = cema(
@@ -144,7 +144,7 @@ class GeckoMega(nn.Module):
         return [x.transpose(1, 2) for x in (q, k, q_m, k_m)]
 
     def remember(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: GeckoPositions, state: BlockState
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: GeckoPositions, state: State
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Section 3.3: each token's readout of the memory of chunks that have left attention, and the new states."""
         if not positions.ring and positions.memory["leaving"].shape[1] == 0:
@@ -159,7 +159,7 @@ class GeckoMega(nn.Module):
             inplace=state.can_overwrite("memory"),
         )
 
-    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: BlockState) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: GeckoPositions, state: State) -> torch.Tensor:
         """x (batch, length, model_dim); the output has the same shape."""
         config, training = self.config, self.training
         t = self.timenorm(x, positions, state)

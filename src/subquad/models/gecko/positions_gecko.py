@@ -10,11 +10,11 @@ from torch import nn
 from subquad_kernels import chunk_attention, chunk_attention_step, working_memory
 from subquad_kernels.tracing import can_read_values
 
-from ...modeling.layer_state import States
+from ...modeling.layer_state import LayerState, States
 from ...modeling.layers import replaceable
 from ...modeling.padding import Tokens, is_exporting, reorder
 from ...modeling.positions import Movable, TokenPositions
-from ...modeling.protocols import BlockState
+from ...modeling.protocols import NoState
 from ...modeling.ring import ring_state, write_to_ring
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
@@ -23,6 +23,7 @@ from .configuration_gecko import GeckoConfig
 # Here, because attention depends on the kind of positions, and a cache replays the memory.
 chunk_attention, working_memory = replaceable(chunk_attention, working_memory)
 
+State = LayerState | NoState
 Pair = tuple[torch.Tensor, torch.Tensor]
 Rows = dict[str, torch.Tensor]
 # The tokens' rows that a block keeps in rings.
@@ -75,7 +76,7 @@ class GeckoPositions(Movable):
         rotated = torch.stack((left * cos - right * sin, left * sin + right * cos), dim=-1).flatten(-2).to(x.dtype)
         return rotated if heads == x.shape[2] else torch.cat((rotated, x[:, :, heads:]), dim=2)
 
-    def update(self, state: BlockState, name: str, after: torch.Tensor, operator, x: torch.Tensor) -> None:
+    def update(self, state: State, name: str, after: torch.Tensor, operator, x: torch.Tensor) -> None:
         """Sets a state to `after`, its value after the tokens x. `operator` needs no other input to recompute it."""
         updates = ()
         if state.record_past:
@@ -83,7 +84,7 @@ class GeckoPositions(Movable):
             updates = self.as_given(x), self.as_given(starts), self.given.kept
         state.update(name, after, functools.partial(replay, operator), *updates)
 
-    def write(self, state: BlockState, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:
+    def write(self, state: State, rows: Rows, memory: torch.Tensor, normalizer: torch.Tensor) -> Rows:
         """Writes the rows of the call's tokens to the rings and stores the new memory; returns the rings."""
         if self.read.document is not None:  # the memory holds nothing of a last document of at most two chunks
             short = (self.read.kept_position[:, -1] < 2 * self.chunk_size)[:, None, None]
@@ -125,11 +126,11 @@ class TextPositions(GeckoPositions):
     def as_given(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.order is None else reorder(x, self.order[1])
 
-    def window(self, state: BlockState, rows: Rows) -> Rows:
+    def window(self, state: State, rows: Rows) -> Rows:
         """The rows of the call's tokens, (batch, heads, length, size) each, behind the rows of earlier tokens."""
         return rows if self.held is None else {name: behind(state.get(name), x, self.held) for name, x in rows.items()}
 
-    def keep(self, state: BlockState, rows: Rows, window: Rows, *memory: torch.Tensor | None) -> Rows:
+    def keep(self, state: State, rows: Rows, window: Rows, *memory: torch.Tensor | None) -> Rows:
         """Stores the call's rows and the new memory, if there is a cache; returns the rows to attend to."""
         if self.ring:
             self.write(state, rows, *memory)
@@ -144,11 +145,11 @@ class TextPositions(GeckoPositions):
 class StepPositions(GeckoPositions):
     """A single token of each row, which reads the rings of a cache as they are."""
 
-    def window(self, state: BlockState, rows: Rows) -> Rows:
+    def window(self, state: State, rows: Rows) -> Rows:
         """The rings before the token; its own rows, (batch, heads, 1, size) each, if there are none."""
         return rows if state.get("memory") is None else {name: state.get(name) for name in rows}
 
-    def keep(self, state: BlockState, rows: Rows, window: Rows, *memory: torch.Tensor) -> Rows:
+    def keep(self, state: State, rows: Rows, window: Rows, *memory: torch.Tensor) -> Rows:
         """As [`TextPositions.keep`]: the rings have the token's own rows now."""
         return self.write(state, rows, *memory)
 
