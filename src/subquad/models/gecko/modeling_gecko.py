@@ -178,7 +178,7 @@ class GeckoMega(nn.Module):
         attended = positions.attend(q, window["keys"], window["values"].to(v.dtype), dropout)  # equation 13
         attended, remembered = (y.to(v.dtype).transpose(1, 2).flatten(2) for y in (attended, remembered))
 
-        out = F.dropout(attended * r + remembered, config.hidden_dropout, training)
+        out = F.dropout(attended * r + remembered, config.hidden_dropout, training)  # the gate is of attention only
         return F.dropout(self.wh1(m) + self.wh2(out), config.dropout, training)
 
 
