@@ -171,7 +171,7 @@ class RecurrentCache(Cache):
             ValueError: if there is no such room.
         """
 
-    @package_only
+    # package only
     @property
     def fixed_until(self) -> int | None:
         """The number of tokens up to which the states keep their shapes; None if they always do."""
@@ -465,7 +465,7 @@ class RecurrentCache(Cache):
         """Every state under a name of its own, `layers.0.wkv` or `after_blocks.output`."""
         return {f"{of}.{name}": state for of, layer in self._named_layers() for name, state in layer.states.items()}
 
-    @package_only
+    # package only
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """
         Sets states by the names of [`~RecurrentCache.named_states`]. Any rows may have had padding.

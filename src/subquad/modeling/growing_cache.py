@@ -52,7 +52,7 @@ class GrowingCache(CountingCache):
         """Capacity of a static cache in tokens; -1 if there is no limit."""
         return self._capacity or self._limit or -1 if self.after_blocks.static and self.growing else -1
 
-    @package_only
+    # package only
     @property
     def fixed_until(self) -> int | None:
         return self._capacity if self.growing else None

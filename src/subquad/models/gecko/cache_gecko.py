@@ -87,7 +87,7 @@ class GeckoCache(CountingCache):
             size *= 2
         return min(size, self.window)
 
-    @package_only
+    # package only
     @property
     def fixed_until(self) -> int | None:
         return self.held_tokens if self.is_initialized and self.held_tokens < self.window else None

@@ -16,7 +16,6 @@ from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
-from ...modeling.layer_state import LayerState
 from ...modeling.layers import Linear, replaceable
 from ...modeling.protocols import NO_STATE
 from ...modeling.tensor_parallel import local_part

@@ -99,7 +99,7 @@ class RavenCache(GrowingCache):
         held = entries_at(held, x, wanted.expand(x.shape[0], -1), positions.kept_position, positions.kept)
         layer.write(name, held.masked_fill(expand_to(wanted > positions.kept_position[:, -1:], x), 0.0))
 
-    @package_only
+    # package only
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         super().set_states(states)
         self.same_lengths = False
