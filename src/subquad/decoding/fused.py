@@ -81,11 +81,11 @@ class ModelOfBlocks(ABC):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: RecurrentCache
     ) -> torch.Tensor | None:
         """The logits (batch, vocabulary) after one token of each row; None if the blocks cannot read it."""
-        x, tokens, cache, _ = self.decoder.read_inputs(input_ids, None, attention_mask, None, None, cache, True)
+        x, tokens, cache, _ = self.decoder.start_forward(input_ids, None, attention_mask, None, None, cache, True)
         x = widen(self.first_norm(x))
         if not self.read_blocks(x, tokens, cache.layers):
             return None
-        x = self.decoder.filled_output(self.last_norm(x), tokens, cache)
+        x = self.decoder.fill_output(self.last_norm(x), tokens, cache)
         cache.advance(tokens)
         return self.head(x)[:, -1]
 

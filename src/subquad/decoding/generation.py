@@ -16,7 +16,7 @@ from transformers.generation import (
 from transformers.utils import ModelOutput
 
 from ..modeling.arguments import parameter_names, refuse_unknown, with_own_names
-from ..modeling.cache import RecurrentCache, own_cache
+from ..modeling.cache import RecurrentCache, accept_cache
 from ..modeling.self_check import check_once
 from ..modeling.versions import CACHE_NAME, CACHE_NAMES, CHUNKS_FROM_THE_BEGINNING, cache_of, named_cache
 from .step import DecodingStep, StepByStepMixin, make_step
@@ -70,7 +70,7 @@ class RecurrentGenerationMixin(StepByStepMixin):
     make_prefix_cache: Callable | None = None
 
     def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args, **kwargs) -> None:
-        """As in transformers. A file that was made from a configuration has the BOS token that this one has."""
+        """As in transformers. A generation config made from a model config keeps this model's BOS token."""
         super().adjust_generation_fn(generation_config, *args, **kwargs)
         if generation_config is None and self.generation_config._from_model_config:
             self.generation_config.bos_token_id = self.config.get_text_config(decoder=True).bos_token_id
@@ -86,7 +86,7 @@ class RecurrentGenerationMixin(StepByStepMixin):
         """
         kwargs = with_own_names(kwargs)
         if kwargs.get("cache") is not None:
-            kwargs["cache"] = own_cache(kwargs["cache"], self.cache_class)
+            kwargs["cache"] = accept_cache(kwargs["cache"], self.cache_class)
         _check_learned_prompt(self, kwargs)
         # package only
         if (prefix_cache := self._prefix_cache_for(args, kwargs)) is not None:
@@ -216,7 +216,7 @@ class RecurrentGenerationMixin(StepByStepMixin):
     def _prefill(
         self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs
     ):
-        """As in transformers, which does not tell every version's last chunk of a prompt from a generated token."""
+        """As in transformers. Marks calls that read the prompt: its last chunk may look like a generated token."""
         model_kwargs["of_prompt"] = True
         try:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -231,7 +231,7 @@ class RecurrentGenerationMixin(StepByStepMixin):
         *args,
         **kwargs,
     ):
-        """As in transformers, but a row that has ended reads no padding: its state stays that after its last token."""
+        """As in transformers, but rows that have ended read no padding, so their states do not change."""
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         if pads and input_ids.shape[0] > 1:
             stopping_criteria = kwargs["ended_rows"] = _EndedRows(stopping_criteria)
@@ -347,7 +347,7 @@ class _EndedRows(StoppingCriteriaList):
         return torch.where(columns < mask.shape[1] - self.padding[:, None], mask, 0)
 
     def may_pad(self) -> bool:
-        """Whether there may be padding. A GPU is not asked: it would have to be waited for at every token."""
+        """Whether there may be padding. Assumed on a GPU: reading the value would synchronize at every token."""
         return self.padding is not None and (self.padding.device.type != "cpu" or bool(self.padding.any()))
 
 

@@ -68,16 +68,14 @@ class SavedPreTrainedModel(PreTrainedModel):
                 model are missing. A head may be missing: it is initialised, to be trained.
         """
         path = pretrained_model_name_or_path
+        # package only
         if path is not None:
-            try:
-                from subquad.hub.weight_files import adapted_model, check_directory, check_weights, with_sizes
-            except ImportError:  # this file is a copy in a repository, which has safetensors and all sizes
-                pass
-            else:
-                check_directory(path)
-                source = adapted_model(path, kwargs)
-                check_weights(source, kwargs)
-                kwargs = with_sizes(cls.config_class, source, kwargs)
+            from .weight_files import adapted_model, check_directory, check_weights, with_sizes
+
+            check_directory(path)
+            source = adapted_model(path, kwargs)
+            check_weights(source, kwargs)
+            kwargs = with_sizes(cls.config_class, source, kwargs)
         return super().from_pretrained(path, *args, **kwargs | {"use_safetensors": True})
 
     # package only

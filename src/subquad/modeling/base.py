@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..hub.saving import SavedPreTrainedModel
-from .cache import RecurrentCache, check_cache, own_cache
+from .cache import RecurrentCache, accept_cache, check_cache
 from .layers import read_tokens
 from .padding import Tokens, last_token
 from .versions import CACHE_NAMES, RecurrentModelOutput, named_cache
@@ -79,7 +79,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         """
         return self.cache_class(self.config, static, max_cache_len)
 
-    def read_inputs(
+    def start_forward(
         self,
         input_ids: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
@@ -101,7 +101,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        cache = own_cache(cache, self.cache_class)
+        cache = accept_cache(cache, self.cache_class)
         if cache is not None and torch.compiler.is_compiling():
             # `generate` compiles its steps to one graph each. Their positions only count the tokens.
             position_ids = None
@@ -117,6 +117,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         )
         if cache is not None:
             check_cache(cache, self.config, tokens, attention_mask)
+            cache.begin_call(tokens)
             self._check_recomputable(cache)
         elif attention_mask is not None and attention_mask.shape[1] > tokens.length:
             raise ValueError(
@@ -141,7 +142,7 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
             )
 
     @staticmethod
-    def filled_output(x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None) -> torch.Tensor:
+    def fill_output(x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None) -> torch.Tensor:
         """
         The output of all blocks, (batch, length, width), in which padding repeats the last real token before it, even
         from an earlier call, or is zero if there is none.
@@ -152,14 +153,14 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         cache.after_blocks.update_with("output", last_token, x)
         return x
 
-    def make_output(
+    def finish_forward(
         self, x: torch.Tensor, tokens: Tokens, cache: RecurrentCache | None, use_cache: bool
     ) -> RecurrentModelOutput:
         """
         Ends the forward pass of a model that keeps nothing but recurrent states: the cache counts the tokens.
         x (batch, length, width) is the model's output.
         """
-        x = self.filled_output(x, tokens, cache)
+        x = self.fill_output(x, tokens, cache)
         if cache is not None:
             cache.advance(tokens)
         return RecurrentModelOutput(last_hidden_state=x, **named_cache(cache if use_cache else None))

@@ -177,8 +177,10 @@ class RecurrentCache(Cache):
         """The number of tokens up to which the states keep their shapes; None if they always do."""
         return None
 
-    def check_tokens(self, tokens: Tokens) -> None:
+    def begin_call(self, tokens: Tokens) -> None:
         """
+        Prepares for the tokens of a call.
+
         Raises:
             ValueError: if the tokens of a call cannot continue the cached text.
         """
@@ -611,13 +613,13 @@ class StaticRecurrentCache(RecurrentCache, StaticCache):
 RecurrentCache.static_class = StaticRecurrentCache
 
 
-def own_cache(cache: Any, cache_class: type[RecurrentCache]) -> RecurrentCache | None:
+def accept_cache(cache: Any, cache_class: type[RecurrentCache]) -> RecurrentCache | None:
     """
-    The cache that was passed to a model. An unused `DynamicCache` of transformers counts as none, the first time:
-    nothing is written to it.
+    The cache that was passed to a model. None for an empty `DynamicCache` of transformers, which is marked: the same
+    one again is an error, because nothing is ever written to it.
 
     Raises:
-        ValueError: if the cache belongs to another kind of model.
+        ValueError: if the cache belongs to another kind of model, or was given before.
     """
     if cache is None or isinstance(cache, cache_class):
         return cache
@@ -641,13 +643,12 @@ def check_cache(
 ) -> None:
     """
     Raises:
-        ValueError: if the cache belongs to another model or batch, or cannot continue with these tokens.
+        ValueError: if the cache belongs to another model or batch, or the mask does not fit what it has read.
     """
     _check_sizes("`cache`", cache.sizes, cache.sizes_of(config))
     held = cache.batch_size
     if held not in (-1, tokens.batch):
         raise ValueError(f"`cache` holds the state of {held} sequences, the input has {tokens.batch}.")
-    cache.check_tokens(tokens)
     if attention_mask is not None and should_check(attention_mask[:, -tokens.length :]):
         cache.check_mask(attention_mask, tokens.length)
 

@@ -25,7 +25,8 @@ def group_norm_gate(
     backend: str = "auto",
 ) -> torch.Tensor:
     """
-    LayerNorm of each head, followed by a gate (equations 7 and 20 of arXiv:2404.05892, 20 and 21 of arXiv:2503.14456):
+    LayerNorm of each head, followed by a gate: equations 7 and 20 of arXiv:2404.05892. RWKV-7 (arXiv:2503.14456) adds
+    a term before the gate, which has no activation:
 
         out = (LayerNorm(x) * weight + bias + added) * activation(gate),
         LayerNorm(x) = (x - mean) / sqrt(variance + eps)

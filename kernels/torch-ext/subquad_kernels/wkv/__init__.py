@@ -31,7 +31,8 @@ def wkv(
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Weighted key-value recurrence with one matrix-valued state per head, equations 6 and 19 of arXiv:2404.05892:
+    Weighted key-value recurrence with one matrix-valued state per head, equations 8 and 9 (Eagle), 21 and 22 (Finch)
+    of arXiv:2404.05892:
 
         out_t = r_t (S_{t-1} + diag(u) k_tᵀ v_t),    S_t = diag(w_t) S_{t-1} + k_tᵀ v_t,    w_t = exp(log_w_t)
 

@@ -136,8 +136,8 @@ class AveyModel(AveyPreTrainedModel):
             attention_mask: (batch, length), 0 for padding, which may be anywhere in a row. With a cache it may also
                 cover the tokens of earlier calls.
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
-                follow the one before. They are not read while a graph is traced: `torch.compile` and export need
-                `cu_seqlens`.
+                follow the one before. Exports, and compiled calls with a cache, do not read them;
+                `torch.compile(fullgraph=True)` needs `cu_seqlens`.
             cache: the embeddings of earlier tokens, updated in place; also as `past_key_values`.
             inputs_embeds: (batch, length, d_embed), instead of `input_ids`.
             use_cache: whether to return the cache. If None, `config.use_cache`, but not in training.
@@ -157,7 +157,7 @@ class AveyModel(AveyPreTrainedModel):
             raise ValueError(f"`logits_to_keep` must be a number of tokens, 0 or more, got {logits_to_keep}.")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        x, tokens, cache, use_cache = self.read_inputs(
+        x, tokens, cache, use_cache = self.start_forward(
             input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
         batch, length, _ = x.shape

@@ -182,7 +182,7 @@ class ContextParallelCache(GeckoCache):
 
     is_recomputable = False
 
-    def check_tokens(self, tokens: Tokens) -> None:
+    def begin_call(self, tokens: Tokens) -> None:
         if tokens.mask is not None or tokens.cu_seqlens is not None:
             given = "`attention_mask`" if tokens.cu_seqlens is None else "`cu_seqlens` or `position_ids`"
             raise ValueError(f"{given}: a text on several devices has no padding and no packed documents.")

@@ -291,8 +291,9 @@ class GeckoModel(GeckoPreTrainedModel):
             attention_mask: (batch, length), 0 for padding, which may be anywhere in a row. With a cache it may also
                 cover the tokens of earlier calls.
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
-                follow the one before. They are not read while a graph is traced: `torch.compile` and export need
-                `cu_seqlens`. Rotary embeddings and chunks count a document's own tokens.
+                follow the one before. Exports, and compiled calls with a cache, do not read them;
+                `torch.compile(fullgraph=True)` needs `cu_seqlens`. Rotary embeddings and chunks count a document's own
+                tokens.
             cache: the states after earlier tokens, updated in place; also as `past_key_values`.
             inputs_embeds: (batch, length, model_dim), instead of `input_ids`. A token begins a document if it equals
                 the embedding of `bos_token_id`.
@@ -307,7 +308,7 @@ class GeckoModel(GeckoPreTrainedModel):
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
         """
-        x, tokens, cache, use_cache = self.read_inputs(
+        x, tokens, cache, use_cache = self.start_forward(
             input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
         bos = find_bos(self.config, self.embed, input_ids, inputs_embeds)
@@ -323,7 +324,7 @@ class GeckoModel(GeckoPreTrainedModel):
         x = positions.as_given(self.output["final_norm"](positions.text_first(x), positions, state))
         if cache is not None:
             x = cache.end_block(x, -1)
-        return self.make_output(x, tokens, cache, use_cache)
+        return self.finish_forward(x, tokens, cache, use_cache)
 
 
 class GeckoHead(Linear):

@@ -66,8 +66,11 @@ class RavenSlotMemory(nn.Module):
             self.g_norm = nn.RMSNorm(config.value_dim, eps=config.norm_eps)
         self.o_proj = Linear(config.value_dim, width, bias=False)
 
-    def decay(self, x: torch.Tensor) -> torch.Tensor:
-        """Equation 19: a, the logarithm of the decay, (batch, length, heads), or with "GLA" (..., heads, slots)."""
+    def log_decay(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        a, the logarithm of the decay: (batch, length, heads), equation 19 with a bias; or with "GLA" of table 1
+        (batch, length, heads, slots).
+        """
         if self.config.decay_type == "GLA":
             f = torch.unflatten(at_least_float32(self.f_proj(x)), -1, (-1, self.config.num_slots))
             return F.logsigmoid(f) / self.config.gate_logit_normalizer
@@ -75,18 +78,22 @@ class RavenSlotMemory(nn.Module):
         return -A_log.exp() * F.softplus(at_least_float32(self.a_proj(x)) + dt_bias)
 
     def route(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Table 1, equations 20 to 23: log f, the log decay of each slot, (batch, length, heads, slots)."""
+        """
+        a r of equation 18, the log decay of each slot, (batch, length, heads, slots): Raven's router of equation 20
+        (with noise 23), or those of "swa" (12) and "gsa" (14).
+        """
         config = self.config
         if config.router == "swa":  # the oldest token's slot keeps nothing
             slot = (position % config.num_slots)[:, :, None, None].expand(-1, -1, config.num_kv_heads, 1)
             log_f = x.new_zeros(*slot.shape[:3], config.num_slots, dtype=torch.float32)
             return log_f.scatter(3, slot, -torch.inf)
-        a = self.decay(x)
+        a = self.log_decay(x)
         if config.router == "gsa":
             return a
         m = torch.unflatten(self.r_proj(x), -1, (-1, config.num_slots))
         if config.add_gumbel_noise and self.training:
-            m = at_least_float32(m) - torch.empty_like(at_least_float32(m)).exponential_().log()  # equation 23
+            m = at_least_float32(m)
+            m = m - torch.empty_like(m).exponential_().log()  # equation 23
         return slot_routing(
             logits=m,
             log_decay=a,
@@ -112,9 +119,9 @@ class RavenSlotMemory(nn.Module):
             k, v, log_f = (y.repeat_interleave(self.groups, dim=2) for y in (k, v, log_f))
 
         sequences = {"q": q, "k": k, "v": v, "log_f": log_f}
-        before, inplace = state.get("slots"), state.can_overwrite("slots")
-        out, after = tokens.run_packed(slot_memory, sequences, before, inplace)  # equation 18
-        state.update("slots", after, slot_memory_state, k, v, log_f)
+        entering, inplace = state.get("slots"), state.can_overwrite("slots")
+        out, leaving = tokens.run_packed(slot_memory, sequences, entering, inplace)  # equation 18
+        state.update("slots", leaving, slot_memory_state, k, v, log_f)
         out = F.silu(out)
         if config.use_output_gate:
             gate = self.o_gate_proj(x).view(out.shape)
@@ -285,8 +292,8 @@ class RavenModel(RavenPreTrainedModel):
             attention_mask: (batch, length), 0 for padding, which may be anywhere in a row. With a cache it may also
                 cover the tokens of earlier calls.
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
-                follow the one before. They are not read while a graph is traced: `torch.compile` and export need
-                `cu_seqlens`. Rotary embeddings count a document's own tokens.
+                follow the one before. Exports, and compiled calls with a cache, do not read them;
+                `torch.compile(fullgraph=True)` needs `cu_seqlens`. Rotary embeddings count a document's own tokens.
             cache: the states after earlier tokens, updated in place; also as `past_key_values`.
             inputs_embeds: (batch, length, hidden_size), instead of `input_ids`.
             use_cache: whether to return the states. If None, `config.use_cache`, but not in training.
@@ -302,7 +309,7 @@ class RavenModel(RavenPreTrainedModel):
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
         """
-        x, tokens, cache, use_cache = self.read_inputs(
+        x, tokens, cache, use_cache = self.start_forward(
             input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
         positions = find_positions(self.config, x, tokens, cache)
@@ -310,7 +317,7 @@ class RavenModel(RavenPreTrainedModel):
             cache.count_tokens(positions)
         for layer in self.layers[: self.config.num_hidden_layers]:
             x = layer(x, positions, cache)
-        return self.make_output(self.norm(x), tokens, cache, use_cache)
+        return self.finish_forward(self.norm(x), tokens, cache, use_cache)
 
 
 class RavenForCausalLM(CausalLMHead, RecurrentGenerationMixin, RavenPreTrainedModel):

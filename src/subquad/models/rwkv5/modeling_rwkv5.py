@@ -53,48 +53,54 @@ class Rwkv5TimeMixing(nn.Module):
     def add_mixing(self, config: Rwkv5Config) -> None:
         """The parameters of token shift, decay and bonus."""
         self.time_decay = nn.Parameter(torch.empty(self.num_heads, self.head_size))
-        self.time_faaaa = nn.Parameter(torch.empty(self.num_heads, self.head_size))
+        self.time_faaaa = nn.Parameter(torch.empty(self.num_heads, self.head_size))  # u, the bonus
         self.time_mix_key = nn.Parameter(torch.empty(1, 1, config.hidden_size))
         self.time_mix_value = nn.Parameter(torch.empty(1, 1, config.hidden_size))
         self.time_mix_receptance = nn.Parameter(torch.empty(1, 1, config.hidden_size))
         self.time_mix_gate = nn.Parameter(torch.empty(1, 1, config.hidden_size))
 
     def mix(self, x: torch.Tensor, before: torch.Tensor | None, starts: torch.Tensor | None) -> list[torch.Tensor]:
-        """Equation 3: the inputs of receptance, key, value, gate and decay, (batch, length, hidden_size) each."""
+        """
+        Equation 3: the inputs of receptance, key, value and gate, (batch, length, hidden_size) each. The fifth is the
+        decay's, which only Finch reads.
+        """
         mix = torch.cat((self.time_mix_receptance, self.time_mix_key, self.time_mix_value, self.time_mix_gate))
-        # The published mu weights the token itself, the operator's mu the token before.
+        # time_mix_* is one minus the paper's mu. In float32, because the difference would round.
         mixed = token_shift(x, state=before, mu=1 - mix.squeeze(1).float(), starts=starts)
         return [*mixed.unbind(), x]
 
     def log_decay(self, x: torch.Tensor) -> torch.Tensor:
-        """Equation 5: log w, (heads, head_size); the same for every token."""
+        """Log w of equation 5, (heads, head_size). It does not depend on x, unlike Finch's."""
         return -local_part(self.time_decay).float().exp()
 
     def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState = NO_STATE) -> torch.Tensor:
         """x (batch, length, hidden_size); the output has the same shape."""
-        before = state.get("attention_shift")
-        x = tokens.forward_fill(x, before)
-        before = tokens.token_before(x, before)
-        x_r, x_k, x_v, x_g, x_w = self.mix(x, before, tokens.starts)
+        last = state.get("attention_shift")
+        x = tokens.forward_fill(x, last)
+        x_r, x_k, x_v, x_g, x_w = self.mix(x, tokens.token_before(x, last), tokens.starts)
 
-        heads = (*x.shape[:2], -1, self.head_size)
-        r = self.receptance(x_r).view(heads)  # equation 4, and 16 of Finch
-        k = tokens.zero_padding(self.key(x_k)).view(heads)
-        v = self.value(x_v).view(heads)
+        # Equation 4; 16 of Finch.
+        by_head = (*x.shape[:2], -1, self.head_size)
+        r = self.receptance(x_r).view(by_head)
+        k = tokens.zero_padding(self.key(x_k)).view(by_head)
+        v = self.value(x_v).view(by_head)
         g = self.gate(x_g)
         log_w = self.log_decay(x_w)
         if tokens.mask is not None:
-            log_w = tokens.zero_padding(log_w.expand(heads))  # padding neither adds to the state nor decays it
-        sequences, weights = {"r": r, "k": k, "v": v}, {"u": local_part(self.time_faaaa)}
-        (weights if log_w.dim() == 2 else sequences)["log_w"] = log_w
+            log_w = tokens.zero_padding(log_w.expand(by_head))  # padding neither adds to the state nor decays it
 
-        before, inplace = state.get("wkv"), state.can_overwrite("wkv")
-        # In float32, because sums of values may be larger than the largest number of float16.
-        out, after = tokens.run_packed(wkv, sequences, before, inplace, **weights, out_dtype=wide_dtype(v))
-        out = self.ln_x(out, g)
+        # Equations 8 and 9; 21 and 22 of Finch.
+        sequences, shared = {"r": r, "k": k, "v": v}, {"u": local_part(self.time_faaaa)}
+        if log_w.dim() == 2:
+            shared["log_w"] = log_w  # the same for every token
+        else:
+            sequences["log_w"] = log_w
+        entering, inplace = state.get("wkv"), state.can_overwrite("wkv")
+        wide = wide_dtype(v)  # sums of values may overflow float16
+        out, leaving = tokens.run_packed(wkv, sequences, entering, inplace, **shared, out_dtype=wide)
         state.update_with("attention_shift", last_token, x)
-        state.update("wkv", after, wkv_state, k, v, log_w.expand(heads))
-        return self.output(out)
+        state.update("wkv", leaving, wkv_state, k, v, log_w.expand(by_head))
+        return self.output(self.ln_x(out, g))
 
 
 class Rwkv5ChannelMixing(nn.Module):
@@ -120,9 +126,9 @@ class Rwkv5ChannelMixing(nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState = NO_STATE) -> torch.Tensor:
         """x (batch, length, hidden_size); the output has the same shape."""
-        before = state.get("feed_forward_shift")
-        x = tokens.forward_fill(x, before)
-        before = tokens.token_before(x, before)
+        last = state.get("feed_forward_shift")
+        x = tokens.forward_fill(x, last)
+        before = tokens.token_before(x, last)
         x_k, x_r = token_shift(x, state=before, mu=self.mu, starts=tokens.starts).unbind()
         state.update_with("feed_forward_shift", last_token, x)
         v = self.value(F.relu(self.key(x_k)).square())
@@ -247,8 +253,8 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
             attention_mask: (batch, length), 0 for padding, which may be anywhere in a row. With a cache it may also
                 cover the tokens of earlier calls.
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
-                follow the one before. They are not read while a graph is traced: `torch.compile` and export need
-                `cu_seqlens`.
+                follow the one before. Exports, and compiled calls with a cache, do not read them;
+                `torch.compile(fullgraph=True)` needs `cu_seqlens`.
             cache: the states after earlier tokens, updated in place; also as `past_key_values`.
             inputs_embeds: (batch, length, hidden_size), instead of `input_ids`.
             use_cache: whether to return the states. If None, `config.use_cache`, but not in training.
@@ -262,12 +268,12 @@ class Rwkv5Model(Rwkv5PreTrainedModel):
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
         """
-        x, tokens, cache, use_cache = self.read_inputs(
+        x, tokens, cache, use_cache = self.start_forward(
             input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
         for block in self.blocks[: self.config.num_hidden_layers]:
             x = block(x, tokens, cache)
-        return self.make_output(self.ln_out(x), tokens, cache, use_cache)
+        return self.finish_forward(self.ln_out(x), tokens, cache, use_cache)
 
 
 class Rwkv5ForCausalLM(CausalLMHead, RecurrentGenerationMixin, Rwkv5PreTrainedModel):

@@ -27,7 +27,7 @@ delta_wkv, group_norm_gate, token_shift = replaceable(delta_wkv, group_norm_gate
 
 
 def projection(inputs: int, outputs: int, gain: float, wide: bool = False) -> Linear:
-    """A [`Linear`] without bias. The published trainer initialises it orthogonally, times `gain`."""
+    """A [`Linear`] without bias. `gain` scales its orthogonal initialization; 0 means zeros."""
     layer = Linear(inputs, outputs, bias=False, wide=wide)
     layer.gain = gain
     return layer
@@ -85,16 +85,18 @@ class Rwkv7TimeMixing(nn.Module):
         Returns:
             the output, of the shape of x, and `v_first`.
         """
-        before = state.get("attention_shift")
-        x = tokens.forward_fill(x, before)
-        before = tokens.token_before(x, before)
+        last = state.get("attention_shift")
+        x = tokens.forward_fill(x, last)
+        before = tokens.token_before(x, last)
         mu = torch.cat((self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g)).squeeze(1)
         x_r, x_w, x_k, x_v, x_a, x_g = token_shift(x, state=before, mu=mu, starts=tokens.starts).unbind()
 
         r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
-        # The decay w lies between exp(-exp(-1/2)) = 0.545 and 1; a is the share of the old value that is replaced.
-        decay = {"base": self.w0, "outer": "sigmoid", "scale": -math.exp(-0.5), "wide": True}
-        log_w = low_rank_of_heads(x_w, self.w1, self.w2, "tanh", **decay)
+        # The decay w is between exp(-exp(-1/2)) = 0.545 and 1. The in-context learning rate a is the share of a key's
+        # old value that is replaced.
+        log_w = low_rank_of_heads(
+            x_w, self.w1, self.w2, "tanh", base=self.w0, outer="sigmoid", scale=-math.exp(-0.5), wide=True
+        )
         a = low_rank_of_heads(x_a, self.a1, self.a2, base=self.a0, outer="sigmoid")
         g = low_rank_of_heads(x_g, self.g1, self.g2, "sigmoid")
         if v_first is None:
@@ -103,22 +105,21 @@ class Rwkv7TimeMixing(nn.Module):
             mix = low_rank_of_heads(x_v, self.v1, self.v2, base=self.v0, outer="sigmoid")
             v = torch.addcmul(v, v_first - v, mix)
 
-        heads = (*x.shape[:2], -1, self.head_size)
-        r, k, v, a, log_w = r.view(heads), k.view(heads), v.view(heads), a.view(heads), log_w.view(heads)
-        k_k, k_a = local_part(self.k_k), local_part(self.k_a)
-        kappa, k = delta_keys(k, a, k_k.view(heads[2:]), k_a.view(heads[2:]))
+        by_head = (*x.shape[:2], -1, self.head_size)
+        r, k, v, a, log_w = (y.view(by_head) for y in (r, k, v, a, log_w))
+        k_k, k_a = (local_part(y).view(-1, self.head_size) for y in (self.k_k, self.k_a))
+        kappa, k = delta_keys(k, a, k_k, k_a)
         # Padding does not add to the state, remove from it or decay it.
         k, kappa, log_w = tokens.zero_padding(k), tokens.zero_padding(kappa), tokens.zero_padding(log_w)
 
         sequences = {"r": r, "k": k, "v": v, "log_w": log_w, "kappa": kappa, "a": a}
-        wide = wide_dtype(v)  # sums of values may be larger than the largest number of float16
-        before, inplace = state.get("wkv"), state.can_overwrite("wkv")
-        out, after = tokens.run_packed(delta_wkv, sequences, before, inplace, out_dtype=wide)
+        entering, inplace = state.get("wkv"), state.can_overwrite("wkv")
+        wide = wide_dtype(v)  # sums of values may overflow float16
+        out, leaving = tokens.run_packed(delta_wkv, sequences, entering, inplace, out_dtype=wide)
         bonus = (r.to(wide) * local_part(self.r_k) * k).sum(-1, keepdim=True) * v
-        out = self.ln_x(out, g, bonus)
         state.update_with("attention_shift", last_token, x)
-        state.update("wkv", after, delta_wkv_state, k, v, log_w, kappa, a)
-        return self.output(out), v_first
+        state.update("wkv", leaving, delta_wkv_state, k, v, log_w, kappa, a)
+        return self.output(self.ln_x(out, g, bonus)), v_first
 
 
 class Rwkv7ChannelMixing(nn.Module):
@@ -262,8 +263,8 @@ class Rwkv7Model(Rwkv7PreTrainedModel):
             attention_mask: (batch, length), 0 for padding, which may be anywhere in a row. With a cache it may also
                 cover the tokens of earlier calls.
             position_ids: (batch, length). They only show where packed documents begin: at a position that does not
-                follow the one before. They are not read while a graph is traced: `torch.compile` and export need
-                `cu_seqlens`.
+                follow the one before. Exports, and compiled calls with a cache, do not read them;
+                `torch.compile(fullgraph=True)` needs `cu_seqlens`.
             cache: the states after earlier tokens, updated in place; also as `past_key_values`.
             inputs_embeds: (batch, length, hidden_size), instead of `input_ids`.
             use_cache: whether to return the states. If None, `config.use_cache`, but not in training.
@@ -277,13 +278,13 @@ class Rwkv7Model(Rwkv7PreTrainedModel):
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
         """
-        x, tokens, cache, use_cache = self.read_inputs(
+        x, tokens, cache, use_cache = self.start_forward(
             input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
         v_first = None
         for block in self.blocks[: self.config.num_hidden_layers]:
             x, v_first = block(x, v_first, tokens, cache)
-        return self.make_output(self.ln_out(x), tokens, cache, use_cache)
+        return self.finish_forward(self.ln_out(x), tokens, cache, use_cache)
 
 
 class Rwkv7ForCausalLM(CausalLMHead, RecurrentGenerationMixin, Rwkv7PreTrainedModel):

@@ -234,7 +234,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
         placeholders = self.find_images(input_ids, inputs_embeds) if images or reads else None
         wanted = {"images": placeholders} if reads else {}
         masks = attention_mask, position_ids, cu_seqlens
-        x, tokens, cache, use_cache = self.rwkv.read_inputs(
+        x, tokens, cache, use_cache = self.rwkv.start_forward(
             input_ids, inputs_embeds, *masks, cache, use_cache, wanted=wanted, **kwargs
         )
         if wanted:
@@ -253,7 +253,7 @@ class VisualRwkvModel(VisualRwkvPreTrainedModel):
             x = reorder(x, order) if backward else x
             if output_hidden_states:
                 hidden_states += (x,)
-        outputs = self.make_output(self.rwkv.ln_out(x), tokens, cache, use_cache)
+        outputs = self.finish_forward(self.rwkv.ln_out(x), tokens, cache, use_cache)
         hidden_states = (*hidden_states[:-1], outputs.last_hidden_state)
         outputs.hidden_states = chosen_states(hidden_states, output_hidden_states)
         if order is not None and cache is not None and cache.records_past:
