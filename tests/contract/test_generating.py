@@ -369,7 +369,7 @@ def test_pipelines(case):
     model = case.model("AutoModel", **fields)
     features = pipeline("feature-extraction", model=model, tokenizer=tokenizer)
     for text, found in zip(texts, features(texts, return_tensors=True), strict=True):
-        torch.testing.assert_close(found, read(model, text).last_hidden_state)
+        torch.testing.assert_close(found.to(DEVICE), read(model, text).last_hidden_state)
     model = case.model("AutoModelForSequenceClassification", **fields)
     classify = pipeline("text-classification", model=model, tokenizer=tokenizer, top_k=None)
     for text, found in zip(texts, classify(texts, batch_size=3), strict=True):

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from cases import (
+    DEVICE,
     GENERATING,
     GREEDY,
     RAVEN_BOTH,
@@ -97,6 +98,7 @@ def test_no_label_counts(case):
     ],
 )
 def test_classification_losses(model_type, problem, labels, expected):
+    labels = labels.to(DEVICE)
     model = tiny_model(model_type, "AutoModelForSequenceClassification", num_labels=3, problem_type=problem)
     out = model(random_ids(2, 9), labels=labels)
     torch.testing.assert_close(out.loss, expected(out.logits, labels))
@@ -117,7 +119,7 @@ def test_one_label_is_a_regression(case):
 @each_model_case
 def test_predictions_are_logits_alone(case, tmp_path):
     text = case.text(2, 9)
-    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=DEVICE == "cpu")
     for auto_class, model in each_class(case):
         if labels := labels_of(model, auto_class, text["input_ids"]):
             trainer, expected = Trainer(model, arguments), model(**text, **labels)
@@ -281,7 +283,7 @@ def test_low_precision(case, dtype, tmp_path):
 def test_autocast(case):
     model, ids = case.model().train(), random_ids(2, 20)
     expected = model(ids, labels=ids).loss
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         loss = model(ids, labels=ids).loss
     loss.backward()
     torch.testing.assert_close(loss, expected, atol=0.1, rtol=0.05)
@@ -297,6 +299,6 @@ def test_mixed_dtypes_under_autocast(model_type):
         if isinstance(module, torch.nn.LayerNorm):
             module.register_forward_pre_hook(lambda _m, inputs: (inputs[0].to(torch.bfloat16),))
             module.register_forward_hook(lambda _m, _i, out: out.float())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         out = model(ids).logits
     assert (out - expected).norm() / expected.norm() < 0.05

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload
-from cases import GREEDY, each_class, each_model_case, each_text_model_case, quick_family, random_ids
+from cases import DEVICE, GREEDY, each_class, each_model_case, each_text_model_case, quick_family, random_ids
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -153,7 +153,7 @@ def test_initialisation_from_meta(case, seeded):
             from_meta = made(config)
             if not case.images:
                 assert from_meta(torch.zeros(1, 3, dtype=torch.long))[0].shape[0] == 1
-        from_meta.to_empty(device="cpu")
+        from_meta.to_empty(device=DEVICE)
         with torch.no_grad():
             for parameter in from_meta.parameters():
                 parameter.fill_(torch.nan)
@@ -304,6 +304,7 @@ def test_saving_and_loading(case, tmp_path):
             assert torch.isfinite(fresh(**case.text(1, 9))[0]).all()
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the offloaded parts are computed on the CPU")
 @quick_family
 @each_model_case
 def test_offload(case, tmp_path):
@@ -352,7 +353,7 @@ def test_ties(case, tmp_path):
     assert tied(loaded)
     with torch.device("meta"):
         other = type(model)(model.config)
-    other.to_empty(device="cpu").tie_weights()
+    other.to_empty(device=DEVICE).tie_weights()
     assert tied(other)
     other.load_state_dict(model.state_dict())
     for buffer, source in zip(other.buffers(), model.buffers(), strict=True):

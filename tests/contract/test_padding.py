@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import (
+    DEVICE,
     GENERATING,
     GREEDY,
     READERS,
@@ -193,9 +194,9 @@ def test_classification_is_exact_under_padding(model_type):
 
 
 def test_tokens_move_between_devices():
-    tokens = Tokens(2, 3, torch.device("cpu"), torch.tensor([[0, 1, 1], [1, 1, 1]]))
+    tokens = Tokens(2, 3, torch.device(DEVICE), torch.tensor([[0, 1, 1], [1, 1, 1]]))
     moved = tokens.to("meta")
     assert moved.mask.device.type == "meta"
-    assert tokens.mask.device.type == "cpu"
+    assert tokens.mask.device.type == DEVICE
     assert moved.zero_padding(torch.ones(2, 3, 4, device="meta")).device.type == "meta"
     assert moved.forward_fill(torch.ones(2, 3, 4, device="meta"), None).device.type == "meta"
